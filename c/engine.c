@@ -1,0 +1,360 @@
+/* engine.c - the loop: orders in, messages in, messages out, events out (engine.h says who does the rest).
+ *
+ * One pass takes orders, receives a bounded batch, lets every stream send, settles ops, looks at the monitors
+ * and buries lost streams. It never blocks; when a pass has moved nothing, pccl_engine_run() waits in zmq_poll
+ * for whatever could change that. Nothing here needs a clock. */
+#include "engine.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char ORDERS_ENDPOINT[] = "inproc://pccl-engine";
+
+enum {
+    ORDER_BATCH = 64,        /* in one pass */
+    RECEIVE_BATCH = 16,      /* messages in one pass, */
+    RECEIVE_BYTES = 1 << 20, /* or so many bytes: reducing them takes as long as sending them */
+    LISTEN_INTERVAL = 16,    /* busy passes between looks at the monitors: each look is a system call */
+    RELEASE_WAIT_MS = 1,     /* libzmq releases what it has written at once, but does not say so */
+    SOCKETS_MAX = 8192       /* of the context; a stream takes three */
+};
+
+/* ---- creation ---- */
+
+static void *open_socket(pccl_engine *engine, int type, int recv_hwm)
+{
+    const pccl_zmq *zmq = engine->zmq;
+    void *socket = zmq->socket(engine->context, type);
+    int zero = 0, failed;
+    if (socket == NULL)
+        return NULL;
+    failed = zmq->setsockopt(socket, ZMQ_LINGER, &zero, sizeof zero);
+    failed |= zmq->setsockopt(socket, ZMQ_RCVHWM, &recv_hwm, sizeof recv_hwm);
+    failed |= zmq->setsockopt(socket, ZMQ_SNDHWM, &zero, sizeof zero);
+    if (failed) {
+        (void)zmq->close(socket);
+        return NULL;
+    }
+    return socket;
+}
+
+/* The context, the PAIR for orders and the PULL for everything else: 0 or PCCL_EZMQ. */
+static int open_sockets(pccl_engine *engine)
+{
+    const pccl_zmq *zmq = engine->zmq;
+    int64_t message_max = (int64_t)PCCL_CHUNK_MAX + WIRE_HEADER_BYTES;
+    engine->context = zmq->ctx_new();
+    if (engine->context == NULL
+        || zmq->ctx_set(engine->context, ZMQ_IO_THREADS, (int)engine->options.io_threads) < 0
+        || zmq->ctx_set(engine->context, ZMQ_MAX_SOCKETS, SOCKETS_MAX) < 0)
+        return PCCL_EZMQ;
+    engine->pair = open_socket(engine, ZMQ_PAIR, 0);
+    if (engine->pair == NULL || zmq->bind(engine->pair, ORDERS_ENDPOINT) < 0)
+        return PCCL_EZMQ;
+    engine->pull = open_socket(engine, ZMQ_PULL, (int)engine->options.recv_hwm);
+    if (engine->pull == NULL
+        || zmq->setsockopt(engine->pull, ZMQ_MAXMSGSIZE, &message_max, sizeof message_max) < 0)
+        return PCCL_EZMQ;
+    return PCCL_OK;
+}
+
+pccl_engine *pccl_engine_new(const pccl_zmq *table, const pccl_options *options, int *error)
+{
+    pccl_engine *engine = NULL;
+    *error = PCCL_EINVAL;
+    if (options->io_threads == 0 || options->forward_max == 0 || options->recv_hwm == 0
+        || options->fetch_window == 0 || options->connect_timeout_ms == 0)
+        return NULL;
+    *error = PCCL_ENOMEM;
+    engine = calloc(1, sizeof *engine);
+    if (engine == NULL)
+        return NULL;
+    engine->zmq = table;
+    engine->options = *options;
+    engine->inbox = packet_new();
+    if (engine->inbox != NULL)
+        *error = open_sockets(engine);
+    if (*error == PCCL_OK)
+        return engine;
+    pccl_engine_free(engine);
+    return NULL;
+}
+
+int pccl_engine_bind(pccl_engine *engine, const char *endpoint, char *bound, size_t size)
+{
+    const pccl_zmq *zmq = engine->zmq;
+    int ipv6 = strchr(endpoint, '[') != NULL;
+    if (zmq->setsockopt(engine->pull, ZMQ_IPV6, &ipv6, sizeof ipv6) < 0
+        || zmq->bind(engine->pull, endpoint) < 0
+        || zmq->getsockopt(engine->pull, ZMQ_LAST_ENDPOINT, bound, &size) < 0) {
+        engine->error = zmq->errno_();
+        return PCCL_EZMQ;
+    }
+    return PCCL_OK;
+}
+
+void *pccl_engine_context(pccl_engine *engine)
+{
+    return engine->context;
+}
+
+int pccl_engine_errno(const pccl_engine *engine)
+{
+    return engine->error;
+}
+
+uint64_t pccl_engine_dropped(const pccl_engine *engine)
+{
+    return engine->dropped;
+}
+
+void pccl_engine_free(pccl_engine *engine)
+{
+    const pccl_zmq *zmq;
+    struct stream *stream;
+    if (engine == NULL)
+        return;
+    zmq = engine->zmq;
+    for (stream = engine->streams; stream != NULL; stream = stream->next) {
+        stream->silent = true;
+        stream_lose(stream, PCCL_ESTREAM, "the engine is freed");
+    }
+    (void)streams_bury(engine);
+    if (engine->pull != NULL)
+        (void)zmq->close(engine->pull);
+    if (engine->pair != NULL)
+        (void)zmq->close(engine->pair);
+    /* Waits until libzmq has forgotten every message. */
+    if (engine->context != NULL)
+        while (zmq->ctx_term(engine->context) < 0 && zmq->errno_() == EINTR)
+            continue;
+    ops_free(engine);
+    if (engine->inbox != NULL)
+        packet_free(zmq, engine->inbox);
+    free(engine->shadow);
+    free(engine->items);
+    free(engine);
+}
+
+/* ---- events and orders ---- */
+
+/* Notes why the engine cannot go on. */
+static void stop_with(pccl_engine *engine, int status)
+{
+    if (engine->status == PCCL_OK)
+        engine->status = status;
+}
+
+void engine_emit(pccl_engine *engine, const pccl_event *event)
+{
+    const pccl_zmq *zmq = engine->zmq;
+    pccl_msg message;
+    if (zmq->msg_init_size(&message, sizeof *event) < 0) {
+        stop_with(engine, PCCL_ENOMEM);
+        return;
+    }
+    memcpy(zmq->msg_data(&message), event, sizeof *event);
+    while (zmq->msg_send(&message, engine->pair, ZMQ_DONTWAIT) < 0) {
+        engine->error = zmq->errno_();
+        if (engine->error == EINTR)
+            continue;
+        /* The queue has no bound: EAGAIN means that the caller has closed its end, and nobody is left to be told. */
+        if (engine->error != EAGAIN)
+            stop_with(engine, PCCL_EZMQ);
+        (void)zmq->msg_close(&message);
+        return;
+    }
+}
+
+static void obey(pccl_engine *engine, const pccl_order *order)
+{
+    switch (order->kind) {
+    case PCCL_OPEN_STREAM:
+        stream_order_open(engine, order);
+        break;
+    case PCCL_CLOSE_STREAM:
+        stream_order_close(engine, order);
+        break;
+    case PCCL_REGISTER:
+        op_order_register(engine, order);
+        break;
+    case PCCL_START:
+        op_order_start(engine, order);
+        break;
+    case PCCL_COMMIT:
+    case PCCL_ABORT:
+        op_order_end(engine, order);
+        break;
+    case PCCL_STOP:
+        engine->stopped = true;
+        break;
+    default:
+        engine->dropped++;
+    }
+}
+
+/* Receives and follows one order: whether there was one. */
+static bool take_order(pccl_engine *engine)
+{
+    const pccl_zmq *zmq = engine->zmq;
+    pccl_order order;
+    pccl_msg message;
+    bool got;
+    zmq->msg_init(&message);
+    got = zmq->msg_recv(&message, engine->pair, ZMQ_DONTWAIT) >= 0;
+    if (!got) {
+        int error = zmq->errno_();
+        if (error != EAGAIN && error != EINTR) {
+            engine->error = error;
+            stop_with(engine, PCCL_EZMQ);
+        }
+    } else if (zmq->msg_size(&message) == sizeof order) {
+        memcpy(&order, zmq->msg_data(&message), sizeof order);
+        obey(engine, &order);
+    } else {
+        engine->dropped++;
+    }
+    (void)zmq->msg_close(&message);
+    return got;
+}
+
+static bool take_orders(pccl_engine *engine)
+{
+    int batch = ORDER_BATCH;
+    bool any = false;
+    while (batch-- > 0 && !engine->stopped && take_order(engine))
+        any = true;
+    return any;
+}
+
+/* ---- messages ---- */
+
+/* Gives the message in the inbox to the op it is for. */
+static void dispatch(pccl_engine *engine)
+{
+    static const enum pccl_op_kind kinds[] = {
+        [WIRE_CHUNK] = PCCL_ALL_REDUCE, [WIRE_REQUEST] = PCCL_SERVE, [WIRE_DATA] = PCCL_FETCH};
+    struct packet *inbox = engine->inbox;
+    struct wire_header header;
+    struct op *op = NULL;
+    if (inbox->frames > 0 && wire_decode(&header, packet_header(engine->zmq, inbox)))
+        op = op_find_by_tag(engine, kinds[header.kind], header.run, header.tag);
+    if (op == NULL || op->failed
+        || (op->started ? header.seq != op->seq : header.seq <= op->min_seq)) {
+        engine->dropped++;
+        return;
+    }
+    if (header.kind == WIRE_CHUNK)
+        reduce_take(op, &header);
+    else if (header.kind == WIRE_REQUEST)
+        serve_take(op, &header);
+    else
+        fetch_take(op, &header);
+}
+
+static bool has_room(const pccl_engine *engine)
+{
+    return engine->forwards < engine->options.forward_max;
+}
+
+static bool receive(pccl_engine *engine)
+{
+    int batch = RECEIVE_BATCH, got;
+    uint64_t bytes = 0;
+    bool any = false;
+    while (batch-- > 0 && bytes < RECEIVE_BYTES && has_room(engine)) {
+        got = packet_receive(engine, engine->inbox);
+        if (got < 0)
+            stop_with(engine, got);
+        if (got <= 0)
+            break;
+        bytes += engine->inbox->bytes;
+        dispatch(engine);
+        packet_clear(engine->zmq, engine->inbox);
+        any = true;
+    }
+    return any;
+}
+
+/* ---- the loop ---- */
+
+int pccl_engine_step(pccl_engine *engine)
+{
+    struct stream *stream;
+    bool moved = take_orders(engine);
+    if (engine->stopped)
+        return 2;
+    moved |= receive(engine);
+    for (stream = engine->streams; stream != NULL; stream = stream->next)
+        moved |= stream_pump(stream);
+    moved |= ops_settle(engine);
+    if (!moved || ++engine->passes % LISTEN_INTERVAL == 0)
+        moved |= streams_listen(engine);
+    moved |= streams_bury(engine);
+    return engine->status < 0 ? engine->status : moved;
+}
+
+/* Makes room for `n` poll items: 0 or PCCL_ENOMEM. */
+static int reserve_items(pccl_engine *engine, size_t n)
+{
+    pccl_pollitem *items;
+    if (n <= engine->items_room)
+        return PCCL_OK;
+    items = realloc(engine->items, 2 * n * sizeof *items);
+    if (items == NULL)
+        return PCCL_ENOMEM;
+    engine->items = items;
+    engine->items_room = 2 * n;
+    return PCCL_OK;
+}
+
+static void watch(pccl_engine *engine, int *n, void *socket, short events)
+{
+    pccl_pollitem *item = &engine->items[(*n)++];
+    memset(item, 0, sizeof *item);
+    item->socket = socket;
+    item->events = events;
+}
+
+/* Waits until there may be something to do: 0 or an error. */
+static int wait_for_work(pccl_engine *engine)
+{
+    const pccl_zmq *zmq = engine->zmq;
+    struct stream *stream;
+    size_t room = 2;
+    int n = 0;
+    for (stream = engine->streams; stream != NULL; stream = stream->next)
+        room += 2;
+    if (reserve_items(engine, room) != PCCL_OK)
+        return PCCL_ENOMEM;
+    watch(engine, &n, engine->pair, ZMQ_POLLIN);
+    if (has_room(engine))
+        watch(engine, &n, engine->pull, ZMQ_POLLIN);
+    for (stream = engine->streams; stream != NULL; stream = stream->next) {
+        watch(engine, &n, stream->monitor, ZMQ_POLLIN);
+        if (stream_pending(stream))
+            watch(engine, &n, stream->push, ZMQ_POLLOUT);
+    }
+    if (zmq->poll(engine->items, n, ops_await_release(engine) ? RELEASE_WAIT_MS : -1) < 0) {
+        int error = zmq->errno_();
+        if (error != EINTR) {
+            engine->error = error;
+            return PCCL_EZMQ;
+        }
+    }
+    return PCCL_OK;
+}
+
+int pccl_engine_run(pccl_engine *engine)
+{
+    for (;;) {
+        int moved = pccl_engine_step(engine);
+        if (moved == 2)
+            return PCCL_OK;
+        if (moved == 0)
+            moved = wait_for_work(engine);
+        if (moved < 0)
+            return moved;
+    }
+}

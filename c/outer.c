@@ -1,0 +1,61 @@
+/* outer.c - the outer optimizer step and the pseudo-gradient.
+ *
+ * DESIGN. What advances the shared state of a run must give the same bits on every machine, so
+ * these are written operation by operation, each rounded once (exact.h says how the compiler is
+ * held to it). */
+#include "pccl.h"
+
+#include "exact.h"
+
+static inline float load(const float *array, size_t i)
+{
+    float value;
+    memcpy(&value, (const unsigned char *)array + i * sizeof value, sizeof value);
+    return value;
+}
+
+static inline void store(float *array, size_t i, float value)
+{
+    uint32_t bits = f32_to_bits(value);
+    memcpy((unsigned char *)array + i * sizeof bits, &bits, sizeof bits);
+}
+
+static inline void outer_step(float *theta, float *v, const float *g, size_t n, float lr, float mu,
+                              int nesterov)
+{
+    size_t i;
+    for (i = 0; i < n; i++) {
+        float gradient = load(g, i);
+        float momentum = mu * load(v, i) + gradient;
+        float direction = nesterov ? gradient + mu * momentum : momentum;
+        store(v, i, momentum);
+        store(theta, i, load(theta, i) - lr * direction);
+    }
+}
+
+PCCL_CLONES
+void pccl_outer_sgd(float *theta, float *v, const float *g, size_t n, float lr, float mu,
+                    int nesterov)
+{
+    if (nesterov)
+        outer_step(theta, v, g, n, lr, mu, 1);
+    else
+        outer_step(theta, v, g, n, lr, mu, 0);
+}
+
+PCCL_CLONES
+void pccl_subtract_f32(float *out, const float *a, const float *b, size_t n)
+{
+    size_t i;
+    /* One loop for each way to be in place, as in reduce.c. */
+    if (out == a) {
+        for (i = 0; i < n; i++)
+            store(out, i, load(out, i) - load(b, i));
+    } else if (out == b) {
+        for (i = 0; i < n; i++)
+            store(out, i, load(a, i) - load(out, i));
+    } else {
+        for (i = 0; i < n; i++)
+            store(out, i, load(a, i) - load(b, i));
+    }
+}

@@ -1,0 +1,135 @@
+/* selftest.c - every kernel over fixed inputs: a machine's arithmetic as a string of bytes.
+ *
+ * DESIGN. Two peers compare (a hash of) these bytes before they share a run. Elements are drawn
+ * from a fixed integer sequence: a few special values, some arbitrary bit patterns, and mostly
+ * numbers near 1, whose sums and products have to be rounded. Bytes are those of memory, so that a
+ * machine of the other byte order, with which the data plane could not talk, differs as well. */
+#include "pccl.h"
+
+#include <assert.h>
+#include <string.h>
+
+enum { ELEMENTS = 203 }; /* some vectors of any width, and a tail */
+
+typedef struct {
+    unsigned char *out;
+    size_t size;
+    size_t used;
+} sink;
+
+/* Appends what fits, and counts all. */
+static void sink_write(sink *to, const void *data, size_t n)
+{
+    size_t room = to->used < to->size ? to->size - to->used : 0;
+    size_t fits = n < room ? n : room;
+    if (fits > 0)
+        memcpy(to->out + to->used, data, fits);
+    to->used += n;
+}
+
+/* The i-th of a fixed sequence of well mixed words (splitmix64). */
+static uint64_t mixed(uint64_t i)
+{
+    uint64_t z = (i + 1) * 0x9e3779b97f4a7c15u;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+/* The bits of one number of a float type: sign, `exponent` bits, `fraction` bits. */
+static uint64_t float_sample(uint64_t word, unsigned exponent, unsigned fraction)
+{
+    const uint64_t one = 1;
+    const uint64_t sign = one << (exponent + fraction);
+    const uint64_t infinity = ((one << exponent) - 1) << fraction;
+    const uint64_t bias = (one << (exponent - 1)) - 1;
+    const uint64_t special[] = {0, 1, (one << fraction) - 1, one << fraction, bias << fraction,
+                                infinity - 1, infinity, infinity + 1};
+    uint64_t bits = word & (sign | (sign - 1));
+
+    switch (word >> 60) {
+    case 0: return (bits & sign) | special[(word >> 56) & 7];
+    case 1:
+    case 2: return bits;
+    default: return (bits & ~infinity) | ((bias - 4 + ((word >> 56) & 7)) << fraction);
+    }
+}
+
+static uint64_t sample(int dtype, uint64_t i)
+{
+    switch (dtype) {
+    case PCCL_F16: return float_sample(mixed(i), 5, 10);
+    case PCCL_BF16: return float_sample(mixed(i), 8, 7);
+    case PCCL_F32: return float_sample(mixed(i), 8, 23);
+    case PCCL_F64: return float_sample(mixed(i), 11, 52);
+    default: return mixed(i);
+    }
+}
+
+/* `n` samples of a type, whichever way this machine orders bytes. Sequences of different `start`
+ * differ. */
+static void fill(int dtype, void *array, size_t n, uint64_t start)
+{
+    unsigned char *bytes = array;
+    size_t i;
+    for (i = 0; i < n; i++) {
+        uint64_t bits = sample(dtype, start + i);
+        uint8_t u8 = (uint8_t)bits;
+        uint16_t u16 = (uint16_t)bits;
+        uint32_t u32 = (uint32_t)bits;
+        switch (pccl_dtype_size(dtype)) {
+        case 1: memcpy(bytes + i, &u8, 1); break;
+        case 2: memcpy(bytes + 2 * i, &u16, 2); break;
+        case 4: memcpy(bytes + 4 * i, &u32, 4); break;
+        default: memcpy(bytes + 8 * i, &bits, 8); break;
+        }
+    }
+}
+
+static void test_reduce(sink *to)
+{
+    unsigned char a[8 * ELEMENTS];
+    unsigned char b[8 * ELEMENTS];
+    unsigned char out[8 * ELEMENTS];
+    int dtype;
+    int redop;
+
+    for (dtype = PCCL_U8; dtype <= PCCL_F64; dtype++) {
+        fill(dtype, a, ELEMENTS, 0);
+        fill(dtype, b, ELEMENTS, ELEMENTS);
+        for (redop = PCCL_SUM; redop <= PCCL_MIN; redop++) {
+            int status = pccl_reduce(dtype, redop, out, a, b, ELEMENTS, 3);
+            assert(status == PCCL_OK);
+            (void)status;
+            sink_write(to, out, ELEMENTS * pccl_dtype_size(dtype));
+        }
+    }
+}
+
+static void test_outer(sink *to)
+{
+    float theta[ELEMENTS];
+    float v[ELEMENTS];
+    float g[ELEMENTS];
+    int nesterov;
+
+    for (nesterov = 0; nesterov <= 1; nesterov++) {
+        fill(PCCL_F32, theta, ELEMENTS, 0);
+        fill(PCCL_F32, v, ELEMENTS, ELEMENTS);
+        fill(PCCL_F32, g, ELEMENTS, 2 * ELEMENTS);
+        pccl_outer_sgd(theta, v, g, ELEMENTS, 0.7f, 0.9f, nesterov);
+        sink_write(to, theta, sizeof theta);
+        sink_write(to, v, sizeof v);
+    }
+    fill(PCCL_F32, g, ELEMENTS, 0);
+    pccl_subtract_f32(theta, v, g, ELEMENTS);
+    sink_write(to, theta, sizeof theta);
+}
+
+size_t pccl_self_test(unsigned char *out, size_t size)
+{
+    sink to = {out, size, 0};
+    test_reduce(&to);
+    test_outer(&to);
+    return to.used;
+}

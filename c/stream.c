@@ -1,0 +1,428 @@
+/* stream.c - a stream: one PUSH socket with several connections, the lanes, to one neighbour.
+ *
+ * libzmq gives each message to a lane that has room, so a slow lane carries less and nobody waits for it. A lane that
+ * is lost may have swallowed messages, hence a stream that loses one is lost as a whole and never repaired. The socket's
+ * monitor tells; connect and handshake time-outs and heartbeats are libzmq's, so that no clock is needed here.
+ *
+ * Order of sending: what was received and is to be sent on; then requests and data; then first chunks of our own. The
+ * latter two kinds are built only when it is their turn. After "no room" the stream waits until the socket says that
+ * there is room again: a send that fails looks at the socket's state only now and then. */
+#include "engine.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { PUMP_BATCH = 16 };    /* messages in one pass, so that receiving keeps its share */
+
+/* ---- opening and closing ---- */
+
+struct stream *stream_find(pccl_engine *engine, uint32_t number)
+{
+    struct stream *stream = engine->streams;
+    while (stream != NULL && (stream->number != number || stream->lost))
+        stream = stream->next;
+    return stream;
+}
+
+void stream_lose(struct stream *stream, int status, const char *format, ...)
+{
+    va_list arguments;
+    if (stream->lost)
+        return;
+    stream->lost = true;
+    stream->status = status;
+    va_start(arguments, format);
+    (void)vsnprintf(stream->text, sizeof stream->text, format, arguments);
+    va_end(arguments);
+}
+
+/* Sets an int option: 0, or -1 as setsockopt. */
+static int set_option(struct stream *stream, int option, int value)
+{
+    return stream->engine->zmq->setsockopt(stream->push, option, &value, sizeof value);
+}
+
+static int set_options(struct stream *stream, const pccl_order *order)
+{
+    const pccl_options *options = &stream->engine->options;
+    int failed = set_option(stream, ZMQ_LINGER, 0);
+    failed |= set_option(stream, ZMQ_IMMEDIATE, 1);
+    failed |= set_option(stream, ZMQ_RECONNECT_IVL, -1);
+    failed |= set_option(stream, ZMQ_SNDHWM, (int)order->hwm);
+    failed |= set_option(stream, ZMQ_IPV6, strchr(order->endpoint, '[') != NULL);
+    failed |= set_option(stream, ZMQ_CONNECT_TIMEOUT, (int)options->connect_timeout_ms);
+    failed |= set_option(stream, ZMQ_HANDSHAKE_IVL, (int)options->connect_timeout_ms);
+    if (options->heartbeat_ms > 0) {
+        failed |= set_option(stream, ZMQ_HEARTBEAT_IVL, (int)options->heartbeat_ms);
+        failed |= set_option(stream, ZMQ_HEARTBEAT_TIMEOUT, (int)options->heartbeat_timeout_ms);
+    }
+    return failed;
+}
+
+/* Creates the monitor before the first connect, so that it misses nothing. 0, or -1 as the calls that it makes. */
+static int open_monitor(struct stream *stream)
+{
+    const pccl_zmq *zmq = stream->engine->zmq;
+    const int events = ZMQ_EVENT_CLOSED | ZMQ_EVENT_DISCONNECTED
+        | ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL | ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL
+        | ZMQ_EVENT_HANDSHAKE_FAILED_AUTH;
+    char endpoint[64];
+    (void)snprintf(endpoint, sizeof endpoint, "inproc://pccl-monitor-%lu", (unsigned long)stream->number);
+    if (zmq->socket_monitor(stream->push, endpoint, events) < 0)
+        return -1;
+    stream->monitor = zmq->socket(stream->engine->context, ZMQ_PAIR);
+    if (stream->monitor == NULL)
+        return -1;
+    return zmq->connect(stream->monitor, endpoint);
+}
+
+static int open_sockets(struct stream *stream, const pccl_order *order)
+{
+    const pccl_zmq *zmq = stream->engine->zmq;
+    uint32_t lane;
+    stream->push = zmq->socket(stream->engine->context, ZMQ_PUSH);
+    if (stream->push == NULL || set_options(stream, order) < 0 || open_monitor(stream) < 0)
+        return -1;
+    for (lane = 0; lane < order->lanes; lane++)
+        if (zmq->connect(stream->push, order->endpoint) < 0)
+            return -1;
+    return 0;
+}
+
+void stream_order_open(pccl_engine *engine, const pccl_order *order)
+{
+    struct stream *stream = calloc(1, sizeof *stream);
+    if (stream == NULL) {
+        engine->status = PCCL_ENOMEM;
+        return;
+    }
+    stream->engine = engine;
+    stream->number = order->stream;
+    stream->lanes = order->lanes;
+    stream->next = engine->streams;
+    engine->streams = stream;
+    if (order->lanes == 0 || order->hwm == 0
+        || memchr(order->endpoint, 0, sizeof order->endpoint) == NULL) {
+        stream_lose(stream, PCCL_EINVAL, "a stream needs lanes, a high-water mark and an endpoint");
+    } else if (open_sockets(stream, order) < 0) {
+        engine->error = engine->zmq->errno_();
+        stream_lose(stream, PCCL_EZMQ, "cannot open a stream to %.80s: %.40s", order->endpoint,
+                    strerror(engine->error));
+    }
+}
+
+void stream_order_close(pccl_engine *engine, const pccl_order *order)
+{
+    struct stream *stream = stream_find(engine, order->stream);
+    if (stream == NULL)
+        return;
+    stream->silent = true;
+    stream_lose(stream, PCCL_ESTREAM, "closed by order");
+}
+
+/* The monitor goes first: libzmq may crash when a monitored socket is closed under its monitor. */
+static void close_sockets(struct stream *stream)
+{
+    const pccl_zmq *zmq = stream->engine->zmq;
+    if (stream->push != NULL)
+        (void)zmq->socket_monitor(stream->push, NULL, 0);
+    if (stream->monitor != NULL) {
+        int zero = 0;
+        (void)zmq->setsockopt(stream->monitor, ZMQ_LINGER, &zero, sizeof zero);
+        (void)zmq->close(stream->monitor);
+    }
+    if (stream->push != NULL)
+        (void)zmq->close(stream->push);
+}
+
+static void free_packets(pccl_engine *engine, struct packets *queue)
+{
+    struct packet *packet;
+    while ((packet = packets_take(queue)) != NULL) {
+        assert(packet->op->queued > 0 && engine->forwards > 0);
+        packet->op->queued--;
+        engine->forwards--;
+        packet_free(engine->zmq, packet);
+    }
+}
+
+static void tell_lost(struct stream *stream)
+{
+    pccl_event event = {0};
+    if (stream->silent)
+        return;
+    event.kind = PCCL_STREAM_LOST;
+    event.status = stream->status;
+    event.stream = stream->number;
+    memcpy(event.text, stream->text, sizeof event.text);
+    engine_emit(stream->engine, &event);
+}
+
+static void bury(struct stream *stream)
+{
+    pccl_engine *engine = stream->engine;
+    struct op *op;
+    close_sockets(stream);
+    free_packets(engine, &stream->forwards);
+    tell_lost(stream);
+    for (op = engine->ops; op != NULL; op = op->next)
+        op_lose_stream(op, stream);
+    for (op = engine->ending; op != NULL; op = op->next)
+        op_lose_stream(op, stream);
+    assert(stream->transfers.head == NULL && stream->reductions.head == NULL);
+    free(stream);
+}
+
+bool streams_bury(pccl_engine *engine)
+{
+    struct stream **at = &engine->streams, *stream;
+    bool any = false;
+    while ((stream = *at) != NULL) {
+        if (stream->lost) {
+            *at = stream->next;
+            bury(stream);
+            any = true;
+        } else {
+            at = &stream->next;
+        }
+    }
+    return any;
+}
+
+/* ---- monitors ---- */
+
+/* An event frame is a 16-bit event and a 32-bit value in native byte order; the endpoint follows in a second frame. */
+static void handle_monitor(struct stream *stream, const unsigned char *data, size_t size)
+{
+    uint16_t event;
+    if (size < sizeof event)
+        return;
+    memcpy(&event, data, sizeof event);
+    if (event != ZMQ_EVENT_CLOSED)
+        stream_lose(stream, PCCL_ESTREAM, "%s", event == ZMQ_EVENT_DISCONNECTED
+                    ? "a lane was disconnected" : "a lane could not be set up: handshake failed");
+    else if (++stream->lanes_failed == stream->lanes)   /* the others may still carry everything */
+        stream_lose(stream, PCCL_ESTREAM, "no lane could be connected: refused or timed out");
+}
+
+static bool listen_one(struct stream *stream)
+{
+    const pccl_zmq *zmq = stream->engine->zmq;
+    pccl_msg frame;
+    bool any = false, first = true;
+    while (!stream->lost) {
+        zmq->msg_init(&frame);
+        if (zmq->msg_recv(&frame, stream->monitor, ZMQ_DONTWAIT) < 0) {
+            int error = zmq->errno_();
+            zmq->msg_close(&frame);
+            if (error != EAGAIN && error != EINTR)
+                stream_lose(stream, PCCL_EZMQ, "the monitor failed: %.60s", strerror(error));
+            break;
+        }
+        if (first)
+            handle_monitor(stream, zmq->msg_data(&frame), zmq->msg_size(&frame));
+        first = !zmq->msg_more(&frame);
+        zmq->msg_close(&frame);
+        any = true;
+    }
+    return any;
+}
+
+bool streams_listen(pccl_engine *engine)
+{
+    struct stream *stream;
+    bool any = false;
+    for (stream = engine->streams; stream != NULL; stream = stream->next)
+        any |= listen_one(stream);
+    return any;
+}
+
+/* ---- sending ---- */
+
+enum sent stream_send(struct stream *stream, struct op *op, struct packet *packet)
+{
+    const pccl_zmq *zmq = stream->engine->zmq;
+    int i = 0, error;
+    assert(packet->frames > 0);
+    if (stream->lost || stream->blocked)
+        return BLOCKED;
+    while (i < packet->frames) {
+        int more = i + 1 < packet->frames ? ZMQ_SNDMORE : 0;
+        if (zmq->msg_send(&packet->frame[i], stream->push, ZMQ_DONTWAIT | more) >= 0) {
+            i++;
+            continue;
+        }
+        error = zmq->errno_();
+        if (error == EINTR)
+            continue;
+        if (error == EAGAIN && i == 0) {
+            stream->blocked = true;
+            return BLOCKED;
+        }
+        /* A second frame has room where the first had: its lane has gone, and the first frame with it. */
+        stream->engine->error = error;
+        stream_lose(stream, error == EAGAIN ? PCCL_ESTREAM : PCCL_EZMQ, "a lane failed while sending: %.60s",
+                    strerror(error));
+        return BLOCKED;
+    }
+    op->tx_bytes += packet->bytes;
+    packet_clear(zmq, packet);
+    return SENT;
+}
+
+bool stream_has_forwards(const struct stream *stream)
+{
+    return stream->forwards.head != NULL;
+}
+
+static struct turns *turns_of(const struct link *link)
+{
+    return link->op->kind == PCCL_ALL_REDUCE ? &link->stream->reductions : &link->stream->transfers;
+}
+
+void link_request_turn(struct link *link)
+{
+    struct turns *turns;
+    if (link->in_turn || link->stream == NULL)
+        return;
+    turns = turns_of(link);
+    link->next = NULL;
+    if (turns->tail != NULL)
+        turns->tail->next = link;
+    else
+        turns->head = link;
+    turns->tail = link;
+    link->in_turn = true;
+    link->op->in_turn++;
+}
+
+/* Takes the first link out of its turns. */
+static void end_turn(struct turns *turns)
+{
+    struct link *link = turns->head;
+    turns->head = link->next;
+    if (turns->head == NULL)
+        turns->tail = NULL;
+    link->next = NULL;
+    link->in_turn = false;
+    assert(link->op->in_turn > 0);
+    link->op->in_turn--;
+}
+
+/* Takes the links of `op` out of the turns; the others keep their order. */
+static void drop_turns(struct turns *turns, const struct op *op)
+{
+    struct link *all = turns->head, *link;
+    struct turns kept = {NULL, NULL};
+    turns->head = turns->tail = NULL;
+    while ((link = all) != NULL) {
+        all = link->next;
+        link->next = NULL;
+        if (link->op == op) {
+            link->in_turn = false;
+            link->op->in_turn--;
+            continue;
+        }
+        if (kept.tail != NULL)
+            kept.tail->next = link;
+        else
+            kept.head = link;
+        kept.tail = link;
+    }
+    *turns = kept;
+}
+
+void stream_drop_op(struct stream *stream, struct op *op)
+{
+    struct packets dropped = {NULL, NULL};
+    packets_split(&stream->forwards, &dropped, op);
+    free_packets(stream->engine, &dropped);
+    drop_turns(&stream->transfers, op);
+    drop_turns(&stream->reductions, op);
+}
+
+static enum turn take_turn(struct link *link)
+{
+    switch (link->op->kind) {
+    case PCCL_ALL_REDUCE:
+        return reduce_send(link);
+    case PCCL_SERVE:
+        return serve_send(link);
+    case PCCL_FETCH:
+        return fetch_send(link);
+    }
+    assert(!"an op has one of three kinds");
+    return TURN_FAILED;
+}
+
+/* Lets the first link of some turns send. Whether it did. */
+static bool pump_turns(struct turns *turns)
+{
+    struct link *link = turns->head;
+    switch (take_turn(link)) {
+    case TURN_MORE:
+        end_turn(turns);
+        link_request_turn(link);
+        return true;
+    case TURN_OVER:
+        end_turn(turns);
+        return true;
+    case TURN_BLOCKED:
+    case TURN_FAILED:        /* op_fail() has taken the link out */
+        return false;
+    }
+    return false;
+}
+
+static bool pump_forwards(struct stream *stream)
+{
+    struct packet *packet = stream->forwards.head;
+    pccl_engine *engine = stream->engine;
+    struct op *op = packet->op;
+    if (stream_send(stream, op, packet) == BLOCKED)
+        return false;
+    (void)packets_take(&stream->forwards);
+    assert(op->queued > 0 && engine->forwards > 0);
+    op->queued--;
+    engine->forwards--;
+    packet_free(engine->zmq, packet);
+    return true;
+}
+
+bool stream_pending(const struct stream *stream)
+{
+    return stream->forwards.head != NULL || stream->transfers.head != NULL || stream->reductions.head != NULL;
+}
+
+/* Asks the socket whether a lane has room again. */
+static bool is_writable(struct stream *stream)
+{
+    int events = 0;
+    size_t size = sizeof events;
+    if (stream->engine->zmq->getsockopt(stream->push, ZMQ_EVENTS, &events, &size) < 0)
+        return false;
+    return (events & ZMQ_POLLOUT) != 0;
+}
+
+bool stream_pump(struct stream *stream)
+{
+    int batch = PUMP_BATCH;
+    bool any = false;
+    if (stream->lost || !stream_pending(stream))
+        return false;
+    if (stream->blocked && !is_writable(stream))
+        return false;
+    stream->blocked = false;
+    while (batch-- > 0 && !stream->lost && !stream->blocked && stream_pending(stream)) {
+        if (stream_has_forwards(stream))
+            any |= pump_forwards(stream);
+        else if (stream->transfers.head != NULL)
+            any |= pump_turns(&stream->transfers);
+        else
+            any |= pump_turns(&stream->reductions);
+    }
+    return any;
+}

@@ -1,0 +1,65 @@
+"""Fault-tolerant collective communications for machine-learning training over the internet."""
+
+from pccl import cuda
+from pccl.communicator import AsyncReduceHandle, Communicator
+from pccl.errors import (
+    KickedError,
+    MasterLostError,
+    MismatchError,
+    PCCLError,
+    PCCLTimeoutError,
+    PeerLostError,
+    TooFewPeersError,
+    UnsupportedError,
+)
+from pccl.master import MasterNode
+from pccl.shared_state import SharedState, TensorInfo
+from pccl.types import (
+    Attribute,
+    DataType,
+    DeviceType,
+    DistributionHint,
+    QuantizationAlgorithm,
+    QuantizationOptions,
+    ReduceDescriptor,
+    ReduceInfo,
+    ReduceOp,
+    ReduceOpDescriptor,
+    ReduceOperandDescriptor,
+    Result,
+    SharedStateSyncInfo,
+    SharedStateSyncStrategy,
+)
+from pccl.version import __version__
+
+__all__ = [
+    "AsyncReduceHandle",
+    "Attribute",
+    "Communicator",
+    "DataType",
+    "DeviceType",
+    "DistributionHint",
+    "KickedError",
+    "MasterLostError",
+    "MasterNode",
+    "MismatchError",
+    "PCCLError",
+    "PCCLTimeoutError",
+    "PeerLostError",
+    "QuantizationAlgorithm",
+    "QuantizationOptions",
+    "ReduceDescriptor",
+    "ReduceInfo",
+    "ReduceOp",
+    "ReduceOpDescriptor",
+    "ReduceOperandDescriptor",
+    "Result",
+    "SharedState",
+    "SharedStateSyncInfo",
+    "SharedStateSyncStrategy",
+    "TensorInfo",
+    "TooFewPeersError",
+    "UnsupportedError",
+    "__version__",
+    "cuda",
+]

@@ -1,0 +1,1 @@
+"""The command line: `pccl master`, `pccl demo`, `pccl bench`, `pccl doctor`."""

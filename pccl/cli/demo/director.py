@@ -1,0 +1,252 @@
+"""The demo's plot: what every peer is doing, when one is killed, when one joins, how it all ended.
+
+No processes and no clock here: reports and the time come in, orders and lines to tell come out.
+
+    1. `peers` founders train together; an understudy has loaded everything and stands by.
+    2. At two fifths of the outer steps the last founder is killed, amid its inner steps.
+    3. When the survivors have gone on for a fifth of the steps, the understudy joins.
+    4. All who live take the last outer step together, and hold the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pccl.cli.demo.reports import Averaged, Finished, Joined, Loaded, Report, Trained
+
+STEPS_MIN = 6  # with fewer outer steps there is no room for a kill and a join
+_FALL = 0.9  # the validation loss must end below this part of what it was
+
+
+class State(Enum):
+    """What a peer is doing; the value is shown."""
+
+    LOADING = "loading"
+    STANDBY = "standing by"
+    JOINING = "joining"
+    TRAINING = "training"
+    KILLED = "killed"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell the audience."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End a peer's process at once."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Let a peer join the run."""
+
+    number: int
+
+
+Order = Say | Kill | Go
+
+
+@dataclass(slots=True)
+class Peer:
+    """What is known of one peer. Times are seconds since the start; losses nats per byte."""
+
+    number: int
+    state: State = State.LOADING
+    outer_step: int = 0
+    tokens_per_s: float = 0.0
+    tx_bytes: int = 0
+    data_parallel_bytes: float = 0.0
+    training: list[tuple[float, float]] = field(default_factory=list)
+    validation: list[tuple[float, float]] = field(default_factory=list)
+    joined_s: float | None = None
+    joined_step: int = 0
+    killed_s: float | None = None
+    digest: str = ""
+    gone: bool = False
+
+    @property
+    def name(self) -> str:
+        """How the peer is called on the screen."""
+        return f"peer {self.number}"
+
+    @property
+    def fate(self) -> str:
+        """What happened to the peer, in words."""
+        if self.joined_s is None:
+            return "never joined"
+        came = f"joined at {self.joined_s:.0f} s" if self.joined_step else "founder"
+        if self.killed_s is not None:
+            return f"{came}, killed at {self.killed_s:.0f} s"
+        return f"{came}, {self.state.value}"
+
+
+class Director:
+    """Follows the reports of all peers and gives the orders.
+
+    Args:
+        peers: founders, at least 2.
+        steps: outer steps of the run.
+        inner_steps: H.
+        chaos: whether a founder is killed and the understudy, number `peers`, joins.
+    """
+
+    def __init__(self, *, peers: int, steps: int, inner_steps: int, chaos: bool) -> None:
+        assert peers >= 2 and (not chaos or steps >= STEPS_MIN)
+        self.peers = [Peer(number) for number in range(peers + int(chaos))]
+        self.founders = peers
+        self.steps = steps
+        self.inner_steps = inner_steps
+        self.outer_step = 0
+        self.reduce_bytes = 0
+        self.failure: str | None = None
+        self._reduce_s: dict[int, list[float]] = {}  # by outer step
+        self._victim = self.peers[peers - 1] if chaos else None
+        self._understudy = self.peers[peers] if chaos else None
+        self._kill_step = round(0.4 * steps)
+        self._rounds_without = max(1, round(0.2 * steps))
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.failure is not None or all(peer.gone for peer in self.peers)
+
+    @property
+    def algbw_bytes_s(self) -> float:
+        """Bytes averaged per second in the last outer round.
+
+        All peers wait in the all-reduce for the slowest one, so its own time, the shortest, is what
+        counts.
+        """
+        last = self._reduce_s.get(self.outer_step)
+        return self.reduce_bytes / min(last) if last else 0.0
+
+    def heard(self, number: int, report: Report, now_s: float) -> list[Order]:
+        """Takes in a report and says what is to be done."""
+        peer = self.peers[number]
+        if peer.state is State.KILLED:
+            return []  # last words, read after its end
+        match report:
+            case Loaded():
+                return self._loaded(peer)
+            case Joined():
+                return self._joined(peer, report, now_s)
+            case Trained():
+                peer.training.append((now_s, report.loss))
+                peer.tokens_per_s = report.tokens_per_s
+                return self._kill(peer, now_s)
+            case Averaged():
+                return self._averaged(peer, report, now_s)
+            case Finished():
+                peer.state = State.FINISHED
+                peer.digest = report.digest
+                return []
+
+    def exited(self, number: int, status: int) -> None:
+        """A peer's process is gone."""
+        peer = self.peers[number]
+        peer.gone = True
+        if peer.state is State.KILLED or (peer.state is State.FINISHED and status == 0):
+            return
+        self.failure = f"{peer.name}, {peer.state.value}, ended with exit status {status}"
+        peer.state = State.FAILED
+
+    def silent(self, seconds: float) -> None:
+        """Nobody has reported anything for so long that nobody will."""
+        states = ", ".join(f"{peer.name} is {peer.state.value}" for peer in self.peers)
+        self.failure = f"no report for {seconds:.0f} s: {states}"
+
+    def verdict(self) -> str | None:
+        """None if everything went as it should, else what did not. To be asked when it is over."""
+        if self.failure:
+            return self.failure
+        finished = [peer for peer in self.peers if peer.state is State.FINISHED]
+        if len({peer.digest for peer in finished}) != 1:
+            return "the surviving peers do not hold the same bits: their digests differ"
+        first, last = self.validation_losses()
+        if not last < _FALL * first:
+            return f"the validation loss did not fall: {first:.3f} at first, {last:.3f} at last"
+        return None
+
+    def validation_losses(self) -> tuple[float, float]:
+        """The validation loss before training and at the end, as the first finished peer measured
+        it."""
+        peer = next(peer for peer in self.peers if peer.state is State.FINISHED)
+        return peer.validation[0][1], peer.validation[-1][1]
+
+    def _loaded(self, peer: Peer) -> list[Order]:
+        if peer is self._understudy:
+            peer.state = State.STANDBY
+            return []
+        peer.state = State.JOINING
+        return [Go(peer.number)]
+
+    def _joined(self, peer: Peer, report: Joined, now_s: float) -> list[Order]:
+        peer.state = State.TRAINING
+        peer.joined_s, peer.joined_step = now_s, report.outer_step
+        peer.outer_step = report.outer_step
+        peer.validation.append((now_s, report.validation_loss))
+        if peer is not self._understudy:
+            return []
+        if not report.outer_step:
+            self.failure = f"{peer.name} came too late: the others had finished"
+            return []
+        return [
+            Say(
+                f"{peer.name} has joined at outer step {report.outer_step}: it received the shared "
+                f"state and starts at a loss of {report.validation_loss:.3f}"
+            )
+        ]
+
+    def _kill(self, peer: Peer, now_s: float) -> list[Order]:
+        if peer is not self._victim or peer.outer_step < self._kill_step:
+            return []
+        peer.state = State.KILLED
+        peer.killed_s = now_s
+        return [Kill(peer.number), Say(f"{peer.name} was killed amid outer step {peer.outer_step}")]
+
+    def _averaged(self, peer: Peer, report: Averaged, now_s: float) -> list[Order]:
+        peer.outer_step = report.outer_step
+        peer.tx_bytes = report.tx_bytes
+        peer.validation.append((now_s, report.validation_loss))
+        n = report.contributors
+        per_step = 2 * (n - 1) / n * report.reduce_bytes
+        peer.data_parallel_bytes += self.inner_steps * per_step
+        self.reduce_bytes = report.reduce_bytes
+        if n > 1:
+            self._reduce_s.setdefault(report.outer_step, []).append(report.reduce_s)
+        orders: list[Order] = []
+        if report.outer_step > self.outer_step:
+            self.outer_step = report.outer_step
+            orders.append(Say(self._progress(report)))
+        if self._victim and self._victim.killed_s is not None and n < self.founders:
+            orders += self._survived(peer)
+        return orders
+
+    def _progress(self, report: Averaged) -> str:
+        text = (
+            f"outer step {report.outer_step}/{self.steps}: validation loss "
+            f"{report.validation_loss:.3f}, mean of {report.contributors} peers"
+        )
+        return text + (" (after a retry without a lost one)" if report.retries else "")
+
+    def _survived(self, peer: Peer) -> list[Order]:
+        if peer.number == 0:
+            self._rounds_without -= 1
+        if self._rounds_without > 0 or self._understudy is None:
+            return []
+        if self._understudy.state is not State.STANDBY:
+            return []
+        self._understudy.state = State.JOINING
+        return [
+            Go(self._understudy.number),
+            Say(f"{self._understudy.name} asks to join; it has never seen this run"),
+        ]

@@ -1,0 +1,130 @@
+"""One training process of the demo: an ordinary DiLoCo script, but for the reports that it prints.
+
+It loads its text and model, waits for the line "go" on stdin, joins the run and trains to the last
+outer step. When stdin ends, the orchestrator is gone, and so this process goes too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import time
+
+import torch
+
+import pccl
+from pccl.cli.demo.corpus import Corpus
+from pccl.cli.demo.model import CONTEXT, GPT
+from pccl.cli.demo.reports import Averaged, Finished, Joined, Loaded, Report, Trained, encode
+from pccl.diloco import DiLoCo
+
+BATCH = 16
+VALIDATION_BATCH = 64
+LEARNING_RATE = 2e-3
+REPORTS_PER_ROUND = 5
+
+
+def main() -> int:
+    """Trains until the run has taken `--steps` outer steps."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--master", required=True)
+    parser.add_argument("--number", type=int, required=True)
+    parser.add_argument("--shards", type=int, required=True)
+    parser.add_argument("--min-peers", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--inner-steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    args = parser.parse_args()
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to handle
+    go = threading.Event()
+    threading.Thread(target=_obey, args=(go,), daemon=True).start()
+    torch.set_num_threads(1)
+    # Different weights on every peer, on purpose: the first synchronisation gives all the same
+    # ones.
+    torch.manual_seed(args.seed + args.number)
+    model = GPT()
+    corpus = Corpus(shard=args.number, shards=args.shards, seed=args.seed + args.number)
+    _report(Loaded(parameters=sum(p.numel() for p in model.parameters())))
+    go.wait()
+    _train(args, model, corpus)
+    return 0
+
+
+def _train(args: argparse.Namespace, model: GPT, corpus: Corpus) -> None:
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.1
+    )
+    held_out = corpus.validation(VALIDATION_BATCH, CONTEXT + 1)
+    with pccl.Communicator(args.master) as comm:
+        diloco = DiLoCo(
+            comm, model, optimizer, inner_steps=args.inner_steps, min_peers=args.min_peers
+        )
+        _report(Joined(diloco.outer_step, _evaluate(model, held_out)))
+        meter = _Meter(every=max(1, args.inner_steps // REPORTS_PER_ROUND))
+        while diloco.outer_step < args.steps:
+            loss = model(corpus.batch(BATCH, CONTEXT + 1))
+            loss.backward()
+            trained = meter.count(loss.item(), diloco.outer_step)
+            if trained:
+                _report(trained)
+            done = diloco.step()
+            if done:
+                _report(
+                    Averaged(
+                        outer_step=done.outer_step,
+                        contributors=done.contributors,
+                        retries=done.retries,
+                        reduce_s=done.reduce_s,
+                        reduce_bytes=diloco.parameter_bytes,
+                        tx_bytes=diloco.tx_bytes,
+                        validation_loss=_evaluate(model, held_out),
+                    )
+                )
+                meter.restart()
+        _report(Finished(diloco.outer_step, diloco.state_digest()))
+
+
+class _Meter:
+    """Means over `every` inner steps; the time of an outer round does not count."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self.restart()
+
+    def restart(self) -> None:
+        self._losses: list[float] = []
+        self._since_s = time.monotonic()
+
+    def count(self, loss: float, outer_step: int) -> Trained | None:
+        self._losses.append(loss)
+        if len(self._losses) < self._every:
+            return None
+        mean = sum(self._losses) / self._every
+        tokens = self._every * BATCH * CONTEXT
+        speed = tokens / (time.monotonic() - self._since_s)
+        self.restart()
+        return Trained(outer_step, mean, speed)
+
+
+@torch.no_grad()
+def _evaluate(model: GPT, held_out: torch.Tensor) -> float:
+    return float(model(held_out))
+
+
+def _obey(go: threading.Event) -> None:
+    for line in sys.stdin:
+        if line.strip() == "go":
+            go.set()
+    os._exit(1)
+
+
+def _report(report: Report) -> None:
+    print(encode(report), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""The demo's processes: one master, and a peer for each training process. None outlives the demo.
+
+Each has a pipe as stdin and ends when that closes, so even if this process is killed outright they
+go too.
+"""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from types import TracebackType
+from typing import IO, Self
+
+_START_TIMEOUT_S = 60.0
+_ERROR_LINES = 15  # of a failed process's stderr that are shown
+
+
+class Fleet:
+    """Starts processes, reads what they print, and ends them all in `__exit__`.
+
+    Attributes:
+        heard: (number of the peer, line of its stdout), and (number, exit status) when it has
+            ended.
+    """
+
+    def __init__(self) -> None:
+        self.heard: queue.Queue[tuple[int, str | int]] = queue.Queue()
+        self._processes: dict[int | str, subprocess.Popen[str]] = {}
+        self._errors: dict[int | str, IO[str]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+        for stream in self._errors.values():
+            stream.close()
+
+    def start_master(self) -> str:
+        """Starts the master.
+
+        Returns:
+            Its address, host:port.
+
+        Raises:
+            RuntimeError: it did not start; with what it said.
+        """
+        process = self._start("master", "pccl.cli.demo.master", [])
+        assert process.stdout is not None
+        answer: queue.Queue[str] = queue.Queue()
+        stdout = process.stdout
+        threading.Thread(target=lambda: answer.put(stdout.readline()), daemon=True).start()
+        try:
+            address = answer.get(timeout=_START_TIMEOUT_S).strip()
+        except queue.Empty:
+            address = ""
+        if not address:
+            raise RuntimeError(f"the master did not start\n{self.errors('master')}")
+        return address
+
+    def start_peer(self, number: int, options: dict[str, object]) -> None:
+        """Starts a training process with `options` as its command line."""
+        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+        process = self._start(number, "pccl.cli.demo.peer", ["--number", str(number), *words])
+        threading.Thread(target=self._read, args=(number, process), daemon=True).start()
+
+    def go(self, number: int) -> None:
+        """Lets a peer join the run."""
+        stdin = self._processes[number].stdin
+        assert stdin is not None
+        stdin.write("go\n")
+        stdin.flush()
+
+    def kill(self, number: int) -> None:
+        """Ends a peer as a power cut would: SIGKILL, or TerminateProcess on Windows."""
+        self._processes[number].kill()
+
+    def errors(self, who: int | str) -> str:
+        """The end of what a process has written to stderr."""
+        stream = self._errors[who]
+        stream.seek(0)
+        return "".join(stream.readlines()[-_ERROR_LINES:])
+
+    def _start(self, who: int | str, module: str, words: list[str]) -> subprocess.Popen[str]:
+        errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
+        self._errors[who] = errors
+        self._processes[who] = subprocess.Popen(
+            [sys.executable, "-m", module, *words],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            encoding="utf-8",
+        )
+        return self._processes[who]
+
+    def _read(self, number: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            self.heard.put((number, line))
+        self.heard.put((number, process.wait()))

@@ -1,0 +1,16 @@
+"""The door to the C core: `ffi` and `lib` of the extension that pccl/ext/build.py describes."""
+
+from __future__ import annotations
+
+try:
+    from pccl.ext._core import ffi, lib
+except ModuleNotFoundError as error:
+    if error.name != "pccl.ext._core":
+        raise
+    raise ImportError(
+        "the C core of pccl is not built here: run `pip install -e .` in the checkout "
+        "(it needs a C compiler), or import pccl from elsewhere if it is installed",
+        name=error.name,
+    ) from error
+
+__all__ = ["ffi", "lib"]

@@ -1,0 +1,92 @@
+"""Builds pccl.ext._core from c/ by cffi in API mode: the declarations are those of c/pccl.h itself.
+
+PCCL_BUILD=debug or asan in the environment of the build gives an unoptimised or a sanitizer build.
+"""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from pathlib import Path
+
+from cffi import FFI
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Called by C through the function table where libzmq's own symbols are out of reach
+# (pccl.ext.tables).
+CALLBACKS = """
+extern "Python" {
+    void *pccl_py_ctx_new(void);
+    int pccl_py_ctx_set(void *, int, int);
+    int pccl_py_ctx_term(void *);
+    void *pccl_py_socket(void *, int);
+    int pccl_py_close(void *);
+    int pccl_py_setsockopt(void *, int, const void *, size_t);
+    int pccl_py_getsockopt(void *, int, void *, size_t *);
+    int pccl_py_bind(void *, const char *);
+    int pccl_py_connect(void *, const char *);
+    int pccl_py_socket_monitor(void *, const char *, int);
+    int pccl_py_poll(pccl_pollitem *, int, long);
+    int pccl_py_msg_send(pccl_msg *, void *, int);
+    int pccl_py_msg_recv(pccl_msg *, void *, int);
+    int pccl_py_errno(void);
+}
+"""
+
+# No contraction to fused multiply-add: results must have the same bits everywhere.
+GCC_ALWAYS = ["-std=c99", "-ffp-contract=off", "-fvisibility=hidden"]
+GCC_SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer"]
+GCC_FLAGS = {
+    "": ["-O3", "-g0"],
+    "debug": ["-O0", "-g"],
+    "asan": ["-O1", "-g", *GCC_SANITIZE],
+}
+MSVC_ALWAYS = ["/fp:precise"]
+MSVC_FLAGS = {
+    "": ["/O2"],
+    "debug": ["/Od", "/Zi"],
+    "asan": ["/O1", "/Zi", "/fsanitize=address"],
+}
+
+
+def declarations() -> str:
+    """The part of c/pccl.h that cffi can read."""
+    text = (ROOT / "c" / "pccl.h").read_text(encoding="utf-8")
+    return text.split("/* cdef begin */", 1)[1].split("/* cdef end */", 1)[0]
+
+
+def flags() -> tuple[list[str], list[str]]:
+    """Compiler and linker arguments for this platform's compiler and the requested PCCL_BUILD."""
+    mode = os.environ.get("PCCL_BUILD", "")
+    if mode not in GCC_FLAGS:
+        raise SystemExit(f"PCCL_BUILD={mode!r}: it can be unset, debug or asan")
+    if sysconfig.get_platform().startswith("win"):
+        return MSVC_ALWAYS + MSVC_FLAGS[mode], []
+    return GCC_ALWAYS + GCC_FLAGS[mode], GCC_SANITIZE if mode == "asan" else []
+
+
+def names(*patterns: str) -> list[str]:
+    """The files of c/ that match, sorted, as setuptools wants them: relative, with slashes."""
+    found = {path for pattern in patterns for path in (ROOT / "c").glob(pattern)}
+    return sorted(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def builder() -> FFI:
+    """The cffi builder of pccl.ext._core, which setup.py names."""
+    compile_args, link_args = flags()
+    made = FFI()
+    made.cdef(declarations() + CALLBACKS)
+    made.set_source(
+        "pccl.ext._core",
+        '#include "pccl.h"',
+        sources=names("*.c"),
+        depends=names("*.h", "*.inc"),
+        include_dirs=["c"],
+        extra_compile_args=compile_args,
+        extra_link_args=link_args,
+    )
+    return made
+
+
+ffi = builder()

@@ -1,0 +1,512 @@
+"""The master's state machine: who is in the run, and what all have agreed on. No I/O.
+
+Theory of operation
+-------------------
+The caller feeds three kinds of events, `hello`, `received` and `disconnected`, each naming a connection, and performs
+the actions that come back, in order. A connection stands for one peer for ever: a peer that comes back is a
+new peer.
+
+A peer is *pending* from its Hello until the accepted peers admit it, then *accepted* until it leaves, is kicked or lost.
+Accepted peers vote in rounds (rounds.py). Two kinds of agreement last longer than one vote:
+
+- A *running collective* begins when its start round commits and ends with one outcome for all. It commits if and only if
+  every surviving member holds the whole result. When a member is lost or votes that it cannot complete, the group's
+  *epoch* ends: every running collective of the group is interrupted, that is, members that have not voted yet stop
+  and say whether they hold the result. So a collective that all survivors completed still commits.
+- A *synchronisation* begins when its round commits and the election (election.py) has found who receives what. It ends
+  when all receivers have verified what they fetched. When a member is lost, or a fetch fails, the election is repeated
+  over the offers of the survivors: nothing has been overwritten yet, so these still hold.
+
+Invariants: one outcome for each seq; sequence numbers, peer numbers and epochs never repeat; revisions never go back
+while a holder lives; a message that is impossible in a peer's state drops that peer and nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pccl.protocol import messages as m
+from pccl.protocol.election import Decision, Rejection, elect
+from pccl.protocol.ring import plan_rings
+from pccl.protocol.rounds import Kind, Round, RoundId, Vote, exclude_each_other
+from pccl.types import Result
+
+SYNC_ATTEMPTS_MAX = 3  # failed fetches of one receiver in one synchronisation before it is kicked
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message on a connection."""
+
+    conn: bytes
+    message: m.MasterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget a connection: nothing that still comes from it counts. `why` is for the log."""
+
+    conn: bytes
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something an operator wants to read in the log."""
+
+    text: str
+
+
+Action = Send | Drop | Note
+
+
+@dataclass(slots=True)
+class Peer:
+    """One registered peer."""
+
+    conn: bytes
+    info: m.PeerInfo
+    accepted: bool = False
+
+
+@dataclass(slots=True)
+class Running:
+    """A collective between its start and its outcome: who is in it, and who says what of its end."""
+
+    seq: int
+    group: int
+    members: set[int]
+    title: str
+    votes: dict[int, bool] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Sync:
+    """A synchronisation between its election and its end."""
+
+    members: dict[int, Vote[m.Offer]]
+    seq: int = 0
+    revision: int = 0
+    fetching: set[int] = field(default_factory=set)
+    failures: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Group:
+    """What the peers of one group share."""
+
+    epoch: int = 0
+    revision: int | None = None
+    holders: set[int] = field(default_factory=set)
+    sync: Sync | None = None
+
+
+class Master:
+    """The master of one run.
+
+    Args:
+        run: the run's nonce; bulk data of another run is never mistaken for this one's.
+    """
+
+    def __init__(self, run: int) -> None:
+        self.run = run
+        self.peers: dict[int, Peer] = {}  # in the order of registration, accepted ones before pending ones
+        self._by_conn: dict[bytes, int] = {}
+        self._groups: dict[int, Group] = {}
+        self._rounds: dict[RoundId, Round[object]] = {}
+        self._running: dict[int, Running] = {}
+        self._doomed: dict[int, tuple[frozenset[RoundId], Result, str]] = {}
+        self._arithmetic = b""
+        self._next_peer = 1
+        self._next_seq = 1
+        self._out: list[Action] = []
+
+    # ---- events ----
+
+    def hello(self, conn: bytes, hello: m.Hello, host: str) -> list[Action]:
+        """A peer's first message, from a connection whose other end is seen as `host`."""
+        if conn in self._by_conn:
+            self._remove(self._by_conn[conn], "it said hello twice", Result.INTERNAL_ERROR)
+            return self._take()
+        why = self._refusal(hello)
+        if why:
+            self._out.append(Send(conn, m.Refused(Result.INVALID_USAGE.value, why)))
+            self._out.append(Drop(conn, why))
+            return self._take()
+        number = self._next_peer
+        self._next_peer += 1
+        info = m.PeerInfo(
+            number, hello.group, hello.host or host, hello.port, hello.ipc, hello.machine
+        )
+        self.peers[number] = Peer(conn, info)
+        self._by_conn[conn] = number
+        self._arithmetic = hello.arithmetic
+        self._send(number, m.Welcome(number, self.run))
+        self._note(f"{info} of group {hello.group} registered (pccl {hello.version})")
+        if not self._accepted():
+            self._admit()
+        return self._take()
+
+    def received(self, conn: bytes, message: m.PeerMessage) -> list[Action]:
+        """Any later message of a peer."""
+        number = self._by_conn.get(conn)
+        if number is None:
+            self._out.append(Drop(conn, "its first message was not a hello"))
+            return self._take()
+        if isinstance(message, m.Leave):
+            self._remove(number, "it left")
+        elif not self.peers[number].accepted:
+            self._remove(number, "it voted while it was pending", Result.INVALID_USAGE)
+        else:
+            self._vote(number, message)
+        return self._take()
+
+    def disconnected(self, conn: bytes, why: str) -> list[Action]:
+        """A connection is gone: the only evidence of a peer's death that counts."""
+        if conn in self._by_conn:
+            self._remove(self._by_conn[conn], why)
+        return self._take()
+
+    def rejected(self, conn: bytes, why: str) -> list[Action]:
+        """A connection sent bytes that are no message."""
+        if conn in self._by_conn:
+            self._remove(self._by_conn[conn], why, Result.INTERNAL_ERROR)
+        self._out.append(Drop(conn, why))
+        return self._take()
+
+    # ---- membership ----
+
+    def _accepted(self, group: int | None = None) -> list[int]:
+        return [
+            number
+            for number, peer in self.peers.items()
+            if peer.accepted and (group is None or peer.info.group == group)
+        ]
+
+    def _members(self, round_id: RoundId) -> list[int]:
+        return self._accepted(round_id.group)
+
+    def _refusal(self, hello: m.Hello) -> str:
+        if hello.protocol != m.PROTOCOL_VERSION:
+            return (
+                f"this peer (pccl {hello.version}) speaks protocol version {hello.protocol}, "
+                f"the master version {m.PROTOCOL_VERSION}: install the same version of pccl"
+            )
+        if self.peers and hello.arithmetic != self._arithmetic:
+            return (
+                "this machine's arithmetic differs from that of the peers in the run (the kernel self-test "
+                "gave other bits), so results could not be bit-identical: rebuild pccl, compare `pccl doctor`"
+            )
+        return ""
+
+    def _admit(self) -> None:
+        """Accepts all pending peers."""
+        fresh = [number for number, peer in self.peers.items() if not peer.accepted]
+        if not fresh:
+            return
+        for number in fresh:
+            self.peers[number].accepted = True
+        for group in {self.peers[number].info.group: None for number in fresh}:
+            self._new_epoch(group)
+        self._publish_world()
+        for number in fresh:
+            self._send(number, m.Admitted())
+            self._note(f"{self.peers[number].info} accepted")
+
+    def _remove(self, number: int, why: str, kick: Result | None = None) -> None:
+        """A peer leaves the run; with `kick` it is told so."""
+        if kick is not None:
+            self._send(number, m.Kicked(kick.value, why))
+        peer = self.peers.pop(number)
+        del self._by_conn[peer.conn]
+        self._doomed.pop(number, None)
+        self._out.append(Drop(peer.conn, why))
+        title = f"{peer.info}: {why}"
+        self._note(f"{title}; {len(self._accepted())} peers remain")
+        if not peer.accepted:
+            return
+        self._publish_world()
+        self._leave_group(number, peer.info.group, title)
+        for round_ in list(self._rounds.values()):
+            if round_.id.group in (None, peer.info.group):
+                round_.votes.pop(number, None)
+                round_.lost.append(title)
+                self._evaluate(round_)
+        if not self._accepted():
+            self._admit()
+
+    def _leave_group(self, number: int, group_number: int, title: str) -> None:
+        group = self._groups[group_number]
+        group.holders.discard(number)
+        if not group.holders:
+            group.revision = None
+        self._new_epoch(group_number)
+        for running in self._of_group(group_number):
+            running.members.discard(number)
+            running.votes.pop(number, None)
+        self._interrupt(group_number, f"lost {title}")
+        if group.sync is not None and group.sync.members.pop(number, None) is not None:
+            self._elect(group_number, group.sync)
+
+    def _new_epoch(self, group_number: int) -> None:
+        """New streams for a group: its membership changed, or a collective failed."""
+        group = self._groups.setdefault(group_number, Group())
+        group.epoch += 1
+        peers = tuple(self.peers[number].info for number in self._accepted(group_number))
+        plan = m.Plan(group.epoch, peers, plan_rings(peers))
+        for peer in peers:
+            self._send(peer.peer, plan)
+
+    def _publish_world(self) -> None:
+        sizes: dict[int, int] = {}
+        for number in self._accepted():
+            group = self.peers[number].info.group
+            sizes[group] = sizes.get(group, 0) + 1
+        total, largest = sum(sizes.values()), max(sizes.values(), default=0)
+        for number in self._accepted():
+            size = sizes[self.peers[number].info.group]
+            self._send(number, m.Membership(m.World(total, size, len(sizes), largest)))
+
+    # ---- rounds ----
+
+    def _vote(self, number: int, message: m.PeerMessage) -> None:
+        group = self.peers[number].info.group
+        match message:
+            case m.TopologyVote(call):
+                self._enter(number, RoundId(Kind.TOPOLOGY, None), call, None)
+            case m.PendingVote(call):
+                self._enter(number, RoundId(Kind.PENDING, None), call, None)
+            case m.StartVote(call, tag, work):
+                self._enter(number, RoundId(Kind.START, group, tag), call, work)
+            case m.SyncVote(call, offer):
+                self._enter(number, RoundId(Kind.SYNC, group), call, offer)
+            case m.FinishVote(seq, ok, why):
+                self._finish(number, seq, ok, why)
+            case m.FetchedVote(seq, ok, why):
+                self._fetched(number, seq, ok, why)
+            case _:
+                self._remove(number, f"it sent a {type(message).__name__}", Result.INTERNAL_ERROR)
+
+    def _enter(self, number: int, round_id: RoundId, call: int, payload: object) -> None:
+        doom = self._doomed.get(number)
+        if doom is not None and round_id in doom[0]:
+            del self._doomed[number]
+            self._send(number, m.CallError(call, doom[1].value, doom[2]))
+            return
+        round_ = self._rounds.setdefault(round_id, Round(round_id))
+        if number in round_.votes:
+            self._remove(number, f"it entered {round_.describe(number)} twice", Result.INVALID_USAGE)
+            return
+        round_.votes[number] = Vote(call, payload)
+        if not (self._mismatch(round_) or self._conflict(number, round_)):
+            self._evaluate(round_)
+
+    def _mismatch(self, round_: Round[object]) -> bool:
+        """Fails a start round whose votes ask for different work."""
+        if round_.id.kind is not Kind.START:
+            return False
+        if len({vote.payload for vote in round_.votes.values()}) == 1:
+            return False
+        why = "the peers do not ask for the same: " + self._who([round_])
+        self._doom([round_], Result.INVALID_ARGUMENT, why)
+        return True
+
+    def _conflict(self, number: int, mine: Round[object]) -> bool:
+        """Fails two rounds that wait for each other's voters, which can then never meet."""
+        members = set(self._members(mine.id))
+        for other in self._rounds.values():
+            if other is mine or not exclude_each_other(mine.id.kind, other.id.kind):
+                continue
+            if number in self._members(other.id) and members & set(other.votes) - {number}:
+                why = "the peers stand in calls that can never meet: " + self._who([mine, other])
+                self._doom([mine, other], Result.INVALID_USAGE, why)
+                return True
+        return False
+
+    def _who(self, rounds: Iterable[Round[object]]) -> str:
+        return "; ".join(
+            f"{self.peers[number].info} called {round_.describe(number)}"
+            for round_ in rounds
+            for number in round_.votes
+        )
+
+    def _doom(self, rounds: list[Round[object]], result: Result, why: str) -> None:
+        """Ends rounds with an error for all voters, now, and for the other members when they come."""
+        self._note(why)
+        ids = frozenset(round_.id for round_ in rounds)
+        voters = {number for round_ in rounds for number in round_.votes}
+        for round_ in rounds:
+            del self._rounds[round_.id]
+            for number, vote in round_.votes.items():
+                self._send(number, m.CallError(vote.call, result.value, why))
+            for number in self._members(round_.id):
+                if number not in voters:
+                    self._doomed[number] = (ids, result, why)
+
+    def _evaluate(self, round_: Round[object]) -> None:
+        members = self._members(round_.id)
+        if not round_.votes:
+            self._rounds.pop(round_.id, None)
+        elif round_.complete(members):
+            del self._rounds[round_.id]
+            match round_.id.kind:
+                case Kind.TOPOLOGY:
+                    self._admit()
+                    self._answer(round_, m.TopologyResult)
+                case Kind.PENDING:
+                    pending = len(self.peers) > len(members)
+                    self._answer(round_, lambda call: m.PendingResult(call, pending))
+                case Kind.START:
+                    self._start(round_)
+                case Kind.SYNC:
+                    self._begin_sync(round_)
+
+    def _answer(self, round_: Round[object], make) -> None:  # type: ignore[no-untyped-def]
+        for number, vote in round_.votes.items():
+            self._send(number, make(vote.call))
+
+    # ---- collectives ----
+
+    def _start(self, round_: Round[object]) -> None:
+        group_number = round_.id.group
+        assert group_number is not None
+        if len(round_.votes) == 1:
+            result = Result.RANK_CONNECTION_LOST if round_.lost else Result.TOO_FEW_PEERS
+            why = "this peer is alone in its group" + "".join(f"; lost {who}" for who in round_.lost)
+            self._answer(round_, lambda call: m.CallError(call, result.value, why))
+            return
+        seq, epoch = self._take_seq(), self._groups[group_number].epoch
+        title = round_.describe(next(iter(round_.votes)))
+        self._running[seq] = Running(seq, group_number, set(round_.votes), title)
+        self._answer(round_, lambda call: m.Started(call, seq, epoch))
+
+    def _of_group(self, group_number: int) -> list[Running]:
+        return [running for running in self._running.values() if running.group == group_number]
+
+    def _finish(self, number: int, seq: int, ok: bool, why: str) -> None:
+        running = self._running.get(seq)
+        if running is None or number not in running.members or number in running.votes:
+            self._remove(number, f"it voted on collective {seq} out of turn", Result.INTERNAL_ERROR)
+            return
+        running.votes[number] = ok
+        if ok or running.why:
+            running.why = running.why or why
+            self._settle(running)
+        else:
+            self._new_epoch(running.group)
+            self._interrupt(running.group, f"{self.peers[number].info} could not complete: {why}")
+
+    def _interrupt(self, group_number: int, why: str) -> None:
+        """The epoch ended: whoever has not voted on a running collective must do so now."""
+        for running in self._of_group(group_number):
+            if not running.why:
+                running.why = why
+                for number in running.members - running.votes.keys():
+                    self._send(number, m.Interrupt(running.seq, why))
+            self._settle(running)
+
+    def _settle(self, running: Running) -> None:
+        """The one outcome, once all surviving members have voted."""
+        if running.members <= running.votes.keys():
+            del self._running[running.seq]
+            ok = all(running.votes.values())
+            for number in sorted(running.members):
+                self._send(number, m.Finished(running.seq, ok, "" if ok else running.why))
+
+    # ---- shared state ----
+
+    def _begin_sync(self, round_: Round[object]) -> None:
+        group_number = round_.id.group
+        assert group_number is not None
+        members = {n: round_.votes[n] for n in self._accepted(group_number)}
+        sync = Sync(members)  # type: ignore[arg-type]
+        self._groups[group_number].sync = sync
+        self._elect(group_number, sync)
+
+    def _elect(self, group_number: int, sync: Sync) -> None:
+        """Decides who sends what to whom among the members that are left, and tells them."""
+        group = self._groups[group_number]
+        if not sync.members:
+            group.sync = None
+            return
+        offers = {number: vote.payload for number, vote in sync.members.items()}
+        joined = frozenset(sync.members.keys() - group.holders)
+        try:
+            decision = elect(offers, group.revision, joined)
+        except Rejection as error:
+            group.sync = None
+            for number, vote in sync.members.items():
+                error_ = m.CallError(vote.call, Result.INVALID_ARGUMENT.value, str(error))
+                self._send(number, error_)
+            return
+        if decision.kicks:  # their removal repeats the election without them
+            number, why = next(iter(decision.kicks.items()))
+            self._remove(number, why, Result.INVALID_ARGUMENT)
+            return
+        sync.revision = decision.revision
+        sync.fetching = set(decision.transfers)
+        if sync.fetching:
+            sync.seq = self._take_seq()
+            self._send_plans(sync, decision)
+        else:
+            self._end_sync(group, sync)
+
+    def _send_plans(self, sync: Sync, decision: Decision) -> None:
+        for number, vote in sync.members.items():
+            own = decision.transfers.get(number)
+            serve = tuple(p for p, t in decision.transfers.items() if number in t.holders)
+            plan = m.SyncPlan(
+                vote.call,
+                sync.seq,
+                serve,
+                own.holders if own else (),
+                own.entries if own else (),
+                own.digests if own else (),
+            )
+            self._send(number, plan)
+
+    def _fetched(self, number: int, seq: int, ok: bool, why: str) -> None:
+        group_number = self.peers[number].info.group
+        group = self._groups[group_number]
+        sync = group.sync
+        if sync is None or sync.seq != seq or number not in sync.fetching:
+            if seq >= self._next_seq:
+                self._remove(number, f"it voted on transfer {seq} out of turn", Result.INTERNAL_ERROR)
+            return  # a transfer that a newer plan made void, while the vote was on its way
+        if ok:
+            sync.fetching.discard(number)
+            if not sync.fetching:
+                self._end_sync(group, sync)
+            return
+        self._note(f"{self.peers[number].info} could not fetch the shared state: {why}")
+        failures = sync.failures[number] = sync.failures.get(number, 0) + 1
+        if failures < SYNC_ATTEMPTS_MAX:
+            self._elect(group_number, sync)
+        else:
+            why = f"it failed to fetch the shared state {failures} times: {why}"
+            self._remove(number, why, Result.RANK_CONNECTION_FAILED)
+
+    def _end_sync(self, group: Group, sync: Sync) -> None:
+        group.sync = None
+        group.revision = sync.revision
+        group.holders = set(sync.members)
+        for number, vote in sync.members.items():
+            self._send(number, m.SyncResult(vote.call, sync.revision))
+
+    # ---- helpers ----
+
+    def _send(self, number: int, message: m.MasterMessage) -> None:
+        self._out.append(Send(self.peers[number].conn, message))
+
+    def _note(self, text: str) -> None:
+        self._out.append(Note(text))
+
+    def _take_seq(self) -> int:
+        self._next_seq += 1
+        return self._next_seq - 1
+
+    def _take(self) -> list[Action]:
+        out, self._out = self._out, []
+        return out

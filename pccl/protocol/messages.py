@@ -1,0 +1,318 @@
+"""What peers and the master say to each other, and how it is written.
+
+Every message is a frozen structure, sent as one MessagePack array that begins with its tag. Rules that keep old
+and new versions talking: tags are never reused, fields are only ever appended, an appended field has a
+default. `Hello` carries the protocol version and is the first message of every peer.
+
+A `call` is a number a peer gives to one of its API calls; answers name it. A `seq` is a number the
+master gives to one committed collective or synchronisation; it never repeats within a run.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+import msgspec
+from msgspec import Meta, Struct
+
+PROTOCOL_VERSION = 1
+MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
+
+U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
+U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 64 bits
+Text = Annotated[str, Meta(max_length=4096)]
+Name = Annotated[str, Meta(max_length=256)]
+
+
+class ProtocolError(ValueError):
+    """Bytes that are no message of this protocol."""
+
+
+# ---- values inside messages ----
+
+
+class PeerInfo(Struct, array_like=True, frozen=True):
+    """A peer as the others reach it: bulk data goes to `host`:`port`, or to `ipc` on the same `machine`."""
+
+    peer: U64
+    group: U32
+    host: Name
+    port: U16
+    ipc: Name
+    machine: Name
+
+    def __str__(self) -> str:
+        return f"peer {self.peer} ({self.host}:{self.port})"
+
+
+class Ring(Struct, array_like=True, frozen=True):
+    """One ring: the peers in order, each sending to the next, and its share of the data."""
+
+    order: tuple[U64, ...]
+    weight: U32
+
+
+class World(Struct, array_like=True, frozen=True):
+    """Counts of accepted peers: of the run, of the own group, of groups, of the largest group."""
+
+    global_size: U32
+    local_size: U32
+    groups: U32
+    largest: U32
+
+
+class Work(Struct, array_like=True, frozen=True):
+    """What a collective does: equal on all peers, or the round fails. `what` is the API call's name."""
+
+    what: Name
+    redop: U16
+    dtype: U16
+    count: U64
+
+    def __str__(self) -> str:
+        return f"{self.what}({self.count} elements, dtype {self.dtype}, op {self.redop})"
+
+
+class Entry(Struct, array_like=True, frozen=True):
+    """One tensor of the shared state, in an offer."""
+
+    name: Name
+    dtype: U16
+    count: U64
+    any_content: bool
+    digest: Annotated[bytes, Meta(max_length=32)]
+
+
+class Offer(Struct, array_like=True, frozen=True):
+    """The shared state that a peer has."""
+
+    revision: U64
+    strategy: U16
+    entries: tuple[Entry, ...]
+
+
+# ---- from a peer to the master ----
+
+
+class Hello(Struct, array_like=True, frozen=True, tag=1):
+    """Asks to join. `host` is the address to advertise, empty for the one that the master sees."""
+
+    protocol: U32
+    version: Name
+    group: U32
+    host: Name
+    port: U16
+    ipc: Name
+    machine: Name
+    arithmetic: Annotated[bytes, Meta(max_length=32)]
+
+
+class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
+    """Enters `update_topology`."""
+
+    call: U64
+
+
+class PendingVote(Struct, array_like=True, frozen=True, tag=3):
+    """Enters `are_peers_pending`."""
+
+    call: U64
+
+
+class StartVote(Struct, array_like=True, frozen=True, tag=4):
+    """Enters a collective; its engine knows the buffers already."""
+
+    call: U64
+    tag: U64
+    work: Work
+
+
+class FinishVote(Struct, array_like=True, frozen=True, tag=5):
+    """Holds the whole result of a collective, or cannot get it."""
+
+    seq: U64
+    ok: bool
+    why: Text = ""
+
+
+class SyncVote(Struct, array_like=True, frozen=True, tag=6):
+    """Enters `sync_shared_state`; its engine serves the offered content already."""
+
+    call: U64
+    offer: Offer
+
+
+class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
+    """A receiver of shared state has all of it, verified, or could not get it."""
+
+    seq: U64
+    ok: bool
+    why: Text = ""
+
+
+class Leave(Struct, array_like=True, frozen=True, tag=8):
+    """Leaves the run, in good order."""
+
+
+# ---- from the master to a peer ----
+
+
+class Welcome(Struct, array_like=True, frozen=True, tag=64):
+    """Registered: a pending peer of this run until `Admitted`."""
+
+    peer: U64
+    run: U64
+
+
+class Refused(Struct, array_like=True, frozen=True, tag=65):
+    """The answer to a Hello that cannot be let in."""
+
+    result: U16
+    why: Text
+
+
+class Plan(Struct, array_like=True, frozen=True, tag=66):
+    """The group's peers and rings from now on. A new epoch means new streams."""
+
+    epoch: U32
+    peers: tuple[PeerInfo, ...]
+    rings: tuple[Ring, ...]
+
+
+class Membership(Struct, array_like=True, frozen=True, tag=67):
+    """The world sizes from now on."""
+
+    world: World
+
+
+class Admitted(Struct, array_like=True, frozen=True, tag=68):
+    """To a pending peer: accepted."""
+
+
+class TopologyResult(Struct, array_like=True, frozen=True, tag=69):
+    """`update_topology` is done."""
+
+    call: U64
+
+
+class PendingResult(Struct, array_like=True, frozen=True, tag=70):
+    """The answer to `are_peers_pending`, the same for all."""
+
+    call: U64
+    pending: bool
+
+
+class Started(Struct, array_like=True, frozen=True, tag=71):
+    """All members stand in the collective: go. The ring plan is that of `epoch`."""
+
+    call: U64
+    seq: U64
+    epoch: U32
+
+
+class Interrupt(Struct, array_like=True, frozen=True, tag=72):
+    """The collective can no longer be expected to complete: stop, and vote to finish it."""
+
+    seq: U64
+    why: Text
+
+
+class Finished(Struct, array_like=True, frozen=True, tag=73):
+    """The one outcome of a collective."""
+
+    seq: U64
+    ok: bool
+    why: Text = ""
+
+
+class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
+    """Who sends what to whom: serve `serve`, fetch entries `fetch` from `holders` and verify `digests`.
+
+    Supersedes an earlier plan of the same call, whose transfers are void.
+    """
+
+    call: U64
+    seq: U64
+    serve: tuple[U64, ...]
+    holders: tuple[U64, ...]
+    fetch: tuple[U32, ...]
+    digests: tuple[bytes, ...]
+
+
+class SyncResult(Struct, array_like=True, frozen=True, tag=75):
+    """All receivers hold the elected content: keep it. The shared state is at `revision`."""
+
+    call: U64
+    revision: U64
+
+
+class CallError(Struct, array_like=True, frozen=True, tag=76):
+    """A call failed before anything happened; `result` is a pccl.Result."""
+
+    call: U64
+    result: U16
+    why: Text
+
+
+class Kicked(Struct, array_like=True, frozen=True, tag=77):
+    """Dropped from the run."""
+
+    result: U16
+    why: Text
+
+
+PeerMessage: TypeAlias = (
+    Hello
+    | TopologyVote
+    | PendingVote
+    | StartVote
+    | FinishVote
+    | SyncVote
+    | FetchedVote
+    | Leave
+)
+MasterMessage: TypeAlias = (
+    Welcome
+    | Refused
+    | Plan
+    | Membership
+    | Admitted
+    | TopologyResult
+    | PendingResult
+    | Started
+    | Interrupt
+    | Finished
+    | SyncPlan
+    | SyncResult
+    | CallError
+    | Kicked
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_from_peer = msgspec.msgpack.Decoder(PeerMessage)
+_from_master = msgspec.msgpack.Decoder(MasterMessage)
+
+
+def encode(message: PeerMessage | MasterMessage) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_from_peer(data: bytes | memoryview) -> PeerMessage:
+    """The message a peer sent. Raises ProtocolError for anything else."""
+    return _decode(_from_peer, data)
+
+
+def decode_from_master(data: bytes | memoryview) -> MasterMessage:
+    """The message the master sent. Raises ProtocolError for anything else."""
+    return _decode(_from_master, data)
+
+
+def _decode(decoder, data):  # type: ignore[no-untyped-def]
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a message of {len(data)} bytes")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+        raise ProtocolError(str(error)) from None

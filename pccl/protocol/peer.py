@@ -1,0 +1,601 @@
+"""The peer's state machine: its calls, its collectives, its streams. No I/O.
+
+Theory of operation
+-------------------
+Three kinds of events come in: calls of the API (each with a number, `call`, that the caller never uses twice),
+messages of the master, and events of the lane engine. Actions come out, to be performed in order: messages to
+send, orders to the engine, and answers to calls.
+
+A collective goes through these states; its call number is also the engine's op number.
+
+    VOTING     registered with the engine, start vote sent
+    RUNNING    the master said Started; the engine works
+    COMPLETE   the engine holds the whole result; we voted to finish
+    ABORTING   we voted that we cannot complete (an interrupt, a lost stream, a malformed chunk)
+
+It ends when two things are known: the outcome (Finished, an error of the start round, or the end of the run)
+and that the engine is settled, that is, refers to none of the user's memory and has restored it where the
+outcome is no commit. Both can come in either order. Only then is the call answered.
+
+Streams belong to an epoch. The first collective of a new epoch closes the old ones and opens new ones; nothing in
+an old epoch still needs them, because an epoch ends only when no collective is running or all are interrupted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pccl.protocol import messages as m
+from pccl.protocol.ring import shares
+from pccl.types import Result
+
+# ---- actions ----
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to the master."""
+
+    message: m.PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """Connect a stream to a peer."""
+
+    stream: int
+    to: m.PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """Close a stream; what is queued in it is of no use any more."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class RingPart:
+    """One ring of a start order: a stream to the successor, our position, a range of elements."""
+
+    stream: int
+    members: int
+    position: int
+    begin: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartOp:
+    """Start a registered op. For state transfers `rings` name streams and slots (c/pccl.h)."""
+
+    op: int
+    seq: int
+    epoch: int
+    rings: tuple[RingPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterOp:
+    """Register an op whose buffers the caller knows by its call number."""
+
+    op: int
+    run: int
+    tag: int
+    min_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOp:
+    """Keep the result."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortOp:
+    """Stop, restore, let go."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A call succeeded."""
+
+    call: int
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A call failed."""
+
+    call: int
+    result: Result
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A synchronisation has a plan (again): fetch what it says, then vote with `fetched`."""
+
+    call: int
+    plan: m.SyncPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a plan said has arrived, to be verified (`ok`), or cannot arrive."""
+
+    call: int
+    seq: int
+    ok: bool
+    why: str
+
+
+Action = (
+    Send
+    | OpenStream
+    | CloseStream
+    | StartOp
+    | RegisterOp
+    | CommitOp
+    | AbortOp
+    | Answer
+    | Fail
+    | Plan
+    | Fetched
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The answer to a collective."""
+
+    world_size: int
+    tx_bytes: int
+    rx_bytes: int
+
+
+class State(Enum):
+    """Of a collective; see above."""
+
+    VOTING = auto()
+    RUNNING = auto()
+    COMPLETE = auto()
+    ABORTING = auto()
+
+
+@dataclass(slots=True)
+class Collective:
+    """A collective in which we have voted."""
+
+    call: int
+    work: m.Work
+    state: State = State.VOTING
+    seq: int = 0
+    members: int = 0
+    settled: bool = False
+    outcome: Fail | bool | None = None
+    tx_bytes: int = 0
+    rx_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Syncing:
+    """The synchronisation we stand in: its ops, its streams, the plan that counts."""
+
+    call: int
+    serve_op: int
+    plan: m.SyncPlan | None = None
+    group: m.Plan | None = None  # the group as it was when the plan was made: slots count in it
+    fetch_op: int = 0
+    streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
+    ops: set[int] = field(default_factory=set)  # not settled yet
+    ending: set[int] = field(default_factory=set)  # told to commit or abort
+    outcome: Answer | Fail | None = None
+    tx_bytes: int = 0
+    rx_bytes: int = 0
+
+
+class Peer:
+    """One peer of a run."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.run = 0
+        self.accepted = False
+        self.over: tuple[Result, str] | None = None  # why this peer is no longer in the run
+        self.world = m.World(0, 0, 0, 0)
+        self.plan = m.Plan(0, (), ())
+        self._joining: int | None = None
+        self._calls: set[int] = set()  # simple calls that wait for their answer
+        self._collectives: dict[int, Collective] = {}
+        self._by_seq: dict[int, Collective] = {}
+        self._syncing: Syncing | None = None
+        self._last_seq = 0
+        self._streams: tuple[int, ...] = ()  # to our successors, one for each ring
+        self._streams_epoch = 0
+        self._next_stream = 1
+        self._out: list[Action] = []
+
+    # ---- calls ----
+
+    def join(self, call: int, hello: m.Hello) -> list[Action]:
+        """Asks to join; answered when this peer is accepted."""
+        self._joining = call
+        self._out.append(Send(hello))
+        return self._take()
+
+    def update_topology(self, call: int) -> list[Action]:
+        """Answered with None when pending peers have been accepted."""
+        return self._simple(call, m.TopologyVote(call))
+
+    def are_peers_pending(self, call: int) -> list[Action]:
+        """Answered with a bool."""
+        return self._simple(call, m.PendingVote(call))
+
+    def collective(self, call: int, tag: int, work: m.Work) -> list[Action]:
+        """Answered with a `Reduced`."""
+        if self._dead(call):
+            return self._take()
+        self._collectives[call] = Collective(call, work)
+        self._out.append(RegisterOp(call, self.run, tag, self._last_seq))
+        self._out.append(Send(m.StartVote(call, tag, work)))
+        return self._take()
+
+    def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Action]:
+        """Answered with (revision, tx_bytes, rx_bytes); zero or more `Plan` actions come before.
+
+        `serve_op` is a fresh op number under which the offered content is served.
+        """
+        if self._dead(call):
+            return self._take()
+        self._syncing = Syncing(call, serve_op, ops={serve_op})
+        self._out.append(RegisterOp(serve_op, self.run, 0, self._last_seq))
+        self._out.append(Send(m.SyncVote(call, offer)))
+        return self._take()
+
+    def fetch(self, op: int, seq: int) -> list[Action]:
+        """Starts fetching by a plan; the caller knows the staging memory of `op`."""
+        syncing = self._syncing
+        plan = None if syncing is None or syncing.outcome is not None else syncing.plan
+        if syncing is None or plan is None or plan.seq != seq:
+            return self._take()  # a newer plan, or the end, came in between
+        syncing.fetch_op = op
+        syncing.ops.add(op)
+        self._out.append(RegisterOp(op, self.run, 0, seq - 1))
+        slot = self._slot(syncing, self.number)
+        self._start_transfer(syncing, op, seq, [(holder, slot) for holder in plan.holders])
+        return self._take()
+
+    def fetched(self, seq: int, ok: bool, why: str) -> list[Action]:
+        """The caller has verified what a plan told it to fetch, or could not."""
+        syncing = self._syncing
+        if syncing is not None and syncing.plan is not None and syncing.plan.seq == seq:
+            if not ok:
+                self._void_fetch(syncing)  # its staging memory may be half written
+            self._out.append(Send(m.FetchedVote(seq, ok, why[:1000])))
+        return self._take()
+
+    def leave(self, why: str) -> list[Action]:
+        """Leaves the run; every call that waits fails."""
+        if self.over is None:
+            self._out.append(Send(m.Leave()))
+            self._end(Result.INVALID_USAGE, why)
+        return self._take()
+
+    @property
+    def idle(self) -> bool:
+        """Whether no op refers to any memory."""
+        return not self._collectives and self._syncing is None
+
+    # ---- the master ----
+
+    def lost_master(self, why: str) -> list[Action]:
+        """The connection to the master is gone."""
+        if self.over is None:
+            self._end(Result.MASTER_CONNECTION_FAILED, why)
+        return self._take()
+
+    def received(self, message: m.MasterMessage) -> list[Action]:
+        """A message of the master."""
+        match message:
+            case _ if self.over is not None:
+                pass  # left, kicked or lost already: nothing counts any more
+            case m.Started(call, seq, epoch):
+                self._started(call, seq, epoch)
+            case m.Finished(seq, ok, why):
+                self._finished(seq, ok, why)
+            case m.Interrupt(seq, why):
+                collective = self._by_seq.get(seq)
+                if collective is not None and collective.state is State.RUNNING:
+                    self._give_up(collective, why)
+            case m.Welcome(peer, run):
+                self.number, self.run = peer, run
+            case m.Admitted():
+                self.accepted = True
+                if self._joining is not None:
+                    self._out.append(Answer(self._joining, None))
+                    self._joining = None
+            case m.Plan():
+                self.plan = message
+            case m.Membership(world):
+                self.world = world
+            case m.TopologyResult(call):
+                self._reply(call, None)
+            case m.PendingResult(call, pending):
+                self._reply(call, pending)
+            case m.SyncPlan():
+                self._planned(message)
+            case m.SyncResult(call, revision):
+                self._synced(call, revision)
+            case m.CallError(call, result, why):
+                self._refused(call, Result(result), why)
+            case m.Kicked(result, why):
+                self._end(Result(result), f"the master dropped this peer: {why}")
+            case m.Refused(result, why):
+                self._end(Result(result), f"the master refused this peer: {why}")
+        return self._take()
+
+    # ---- the engine ----
+
+    def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Action]:
+        """An op holds its whole result. For a fetch the caller goes on to verify, and to say `fetched`."""
+        collective = self._collectives.get(op)
+        if collective is not None:
+            collective.tx_bytes, collective.rx_bytes = tx, rx
+            collective.settled = settled
+            if collective.state is State.RUNNING:
+                collective.state = State.COMPLETE
+                self._out.append(Send(m.FinishVote(collective.seq, True)))
+            self._conclude(collective)
+        elif self._syncing is not None and op == self._syncing.fetch_op:
+            self._syncing.rx_bytes = rx
+            if settled:
+                self._op_settled(self._syncing, op)
+            self._report_fetch(self._syncing, True, "")
+        return self._take()
+
+    def engine_failed(self, op: int, why: str) -> list[Action]:
+        """An op cannot complete.
+
+        When the op that serves a synchronisation loses a stream, its receiver says so and gets a new plan.
+        """
+        collective = self._collectives.get(op)
+        if collective is not None and collective.state is State.RUNNING:
+            self._give_up(collective, why)
+        elif collective is not None and collective.state is State.VOTING:
+            collective.state = State.ABORTING  # an impossible early chunk; Started is answered with a no
+            self._out.append(AbortOp(op))
+        elif self._syncing is not None and op == self._syncing.fetch_op:
+            self._report_fetch(self._syncing, False, why)
+        return self._take()
+
+    def engine_settled(self, op: int, tx: int, rx: int) -> list[Action]:
+        """The engine has let go of an op."""
+        collective = self._collectives.get(op)
+        if collective is not None:
+            collective.settled = True
+            collective.tx_bytes, collective.rx_bytes = tx, rx
+            self._conclude(collective)
+        elif self._syncing is not None and op in self._syncing.ops:
+            if op == self._syncing.serve_op:
+                self._syncing.tx_bytes = tx
+            self._op_settled(self._syncing, op)
+        return self._take()
+
+    # ---- collectives ----
+
+    def _started(self, call: int, seq: int, epoch: int) -> None:
+        collective = self._collectives.get(call)
+        if collective is None:
+            return
+        collective.seq = self._last_seq = seq
+        self._by_seq[seq] = collective
+        collective.members = len(self.plan.peers)
+        if collective.state is State.ABORTING:
+            self._out.append(Send(m.FinishVote(seq, False, "a malformed chunk arrived early")))
+            return
+        collective.state = State.RUNNING
+        self._renew_streams(epoch)
+        parts = shares(collective.work.count, self.plan.rings)
+        rings = tuple(
+            RingPart(stream, len(ring.order), ring.order.index(self.number), begin, count)
+            for stream, ring, (begin, count) in zip(
+                self._streams, self.plan.rings, parts, strict=True
+            )
+        )
+        self._out.append(StartOp(call, seq, epoch, rings))
+
+    def _renew_streams(self, epoch: int) -> None:
+        if self._streams_epoch == epoch:
+            return
+        for stream in self._streams:
+            self._out.append(CloseStream(stream))
+        infos = {info.peer: info for info in self.plan.peers}
+        streams = []
+        for ring in self.plan.rings:
+            successor = ring.order[(ring.order.index(self.number) + 1) % len(ring.order)]
+            streams.append(self._open(infos[successor]))
+        self._streams, self._streams_epoch = tuple(streams), epoch
+
+    def _open(self, info: m.PeerInfo) -> int:
+        stream = self._next_stream
+        self._next_stream += 1
+        self._out.append(OpenStream(stream, info))
+        return stream
+
+    def _give_up(self, collective: Collective, why: str) -> None:
+        collective.state = State.ABORTING
+        self._out.append(AbortOp(collective.call))
+        self._out.append(Send(m.FinishVote(collective.seq, False, why[:1000])))
+
+    def _finished(self, seq: int, ok: bool, why: str) -> None:
+        collective = self._by_seq.pop(seq, None)
+        if collective is None:
+            return
+        if ok:
+            collective.outcome = True
+            if not collective.settled:
+                self._out.append(CommitOp(collective.call))
+        else:
+            self._abort(collective, Fail(collective.call, Result.RANK_CONNECTION_LOST, why))
+        self._conclude(collective)
+
+    def _abort(self, collective: Collective, outcome: Fail) -> None:
+        collective.outcome = outcome
+        if not collective.settled and collective.state is not State.ABORTING:
+            collective.state = State.ABORTING
+            self._out.append(AbortOp(collective.call))
+
+    def _conclude(self, collective: Collective) -> None:
+        """Answers the call once outcome and settlement are both there."""
+        if collective.outcome is None or not collective.settled:
+            return
+        del self._collectives[collective.call]
+        if isinstance(collective.outcome, Fail):
+            self._out.append(collective.outcome)
+        else:
+            reduced = Reduced(collective.members, collective.tx_bytes, collective.rx_bytes)
+            self._out.append(Answer(collective.call, reduced))
+
+    # ---- shared state ----
+
+    def _slot(self, syncing: Syncing, receiver: int) -> int:
+        """A receiver's number at its holders: its place in the group, the same on both sides."""
+        assert syncing.group is not None
+        return [info.peer for info in syncing.group.peers].index(receiver)
+
+    def _start_transfer(
+        self, syncing: Syncing, op: int, seq: int, ends: list[tuple[int, int]]
+    ) -> None:
+        """Starts a serve or fetch op on streams to (peer, slot)s."""
+        assert syncing.group is not None
+        rings = tuple(
+            RingPart(self._sync_stream(syncing, peer), 2, slot, 0, 0) for peer, slot in ends
+        )
+        self._out.append(StartOp(op, seq, syncing.group.epoch, rings))
+
+    def _report_fetch(self, syncing: Syncing, ok: bool, why: str) -> None:
+        assert syncing.plan is not None
+        self._out.append(Fetched(syncing.call, syncing.plan.seq, ok, why))
+
+    def _planned(self, plan: m.SyncPlan) -> None:
+        syncing = self._syncing
+        if syncing is None or syncing.call != plan.call:
+            return
+        self._void_fetch(syncing)
+        for stream in syncing.streams.values():
+            self._out.append(CloseStream(stream))
+        syncing.streams.clear()
+        syncing.plan, syncing.group = plan, self.plan
+        if plan.serve:
+            ends = [(receiver, self._slot(syncing, receiver)) for receiver in plan.serve]
+            self._start_transfer(syncing, syncing.serve_op, plan.seq, ends)
+        self._last_seq = max(self._last_seq, plan.seq)
+        if plan.fetch:
+            self._out.append(Plan(syncing.call, plan))
+
+    def _sync_stream(self, syncing: Syncing, peer: int) -> int:
+        if peer not in syncing.streams:
+            assert syncing.group is not None
+            info = next(info for info in syncing.group.peers if info.peer == peer)
+            syncing.streams[peer] = self._open(info)
+        return syncing.streams[peer]
+
+    def _void_fetch(self, syncing: Syncing) -> None:
+        if syncing.fetch_op:
+            self._let_go(syncing, syncing.fetch_op, AbortOp)
+            syncing.fetch_op = 0
+
+    def _let_go(self, syncing: Syncing, op: int, order: type[AbortOp] | type[CommitOp]) -> None:
+        """Ends an op of a transfer, once."""
+        if op in syncing.ops and op not in syncing.ending:
+            syncing.ending.add(op)
+            self._out.append(order(op))
+
+    def _synced(self, call: int, revision: int) -> None:
+        syncing = self._syncing
+        if syncing is not None and syncing.call == call:
+            self._end_sync(syncing, Answer(call, revision))
+
+    def _end_sync(self, syncing: Syncing, outcome: Answer | Fail) -> None:
+        """The outcome is known: let go of everything, then answer."""
+        if syncing.outcome is not None:
+            return
+        syncing.outcome = outcome
+        for op in sorted(syncing.ops):
+            self._let_go(syncing, op, AbortOp if isinstance(outcome, Fail) else CommitOp)
+        for stream in syncing.streams.values():
+            self._out.append(CloseStream(stream))
+        self._conclude_sync(syncing)
+
+    def _op_settled(self, syncing: Syncing, op: int) -> None:
+        syncing.ops.discard(op)
+        self._conclude_sync(syncing)
+
+    def _conclude_sync(self, syncing: Syncing) -> None:
+        if syncing.outcome is None or syncing.ops:
+            return
+        self._syncing = None
+        if isinstance(syncing.outcome, Answer):
+            value = (syncing.outcome.value, syncing.tx_bytes, syncing.rx_bytes)
+            self._out.append(Answer(syncing.call, value))
+        else:
+            self._out.append(syncing.outcome)
+
+    # ---- simple calls, and the end ----
+
+    def _simple(self, call: int, message: m.PeerMessage) -> list[Action]:
+        if not self._dead(call):
+            self._calls.add(call)
+            self._out.append(Send(message))
+        return self._take()
+
+    def _reply(self, call: int, value: object) -> None:
+        if call in self._calls:
+            self._calls.discard(call)
+            self._out.append(Answer(call, value))
+
+    def _refused(self, call: int, result: Result, why: str) -> None:
+        fail = Fail(call, result, why)
+        if call in self._calls:
+            self._calls.discard(call)
+            self._out.append(fail)
+        elif call in self._collectives:
+            self._abort(self._collectives[call], fail)
+            self._conclude(self._collectives[call])
+        elif self._syncing is not None and self._syncing.call == call:
+            self._end_sync(self._syncing, fail)
+
+    def _dead(self, call: int) -> bool:
+        if self.over is not None:
+            self._out.append(Fail(call, *self.over))
+        return self.over is not None
+
+    def _end(self, result: Result, why: str) -> None:
+        """Out of the run, for whatever reason: nothing that waits can be answered any more."""
+        self.over = (result, why)
+        self.world = m.World(0, 0, 0, 0)
+        if self._joining is not None:
+            self._out.append(Fail(self._joining, result, why))
+            self._joining = None
+        for call in sorted(self._calls):
+            self._out.append(Fail(call, result, why))
+        self._calls.clear()
+        for collective in list(self._collectives.values()):
+            if collective.outcome is None:
+                self._abort(collective, Fail(collective.call, result, why))
+                self._conclude(collective)
+        if self._syncing is not None:
+            self._end_sync(self._syncing, Fail(self._syncing.call, result, why))
+        for stream in self._streams:
+            self._out.append(CloseStream(stream))
+        self._streams = ()
+
+    def _take(self) -> list[Action]:
+        out, self._out = self._out, []
+        return out

@@ -1,0 +1,417 @@
+"""The control thread of a peer: a DEALER to the master, the lane engine's orders and events, and the peer core.
+
+Everything that touches a socket happens in this one thread. Threads of the user post commands to it and
+wait on a `Call`; bulk data never passes through it.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from pccl.arrays import Buffer
+from pccl.protocol import messages as m
+from pccl.protocol import peer as core
+from pccl.runtime.config import MIB, Config, chunk_bytes, lanes
+from pccl.runtime.engine import COMPLETE, FAILED, SETTLED, Engine, EngineOptions, Ring
+from pccl.types import Result
+
+log = logging.getLogger("pccl")
+
+STREAM_HWM = 4  # messages under way on one lane: enough to keep it busy, few enough to stay in the caches
+GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+Note = core.Answer | core.Fail | core.Plan | core.Fetched | m.Welcome
+Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
+
+
+class Call:
+    """One API call in progress: notes come from the control thread, the last is an Answer or a Fail."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
+
+    def put(self, note: Note) -> None:
+        """Called by the control thread."""
+        self._notes.put(note)
+
+    def next(self, timeout_s: float | None = None) -> Note:
+        """The next note. Raises queue.Empty after the time-out."""
+        return self._notes.get(timeout=timeout_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """The buffers of an all-reduce; holds them alive until the engine has let go."""
+
+    send: Buffer
+    recv: Buffer
+    work: m.Work
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The memory of a serve or fetch op, held alive by `owner`."""
+
+    pieces: Pieces
+    serve: bool
+    owner: object
+
+
+class Client:
+    """One peer's membership in one run, from connect to the end.
+
+    Args:
+        host: of the master.
+        port: of the master.
+        hello: makes the first message from the engine's port and ipc address.
+        pool_size: lanes to each neighbour; 0: choose.
+        config: timings and limits.
+
+    Raises:
+        OSError: no lane engine can listen here.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        hello: Callable[[int, str], m.Hello],
+        pool_size: int,
+        config: Config,
+    ) -> None:
+        self._config = config
+        self._pool_size = pool_size
+        self._core = core.Peer()
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, Call] = {}
+        self._memory: dict[int, Reduce | Pool] = {}  # op -> what the engine refers to
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._closed = threading.Event()
+        self._leaving = False
+        options = EngineOptions(
+            heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
+        )
+        self._engine = Engine(options)
+        self._hello = hello(self._engine.port, self._engine.ipc if config.ipc else "")
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._configure(host)
+        self._monitor = self._dealer.get_monitor_socket(GONE | HANDSHAKE_FAILED)
+        self._dealer.connect(f"tcp://{host}:{port}")
+        self._perform_by_type: dict[type, Callable[..., None]] = {
+            core.Send: self._send,
+            core.RegisterOp: self._register,
+            core.StartOp: self._start,
+            core.CommitOp: lambda action: self._engine.commit(action.op),
+            core.AbortOp: lambda action: self._engine.abort(action.op),
+            core.OpenStream: self._open_stream,
+            core.CloseStream: lambda action: self._engine.close_stream(action.stream),
+            core.Answer: self._answer,
+            core.Fail: self._answer,
+            core.Plan: self._note,
+            core.Fetched: self._note,
+        }
+        self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
+        self._thread.start()
+
+    def _configure(self, host: str) -> None:
+        options = {
+            zmq.LINGER: 1000,  # a Leave should still go out
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: 0,
+            zmq.RECONNECT_IVL: -1,  # a broken link is for the core to know of, not to be papered over
+            zmq.IMMEDIATE: 0,
+            zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
+            zmq.CONNECT_TIMEOUT: int(self._config.connect_timeout_s * 1000),
+            zmq.HANDSHAKE_IVL: int(self._config.connect_timeout_s * 1000),
+            zmq.HEARTBEAT_IVL: self._config.heartbeat_ms,
+            zmq.HEARTBEAT_TIMEOUT: self._config.heartbeat_timeout_ms,
+            zmq.IPV6: int(":" in host),
+        }
+        for option, value in options.items():
+            self._dealer.setsockopt(option, value)
+
+    # ---- for the threads of the user ----
+
+    @property
+    def world(self) -> m.World:
+        """The world sizes as of the last answer."""
+        return self._core.world
+
+    @property
+    def plan(self) -> m.Plan:
+        """The group's peers and rings as of the last answer."""
+        return self._core.plan
+
+    @property
+    def number(self) -> int:
+        """This peer's number."""
+        return self._core.number
+
+    @property
+    def over(self) -> tuple[Result, str] | None:
+        """Why this peer is out of the run, if it is."""
+        return self._core.over
+
+    @property
+    def filling(self) -> str:
+        """Which filling of the engine's function table is active."""
+        return self._engine.filling
+
+    def join(self) -> Call:
+        """Asks to join. Notes: Welcome, then the answer when this peer is accepted."""
+        return self._begin(lambda call: self._core.join(call, self._hello))
+
+    def update_topology(self) -> Call:
+        """Enters the round that admits pending peers."""
+        return self._begin(self._core.update_topology)
+
+    def are_peers_pending(self) -> Call:
+        """Asks, with all others."""
+        return self._begin(self._core.are_peers_pending)
+
+    def all_reduce(self, tag: int, reduce: Reduce) -> Call:
+        """Enters an all-reduce."""
+
+        def begin(call: int) -> list[core.Action]:
+            self._memory[call] = reduce
+            return self._core.collective(call, tag, reduce.work)
+
+        return self._begin(begin)
+
+    def sync(self, offer: m.Offer, pieces: Pieces, owner: object) -> Call:
+        """Enters a synchronisation. Notes: Plan and Fetched, any number of times, before the answer."""
+        serve = next(self._numbers)
+
+        def begin(call: int) -> list[core.Action]:
+            self._memory[serve] = Pool(pieces, True, owner)
+            return self._core.sync(call, serve, offer)
+
+        return self._begin(begin)
+
+    def fetch(self, seq: int, pieces: Pieces, owner: object) -> None:
+        """Fetches what a Plan says into staging memory."""
+        op = next(self._numbers)
+
+        def begin() -> list[core.Action]:
+            self._memory[op] = Pool(pieces, False, owner)
+            return self._core.fetch(op, seq)
+
+        self._post(lambda: self._perform(begin()))
+
+    def fetched(self, seq: int, ok: bool, why: str) -> None:
+        """Says whether what was fetched is what was elected."""
+        self._post(lambda: self._perform(self._core.fetched(seq, ok, why)))
+
+    def close(self, why: str) -> None:
+        """Leaves the run; calls that wait fail with `why`. Returns when no memory is referred to. Idempotent."""
+
+        def leave() -> None:
+            self._leaving = True
+            self._perform(self._core.leave(why))
+
+        if not self._closed.is_set():
+            self._post(leave)
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+
+    def _begin(self, event: Callable[[int], list[core.Action]]) -> Call:
+        call = Call(next(self._numbers))
+
+        def begin() -> None:
+            self._calls[call.number] = call
+            self._perform(event(call.number))
+
+        self._post(begin)
+        return call
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._inbox.append(command)
+        try:
+            self._wake_out.send(b"\0")
+        except BlockingIOError:
+            pass  # full: it is awake
+        except OSError:
+            self._drain_after_end()  # the thread has ended and closed it
+
+    # ---- the control thread ----
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._dealer, self._monitor, self._engine.socket, self._wake_in):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not (self._leaving and self._core.idle):
+                poller.poll()
+                self._read_wake()
+                self._read_dealer()
+                self._read_engine()
+                self._read_monitor()
+        except Exception:
+            log.exception("the control thread of peer %d failed", self._core.number)
+            self._perform(self._core.lost_master("an internal error of pccl; the log has it"))
+        finally:
+            self._shut_down()
+
+    def _read_wake(self) -> None:
+        try:
+            self._wake_in.recv(4096)
+        except BlockingIOError:
+            return
+        self._run_commands()
+
+    def _run_commands(self) -> None:
+        while True:
+            try:
+                command = self._inbox.popleft()
+            except IndexError:
+                return
+            command()
+
+    def _read_dealer(self) -> None:
+        while True:
+            try:
+                data = self._dealer.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            message = m.decode_from_master(data)
+            actions = self._core.received(message)
+            if isinstance(message, m.Welcome):
+                for call in self._calls.values():
+                    call.put(message)
+            self._perform(actions)
+
+    def _read_engine(self) -> None:
+        for event in self._engine.events():
+            if event.kind == COMPLETE:
+                actions = self._core.engine_complete(
+                    event.op, event.settled, event.tx_bytes, event.rx_bytes
+                )
+            elif event.kind == FAILED:
+                actions = self._core.engine_failed(event.op, event.text)
+            elif event.kind == SETTLED:
+                actions = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
+            else:
+                log.info("peer %d: %s", self._core.number, event.text)
+                continue
+            if event.settled or event.kind == SETTLED:
+                self._memory.pop(event.op, None)
+            self._perform(actions)
+
+    def _read_monitor(self) -> None:
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            number = event["event"]
+            if number & HANDSHAKE_FAILED:
+                why = "the master's port does not speak ZMTP: is it a pccl master?"
+            else:
+                why = "the connection to the master broke"
+                if event["value"] and number == zmq.EVENT_CLOSED:
+                    why += f" ({errno.errorcode.get(event['value'], event['value'])})"
+            self._perform(self._core.lost_master(why))
+
+    # ---- actions ----
+
+    def _perform(self, actions: list[core.Action]) -> None:
+        for action in actions:
+            self._perform_by_type[type(action)](action)
+
+    def _send(self, action: core.Send) -> None:
+        try:
+            self._dealer.send(m.encode(action.message), zmq.DONTWAIT)
+        except zmq.Again:
+            self._perform(self._core.lost_master("the connection to the master broke"))
+
+    def _register(self, action: core.RegisterOp) -> None:
+        memory = self._memory[action.op]
+        ids = {"run": action.run, "tag": action.tag, "min_seq": action.min_seq}
+        if isinstance(memory, Reduce):
+            self._engine.register_all_reduce(
+                action.op,
+                dtype=memory.work.dtype,
+                redop=memory.work.redop,
+                send=memory.send.address,
+                recv=memory.recv.address,
+                count=memory.work.count,
+                **ids,
+            )
+        elif memory.serve:
+            self._engine.register_serve(action.op, pieces=memory.pieces, **ids)
+        else:
+            self._engine.register_fetch(action.op, pieces=memory.pieces, **ids)
+
+    def _start(self, action: core.StartOp) -> None:
+        memory = self._memory[action.op]
+        local = all(self._local(info) for info in self._core.plan.peers)
+        members = action.rings[0].members if action.rings else 1
+        total = memory.send.nbytes if isinstance(memory, Reduce) else members * 4 * MIB
+        self._engine.start(
+            action.op,
+            seq=action.seq,
+            epoch=action.epoch,
+            chunk_bytes=chunk_bytes(total, members, local),
+            rings=[Ring(r.stream, r.members, r.position, r.begin, r.count) for r in action.rings],
+        )
+
+    def _local(self, info: m.PeerInfo) -> bool:
+        return bool(self._hello.ipc and info.ipc) and info.machine == self._hello.machine
+
+    def _open_stream(self, action: core.OpenStream) -> None:
+        to, local = action.to, self._local(action.to)
+        host = f"[{to.host}]" if ":" in to.host else to.host
+        endpoint = f"ipc://{to.ipc}" if local else f"tcp://{host}:{to.port}"
+        self._engine.open_stream(
+            action.stream,
+            endpoint,
+            lanes=lanes(local, self._pool_size, self._config),
+            hwm=STREAM_HWM,
+        )
+
+    def _answer(self, action: core.Answer | core.Fail) -> None:
+        call = self._calls.pop(action.call, None)
+        if call is not None:
+            call.put(action)
+
+    def _note(self, action: core.Plan | core.Fetched) -> None:
+        self._calls[action.call].put(action)
+
+    # ---- the end ----
+
+    def _shut_down(self) -> None:
+        self._dealer.disable_monitor()
+        self._monitor.close(linger=0)
+        self._dealer.close()
+        self._engine.close()  # restores and lets go of what is not settled
+        self._context.term()
+        self._memory.clear()
+        self._closed.set()
+        self._wake_out.close()
+        self._wake_in.close()
+        self._drain_after_end()
+
+    def _drain_after_end(self) -> None:
+        """Fails every call that no one will answer any more."""
+        self._run_commands()
+        for number in list(self._calls):
+            result, why = self._core.over or (Result.INTERNAL_ERROR, "the communicator has ended")
+            self._answer(core.Fail(number, result, why))

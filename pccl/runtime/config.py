@@ -1,0 +1,92 @@
+"""Every timing and limit of the runtime, with its reason; the environment is read here and nowhere else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of one peer or master.
+
+    Attributes:
+        advertise: host that other peers reach this one at; empty: the address the master sees.
+        ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
+        heartbeat_ms: a ping on every connection that is silent for this long.
+        heartbeat_timeout_ms: without an answer for this long, the other side counts as lost.
+        connect_timeout_s: until a connection must stand.
+        lanes: connections to a neighbour on another machine where the user does not say.
+    """
+
+    advertise: str = ""
+    ipc: bool = True
+    heartbeat_ms: int = 1000
+    heartbeat_timeout_ms: int = 5000
+    connect_timeout_s: float = 5.0
+    lanes: int = 8
+
+    @staticmethod
+    def from_env(env: Mapping[str, str] = os.environ) -> Config:
+        """The defaults, overridden by PCCL_ADVERTISE, PCCL_TRANSPORT, PCCL_HEARTBEAT_MS and so on.
+
+        Raises:
+            ValueError: a variable is set to something impossible.
+        """
+        transport = env.get("PCCL_TRANSPORT", "auto")
+        if transport not in ("auto", "tcp"):
+            raise ValueError(f"PCCL_TRANSPORT is {transport!r}: it may be auto or tcp")
+        return Config(
+            advertise=env.get("PCCL_ADVERTISE", ""),
+            ipc=transport == "auto",
+            heartbeat_ms=_positive(env, "PCCL_HEARTBEAT_MS", Config.heartbeat_ms),
+            heartbeat_timeout_ms=_positive(
+                env, "PCCL_HEARTBEAT_TIMEOUT_MS", Config.heartbeat_timeout_ms
+            ),
+            lanes=_positive(env, "PCCL_LANES", Config.lanes),
+        )
+
+
+def _positive(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name)
+    if text is None:
+        return default
+    if not text.isdecimal() or int(text) == 0:
+        raise ValueError(f"{name} is {text!r}: it must be a positive whole number")
+    return int(text)
+
+
+def machine_id() -> str:
+    """Names this machine, as far as ipc:// reaches: one boot, one user, one network and file namespace."""
+    parts = [socket.gethostname(), str(uuid.getnode()), str(getattr(os, "getuid", int)())]
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if boot.exists():
+        parts.append(boot.read_text())
+    for namespace in ("net", "mnt"):
+        path = Path("/proc/self/ns", namespace)
+        if path.exists():
+            parts.append(str(path.stat().st_ino))
+    return xxhash.xxh3_64_hexdigest("\0".join(parts))
+
+
+def chunk_bytes(total: int, members: int, local: bool) -> int:
+    """The size of a chunk of an all-reduce of `total` bytes.
+
+    Several chunks to a segment let the hops of a ring overlap; above 1 MiB a chunk no longer fits the
+    caches (measured: half the speed at 4 MiB), and on slow links the last chunks on slow lanes hold up everyone.
+    """
+    segment = total // max(1, members)
+    return max(32 << 10, min(segment // 4, MIB if local else MIB // 4))
+
+
+def lanes(local: bool, pool_size: int, config: Config) -> int:
+    """Connections to a neighbour: `pool_size` if the user chose, else one where it is on this machine."""
+    return pool_size or (1 if local else config.lanes)

@@ -1,0 +1,173 @@
+"""The master's I/O: a ROUTER socket, its monitor, and the master core. One thread.
+
+A connection is named by the routing id that the ROUTER gives it, which is never reused. That a connection is gone is told by
+the socket's monitor, which knows file descriptors only. A connection's descriptor is learnt from its first
+message. The two queues, messages and monitor events, are not ordered against each other, and descriptors are
+reused, so:
+
+- the monitor is read before a connection's first message is. A connection was accepted before it could send, hence by
+  then all events of earlier users of its descriptor have been seen;
+- when a first message arrives on a descriptor that another connection is known by, that other one is gone;
+- what a lost connection had sent before is read before it is buried, so that a peer that leaves and closes
+  is seen to leave.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from pccl.protocol import master as core
+from pccl.protocol import messages as m
+from pccl.runtime.config import Config
+
+log = logging.getLogger("pccl")
+
+BATCH = 100  # messages read before the dead are buried, however many more wait
+
+
+class Server:
+    """A master that listens from construction on and serves while a thread is in `serve`.
+
+    Args:
+        host: to listen on; "0.0.0.0" or "::" for all interfaces.
+        port: to listen on; 0: any free one.
+        config: timings and limits.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+
+    def __init__(self, host: str, port: int, config: Config) -> None:
+        self._core = core.Master(run=secrets.randbits(63))
+        self._fd_of: dict[bytes, int] = {}
+        self._conn_of: dict[int, bytes] = {}
+        self._lost: list[bytes] = []  # connections that are gone, to be buried
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        options = {
+            zmq.LINGER: 0,
+            zmq.ROUTER_MANDATORY: 1,  # a send to a connection that is gone says so
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: 1000,
+            zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
+            zmq.HEARTBEAT_IVL: config.heartbeat_ms,
+            zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
+            zmq.IPV6: int(":" in host),
+        }
+        for option, value in options.items():
+            self._router.setsockopt(option, value)
+        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        try:
+            bracketed = f"[{host}]" if ":" in host else host
+            self._router.bind(f"tcp://{bracketed}:{port or '*'}")
+        except zmq.ZMQError as error:
+            self._close()
+            raise OSError(error.errno, f"cannot listen on {host}:{port}: {error}") from None
+        self.host = host
+        self.port = int(self._router.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].rstrip(b"\0"))
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._stop = threading.Event()
+
+    @property
+    def peers(self) -> int:
+        """How many peers are accepted or pending."""
+        return len(self._core.peers)
+
+    def stop(self) -> None:
+        """Makes `serve` return; from any thread, or before `serve`."""
+        if not self._stop.is_set():
+            self._stop.set()
+            self._wake_out.send(b"\0")
+
+    def serve(self) -> None:
+        """Serves until `stop`, then closes everything: the port can be bound again at once."""
+        poller = zmq.Poller()
+        for source in (self._router, self._monitor, self._wake_in):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self._stop.is_set():
+                poller.poll()
+                self._read_monitor()
+                for _ in range(BATCH):
+                    if not self._read_router():
+                        break
+                self._bury()
+        finally:
+            self._wake_out.close()
+            self._wake_in.close()
+            self._close()
+
+    def _close(self) -> None:
+        self._router.disable_monitor()
+        self._monitor.close(linger=0)
+        self._router.close(linger=0)
+        self._context.term()
+
+    # ---- events ----
+
+    def _read_monitor(self) -> None:
+        while True:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
+            except zmq.Again:
+                return
+            conn = self._conn_of.pop(event["value"], None)
+            if conn is not None:
+                self._lost.append(conn)
+
+    def _bury(self) -> None:
+        lost, self._lost = self._lost, []
+        for conn in lost:
+            self._fd_of.pop(conn, None)
+            self._perform(self._core.disconnected(conn, "its connection broke"))
+
+    def _read_router(self) -> bool:
+        try:
+            frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
+        except zmq.Again:
+            return False
+        conn = frames[0].bytes
+        if conn not in self._fd_of:
+            self._read_monitor()
+            self._learn(conn, frames[-1].get(zmq.SRCFD))
+        try:
+            if len(frames) != 2:
+                raise m.ProtocolError(f"a message of {len(frames) - 1} frames")
+            message = m.decode_from_peer(frames[1].buffer)
+        except m.ProtocolError as error:
+            self._perform(self._core.rejected(conn, f"it sent bytes that are no message: {error}"))
+            return True
+        if isinstance(message, m.Hello):
+            host = str(frames[1].get("Peer-Address"))
+            self._perform(self._core.hello(conn, message, host))
+        else:
+            self._perform(self._core.received(conn, message))
+        return True
+
+    def _learn(self, conn: bytes, fd: int) -> None:
+        earlier = self._conn_of.get(fd)
+        if earlier is not None:
+            self._lost.append(earlier)
+        self._fd_of[conn] = fd
+        self._conn_of[fd] = conn
+
+    # ---- actions ----
+
+    def _perform(self, actions: list[core.Action]) -> None:
+        for action in actions:
+            match action:
+                case core.Send(conn, message):
+                    try:
+                        self._router.send_multipart((conn, m.encode(message)), zmq.DONTWAIT)
+                    except zmq.ZMQError as error:  # EHOSTUNREACH: the monitor will say so too
+                        log.debug("master: connection %s: %s", conn.hex(), error)
+                case core.Note(text):
+                    log.info("master: %s", text)
+                case core.Drop(conn, why):
+                    log.debug("master: connection %s dropped: %s", conn.hex(), why)

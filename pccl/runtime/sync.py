@@ -1,0 +1,110 @@
+"""One peer's part in a synchronisation of the shared state, in the thread of the caller.
+
+Offers what it has; fetches what the master's plan says into staging memory, verifies it, votes; and only when all
+receivers have voted does it overwrite the caller's memory. So a call that fails has changed nothing, at the cost of staging
+memory for the bytes that differ. A plan can be replaced by another while it is carried out (a holder died).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pccl.protocol import messages as m
+from pccl.protocol import peer as core
+from pccl.runtime.client import Call, Client, Pieces
+from pccl.runtime.digest import digest
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One entry of the shared state and where it lies."""
+
+    name: str
+    dtype: int
+    count: int
+    any_content: bool
+    address: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """A synchronisation that succeeded: the elected revision, payload bytes sent and received."""
+
+    revision: int
+    tx_bytes: int
+    rx_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """Memory that a plan's entries are fetched into."""
+
+    plan: m.SyncPlan
+    arrays: list[np.ndarray[tuple[int], np.dtype[np.uint8]]]
+
+    def pieces(self) -> Pieces:
+        """Where the engine puts each entry."""
+        return [
+            (index, array.ctypes.data, array.nbytes)
+            for index, array in zip(self.plan.fetch, self.arrays, strict=True)
+        ]
+
+    def wrong(self, regions: Sequence[Region]) -> str:
+        """Names the first entry that is not what was elected; empty when all are."""
+        for index, array, expected in zip(
+            self.plan.fetch, self.arrays, self.plan.digests, strict=True
+        ):
+            if digest(array.ctypes.data, array.nbytes) != expected:
+                return f"what arrived of {regions[index].name!r} has another digest than was elected"
+        return ""
+
+    def install(self, regions: Sequence[Region]) -> None:
+        """Overwrites the caller's memory."""
+        for index, array in zip(self.plan.fetch, self.arrays, strict=True):
+            target = (np.ctypeslib.ctypes.c_uint8 * array.nbytes).from_address(regions[index].address)
+            np.frombuffer(target, np.uint8)[:] = array
+
+
+def synchronise(
+    client: Client, regions: Sequence[Region], revision: int, strategy: int, owner: object
+) -> Synced | core.Fail:
+    """Takes part in a synchronisation until it ends, and says how.
+
+    Args:
+        client: the peer.
+        regions: the shared state; its memory must not change meanwhile.
+        revision: of the shared state, as this peer has it.
+        strategy: a pccl.SharedStateSyncStrategy value.
+        owner: kept alive as long as the engine refers to the memory.
+    """
+    entries = tuple(
+        m.Entry(r.name, r.dtype, r.count, r.any_content, digest(r.address, r.nbytes))
+        for r in regions
+    )
+    pieces = [(index, r.address, r.nbytes) for index, r in enumerate(regions)]
+    call = client.sync(m.Offer(revision, strategy, entries), pieces, owner)
+    return _carry_out(client, call, regions)
+
+
+def _carry_out(client: Client, call: Call, regions: Sequence[Region]) -> Synced | core.Fail:
+    staging: Staging | None = None
+    while True:
+        note = call.next()
+        match note:
+            case core.Plan(_, plan):
+                arrays = [np.empty(regions[index].nbytes, np.uint8) for index in plan.fetch]
+                staging = Staging(plan, arrays)
+                client.fetch(plan.seq, staging.pieces(), staging)
+            case core.Fetched(_, seq, ok, why) if staging is not None and staging.plan.seq == seq:
+                why = staging.wrong(regions) if ok else why
+                client.fetched(seq, not why, why)
+            case core.Answer(_, (elected, tx_bytes, rx_bytes)):
+                if staging is not None:
+                    staging.install(regions)
+                return Synced(elected, tx_bytes, rx_bytes)
+            case core.Fail():
+                return note
