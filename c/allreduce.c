@@ -262,7 +262,7 @@ enum turn reduce_send(struct link *ring)
     header.seq = op->seq;
     header.tag = op->tag;
     header.offset = ring->cursor;
-    if (packet_build(op, &packet, &header, (void *)(reduction->send + offset), length * reduction->width)
+    if (packet_build(op, &packet, &header, reduction->send + offset, length * reduction->width)
         != PCCL_OK) {
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
         return TURN_FAILED;
@@ -362,7 +362,7 @@ static void forward(struct op *op, uint8_t index)
     pccl_engine *engine = op->engine;
     struct stream *stream = op->started ? op->links[index]->stream : NULL;
     struct packet *fresh, *packet = engine->inbox;
-    if (stream != NULL && !stream_has_forwards(stream) && stream_send(stream, op, packet) == SENT)
+    if (stream != NULL && stream->forwards.head == NULL && stream_send(stream, op, packet) == SENT)
         return;
     fresh = packet_new();
     if (fresh == NULL) {

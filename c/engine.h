@@ -3,18 +3,19 @@
  * DESIGN
  *
  * engine.c     the loop, orders, events, the PULL socket
- * stream.c     streams: sockets, monitors, queues, what is sent when
+ * stream.c     streams: sockets, monitors, what is sent when
  * op.c         the life of an op: registered, started, complete, ended, settled
  * allreduce.c  what ALL_REDUCE does with a chunk
  * transfer.c   SERVE and FETCH
  * packet.c     messages of one or two frames
  *
- * Everything runs in the thread that is in pccl_engine_run(), but for release(), which libzmq calls from its own
- * threads and which touches nothing but an atomic counter.
+ * Everything runs in the thread that is in pccl_engine_run(), but for release() in packet.c, which
+ * libzmq calls from its own threads and which touches nothing but an atomic counter.
  *
- * Two things may not happen in the middle of a pass, as callers up the stack hold pointers: a stream is only
- * marked lost where that is noticed, and buried at the end of the pass; an op that fails keeps its memory
- * until its ABORT. An op is freed in ops_settle(), op_order_end() and op_complete() only.
+ * Two things may not happen in the middle of a pass, as callers up the stack hold pointers. So a
+ * stream is only marked lost where that is noticed, and buried at the end of the pass; and an op
+ * that fails keeps its memory until its ABORT. An op is freed in op_complete(), op_order_end(),
+ * ops_settle() and ops_free() only.
  */
 #ifndef PCCL_ENGINE_H
 #define PCCL_ENGINE_H
@@ -30,9 +31,291 @@
 #include "zmqdefs.h"
 
 #if defined __GNUC__
-#define PRINTF_LIKE(format, first) __attribute__((format(printf, format, first)))
+#define PRINTF_LIKE(text, first) __attribute__((format(printf, text, first)))
 #else
-#define PRINTF_LIKE(format, first)
+#define PRINTF_LIKE(text, first)
+#endif
+
+enum {
+    INDEX_BUCKETS = 1024,    /* thousands of ops may be outstanding: chains of a few */
+    REQUESTS_MAX = 4096      /* that a SERVE op keeps: its requesters' windows stay below */
+};
+
+struct op;
+
+/* ---- messages (packet.c) ---- */
+
+/* A message that has come in or waits to be sent: header and payload in one frame or in two. */
+struct packet {
+    struct packet *next;
+    struct op *op;           /* whose it is while it waits */
+    uint64_t bytes;          /* of payload */
+    uint8_t ring;            /* of a chunk that waits */
+    int frames;              /* so many of `frame` are open */
+    pccl_msg frame[2];
+};
+
+struct packets {
+    struct packet *head, *tail;
+};
+
+/* A new empty packet, or NULL without memory. */
+struct packet *packet_new(void);
+
+/* Closes the frames of a packet, which is then empty. Cannot fail. */
+void packet_clear(const pccl_zmq *zmq, struct packet *packet);
+
+/* Clears and frees a packet. Cannot fail. */
+void packet_free(const pccl_zmq *zmq, struct packet *packet);
+
+/* Receives a message into an empty packet: 1; 0 when there is none; PCCL_EZMQ on failure. A message
+ * that cannot be a header with its payload leaves the packet empty and gives 1. */
+int packet_receive(pccl_engine *engine, struct packet *packet);
+
+/* Makes an empty packet the message of `header` and the `bytes` bytes at `data`, which are copied if
+ * there are few, else referred to until op's counter says that they are released.
+ * 0 or PCCL_ENOMEM. */
+int packet_build(struct op *op, struct packet *packet, const struct wire_header *header,
+                 const void *data, uint64_t bytes);
+
+/* The payload of a packet that is not empty, and its encoded header. */
+unsigned char *packet_payload(const pccl_zmq *zmq, struct packet *packet);
+unsigned char *packet_header(const pccl_zmq *zmq, struct packet *packet);
+
+/* A FIFO of packets: append one; take the first, or NULL; move those of `op` to another FIFO. */
+void packets_append(struct packets *queue, struct packet *packet);
+struct packet *packets_take(struct packets *queue);
+void packets_split(struct packets *queue, struct packets *out, const struct op *op);
+
+/* ---- streams (stream.c) ---- */
+
+/* An op's place on a stream: a ring of ALL_REDUCE, a requester of SERVE, a holder of FETCH. */
+struct link {
+    struct op *op;
+    struct stream *stream;   /* NULL: lost, or a ring of one */
+    struct link *next;       /* in the stream's turns */
+    bool in_turn;
+    uint32_t index;          /* among the op's links */
+    uint32_t members;        /* of the ring */
+    uint32_t position;       /* in the ring; SERVE, FETCH: the slot */
+    uint64_t begin, count;   /* ALL_REDUCE: the ring's share, elements */
+    uint64_t cursor, end;    /* ALL_REDUCE: what is left of our own segment, elements */
+    struct request *requests, *last_request;    /* SERVE: waiting for an answer */
+    uint32_t outstanding;    /* FETCH: requests under way */
+};
+
+/* Links that have something to send, in turn. */
+struct turns {
+    struct link *head, *tail;
+};
+
+struct stream {
+    struct stream *next;
+    pccl_engine *engine;
+    uint32_t number;
+    uint32_t lanes, lanes_failed;
+    void *push, *monitor;
+    bool blocked;            /* the last send found no lane with room */
+    bool lost;               /* to be buried */
+    bool silent;             /* closed by order: no STREAM_LOST */
+    int status;              /* why lost */
+    char text[PCCL_TEXT_MAX];
+    struct packets forwards; /* received, to be sent on: before anything else */
+    struct turns transfers;  /* requests and data: before first chunks */
+    struct turns reductions; /* first chunks of our own segments */
+};
+
+enum sent { SENT, BLOCKED };
+
+/* What came of a link's turn: it has more; it has no more for now; no room; its op has failed. */
+enum turn { TURN_MORE, TURN_OVER, TURN_BLOCKED, TURN_FAILED };
+
+/* OPEN_STREAM and CLOSE_STREAM. */
+void stream_order_open(pccl_engine *engine, const pccl_order *order);
+void stream_order_close(pccl_engine *engine, const pccl_order *order);
+
+/* The stream of that number that is open, or NULL. */
+struct stream *stream_find(pccl_engine *engine, uint32_t number);
+
+/* Marks a stream lost, for the first reason that is given. Cannot fail. */
+void stream_lose(struct stream *stream, int status, const char *format, ...) PRINTF_LIKE(3, 4);
+
+/* Sends a message of `op` now, which empties the packet, or says BLOCKED and leaves it. */
+enum sent stream_send(struct stream *stream, struct op *op, struct packet *packet);
+
+/* Puts a link in the turns of its stream, if it has one and is not there. Cannot fail. */
+void link_request_turn(struct link *link);
+
+/* Forgets all that an op wants to send on a stream. Cannot fail. */
+void stream_drop_op(struct stream *stream, struct op *op);
+
+/* Sends what there is to send and room for. Returns whether anything moved. */
+bool stream_pump(struct stream *stream);
+
+/* Whether anything waits to be sent: whether it is worth waiting for room. */
+bool stream_pending(const struct stream *stream);
+
+/* Handles monitor events of all streams; closes streams that are lost. Whether there were any. */
+bool streams_listen(pccl_engine *engine);
+bool streams_bury(pccl_engine *engine);
+
+/* ---- ops (op.c, allreduce.c, transfer.c) ---- */
+
+/* What the first early chunk of a ring said of our place in it. */
+struct claim {
+    bool made;
+    uint32_t members, position;
+};
+
+struct reduction {
+    int dtype, redop;
+    size_t width;            /* bytes of an element */
+    const unsigned char *send;
+    unsigned char *recv;
+    uint64_t count;
+    uint64_t chunk;          /* elements */
+    uint64_t written;        /* elements of recv that hold the result */
+    uint64_t *given_set;     /* granules to which our contribution has been given */
+    uint64_t *written_set;   /* granules of recv that hold the result */
+    unsigned char *shadow;   /* in place: what recv held in those granules */
+    size_t shadow_size;      /* bytes */
+    struct packets early;    /* to be sent on once START names the stream */
+    bool claimed;            /* early chunks have fixed seq and epoch */
+    struct claim claims[PCCL_RINGS_MAX];
+};
+
+/* A request that waits to be answered. */
+struct request {
+    struct request *next;
+    uint64_t seq;
+    uint32_t epoch, slot;
+    uint32_t piece;          /* index into pieces */
+    uint32_t length;
+    uint64_t offset;
+};
+
+/* A request under way. */
+struct want {
+    struct link *link;       /* NULL: free */
+    uint32_t piece;          /* index into pieces */
+    uint32_t length;
+    uint64_t offset;
+};
+
+struct transfer {
+    const pccl_piece *pieces;
+    uint32_t n_pieces;
+    uint32_t n_requests;     /* SERVE: kept, here and in the links */
+    struct request *unclaimed, *last_unclaimed; /* SERVE: of slots that no START has named yet */
+    uint32_t chunk;          /* FETCH: bytes */
+    uint32_t piece;          /* FETCH: index of the next to request, */
+    uint64_t offset;         /* from here on */
+    uint64_t missing;        /* FETCH: bytes that have not arrived */
+    struct want *wants;      /* FETCH */
+    uint32_t n_wants;
+};
+
+enum ending { LIVING, COMMITTED, ABORTED };
+
+struct op {
+    pccl_engine *engine;
+    struct op *next, *prev;  /* among the engine's ops, or among those that are ending */
+    struct op *next_by_id, *next_by_tag;
+    uint64_t id, run, tag;
+    uint64_t min_seq, seq;
+    uint32_t epoch;
+    enum pccl_op_kind kind;
+    enum ending ending;
+    bool by_tag;             /* in the index: messages find it */
+    bool started, complete, failed;
+    void *counter;           /* of messages that refer to op's memory. NULL: never any */
+    uint32_t queued;         /* packets that wait */
+    uint32_t in_turn;        /* links that wait */
+    uint64_t tx_bytes, rx_bytes;
+    struct link **links;
+    uint32_t n_links;
+    struct reduction reduction;
+    struct transfer transfer;
+};
+
+/* REGISTER, START, COMMIT and ABORT. */
+void op_order_register(pccl_engine *engine, const pccl_order *order);
+void op_order_start(pccl_engine *engine, const pccl_order *order);
+void op_order_end(pccl_engine *engine, const pccl_order *order);
+
+/* The op that takes messages of this kind, run and tag, or NULL. */
+struct op *op_find_by_tag(pccl_engine *engine, enum pccl_op_kind kind, uint64_t run, uint64_t tag);
+
+/* Emits FAILED, once; the op does nothing more until its ABORT. */
+void op_fail(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 4);
+
+/* Emits FAILED, but the op goes on: SERVE has lost one of its requesters. */
+void op_report(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 4);
+
+/* A new link of the op to a stream (may be NULL), or NULL without memory. */
+struct link *op_add_link(struct op *op, struct stream *stream, const pccl_ring *ring);
+
+/* Emits COMPLETE, and frees the op if it is settled too. */
+void op_complete(struct op *op);
+
+/* A stream is gone: drops op's links to it, and fails the op where that matters. */
+void op_lose_stream(struct op *op, struct stream *stream);
+
+/* Settles ops that have ended and to which nothing refers any more. Whether there were any. */
+bool ops_settle(pccl_engine *engine);
+
+/* Whether an op waits for nothing but libzmq to release its bytes. */
+bool ops_await_release(const pccl_engine *engine);
+
+/* Restores and frees all ops, when the context is gone. */
+void ops_free(pccl_engine *engine);
+
+/* Counts one more reference to op's memory, 0 or PCCL_ENOMEM; takes it back. */
+int op_refer(struct op *op);
+void op_unrefer(struct op *op);
+
+/* The three kinds of ops. _register and _start check and take over what an order says, or fail the
+ * op; _take handles the message in the engine's inbox; _send uses a link's turn. */
+void reduce_register(struct op *op, const pccl_order *order);
+void reduce_start(struct op *op, const pccl_order *order);
+void reduce_take(struct op *op, const struct wire_header *chunk);
+enum turn reduce_send(struct link *ring);
+void reduce_drop_early(struct op *op);      /* what waits for START to be sent on */
+void reduce_drop_shadow(struct op *op);     /* the result stays */
+void reduce_restore(struct op *op);         /* the result goes, what was there before is back */
+void reduce_free(struct op *op);
+
+void transfer_register(struct op *op, const pccl_order *order);
+void transfer_free(struct op *op);
+void serve_start(struct op *op, const pccl_order *order);
+void serve_take(struct op *op, const struct wire_header *header);
+enum turn serve_send(struct link *link);
+void serve_drop_requests(struct op *op, struct link *link);     /* of a link; NULL: unclaimed */
+void fetch_start(struct op *op, const pccl_order *order);
+void fetch_take(struct op *op, const struct wire_header *header);
+enum turn fetch_send(struct link *link);
+
+/* ---- the engine (engine.c) ---- */
+
+struct pccl_engine {
+    const pccl_zmq *zmq;
+    pccl_options options;
+    void *context, *pull, *pair;
+    bool stopped;
+    int status;              /* why the engine cannot go on, or 0 */
+    int error;               /* errno of the last call that failed */
+    uint64_t dropped;
+    uint32_t passes;
+    uint32_t forwards;       /* packets that wait to be sent on, anywhere */
+    struct packet *inbox;    /* the message at hand */
+    struct stream *streams;
+    struct op *ops, *ending;
+    struct op *by_id[INDEX_BUCKETS], *by_tag[INDEX_BUCKETS];
+    void *shadow;            /* kept for the next in-place op: page faults cost more than copies */
+    size_t shadow_size;      /* bytes */
+    pccl_pollitem *items;
+    size_t items_room;
+};
 
 /* Sends an event to the caller. Cannot fail, but for memory: then the engine stops. */
 void engine_emit(pccl_engine *engine, const pccl_event *event);

@@ -100,12 +100,13 @@ static void release(void *data, void *hint)
 }
 
 /* The second frame of a packet: `bytes` bytes of op's memory. 0 or PCCL_ENOMEM. */
-static int refer(struct op *op, struct packet *packet, void *data, uint64_t bytes)
+static int refer(struct op *op, struct packet *packet, const void *data, uint64_t bytes)
 {
     const pccl_zmq *zmq = op->engine->zmq;
+    void *unwritten = (void *)(uintptr_t)data;      /* libzmq only reads what it sends */
     if (op_refer(op) != PCCL_OK)
         return PCCL_ENOMEM;
-    if (zmq->msg_init_data(&packet->frame[1], data, (size_t)bytes, release, op) < 0) {
+    if (zmq->msg_init_data(&packet->frame[1], unwritten, (size_t)bytes, release, op) < 0) {
         op_unrefer(op);
         return PCCL_ENOMEM;
     }
@@ -113,8 +114,8 @@ static int refer(struct op *op, struct packet *packet, void *data, uint64_t byte
     return PCCL_OK;
 }
 
-int packet_build(struct op *op, struct packet *packet, const struct wire_header *header, void *data,
-                 uint64_t bytes)
+int packet_build(struct op *op, struct packet *packet, const struct wire_header *header,
+                 const void *data, uint64_t bytes)
 {
     const pccl_zmq *zmq = op->engine->zmq;
     bool copy = bytes <= op->engine->options.copy_max;

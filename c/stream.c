@@ -273,11 +273,6 @@ enum sent stream_send(struct stream *stream, struct op *op, struct packet *packe
     return SENT;
 }
 
-bool stream_has_forwards(const struct stream *stream)
-{
-    return stream->forwards.head != NULL;
-}
-
 static struct turns *turns_of(const struct link *link)
 {
     return link->op->kind == PCCL_ALL_REDUCE ? &link->stream->reductions : &link->stream->transfers;
@@ -417,7 +412,7 @@ bool stream_pump(struct stream *stream)
         return false;
     stream->blocked = false;
     while (batch-- > 0 && !stream->lost && !stream->blocked && stream_pending(stream)) {
-        if (stream_has_forwards(stream))
+        if (stream->forwards.head != NULL)
             any |= pump_forwards(stream);
         else if (stream->transfers.head != NULL)
             any |= pump_turns(&stream->transfers);

@@ -208,7 +208,7 @@ enum turn serve_send(struct link *link)
     struct packet packet = {0};
     header.offset = request->offset;
     header.length = request->length;
-    if (packet_build(op, &packet, &header, (unsigned char *)piece->data + request->offset, request->length)
+    if (packet_build(op, &packet, &header, (const unsigned char *)piece->data + request->offset, request->length)
         != PCCL_OK) {
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
         return TURN_FAILED;

@@ -4,8 +4,8 @@
     python examples/diloco.py --seed 1 &
     python examples/diloco.py --seed 2 &
 
-Kill any of them, start more of them, whenever you like: the others notice within moments, and a newcomer goes on
-from where they are. All of them end with the same weights, to the last bit.
+Kill any of them, start more of them, whenever you like: the others notice within moments, and a
+newcomer goes on from where they are. All of them end with the same weights, to the last bit.
 """
 
 from __future__ import annotations

@@ -428,7 +428,7 @@ class DiLoCo:
 
     def _views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """The pieces of a flat buffer, each in the shape of its parameter."""
-        pieces = flat.split([p.numel() for p in self._parameters])
+        pieces = torch.split(flat, [p.numel() for p in self._parameters])
         return (piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True))
 
     def _load(self, state: Mapping[str, Any]) -> None:

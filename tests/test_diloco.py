@@ -171,6 +171,7 @@ def test_frozen_parameters_stay_and_trained_ones_are_not_replaced(address: str) 
         with pccl.Communicator(address) as comm:
             diloco = make(comm, model, min_peers=2)
             model.move(1.0)
+            model.weight.grad = None
             diloco.step()
         assert (model.weight.data_ptr(), model.bias.data_ptr()) == places
         return model
@@ -241,7 +242,7 @@ class Left(Exception):
 
 
 class Deserter:
-    """A communicator that leaves the run when its `nth` call of `name` is made, instead of making it."""
+    """A communicator that leaves the run instead of making its `nth` call of `name`."""
 
     def __init__(self, comm: pccl.Communicator, name: str, nth: int) -> None:
         self._comm, self._name, self._left = comm, name, nth
@@ -339,7 +340,7 @@ def test_other_settings_are_refused_by_name(address: str) -> None:
         try:
             with (
                 pccl.Communicator(address) as comm,
-                pytest.raises(ValueError, match="inner_steps is 2 in the run and 7 here$"),
+                pytest.raises(ValueError, match=r"inner_steps is 2 in the run and 7 here$"),
             ):
                 make(comm, Model(), inner_steps=7)
         finally:
@@ -387,7 +388,7 @@ def test_a_checkpoint_of_another_model_is_refused(address: str) -> None:
     with pccl.Communicator(address) as comm:
         state = make(comm, Model()).state_dict()
         other = torch.nn.Linear(3, 3)
-        with pytest.raises(ValueError, match="another model|other parameters"):
+        with pytest.raises(ValueError, match="model with other parameters"):
             make(comm, other, state=state)  # type: ignore[arg-type]
 
 

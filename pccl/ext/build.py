@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Called by C through the function table where libzmq's own symbols are out of reach
 # (pccl.ext.tables).
 CALLBACKS = """
+struct pccl_pollitem { void *socket; short events; short revents; ...; };
+
 extern "Python" {
     void *pccl_py_ctx_new(void);
     int pccl_py_ctx_set(void *, int, int);
@@ -30,7 +32,8 @@ extern "Python" {
     int pccl_py_poll(pccl_pollitem *, int, long);
     int pccl_py_msg_send(pccl_msg *, void *, int);
     int pccl_py_msg_recv(pccl_msg *, void *, int);
-    int pccl_py_errno(void);
+    void pccl_py_release(void *, void *);
+    int pccl_py_errno_(void);
 }
 """
 

@@ -240,8 +240,9 @@ class Master:
     def _leave_group(self, number: int, group_number: int, title: str) -> None:
         group = self._groups[group_number]
         group.holders.discard(number)
-        if not group.holders:
+        if not group.holders and group.revision is not None:
             group.revision = None
+            self._note(f"the last holder of group {group_number}'s shared state is gone")
         self._new_epoch(group_number)
         for running in self._of_group(group_number):
             running.members.discard(number)

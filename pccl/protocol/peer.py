@@ -119,7 +119,10 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A synchronisation has a plan (again): fetch what it says, then vote with `fetched`."""
+    """A synchronisation has a plan, or another one: what was fetched by an earlier one is void.
+
+    If it says to fetch anything, do so, and vote with `fetched`.
+    """
 
     call: int
     plan: m.SyncPlan
@@ -496,8 +499,7 @@ class Peer:
             ends = [(receiver, self._slot(syncing, receiver)) for receiver in plan.serve]
             self._start_transfer(syncing, syncing.serve_op, plan.seq, ends)
         self._last_seq = max(self._last_seq, plan.seq)
-        if plan.fetch:
-            self._out.append(Plan(syncing.call, plan))
+        self._out.append(Plan(syncing.call, plan))  # also when there is nothing to fetch any more
 
     def _sync_stream(self, syncing: Syncing, peer: int) -> int:
         if peer not in syncing.streams:

@@ -98,7 +98,8 @@ def _carry_out(client: Client, call: Call, regions: Sequence[Region]) -> Synced 
             case core.Plan(_, plan):
                 arrays = [np.empty(regions[index].nbytes, np.uint8) for index in plan.fetch]
                 staging = Staging(plan, arrays)
-                client.fetch(plan.seq, staging.pieces(), staging)
+                if plan.fetch:
+                    client.fetch(plan.seq, staging.pieces(), staging)
             case core.Fetched(_, seq, ok, why) if staging is not None and staging.plan.seq == seq:
                 why = staging.wrong(regions) if ok else why
                 client.fetched(seq, not why, why)

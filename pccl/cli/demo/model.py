@@ -33,7 +33,8 @@ class Block(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.mix(attended.transpose(1, 2).reshape(batch, time, WIDTH))
-        return x + self.mlp(self.mlp_norm(x))
+        forward: torch.Tensor = self.mlp(self.mlp_norm(x))
+        return x + forward
 
 
 class GPT(nn.Module):

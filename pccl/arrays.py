@@ -1,0 +1,139 @@
+"""Arrays of numpy and torch as plain memory: an address, a count and an element type.
+
+Neither library is imported here. An array of one that the program has not imported cannot exist, so
+both are looked up among the modules that are loaded.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+
+from pccl.errors import UnsupportedError
+from pccl.types import DataType, Result
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A contiguous stretch of elements in host memory.
+
+    Attributes:
+        address: of the first element; of any alignment.
+        count: elements.
+        dtype: of an element.
+        owner: keeps the memory alive.
+    """
+
+    address: int
+    count: int
+    dtype: DataType
+    owner: object = field(repr=False, compare=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.count * self.dtype.itemsize
+
+    @classmethod
+    def at(cls, address: int, count: int, dtype: DataType, owner: object) -> Buffer:
+        """Memory that the caller vouches for.
+
+        Raises:
+            ValueError: the count is negative, or there are elements at address 0.
+        """
+        if count < 0:
+            raise ValueError(f"count is {count}: it must not be negative")
+        if address <= 0 and count > 0:
+            raise ValueError(f"{count} elements at address {address}")
+        return cls(address, count, dtype, owner)
+
+    @classmethod
+    def of(cls, array: Array, *, writable: bool = False) -> Buffer:
+        """The memory of an array.
+
+        Args:
+            array: of any shape, contiguous in C order.
+            writable: whether it is going to be written.
+
+        Raises:
+            ValueError: not a numpy array or torch tensor with memory of its own, of an element type
+                that is not supported, or read-only although it is to be written.
+            AssertionError: it is not contiguous.
+            UnsupportedError: it is not in host memory.
+        """
+        if is_torch(array):
+            return cls._of_torch(array)
+        if is_numpy(array):
+            return cls._of_numpy(array, writable)
+        raise ValueError(f"{type(array).__name__} is neither a numpy.ndarray nor a torch.Tensor")
+
+    @classmethod
+    def _of_torch(cls, tensor: torch.Tensor) -> Buffer:
+        if hasattr(tensor, "to_local"):
+            raise ValueError("a DTensor lies on several machines: pass tensor.to_local()")
+        if str(tensor.layout) != "torch.strided":
+            raise ValueError(f"a {tensor.layout} tensor is not a dense array")
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(
+                Result.INVALID_ARGUMENT,
+                "arrays",
+                f"tensors on {tensor.device} are not supported yet: pass tensor.cpu()",
+            )
+        dtype = DataType.from_torch_dtype(tensor.dtype)
+        if not tensor.is_contiguous() or tensor.is_neg():
+            raise AssertionError("the tensor is not contiguous: pass tensor.contiguous()")
+        return cls(tensor.data_ptr(), tensor.numel(), dtype, tensor)
+
+    @classmethod
+    def _of_numpy(cls, array: np.ndarray[Any, Any], writable: bool) -> Buffer:
+        dtype = DataType.from_numpy_dtype(array.dtype)
+        if not array.flags.c_contiguous:
+            raise AssertionError("the array is not contiguous: pass numpy.ascontiguousarray(array)")
+        if writable and not array.flags.writeable:
+            raise ValueError("the array is read-only, and would be written to")
+        return cls(array.ctypes.data, array.size, dtype, array)
+
+
+def is_torch(array: object) -> TypeGuard[torch.Tensor]:
+    """Whether it is a torch tensor (a Parameter is one)."""
+    torch_module = sys.modules.get("torch")
+    return torch_module is not None and isinstance(array, torch_module.Tensor)
+
+
+def is_numpy(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
+    """Whether it is a numpy array."""
+    numpy_module = sys.modules.get("numpy")
+    return numpy_module is not None and isinstance(array, numpy_module.ndarray)
+
+
+def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
+    """The memory of a collective's two arrays; `recv` may be `send`.
+
+    Raises:
+        ValueError: one is of torch and one of numpy, or neither; an element type is not supported;
+            `recv` is read-only; or they overlap without being the same memory.
+        AssertionError: one is not contiguous, or dtypes or element counts differ.
+        UnsupportedError: one is not in host memory.
+    """
+    if is_torch(send) != is_torch(recv):
+        raise ValueError(
+            "send and recv must be both torch tensors or both numpy arrays, not "
+            f"{type(send).__name__} and {type(recv).__name__}"
+        )
+    source = Buffer.of(send)
+    target = Buffer.of(recv, writable=True)
+    if source.dtype is not target.dtype:
+        raise AssertionError(f"send is {source.dtype.name}, recv is {target.dtype.name}")
+    if source.count != target.count:
+        raise AssertionError(f"send has {source.count} elements, recv has {target.count}")
+    distance = abs(source.address - target.address)
+    if 0 < distance < source.nbytes:
+        raise ValueError("send and recv overlap in part: pass the same array, or separate ones")
+    return source, target

@@ -1,0 +1,311 @@
+"""Fills the engine's function table: all that the C core knows of ZeroMQ.
+
+Two fillings. `libzmq` takes the functions out of the very libzmq that pyzmq has loaded, so that no
+Python runs per message. `pyzmq` calls back into pyzmq's sockets; it serves where those symbols are
+hidden, as in the Windows wheels, which link libzmq statically. Which one is taken can be forced
+with PCCL_ENGINE=libzmq or pyzmq; the default, auto, takes libzmq if it can be had.
+
+Never is another libzmq loaded by name: a socket belongs to one instance of the library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES
+from typing import Any
+
+import zmq
+
+from pccl.ext import ffi, lib
+
+COPY_MAX = 8192
+"""Received messages up to so many bytes are copied; larger ones stay in pyzmq's frame."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """A filled table.
+
+    Attributes:
+        name: `libzmq` or `pyzmq`.
+        reason: why it is not libzmq's; empty where it is.
+        table: the `pccl_zmq *`; an engine needs it as long as it lives.
+    """
+
+    name: str
+    reason: str
+    table: Any
+
+    def context(self, pointer: Any) -> zmq.Context[zmq.Socket[bytes]]:
+        """A pyzmq context for an engine's context, to make sockets in it and nothing else."""
+        address = int(ffi.cast("uintptr_t", pointer))
+        if self.name == "pyzmq":
+            context: zmq.Context[zmq.Socket[bytes]] = _objects[address]
+            return context
+        return zmq.Context.shadow(address)
+
+
+@functools.cache
+def load(choice: str = "") -> Filling:
+    """The filling to use.
+
+    Args:
+        choice: `libzmq`, `pyzmq` or `auto`; empty: what PCCL_ENGINE says, else `auto`.
+
+    Raises:
+        ValueError: for another choice.
+        ImportError: libzmq was asked for and cannot be had.
+    """
+    choice = choice or os.environ.get("PCCL_ENGINE", "auto")
+    if choice not in ("auto", "libzmq", "pyzmq"):
+        raise ValueError(f"PCCL_ENGINE is {choice!r}: it can be libzmq, pyzmq or auto")
+    if choice == "pyzmq":
+        return Filling("pyzmq", "chosen by PCCL_ENGINE", _fill_from_pyzmq())
+    try:
+        return Filling("libzmq", "", _fill_from_libzmq())
+    except (OSError, AttributeError, RuntimeError) as error:
+        if choice == "libzmq":
+            raise ImportError(f"libzmq's functions are out of reach: {error}") from error
+        return Filling("pyzmq", str(error), _fill_from_pyzmq())
+
+
+# ---- libzmq ----
+
+
+def _fill_from_libzmq() -> Any:
+    """A table of libzmq's own functions, tried out.
+
+    Raises:
+        OSError, AttributeError: a library cannot be opened, or lacks a function.
+        RuntimeError: what was found is not the library that pyzmq uses, or does not work.
+    """
+    library = _find_library()
+    version = (ctypes.c_int * 3)()
+    library.zmq_version(*(ctypes.byref(version, i * 4) for i in range(3)))
+    if ".".join(map(str, version)) != zmq.zmq_version():
+        raise RuntimeError(f"found libzmq {list(version)}, but pyzmq uses {zmq.zmq_version()}")
+    table = ffi.new("pccl_zmq *")
+    for name, field in ffi.typeof("pccl_zmq").fields:
+        function = getattr(library, "zmq_" + name.rstrip("_"))
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        setattr(table, name, ffi.cast(field.type, address))
+    _try_out(table)
+    return table
+
+
+def _find_library() -> ctypes.CDLL:
+    """The extension module of pyzmq's backend: looking a symbol up in it finds libzmq's too.
+
+    Raises:
+        RuntimeError: no loaded module leads to libzmq.
+    """
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None) or ""
+        if name.startswith("zmq.backend.") and path.endswith(tuple(EXTENSION_SUFFIXES)):
+            library = ctypes.CDLL(path)
+            if hasattr(library, "zmq_msg_init_data"):
+                return library
+    raise RuntimeError("pyzmq's extension module does not show libzmq's functions")
+
+
+def _try_out(table: Any) -> None:
+    """Sends one message through the table.
+
+    Raises:
+        RuntimeError: it did not arrive.
+    """
+    context = table.ctx_new()
+    sockets = [table.socket(context, zmq.PAIR) for _ in range(2)]
+    message = ffi.new("pccl_msg *")
+    endpoint = b"inproc://pccl-try-out"
+    failed = table.bind(sockets[0], endpoint) or table.connect(sockets[1], endpoint)
+    failed = failed or table.msg_init_size(message, 100)
+    ffi.memmove(table.msg_data(message), b"x" * 100, 100)
+    sent = table.msg_send(message, sockets[0], zmq.DONTWAIT)
+    table.msg_init(message)
+    received = table.msg_recv(message, sockets[1], zmq.DONTWAIT)
+    arrived = bytes(ffi.buffer(table.msg_data(message), table.msg_size(message)))
+    table.msg_close(message)
+    for socket in sockets:
+        table.close(socket)
+    table.ctx_term(context)
+    if failed or sent != 100 or received != 100 or arrived != b"x" * 100:
+        raise RuntimeError("a message sent through libzmq's functions did not arrive")
+
+
+# ---- pyzmq ----
+
+# What the handles that C holds stand for: contexts, sockets, and received frames whose bytes C
+# still reads. Engines of several threads share it; its operations are single dict operations.
+_objects: dict[int, Any] = {}
+_handles = itertools.count(1)
+_last_error = threading.local()
+_plain = ffi.new("pccl_zmq *")
+lib.pccl_plain_fill(_plain)
+
+
+def _fill_from_pyzmq() -> Any:
+    """A table of the callbacks below, with plain messages."""
+    table = ffi.new("pccl_zmq *")
+    lib.pccl_plain_fill(table)
+    for name in _CALLBACKS:
+        setattr(table, name, getattr(lib, f"pccl_py_{name}"))
+    return table
+
+
+def _register(thing: object) -> Any:
+    handle = next(_handles)
+    _objects[handle] = thing
+    return ffi.cast("void *", handle)
+
+
+def _find(handle: Any) -> Any:
+    return _objects[int(ffi.cast("uintptr_t", handle))]
+
+
+_CALLBACKS: list[str] = []
+
+
+def _callback(failure: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function the pccl_py_ callback of its name; a ZMQError becomes `failure` and errno.
+
+    Anything else is our own error: cffi prints it, and C sees `failure`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        name = function.__name__.removeprefix("_")
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            _last_error.value = errno.EFAULT
+            try:
+                return function(*arguments)
+            except zmq.ZMQError as error:
+                _last_error.value = error.errno
+                return failure
+
+        ffi.def_extern(name=f"pccl_py_{name}", error=failure)(call)
+        _CALLBACKS.append(name)
+        return call
+
+    return decorate
+
+
+@_callback(ffi.NULL)
+def _ctx_new() -> Any:
+    return _register(zmq.Context())
+
+
+@_callback(-1)
+def _ctx_set(context: Any, option: int, value: int) -> int:
+    _find(context).set(option, value)
+    return 0
+
+
+@_callback(-1)
+def _ctx_term(context: Any) -> int:
+    _find(context).term()
+    del _objects[int(ffi.cast("uintptr_t", context))]
+    return 0
+
+
+@_callback(ffi.NULL)
+def _socket(context: Any, kind: int) -> Any:
+    return _register(_find(context).socket(kind))
+
+
+@_callback(-1)
+def _close(socket: Any) -> int:
+    _objects.pop(int(ffi.cast("uintptr_t", socket))).close()
+    return 0
+
+
+@_callback(-1)
+def _setsockopt(socket: Any, option: int, value: Any, size: int) -> int:
+    number = int.from_bytes(ffi.buffer(value, size)[:], sys.byteorder, signed=True)
+    _find(socket).setsockopt(option, number)
+    return 0
+
+
+@_callback(-1)
+def _getsockopt(socket: Any, option: int, value: Any, size: Any) -> int:
+    got = _find(socket).getsockopt(option)
+    if isinstance(got, int):
+        got = got.to_bytes(size[0], sys.byteorder, signed=True)
+    if len(got) > size[0]:
+        raise zmq.ZMQError(errno.EINVAL)
+    ffi.memmove(value, got, len(got))
+    size[0] = len(got)
+    return 0
+
+
+@_callback(-1)
+def _bind(socket: Any, endpoint: Any) -> int:
+    _find(socket).bind(ffi.string(endpoint).decode())
+    return 0
+
+
+@_callback(-1)
+def _connect(socket: Any, endpoint: Any) -> int:
+    _find(socket).connect(ffi.string(endpoint).decode())
+    return 0
+
+
+@_callback(-1)
+def _socket_monitor(socket: Any, endpoint: Any, events: int) -> int:
+    address = None if endpoint == ffi.NULL else ffi.string(endpoint).decode()
+    _find(socket).monitor(address, events)
+    return 0
+
+
+@_callback(-1)
+def _poll(items: Any, n: int, timeout_ms: int) -> int:
+    watched = [(_find(items[i].socket), items[i].events) for i in range(n)]
+    return len(zmq.zmq_poll(watched, timeout_ms))
+
+
+@_callback(-1)
+def _msg_send(message: Any, socket: Any, flags: int) -> int:
+    size = int(_plain.msg_size(message))
+    _find(socket).send(ffi.buffer(_plain.msg_data(message), size), flags, copy=True)
+    _plain.msg_close(message)
+    return size
+
+
+@_callback(-1)
+def _msg_recv(message: Any, socket: Any, flags: int) -> int:
+    frame = _find(socket).recv(flags, copy=False)
+    size = len(frame)
+    _plain.msg_close(message)
+    if size <= COPY_MAX:
+        if _plain.msg_init_size(message, size) < 0:
+            raise zmq.ZMQError(errno.ENOMEM)
+        ffi.memmove(_plain.msg_data(message), frame.buffer, size)
+    else:
+        data = ffi.from_buffer("char[]", frame.buffer)
+        handle = _register((frame, data))
+        _plain.msg_init_data(message, data, size, lib.pccl_py_release, handle)
+    lib.pccl_plain_set_more(message, frame.more)
+    return size
+
+
+@ffi.def_extern(name="pccl_py_release")
+def _release(data: Any, handle: Any) -> None:
+    del _objects[int(ffi.cast("uintptr_t", handle))]
+
+
+@ffi.def_extern(name="pccl_py_errno_", error=errno.EFAULT)
+def _errno() -> int:
+    value: int = _last_error.value
+    return value
+
+
+_CALLBACKS.append("errno_")

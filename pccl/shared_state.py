@@ -1,0 +1,192 @@
+"""The shared state: named memory that all peers of a group hold bit-identically.
+
+Values only; `Communicator.sync_shared_state` does the work.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pccl.arrays import Array, Buffer, is_numpy, is_torch
+from pccl.errors import UnsupportedError
+from pccl.types import DataType, DeviceType, Result
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+NAME_CHARS_MAX = 256  # as the master accepts
+REVISION_MAX = (1 << 64) - 1
+
+
+class TensorInfo:
+    """One entry of the shared state: a name and memory.
+
+    Args:
+        name: the same on all peers; at most 256 characters.
+        data_ptr: address of the first element; may be 0 if there is none.
+        numel: elements.
+        dtype: of an element.
+        device_type: where the memory is; so far it must be CPU.
+        allow_content_inequality: peers may differ in this entry. It is not compared, and only a
+            peer that is behind in revision receives it.
+
+    Raises:
+        ValueError: elements at address 0, a negative count, or a name that is empty or too long.
+        UnsupportedError: the memory is not host memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        data_ptr: int,
+        *,
+        numel: int,
+        dtype: DataType,
+        device_type: DeviceType,
+        allow_content_inequality: bool,
+    ) -> None:
+        if not 0 < len(name) <= NAME_CHARS_MAX:
+            raise ValueError(f"a name has 1 to {NAME_CHARS_MAX} characters, not {len(name)}")
+        if device_type is not DeviceType.CPU:
+            raise UnsupportedError(
+                Result.INVALID_ARGUMENT,
+                "TensorInfo",
+                f"{name!r}: memory on {device_type.name} is not supported yet: use host memory",
+            )
+        try:
+            self._buffer = Buffer.at(data_ptr, numel, dtype, None)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+        self.name = name
+        self.device_type = device_type
+        self.allow_content_inequality = allow_content_inequality
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of the first element."""
+        return self._buffer.address
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self._buffer.count
+
+    @property
+    def dtype(self) -> DataType:
+        """Type of an element."""
+        return self._buffer.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self._buffer.nbytes
+
+    @classmethod
+    def from_torch(
+        cls, tensor: torch.Tensor, name: str, *, allow_content_inequality: bool = False
+    ) -> TensorInfo:
+        """An entry that is a torch tensor, which it keeps alive.
+
+        Raises:
+            ValueError: not a torch tensor, a DTensor, or of an element type that is not supported.
+            AssertionError: it is not contiguous.
+            UnsupportedError: it is not in host memory.
+        """
+        if not is_torch(tensor):
+            raise ValueError(f"{name!r}: {type(tensor).__name__} is not a torch.Tensor")
+        return cls._from_array(tensor, name, allow_content_inequality)
+
+    @classmethod
+    def from_numpy(
+        cls, array: np.ndarray[Any, Any], name: str, *, allow_content_inequality: bool = False
+    ) -> TensorInfo:
+        """An entry that is a numpy array, which it keeps alive.
+
+        Raises:
+            ValueError: not a numpy array, read-only, or of an element type that is not supported.
+            AssertionError: it is not contiguous.
+        """
+        if not is_numpy(array):
+            raise ValueError(f"{name!r}: {type(array).__name__} is not a numpy.ndarray")
+        return cls._from_array(array, name, allow_content_inequality)
+
+    @classmethod
+    def _from_array(cls, array: Array, name: str, allow_content_inequality: bool) -> TensorInfo:
+        try:
+            buffer = Buffer.of(array, writable=True)
+        except (ValueError, AssertionError) as error:
+            raise type(error)(f"{name!r}: {error}") from None
+        made = cls(
+            name,
+            buffer.address,
+            numel=buffer.count,
+            dtype=buffer.dtype,
+            device_type=DeviceType.CPU,
+            allow_content_inequality=allow_content_inequality,
+        )
+        made._buffer = buffer  # with the owner
+        return made
+
+    def __repr__(self) -> str:
+        return f"TensorInfo({self.name!r}, {self.numel} x {self.dtype.name})"
+
+
+class SharedState:
+    """An ordered list of entries and the revision of their content.
+
+    Args:
+        tensor_infos: the entries; names, order, types and sizes are the same on all peers.
+
+    Raises:
+        AssertionError: there is none.
+        ValueError: two entries have the same name.
+    """
+
+    def __init__(self, tensor_infos: Sequence[TensorInfo]) -> None:
+        if not tensor_infos:
+            raise AssertionError("a shared state has at least one entry")
+        names = Counter(info.name for info in tensor_infos)
+        twice = [name for name, uses in names.items() if uses > 1]
+        if twice:
+            raise ValueError(f"several entries are named {', '.join(map(repr, twice))}")
+        self.tensor_infos = list(tensor_infos)
+        self._revision = 0
+
+    @property
+    def revision(self) -> int:
+        """Number of the content, an unsigned 64-bit integer; one more for each synchronisation."""
+        return self._revision
+
+    @revision.setter
+    def revision(self, value: int) -> None:
+        revision = operator.index(value)
+        if not 0 <= revision <= REVISION_MAX:
+            raise OverflowError(f"revision is {revision}: it must be in 0 to 2**64 - 1")
+        self._revision = revision
+
+    def push_revision(self) -> None:
+        """Adds 1 to the revision: the content has advanced."""
+        self.revision += 1
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Array]) -> SharedState:
+        """The shared state of named torch tensors or numpy arrays, in the mapping's order.
+
+        Raises:
+            ValueError, AssertionError, UnsupportedError: as for `TensorInfo.from_torch`.
+        """
+        return cls([TensorInfo._from_array(array, name, False) for name, array in tensors.items()])
+
+    @classmethod
+    def from_module(cls, module: torch.nn.Module) -> SharedState:
+        """The shared state of a module's parameters and persistent buffers, by `state_dict()`.
+
+        Raises:
+            ValueError, AssertionError, UnsupportedError: as for `TensorInfo.from_torch`; state that
+                is no tensor is an error, too.
+        """
+        return cls.from_tensors(module.state_dict())

@@ -1,0 +1,322 @@
+"""The values of the API: enumerations, descriptors of collectives, and what calls return.
+
+Names, values and argument orders are those of `pypccl` 1.0.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import DTypeLike
+
+    from pccl.arrays import Array
+
+
+class Result(Enum):
+    """How a call ended."""
+
+    SUCCESS = 0
+    NOT_INITIALIZED = 1
+    INTERNAL_ERROR = 2
+    INVALID_ARGUMENT = 3
+    INVALID_USAGE = 4
+    TOO_FEW_PEERS = 5
+    MASTER_CONNECTION_FAILED = 6
+    RANK_CONNECTION_FAILED = 7
+    RANK_CONNECTION_LOST = 8
+    NO_SHARED_STATE_AVAILABLE = 9
+    PENDING_ASYNC_OPS = 10
+    UPDATE_TOPOLOGY_FAILED = 11
+    TOPOLOGY_OPTIMIZATION_FAILED = 12
+
+
+class ReduceOp(Enum):
+    """What an all-reduce computes of the contributions, element by element."""
+
+    SUM = 0
+    AVG = 1
+    PROD = 2
+    MAX = 3
+    MIN = 4
+
+
+class Attribute(Enum):
+    """What `Communicator.get_attribute` can tell."""
+
+    GLOBAL_WORLD_SIZE = 1
+    LOCAL_WORLD_SIZE = 2
+    NUM_DISTINCT_PEER_GROUPS = 3
+    LARGEST_PEER_GROUP_WORLD_SIZE = 4
+
+
+class SharedStateSyncStrategy(Enum):
+    """What a peer brings to a synchronisation of the shared state.
+
+    ENFORCE_POPULAR: the content that most peers have wins. RECEIVE_ONLY: this peer's content may be
+    overwritten and is not offered. SEND_ONLY: it is offered and may not be overwritten.
+    """
+
+    ENFORCE_POPULAR = 0
+    RECEIVE_ONLY = 1
+    SEND_ONLY = 2
+
+
+class DataType(Enum):
+    """Element types."""
+
+    UINT8 = 0
+    INT8 = 1
+    INT16 = 2
+    UINT16 = 3
+    UINT32 = 4
+    INT32 = 5
+    UINT64 = 6
+    INT64 = 7
+    FLOAT16 = 8
+    BFLOAT16 = 9
+    FLOAT = 10
+    DOUBLE = 11
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _TRAITS[self][1]
+
+    @classmethod
+    def from_torch_dtype(cls, dtype: torch.dtype) -> DataType:
+        """The element type of a torch tensor.
+
+        Raises:
+            ValueError: there is none for `dtype`.
+        """
+        torch_module = sys.modules.get("torch")
+        if torch_module is None or not isinstance(dtype, torch_module.dtype):
+            raise ValueError(f"{dtype!r} is not a torch.dtype")
+        return _by_name(str(dtype).removeprefix("torch."))
+
+    @classmethod
+    def from_numpy_dtype(cls, dtype: DTypeLike) -> DataType:
+        """The element type of a numpy array, in this machine's byte order.
+
+        Raises:
+            ValueError: there is none for `dtype`.
+        """
+        numpy_dtype = import_module("numpy").dtype
+        try:
+            found: np.dtype[Any] = numpy_dtype(dtype)
+        except TypeError:
+            raise ValueError(f"{dtype!r} is not a numpy dtype") from None
+        if not found.isnative:
+            raise ValueError(f"{dtype!r} is not in this machine's byte order")
+        return _by_name(found.name)
+
+    def to_torch_dtype(self) -> torch.dtype:
+        """The torch dtype of this element type.
+
+        Raises:
+            ImportError: torch is not installed.
+            ValueError: the installed torch has no such dtype.
+        """
+        name = _TRAITS[self][0]
+        found: torch.dtype | None = getattr(import_module("torch"), name, None)
+        if found is None:
+            raise ValueError(f"this version of torch has no {name}")
+        return found
+
+    def to_numpy_dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of this element type.
+
+        Raises:
+            ImportError: numpy is not installed.
+            ValueError: for BFLOAT16, which numpy has not.
+        """
+        if self is DataType.BFLOAT16:
+            raise ValueError("numpy has no bfloat16; view the bits as uint16, or use torch")
+        found: np.dtype[Any] = import_module("numpy").dtype(_TRAITS[self][0])
+        return found
+
+
+# Name, which numpy and torch share, and bytes. (ml_dtypes gives numpy a dtype named bfloat16.)
+_TRAITS = {
+    DataType.UINT8: ("uint8", 1),
+    DataType.INT8: ("int8", 1),
+    DataType.INT16: ("int16", 2),
+    DataType.UINT16: ("uint16", 2),
+    DataType.UINT32: ("uint32", 4),
+    DataType.INT32: ("int32", 4),
+    DataType.UINT64: ("uint64", 8),
+    DataType.INT64: ("int64", 8),
+    DataType.FLOAT16: ("float16", 2),
+    DataType.BFLOAT16: ("bfloat16", 2),
+    DataType.FLOAT: ("float32", 4),
+    DataType.DOUBLE: ("float64", 8),
+}
+_DTYPES = {name: dtype for dtype, (name, _) in _TRAITS.items()}
+
+
+def _by_name(name: str) -> DataType:
+    if name not in _DTYPES:
+        raise ValueError(f"dtype {name} is not supported: it may be {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+class DeviceType(Enum):
+    """Where memory lies."""
+
+    CPU = 0
+    CUDA = 1
+
+    @classmethod
+    def from_torch_device_type(cls, device_type: str) -> DeviceType | None:
+        """The member for a `torch.device.type`; None for another kind of device."""
+        return {"cpu": cls.CPU, "cuda": cls.CUDA}.get(device_type)
+
+
+class DistributionHint(Enum):
+    """How values are distributed, for quantisers that care."""
+
+    NONE = 0
+    NORMAL = 1
+    UNIFORM = 2
+
+
+class QuantizationAlgorithm(Enum):
+    """How values are quantised on the wire."""
+
+    NONE = 0
+    MIN_MAX = 1
+    ZERO_POINT_SCALE = 2
+
+
+@dataclass(slots=True)
+class ReduceOperandDescriptor:
+    """What the elements of a collective are.
+
+    Attributes:
+        datatype: must be that of the arrays.
+        distribution_hint: for quantisers.
+    """
+
+    datatype: DataType
+    distribution_hint: DistributionHint = DistributionHint.NONE
+
+
+@dataclass(slots=True)
+class QuantizationOptions:
+    """How a collective is quantised on the wire.
+
+    Attributes:
+        quantized_datatype: of an element on the wire.
+        algorithm: NONE sends elements as they are.
+    """
+
+    quantized_datatype: DataType = DataType.UINT8
+    algorithm: QuantizationAlgorithm = QuantizationAlgorithm.MIN_MAX
+
+
+@dataclass(slots=True)
+class ReduceDescriptor:
+    """What one collective of `Communicator.all_reduce_multiple_with_retry` does.
+
+    Attributes:
+        count: elements.
+        op: what is computed.
+        tag: tells collectives that are under way at the same time apart.
+        operand_descriptor: what the elements are.
+        quantization_options: None is not quantised.
+    """
+
+    count: int
+    op: ReduceOp
+    tag: int
+    operand_descriptor: ReduceOperandDescriptor
+    quantization_options: QuantizationOptions | None
+
+
+@dataclass(slots=True)
+class ReduceOpDescriptor:
+    """One collective of `Communicator.all_reduce_multiple_with_retry` and its memory.
+
+    Attributes:
+        sendbuf_ptr: address of `reduce_descriptor.count` elements.
+        recvbuf_ptr: address of as many; the same one is in place.
+        reduce_descriptor: what to do.
+    """
+
+    sendbuf_ptr: int
+    recvbuf_ptr: int
+    reduce_descriptor: ReduceDescriptor
+    _owners: tuple[object, ...] = field(default=(), repr=False, compare=False)
+
+    @staticmethod
+    def from_torch(
+        send: torch.Tensor, recv: torch.Tensor, reduce_descriptor: ReduceDescriptor
+    ) -> ReduceOpDescriptor:
+        """Describes a collective of two tensors, and keeps them alive.
+
+        Raises:
+            ValueError, AssertionError: the tensors do not go together (see `pccl.arrays.pair`).
+            ValueError: they have another dtype, or fewer elements, than `reduce_descriptor` says.
+        """
+        return _describe(send, recv, reduce_descriptor)
+
+    @staticmethod
+    def from_numpy(
+        send: np.ndarray[Any, Any], recv: np.ndarray[Any, Any], reduce_descriptor: ReduceDescriptor
+    ) -> ReduceOpDescriptor:
+        """Describes a collective of two arrays; otherwise as `from_torch`."""
+        return _describe(send, recv, reduce_descriptor)
+
+
+def _describe(send: Array, recv: Array, work: ReduceDescriptor) -> ReduceOpDescriptor:
+    from pccl.arrays import pair  # which needs the types above
+
+    source, target = pair(send, recv)
+    wanted = work.operand_descriptor.datatype
+    if source.dtype is not wanted:
+        raise ValueError(f"the descriptor says {wanted.name}, the arrays are {source.dtype.name}")
+    if source.count < work.count:
+        raise ValueError(
+            f"the descriptor says {work.count} elements, the arrays have {source.count}"
+        )
+    return ReduceOpDescriptor(source.address, target.address, work, (send, recv))
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceInfo:
+    """What became of a collective.
+
+    Attributes:
+        local_world_size: peers of the group that contributed.
+        tx_bytes: payload bytes that this peer sent.
+        rx_bytes: payload bytes that this peer received.
+    """
+
+    local_world_size: int
+    tx_bytes: int
+    rx_bytes: int
+
+    @property
+    def world_size(self) -> int:
+        """Peers that contributed: `local_world_size`."""
+        return self.local_world_size
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStateSyncInfo:
+    """What a synchronisation of the shared state took.
+
+    Attributes:
+        tx_bytes: payload bytes that this peer sent.
+        rx_bytes: payload bytes that this peer received.
+    """
+
+    tx_bytes: int
+    rx_bytes: int
