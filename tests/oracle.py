@@ -1,7 +1,7 @@
 """What collectives must give, in numpy, to the bit.
 
-Element types go by numpy's names; "bfloat16" is carried in uint16 arrays of bit patterns. A float result
-that is a NaN is the one positive quiet NaN, as the kernels store it.
+Element types go by numpy's names; "bfloat16" is carried in uint16 arrays of bit patterns. A float
+result that is a NaN is the one positive quiet NaN, as the kernels store it.
 """
 
 from __future__ import annotations

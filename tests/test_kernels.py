@@ -1,4 +1,4 @@
-"""The kernels against numpy, to the bit: types, operations, sizes, alignments, special values, builds."""
+"""The kernels against numpy, to the bit: types, operations, sizes, alignments, values, builds."""
 
 from __future__ import annotations
 

@@ -1,0 +1,22 @@
+"""The API in ten lines: two peers meet at a master and average an array.
+
+    pccl master &
+    python examples/all_reduce.py &
+    python examples/all_reduce.py
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+import pccl
+
+with pccl.Communicator(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:48148") as comm:
+    while comm.world_size < 2:
+        if comm.are_peers_pending():
+            comm.update_topology()
+    x = np.full(1_000_000, 1.0 + comm.rank, np.float32)
+    info = comm.all_reduce(x, x, op=pccl.ReduceOp.AVG)
+    print(f"the mean over {info.world_size} peers is {x[0]}; sent {info.tx_bytes} bytes")

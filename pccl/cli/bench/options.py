@@ -1,0 +1,77 @@
+"""Arguments that the measurements share, spelt as in nccl-tests."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+_SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def size(text: str) -> int:
+    """Bytes from text such as 4096, 4K or 256M. Raises argparse.ArgumentTypeError."""
+    unit = _SUFFIXES.get(text[-1:].upper(), 1)
+    number = text[:-1] if unit > 1 else text
+    if not number.isdecimal() or int(number) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: say 4096, 4K, 256M or 1G")
+    return int(number) * unit
+
+
+def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from `lowest` to `highest`."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest or (highest and int(text) > highest):
+            limits = f"at least {lowest}" + (f" and at most {highest}" if highest else "")
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {limits}")
+        return int(text)
+
+    return number
+
+
+def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str, factor: int) -> None:
+    """Adds -b, -e and -f with these defaults."""
+    parser.add_argument(
+        "-b", "--minbytes", type=size, default=begin, metavar="SIZE", help="smallest (%(default)s)"
+    )
+    parser.add_argument(
+        "-e", "--maxbytes", type=size, default=end, metavar="SIZE", help="largest (%(default)s)"
+    )
+    parser.add_argument(
+        "-f",
+        "--stepfactor",
+        type=whole_number(2),
+        default=factor,
+        metavar="N",
+        help="from one size to the next (%(default)s)",
+    )
+
+
+def add_iterations(parser: argparse.ArgumentParser, iterations: int, warmups: int) -> None:
+    """Adds -n and -w with these defaults."""
+    parser.add_argument(
+        "-n",
+        "--iters",
+        type=whole_number(1),
+        default=iterations,
+        metavar="N",
+        help="timed iterations of each size; the table shows their median (%(default)s)",
+    )
+    parser.add_argument(
+        "-w",
+        "--warmup_iters",
+        type=whole_number(0),
+        default=warmups,
+        metavar="N",
+        help="iterations before those that are timed (%(default)s)",
+    )
+
+
+def sizes(args: argparse.Namespace) -> list[int]:
+    """The sizes in bytes that -b, -e and -f ask for."""
+    found = []
+    nbytes = args.minbytes
+    while nbytes <= args.maxbytes:
+        found.append(nbytes)
+        nbytes *= args.stepfactor
+    return found

@@ -1,0 +1,145 @@
+"""The table and the JSON of `pccl bench all_reduce`, in the formats of nccl-tests.
+
+Their columns come first and unchanged, so that what reads nccl-tests reads this; ours follow at
+the right. GB are 10**9 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+from pccl.cli.bench.peer import GLOO, IN_PLACE, OUT_OF_PLACE, Measured
+
+_WAYS = (OUT_OF_PLACE, IN_PLACE)
+_NO_ROOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Iterations of one way to reduce, each the mean over the peers.
+
+    Attributes:
+        median_us: microseconds.
+        min_us: microseconds.
+        wrong: wrong elements over all peers; None when not checked.
+    """
+
+    median_us: float
+    min_us: float
+    wrong: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One size: what all peers measured."""
+
+    nbytes: int
+    count: int
+    dtype: str
+    op: str
+    peers: int
+    timings: dict[str, Timing]
+
+    @classmethod
+    def of(
+        cls, count: int, itemsize: int, dtype: str, op: str, all_measured: Sequence[Measured]
+    ) -> Row:
+        """Combines what the peers measured of `count` elements."""
+        timings = {}
+        for name in all_measured[0].times_s:
+            each = zip(*(measured.times_s[name] for measured in all_measured), strict=True)
+            means_us = [fmean(times) * 1e6 for times in each]
+            wrong = [measured.wrong[name] for measured in all_measured if name in measured.wrong]
+            timings[name] = Timing(median(means_us), min(means_us), sum(wrong) if wrong else None)
+        return cls(count * itemsize, count, dtype, op, len(all_measured), timings)
+
+    def algbw(self, way: str) -> float:
+        """Bytes of the buffer over the median time, in GB/s."""
+        return self.nbytes / self.timings[way].median_us / 1e3
+
+    def busbw(self, way: str) -> float:
+        """What an ideal ring would have carried on each link meanwhile, in GB/s."""
+        return self.algbw(way) * 2 * (self.peers - 1) / self.peers
+
+    def text(self) -> str:
+        """A line of the table."""
+        cells = [
+            f"{self.nbytes:12d}  {self.count:12d}  {self.dtype:>8}  {self.op:>6}  {_NO_ROOT:6d}"
+        ]
+        for way in _WAYS:
+            timing = self.timings[way]
+            wrong = "N/A" if timing.wrong is None else str(timing.wrong)
+            rates = f"{_number(self.algbw(way), 6)}  {_number(self.busbw(way), 6)}"
+            cells.append(f"{_number(timing.median_us, 7)}  {rates}  {wrong:>5}")
+        cells.extend(_number(self.timings[way].min_us, 7) for way in _WAYS)
+        if GLOO in self.timings:
+            gloo = self.timings[GLOO]
+            cells += [_number(gloo.median_us, 7), _number(gloo.min_us, 7)]
+            cells += [f"{gloo.median_us / self.timings[way].median_us:6.2f}" for way in _WAYS]
+        return "  ".join(cells)
+
+    def json(self) -> dict[str, Any]:
+        """The row as nccl-tests' JSON has it; times in microseconds, rates in GB/s."""
+        found: dict[str, Any] = {
+            "size": self.nbytes,
+            "count": self.count,
+            "type": self.dtype,
+            "redop": self.op,
+            "root": _NO_ROOT,
+        }
+        for way, timing in self.timings.items():
+            found[way] = {
+                "time": timing.median_us,
+                "time_min": timing.min_us,
+                "alg_bw": self.algbw(way),
+                "bus_bw": self.busbw(way),
+                "nwrong": timing.wrong,
+            }
+        return found
+
+
+def head(gloo: bool) -> str:
+    """The lines above the rows."""
+    groups = f"#{'':56}{'out-of-place':^32}{'in-place':^32}{'minimum':^18}"
+    names = f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
+    units = f"# {'(B)':>10}  {'(elements)':>12}  {'':>8}  {'':>6}  {'':>6}"
+    names += f"  {'time':>7}  {'algbw':>6}  {'busbw':>6} {'#wrong':>6}" * len(_WAYS)
+    units += f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':>5}" * len(_WAYS)
+    names += f"  {'out':>7}  {'in':>7}"
+    units += f"  {'(us)':>7}" * len(_WAYS)
+    if gloo:
+        groups += f"{'gloo':^18}{'gloo / pccl':^16}"
+        names += f"  {'time':>7}  {'min':>7}  {'out':>6}  {'in':>6}"
+        units += f"  {'(us)':>7}  {'(us)':>7}"
+    return "\n".join(line.rstrip() for line in ("#", groups, names, units))
+
+
+def foot(rows: Sequence[Row]) -> str:
+    """The lines below the rows."""
+    wrong = out_of_bounds(rows)
+    return (
+        f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}\n"
+        f"# Avg bus bandwidth    : {average_busbw(rows):g}\n#"
+    )
+
+
+def out_of_bounds(rows: Sequence[Row]) -> int:
+    """Wrong elements in all rows."""
+    return sum(timing.wrong or 0 for row in rows for timing in row.timings.values())
+
+
+def average_busbw(rows: Sequence[Row]) -> float:
+    """The mean over rows and ways, in GB/s."""
+    return fmean(row.busbw(way) for row in rows for way in _WAYS)
+
+
+def _number(value: float, width: int) -> str:
+    """Two decimals, or fewer where they would not fit."""
+    for decimals in (2, 1, 0):
+        text = f"{value:.{decimals}f}"
+        if len(text) <= width:
+            break
+    return text.rjust(width)

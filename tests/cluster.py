@@ -1,0 +1,80 @@
+"""Peers for end-to-end tests: several communicators of one process, each driven by a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import pccl
+
+T = TypeVar("T")
+PATIENCE_S = 60.0
+
+
+def in_threads(jobs: list[Callable[[], T]]) -> list[T]:
+    """Runs jobs at the same time and returns their results, or raises the first one's exception."""
+    results: list[T | BaseException] = [RuntimeError("it did not end")] * len(jobs)
+
+    def work(index: int) -> None:
+        try:
+            results[index] = jobs[index]()
+        except BaseException as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results  # type: ignore[return-value]
+
+
+def gather(comm: pccl.Communicator, size: int) -> None:
+    """Joins a run, and lets others in until it has `size` peers."""
+    comm.connect()
+    while comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE) < size:
+        if comm.are_peers_pending():
+            comm.update_topology()
+
+
+class Cluster:
+    """`size` connected peers and their master; `groups` gives each peer's group."""
+
+    def __init__(self, size: int, groups: list[int] | None = None) -> None:
+        self.master = pccl.MasterNode("127.0.0.1:0")
+        self.master.run()
+        groups = groups or [0] * size
+        self.comms = [pccl.Communicator(self.master.address, group) for group in groups]
+        in_threads([lambda c=c: gather(c, size) for c in self.comms])  # type: ignore[misc]
+
+    def each(self, job: Callable[[int, pccl.Communicator], T]) -> list[T]:
+        """job(index, communicator) on every peer at the same time."""
+        return in_threads([lambda i=i, c=c: job(i, c) for i, c in enumerate(self.comms)])  # type: ignore[misc]
+
+    def join(self) -> pccl.Communicator:
+        """One more peer, let in by all others."""
+        comm = pccl.Communicator(self.master.address)
+
+        def admit(other: pccl.Communicator) -> None:
+            while not other.are_peers_pending():
+                pass
+            other.update_topology()
+
+        in_threads([comm.connect, *(lambda c=c: admit(c) for c in self.comms)])  # type: ignore[misc]
+        self.comms.append(comm)
+        return comm
+
+    def close(self) -> None:
+        for comm in self.comms:
+            comm.close()
+        self.master.interrupt()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

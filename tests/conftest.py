@@ -1,0 +1,28 @@
+"""Fixtures of the end-to-end tests: they run on each filling of the engine's function table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pccl.ext import tables
+
+from cluster import Cluster
+
+
+@pytest.fixture(params=["libzmq", "pyzmq"])
+def filling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The filling that engines made in this test, and in its child processes, use."""
+    monkeypatch.setenv("PCCL_ENGINE", request.param)
+    try:
+        tables.load()
+    except RuntimeError as error:  # Windows wheels hide libzmq's symbols
+        pytest.skip(f"{request.param} is not available here: {error}")
+    return str(request.param)
+
+
+@pytest.fixture(params=[2, 3, 5])
+def cluster(request: pytest.FixtureRequest, filling: str) -> Iterator[Cluster]:
+    """Connected peers."""
+    with Cluster(request.param) as made:
+        yield made

@@ -1,0 +1,109 @@
+"""Who wins a synchronisation of the shared state, who receives what, and which revisions are legal."""
+
+from __future__ import annotations
+
+import pytest
+from pccl.protocol.election import Rejection, elect
+from pccl.protocol.messages import Entry, Offer
+
+
+def offer(revision: int, *contents: str, any_content: bool = False) -> Offer:
+    entries = tuple(
+        Entry(f"t{i}", 10, 4, any_content, content.encode()) for i, content in enumerate(contents)
+    )
+    return Offer(revision, 0, entries)
+
+
+NOBODY: frozenset[int] = frozenset()
+
+
+def everybody(offers: dict[int, Offer]) -> frozenset[int]:
+    return frozenset(offers)
+
+
+def test_equal_content_moves_nothing() -> None:
+    offers = {1: offer(0, "a"), 2: offer(0, "a")}
+    decision = elect(offers, None, everybody(offers))
+    assert (decision.revision, decision.transfers, decision.kicks) == (0, {}, {})
+
+
+def test_the_most_common_content_wins() -> None:
+    offers = {1: offer(3, "a"), 2: offer(3, "b"), 3: offer(3, "b")}
+    decision = elect(offers, 2, NOBODY)
+    assert list(decision.transfers) == [1]
+    assert decision.transfers[1].digests == (b"b",)
+    assert decision.transfers[1].holders in ((2,), (3,))
+
+
+def test_a_tie_goes_to_the_peer_accepted_first() -> None:
+    offers = {5: offer(0, "b"), 2: offer(0, "a")}
+    decision = elect(offers, None, everybody(offers))
+    assert list(decision.transfers) == [2]
+    assert decision.transfers[2].holders == (5,)
+
+
+def test_the_highest_revision_beats_popularity() -> None:
+    offers = {1: offer(0, "b"), 2: offer(0, "b"), 3: offer(7, "a")}
+    decision = elect(offers, None, everybody(offers))
+    assert decision.revision == 7
+    assert set(decision.transfers) == {1, 2}
+
+
+def test_a_peer_behind_in_revision_with_equal_content_fetches_nothing() -> None:
+    offers = {1: offer(1, "a"), 2: offer(0, "a")}
+    assert elect(offers, 0, NOBODY).transfers == {}
+
+
+def test_only_entries_that_differ_are_fetched() -> None:
+    offers = {1: offer(1, "a", "b", "c"), 2: offer(0, "a", "x", "c")}
+    transfer = elect(offers, 0, frozenset({2})).transfers[2]
+    assert (transfer.entries, transfer.digests) == ((1,), (b"b",))
+
+
+def test_receivers_take_turns_over_the_holders() -> None:
+    offers = {i: offer(1, "a") for i in (1, 2)} | {i: offer(0, "x") for i in (3, 4, 5, 6)}
+    decision = elect(offers, 0, frozenset({3, 4, 5, 6}))
+    assert [t.holders for t in decision.transfers.values()] == [(1,), (2,), (1,), (2,)]
+
+
+def test_unequal_content_that_is_allowed_stays_but_newcomers_get_it() -> None:
+    offers = {
+        1: offer(1, "a", any_content=True),
+        2: offer(1, "b", any_content=True),
+        3: offer(0, "c", any_content=True),
+    }
+    decision = elect(offers, 0, frozenset({3}))
+    assert list(decision.transfers) == [3]
+    assert decision.transfers[3].holders == (1,)  # of whom the digests are
+    assert decision.transfers[3].digests == (b"a",)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (Offer(0, 0, (Entry("z", 10, 4, False, b"a"),)), "name"),
+        (Offer(0, 0, (Entry("t0", 11, 4, False, b"a"),)), "dtype"),
+        (Offer(0, 0, (Entry("t0", 10, 5, False, b"a"),)), "element count"),
+        (Offer(0, 0, (Entry("t0", 10, 4, True, b"a"),)), "allow_content_inequality"),
+        (offer(0, "a", "b"), "1 entries there and 2 here"),
+    ],
+)
+def test_another_structure_is_kicked_and_told_why(other: Offer, words: str) -> None:
+    decision = elect({1: offer(0, "a"), 2: other}, None, frozenset({1, 2}))
+    assert list(decision.kicks) == [2]
+    assert words in decision.kicks[2]
+
+
+@pytest.mark.parametrize(
+    ("revision", "last", "words"),
+    [(7, 5, "the next one is 6"), (5, 5, "push_revision"), (4, 5, "at 5 already")],
+)
+def test_revisions_that_break_the_rules(revision: int, last: int, words: str) -> None:
+    offers = {1: offer(revision, "a"), 2: offer(revision, "a")}
+    with pytest.raises(Rejection, match=words):
+        elect(offers, last, NOBODY)
+
+
+def test_the_same_revision_is_legal_for_the_sake_of_a_newcomer() -> None:
+    offers = {1: offer(5, "a"), 2: offer(0, "x")}
+    assert list(elect(offers, 5, frozenset({2})).transfers) == [2]

@@ -1,0 +1,204 @@
+"""Peers that are killed, freeze, leave and join, as real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pccl
+import pytest
+
+from cluster import Cluster, in_threads
+
+WORKER = Path(__file__).with_name("worker.py")
+PATIENCE_S = 40.0
+
+
+class Worker:
+    """A peer process and what it has reported."""
+
+    def __init__(self, master: str, slot: int, count: int) -> None:
+        self.slot = slot
+        self.reports: list[dict[str, int]] = []
+        self._news: queue.Queue[dict[str, int] | None] = queue.Queue()
+        self.process = subprocess.Popen(
+            [sys.executable, str(WORKER), master, str(slot), str(count)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._news.put(json.loads(line))
+        self._news.put(None)
+
+    def wait_for(self, wanted: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+        """The next report that is wanted."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            report = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+            assert report is not None, f"worker {self.slot} ended ({self.process.wait()})"
+            self.reports.append(report)
+            if wanted(report):
+                return report
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        while True:
+            report = self._news.get_nowait()
+            if report is None:
+                return
+            self.reports.append(report)
+
+
+@pytest.fixture
+def workers(filling: str) -> Iterator[Callable[[str, int, int], Worker]]:
+    started: list[Worker] = []
+
+    def start(master: str, slot: int, count: int) -> Worker:
+        started.append(Worker(master, slot, count))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        if worker.process.returncode is None:
+            worker.kill()
+
+
+def churn(start: Callable[[str, int, int], Worker], kills: int, count: int, seed: int) -> None:
+    """Kills one of three peers at a random moment and lets a fresh one join, again and again."""
+    rng = random.Random(seed)
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        alive = [start(master.address, slot, count) for slot in range(3)]
+        everyone = list(alive)
+        for slot in range(3, 3 + kills):
+            for worker in alive:
+                worker.wait_for(lambda r: r.get("world") == 3)
+            pause = threading.Event()
+            pause.wait(rng.uniform(0, 0.1))  # the moment of death is what is random here
+            victim = alive.pop(rng.randrange(3))
+            victim.kill()
+            for worker in alive:
+                worker.wait_for(lambda r: r.get("world") == 2)
+            alive.append(start(master.address, slot, count))
+            everyone.append(alive[-1])
+        for worker in alive:
+            worker.wait_for(lambda r: r.get("world") == 3)
+            worker.kill()
+    agree(everyone)
+
+
+def agree(workers: list[Worker]) -> None:
+    """Whoever reported a step reported the same outcome, and it is the sum of who contributed."""
+    outcomes: dict[int, tuple[int, int]] = {}
+    for worker in workers:
+        for report in worker.reports:
+            if "step" not in report:
+                continue
+            outcome = report["world"], report["value"]
+            assert outcomes.setdefault(report["step"], outcome) == outcome
+            assert report["value"].bit_count() == report["world"], report
+            assert report["value"] >> worker.slot & 1, "its own contribution is missing"
+
+
+@pytest.mark.timeout(150)
+def test_kill_one_of_three_again_and_again(workers: Callable[[str, int, int], Worker]) -> None:
+    churn(workers, kills=6, count=100_003, seed=int(time.time()))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kill_one_of_three_fifty_times(workers: Callable[[str, int, int], Worker]) -> None:
+    churn(workers, kills=50, count=500_009, seed=int(time.time()))
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
+def test_a_frozen_peer_is_dropped(
+    workers: Callable[[str, int, int], Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PCCL_HEARTBEAT_MS", "200")
+    monkeypatch.setenv("PCCL_HEARTBEAT_TIMEOUT_MS", "1000")
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        alive = [workers(master.address, slot, 10_000) for slot in range(3)]
+        for worker in alive:
+            worker.wait_for(lambda r: r.get("world") == 3)
+        os.kill(alive[0].process.pid, signal.SIGSTOP)
+        for worker in alive[1:]:
+            worker.wait_for(lambda r: r.get("world") == 2)
+        agree(alive)
+
+
+def test_a_peer_that_leaves_costs_the_others_nothing(filling: str) -> None:
+    with Cluster(3) as cluster:
+        leaver = cluster.comms.pop()
+        array = np.ones(1000)
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            mine = np.ones(1000)
+            comm.all_reduce(mine, mine, op=pccl.ReduceOp.SUM)
+            assert (mine == 2).all()
+
+        in_threads([leaver.close, lambda: cluster.each(job)])
+        assert [comm.world_size for comm in cluster.comms] == [2, 2]
+        with pytest.raises(pccl.PCCLError, match="closed"):
+            leaver.all_reduce(array, array, op=pccl.ReduceOp.SUM)
+
+
+def test_the_last_survivor_is_told_that_it_is_alone(filling: str) -> None:
+    with Cluster(2) as cluster:
+        survivor, victim = cluster.comms
+        array = np.arange(1000.0)
+        handle = survivor.all_reduce_async(array, array, op=pccl.ReduceOp.SUM)
+        victim.close()
+        assert handle.wait() == (False, 8, pccl.ReduceInfo(0, 0, 0))
+        np.testing.assert_array_equal(array, np.arange(1000.0))
+        with pytest.raises(pccl.TooFewPeersError):
+            survivor.all_reduce(array, array, op=pccl.ReduceOp.SUM)
+        assert survivor.world_size == 1
+
+
+def test_a_lost_master_is_told_apart(filling: str) -> None:
+    with Cluster(2) as cluster:
+        array = np.ones(1000)
+        handle = cluster.comms[0].all_reduce_async(array, array, op=pccl.ReduceOp.SUM)
+        cluster.master.interrupt()
+        ok, status, _ = handle.wait()
+        assert (ok, status) == (False, pccl.Result.MASTER_CONNECTION_FAILED.value)
+        with pytest.raises(pccl.MasterLostError):
+            cluster.comms[0].update_topology()
+
+
+def test_deleting_a_communicator_with_a_collective_pending(filling: str) -> None:
+    with Cluster(2) as cluster:
+        survivor, deleted = cluster.comms
+        array = np.ones(1000)
+        handle = deleted.all_reduce_async(array, array, op=pccl.ReduceOp.SUM)
+        cluster.comms = [survivor]
+        del deleted
+        ok, status, _ = handle.wait()
+        assert (ok, status) == (False, pccl.Result.INVALID_USAGE.value)
+        while survivor.world_size > 1:
+            survivor.are_peers_pending()
+
+
+def test_no_master() -> None:
+    comm = pccl.Communicator("127.0.0.1:1")
+    with pytest.raises(pccl.MasterLostError, match="no pccl master answers"):
+        comm.connect(n_attempts=1)
