@@ -143,7 +143,8 @@ static const char *check_rings(const struct op *op, const pccl_order *order)
         const pccl_ring *ring = &order->rings[i];
         if (ring->members == 0 || ring->members > PCCL_PEERS_MAX || ring->position >= ring->members)
             return "a ring has no such position";
-        if (ring->begin != at || ring->begin % PCCL_QUANTUM != 0 || ring->count > reduction->count - at)
+        if (ring->begin != at || ring->count > reduction->count - at
+            || (ring->count > 0 && ring->begin % PCCL_QUANTUM != 0))
             return "the rings do not share out the buffer";
         at += ring->count;
     }

@@ -227,10 +227,11 @@ void op_complete(struct op *op)
 static void settle(struct op *op)
 {
     pccl_event event = make_event(op, PCCL_SETTLED);
+    pccl_engine *engine = op->engine;
     if (op->ending == ABORTED)
         reduce_restore(op);
     free_op(op);
-    engine_emit(op->engine, &event);
+    engine_emit(engine, &event);
 }
 
 bool ops_settle(pccl_engine *engine)
@@ -381,7 +382,7 @@ void op_order_start(pccl_engine *engine, const pccl_order *order)
         return;
     if (order->n_rings > PCCL_RINGS_MAX || order->seq <= op->min_seq)
         op_fail(op, PCCL_EINVAL, "START with too many rings or a sequence number that was used");
-    else if (op->started && op->kind != PCCL_SERVE)
+    else if (op->started && op->kind == PCCL_ALL_REDUCE)
         op_fail(op, PCCL_EINVAL, "started twice");
     else if (op->kind == PCCL_ALL_REDUCE)
         reduce_start(op, order);

@@ -235,38 +235,60 @@ static bool find_next(struct transfer *transfer)
     return transfer->piece < transfer->n_pieces;
 }
 
+/* Everything has come: no holder needs a turn any more. */
+static void complete(struct op *op)
+{
+    uint32_t i;
+    for (i = 0; i < op->n_links; i++)
+        stream_drop_op(op->links[i]->stream, op);
+    op_complete(op);
+}
+
+/* Makes room for the windows of `holders` more holders: 0 or PCCL_ENOMEM. */
+static int grow_wants(struct op *op, uint32_t holders)
+{
+    struct transfer *transfer = &op->transfer;
+    uint32_t n = transfer->n_wants + holders * op->engine->options.fetch_window;
+    struct want *wants = realloc(transfer->wants, (n + (size_t)1) * sizeof *wants);
+    if (wants == NULL)
+        return PCCL_ENOMEM;
+    memset(wants + transfer->n_wants, 0, (n - transfer->n_wants) * sizeof *wants);
+    transfer->wants = wants;
+    transfer->n_wants = n;
+    return PCCL_OK;
+}
+
 void fetch_start(struct op *op, const pccl_order *order)
 {
     struct transfer *transfer = &op->transfer;
     uint32_t i, chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
-    if (order->n_rings == 0 && transfer->missing > 0) {
-        op_fail(op, PCCL_EINVAL, "nobody to fetch from");
+    if (!op->started) {
+        transfer->chunk = chunk > 0 ? chunk : 1;
+        op->started = true;
+        op->seq = order->seq;
+        op->epoch = order->epoch;
+    }
+    if (grow_wants(op, order->n_rings) != PCCL_OK) {
+        op_fail(op, PCCL_ENOMEM, "no memory for requests");
         return;
     }
-    transfer->chunk = chunk > 0 ? chunk : 1;
-    transfer->n_wants = order->n_rings * op->engine->options.fetch_window;
-    transfer->wants = calloc(transfer->n_wants + (size_t)1, sizeof *transfer->wants);
     for (i = 0; i < order->n_rings; i++) {
         const pccl_ring *ring = &order->rings[i];
         struct stream *stream = stream_find(op->engine, ring->stream);
+        struct link *link;
         if (stream == NULL || ring->position > UINT16_MAX) {
             op_fail(op, PCCL_ESTREAM, "stream %lu is not open", (unsigned long)ring->stream);
             return;
         }
-        if (transfer->wants == NULL || op_add_link(op, stream, ring) == NULL) {
-            op_fail(op, PCCL_ENOMEM, "no memory for requests");
+        link = op_add_link(op, stream, ring);
+        if (link == NULL) {
+            op_fail(op, PCCL_ENOMEM, "no memory for a holder");
             return;
         }
+        link_request_turn(link);
     }
-    op->started = true;
-    op->seq = order->seq;
-    op->epoch = order->epoch;
-    if (transfer->missing == 0) {
-        op_complete(op);
-        return;
-    }
-    for (i = 0; i < op->n_links; i++)
-        link_request_turn(op->links[i]);
+    if (transfer->missing == 0)
+        complete(op);
 }
 
 static struct want *free_want(struct transfer *transfer)
@@ -329,7 +351,6 @@ void fetch_take(struct op *op, const struct wire_header *header)
     struct transfer *transfer = &op->transfer;
     struct packet *inbox = op->engine->inbox;
     struct want *want = op->started ? find_want(op, header) : NULL;
-    uint32_t i;
     if (want == NULL || inbox->bytes != header->length || header->epoch != op->epoch) {
         op_fail(op, PCCL_EPROTO, "data came that nobody asked for");
         return;
@@ -341,9 +362,6 @@ void fetch_take(struct op *op, const struct wire_header *header)
     want->link->outstanding--;
     link_request_turn(want->link);
     want->link = NULL;
-    if (transfer->missing == 0) {
-        for (i = 0; i < op->n_links; i++)
-            stream_drop_op(op->links[i]->stream, op);
-        op_complete(op);
-    }
+    if (transfer->missing == 0)
+        complete(op);
 }

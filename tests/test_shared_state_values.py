@@ -91,7 +91,7 @@ def test_an_entry_may_be_empty() -> None:
 
 
 def test_entries_elsewhere_than_in_host_memory() -> None:
-    with pytest.raises(UnsupportedError, match="'x'.*CUDA"):
+    with pytest.raises(UnsupportedError, match=r"'x'.*CUDA"):
         info(device_type=DeviceType.CUDA)
     with pytest.raises(UnsupportedError, match="meta"):
         TensorInfo.from_torch(torch.empty(3, device="meta"), "x")
@@ -109,7 +109,7 @@ def test_entries_of_the_wrong_kind_are_named() -> None:
     for maker, array in wrong:
         with pytest.raises(ValueError, match="'weird'"):
             maker(array, "weird")
-    with pytest.raises(AssertionError, match="'weird'.*contiguous"):
+    with pytest.raises(AssertionError, match=r"'weird'.*contiguous"):
         TensorInfo.from_torch(torch.eye(3)[:, 0], "weird")
 
 

@@ -99,7 +99,7 @@ def test_numpy_dtypes_in_every_spelling() -> None:
 
 @pytest.mark.parametrize("dtype", [np.complex64, np.bool_, "S4", ">f4", "no such", object])
 def test_unknown_numpy_dtypes(dtype: Any) -> None:
-    with pytest.raises(ValueError, match="dtype|byte order"):
+    with pytest.raises(ValueError, match=r"dtype|byte order"):
         DataType.from_numpy_dtype(dtype)
 
 

@@ -268,8 +268,12 @@ def _socket_monitor(socket: Any, endpoint: Any, events: int) -> int:
 
 @_callback(-1)
 def _poll(items: Any, n: int, timeout_ms: int) -> int:
-    watched = [(_find(items[i].socket), items[i].events) for i in range(n)]
-    return len(zmq.zmq_poll(watched, timeout_ms))
+    sockets = [_find(items[i].socket) for i in range(n)]
+    watched = [(socket, items[i].events) for i, socket in enumerate(sockets)]
+    ready = dict(zmq.zmq_poll(watched, timeout_ms))
+    for i, socket in enumerate(sockets):
+        items[i].revents = ready.get(socket, 0)
+    return len(ready)
 
 
 @_callback(-1)

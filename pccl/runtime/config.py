@@ -74,7 +74,7 @@ def machine_id() -> str:
         path = Path("/proc/self/ns", namespace)
         if path.exists():
             parts.append(str(path.stat().st_ino))
-    return xxhash.xxh3_64_hexdigest("\0".join(parts))
+    return xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
 
 
 def chunk_bytes(total: int, members: int, local: bool) -> int:

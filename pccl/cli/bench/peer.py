@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -25,6 +26,7 @@ OUT_OF_PLACE = "out_of_place"
 IN_PLACE = "in_place"
 GLOO = "gloo"
 
+_GLOO_TIMEOUT = timedelta(seconds=60)
 _TAG = 1  # of what is timed; the meetings before it have tag 0
 
 
@@ -80,7 +82,7 @@ def serve(job: Job, number: int, address: str, store: str, results: Connection) 
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
     try:
-        with pccl.Communicator(address) as comm, _gloo(job, number, store):
+        with _gloo(job, number, store), pccl.Communicator(address) as comm:
             while comm.world_size < job.peers:
                 if comm.are_peers_pending():
                     comm.update_topology()
@@ -97,7 +99,9 @@ def _gloo(job: Job, number: int, store: str) -> Iterator[None]:
         return
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=store, rank=number, world_size=job.peers)
+    dist.init_process_group(
+        "gloo", _GLOO_TIMEOUT, init_method=store, rank=number, world_size=job.peers
+    )
     try:
         yield
     finally:

@@ -160,7 +160,7 @@ def _conclude(args: argparse.Namespace, director: Director, complaints: str) -> 
     otherwise = sum(peer.data_parallel_bytes for peer in director.peers)
     Console().print(closing_table(director))
     print(f"Validation loss {first:.3f} -> {last:.3f} nats per byte.")
-    print("All survivors hold the same bits.")
+    print(f"All survivors hold the same bits: {director.digest()}")
     print(f"All peers together sent {size_text(sent)} of parameters and shared state.")
     print(
         f"Data-parallel training would have sent {size_text(otherwise)}: "

@@ -81,12 +81,11 @@ class Peer:
     @property
     def fate(self) -> str:
         """What happened to the peer, in words."""
-        if self.joined_s is None:
-            return "never joined"
-        came = f"joined at {self.joined_s:.0f} s" if self.joined_step else "founder"
         if self.killed_s is not None:
-            return f"{came}, killed at {self.killed_s:.0f} s"
-        return f"{came}, {self.state.value}"
+            return f"killed at {self.killed_s:.0f} s"
+        if self.joined_s is not None and self.joined_step:
+            return f"joined at {self.joined_s:.0f} s"
+        return "there all along"
 
 
 class Director:
@@ -181,6 +180,10 @@ class Director:
         it."""
         peer = next(peer for peer in self.peers if peer.state is State.FINISHED)
         return peer.validation[0][1], peer.validation[-1][1]
+
+    def digest(self) -> str:
+        """The digest of the state that the survivors share; to be asked after a good verdict."""
+        return next(peer.digest for peer in self.peers if peer.digest)
 
     def _loaded(self, peer: Peer) -> list[Order]:
         if peer is self._understudy:

@@ -71,25 +71,22 @@ class Display:
 
 
 def closing_table(director: Director) -> Table:
-    """How it went for each peer."""
+    """How it went for each peer. The losses are those of the validation."""
     table = Table(title="How it went")
     table.add_column("peer")
-    table.add_column("fate")
-    for heading in ("loss at first", "at last", "sent", "data parallel", "saved"):
-        table.add_column(heading, justify="right")
-    table.add_column("digest of the shared state", no_wrap=True)
+    table.add_column("fate", no_wrap=True)
+    table.add_column("loss", no_wrap=True)
+    for heading in ("sent", "data parallel"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("digest", no_wrap=True)
     for peer in director.peers:
-        losses = [f"{loss:.3f}" for _, loss in peer.validation] or ["-"]
-        saving = f"{peer.data_parallel_bytes / peer.tx_bytes:.0f} x" if peer.tx_bytes else "-"
         table.add_row(
             str(peer.number),
             Text(peer.fate, style=_STYLES[peer.state]),
-            losses[0],
-            losses[-1],
+            f"{peer.validation[0][1]:.3f} -> {peer.validation[-1][1]:.3f}",
             size_text(peer.tx_bytes),
             size_text(peer.data_parallel_bytes),
-            saving,
-            peer.digest[:16] or "-",
+            peer.digest[:8] or "-",
         )
     return table
 

@@ -6,6 +6,7 @@ go too.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import subprocess
 import sys
@@ -76,11 +77,12 @@ class Fleet:
         threading.Thread(target=self._read, args=(number, process), daemon=True).start()
 
     def go(self, number: int) -> None:
-        """Lets a peer join the run."""
+        """Lets a peer join the run. If it is gone, that will be heard."""
         stdin = self._processes[number].stdin
         assert stdin is not None
-        stdin.write("go\n")
-        stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            stdin.write("go\n")
+            stdin.flush()
 
     def kill(self, number: int) -> None:
         """Ends a peer as a power cut would: SIGKILL, or TerminateProcess on Windows."""

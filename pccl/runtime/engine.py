@@ -1,0 +1,373 @@
+"""The lane engine of a peer, as its control thread uses it: c/pccl.h is the manual.
+
+The C engine runs in a thread of its own, without the GIL. Orders go to it and events come back over
+a PAIR socket of the engine's own context, so nothing here blocks but `close`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import struct
+import tempfile
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import zmq
+
+from pccl.ext import ffi, lib, tables
+
+log = logging.getLogger("pccl")
+
+COMPLETE: int = lib.PCCL_COMPLETE
+FAILED: int = lib.PCCL_FAILED
+SETTLED: int = lib.PCCL_SETTLED
+STREAM_LOST: int = lib.PCCL_STREAM_LOST
+
+_EVENT = struct.Struct("@IiQIIQQ160s")  # a pccl_event
+assert _EVENT.size == ffi.sizeof("pccl_event")
+
+_ADDRESS_MAX = 100  # bytes of an ipc path: what sockaddr_un holds, on any system
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Settings of an engine.
+
+    Attributes:
+        io_threads: libzmq's threads for the connections.
+        forward_max: messages that may wait to be sent on; beyond that nothing is received.
+        recv_hwm: messages queued for each incoming connection.
+        heartbeat_ms: a ping on each stream that is silent for this long; 0: none.
+        heartbeat_timeout_ms: without an answer for this long, a stream is lost.
+        connect_timeout_ms: until a stream's first lane must stand.
+        copy_max: bytes; larger payloads are sent from where they are.
+        fetch_window: requests under way to one holder of a FETCH.
+    """
+
+    io_threads: int = 1
+    forward_max: int = 64
+    recv_hwm: int = 4
+    heartbeat_ms: int = 1000
+    heartbeat_timeout_ms: int = 5000
+    connect_timeout_ms: int = 5000
+    copy_max: int = 16384
+    fetch_window: int = 8
+
+
+class Ring(NamedTuple):
+    """A peer's place in one ring, as START says it; SERVE and FETCH use stream and position (slot).
+
+    `begin` and `count` are the ring's share of the data, in elements.
+    """
+
+    stream: int
+    members: int
+    position: int
+    begin: int = 0
+    count: int = 0
+
+
+class Event(NamedTuple):
+    """What the engine has to say.
+
+    Attributes:
+        kind: COMPLETE, FAILED, SETTLED or STREAM_LOST.
+        status: 0 or one of c/pccl.h's negative error numbers.
+        op: which op, but for STREAM_LOST.
+        stream: which stream, for STREAM_LOST.
+        settled: COMPLETE: nothing refers to the op's memory any more, no order is needed.
+        tx_bytes: payload bytes that the op has sent.
+        rx_bytes: payload bytes that the op has received.
+        text: FAILED, STREAM_LOST: why.
+    """
+
+    kind: int
+    status: int
+    op: int
+    stream: int
+    settled: bool
+    tx_bytes: int
+    rx_bytes: int
+    text: str
+
+
+class Engine:
+    """A lane engine and its thread. To be used by one thread at a time.
+
+    Attributes:
+        port: the TCP port on which it listens.
+        ipc: the path of its ipc endpoint; empty where there is none.
+        filling: which filling of the function table is active, `libzmq` or `pyzmq`.
+        socket: readable when there are events.
+
+    Raises:
+        OSError: it cannot listen at that address.
+        MemoryError: there is no memory for it.
+    """
+
+    def __init__(
+        self, options: EngineOptions | None = None, *, host: str = "0.0.0.0", port: int = 0
+    ) -> None:
+        self._filling = tables.load()
+        self._engine = _new_engine(self._filling, options or EngineOptions())
+        self._order = ffi.new("pccl_order *")
+        self._order_bytes = ffi.buffer(self._order)
+        self._blank = bytes(self._order_bytes)
+        self._pieces: dict[int, Any] = {}
+        self._status = 0
+        self._closed = False
+        self.filling = self._filling.name
+        self._directory = ""
+        try:
+            bound = self._bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
+            self.port = int(bound.rpartition(":")[2])
+            self.ipc = self._bind_ipc()
+        except OSError:
+            lib.pccl_engine_free(self._engine)
+            self._remove_directory()
+            raise
+        context = self._filling.context(lib.pccl_engine_context(self._engine))
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        self.socket.set(zmq.SNDHWM, 0)
+        self.socket.set(zmq.RCVHWM, 0)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.connect("inproc://pccl-engine")
+        self._thread = threading.Thread(target=self._run, name="pccl-engine", daemon=True)
+        self._thread.start()
+
+    def _bind(self, endpoint: str) -> str:
+        bound = ffi.new("char[]", 256)
+        if lib.pccl_engine_bind(self._engine, endpoint.encode(), bound, len(bound)) < 0:
+            number = lib.pccl_engine_errno(self._engine)
+            raise OSError(number, f"cannot listen on {endpoint}: {os.strerror(number)}")
+        return ffi.string(bound).decode()
+
+    def _bind_ipc(self) -> str:
+        """Listens in a directory of our own that only this user can enter; its path, or empty."""
+        if os.name != "posix" or not zmq.has("ipc"):
+            return ""
+        self._directory = tempfile.mkdtemp(prefix="pccl-")
+        path = os.path.join(self._directory, "e")
+        if len(os.fsencode(path)) > _ADDRESS_MAX:
+            self._remove_directory()
+            return ""
+        self._bind(f"ipc://{path}")
+        return path
+
+    def _remove_directory(self) -> None:
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = ""
+
+    def _run(self) -> None:
+        self._status = lib.pccl_engine_run(self._engine)
+        if self._status < 0:
+            number = lib.pccl_engine_errno(self._engine)
+            log.error("the lane engine stopped: error %d, errno %d", self._status, number)
+
+    @property
+    def dropped(self) -> int:
+        """Messages that were dropped as stale, foreign or unreadable."""
+        return int(lib.pccl_engine_dropped(self._engine)) if not self._closed else 0
+
+    # ---- orders ----
+
+    def _blank_order(self, kind: int, op: int = 0) -> Any:
+        self._order_bytes[:] = self._blank
+        self._order.kind = kind
+        self._order.op = op
+        return self._order
+
+    def _send(self) -> None:
+        self.socket.send(self._order_bytes, zmq.DONTWAIT)
+
+    def open_stream(self, stream: int, endpoint: str, *, lanes: int, hwm: int) -> None:
+        """Connects `lanes` times to a neighbour's engine.
+
+        Args:
+            stream: a number that was never used before.
+            endpoint: tcp://host:port or ipc://path.
+            lanes: connections, at least 1.
+            hwm: messages queued for each of them, at least 1.
+
+        Raises:
+            ValueError: the endpoint is too long.
+        """
+        encoded = endpoint.encode()
+        if len(encoded) >= lib.PCCL_ENDPOINT_MAX:
+            raise ValueError(f"the endpoint {endpoint!r} is too long")
+        order = self._blank_order(lib.PCCL_OPEN_STREAM)
+        order.stream, order.lanes, order.hwm, order.endpoint = stream, lanes, hwm, encoded
+        self._send()
+
+    def close_stream(self, stream: int) -> None:
+        """Closes a stream; what is queued there is dropped, ops that use it fail."""
+        self._blank_order(lib.PCCL_CLOSE_STREAM).stream = stream
+        self._send()
+
+    def register_all_reduce(
+        self,
+        op: int,
+        *,
+        run: int,
+        tag: int,
+        min_seq: int,
+        dtype: int,
+        redop: int,
+        send: int,
+        recv: int,
+        count: int,
+    ) -> None:
+        """Announces an all-reduce. The buffers belong to the engine until the op is settled.
+
+        Args:
+            op: a number that was never used before.
+            run: the run's number, 64 bits.
+            tag: the collective's tag.
+            min_seq: its sequence number will be greater.
+            dtype: element type, a pccl.DataType value.
+            redop: operation, a pccl.ReduceOp value.
+            send: address of the contribution.
+            recv: address of the result; equal to `send`: in place.
+            count: elements.
+        """
+        order = self._register(lib.PCCL_ALL_REDUCE, op, run, tag, min_seq)
+        order.dtype, order.redop, order.count = dtype, redop, count
+        order.send = ffi.cast("void *", send)
+        order.recv = ffi.cast("void *", recv)
+        self._send()
+
+    def register_serve(
+        self, op: int, *, run: int, tag: int, min_seq: int, pieces: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Announces that requests for the bytes of `pieces` will be answered.
+
+        Args:
+            op: a number that was never used before.
+            run: the run's number, 64 bits.
+            tag: the transfer's tag.
+            min_seq: its sequence number will be greater.
+            pieces: (number, address, bytes) of each.
+        """
+        self._register_pieces(lib.PCCL_SERVE, op, (run, tag, min_seq), pieces)
+
+    def register_fetch(
+        self, op: int, *, run: int, tag: int, min_seq: int, pieces: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """Announces that the bytes of `pieces` will be fetched; arguments as of register_serve."""
+        self._register_pieces(lib.PCCL_FETCH, op, (run, tag, min_seq), pieces)
+
+    def _register_pieces(
+        self,
+        kind: int,
+        op: int,
+        identity: tuple[int, int, int],
+        pieces: Sequence[tuple[int, int, int]],
+    ) -> None:
+        array = ffi.new("pccl_piece[]", len(pieces))
+        for slot, (number, address, nbytes) in zip(array, sorted(pieces), strict=True):
+            slot.piece, slot.data, slot.bytes = number, ffi.cast("void *", address), nbytes
+        self._pieces[op] = array
+        order = self._register(kind, op, *identity)
+        order.pieces, order.n_pieces = array, len(pieces)
+        self._send()
+
+    def _register(self, kind: int, op: int, run: int, tag: int, min_seq: int) -> Any:
+        order = self._blank_order(lib.PCCL_REGISTER, op)
+        order.op_kind, order.run, order.tag, order.min_seq = kind, run, tag, min_seq
+        return order
+
+    def start(
+        self, op: int, *, seq: int, epoch: int, chunk_bytes: int, rings: Sequence[Ring]
+    ) -> None:
+        """Starts a registered op.
+
+        Args:
+            op: its number.
+            seq: the sequence number that was agreed on.
+            epoch: the epoch that was agreed on.
+            chunk_bytes: of one message.
+            rings: this peer's place in each ring, at most PCCL_RINGS_MAX; SERVE: the requesters;
+                FETCH: the holders. Later calls for these two kinds add to them.
+        """
+        limit = lib.PCCL_RINGS_MAX
+        for first in range(0, max(len(rings), 1), limit):
+            part = rings[first : first + limit]
+            order = self._blank_order(lib.PCCL_START, op)
+            order.seq, order.epoch, order.chunk_bytes = seq, epoch, chunk_bytes
+            order.n_rings = len(part)
+            for slot, ring in zip(order.rings, part, strict=False):
+                slot.stream, slot.members, slot.position, slot.begin, slot.count = ring
+            self._send()
+
+    def commit(self, op: int) -> None:
+        """Keeps an op's result; its memory is the engine's until SETTLED."""
+        self._blank_order(lib.PCCL_COMMIT, op)
+        self._send()
+
+    def abort(self, op: int) -> None:
+        """Ends an op and restores what it has overwritten in place; SETTLED follows."""
+        self._blank_order(lib.PCCL_ABORT, op)
+        self._send()
+
+    # ---- events ----
+
+    def events(self) -> list[Event]:
+        """All events that have come, in order; empty when there are none.
+
+        Raises:
+            RuntimeError: the engine has stopped on an error.
+        """
+        found: list[Event] = []
+        while True:
+            try:
+                data = self.socket.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                break
+            kind, status, op, stream, settled, tx, rx, text = _EVENT.unpack(data)
+            if kind == SETTLED or settled:
+                self._pieces.pop(op, None)
+            text = text.partition(b"\0")[0].decode(errors="replace") if status else ""
+            found.append(Event(kind, status, op, stream, bool(settled), tx, rx, text))
+        if self._status < 0 and not found:
+            raise RuntimeError(f"the lane engine stopped on error {self._status}")
+        return found
+
+    def close(self) -> None:
+        """Stops the thread, restores what is not settled, frees everything. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._blank_order(lib.PCCL_STOP)
+        self._send()
+        self._thread.join()
+        self.socket.close()
+        lib.pccl_engine_free(self._engine)
+        self._pieces.clear()
+        self._remove_directory()
+
+
+def _new_engine(filling: tables.Filling, options: EngineOptions) -> Any:
+    """A C engine of that filling.
+
+    Raises:
+        ValueError: an option is zero that must not be.
+        OSError: ZeroMQ cannot make its sockets.
+        MemoryError: there is no memory for it.
+    """
+    error = ffi.new("int *")
+    settings = ffi.new("pccl_options *")
+    for name in EngineOptions.__slots__:
+        setattr(settings, name, getattr(options, name))
+    engine = lib.pccl_engine_new(filling.table, settings, error)
+    if engine != ffi.NULL:
+        return engine
+    if error[0] == lib.PCCL_EINVAL:
+        raise ValueError(f"an engine cannot work with {options}")
+    if error[0] == lib.PCCL_ENOMEM:
+        raise MemoryError("no memory for a lane engine")
+    raise OSError("ZeroMQ cannot make the sockets of a lane engine")

@@ -1,0 +1,169 @@
+"""`pccl bench`: its data is predictable, its table is that of nccl-tests, and it notices failures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pccl.cli.bench import data, options, table
+from pccl.cli.bench.all_reduce import BenchError, _collect
+from pccl.cli.bench.peer import IN_PLACE, OUT_OF_PLACE, Measured
+from pccl.types import DataType, ReduceOp
+
+SIZES = [4096, 16384, 65536]
+
+
+def bench(
+    *words: object, cwd: Path, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs the command as a user would, in a directory that is not the checkout."""
+    return subprocess.run(
+        [sys.executable, "-m", "pccl.cli.main", "bench", *map(str, words)],
+        cwd=cwd,
+        env=os.environ | (env or {}),
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+
+
+def rows(output: str) -> list[list[str]]:
+    return [line.split() for line in output.splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_all_reduce_prints_the_table_of_nccl_tests(tmp_path: Path, transport: str) -> None:
+    file = tmp_path / "results.json"
+    ended = bench(
+        *("all_reduce", "-b", "4K", "-e", "64K", "-f", 4, "-n", 2, "-w", 1, "--json", file),
+        cwd=tmp_path,
+        env={"PCCL_TRANSPORT": transport},
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "# Out of bounds values : 0 OK" in ended.stdout
+    assert f"transport {transport}" in ended.stdout
+    table_rows = rows(ended.stdout)
+    assert [int(row[0]) for row in table_rows] == SIZES
+    for row in table_rows:
+        assert row[1:5] == [str(int(row[0]) // 4), "float", "sum", "-1"]
+        assert float(row[5]) > 0 < float(row[9])
+        assert row[8] == row[12] == "0"
+        assert len(row) == 15
+    results = json.loads(file.read_text())
+    assert results["out_of_bounds"] == {"count": 0, "okay": True}
+    assert [row["size"] for row in results["results"]] == SIZES
+    for row in results["results"]:
+        for way in ("out_of_place", "in_place"):
+            assert row[way]["time_min"] <= row[way]["time"]
+            assert row[way]["alg_bw"] == row[way]["bus_bw"]  # 2 (n-1) / n is 1 for two peers
+            assert row[way]["nwrong"] == 0
+
+
+def test_gloo_takes_turns(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    ended = bench(
+        *("all_reduce", "-b", "4K", "-e", "4K", "-n", 2, "-w", 0, "--peers", 3),
+        *("-d", "bfloat16", "-o", "max", "--against", "gloo"),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    (row,) = rows(ended.stdout)
+    assert row[:4] == ["4096", "2048", "bfloat16", "max"]
+    assert row[8] == row[12] == "0"
+    assert len(row) == 19
+    assert float(row[15]) / float(row[5]) == pytest.approx(float(row[17]), abs=0.006)
+
+
+def test_kernels_are_right(tmp_path: Path) -> None:
+    ended = bench("kernels", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [(row[1], row[-1]) for row in rows(ended.stdout)] == [
+        ("float", "0"),
+        ("double", "0"),
+        ("half", "0"),
+        ("bfloat16", "0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--against", "gloo", "-d", "uint32"], "gloo has no uint32"),
+        (["--against", "gloo", "-o", "avg"], "gloo has no avg"),
+        (["-b", "8K", "-e", "4K"], "-b no more than -e"),
+        (["-b", "4X"], "is no size"),
+        (["--peers", "1"], "at least 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tmp_path: Path, words: list[str], why: str) -> None:
+    if "gloo" in words:
+        pytest.importorskip("torch")
+    ended = bench("all_reduce", *words, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert why in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+@pytest.mark.parametrize("dtype", [DataType.INT8, DataType.FLOAT, DataType.DOUBLE])
+@pytest.mark.parametrize("peers", [2, 3, 16])
+def test_expected_is_what_adding_one_by_one_gives(
+    dtype: DataType, op: ReduceOp, peers: int
+) -> None:
+    step = {ReduceOp.PROD: np.multiply, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum}
+    result = data.contribution(dtype, op, 0)
+    for number in range(1, peers):
+        result = step.get(op, np.add)(result, data.contribution(dtype, op, number))
+    if op is ReduceOp.AVG:
+        result = (result / np.asarray(peers, result.dtype)).astype(result.dtype)
+    np.testing.assert_array_equal(result, data.expected(dtype, op, peers))
+
+
+@pytest.mark.parametrize("op", ReduceOp)
+def test_expected_bfloat16_agrees_with_torch(op: ReduceOp) -> None:
+    torch = pytest.importorskip("torch")
+    peers = 3
+    exact = torch.from_numpy(data.expected(DataType.FLOAT, op, peers))
+    ours = data.as_array(data.expected(DataType.BFLOAT16, op, peers), DataType.BFLOAT16)
+    assert torch.equal(ours, exact.to(torch.bfloat16))
+
+
+def test_every_wrong_element_counts() -> None:
+    expected = data.expected(DataType.FLOAT, ReduceOp.SUM, 2)
+    result = data.tiled(expected, 3 * data.PERIOD + 10).copy()
+    assert data.count_wrong(result, expected) == 0
+    result[[0, 5 * 1000, result.size - 1]] += 1
+    assert data.count_wrong(result, expected) == 3
+    shifted = data.tiled(expected, 3 * data.PERIOD)
+    assert data.count_wrong(np.roll(shifted, 64), expected) > shifted.size / 2
+
+
+def test_wrong_elements_of_any_peer_fail_the_table() -> None:
+    times = {OUT_OF_PLACE: [2e-6, 4e-6], IN_PLACE: [4e-6, 8e-6]}
+    peers = [Measured(times, {OUT_OF_PLACE: wrong, IN_PLACE: 0}) for wrong in (0, 7)]
+    row = table.Row.of(1000, 4, "float", "sum", peers)
+    assert row.timings[OUT_OF_PLACE] == table.Timing(pytest.approx(3), pytest.approx(2), 7)
+    assert row.algbw(IN_PLACE) == pytest.approx(4000 / 6e3)
+    assert "7 FAILED" in table.foot([row])
+
+
+def test_a_process_that_ends_early_is_noticed() -> None:
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.close()
+    with receiver, pytest.raises(BenchError, match="process 0 ended"):
+        _collect([receiver])
+
+
+def test_sizes_are_read_with_their_suffixes() -> None:
+    assert [options.size(text) for text in ("12", "4K", "3m", "1G")] == [12, 4096, 3 << 20, 1 << 30]
+    for text in ("", "K", "-4K", "0", "1.5M"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            options.size(text)

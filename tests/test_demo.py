@@ -1,0 +1,190 @@
+"""`pccl demo`: its plot without processes, and a short run with them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+for package in ("torch", "rich", "matplotlib"):
+    pytest.importorskip(package)
+
+from pccl.cli import demo  # noqa: E402
+from pccl.cli.demo.director import Director, Go, Kill, Order, Say, State  # noqa: E402
+from pccl.cli.demo.reports import (  # noqa: E402
+    Averaged,
+    Finished,
+    Joined,
+    Loaded,
+    Report,
+    Trained,
+    decode,
+    encode,
+)
+
+COMMAND = [sys.executable, "-m", "pccl.cli.demo"]
+PARAMETER_BYTES = 1200
+
+
+class Stage:
+    """A director of three founders and ten steps; the test plays the clock and the peers."""
+
+    def __init__(self, *, chaos: bool = True) -> None:
+        self.director = Director(peers=3, steps=10, inner_steps=5, chaos=chaos)
+        self.now_s = 0.0
+        self.orders: list[Order] = []
+
+    def hear(self, number: int, report: Report) -> None:
+        self.now_s += 1.0
+        self.orders += self.director.heard(number, report, self.now_s)
+
+    def begin(self) -> None:
+        for peer in self.director.peers:
+            self.hear(peer.number, Loaded(parameters=PARAMETER_BYTES // 4))
+        for number in range(3):
+            self.hear(number, Joined(outer_step=0, validation_loss=5.5))
+
+    def play_round(self, step: int, *numbers: int, loss: float = 3.0) -> None:
+        for number in numbers:
+            self.hear(number, Trained(outer_step=step - 1, loss=loss, tokens_per_s=1e4))
+        alive = [n for n in numbers if self.director.peers[n].state is State.TRAINING]
+        for number in alive:
+            tx_bytes = step * PARAMETER_BYTES
+            self.hear(number, Averaged(step, len(alive), 0, 0.5, PARAMETER_BYTES, tx_bytes, loss))
+
+    def finish(self, *numbers: int, digest: str = "d") -> None:
+        for number in numbers:
+            self.hear(number, Finished(outer_step=10, digest=digest))
+            self.director.exited(number, 0)
+
+    def acts(self) -> list[Order]:
+        return [order for order in self.orders if not isinstance(order, Say)]
+
+
+def test_reports_survive_the_wire() -> None:
+    for report in (Loaded(7), Joined(1, 2.5), Averaged(1, 2, 3, 0.5, 4, 5, 6.5), Finished(9, "ab")):
+        assert decode(encode(report)) == report
+
+
+def test_a_founder_is_killed_and_the_understudy_joins() -> None:
+    stage = Stage()
+    stage.begin()
+    assert stage.acts() == [Go(0), Go(1), Go(2)]
+    for step in range(1, 5):
+        stage.play_round(step, 0, 1, 2)
+    assert len(stage.acts()) == 3
+    stage.play_round(5, 0, 1, 2)
+    assert stage.acts()[3:] == [Kill(2)]
+    stage.director.exited(2, -9)
+    stage.play_round(6, 0, 1)
+    assert stage.acts()[4:] == [Go(3)]
+    stage.hear(3, Joined(outer_step=6, validation_loss=3.0))
+    for step in range(7, 11):
+        stage.play_round(step, 0, 1, 3)
+    assert not stage.director.over
+    stage.finish(0, 1, 3)
+    assert stage.director.over and stage.director.verdict() is None
+    assert stage.director.validation_losses() == (5.5, 3.0)
+
+
+def test_bytes_of_data_parallel_training_are_those_of_a_ring_in_each_inner_step() -> None:
+    stage = Stage(chaos=False)
+    stage.begin()
+    stage.play_round(1, 0, 1, 2)
+    stage.play_round(2, 0, 1)
+    expected = 5 * PARAMETER_BYTES * (2 * 2 / 3 + 2 * 1 / 2)
+    assert stage.director.peers[0].data_parallel_bytes == pytest.approx(expected)
+
+
+def test_differing_digests_are_a_failure() -> None:
+    stage = Stage(chaos=False)
+    stage.begin()
+    stage.play_round(1, 0, 1, 2)
+    stage.finish(0, 1)
+    stage.finish(2, digest="other")
+    assert "digests differ" in (stage.director.verdict() or "")
+
+
+def test_a_loss_that_does_not_fall_is_a_failure() -> None:
+    stage = Stage(chaos=False)
+    stage.begin()
+    stage.play_round(1, 0, 1, 2, loss=5.4)
+    stage.finish(0, 1, 2)
+    assert "did not fall: 5.500 at first, 5.400" in (stage.director.verdict() or "")
+
+
+def test_a_survivor_that_ends_early_is_a_failure() -> None:
+    stage = Stage(chaos=False)
+    stage.begin()
+    stage.director.exited(1, 1)
+    assert stage.director.over
+    assert stage.director.verdict() == "peer 1, training, ended with exit status 1"
+
+
+def test_an_understudy_that_comes_too_late_is_a_failure() -> None:
+    stage = Stage()
+    stage.begin()
+    stage.hear(3, Joined(outer_step=0, validation_loss=5.5))
+    assert "too late" in (stage.director.verdict() or "")
+
+
+def test_a_missing_package_is_named_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "_REQUIRED", ("torch", "no_such_package"))
+    assert demo.main([]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    assert "no_such_package" in message and "pip install pccl[demo]" in message
+
+
+@pytest.mark.parametrize(
+    "words", [["--peers", "1"], ["--steps", "5"], ["--output", "no/such/place.png"]]
+)
+def test_impossible_options_are_refused(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert demo.main(words) == 2
+    assert capsys.readouterr().err.startswith("pccl demo: ")
+
+
+@pytest.mark.timeout(90)
+def test_a_short_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
+    chart = tmp_path / "chart.png"
+    done = subprocess.run(
+        [*COMMAND, "--steps", "8", "--inner-steps", "6", "--output", str(chart)],
+        capture_output=True,
+        text=True,
+        timeout=80,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "peer 2 was killed amid outer step" in done.stdout
+    assert "peer 3 has joined at outer step" in done.stdout
+    assert "outer step 8/8" in done.stdout
+    digests = re.findall(r"\b[0-9a-f]{8}\b", done.stdout)
+    assert len(digests) == 3 and len(set(digests)) == 1
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(os.name != "posix", reason="sends a POSIX signal and asks for a process group")
+def test_ctrl_c_leaves_no_process_behind() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--no-chaos"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert "processes are loading" in process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the children too
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130 and errors == "pccl demo: interrupted\n"
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

@@ -1,0 +1,172 @@
+"""The repository checks itself: who imports whom, what fits in one sitting, what must not be in it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS_MAX = 100
+FUNCTION_LINES_MAX = 70
+FILE_LINES_MAX = 700
+
+PYTHON = [
+    path for top in ("pccl", "tests", "examples", "stress") for path in (ROOT / top).rglob("*.py")
+]
+C = [path for path in (ROOT / "c").rglob("*.[ch]") if "build" not in path.parts]
+PROSE = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+OTHERS = [ROOT / "pyproject.toml", ROOT / ".ci" / "run", *(ROOT / ".github").rglob("*.yml")]
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Name and number of lines of each function."""
+    if path.suffix == ".py":
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                yield node.name, node.end_lineno - node.lineno + 1
+        return
+    header, begin = "", 0
+    for number, line in enumerate(lines(path)):  # bodies stand between a { and a } in column 0
+        if line == "{":
+            begin = number
+        elif line == "}" and begin:
+            yield header, number - begin + 1
+            begin = 0
+        elif not begin and line[:1].isalpha():
+            header = line
+
+
+def test_imports_go_downward_only() -> None:
+    if importlib.util.find_spec("importlinter") is None:
+        pytest.skip("import-linter is not installed; pip install -e .[dev] brings it")
+    lint = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"]
+    ended = subprocess.run(
+        [*lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, timeout=50
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_importing_pccl_imports_no_torch(tmp_path: Path) -> None:
+    program = "import sys, pccl; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=30)
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(PYTHON) > 30
+    assert len(C) > 10
+    assert sum(1 for path in C for _ in functions(path)) > 100
+    assert all(path.exists() for path in OTHERS)
+
+
+def test_lines_fit() -> None:
+    wide = [
+        f"{name(path)}:{number}"
+        for path in PYTHON + C
+        for number, line in enumerate(lines(path), 1)
+        if len(line) > COLUMNS_MAX
+    ]
+    assert not wide
+
+
+def test_functions_fit() -> None:
+    long = [
+        f"{name(path)}: {function} has {length} lines"
+        for path in PYTHON + C
+        for function, length in functions(path)
+        if length > FUNCTION_LINES_MAX
+    ]
+    assert not long
+
+
+def test_files_fit_in_one_sitting() -> None:
+    long = [name(path) for path in PYTHON + C if len(lines(path)) > FILE_LINES_MAX]
+    assert not long
+
+
+def test_nothing_names_a_machine_or_is_left_for_later() -> None:
+    banned = re.compile("/(home|Users|root|work)/" + r"|\b(TODO|FIX" + r"ME)\b")
+    found = [
+        f"{name(path)}:{number}: {line.strip()}"
+        for path in PYTHON + C + PROSE + OTHERS
+        if path != Path(__file__).resolve()
+        for number, line in enumerate(lines(path), 1)
+        if banned.search(line)
+    ]
+    assert not found
+
+
+def test_the_extension_is_built_from_this_header() -> None:
+    from pccl.ext import ffi, lib
+
+    header = (ROOT / "c" / "pccl.h").read_text(encoding="utf-8")
+    bound = header.split("/* cdef begin */")[1].split("/* cdef end */")[0]
+    assert not re.search(r"^\s*#", bound, re.MULTILINE), "cffi reads no preprocessor directives"
+    code = re.sub(r"/\*.*?\*/", "", bound, flags=re.DOTALL)
+    declared = re.findall(r"^[a-z].*?\b(pccl_\w+)\(", code, re.MULTILINE)
+    constants = re.findall(r"\b(PCCL_\w+) = ([^,}\s][^,}]*)", code)
+    assert len(declared) > 10 < len(constants)
+    missing = [symbol for symbol in declared if not hasattr(lib, symbol)]
+    stale = [
+        symbol
+        for symbol, value in constants
+        if getattr(lib, symbol, None) != eval(value, {"__builtins__": {}})
+    ]
+    assert not missing + stale, "the extension is stale: pip install -e ."
+    assert ffi.sizeof("pccl_msg") == 64
+
+
+def test_examples_use_public_names_only() -> None:
+    import pccl
+
+    private = []
+    for path in (ROOT / "examples").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "pccl":
+                names = {alias.name for alias in node.names} - {*pccl.__all__}
+            elif isinstance(node, ast.ImportFrom | ast.Import):
+                modules = {getattr(node, "module", None) or alias.name for alias in node.names}
+                names = {module for module in modules if module.startswith("pccl.")}
+                names -= {"pccl.diloco"}
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pccl":
+                names = {node.attr} - {*pccl.__all__}
+            else:
+                continue
+            private += [f"{name(path)}: {each}" for each in names]
+    assert not private
+
+
+def test_our_commands_pin_torch_to_one_version() -> None:
+    pins = {
+        pin
+        for path in [*PROSE, *OTHERS[1:]]
+        for line in lines(path)
+        if "pip install" in line
+        for pin in re.findall(r"torch(==[\w.]+)?(?=[\s\"']|$)", line)
+    }
+    assert pins == {"==2.13.0"}
+
+
+def test_the_readme_names_the_extras_that_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
+    asked = re.findall(r'"\.\[([\w,]+)\]"', (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert asked
+    assert {extra for group in asked for extra in group.split(",")} <= extras.keys()
