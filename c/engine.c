@@ -238,8 +238,13 @@ static void dispatch(pccl_engine *engine)
     struct packet *inbox = engine->inbox;
     struct wire_header header;
     struct op *op = NULL;
-    if (inbox->frames > 0 && wire_decode(&header, packet_header(engine->zmq, inbox)))
-        op = op_find_by_tag(engine, kinds[header.kind], header.run, header.tag);
+    if (inbox->frames > 0 && wire_decode(&header, packet_header(engine->zmq, inbox))) {
+        /* Its REGISTER came before the vote that let the neighbour send this, so it is here by now;
+         * but it may have come after this pass looked for orders. */
+        do
+            op = op_find_by_tag(engine, kinds[header.kind], header.run, header.tag);
+        while (op == NULL && take_orders(engine));
+    }
     if (op == NULL || op->failed
         || (op->started ? header.seq != op->seq : header.seq <= op->min_seq)) {
         engine->dropped++;

@@ -1,5 +1,7 @@
 """The API in ten lines: two peers meet at a master and average an array.
 
+Start the master, then two peers, anywhere that reaches it:
+
     pccl master &
     python examples/all_reduce.py &
     python examples/all_reduce.py

@@ -1,4 +1,4 @@
-"""`pccl bench`: its data is predictable, its table is that of nccl-tests, and it notices failures."""
+"""`pccl bench`: its data is predictable, its table is that of nccl-tests, and failures show."""
 
 from __future__ import annotations
 

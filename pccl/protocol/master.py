@@ -373,9 +373,9 @@ class Master:
     def _start(self, round_: Round[object]) -> None:
         group_number = round_.id.group
         assert group_number is not None
-        if len(round_.votes) == 1:
-            result = Result.RANK_CONNECTION_LOST if round_.lost else Result.TOO_FEW_PEERS
-            why = "this peer is alone in its group" + "".join(f"; lost {who}" for who in round_.lost)
+        if len(round_.votes) == 1:  # peers that know they are alone do not vote: it has just happened
+            lost = "; ".join(round_.lost) or "the others left before it voted"
+            result, why = Result.RANK_CONNECTION_LOST, f"this peer is alone in its group: {lost}"
             self._answer(round_, lambda call: m.CallError(call, result.value, why))
             return
         seq, epoch = self._take_seq(), self._groups[group_number].epoch

@@ -7,7 +7,10 @@ same library: all begin together, and none pays for how another library let its 
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -81,6 +84,7 @@ def serve(job: Job, number: int, address: str, store: str, results: Connection) 
         results: gets a `Measured` for each size, or why there is none, as text.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         with _gloo(job, number, store), pccl.Communicator(address) as comm:
             while comm.world_size < job.peers:
@@ -92,6 +96,13 @@ def serve(job: Job, number: int, address: str, store: str, results: Connection) 
         results.send(str(error))
 
 
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 @contextmanager
 def _gloo(job: Job, number: int, store: str) -> Iterator[None]:
     if not job.gloo:
@@ -100,7 +111,7 @@ def _gloo(job: Job, number: int, store: str) -> Iterator[None]:
     import torch.distributed as dist
 
     dist.init_process_group(
-        "gloo", _GLOO_TIMEOUT, init_method=store, rank=number, world_size=job.peers
+        "gloo", init_method=store, timeout=_GLOO_TIMEOUT, rank=number, world_size=job.peers
     )
     try:
         yield

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import IO, Self
 
@@ -31,6 +32,7 @@ class Fleet:
         self.heard: queue.Queue[tuple[int, str | int]] = queue.Queue()
         self._processes: dict[int | str, subprocess.Popen[str]] = {}
         self._errors: dict[int | str, IO[str]] = {}
+        self._readers: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
         return self
@@ -45,6 +47,10 @@ class Fleet:
             process.kill()
         for process in self._processes.values():
             process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+        for reader in self._readers:
+            reader.join()  # at once, for what it reads has ended
         for stream in self._errors.values():
             stream.close()
 
@@ -57,11 +63,8 @@ class Fleet:
         Raises:
             RuntimeError: it did not start; with what it said.
         """
-        process = self._start("master", "pccl.cli.demo.master", [])
-        assert process.stdout is not None
         answer: queue.Queue[str] = queue.Queue()
-        stdout = process.stdout
-        threading.Thread(target=lambda: answer.put(stdout.readline()), daemon=True).start()
+        self._start("master", "pccl.cli.demo.master", [], lambda said: answer.put(said.readline()))
         try:
             address = answer.get(timeout=_START_TIMEOUT_S).strip()
         except queue.Empty:
@@ -73,8 +76,13 @@ class Fleet:
     def start_peer(self, number: int, options: dict[str, object]) -> None:
         """Starts a training process with `options` as its command line."""
         words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        process = self._start(number, "pccl.cli.demo.peer", ["--number", str(number), *words])
-        threading.Thread(target=self._read, args=(number, process), daemon=True).start()
+
+        def read(said: IO[str]) -> None:
+            for line in said:
+                self.heard.put((number, line))
+            self.heard.put((number, self._processes[number].wait()))
+
+        self._start(number, "pccl.cli.demo.peer", ["--number", str(number), *words], read)
 
     def go(self, number: int) -> None:
         """Lets a peer join the run. If it is gone, that will be heard."""
@@ -94,10 +102,13 @@ class Fleet:
         stream.seek(0)
         return "".join(stream.readlines()[-_ERROR_LINES:])
 
-    def _start(self, who: int | str, module: str, words: list[str]) -> subprocess.Popen[str]:
+    def _start(
+        self, who: int | str, module: str, words: list[str], read: Callable[[IO[str]], None]
+    ) -> None:
+        """Starts `python -m module`; `read` gets its stdout, in a thread."""
         errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self._errors[who] = errors
-        self._processes[who] = subprocess.Popen(
+        process = self._processes[who] = subprocess.Popen(
             [sys.executable, "-m", module, *words],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -105,10 +116,12 @@ class Fleet:
             text=True,
             encoding="utf-8",
         )
-        return self._processes[who]
 
-    def _read(self, number: int, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self.heard.put((number, line))
-        self.heard.put((number, process.wait()))
+        def read_all() -> None:
+            assert process.stdout is not None
+            with process.stdout as said:
+                read(said)
+
+        reader = threading.Thread(target=read_all, daemon=True)
+        self._readers.append(reader)
+        reader.start()

@@ -1,0 +1,540 @@
+/* fake.c - see fake.h. A socket is a struct with queues; a lane is a queue that a PUSH owns and a PULL reads. */
+#include "fake.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "zmqdefs.h"
+
+enum { FRAMES_MAX = 4, SOCKETS_MAX = 256, LANES_MAX = 8, NAME_MAX_BYTES = 64, RELEASE_ONE_IN = 4 };
+
+struct message {
+    struct message *next;
+    int n, taken;                    /* frames; those that were received already */
+    pccl_msg frame[FRAMES_MAX];
+};
+
+struct queue {
+    struct message *head, *tail;
+    int n;
+};
+
+struct socket;
+
+struct lane {
+    struct socket *to;               /* NULL: not connected, or cut */
+    char endpoint[NAME_MAX_BYTES];
+    bool up;
+    struct queue queue;
+};
+
+struct socket {
+    void *context;
+    int type, hwm;
+    char bound[NAME_MAX_BYTES];
+    struct socket *peer;             /* PAIR */
+    struct queue in;                 /* PAIR; PULL: injected */
+    struct lane lanes[LANES_MAX];    /* PUSH */
+    int n_lanes;
+    struct message *partial;         /* PUSH, PAIR: first frames sent; PULL: frames not yet received */
+    int partial_lane;
+    struct socket *monitor;
+};
+
+static struct {
+    uint64_t state;
+    struct socket *sockets[SOCKETS_MAX];
+    unsigned n_sockets, n_contexts, n_names;
+    unsigned refuse_percent;
+    int fail_call, fail_second;
+    struct queue graveyard;          /* arrived, not yet released */
+} world;
+
+/* ---- chance, queues ---- */
+
+uint32_t fake_random(uint32_t bound)
+{
+    world.state ^= world.state << 13;
+    world.state ^= world.state >> 7;
+    world.state ^= world.state << 17;
+    return (uint32_t)((world.state >> 32) % bound);
+}
+
+static void append(struct queue *queue, struct message *message)
+{
+    message->next = NULL;
+    if (queue->tail != NULL)
+        queue->tail->next = message;
+    else
+        queue->head = message;
+    queue->tail = message;
+    queue->n++;
+}
+
+static struct message *take(struct queue *queue)
+{
+    struct message *message = queue->head;
+    if (message == NULL)
+        return NULL;
+    queue->head = message->next;
+    if (queue->head == NULL)
+        queue->tail = NULL;
+    queue->n--;
+    return message;
+}
+
+static void destroy(struct message *message)
+{
+    int i;
+    for (i = 0; i < message->n; i++)
+        fake_table()->msg_close(&message->frame[i]);
+    free(message);
+}
+
+static void bury(struct queue *queue)
+{
+    struct message *message;
+    while ((message = take(queue)) != NULL)
+        append(&world.graveyard, message);
+}
+
+static struct message *new_message(void)
+{
+    struct message *message = calloc(1, sizeof *message);
+    if (message == NULL)
+        abort();                     /* the test's own memory */
+    return message;
+}
+
+static bool should_fail(void)
+{
+    return world.fail_call >= 0 && world.fail_call-- == 0;
+}
+
+static int fail(int error)
+{
+    errno = error;
+    return -1;
+}
+
+/* ---- contexts and sockets ---- */
+
+static void *ctx_new(void)
+{
+    if (should_fail())
+        return NULL;
+    world.n_contexts++;
+    return malloc(1);
+}
+
+static int ctx_set(void *context, int option, int value)
+{
+    (void)context;
+    (void)option;
+    (void)value;
+    return should_fail() ? fail(EINVAL) : 0;
+}
+
+static int ctx_term(void *context)
+{
+    struct message *message;
+    unsigned i;
+    for (i = 0; i < world.n_sockets; i++)
+        if (world.sockets[i]->context == context)
+            abort();                 /* libzmq would wait for ever */
+    while ((message = take(&world.graveyard)) != NULL)
+        destroy(message);
+    world.n_contexts--;
+    free(context);
+    return 0;
+}
+
+static struct socket *add_socket(void *context, int type)
+{
+    struct socket *socket = calloc(1, sizeof *socket);
+    assert(socket != NULL && world.n_sockets < SOCKETS_MAX);
+    socket->context = context;
+    socket->type = type;
+    socket->hwm = 1000;
+    world.sockets[world.n_sockets++] = socket;
+    return socket;
+}
+
+static void *open_socket(void *context, int type)
+{
+    return should_fail() ? NULL : add_socket(context, type);
+}
+
+static struct socket *find_bound(const void *context, const char *name)
+{
+    bool local = strncmp(name, "inproc://", 9) == 0;
+    unsigned i;
+    for (i = 0; i < world.n_sockets; i++)
+        if (strcmp(world.sockets[i]->bound, name) == 0
+            && (!local || world.sockets[i]->context == context))
+            return world.sockets[i];
+    return NULL;
+}
+
+static void notify(const struct socket *push, uint16_t event, const char *endpoint)
+{
+    struct message *message;
+    if (push->monitor == NULL || push->monitor->peer == NULL)
+        return;
+    message = new_message();
+    message->n = 2;
+    if (fake_table()->msg_init_size(&message->frame[0], 6) < 0
+        || fake_table()->msg_init_size(&message->frame[1], strlen(endpoint)) < 0)
+        abort();
+    memset(fake_table()->msg_data(&message->frame[0]), 0, 6);
+    memcpy(fake_table()->msg_data(&message->frame[0]), &event, sizeof event);
+    memcpy(fake_table()->msg_data(&message->frame[1]), endpoint, strlen(endpoint));
+    pccl_plain_set_more(&message->frame[0], 1);
+    append(&push->monitor->peer->in, message);
+}
+
+static void cut(struct socket *push, struct lane *lane)
+{
+    lane->up = false;
+    lane->to = NULL;
+    bury(&lane->queue);
+    notify(push, ZMQ_EVENT_DISCONNECTED, lane->endpoint);
+}
+
+/* Cuts the lanes that lead to a socket. */
+static void cut_lanes_to(const struct socket *pull)
+{
+    unsigned i;
+    int j;
+    for (i = 0; i < world.n_sockets; i++)
+        for (j = 0; j < world.sockets[i]->n_lanes; j++)
+            if (world.sockets[i]->lanes[j].to == pull)
+                cut(world.sockets[i], &world.sockets[i]->lanes[j]);
+}
+
+static int close_socket(void *handle)
+{
+    struct socket *socket = handle;
+    unsigned i;
+    int j;
+    assert(socket->monitor == NULL);     /* the monitor is to be stopped first */
+    cut_lanes_to(socket);
+    for (j = 0; j < socket->n_lanes; j++)
+        bury(&socket->lanes[j].queue);
+    bury(&socket->in);
+    if (socket->partial != NULL)
+        append(&world.graveyard, socket->partial);
+    if (socket->peer != NULL)
+        socket->peer->peer = NULL;
+    for (i = 0; world.sockets[i] != socket; i++)
+        continue;
+    world.sockets[i] = world.sockets[--world.n_sockets];
+    free(socket);
+    return 0;
+}
+
+static int set_option(void *handle, int option, const void *value, size_t size)
+{
+    struct socket *socket = handle;
+    if (should_fail())
+        return fail(EINVAL);
+    if (option == ZMQ_SNDHWM) {
+        assert(size == sizeof(int));
+        memcpy(&socket->hwm, value, sizeof(int));
+    }
+    return 0;
+}
+
+static bool has_room(const struct socket *push, int lane)
+{
+    return push->lanes[lane].up && push->lanes[lane].queue.n < push->hwm;
+}
+
+static int get_option(void *handle, int option, void *value, size_t *size)
+{
+    const struct socket *socket = handle;
+    int events = 0, i;
+    if (option == ZMQ_LAST_ENDPOINT) {
+        *size = strlen(socket->bound) + 1;
+        memcpy(value, socket->bound, *size);
+        return 0;
+    }
+    assert(option == ZMQ_EVENTS && socket->type == ZMQ_PUSH);
+    for (i = 0; i < socket->n_lanes; i++)
+        if (has_room(socket, i))
+            events = ZMQ_POLLOUT;
+    memcpy(value, &events, sizeof events);
+    return 0;
+}
+
+static int bind_socket(void *handle, const char *endpoint)
+{
+    struct socket *socket = handle;
+    if (should_fail())
+        return fail(EADDRINUSE);
+    if (strchr(endpoint, '*') != NULL)
+        (void)snprintf(socket->bound, sizeof socket->bound, "tcp://fake:%u", ++world.n_names);
+    else
+        (void)snprintf(socket->bound, sizeof socket->bound, "%s", endpoint);
+    return 0;
+}
+
+static int connect_socket(void *handle, const char *endpoint)
+{
+    struct socket *socket = handle, *to = find_bound(socket->context, endpoint);
+    if (should_fail())
+        return fail(EINVAL);
+    if (socket->type == ZMQ_PAIR) {
+        assert(to != NULL && to->peer == NULL);
+        socket->peer = to;
+        to->peer = socket;
+        return 0;
+    }
+    assert(socket->type == ZMQ_PUSH && socket->n_lanes < LANES_MAX);
+    socket->lanes[socket->n_lanes].to = to;
+    (void)snprintf(socket->lanes[socket->n_lanes++].endpoint, NAME_MAX_BYTES, "%s", endpoint);
+    if (to == NULL)
+        notify(socket, ZMQ_EVENT_CLOSED, endpoint);
+    return 0;
+}
+
+static int monitor_socket(void *handle, const char *endpoint, int events)
+{
+    struct socket *socket = handle;
+    (void)events;
+    if (endpoint == NULL) {
+        if (socket->monitor != NULL)
+            (void)close_socket(socket->monitor);
+        socket->monitor = NULL;
+        return 0;
+    }
+    if (should_fail())
+        return fail(EINVAL);
+    socket->monitor = add_socket(socket->context, ZMQ_PAIR);
+    (void)snprintf(socket->monitor->bound, NAME_MAX_BYTES, "%s", endpoint);
+    return 0;
+}
+
+static int poll_nothing(pccl_pollitem *items, int n, long timeout_ms)
+{
+    (void)items;
+    (void)n;
+    (void)timeout_ms;
+    abort();                         /* engines of the fake are stepped, never run */
+}
+
+/* ---- sending and receiving ---- */
+
+/* A lane with room, by chance, or -1. */
+static int pick_lane(const struct socket *push)
+{
+    int i, n = 0, picked = -1;
+    for (i = 0; i < push->n_lanes; i++)
+        if (has_room(push, i) && fake_random((uint32_t)++n) == 0)
+            picked = i;
+    return picked;
+}
+
+/* The queue that a first frame goes to, or NULL for EAGAIN. */
+static struct queue *pick_queue(struct socket *socket)
+{
+    if (socket->type == ZMQ_PAIR)
+        return socket->peer != NULL ? &socket->peer->in : NULL;
+    if (fake_random(100) < world.refuse_percent)
+        return NULL;
+    socket->partial_lane = pick_lane(socket);
+    return socket->partial_lane >= 0 ? &socket->lanes[socket->partial_lane].queue : NULL;
+}
+
+static int msg_send(pccl_msg *msg, void *handle, int flags)
+{
+    struct socket *socket = handle;
+    struct message *message = socket->partial;
+    int size = (int)fake_table()->msg_size(msg);
+    struct queue *queue;
+    assert(flags & ZMQ_DONTWAIT);
+    if (message != NULL && world.fail_second >= 0 && world.fail_second-- == 0) {
+        cut(socket, &socket->lanes[socket->partial_lane]);
+        append(&world.graveyard, message);
+        socket->partial = NULL;
+        return fail(EAGAIN);
+    }
+    queue = message != NULL ? &socket->lanes[socket->partial_lane].queue : pick_queue(socket);
+    if (queue == NULL)
+        return fail(EAGAIN);
+    if (message == NULL)
+        message = new_message();
+    message->frame[message->n++] = *msg;
+    fake_table()->msg_init(msg);
+    pccl_plain_set_more(&message->frame[message->n - 1], flags & ZMQ_SNDMORE);
+    socket->partial = flags & ZMQ_SNDMORE ? message : NULL;
+    if (socket->partial == NULL)
+        append(queue, message);
+    return size;
+}
+
+/* The next message for a PULL, from a lane that chance picks, or NULL. */
+static struct message *pick_message(struct socket *pull)
+{
+    struct queue *picked = pull->in.n > 0 ? &pull->in : NULL;
+    uint32_t n = picked != NULL;
+    unsigned i;
+    int j;
+    for (i = 0; i < world.n_sockets; i++)
+        for (j = 0; j < world.sockets[i]->n_lanes; j++) {
+            struct lane *lane = &world.sockets[i]->lanes[j];
+            if (lane->to == pull && lane->queue.n > 0 && fake_random(++n) == 0)
+                picked = &lane->queue;
+        }
+    return picked != NULL ? take(picked) : NULL;
+}
+
+static int msg_recv(pccl_msg *msg, void *handle, int flags)
+{
+    struct socket *socket = handle;
+    struct message *message = socket->partial;
+    pccl_msg *frame;
+    size_t size;
+    assert(flags & ZMQ_DONTWAIT);
+    if (message == NULL)
+        message = socket->type == ZMQ_PULL ? pick_message(socket) : take(&socket->in);
+    if (message == NULL)
+        return fail(EAGAIN);
+    frame = &message->frame[message->taken++];
+    size = fake_table()->msg_size(frame);
+    fake_table()->msg_close(msg);
+    if (fake_table()->msg_init_size(msg, size) < 0) {
+        message->taken--;
+        socket->partial = message;
+        fake_table()->msg_init(msg);
+        return fail(ENOMEM);
+    }
+    if (size > 0)
+        memcpy(fake_table()->msg_data(msg), fake_table()->msg_data(frame), size);
+    pccl_plain_set_more(msg, fake_table()->msg_more(frame));
+    socket->partial = message->taken < message->n ? message : NULL;
+    if (socket->partial == NULL)
+        append(&world.graveyard, message);
+    return (int)size;
+}
+
+static int get_errno(void)
+{
+    return errno;
+}
+
+/* ---- the test's side ---- */
+
+void fake_reset(uint64_t seed)
+{
+    assert(world.n_sockets == 0 && world.n_contexts == 0 && world.graveyard.n == 0);
+    memset(&world, 0, sizeof world);
+    world.state = seed * UINT64_C(0x9e3779b97f4a7c15) + 1;
+    world.fail_call = world.fail_second = -1;
+}
+
+const pccl_zmq *fake_table(void)
+{
+    static pccl_zmq table;
+    if (table.ctx_new == NULL) {
+        pccl_plain_fill(&table);
+        table.ctx_set = ctx_set;
+        table.ctx_term = ctx_term;
+        table.socket = open_socket;
+        table.close = close_socket;
+        table.setsockopt = set_option;
+        table.getsockopt = get_option;
+        table.bind = bind_socket;
+        table.connect = connect_socket;
+        table.socket_monitor = monitor_socket;
+        table.poll = poll_nothing;
+        table.msg_send = msg_send;
+        table.msg_recv = msg_recv;
+        table.errno_ = get_errno;
+        table.ctx_new = ctx_new;
+    }
+    return &table;
+}
+
+void fake_refuse(unsigned percent)
+{
+    world.refuse_percent = percent;
+}
+
+bool fake_tick(void)
+{
+    struct queue still = {NULL, NULL, 0};
+    struct message *message;
+    bool waiting = false;
+    unsigned i;
+    int j;
+    while ((message = take(&world.graveyard)) != NULL) {
+        if (fake_random(RELEASE_ONE_IN) == 0)
+            destroy(message);
+        else
+            append(&still, message);
+    }
+    world.graveyard = still;
+    for (i = 0; i < world.n_sockets; i++)
+        for (j = 0; j < world.sockets[i]->n_lanes; j++) {
+            struct lane *lane = &world.sockets[i]->lanes[j];
+            if (lane->to != NULL && !lane->up) {
+                lane->up = fake_random(2) == 0;
+                waiting = true;
+            }
+        }
+    return waiting || still.n > 0;
+}
+
+bool fake_cut(const char *endpoint)
+{
+    unsigned i;
+    int j;
+    for (i = 0; i < world.n_sockets; i++)
+        for (j = 0; j < world.sockets[i]->n_lanes; j++) {
+            struct lane *lane = &world.sockets[i]->lanes[j];
+            if (lane->to != NULL && strcmp(lane->endpoint, endpoint) == 0) {
+                cut(world.sockets[i], lane);
+                return true;
+            }
+        }
+    return false;
+}
+
+void fake_fail_call(int nth)
+{
+    world.fail_call = nth;
+}
+
+void fake_fail_second_frame(int nth)
+{
+    world.fail_second = nth;
+}
+
+void fake_inject(const char *endpoint, const void *header, size_t header_bytes, const void *payload,
+                 size_t payload_bytes)
+{
+    struct message *message = new_message();
+    struct socket *pull = find_bound(NULL, endpoint);
+    assert(pull != NULL);
+    message->n = payload != NULL ? 2 : 1;
+    if (fake_table()->msg_init_size(&message->frame[0], header_bytes) < 0)
+        abort();
+    if (header_bytes > 0)
+        memcpy(fake_table()->msg_data(&message->frame[0]), header, header_bytes);
+    if (payload != NULL) {
+        if (fake_table()->msg_init_size(&message->frame[1], payload_bytes) < 0)
+            abort();
+        memcpy(fake_table()->msg_data(&message->frame[1]), payload, payload_bytes);
+        pccl_plain_set_more(&message->frame[0], 1);
+    }
+    append(&pull->in, message);
+}
+
+unsigned fake_open(void)
+{
+    return world.n_sockets + world.n_contexts;
+}

@@ -1,0 +1,45 @@
+/* fake.h - a network in memory that stands in for ZeroMQ: deterministic, in one thread, and nasty on request.
+ *
+ * fake_table() fills the engine's function table. Several engines may be made with it; their messages move when
+ * they are stepped, in an order that depends on the seed alone. Lanes have room for SNDHWM messages each, a
+ * receiver takes from whichever lane chance picks, connections stand only after a while, and bytes that were sent by
+ * reference are released only some time after they have arrived. */
+#ifndef PCCL_FAKE_H
+#define PCCL_FAKE_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "pccl.h"
+
+/* Starts a new world, which must be empty. Faults are off. */
+void fake_reset(uint64_t seed);
+
+const pccl_zmq *fake_table(void);
+
+/* A number below `bound`. */
+uint32_t fake_random(uint32_t bound);
+
+/* So many of 100 sends say EAGAIN without a reason. */
+void fake_refuse(unsigned percent);
+
+/* Time passes: connections come to stand, bytes are released. Whether any still has to. */
+bool fake_tick(void);
+
+/* Cuts a lane that leads to the endpoint, with what is queued in it. False when there is none. */
+bool fake_cut(const char *endpoint);
+
+/* The nth call from now (0: the next one) of setsockopt, socket, connect, bind or ctx_set fails. */
+void fake_fail_call(int nth);
+
+/* The nth second frame from now is refused: its lane goes just then. */
+void fake_fail_second_frame(int nth);
+
+/* Puts a message of one or two frames (payload not NULL) at the door of the PULL that is bound to the endpoint. */
+void fake_inject(const char *endpoint, const void *header, size_t header_bytes, const void *payload,
+                 size_t payload_bytes);
+
+/* Sockets and contexts that are open. */
+unsigned fake_open(void);
+
+#endif

@@ -1,0 +1,245 @@
+/* test_allreduce.c - all-reduces on the fake network: what comes out, whatever the network does meanwhile. */
+#include "check.h"
+#include "peers.h"
+
+#include <string.h>
+
+static struct job plain_job(uint64_t op, uint64_t count, bool in_place)
+{
+    struct job job = {0};
+    job.op = op;
+    job.tag = 100 + op;
+    job.seq = 10;
+    job.dtype = PCCL_F32;
+    job.redop = PCCL_SUM;
+    job.count = count;
+    job.in_place = in_place;
+    job.chunk_bytes = 1024;
+    return job;
+}
+
+/* Runs one all-reduce in a world of its own. */
+static void run_one(struct job *job, int n, const pccl_options *options, unsigned refuse_percent, uint64_t seed)
+{
+    static struct peers peers;
+    int i;
+    job_make(job, n);
+    peers_open(&peers, n, options, seed);
+    fake_refuse(refuse_percent);
+    if (n > 1)
+        peers_connect_ring(&peers, 1 + (uint32_t)(seed % 3), 1 + (uint32_t)(seed % 4));
+    for (i = 0; i < n; i++) {
+        job_register(&peers, i, job);
+        job_start(&peers, i, job);
+    }
+    peers_run(&peers);
+    if (!CHECK(job_is_right(&peers, job)))
+        fprintf(stderr, "  n %d count %lu in place %d seed %lu\n", n, (unsigned long)job->count, job->in_place,
+                (unsigned long)seed);
+    CHECK(job_commit(&peers, job));
+    CHECK(job_is_right(&peers, job));
+    peers_close(&peers);
+    job_free(job);
+}
+
+static void test_sizes(void)
+{
+    static const int ns[] = {1, 2, 3, 5, 8};
+    pccl_options options = peers_options();
+    uint64_t seed = 1;
+    size_t i, j;
+    int in_place;
+    for (i = 0; i < sizeof ns / sizeof *ns; i++) {
+        uint64_t n = (uint64_t)ns[i];
+        uint64_t counts[] = {0, 1, n - 1, n, n + 1, 63, 64, 65, 1000, 64 * n, 64 * n + 1};
+        for (j = 0; j < sizeof counts / sizeof *counts; j++)
+            for (in_place = 0; in_place < 2; in_place++) {
+                struct job job = plain_job(1, counts[j], in_place);
+                run_one(&job, ns[i], &options, in_place ? 40 : 0, seed++);
+            }
+    }
+}
+
+static void test_large(void)
+{
+    pccl_options options = peers_options();
+    struct job job;
+    int n;
+    for (n = 2; n <= 8; n += 3) {
+        job = plain_job(1, 203530, n != 5);
+        job.chunk_bytes = 65536;
+        run_one(&job, n, &options, 10, 7);
+    }
+}
+
+static void test_types(void)
+{
+    pccl_options options = peers_options();
+    int dtype, redop;
+    for (dtype = PCCL_U8; dtype <= PCCL_F64; dtype++)
+        for (redop = PCCL_SUM; redop <= PCCL_MIN; redop++) {
+            struct job job = plain_job(1, 777, (dtype + redop) % 2);
+            job.dtype = dtype;
+            job.redop = redop;
+            run_one(&job, 3, &options, 0, (uint64_t)(dtype * 5 + redop + 1));
+        }
+}
+
+/* The narrowest settings there can be, and settings under which everything or nothing is copied. */
+static void test_limits(void)
+{
+    pccl_options options = peers_options();
+    uint64_t seed;
+    for (seed = 1; seed <= 24; seed++) {
+        struct job job = plain_job(1, 5000, seed % 2);
+        options.forward_max = 1 + (uint32_t)(seed % 2);
+        options.copy_max = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 256 : 1 << 20;
+        job.chunk_bytes = seed % 4 == 0 ? 1 : 700;
+        run_one(&job, 2 + (int)(seed % 5), &options, 30, seed);
+    }
+}
+
+/* Several ops at once, started in another order by each peer. */
+static void test_concurrent(void)
+{
+    enum { JOBS = 6, N = 4 };
+    static struct peers peers;
+    struct job jobs[JOBS];
+    pccl_options options = peers_options();
+    uint64_t seed;
+    int i, j;
+    for (seed = 1; seed <= 5; seed++) {
+        peers_open(&peers, N, &options, seed);
+        fake_refuse(20);
+        peers_connect_ring(&peers, 2, 2);
+        for (j = 0; j < JOBS; j++) {
+            jobs[j] = plain_job((uint64_t)(j + 1), (uint64_t)(j * 400), j % 2);
+            jobs[j].seq = 20 + (uint64_t)j;
+            job_make(&jobs[j], N);
+            for (i = 0; i < N; i++)
+                job_register(&peers, i, &jobs[j]);
+        }
+        for (i = 0; i < N; i++)
+            for (j = 0; j < JOBS; j++)
+                job_start(&peers, i, &jobs[(j * (i % 2 ? 5 : 1) + i) % JOBS]);
+        peers_run(&peers);
+        for (j = 0; j < JOBS; j++)
+            CHECK(job_is_right(&peers, &jobs[j]));
+        for (j = 0; j < JOBS; j++)
+            CHECK(job_commit(&peers, &jobs[j]));
+        peers_close(&peers);
+        for (j = 0; j < JOBS; j++)
+            job_free(&jobs[j]);
+    }
+}
+
+/* START reaches some peers only when the others can do no more without them. */
+static void test_early_chunks(void)
+{
+    static struct peers peers;
+    pccl_options options = peers_options();
+    uint64_t seed;
+    int i, n;
+    for (seed = 1; seed <= 40; seed++) {
+        struct job job = plain_job(1, seed % 7 * 150, seed % 2);
+        n = 2 + (int)(seed % 4);
+        job.chunk_bytes = seed % 3 ? 4096 : 256;
+        job_make(&job, n);
+        peers_open(&peers, n, &options, seed);
+        peers_connect_ring(&peers, 2, 2);
+        for (i = 0; i < n; i++)
+            job_register(&peers, i, &job);
+        for (i = 0; i < n; i++)
+            if (!(seed >> i & 1))
+                job_start(&peers, i, &job);
+        peers_run(&peers);
+        for (i = 0; i < n; i++)
+            if (seed >> i & 1) {
+                CHECK(peers.peer[i].n_events == 0);
+                job_start(&peers, i, &job);
+                peers_run(&peers);
+            }
+        CHECK(job_is_right(&peers, &job));
+        CHECK(job_commit(&peers, &job));
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+/* Two rings in opposite directions share out the data. */
+static void test_two_rings(void)
+{
+    enum { N = 5 };
+    static struct peers peers;
+    pccl_options options = peers_options();
+    uint64_t seed;
+    int i;
+    for (seed = 1; seed <= 10; seed++) {
+        struct job job = plain_job(1, 3000 + seed, seed % 2);
+        job_make(&job, N);
+        peers_open(&peers, N, &options, seed);
+        peers_connect_ring(&peers, 1, 2);
+        for (i = 0; i < N; i++) {
+            pccl_order order = {0};
+            peers_stream(&peers, i, (i + N - 1) % N, 2, 2, 1);
+            job_register(&peers, i, &job);
+            order.kind = PCCL_START;
+            order.op = job.op;
+            order.seq = job.seq;
+            order.epoch = TEST_EPOCH;
+            order.chunk_bytes = 512;
+            order.n_rings = 2;
+            order.rings[0].stream = 1;
+            order.rings[0].position = (uint32_t)i;
+            order.rings[1].stream = 2;
+            order.rings[1].position = (uint32_t)(N - 1 - i);
+            order.rings[0].members = order.rings[1].members = N;
+            order.rings[0].count = order.rings[1].begin = 64 * 17;
+            order.rings[1].count = job.count - 64 * 17;
+            peers_order(&peers, i, &order);
+        }
+        peers_run(&peers);
+        CHECK(job_is_right(&peers, &job));
+        CHECK(job_commit(&peers, &job));
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+/* What an event says of bytes: 2(n-1)/n of the data in and out. */
+static void test_byte_counts(void)
+{
+    static struct peers peers;
+    pccl_options options = peers_options();
+    struct job job = plain_job(1, 64 * 4, true);
+    int i;
+    job_make(&job, 4);
+    peers_open(&peers, 4, &options, 3);
+    peers_connect_ring(&peers, 1, 4);
+    for (i = 0; i < 4; i++) {
+        job_register(&peers, i, &job);
+        job_start(&peers, i, &job);
+    }
+    peers_run(&peers);
+    CHECK(job_commit(&peers, &job));
+    for (i = 0; i < 4; i++) {
+        CHECK(peers_event(&peers, i, PCCL_SETTLED, 1)->tx_bytes == 6 * 64 * sizeof(float));
+        CHECK(peers_event(&peers, i, PCCL_SETTLED, 1)->rx_bytes == 6 * 64 * sizeof(float));
+        CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
+    }
+    peers_close(&peers);
+    job_free(&job);
+}
+
+int main(void)
+{
+    test_sizes();
+    test_large();
+    test_types();
+    test_limits();
+    test_concurrent();
+    test_early_chunks();
+    test_two_rings();
+    test_byte_counts();
+    return check_report("allreduce");
+}
