@@ -12,7 +12,7 @@ from pccl.errors import (
     TooFewPeersError,
     UnsupportedError,
 )
-from pccl.master import MasterNode
+from pccl.master_node import MasterNode
 from pccl.shared_state import SharedState, TensorInfo
 from pccl.types import (
     Attribute,

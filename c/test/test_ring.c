@@ -1,0 +1,114 @@
+/* test_ring.c - the geometry of rings, sets of granules, and the message header's bytes. */
+#include "check.h"
+
+#include <string.h>
+
+#include "pccl.h"
+#include "ring.h"
+#include "wire.h"
+
+static void test_bounds(void)
+{
+    static const uint64_t counts[] = {0, 1, 63, 64, 65, 127, 128, 1000, 203530, UINT64_C(1) << 40};
+    size_t i;
+    uint32_t n, s;
+    for (i = 0; i < sizeof counts / sizeof *counts; i++)
+        for (n = 1; n <= 70; n++) {
+            CHECK(ring_bound(counts[i], n, 0) == 0);
+            CHECK(ring_bound(counts[i], n, n) == counts[i]);
+            for (s = 0; s < n; s++) {
+                uint64_t low = ring_bound(counts[i], n, s), high = ring_bound(counts[i], n, s + 1);
+                CHECK(low <= high && (low % PCCL_QUANTUM == 0 || low == counts[i]));
+                CHECK(high - low <= counts[i] / n + 2 * PCCL_QUANTUM);
+            }
+        }
+    /* where the naive product would overflow */
+    CHECK(ring_bound(UINT64_MAX - 63, 4096, 2048) == UINT64_C(1) << 63);
+}
+
+static void test_positions(void)
+{
+    uint32_t n, s, p, hop;
+    for (n = 1; n <= 9; n++)
+        for (hop = 0; hop <= 2 * n; hop++)
+            for (p = 0; p < n; p++) {
+                s = ring_segment(n, p, hop);
+                CHECK(s < n && (s + hop + 1) % n == p);
+                CHECK(ring_receiver(n, s, hop) == p);
+            }
+}
+
+static void test_granules(void)
+{
+    uint64_t set[4], from, to, a, b;
+    for (from = 0; from < 200; from += 7)
+        for (to = from + 1; to <= 256; to += 13) {
+            memset(set, 0, sizeof set);
+            CHECK(!granules_any(set, from, to));
+            granules_add(set, from, to);
+            CHECK(granules_all(set, from, to) && granules_any(set, from, to));
+            CHECK(from == 0 || !granules_any(set, 0, from));
+            CHECK(to == 256 || !granules_any(set, to, 256));
+            CHECK(to == 256 || !granules_all(set, from, to + 1));
+            a = 0;
+            CHECK(granules_run(set, &a, &b, 256) && a == from && b == to);
+            a = b;
+            CHECK(!granules_run(set, &a, &b, 256));
+        }
+    CHECK(granules(0) == 0 && granules(1) == 1 && granules(64) == 1 && granules(65) == 2);
+    CHECK(granule_words(0) == 0 && granule_words(64) == 1 && granule_words(65) == 2);
+}
+
+/* The bytes of a header are part of the protocol. */
+static void test_wire(void)
+{
+    static const unsigned char golden[WIRE_HEADER_BYTES] = {
+        0x50, 0x43, 0x43, 0x4c, 0x01, 0x02, 0x01, 0x00,
+        0x08, 0x07, 0x06, 0x05, 0x04, 0x03, 0x02, 0x01,
+        0x18, 0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11,
+        0x28, 0x27, 0x26, 0x25, 0x24, 0x23, 0x22, 0x21,
+        0x34, 0x33, 0x32, 0x31, 0x42, 0x41, 0x52, 0x51,
+        0x62, 0x61, 0x00, 0x00, 0x74, 0x73, 0x72, 0x71,
+        0x88, 0x87, 0x86, 0x85, 0x84, 0x83, 0x82, 0x81,
+        0x94, 0x93, 0x92, 0x91, 0x00, 0x00, 0x00, 0x00};
+    struct wire_header header = {0}, back = {0};
+    unsigned char bytes[WIRE_HEADER_BYTES];
+    int i;
+    header.kind = WIRE_CHUNK;
+    header.ring = 2;
+    header.run = UINT64_C(0x0102030405060708);
+    header.seq = UINT64_C(0x1112131415161718);
+    header.tag = UINT64_C(0x2122232425262728);
+    header.epoch = 0x31323334;
+    header.segment = 0x4142;
+    header.hop = 0x5152;
+    header.members = 0x6162;
+    header.piece = 0x71727374;
+    header.offset = UINT64_C(0x8182838485868788);
+    header.length = 0x91929394;
+    wire_encode(&header, bytes);
+    CHECK(memcmp(bytes, golden, sizeof golden) == 0);
+    CHECK(wire_decode(&back, bytes));
+    CHECK(back.kind == header.kind && back.ring == 2 && back.run == header.run && back.seq == header.seq
+          && back.tag == header.tag && back.epoch == header.epoch && back.segment == header.segment
+          && back.hop == header.hop && back.members == header.members && back.piece == header.piece
+          && back.offset == header.offset && back.length == header.length);
+    wire_set_hop(bytes, 0x0304);
+    CHECK(wire_decode(&back, bytes) && back.hop == 0x0304 && back.segment == header.segment);
+    /* magic, kind, version and what must be zero */
+    for (i = 0; i < WIRE_HEADER_BYTES; i++)
+        if (i < 5 || i == 6 || i == 7 || i == 42 || i == 43 || i >= 60) {
+            memcpy(bytes, golden, sizeof golden);
+            bytes[i] ^= 0x80;
+            CHECK(!wire_decode(&back, bytes));
+        }
+}
+
+int main(void)
+{
+    test_bounds();
+    test_positions();
+    test_granules();
+    test_wire();
+    return check_report("ring");
+}

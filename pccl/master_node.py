@@ -1,0 +1,117 @@
+"""`MasterNode`: the master of a run, in a program of your own."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import threading
+from types import FrameType, TracebackType
+
+from pccl.errors import error_for
+from pccl.runtime.config import Config
+from pccl.runtime.server import Server
+from pccl.text import parse_address
+from pccl.types import Result
+
+_running: set[MasterNode] = set()  # a running master outlives every other reference to it
+
+
+class MasterNode:
+    """The master: peers meet here. It moves no bulk data and needs next to no memory.
+
+        master = MasterNode("0.0.0.0:48148")
+        master.run()
+        ...
+        master.interrupt()
+
+    or `with MasterNode("127.0.0.1:0") as master: ... master.address`. A master that runs keeps the
+    process alive until it is interrupted; Ctrl-C and SIGTERM end it cleanly.
+
+    Args:
+        listen_address: `host:port`; port 0 takes a free one (see `address`).
+
+    Raises:
+        AssertionError: `listen_address` has no colon.
+        ValueError: `listen_address` is malformed otherwise.
+    """
+
+    def __init__(self, listen_address: str) -> None:
+        self._host, self._port = parse_address(listen_address)
+        self._server: Server | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """`host:port` as peers on this machine reach it; the real port once it runs."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}.get(self._host, self._host)
+        port = self._server.port if self._server is not None else self._port
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def run(self) -> None:
+        """Starts to serve in the background and returns.
+
+        Raises:
+            PCCLError: INVALID_USAGE when it runs already or the address cannot be listened on.
+        """
+        if self._server is not None:
+            raise error_for(Result.INVALID_USAGE, "MasterNode.run", "this master runs already")
+        try:
+            self._server = Server(self._host, self._port, Config.from_env())
+        except OSError as error:
+            why = f"{error.strerror}: is another master running there? Choose another port, or port 0"
+            raise error_for(Result.INVALID_USAGE, "MasterNode.run", why) from None
+        self._thread = threading.Thread(target=self._server.serve, name="pccl-master", daemon=True)
+        self._thread.start()
+        _running.add(self)
+
+    def interrupt(self) -> None:
+        """Stops serving; all peers lose their master. The port is free again when this returns. Idempotent.
+
+        Raises:
+            PCCLError: INVALID_USAGE when `run` was never called.
+        """
+        if self._server is None or self._thread is None:
+            why = "this master does not run: call run() first"
+            raise error_for(Result.INVALID_USAGE, "MasterNode.interrupt", why)
+        self._server.stop()
+        self._thread.join()
+        _running.discard(self)
+
+    def wait(self) -> None:
+        """Returns when the master has stopped; Ctrl-C is raised as KeyboardInterrupt."""
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(0.5)  # in slices, for a lock cannot be interrupted on Windows
+
+    def __enter__(self) -> MasterNode:
+        self.run()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.interrupt()
+
+
+def serve_until_signal(master: MasterNode) -> None:
+    """Waits for a running master to end; Ctrl-C and SIGTERM interrupt it."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        master.wait()
+    except KeyboardInterrupt:
+        master.interrupt()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@atexit.register
+def _serve_on() -> None:
+    """A script whose main() only calls run() expects the master to serve on."""
+    for master in list(_running):
+        serve_until_signal(master)
