@@ -1,4 +1,4 @@
-"""All but two facts are in pyproject.toml: where the cffi builder is, and when the wheel may be abi3."""
+"""What pyproject.toml cannot say: where the cffi builder is, when the wheel may be abi3."""
 
 import sysconfig
 

@@ -40,7 +40,9 @@ from pccl.version import __version__
 
 log = logging.getLogger("pccl")
 
-WELCOME_TIMEOUT_S = 10.0  # for the master's first answer; admission, later, may take as long as it takes
+WELCOME_TIMEOUT_S = (
+    10.0  # for the master's first answer; admission, later, may take as long as it takes
+)
 ATTEMPT_INTERVAL_S = 1.0
 
 
@@ -118,15 +120,16 @@ class Communicator:
     # ---- joining and leaving ----
 
     def connect(self, n_attempts: int = 5) -> None:
-        """Joins the run; returns when all accepted peers have admitted this one (`update_topology`).
+        """Joins the run; returns when all accepted peers have admitted this one.
 
-        The first peer of a run is accepted at once.
+        They admit it by `update_topology`; the first peer of a run is accepted at once.
 
         Args:
             n_attempts: tries to reach the master, one second apart.
 
         Raises:
-            PCCLError: MASTER_CONNECTION_FAILED after the last attempt; INVALID_USAGE when already connected,
+            PCCLError: MASTER_CONNECTION_FAILED after the last attempt; INVALID_USAGE when already
+            connected,
                 or when the master refuses this peer (the message says why).
             ValueError: `n_attempts` is not positive, or a PCCL_ environment variable is malformed.
         """
@@ -145,8 +148,8 @@ class Communicator:
                 log.info("attempt %d of %d to reach the master: %s", attempt, n_attempts, error)
                 if attempt == n_attempts:
                     why = (
-                        f"no pccl master answers at {self._host}:{self._port} after {n_attempts} attempts "
-                        f"({error}): is it running there, and does a firewall let this peer through?"
+                        f"no pccl master answers at {self._host}:{self._port} after {n_attempts} "
+                        f"attempts ({error}): does it run, and does a firewall let us through?"
                     )
                     raise error_for(Result.MASTER_CONNECTION_FAILED, "connect", why) from None
             time.sleep(ATTEMPT_INTERVAL_S)
@@ -190,7 +193,7 @@ class Communicator:
         self._finalizer = weakref.finalize(self, client.close, "the communicator was deleted")
 
     def close(self) -> None:
-        """Leaves the run; collectives in progress fail and their buffers are restored. Idempotent."""
+        """Leaves the run; collectives in progress fail and are restored. Idempotent."""
         if self._client is not None:
             self._client.close("the communicator was closed")
         if self._finalizer is not None:
@@ -251,19 +254,21 @@ class Communicator:
         """Admits pending peers. Returns when all accepted peers of all groups have called it.
 
         Raises:
-            PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet this
+            PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
+            this
                 one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
         """
         client = self._exclusive("update_topology")
         self._vote("update_topology", client.update_topology)
 
     def are_peers_pending(self) -> bool:
-        """Whether peers wait to be admitted; the same answer for all accepted peers, who all must ask.
+        """Whether peers wait to be admitted: the same answer for all.
 
-        Collectives may run in other threads meanwhile.
+        All accepted peers of all groups must ask. Collectives may run in other threads meanwhile.
 
         Raises:
-            PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet this one).
+            PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
+            this one).
         """
         client = self._connected("are_peers_pending")
         return bool(self._vote("are_peers_pending", client.are_peers_pending).value)
@@ -286,9 +291,10 @@ class Communicator:
     ) -> SharedStateSyncInfo:
         """Makes the shared state of all peers of the group bit-identical.
 
-        Every peer offers digests of its entries; the content that is most common among those with the highest revision
-        wins (a tie goes to the peer that was accepted first). Peers that differ fetch exactly the entries that
-        differ, verify them, and only then overwrite their own. Memory: a copy of what differs, meanwhile.
+        Every peer offers digests of its entries; the content that is most common among those with
+        the highest revision wins (a tie goes to the peer that was accepted first). Peers that
+        differ fetch exactly the entries that differ, verify them, and only then overwrite their
+        own. Memory: a copy of what differs, meanwhile.
 
         Args:
             shared_state: must not change during the call; `revision` is set to the elected one.
@@ -298,7 +304,8 @@ class Communicator:
             Payload bytes sent and received by this peer; (0, 0) everywhere when all were equal.
 
         Raises:
-            PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS; INVALID_ARGUMENT (the revisions break the rules, or
+            PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS; INVALID_ARGUMENT (the revisions break the
+            rules, or
                 this peer's entries are not those of the others, which also drops it from the run).
         """
         client = self._exclusive("sync_shared_state")
@@ -328,7 +335,7 @@ class Communicator:
 
     @property
     def revision(self) -> int:
-        """The shared state's revision after the last synchronisation of this communicator; 0 before."""
+        """The shared state's revision after the last synchronisation; 0 before."""
         return self._shared_revision
 
     # ---- collectives ----
@@ -345,8 +352,9 @@ class Communicator:
     ) -> ReduceInfo:
         """Reduces `send` over all peers of the group into `recv`, bit-identical on all of them.
 
-        A ring all-reduce: reduce-scatter, then all-gather. When a peer is lost it fails on all survivors, `send`
-        holds what it held (in place too), `recv` out of place is unspecified, and calling again is enough.
+        A ring all-reduce: reduce-scatter, then all-gather. When a peer is lost it fails on all
+        survivors, `send` holds what it held (in place too), `recv` out of place is unspecified, and
+        calling again is enough.
 
         Args:
             send: contiguous numpy array or CPU torch tensor of any shape and a dtype of `DataType`.
@@ -360,8 +368,10 @@ class Communicator:
             The number of contributors, payload bytes sent and received by this peer.
 
         Raises:
-            PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched), RANK_CONNECTION_LOST (call again),
-                INVALID_ARGUMENT (the peers ask for different work, or the tag is in use), INVALID_USAGE.
+            PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
+            RANK_CONNECTION_LOST (call again),
+                INVALID_ARGUMENT (the peers ask for different work, or the tag is in use),
+                INVALID_USAGE.
             ValueError, AssertionError: the arrays do not fit each other.
             OverflowError: `tag` is negative or above 2**64 - 1.
         """
@@ -382,12 +392,15 @@ class Communicator:
         operand_descriptor: ReduceOperandDescriptor | None = None,
         quantization_options: QuantizationOptions | None = None,
     ) -> AsyncReduceHandle:
-        """Launches `all_reduce` and returns at once. The arrays must not be touched until `wait()` returns.
+        """Launches `all_reduce` and returns at once.
+
+        The arrays must not be touched until `wait()` returns.
 
         Any number may be outstanding, launched in any order on different peers; their tags differ.
 
         Raises:
-            PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use), INVALID_USAGE. What happens later is
+            PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use), INVALID_USAGE. What
+            happens later is
                 the handle's to tell.
             ValueError, AssertionError, OverflowError: as for `all_reduce`.
         """
@@ -399,8 +412,8 @@ class Communicator:
     ) -> ReduceInfo:
         """Runs several all-reduces, a few at a time, each again and again until it commits.
 
-        Each collective is averaged over those who contributed to it, which may differ between collectives when a
-        peer is lost in between.
+        Each collective is averaged over those who contributed to it, which may differ between
+        collectives when a peer is lost in between.
 
         Args:
             descriptors: in the same order on all peers; their tags differ.
@@ -448,7 +461,9 @@ class Communicator:
             Buffer.at(address, work.count, dtype, descriptor)
             for address in (descriptor.sendbuf_ptr, descriptor.recvbuf_ptr)
         )
-        return self._launch(name, (buffers[0], buffers[1]), work.op, work.tag, work.quantization_options)
+        return self._launch(
+            name, (buffers[0], buffers[1]), work.op, work.tag, work.quantization_options
+        )
 
     def _launch(
         self,
@@ -468,7 +483,7 @@ class Communicator:
             why = "quantisation is not there yet: leave quantization_options out"
             raise UnsupportedError(Result.INVALID_ARGUMENT, name, why)
         if client.world.local_size < 2:
-            why = "this peer is alone in its group: wait for others (are_peers_pending, update_topology)"
+            why = "this peer is alone in its group: admit others by update_topology() first"
             raise error_for(Result.TOO_FEW_PEERS, name, why)
         with self._lock:
             if tag in self._tags:
@@ -550,7 +565,8 @@ def _buffers(
         raise error_for(
             Result.INVALID_ARGUMENT,
             "all_reduce",
-            f"the operand descriptor says {operand.datatype.name}, the arrays are {buffers[0].dtype.name}",
+            f"the operand descriptor says {operand.datatype.name}, "
+            f"the arrays are {buffers[0].dtype.name}",
         )
     return buffers
 

@@ -58,14 +58,18 @@ class MasterNode:
         try:
             self._server = Server(self._host, self._port, Config.from_env())
         except OSError as error:
-            why = f"{error.strerror}: is another master running there? Choose another port, or port 0"
+            why = (
+                f"{error.strerror}: is another master running there? Choose another port, or port 0"
+            )
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", why) from None
         self._thread = threading.Thread(target=self._server.serve, name="pccl-master", daemon=True)
         self._thread.start()
         _running.add(self)
 
     def interrupt(self) -> None:
-        """Stops serving; all peers lose their master. The port is free again when this returns. Idempotent.
+        """Stops serving; all peers lose their master. Idempotent.
+
+        The port is free again when this returns.
 
         Raises:
             PCCLError: INVALID_USAGE when `run` was never called.

@@ -18,7 +18,7 @@ LEVELS = {
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """(host, port) of `host:port`, where host is a name, an IPv4 address, or an IPv6 address in brackets.
+    """(host, port) of `host:port`; host is a name, an IPv4 address, or an IPv6 one in brackets.
 
     Raises:
         AssertionError: there is no colon.
@@ -32,7 +32,9 @@ def parse_address(address: str) -> tuple[str, int]:
     elif ":" in host:
         raise ValueError(f"{address!r}: an IPv6 address must stand in brackets, as in [::1]:48148")
     if not host:
-        raise ValueError(f"{address!r} names no host; use 127.0.0.1, or 0.0.0.0 to listen everywhere")
+        raise ValueError(
+            f"{address!r} names no host; use 127.0.0.1, or 0.0.0.0 to listen everywhere"
+        )
     if not port.isascii() or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{address!r}: {port!r} is not a port number (0 to 65535)")
     return host, int(port)

@@ -1,4 +1,4 @@
-"""Peers for end-to-end tests: several communicators of one process, each driven by a thread of its own."""
+"""Peers for end-to-end tests: communicators of one process, each driven by its own thread."""
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from pccl.ext import tables
-
 from cluster import Cluster
+
+from pccl.ext import tables
 
 
 @pytest.fixture(params=["libzmq", "pyzmq"])

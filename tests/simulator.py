@@ -1,9 +1,10 @@
 """Whole runs of the real master core and real peer cores, from one seed, without I/O.
 
-Messages travel in queues, one for each direction of each connection, in order; connections are not ordered against each
-other. The lane engines are modelled by what the protocol may assume of them: a collective completes on a peer some time
-after all its members have started it, but maybe never once a member has died or given up; an aborted or
-committed op is settled some time later; a stream may break at any time. Each step draws one thing that can happen now.
+Messages travel in queues, one for each direction of each connection, in order; connections are not
+ordered against each other. The lane engines are modelled by what the protocol may assume of them: a
+collective completes on a peer some time after all its members have started it, but maybe never once
+a member has died or given up; an aborted or committed op is settled some time later; a stream may
+break at any time. Each step draws one thing that can happen now.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ class SimPeer:
         call, serve = self.number(), self.number("serve")
         end = yield from self.wait(call, self.core.sync(call, serve, offer))
         if isinstance(end, peer_core.Answer):
-            assert isinstance(end.value, tuple)
+            assert isinstance(end.value, peer_core.Synced)
             fetched = self.plan is not None and self.plan.fetch
-            self.content = (end.value[0], self.plan.digests[0].decode() if fetched else text)
+            self.content = (end.value.revision, self.plan.digests[0].decode() if fetched else text)
             self.run.check_content(self)
         self.plan = None
         return end
@@ -236,7 +237,9 @@ class Run:
         seq, ok = message.seq, message.ok
         assert self.outcomes.setdefault(seq, ok) == ok, f"two outcomes of collective {seq}"
         held = self.completed.get(seq, set())
-        assert not ok or peer.name in held, f"{seq} committed, but peer {peer.name} lacks the result"
+        assert not ok or peer.name in held, (
+            f"{seq} committed, but peer {peer.name} lacks the result"
+        )
 
     def check_content(self, peer: SimPeer) -> None:
         revision, content = peer.content

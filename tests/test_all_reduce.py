@@ -1,4 +1,4 @@
-"""all_reduce end to end: real sockets, every dtype and operation, against the oracle, bit for bit."""
+"""all_reduce end to end: real sockets, every dtype and operation, bit for bit as the oracle."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import itertools
 
 import numpy as np
 import oracle
-import pccl
 import pytest
-
 from cluster import Cluster
+
+import pccl
 
 DTYPES = dict(zip(oracle.DTYPES, pccl.DataType, strict=True))
 OPS = dict(zip(oracle.OPS, pccl.ReduceOp, strict=True))
@@ -18,7 +18,10 @@ OPS = dict(zip(oracle.OPS, pccl.ReduceOp, strict=True))
 def make(dtype: str, count: int, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     if dtype in oracle.FLOATS:
-        return oracle.encode(rng.standard_normal(count).astype(np.float64 if dtype == "float64" else np.float32), dtype)
+        return oracle.encode(
+            rng.standard_normal(count).astype(np.float64 if dtype == "float64" else np.float32),
+            dtype,
+        )
     info = np.iinfo(dtype)
     return rng.integers(info.min, info.max, count, dtype, endpoint=True)
 
@@ -92,7 +95,9 @@ def test_forty_tags_launched_in_opposite_orders(filling: str) -> None:
         def job(index: int, comm: pccl.Communicator) -> None:
             order = range(40) if index == 0 else reversed(range(40))
             handles = [
-                comm.all_reduce_async(sends[index], recvs[index][tag], op=pccl.ReduceOp.SUM, tag=tag)
+                comm.all_reduce_async(
+                    sends[index], recvs[index][tag], op=pccl.ReduceOp.SUM, tag=tag
+                )
                 for tag in order
             ]
             with pytest.raises(pccl.PCCLError, match="PENDING_ASYNC_OPS"):
@@ -133,11 +138,9 @@ def test_calls_that_never_meet_are_an_error_on_both() -> None:
 
         def job(index: int, comm: pccl.Communicator) -> None:
             array = np.ones(10, np.float32)
+            reduce = lambda: comm.all_reduce(array, array, op=pccl.ReduceOp.SUM)  # noqa: E731
             with pytest.raises(pccl.PCCLError, match="INVALID_USAGE") as caught:
-                if index:
-                    comm.update_topology()
-                else:
-                    comm.all_reduce(array, array, op=pccl.ReduceOp.SUM)
+                comm.update_topology() if index else reduce()
             assert "update_topology" in str(caught.value)
             assert "all_reduce" in str(caught.value)
             comm.all_reduce(array, array, op=pccl.ReduceOp.SUM)

@@ -1,8 +1,9 @@
-"""Who wins a synchronisation of the shared state, who receives what, and which revisions are legal."""
+"""Who wins a synchronisation, who receives what, and which revisions are legal."""
 
 from __future__ import annotations
 
 import pytest
+
 from pccl.protocol.election import Rejection, elect
 from pccl.protocol.messages import Entry, Offer
 

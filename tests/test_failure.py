@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-import pccl
 import pytest
-
 from cluster import Cluster, in_threads
+
+import pccl
 
 WORKER = Path(__file__).with_name("worker.py")
 PATIENCE_S = 40.0

@@ -7,9 +7,10 @@ import socket
 import subprocess
 import sys
 
-import pccl
 import pytest
 import zmq
+
+import pccl
 
 
 def test_misuse() -> None:
@@ -19,7 +20,7 @@ def test_misuse() -> None:
     master.run()
     with pytest.raises(pccl.PCCLError, match="runs already"):
         master.run()
-    with pytest.raises(pccl.PCCLError, match="cannot be listened on|in use|listen"):
+    with pytest.raises(pccl.PCCLError, match="cannot listen on"):
         pccl.MasterNode(master.address).run()
     master.interrupt()
     master.interrupt()
@@ -27,7 +28,12 @@ def test_misuse() -> None:
 
 @pytest.mark.parametrize(
     ("address", "error"),
-    [("localhost", AssertionError), ("localhost:x", ValueError), (":1", ValueError), ("::1:5", ValueError)],
+    [
+        ("localhost", AssertionError),
+        ("localhost:x", ValueError),
+        (":1", ValueError),
+        ("::1:5", ValueError),
+    ],
 )
 def test_bad_addresses(address: str, error: type[Exception]) -> None:
     with pytest.raises(error):
@@ -68,7 +74,10 @@ def started(*command: str) -> tuple[subprocess.Popen[str], str]:
     "command",
     [
         ("-m", "pccl.master", "--listen-address", "127.0.0.1:0"),
-        ("-c", "import pccl\nm = pccl.MasterNode('127.0.0.1:0')\nm.run()\nprint(m.address, flush=True)"),
+        (
+            "-c",
+            "import pccl; m = pccl.MasterNode('127.0.0.1:0'); m.run(); print(m.address, flush=True)",
+        ),
     ],
 )
 def test_a_master_lives_until_it_is_told_to_end(command: tuple[str, ...], number: int) -> None:

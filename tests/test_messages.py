@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from pccl.protocol import messages as m
 
 INFO = m.PeerInfo(3, 1, "10.0.0.2", 4000, "/tmp/x", "abc")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pccl
 import pytest
-
 from cluster import Cluster
+
+import pccl
 
 
 def state(*arrays: np.ndarray, revision: int = 0) -> pccl.SharedState:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator
 
 import pytest
+from simulator import End, Run, SimPeer
+
 from pccl.protocol import peer as core
 from pccl.types import Result
-
-from simulator import End, Run, SimPeer
 
 SEEDS = 400
 

@@ -1,4 +1,4 @@
-"""The repository checks itself: who imports whom, what fits in one sitting, what must not be there."""
+"""The repository checks itself: who imports whom, what fits in one sitting, what is banned."""
 
 from __future__ import annotations
 

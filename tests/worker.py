@@ -1,4 +1,4 @@
-"""A peer process for the failure tests: reduces without end and reports each step as a line of JSON.
+"""A peer process for the failure tests: reduces without end, reports each step as JSON.
 
 Contributions are powers of two, so that a result tells exactly who contributed. Run as
 
@@ -11,6 +11,7 @@ import json
 import sys
 
 import numpy as np
+
 import pccl
 
 

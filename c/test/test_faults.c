@@ -537,7 +537,7 @@ static void test_no_stream(void)
     peers_order(&peers, 0, &order);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 5) == 1);
-    for (nth = 0; nth < 14; nth++) {
+    for (nth = 0; nth < 15; nth++) {
         order.stream = 100 + (uint32_t)nth;
         order.lanes = 3;
         strcpy(order.endpoint, peers.peer[0].endpoint);
@@ -545,7 +545,7 @@ static void test_no_stream(void)
         fake_fail_call(nth);
         peers_run(&peers);
         fake_fail_call(-1);
-        CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == (nth < 13));
+        CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == (nth < 14));
     }
     order.kind = PCCL_CLOSE_STREAM;
     peers_order(&peers, 0, &order);

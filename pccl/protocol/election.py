@@ -1,11 +1,13 @@
 """The election of the shared state's content, and the rules of its revision. Pure functions.
 
-ENFORCE_POPULAR: the highest revision offered wins; among its holders, the content that most of them have;
-among equally popular contents, that of the peer that was accepted longest ago. So two fresh peers converge on the
-first one. Everyone who holds something else receives exactly the entries that differ.
+ENFORCE_POPULAR: the highest revision offered wins; among its holders, the content that most of them
+have; among equally popular contents, that of the peer that was accepted longest ago. So two fresh
+peers converge on the first one. Everyone who holds something else receives exactly the entries that
+differ.
 
-The revision of a group's first synchronisation may be anything (a run that resumes from a checkpoint). After that
-each synchronisation is exactly one higher; the same one again is legal only when a member joined since.
+The revision of a group's first synchronisation may be anything (a run that resumes from a
+checkpoint). After that each synchronisation is exactly one higher; the same one again is legal only
+when a member joined since.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pccl.protocol.messages import Entry, Offer
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one receiver fetches: entries by index, their elected digests, and who can serve them."""
+    """What one receiver fetches: entries by index, their elected digests, and from whom."""
 
     entries: tuple[int, ...]
     digests: tuple[bytes, ...]
@@ -55,7 +57,9 @@ def elect(offers: Mapping[int, Offer], last: int | None, joined: frozenset[int])
     for offer in current.values():
         key = _content(offer)
         popularity[key] = popularity.get(key, 0) + 1
-    elected = max(current, key=lambda peer: popularity[_content(current[peer])])  # first of the best
+    elected = max(
+        current, key=lambda peer: popularity[_content(current[peer])]
+    )  # first of the best
     reference = current[elected]
     content = _content(reference)
     holders = [peer for peer, offer in current.items() if _content(offer) == content]

@@ -1,24 +1,26 @@
 """The master's state machine: who is in the run, and what all have agreed on. No I/O.
 
-Theory of operation
--------------------
-The caller feeds three kinds of events, `hello`, `received` and `disconnected`, each naming a connection, and performs
-the actions that come back, in order. A connection stands for one peer for ever: a peer that comes back is a
-new peer.
+Theory of operation ------------------- The caller feeds three kinds of events, `hello`, `received`
+and `disconnected`, each naming a connection, and performs the actions that come back, in order. A
+connection stands for one peer for ever: a peer that comes back is a new peer.
 
-A peer is *pending* from its Hello until the accepted peers admit it, then *accepted* until it leaves, is kicked or lost.
-Accepted peers vote in rounds (rounds.py). Two kinds of agreement last longer than one vote:
+A peer is *pending* from its Hello until the accepted peers admit it, then *accepted* until it
+leaves, is kicked or lost. Accepted peers vote in rounds (rounds.py). Two kinds of agreement last
+longer than one vote:
 
-- A *running collective* begins when its start round commits and ends with one outcome for all. It commits if and only if
-  every surviving member holds the whole result. When a member is lost or votes that it cannot complete, the group's
-  *epoch* ends: every running collective of the group is interrupted, that is, members that have not voted yet stop
-  and say whether they hold the result. So a collective that all survivors completed still commits.
-- A *synchronisation* begins when its round commits and the election (election.py) has found who receives what. It ends
-  when all receivers have verified what they fetched. When a member is lost, or a fetch fails, the election is repeated
-  over the offers of the survivors: nothing has been overwritten yet, so these still hold.
+- A *running collective* begins when its start round commits and ends with one outcome for all. It
+  commits if and only if every surviving member holds the whole result. When a member is lost or
+  votes that it cannot complete, the group's *epoch* ends: every running collective of the group is
+  interrupted, that is, members that have not voted yet stop and say whether they hold the result.
+  So a collective that all survivors completed still commits.
+- A *synchronisation* begins when its round commits and the election (election.py) has found who
+  receives what. It ends when all receivers have verified what they fetched. When a member is lost,
+  or a fetch fails, the election is repeated over the offers of the survivors: nothing has been
+  overwritten yet, so these still hold.
 
-Invariants: one outcome for each seq; sequence numbers, peer numbers and epochs never repeat; revisions never go back
-while a holder lives; a message that is impossible in a peer's state drops that peer and nobody else.
+Invariants: one outcome for each seq; sequence numbers, peer numbers and epochs never repeat;
+revisions never go back while a holder lives; a message that is impossible in a peer's state drops
+that peer and nobody else.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Running:
-    """A collective between its start and its outcome: who is in it, and who says what of its end."""
+    """A collective between its start and its outcome, and who says what of its end."""
 
     seq: int
     group: int
@@ -112,7 +114,9 @@ class Master:
 
     def __init__(self, run: int) -> None:
         self.run = run
-        self.peers: dict[int, Peer] = {}  # in the order of registration, accepted ones before pending ones
+        self.peers: dict[
+            int, Peer
+        ] = {}  # in the order of registration, accepted ones before pending ones
         self._by_conn: dict[bytes, int] = {}
         self._groups: dict[int, Group] = {}
         self._rounds: dict[RoundId, Round[object]] = {}
@@ -196,8 +200,9 @@ class Master:
             )
         if self.peers and hello.arithmetic != self._arithmetic:
             return (
-                "this machine's arithmetic differs from that of the peers in the run (the kernel self-test "
-                "gave other bits), so results could not be bit-identical: rebuild pccl, compare `pccl doctor`"
+                "this machine's arithmetic differs from that of the peers in the run (the kernel "
+                "self-test gave other bits), so results could not be bit-identical: rebuild pccl, "
+                "compare `pccl doctor`"
             )
         return ""
 
@@ -298,7 +303,9 @@ class Master:
             return
         round_ = self._rounds.setdefault(round_id, Round(round_id))
         if number in round_.votes:
-            self._remove(number, f"it entered {round_.describe(number)} twice", Result.INVALID_USAGE)
+            self._remove(
+                number, f"it entered {round_.describe(number)} twice", Result.INVALID_USAGE
+            )
             return
         round_.votes[number] = Vote(call, payload)
         if not (self._mismatch(round_) or self._conflict(number, round_)):
@@ -334,7 +341,7 @@ class Master:
         )
 
     def _doom(self, rounds: list[Round[object]], result: Result, why: str) -> None:
-        """Ends rounds with an error for all voters, now, and for the other members when they come."""
+        """Ends rounds with an error: for all voters now, for other members when they come."""
         self._note(why)
         ids = frozenset(round_.id for round_ in rounds)
         voters = {number for round_ in rounds for number in round_.votes}
@@ -373,7 +380,9 @@ class Master:
     def _start(self, round_: Round[object]) -> None:
         group_number = round_.id.group
         assert group_number is not None
-        if len(round_.votes) == 1:  # peers that know they are alone do not vote: it has just happened
+        if (
+            len(round_.votes) == 1
+        ):  # peers that know they are alone do not vote: it has just happened
             lost = "; ".join(round_.lost) or "the others left before it voted"
             result, why = Result.RANK_CONNECTION_LOST, f"this peer is alone in its group: {lost}"
             self._answer(round_, lambda call: m.CallError(call, result.value, why))
@@ -474,7 +483,9 @@ class Master:
         sync = group.sync
         if sync is None or sync.seq != seq or number not in sync.fetching:
             if seq >= self._next_seq:
-                self._remove(number, f"it voted on transfer {seq} out of turn", Result.INTERNAL_ERROR)
+                self._remove(
+                    number, f"it voted on transfer {seq} out of turn", Result.INTERNAL_ERROR
+                )
             return  # a transfer that a newer plan made void, while the vote was on its way
         if ok:
             sync.fetching.discard(number)

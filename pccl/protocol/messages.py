@@ -1,8 +1,9 @@
 """What peers and the master say to each other, and how it is written.
 
-Every message is a frozen structure, sent as one MessagePack array that begins with its tag. Rules that keep old
-and new versions talking: tags are never reused, fields are only ever appended, an appended field has a
-default. `Hello` carries the protocol version and is the first message of every peer.
+Every message is a frozen structure, sent as one MessagePack array that begins with its tag. Rules
+that keep old and new versions talking: tags are never reused, fields are only ever appended, an
+appended field has a default. `Hello` carries the protocol version and is the first message of every
+peer.
 
 A `call` is a number a peer gives to one of its API calls; answers name it. A `seq` is a number the
 master gives to one committed collective or synchronisation; it never repeats within a run.
@@ -10,7 +11,7 @@ master gives to one committed collective or synchronisation; it never repeats wi
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -33,7 +34,7 @@ class ProtocolError(ValueError):
 
 
 class PeerInfo(Struct, array_like=True, frozen=True):
-    """A peer as the others reach it: bulk data goes to `host`:`port`, or to `ipc` on the same `machine`."""
+    """A peer as others reach it: at `host`:`port`, or at `ipc` on the same `machine`."""
 
     peer: U64
     group: U32
@@ -63,7 +64,7 @@ class World(Struct, array_like=True, frozen=True):
 
 
 class Work(Struct, array_like=True, frozen=True):
-    """What a collective does: equal on all peers, or the round fails. `what` is the API call's name."""
+    """What a collective does, the same on all peers. `what` is the API call's name."""
 
     what: Name
     redop: U16
@@ -227,8 +228,9 @@ class Finished(Struct, array_like=True, frozen=True, tag=73):
 
 
 class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
-    """Who sends what to whom: serve `serve`, fetch entries `fetch` from `holders` and verify `digests`.
+    """Who sends what to whom.
 
+    Serve the peers `serve`; fetch the entries `fetch` from `holders` and verify `digests`.
     Supersedes an earlier plan of the same call, whose transfers are void.
     """
 
@@ -263,14 +265,7 @@ class Kicked(Struct, array_like=True, frozen=True, tag=77):
 
 
 PeerMessage: TypeAlias = (
-    Hello
-    | TopologyVote
-    | PendingVote
-    | StartVote
-    | FinishVote
-    | SyncVote
-    | FetchedVote
-    | Leave
+    Hello | TopologyVote | PendingVote | StartVote | FinishVote | SyncVote | FetchedVote | Leave
 )
 MasterMessage: TypeAlias = (
     Welcome
@@ -289,9 +284,11 @@ MasterMessage: TypeAlias = (
     | Kicked
 )
 
+T = TypeVar("T")
+
 _encoder = msgspec.msgpack.Encoder()
-_from_peer = msgspec.msgpack.Decoder(PeerMessage)
-_from_master = msgspec.msgpack.Decoder(MasterMessage)
+_from_peer: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+_from_master: msgspec.msgpack.Decoder[MasterMessage] = msgspec.msgpack.Decoder(MasterMessage)
 
 
 def encode(message: PeerMessage | MasterMessage) -> bytes:
@@ -309,7 +306,7 @@ def decode_from_master(data: bytes | memoryview) -> MasterMessage:
     return _decode(_from_master, data)
 
 
-def _decode(decoder, data):  # type: ignore[no-untyped-def]
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
     if len(data) > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"a message of {len(data)} bytes")
     try:

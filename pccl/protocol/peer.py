@@ -1,10 +1,9 @@
 """The peer's state machine: its calls, its collectives, its streams. No I/O.
 
-Theory of operation
--------------------
-Three kinds of events come in: calls of the API (each with a number, `call`, that the caller never uses twice),
-messages of the master, and events of the lane engine. Actions come out, to be performed in order: messages to
-send, orders to the engine, and answers to calls.
+Theory of operation ------------------- Three kinds of events come in: calls of the API (each with a
+number, `call`, that the caller never uses twice), messages of the master, and events of the lane
+engine. Actions come out, to be performed in order: messages to send, orders to the engine, and
+answers to calls.
 
 A collective goes through these states; its call number is also the engine's op number.
 
@@ -13,12 +12,14 @@ A collective goes through these states; its call number is also the engine's op 
     COMPLETE   the engine holds the whole result; we voted to finish
     ABORTING   we voted that we cannot complete (an interrupt, a lost stream, a malformed chunk)
 
-It ends when two things are known: the outcome (Finished, an error of the start round, or the end of the run)
-and that the engine is settled, that is, refers to none of the user's memory and has restored it where the
-outcome is no commit. Both can come in either order. Only then is the call answered.
+It ends when two things are known: the outcome (Finished, an error of the start round, or the end of
+the run) and that the engine is settled, that is, refers to none of the user's memory and has
+restored it where the outcome is no commit. Both can come in either order. Only then is the call
+answered.
 
-Streams belong to an epoch. The first collective of a new epoch closes the old ones and opens new ones; nothing in
-an old epoch still needs them, because an epoch ends only when no collective is running or all are interrupted.
+Streams belong to an epoch. The first collective of a new epoch closes the old ones and opens new
+ones; nothing in an old epoch still needs them, because an epoch ends only when no collective is
+running or all are interrupted.
 """
 
 from __future__ import annotations
@@ -162,6 +163,15 @@ class Reduced:
     rx_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The answer to a synchronisation: the elected revision, payload bytes sent and received."""
+
+    revision: int
+    tx_bytes: int
+    rx_bytes: int
+
+
 class State(Enum):
     """Of a collective; see above."""
 
@@ -198,7 +208,7 @@ class Syncing:
     streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
     ops: set[int] = field(default_factory=set)  # not settled yet
     ending: set[int] = field(default_factory=set)  # told to commit or abort
-    outcome: Answer | Fail | None = None
+    outcome: m.SyncResult | Fail | None = None
     tx_bytes: int = 0
     rx_bytes: int = 0
 
@@ -250,7 +260,7 @@ class Peer:
         return self._take()
 
     def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Action]:
-        """Answered with (revision, tx_bytes, rx_bytes); zero or more `Plan` actions come before.
+        """Answered with a `Synced`; zero or more `Plan` actions come before.
 
         `serve_op` is a fresh op number under which the offered content is served.
         """
@@ -333,8 +343,9 @@ class Peer:
                 self._reply(call, pending)
             case m.SyncPlan():
                 self._planned(message)
-            case m.SyncResult(call, revision):
-                self._synced(call, revision)
+            case m.SyncResult():
+                if self._syncing is not None and self._syncing.call == message.call:
+                    self._end_sync(self._syncing, message)
             case m.CallError(call, result, why):
                 self._refused(call, Result(result), why)
             case m.Kicked(result, why):
@@ -346,7 +357,7 @@ class Peer:
     # ---- the engine ----
 
     def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Action]:
-        """An op holds its whole result. For a fetch the caller goes on to verify, and to say `fetched`."""
+        """An op holds its whole result. What a fetch brought is for the caller to verify."""
         collective = self._collectives.get(op)
         if collective is not None:
             collective.tx_bytes, collective.rx_bytes = tx, rx
@@ -365,13 +376,16 @@ class Peer:
     def engine_failed(self, op: int, why: str) -> list[Action]:
         """An op cannot complete.
 
-        When the op that serves a synchronisation loses a stream, its receiver says so and gets a new plan.
+        When the op that serves a synchronisation loses a stream, its receiver says so and gets a
+        new plan.
         """
         collective = self._collectives.get(op)
         if collective is not None and collective.state is State.RUNNING:
             self._give_up(collective, why)
         elif collective is not None and collective.state is State.VOTING:
-            collective.state = State.ABORTING  # an impossible early chunk; Started is answered with a no
+            collective.state = (
+                State.ABORTING
+            )  # an impossible early chunk; Started is answered with a no
             self._out.append(AbortOp(op))
         elif self._syncing is not None and op == self._syncing.fetch_op:
             self._report_fetch(self._syncing, False, why)
@@ -519,12 +533,7 @@ class Peer:
             syncing.ending.add(op)
             self._out.append(order(op))
 
-    def _synced(self, call: int, revision: int) -> None:
-        syncing = self._syncing
-        if syncing is not None and syncing.call == call:
-            self._end_sync(syncing, Answer(call, revision))
-
-    def _end_sync(self, syncing: Syncing, outcome: Answer | Fail) -> None:
+    def _end_sync(self, syncing: Syncing, outcome: m.SyncResult | Fail) -> None:
         """The outcome is known: let go of everything, then answer."""
         if syncing.outcome is not None:
             return
@@ -543,9 +552,9 @@ class Peer:
         if syncing.outcome is None or syncing.ops:
             return
         self._syncing = None
-        if isinstance(syncing.outcome, Answer):
-            value = (syncing.outcome.value, syncing.tx_bytes, syncing.rx_bytes)
-            self._out.append(Answer(syncing.call, value))
+        if isinstance(syncing.outcome, m.SyncResult):
+            synced = Synced(syncing.outcome.revision, syncing.tx_bytes, syncing.rx_bytes)
+            self._out.append(Answer(syncing.call, synced))
         else:
             self._out.append(syncing.outcome)
 

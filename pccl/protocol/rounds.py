@@ -1,11 +1,13 @@
 """The round: the one primitive of agreement. All members vote, or nobody moves.
 
-A round is identified by its kind and key; its scope says who the members are: all accepted peers of the run,
-or those of one group. A peer votes by entering the call. When all members have voted the round commits; when a
-member disappears the rest decide without it. A peer waits in a round from its vote until the round ends.
+A round is identified by its kind and key; its scope says who the members are: all accepted peers of
+the run, or those of one group. A peer votes by entering the call. When all members have voted the
+round commits; when a member disappears the rest decide without it. A peer waits in a round from its
+vote until the round ends.
 
-Some rounds exclude each other: a peer that stands in an exclusive call cannot enter another call before that
-returns, so when two peers of one scope wait in two such rounds, neither round can ever complete.
+Some rounds exclude each other: a peer that stands in an exclusive call cannot enter another call
+before that returns, so when two peers of one scope wait in two such rounds, neither round can ever
+complete.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ class Kind(Enum):
     START = "all_reduce"
 
 
-# Pairs of kinds that may be waited for at the same time: collectives with different tags are launched in any
-# order, and are_peers_pending may be asked while they run in other threads.
+# Pairs of kinds that may be waited for at the same time: collectives with different tags are
+# launched in any order, and are_peers_pending may be asked while they run in other threads.
 COMPATIBLE = {
     frozenset((Kind.START,)),
     frozenset((Kind.START, Kind.PENDING)),

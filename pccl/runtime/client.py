@@ -1,7 +1,7 @@
-"""The control thread of a peer: a DEALER to the master, the lane engine's orders and events, and the peer core.
+"""The control thread of a peer: the DEALER to the master, the lane engine, the peer core.
 
-Everything that touches a socket happens in this one thread. Threads of the user post commands to it and
-wait on a `Call`; bulk data never passes through it.
+Everything that touches a socket happens in this one thread. Threads of the user post commands to it
+and wait on a `Call`; bulk data never passes through it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from pccl.types import Result
 
 log = logging.getLogger("pccl")
 
-STREAM_HWM = 4  # messages under way on one lane: enough to keep it busy, few enough to stay in the caches
+STREAM_HWM = (
+    4  # messages under way on one lane: enough to keep it busy, few enough to stay in the caches
+)
 GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -41,7 +43,7 @@ Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
 
 class Call:
-    """One API call in progress: notes come from the control thread, the last is an Answer or a Fail."""
+    """One API call in progress: notes come in, the last one is an Answer or a Fail."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -139,7 +141,7 @@ class Client:
             zmq.LINGER: 1000,  # a Leave should still go out
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
-            zmq.RECONNECT_IVL: -1,  # a broken link is for the core to know of, not to be papered over
+            zmq.RECONNECT_IVL: -1,  # a broken link is for the core to know of
             zmq.IMMEDIATE: 0,
             zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
             zmq.CONNECT_TIMEOUT: int(self._config.connect_timeout_s * 1000),
@@ -200,7 +202,7 @@ class Client:
         return self._begin(begin)
 
     def sync(self, offer: m.Offer, pieces: Pieces, owner: object) -> Call:
-        """Enters a synchronisation. Notes: Plan and Fetched, any number of times, before the answer."""
+        """Enters a synchronisation. Notes: Plan and Fetched, any number, before the answer."""
         serve = next(self._numbers)
 
         def begin(call: int) -> list[core.Action]:
@@ -224,7 +226,10 @@ class Client:
         self._post(lambda: self._perform(self._core.fetched(seq, ok, why)))
 
     def close(self, why: str) -> None:
-        """Leaves the run; calls that wait fail with `why`. Returns when no memory is referred to. Idempotent."""
+        """Leaves the run; calls that wait fail with `why`. Idempotent.
+
+        Returns when no memory is referred to any more.
+        """
 
         def leave() -> None:
             self._leaving = True

@@ -1,4 +1,4 @@
-"""Every timing and limit of the runtime, with its reason; the environment is read here and nowhere else."""
+"""Every timing and limit of the runtime, with its reason; PCCL_ variables are read here."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _positive(env: Mapping[str, str], name: str, default: int) -> int:
 
 
 def machine_id() -> str:
-    """Names this machine, as far as ipc:// reaches: one boot, one user, one network and file namespace."""
+    """Names this machine as far as ipc:// reaches: one boot, user, network, file system."""
     parts = [socket.gethostname(), str(uuid.getnode()), str(getattr(os, "getuid", int)())]
     boot = Path("/proc/sys/kernel/random/boot_id")
     if boot.exists():
@@ -80,13 +80,14 @@ def machine_id() -> str:
 def chunk_bytes(total: int, members: int, local: bool) -> int:
     """The size of a chunk of an all-reduce of `total` bytes.
 
-    Several chunks to a segment let the hops of a ring overlap; above 1 MiB a chunk no longer fits the
-    caches (measured: half the speed at 4 MiB), and on slow links the last chunks on slow lanes hold up everyone.
+    Several chunks to a segment let the hops of a ring overlap; above 1 MiB a chunk no longer fits
+    the caches (measured: half the speed at 4 MiB), and on slow links the last chunks on slow lanes
+    hold up everyone.
     """
     segment = total // max(1, members)
     return max(32 << 10, min(segment // 4, MIB if local else MIB // 4))
 
 
 def lanes(local: bool, pool_size: int, config: Config) -> int:
-    """Connections to a neighbour: `pool_size` if the user chose, else one where it is on this machine."""
+    """Connections to a neighbour: as the user chose, else one if it is on this machine."""
     return pool_size or (1 if local else config.lanes)

@@ -1,14 +1,17 @@
 """The master's I/O: a ROUTER socket, its monitor, and the master core. One thread.
 
-A connection is named by the routing id that the ROUTER gives it, which is never reused. That a connection is gone is told by
-the socket's monitor, which knows file descriptors only. A connection's descriptor is learnt from its first
-message. The two queues, messages and monitor events, are not ordered against each other, and descriptors are
-reused, so:
+A connection is named by the routing id that the ROUTER gives it, which is never reused. That a
+connection is gone is told by the socket's monitor, which knows file descriptors only. A
+connection's descriptor is learnt from its first message. The two queues, messages and monitor
+events, are not ordered against each other, and descriptors are reused, so:
 
-- the monitor is read before a connection's first message is. A connection was accepted before it could send, hence by
+- the monitor is read before a connection's first message is. A connection was accepted before it
+  could send, hence by
   then all events of earlier users of its descriptor have been seen;
-- when a first message arrives on a descriptor that another connection is known by, that other one is gone;
-- what a lost connection had sent before is read before it is buried, so that a peer that leaves and closes
+- when a first message arrives on a descriptor that another connection is known by, that other one
+  is gone;
+- what a lost connection had sent before is read before it is buried, so that a peer that leaves and
+  closes
   is seen to leave.
 """
 
@@ -70,7 +73,7 @@ class Server:
             self._close()
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {error}") from None
         self.host = host
-        self.port = int(self._router.getsockopt(zmq.LAST_ENDPOINT).rsplit(b":", 1)[1].rstrip(b"\0"))
+        self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._wake_out, self._wake_in = socket.socketpair()
         self._stop = threading.Event()
 

@@ -1,8 +1,9 @@
 """One peer's part in a synchronisation of the shared state, in the thread of the caller.
 
-Offers what it has; fetches what the master's plan says into staging memory, verifies it, votes; and only when all
-receivers have voted does it overwrite the caller's memory. So a call that fails has changed nothing, at the cost of staging
-memory for the bytes that differ. A plan can be replaced by another while it is carried out (a holder died).
+Offers what it has; fetches what the master's plan says into staging memory, verifies it, votes; and
+only when all receivers have voted does it overwrite the caller's memory. So a call that fails has
+changed nothing, at the cost of staging memory for the bytes that differ. A plan can be replaced by
+another while it is carried out (a holder died).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pccl.ext import ffi
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.client import Call, Client, Pieces
@@ -28,15 +30,6 @@ class Region:
     any_content: bool
     address: int
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """A synchronisation that succeeded: the elected revision, payload bytes sent and received."""
-
-    revision: int
-    tx_bytes: int
-    rx_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +52,20 @@ class Staging:
             self.plan.fetch, self.arrays, self.plan.digests, strict=True
         ):
             if digest(array.ctypes.data, array.nbytes) != expected:
-                return f"what arrived of {regions[index].name!r} has another digest than was elected"
+                return (
+                    f"what arrived of {regions[index].name!r} has another digest than was elected"
+                )
         return ""
 
     def install(self, regions: Sequence[Region]) -> None:
         """Overwrites the caller's memory."""
         for index, array in zip(self.plan.fetch, self.arrays, strict=True):
-            target = (np.ctypeslib.ctypes.c_uint8 * array.nbytes).from_address(regions[index].address)
-            np.frombuffer(target, np.uint8)[:] = array
+            ffi.memmove(ffi.cast("void *", regions[index].address), array, array.nbytes)
 
 
 def synchronise(
     client: Client, regions: Sequence[Region], revision: int, strategy: int, owner: object
-) -> Synced | core.Fail:
+) -> core.Synced | core.Fail:
     """Takes part in a synchronisation until it ends, and says how.
 
     Args:
@@ -90,7 +84,7 @@ def synchronise(
     return _carry_out(client, call, regions)
 
 
-def _carry_out(client: Client, call: Call, regions: Sequence[Region]) -> Synced | core.Fail:
+def _carry_out(client: Client, call: Call, regions: Sequence[Region]) -> core.Synced | core.Fail:
     staging: Staging | None = None
     while True:
         note = call.next()
@@ -103,9 +97,9 @@ def _carry_out(client: Client, call: Call, regions: Sequence[Region]) -> Synced 
             case core.Fetched(_, seq, ok, why) if staging is not None and staging.plan.seq == seq:
                 why = staging.wrong(regions) if ok else why
                 client.fetched(seq, not why, why)
-            case core.Answer(_, (elected, tx_bytes, rx_bytes)):
+            case core.Answer(_, core.Synced() as synced):
                 if staging is not None:
                     staging.install(regions)
-                return Synced(elected, tx_bytes, rx_bytes)
+                return synced
             case core.Fail():
                 return note

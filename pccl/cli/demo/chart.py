@@ -7,6 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from pccl.cli.demo.director import Director, Peer
 
@@ -37,11 +38,15 @@ def save(director: Director, path: Path) -> None:
         f"of {director.inner_steps} inner steps",
         loc="left",
     )
+    # The first steps take the loss down most; a logarithmic scale leaves room to see the rest.
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(FixedLocator([1.5, 2, 2.5, 3, 4, 5]))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("seconds")
     axes.set_ylabel("loss, nats per byte")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlim(left=0)
     axes.legend(loc="upper right", frameon=False)
     figure.savefig(path)
 

@@ -109,7 +109,7 @@ class Fleet:
         errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")
         self._errors[who] = errors
         process = self._processes[who] = subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            [sys.executable, "-P", "-m", module, *words],  # -P: not what lies in this directory
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

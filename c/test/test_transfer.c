@@ -1,0 +1,442 @@
+/* test_transfer.c - SERVE and FETCH on the fake network. Peer 0 fetches; the others hold the same pieces. */
+#include "check.h"
+#include "peers.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "wire.h"
+
+enum { PIECES = 5, FETCH_OP = 1, SERVE_OP = 2, TAG = 31, SEQ = 8, CHUNK = 700 };
+
+static const uint64_t sizes[PIECES] = {10, 5000, 0, 256, 20001};
+static unsigned char held[PIECES][20001], got[PIECES][20001];
+static pccl_piece holds[PIECES], gets[PIECES];
+static struct peers peers;
+
+static void fill(void)
+{
+    uint32_t i;
+    uint64_t j;
+    for (i = 0; i < PIECES; i++) {
+        for (j = 0; j < sizes[i]; j++)
+            held[i][j] = (unsigned char)(j * 31 + j / 251 + i);
+        memset(got[i], 0, sizeof got[i]);
+        holds[i].data = held[i];
+        gets[i].data = got[i];
+        holds[i].bytes = gets[i].bytes = sizes[i];
+        holds[i].piece = gets[i].piece = 10 * i + 3;
+    }
+}
+
+static bool has_arrived(void)
+{
+    int i;
+    for (i = 0; i < PIECES; i++)
+        if (memcmp(held[i], got[i], sizeof held[i]) != 0)
+            return false;
+    return true;
+}
+
+/* Peer 0 can reach holder i by its stream i, which can reach peer 0 by its stream 1. */
+static void open_star(int holders, uint64_t seed)
+{
+    pccl_options options = peers_options();
+    int i;
+    fill();
+    peers_open(&peers, holders + 1, &options, seed);
+    for (i = 1; i <= holders; i++) {
+        peers_stream(&peers, 0, i, (uint32_t)i, 1, 2);
+        peers_stream(&peers, i, 0, 1, 2, 1 + (uint32_t)(seed % 2));
+    }
+}
+
+static void enroll(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces, uint32_t n)
+{
+    pccl_order order = {0};
+    order.kind = PCCL_REGISTER;
+    order.op = op;
+    order.op_kind = (uint32_t)kind;
+    order.run = TEST_RUN;
+    order.tag = TAG;
+    order.min_seq = SEQ - 1;
+    order.pieces = pieces;
+    order.n_pieces = n;
+    peers_order(&peers, who, &order);
+}
+
+/* START with `n` streams, numbered from 1; all have this slot. */
+static void start(int who, uint64_t op, uint32_t n, uint32_t slot)
+{
+    pccl_order order = {0};
+    uint32_t i;
+    order.kind = PCCL_START;
+    order.op = op;
+    order.seq = SEQ;
+    order.epoch = TEST_EPOCH;
+    order.chunk_bytes = CHUNK;
+    order.n_rings = n;
+    for (i = 0; i < n; i++) {
+        order.rings[i].stream = i + 1;
+        order.rings[i].position = slot;
+    }
+    peers_order(&peers, who, &order);
+}
+
+static uint64_t total(void)
+{
+    uint64_t sum = 0;
+    int i;
+    for (i = 0; i < PIECES; i++)
+        sum += sizes[i];
+    return sum;
+}
+
+static void test_fetch(void)
+{
+    uint64_t seed, sent;
+    int holders, i, late;
+    for (seed = 1; seed <= 30; seed++) {
+        holders = 1 + (int)(seed % 3);
+        late = (int)(seed / 2 % 2);
+        sent = 0;
+        open_star(holders, seed);
+        fake_refuse(seed % 4 == 0 ? 40 : 0);
+        enroll(0, FETCH_OP, PCCL_FETCH, gets, PIECES);
+        for (i = 1; i <= holders; i++)
+            enroll(i, SERVE_OP, PCCL_SERVE, holds, PIECES);
+        if (!late)
+            for (i = 1; i <= holders; i++)
+                start(i, SERVE_OP, 1, 7);
+        peers_run(&peers);
+        start(0, FETCH_OP, (uint32_t)holders, 7);
+        peers_run(&peers);
+        if (late) {
+            CHECK(peers.peer[0].n_events == 0);
+            for (i = 1; i <= holders; i++)
+                start(i, SERVE_OP, 1, 7);
+            peers_run(&peers);
+        }
+        CHECK(has_arrived());
+        CHECK(peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP) == 1);
+        CHECK(peers.peer[0].events[0].settled && peers.peer[0].events[0].rx_bytes == total());
+        for (i = 1; i <= holders; i++) {
+            CHECK(peers.peer[i].n_events == 0);
+            peers_end(&peers, i, PCCL_COMMIT, SERVE_OP);
+            peers_run(&peers);
+            CHECK(peers_count(&peers, i, PCCL_SETTLED, SERVE_OP) == 1);
+            sent += peers_event(&peers, i, PCCL_SETTLED, SERVE_OP)->tx_bytes;
+            CHECK(holders > 2 || peers_event(&peers, i, PCCL_SETTLED, SERVE_OP)->tx_bytes > total() / 8);
+        }
+        CHECK(sent == total());
+        peers_close(&peers);
+    }
+}
+
+/* Holders that are named by one START after the other, and a fetch of nothing. */
+static void test_starts_add_up(void)
+{
+    pccl_order order = {0};
+    open_star(2, 1);
+    enroll(0, FETCH_OP, PCCL_FETCH, gets, PIECES);
+    enroll(0, 9, PCCL_FETCH, gets, PIECES);      /* the tag again */
+    start(0, FETCH_OP, 1, 7);
+    enroll(2, SERVE_OP, PCCL_SERVE, holds, PIECES);
+    start(2, SERVE_OP, 1, 7);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_FAILED, 9) == 1);
+    CHECK(peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP) == 0);
+    order.kind = PCCL_START;
+    order.op = FETCH_OP;
+    order.seq = SEQ;
+    order.n_rings = 1;
+    order.rings[0].stream = 2;
+    order.rings[0].position = 7;
+    peers_order(&peers, 0, &order);
+    peers_run(&peers);
+    enroll(1, SERVE_OP, PCCL_SERVE, holds, PIECES);
+    start(1, SERVE_OP, 1, 7);
+    peers_run(&peers);
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 3);   /* it came too late for its requests, */
+    CHECK(!has_arrived());                                   /* which nobody repeats */
+    peers_end(&peers, 0, PCCL_ABORT, FETCH_OP);
+    peers_end(&peers, 0, PCCL_ABORT, 9);
+    enroll(0, 3, PCCL_FETCH, &gets[2], 1);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_SETTLED, FETCH_OP) == 1);
+    start(0, 3, 0, 0);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_COMPLETE, 3) == 1);
+    peers_close(&peers);
+}
+
+/* Aborts on both sides after every possible number of passes. */
+static void test_abort_anywhere(void)
+{
+    bool done = false;
+    int k, i;
+    for (k = 0; !done; k++) {
+        open_star(2, (uint64_t)k + 1);
+        enroll(0, FETCH_OP, PCCL_FETCH, gets, PIECES);
+        for (i = 1; i <= 2; i++) {
+            enroll(i, SERVE_OP, PCCL_SERVE, holds, PIECES);
+            start(i, SERVE_OP, 1, 7);
+        }
+        start(0, FETCH_OP, 2, 7);
+        for (i = 0; i < k; i++)
+            (void)peers_step(&peers);
+        done = peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP) == 1;
+        for (i = 0; i < 3; i++)
+            peers_end(&peers, i, PCCL_ABORT, i == 0 ? FETCH_OP : SERVE_OP);
+        peers_run(&peers);
+        for (i = 0; i < 3; i++)
+            CHECK(peers_count(&peers, i, PCCL_SETTLED, i == 0 ? FETCH_OP : SERVE_OP) == 1);
+        peers_close(&peers);
+    }
+}
+
+/* A holder that is lost ends the fetch; a requester that is lost does not end the serving of others. */
+static void test_losses(void)
+{
+    int k;
+    for (k = 2; k < 12; k++) {
+        open_star(2, (uint64_t)k);
+        enroll(0, FETCH_OP, PCCL_FETCH, gets, PIECES);
+        enroll(1, SERVE_OP, PCCL_SERVE, holds, PIECES);
+        enroll(2, FETCH_OP, PCCL_FETCH, gets, PIECES);
+        peers_stream(&peers, 2, 1, 2, 1, 2);
+        peers_stream(&peers, 1, 2, 2, 1, 2);
+        start(1, SERVE_OP, 1, 7);
+        start(0, FETCH_OP, 1, 7);
+        while (k-- > 2)
+            (void)peers_step(&peers);
+        k = peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP);
+        CHECK(fake_cut(peers.peer[0].endpoint));
+        CHECK(fake_cut(peers.peer[1].endpoint));
+        peers_run(&peers);
+        CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) + k >= 1);
+        break;
+    }
+    peers_close(&peers);
+}
+
+static void test_requester_lost(void)
+{
+    pccl_order order = {0};
+    open_star(2, 5);
+    peers_stream(&peers, 1, 2, 2, 1, 2);         /* holder 1 also serves peer 2 */
+    peers_stream(&peers, 2, 1, 3, 1, 2);
+    enroll(1, SERVE_OP, PCCL_SERVE, holds, PIECES);
+    start(1, SERVE_OP, 1, 7);
+    order.kind = PCCL_START;
+    order.op = SERVE_OP;
+    order.seq = SEQ;
+    order.n_rings = 1;
+    order.rings[0].stream = 2;
+    order.rings[0].position = 9;
+    peers_order(&peers, 1, &order);
+    peers_run(&peers);
+    memset(&order, 0, sizeof order);
+    order.kind = PCCL_CLOSE_STREAM;
+    order.stream = 1;
+    peers_order(&peers, 1, &order);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 1, PCCL_FAILED, SERVE_OP) == 1);
+    CHECK(peers_count(&peers, 1, PCCL_STREAM_LOST, 1) == 0);
+    enroll(2, FETCH_OP, PCCL_FETCH, gets, PIECES);
+    memset(&order, 0, sizeof order);
+    order.kind = PCCL_START;
+    order.op = FETCH_OP;
+    order.seq = SEQ;
+    order.epoch = TEST_EPOCH;
+    order.chunk_bytes = CHUNK;
+    order.n_rings = 1;
+    order.rings[0].stream = 3;
+    order.rings[0].position = 9;
+    peers_order(&peers, 2, &order);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 2, PCCL_COMPLETE, FETCH_OP) == 1 && has_arrived());
+    peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 1, PCCL_SETTLED, SERVE_OP) == 1);
+    peers_close(&peers);
+}
+
+/* ---- hostile messages ---- */
+
+static struct wire_header good_request(void)
+{
+    struct wire_header header = {0};
+    header.kind = WIRE_REQUEST;
+    header.segment = 7;
+    header.epoch = TEST_EPOCH;
+    header.run = TEST_RUN;
+    header.seq = SEQ;
+    header.tag = TAG;
+    header.piece = 13;
+    header.offset = 4000;
+    header.length = 1000;
+    return header;
+}
+
+static void try_request(const struct wire_header *header, size_t payload_bytes, int failed, int dropped,
+                        const char *what)
+{
+    unsigned char bytes[WIRE_HEADER_BYTES + 8] = {0};
+    open_star(1, 1);
+    enroll(1, SERVE_OP, PCCL_SERVE, holds, PIECES);
+    start(1, SERVE_OP, 1, 7);
+    peers_run(&peers);
+    wire_encode(header, bytes);
+    fake_inject(peers.peer[1].endpoint, bytes, WIRE_HEADER_BYTES + payload_bytes, NULL, 0);
+    peers_run(&peers);
+    if (!CHECK(peers_count(&peers, 1, PCCL_FAILED, SERVE_OP) == failed
+               && (int)pccl_engine_dropped(peers.peer[1].engine) == dropped))
+        fprintf(stderr, "  %s\n", what);
+    peers_end(&peers, 1, PCCL_ABORT, SERVE_OP);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 1, PCCL_SETTLED, SERVE_OP) == 1);
+    peers_close(&peers);
+}
+
+#define TRY(failed, dropped, change) \
+    do { \
+        struct wire_header header = good_request(); \
+        size_t bytes = 0; \
+        change; \
+        try_request(&header, bytes, failed, dropped, #change); \
+    } while (0)
+
+static void test_hostile_requests(void)
+{
+    TRY(0, 0, (void)0);
+    TRY(0, 0, header.segment++);         /* a slot that a later START may name */
+    TRY(0, 1, header.seq++);
+    TRY(0, 1, header.kind = WIRE_DATA);
+    TRY(1, 0, header.epoch++);
+    TRY(1, 0, header.piece++);
+    TRY(1, 0, header.piece = UINT32_MAX);
+    TRY(1, 0, header.length++);
+    TRY(1, 0, header.length = 0);
+    TRY(1, 0, header.length = UINT32_MAX);
+    TRY(1, 0, header.offset = 5001);
+    TRY(1, 0, header.offset = UINT64_MAX - 100);
+    TRY(1, 0, bytes = 1);
+}
+
+/* A flood of early requests, which no START will answer, is bounded. */
+static void test_flood(void)
+{
+    struct wire_header header = good_request();
+    unsigned char bytes[WIRE_HEADER_BYTES];
+    int i;
+    open_star(1, 1);
+    enroll(1, SERVE_OP, PCCL_SERVE, holds, PIECES);
+    peers_run(&peers);
+    wire_encode(&header, bytes);
+    for (i = 0; i < 4096; i++)
+        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    peers_run(&peers);
+    CHECK(peers.peer[1].n_events == 0);
+    fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 1, PCCL_FAILED, SERVE_OP) == 1);
+    peers_close(&peers);
+}
+
+/* Early requests of another round are stale, those of the right one are answered. */
+static void test_stale_requests(void)
+{
+    struct wire_header header = good_request();
+    unsigned char bytes[WIRE_HEADER_BYTES];
+    int i;
+    open_star(1, 1);
+    enroll(1, SERVE_OP, PCCL_SERVE, holds, PIECES);
+    peers_run(&peers);
+    for (i = 0; i < 3; i++) {
+        header.seq = SEQ + (i == 1);
+        header.epoch = TEST_EPOCH + (i == 2);
+        wire_encode(&header, bytes);
+        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    }
+    peers_run(&peers);
+    start(1, SERVE_OP, 1, 7);
+    peers_run(&peers);
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 2);
+    CHECK(pccl_engine_dropped(peers.peer[0].engine) == 1);   /* the answer that it got */
+    peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
+    peers_run(&peers);
+    CHECK(peers_event(&peers, 1, PCCL_SETTLED, SERVE_OP)->tx_bytes == header.length);
+    peers_close(&peers);
+}
+
+/* Data must be exactly what was asked for: the first request is for all 10 bytes of piece 3. */
+static void test_hostile_data(void)
+{
+    int variant;
+    for (variant = 0; variant < 7; variant++) {
+        struct wire_header header = good_request();
+        unsigned char bytes[WIRE_HEADER_BYTES + 11] = {0};
+        size_t payload = 10;
+        open_star(1, 1);
+        enroll(0, FETCH_OP, PCCL_FETCH, gets, PIECES);
+        start(0, FETCH_OP, 1, 7);
+        peers_run(&peers);
+        header.kind = WIRE_DATA;
+        header.piece = 3;
+        header.offset = 0;
+        header.length = 10;
+        switch (variant) {
+        case 1: payload++; break;
+        case 2: payload--; break;
+        case 3: header.offset = 1; break;
+        case 4: header.length = payload = 9; break;
+        case 5: header.piece = 33; break;
+        case 6: header.epoch++; break;
+        }
+        wire_encode(&header, bytes);
+        fake_inject(peers.peer[0].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
+        peers_run(&peers);
+        CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == (variant != 0));
+        if (variant == 0) {
+            fake_inject(peers.peer[0].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
+            peers_run(&peers);
+            CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 1);   /* the second time */
+        }
+        peers_close(&peers);
+    }
+}
+
+static void test_wrong_pieces(void)
+{
+    open_star(1, 1);
+    gets[1].piece = gets[0].piece;
+    enroll(0, FETCH_OP, PCCL_FETCH, gets, PIECES);
+    gets[1].piece++;
+    gets[3].data = NULL;
+    peers_run(&peers);
+    enroll(0, 2, PCCL_FETCH, gets, PIECES);
+    peers_run(&peers);
+    CHECK(peers_event(&peers, 0, PCCL_FAILED, FETCH_OP)->status == PCCL_EINVAL);
+    CHECK(peers_event(&peers, 0, PCCL_FAILED, 2)->status == PCCL_EINVAL);
+    enroll(0, 3, PCCL_FETCH, &gets[4], 1);
+    start(0, 3, 2, 7);                           /* no stream 2 */
+    peers_run(&peers);
+    CHECK(peers_event(&peers, 0, PCCL_FAILED, 3)->status == PCCL_ESTREAM);
+    peers_close(&peers);
+}
+
+int main(void)
+{
+    test_fetch();
+    test_starts_add_up();
+    test_abort_anywhere();
+    test_losses();
+    test_requester_lost();
+    test_hostile_requests();
+    test_flood();
+    test_stale_requests();
+    test_hostile_data();
+    test_wrong_pieces();
+    return check_report("transfer");
+}
