@@ -129,8 +129,8 @@ class DiLoCo:
     Gradient clipping, scaling and accumulation happen before `step`, as with any optimizer. The
     model's parameters must not be replaced by other tensors afterwards.
 
-    Build the model first and connect last: from the moment that `connect` returns, the others wait
-    for this constructor.
+    Build the model and the optimizer first and connect last: from the moment that `connect`
+    returns, the others wait for this constructor.
 
     Args:
         comm: connected. All peers of its group train the same model with the same settings; other

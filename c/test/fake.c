@@ -399,33 +399,48 @@ static struct message *pick_message(struct socket *pull)
     return picked != NULL ? take(picked) : NULL;
 }
 
+static void free_block(void *data, void *hint)
+{
+    (void)hint;
+    free(data);
+}
+
+/* What arrives of a message: a copy, as from a wire. The sender's bytes are released some time later. */
+static struct message *arrive(struct message *sent)
+{
+    struct message *message = new_message();
+    int i;
+    message->n = sent->n;
+    for (i = 0; i < sent->n; i++) {
+        size_t size = fake_table()->msg_size(&sent->frame[i]);
+        void *block = new_block(size + 1);
+        if (size > 0)
+            memcpy(block, fake_table()->msg_data(&sent->frame[i]), size);
+        (void)fake_table()->msg_init_data(&message->frame[i], block, size, free_block, NULL);
+        pccl_plain_set_more(&message->frame[i], i + 1 < sent->n);
+    }
+    append(&world.graveyard, sent);
+    return message;
+}
+
 static int msg_recv(pccl_msg *msg, void *handle, int flags)
 {
     struct socket *socket = handle;
     struct message *message = socket->partial;
-    pccl_msg *frame;
-    size_t size;
     assert(flags & ZMQ_DONTWAIT);
-    if (message == NULL)
+    if (message == NULL) {
         message = socket->type == ZMQ_PULL ? pick_message(socket) : take(&socket->in);
-    if (message == NULL)
-        return fail(EAGAIN);
-    frame = &message->frame[message->taken++];
-    size = fake_table()->msg_size(frame);
-    fake_table()->msg_close(msg);
-    if (fake_table()->msg_init_size(msg, size) < 0) {
-        message->taken--;
-        socket->partial = message;
-        fake_table()->msg_init(msg);
-        return fail(ENOMEM);
+        if (message == NULL)
+            return fail(EAGAIN);
+        message = arrive(message);
     }
-    if (size > 0)
-        memcpy(fake_table()->msg_data(msg), fake_table()->msg_data(frame), size);
-    pccl_plain_set_more(msg, fake_table()->msg_more(frame));
+    fake_table()->msg_close(msg);
+    *msg = message->frame[message->taken];
+    fake_table()->msg_init(&message->frame[message->taken++]);
     socket->partial = message->taken < message->n ? message : NULL;
     if (socket->partial == NULL)
-        append(&world.graveyard, message);
-    return (int)size;
+        destroy(message);
+    return (int)fake_table()->msg_size(msg);
 }
 
 static int get_errno(void)

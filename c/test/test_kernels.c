@@ -36,7 +36,7 @@ static block block_new(size_t bytes, size_t offset)
     return made;
 }
 
-/* One array operation gives what single elements give, in place or not, and leaves operands alone. */
+/* One array operation gives what single elements give, in place or not, and spares its operands. */
 static void test_shape(int dtype, int redop, size_t n, size_t offset)
 {
     const size_t size = pccl_dtype_size(dtype);

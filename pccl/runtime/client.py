@@ -6,7 +6,6 @@ and wait on a `Call`; bulk data never passes through it.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import logging
 import queue
@@ -262,16 +261,19 @@ class Client:
     # ---- the control thread ----
 
     def _run(self) -> None:
+        readers: dict[object, Callable[[], None]] = {
+            self._dealer: self._read_dealer,
+            self._engine.socket: self._read_engine,
+            self._wake_in.fileno(): self._read_wake,
+            self._monitor: self._read_monitor,
+        }
         poller = zmq.Poller()
-        for source in (self._dealer, self._monitor, self._engine.socket, self._wake_in):
+        for source in readers:
             poller.register(source, zmq.POLLIN)
         try:
             while not (self._leaving and self._core.idle):
-                poller.poll()
-                self._read_wake()
-                self._read_dealer()
-                self._read_engine()
-                self._read_monitor()
+                for source, _ in poller.poll():
+                    readers[source]()
         except Exception:
             log.exception("the control thread of peer %d failed", self._core.number)
             self._perform(self._core.lost_master("an internal error of pccl; the log has it"))
@@ -324,16 +326,12 @@ class Client:
             self._perform(actions)
 
     def _read_monitor(self) -> None:
-        while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            number = event["event"]
-            if number & HANDSHAKE_FAILED:
-                why = "the master's port does not speak ZMTP: is it a pccl master?"
-            else:
-                why = "the connection to the master broke"
-                if event["value"] and number == zmq.EVENT_CLOSED:
-                    why += f" ({errno.errorcode.get(event['value'], event['value'])})"
-            self._perform(self._core.lost_master(why))
+        event = parse_monitor_message(self._monitor.recv_multipart())
+        if event["event"] & HANDSHAKE_FAILED:
+            why = "the master's port does not speak ZMTP: is it a pccl master?"
+        else:
+            why = "the connection to the master broke"
+        self._perform(self._core.lost_master(why))
 
     # ---- actions ----
 

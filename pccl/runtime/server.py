@@ -95,8 +95,9 @@ class Server:
             poller.register(source, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                poller.poll()
-                self._read_monitor()
+                ready = dict(poller.poll())
+                if self._monitor in ready:
+                    self._read_monitor()
                 for _ in range(BATCH):
                     if not self._read_router():
                         break

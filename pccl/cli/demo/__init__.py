@@ -83,8 +83,10 @@ def _problem(args: argparse.Namespace) -> str | None:
     missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not found; pip install pccl[demo] brings what is needed"
-    if args.peers < 2 or args.steps < STEPS_MIN or args.inner_steps < 1:
-        return f"it takes at least 2 peers, {STEPS_MIN} outer steps and 1 inner step"
+    if args.peers < 2 or args.steps < 1 or args.inner_steps < 1:
+        return "it takes at least 2 peers, 1 outer step and 1 inner step"
+    if args.steps < STEPS_MIN and not args.no_chaos:
+        return f"a kill and a join take {STEPS_MIN} outer steps; or say --no-chaos"
     if not args.output.absolute().parent.is_dir():
         return f"there is no directory {args.output.absolute().parent} for the chart"
     return None

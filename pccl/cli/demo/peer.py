@@ -48,17 +48,19 @@ def main() -> int:
     # ones.
     torch.manual_seed(args.seed + args.number)
     model = GPT()
-    corpus = Corpus(shard=args.number, shards=args.shards, seed=args.seed + args.number)
-    _report(Loaded(parameters=sum(p.numel() for p in model.parameters())))
-    go.wait()
-    _train(args, model, corpus)
-    return 0
-
-
-def _train(args: argparse.Namespace, model: GPT, corpus: Corpus) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.1
     )
+    corpus = Corpus(shard=args.number, shards=args.shards, seed=args.seed + args.number)
+    _report(Loaded(parameters=sum(p.numel() for p in model.parameters())))
+    go.wait()
+    _train(args, model, optimizer, corpus)
+    return 0
+
+
+def _train(
+    args: argparse.Namespace, model: GPT, optimizer: torch.optim.Optimizer, corpus: Corpus
+) -> None:
     held_out = corpus.validation(VALIDATION_BATCH, CONTEXT + 1)
     with pccl.Communicator(args.master) as comm:
         diloco = DiLoCo(
