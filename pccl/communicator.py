@@ -8,18 +8,18 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NoReturn
 
 import xxhash
 
 from pccl.arrays import Array, Buffer, pair
-from pccl.errors import PCCLError, UnsupportedError, error_for
+from pccl.errors import PCCLError, PCCLTimeoutError, UnsupportedError, error_for
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.client import Call, Client, Reduce
+from pccl.runtime.client import Call, Client, Deadline, Note, Reduce
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.sync import Region, synchronise
 from pccl.shared_state import SharedState
@@ -49,29 +49,34 @@ ATTEMPT_INTERVAL_S = 1.0
 class AsyncReduceHandle:
     """A collective in progress; made by `Communicator.all_reduce_async`."""
 
-    def __init__(self, communicator: Communicator, call: Call, tag: int) -> None:
+    def __init__(self, communicator: Communicator, client: Client, call: Call, tag: int) -> None:
         self._communicator = weakref.ref(communicator)
+        self._client = client
         self._call = call
         self._tag = tag
         self._lock = threading.Lock()
         self._end: core.Answer | core.Fail | None = None
 
-    def wait(self) -> tuple[bool, int, ReduceInfo]:
+    def wait(self, timeout: float | None = None) -> tuple[bool, int, ReduceInfo]:
         """Waits for the outcome; the same one every time, and never raises.
+
+        Args:
+            timeout: seconds after which the collective is given up, for all peers.
 
         Returns:
             (is_success, status, info): status is the value of a `Result`; a failed collective has
             `ReduceInfo(0, 0, 0)`, and its send buffer holds what it held before.
         """
-        end = self._finish()
+        end = self._finish(timeout)
         if isinstance(end, core.Fail):
             return False, end.result.value, ReduceInfo(0, 0, 0)
         return True, Result.SUCCESS.value, _info(end)
 
-    def _finish(self) -> core.Answer | core.Fail:
+    def _finish(self, timeout: float | None = None) -> core.Answer | core.Fail:
+        deadline = Deadline(timeout)
         with self._lock:
             if self._end is None:
-                note = self._call.next()
+                note = deadline.next(self._client, self._call)
                 assert isinstance(note, core.Answer | core.Fail)
                 self._end = note
                 communicator = self._communicator()
@@ -119,15 +124,17 @@ class Communicator:
 
     # ---- joining and leaving ----
 
-    def connect(self, n_attempts: int = 5) -> None:
+    def connect(self, n_attempts: int = 5, timeout: float | None = None) -> None:
         """Joins the run; returns when all accepted peers have admitted this one.
 
         They admit it by `update_topology`; the first peer of a run is accepted at once.
 
         Args:
             n_attempts: tries to reach the master, one second apart.
+            timeout: seconds to wait for admission, once the master is reached.
 
         Raises:
+            PCCLTimeoutError: not admitted in time; this peer has left again.
             PCCLError: MASTER_CONNECTION_FAILED after the last attempt; INVALID_USAGE when already
             connected,
                 or when the master refuses this peer (the message says why).
@@ -142,7 +149,7 @@ class Communicator:
         config = Config.from_env()
         for attempt in range(1, n_attempts + 1):
             try:
-                self._join(config)
+                self._join(config, timeout)
                 return
             except _Unreachable as error:
                 log.info("attempt %d of %d to reach the master: %s", attempt, n_attempts, error)
@@ -154,7 +161,7 @@ class Communicator:
                     raise error_for(Result.MASTER_CONNECTION_FAILED, "connect", why) from None
             time.sleep(ATTEMPT_INTERVAL_S)
 
-    def _join(self, config: Config) -> None:
+    def _join(self, config: Config, timeout: float | None) -> None:
         try:  # for its errors: ZeroMQ would not say what is wrong with an address
             socket.create_connection((self._host, self._port), config.connect_timeout_s).close()
         except OSError as error:
@@ -181,16 +188,27 @@ class Communicator:
                 raise _Unreachable(f"no answer within {WELCOME_TIMEOUT_S:.0f} s") from None
             if isinstance(note, m.Welcome):
                 log.info("registered as peer %d; waiting to be admitted", note.peer)
-                note = call.next()
+                note = self._await_admission(call, timeout)
             if isinstance(note, core.Fail):
                 if note.result is Result.MASTER_CONNECTION_FAILED:
                     raise _Unreachable(note.why)
-                raise error_for(note.result, "connect", note.why)
+                self._raise("connect", note)
         except BaseException:
             client.close("connect failed")
             raise
         self._client = client
         self._finalizer = weakref.finalize(self, client.close, "the communicator was deleted")
+
+    def _await_admission(self, call: Call, timeout: float | None) -> Note:
+        try:
+            return call.next(timeout)
+        except queue.Empty:
+            raise PCCLTimeoutError(
+                Result.MASTER_CONNECTION_FAILED,
+                "connect",
+                f"the peers of the run at {self._host}:{self._port} did not admit this one within "
+                f"{timeout:g} s: each of them must call update_topology()",
+            ) from None
 
     def close(self) -> None:
         """Leaves the run; collectives in progress fail and are restored. Idempotent."""
@@ -250,8 +268,11 @@ class Communicator:
 
     # ---- rounds of the run ----
 
-    def update_topology(self) -> None:
+    def update_topology(self, timeout: float | None = None) -> None:
         """Admits pending peers. Returns when all accepted peers of all groups have called it.
+
+        Args:
+            timeout: seconds to wait for the others.
 
         Raises:
             PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
@@ -259,9 +280,9 @@ class Communicator:
                 one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
         """
         client = self._exclusive("update_topology")
-        self._vote("update_topology", client.update_topology)
+        self._vote("update_topology", client, client.update_topology, timeout)
 
-    def are_peers_pending(self) -> bool:
+    def are_peers_pending(self, timeout: float | None = None) -> bool:
         """Whether peers wait to be admitted: the same answer for all.
 
         All accepted peers of all groups must ask. Collectives may run in other threads meanwhile.
@@ -271,7 +292,8 @@ class Communicator:
             this one).
         """
         client = self._connected("are_peers_pending")
-        return bool(self._vote("are_peers_pending", client.are_peers_pending).value)
+        end = self._vote("are_peers_pending", client, client.are_peers_pending, timeout)
+        return bool(end.value)
 
     def optimize_topology(self) -> None:
         """Keeps the order of the ring: measuring links is not there yet.
@@ -288,6 +310,7 @@ class Communicator:
         self,
         shared_state: SharedState,
         strategy: SharedStateSyncStrategy = SharedStateSyncStrategy.ENFORCE_POPULAR,
+        timeout: float | None = None,
     ) -> SharedStateSyncInfo:
         """Makes the shared state of all peers of the group bit-identical.
 
@@ -299,6 +322,7 @@ class Communicator:
         Args:
             shared_state: must not change during the call; `revision` is set to the elected one.
             strategy: only ENFORCE_POPULAR so far.
+            timeout: seconds to wait for the others.
 
         Returns:
             Payload bytes sent and received by this peer; (0, 0) everywhere when all were equal.
@@ -327,7 +351,14 @@ class Communicator:
             for info in shared_state.tensor_infos
         ]
         with self._once("sync_shared_state"):
-            end = synchronise(client, regions, shared_state.revision, strategy.value, shared_state)
+            end = synchronise(
+                client,
+                regions,
+                shared_state.revision,
+                strategy.value,
+                shared_state,
+                Deadline(timeout),
+            )
         if isinstance(end, core.Fail):
             self._raise("sync_shared_state", end)
         shared_state.revision = self._shared_revision = end.revision
@@ -349,6 +380,7 @@ class Communicator:
         tag: int = 0,
         operand_descriptor: ReduceOperandDescriptor | None = None,
         quantization_options: QuantizationOptions | None = None,
+        timeout: float | None = None,
     ) -> ReduceInfo:
         """Reduces `send` over all peers of the group into `recv`, bit-identical on all of them.
 
@@ -363,11 +395,13 @@ class Communicator:
             tag: tells apart collectives that run at the same time; the same on all peers.
             operand_descriptor: its dtype must be the array's.
             quantization_options: not there yet, except algorithm NONE.
+            timeout: seconds after which the collective is given up, for all peers.
 
         Returns:
             The number of contributors, payload bytes sent and received by this peer.
 
         Raises:
+            PCCLTimeoutError: the time-out has passed; the message names who was waited for.
             PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
             RANK_CONNECTION_LOST (call again),
                 INVALID_ARGUMENT (the peers ask for different work, or the tag is in use),
@@ -377,7 +411,7 @@ class Communicator:
         """
         buffers = _buffers(send, recv, operand_descriptor)
         handle = self._launch("all_reduce", buffers, op, tag, quantization_options)
-        end = handle._finish()
+        end = handle._finish(timeout)
         if isinstance(end, core.Fail):
             self._raise("all_reduce", end)
         return _info(end)
@@ -493,7 +527,7 @@ class Communicator:
         send, recv = buffers
         work = m.Work("all_reduce", op.value, send.dtype.value, send.count)
         call = client.all_reduce(tag, Reduce(send, recv, work))
-        return AsyncReduceHandle(self, call, tag)
+        return AsyncReduceHandle(self, client, call, tag)
 
     # ---- helpers ----
 
@@ -507,8 +541,7 @@ class Communicator:
             why = "this communicator is not connected: call connect() first"
             raise error_for(Result.INVALID_USAGE, name, why)
         if client.over is not None:
-            result, why = client.over
-            raise error_for(result, name, why)
+            self._raise(name, client.over)
         return client
 
     def _exclusive(self, name: str) -> Client:
@@ -523,15 +556,19 @@ class Communicator:
     def _once(self, name: str) -> _Standing:
         return _Standing(self, name)
 
-    def _vote(self, name: str, begin) -> core.Answer:  # type: ignore[no-untyped-def]
+    def _vote(
+        self, name: str, client: Client, begin: Callable[[], Call], timeout: float | None
+    ) -> core.Answer:
+        deadline = Deadline(timeout)
         with self._once(name):
-            end = begin().next()
+            end = deadline.next(client, begin())
         if isinstance(end, core.Fail):
             self._raise(name, end)
-        return end  # type: ignore[no-any-return]
+        assert isinstance(end, core.Answer)
+        return end
 
     def _raise(self, name: str, end: core.Fail) -> NoReturn:
-        raise error_for(end.result, name, end.why)
+        raise end.error(end.result, name, end.why)
 
 
 class _Standing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import signal
+import sys
 import threading
 from types import FrameType, TracebackType
 
@@ -63,8 +64,9 @@ class MasterNode:
             )
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", why) from None
         self._thread = threading.Thread(target=self._server.serve, name="pccl-master", daemon=True)
-        self._thread.start()
         _running.add(self)
+        _handle_sigterm(True)
+        self._thread.start()
 
     def interrupt(self) -> None:
         """Stops serving; all peers lose their master. Idempotent.
@@ -80,6 +82,8 @@ class MasterNode:
         self._server.stop()
         self._thread.join()
         _running.discard(self)
+        if not _running:
+            _handle_sigterm(False)
 
     def wait(self) -> None:
         """Returns when the master has stopped; Ctrl-C is raised as KeyboardInterrupt."""
@@ -99,23 +103,37 @@ class MasterNode:
         self.interrupt()
 
 
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    """SIGTERM, where the program has no handler of its own: stops all masters, then the program."""
+    for master in _running:
+        if master._server is not None:
+            master._server.stop()
+    raise SystemExit(0)
+
+
+def _handle_sigterm(wanted: bool) -> None:
+    """Installs or removes the handler; only the main thread may, and only over the default."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    before, after = (signal.SIG_DFL, _terminate) if wanted else (_terminate, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGTERM) == before:
+        signal.signal(signal.SIGTERM, after)
+
+
 def serve_until_signal(master: MasterNode) -> None:
-    """Waits for a running master to end; Ctrl-C and SIGTERM interrupt it."""
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, stop)
+    """Waits for a running master to end; Ctrl-C interrupts it."""
     try:
         master.wait()
     except KeyboardInterrupt:
         master.interrupt()
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @atexit.register
 def _serve_on() -> None:
-    """A script whose main() only calls run() expects the master to serve on."""
+    """A script whose main() only calls run() expects the master to serve on; Ctrl-C ends both."""
+    interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt
     for master in list(_running):
-        serve_until_signal(master)
+        if interrupted:
+            master.interrupt()
+        else:
+            serve_until_signal(master)

@@ -33,12 +33,17 @@ def in_threads(jobs: list[Callable[[], T]]) -> list[T]:
     return results  # type: ignore[return-value]
 
 
-def gather(comm: pccl.Communicator, size: int) -> None:
-    """Joins a run, and lets others in until it has `size` peers."""
-    comm.connect()
+def grow(comm: pccl.Communicator, size: int) -> None:
+    """Lets others in until the run has `size` peers."""
     while comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE) < size:
         if comm.are_peers_pending():
             comm.update_topology()
+
+
+def gather(comm: pccl.Communicator, size: int) -> None:
+    """Joins a run, and lets others in until it has `size` peers."""
+    comm.connect()
+    grow(comm, size)
 
 
 class Cluster:
@@ -49,7 +54,9 @@ class Cluster:
         self.master.run()
         groups = groups or [0] * size
         self.comms = [pccl.Communicator(self.master.address, group) for group in groups]
-        in_threads([lambda c=c: gather(c, size) for c in self.comms])  # type: ignore[misc]
+        self.comms[0].connect()  # it is the first one accepted
+        others = [lambda c=c: gather(c, size) for c in self.comms[1:]]  # type: ignore[misc]
+        in_threads([lambda: grow(self.comms[0], size), *others])
 
     def each(self, job: Callable[[int, pccl.Communicator], T]) -> list[T]:
         """job(index, communicator) on every peer at the same time."""

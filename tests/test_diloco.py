@@ -242,48 +242,74 @@ class Left(Exception):
 
 
 class Deserter:
-    """A communicator that leaves the run instead of making its `nth` call of `name`."""
+    """A communicator that, once armed, leaves the run instead of making its `nth` call of `name`."""
 
     def __init__(self, comm: pccl.Communicator, name: str, nth: int) -> None:
         self._comm, self._name, self._left = comm, name, nth
+        self.armed = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == self._name:
+        if self.armed and name == self._name:
             self._left -= 1
             if self._left == 0:
                 raise Left
         return getattr(self._comm, name)
 
 
-@pytest.mark.parametrize(
-    ("name", "nth"),
-    [
-        ("all_reduce", 2),
-        ("are_peers_pending", 4),
-        ("sync_shared_state", 4),
-        ("sync_shared_state", 2),
-    ],
-)
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("name", ["all_reduce", "are_peers_pending", "sync_shared_state"])
 def test_a_peer_may_be_lost_at_any_point_of_a_round(address: str, name: str, nth: int) -> None:
     def survivor() -> Any:
         model = Model()
         with pccl.Communicator(address) as comm:
-            diloco = make(comm, model, min_peers=2)
+            diloco = make(comm, model, min_peers=3)
+            contributors = []
             while diloco.outer_step < 5:
                 model.move(1.0)
-                diloco.step()
-            return diloco.state_digest()
+                outer = diloco.step()
+                assert outer is not None
+                contributors.append(outer.contributors)
+            return diloco.state_digest(), contributors
 
     def deserter() -> None:
         model = Model()
         with pytest.raises(Left), pccl.Communicator(address) as comm:
-            diloco = make(Deserter(comm, name, nth), model, min_peers=2)  # type: ignore[arg-type]
+            leaving = Deserter(comm, name, nth)
+            diloco = make(leaving, model, min_peers=3)  # type: ignore[arg-type]
+            leaving.armed = True
             while True:
                 model.move(1.0)
                 diloco.step()
 
-    digests = together(survivor, survivor, deserter)[:2]
-    assert digests[0] == digests[1]
+    ours, theirs, _ = together(survivor, survivor, deserter)
+    assert ours == theirs
+    rounds_with_three = nth - 1 if name == "all_reduce" else nth
+    assert ours[1] == [3] * rounds_with_three + [2] * (5 - rounds_with_three)
+
+
+def test_a_newcomer_may_be_lost_before_it_has_received_anything(address: str) -> None:
+    def incumbent() -> Any:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=2)
+            ready.set()
+            admitted_at = None
+            while admitted_at is None or diloco.outer_step < admitted_at + 2:
+                model.move(1.0)
+                outer = diloco.step()
+                assert outer is not None and outer.contributors == 2
+                if outer.admitted:
+                    admitted_at = outer.outer_step
+            return diloco.state_digest()
+
+    def fugitive() -> None:
+        assert ready.wait(DEADLINE_S)
+        with pccl.Communicator(address):
+            pass
+
+    ready = threading.Event()
+    ours, theirs, _ = together(incumbent, incumbent, fugitive)
+    assert ours == theirs
 
 
 def test_a_peer_alone_trains_on_without_outer_steps_and_lets_a_newcomer_in(address: str) -> None:

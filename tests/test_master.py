@@ -76,7 +76,7 @@ def started(*command: str) -> tuple[subprocess.Popen[str], str]:
         ("-m", "pccl.master", "--listen-address", "127.0.0.1:0"),
         (
             "-c",
-            "import pccl; m = pccl.MasterNode('127.0.0.1:0'); m.run(); print(m.address, flush=True)",
+            "import pccl; m = pccl.MasterNode('127.0.0.1:0'); m.run(); print(m.address, flush=1)",
         ),
     ],
 )

@@ -34,6 +34,13 @@ from pccl.protocol.ring import plan_rings
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote, exclude_each_other
 from pccl.types import Result
 
+# What a withdrawn call fails with: nothing happened, and it can be made again.
+WITHDRAWN = {
+    Kind.TOPOLOGY: Result.UPDATE_TOPOLOGY_FAILED,
+    Kind.PENDING: Result.RANK_CONNECTION_LOST,
+    Kind.SYNC: Result.RANK_CONNECTION_LOST,
+    Kind.START: Result.RANK_CONNECTION_LOST,
+}
 SYNC_ATTEMPTS_MAX = 3  # failed fetches of one receiver in one synchronisation before it is kicked
 
 
@@ -110,10 +117,13 @@ class Master:
 
     Args:
         run: the run's nonce; bulk data of another run is never mistaken for this one's.
+        straggler_s: peers that keep others waiting for so many seconds are dropped (`tick`).
     """
 
-    def __init__(self, run: int) -> None:
+    def __init__(self, run: int, straggler_s: float | None = None) -> None:
         self.run = run
+        self._straggler_s = straggler_s
+        self._waiting_since: dict[object, float] = {}  # round or seq -> when others began to wait
         self.peers: dict[
             int, Peer
         ] = {}  # in the order of registration, accepted ones before pending ones
@@ -252,7 +262,7 @@ class Master:
         for running in self._of_group(group_number):
             running.members.discard(number)
             running.votes.pop(number, None)
-        self._interrupt(group_number, f"lost {title}")
+        self._interrupt(self._of_group(group_number), f"lost {title}")
         if group.sync is not None and group.sync.members.pop(number, None) is not None:
             self._elect(group_number, group.sync)
 
@@ -292,6 +302,8 @@ class Master:
                 self._finish(number, seq, ok, why)
             case m.FetchedVote(seq, ok, why):
                 self._fetched(number, seq, ok, why)
+            case m.Withdraw(call, seq):
+                self._withdraw(number, call, seq)
             case _:
                 self._remove(number, f"it sent a {type(message).__name__}", Result.INTERNAL_ERROR)
 
@@ -299,7 +311,7 @@ class Master:
         doom = self._doomed.get(number)
         if doom is not None and round_id in doom[0]:
             del self._doomed[number]
-            self._send(number, m.CallError(call, doom[1].value, doom[2]))
+            self._send(number, m.CallError(call, doom[1].value, doom[2], m.Cause.MISMATCH))
             return
         round_ = self._rounds.setdefault(round_id, Round(round_id))
         if number in round_.votes:
@@ -348,7 +360,7 @@ class Master:
         for round_ in rounds:
             del self._rounds[round_.id]
             for number, vote in round_.votes.items():
-                self._send(number, m.CallError(vote.call, result.value, why))
+                self._send(number, m.CallError(vote.call, result.value, why, m.Cause.MISMATCH))
             for number in self._members(round_.id):
                 if number not in voters:
                     self._doomed[number] = (ids, result, why)
@@ -374,6 +386,68 @@ class Master:
     def _answer(self, round_: Round[object], make) -> None:  # type: ignore[no-untyped-def]
         for number, vote in round_.votes.items():
             self._send(number, make(vote.call))
+
+    # ---- patience ----
+
+    def _withdraw(self, number: int, call: int, seq: int) -> None:
+        """A caller waits no longer. Nothing happens if its answer is on the way already."""
+        group_number = self.peers[number].info.group
+        sync = self._groups[group_number].sync
+        running = self._running.get(seq)
+        if running is not None and number in running.members:
+            why = f"{self.peers[number].info} waited no longer for {self._missing_of(running)}"
+            self._interrupt([running], why)
+        elif sync is not None and number in sync.members and sync.members[number].call == call:
+            self._fail_sync(group_number, f"{self.peers[number].info} waited no longer")
+        else:
+            self._take_back(number, call)
+
+    def _take_back(self, number: int, call: int) -> None:
+        for round_ in list(self._rounds.values()):
+            vote = round_.votes.get(number)
+            if vote is not None and vote.call == call:
+                del round_.votes[number]
+                why = f"waited for {self._names(self._absent(round_, number))}"
+                result = WITHDRAWN[round_.id.kind]
+                self._send(number, m.CallError(call, result.value, why, m.Cause.TIMEOUT))
+                self._evaluate(round_)
+
+    def _absent(self, round_: Round[object], but: int = 0) -> list[int]:
+        members = self._members(round_.id)
+        return [number for number in members if number not in round_.votes and number != but]
+
+    def _missing_of(self, running: Running) -> str:
+        return self._names(sorted(running.members - running.votes.keys()))
+
+    def _names(self, numbers: Iterable[int]) -> str:
+        return ", ".join(str(self.peers[number].info) for number in numbers) or "nobody"
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Time has passed: drops whoever kept others waiting longer than the straggler limit."""
+        if self._straggler_s is None:
+            return []
+        waited: set[object] = set()
+        stragglers: dict[int, str] = {}
+        for round_ in self._rounds.values():
+            waited.add(round_.id)
+            if now_s - self._waiting_since.setdefault(round_.id, now_s) > self._straggler_s:
+                for number in self._absent(round_):
+                    stragglers[number] = f"{round_.id.kind.value}()"
+        for running in self._running.values():
+            waited.add(running.seq)
+            late = running.members - running.votes.keys()
+            if not running.votes:
+                self._waiting_since[running.seq] = now_s  # nobody waits for anybody yet
+            elif now_s - self._waiting_since.setdefault(running.seq, now_s) > self._straggler_s:
+                for number in late:
+                    stragglers[number] = running.title
+        for gone in self._waiting_since.keys() - waited:
+            del self._waiting_since[gone]
+        for number in sorted(stragglers):
+            if number in self.peers:
+                why = f"others waited for it in {stragglers[number]} for {self._straggler_s:g} s"
+                self._remove(number, why, Result.RANK_CONNECTION_FAILED)
+        return self._take()
 
     # ---- collectives ----
 
@@ -406,11 +480,12 @@ class Master:
             self._settle(running)
         else:
             self._new_epoch(running.group)
-            self._interrupt(running.group, f"{self.peers[number].info} could not complete: {why}")
+            why = f"{self.peers[number].info} could not complete: {why}"
+            self._interrupt(self._of_group(running.group), why)
 
-    def _interrupt(self, group_number: int, why: str) -> None:
-        """The epoch ended: whoever has not voted on a running collective must do so now."""
-        for running in self._of_group(group_number):
+    def _interrupt(self, collectives: list[Running], why: str) -> None:
+        """Whoever has not voted on these must do so now."""
+        for running in collectives:
             if not running.why:
                 running.why = why
                 for number in running.members - running.votes.keys():
@@ -448,8 +523,8 @@ class Master:
         except Rejection as error:
             group.sync = None
             for number, vote in sync.members.items():
-                error_ = m.CallError(vote.call, Result.INVALID_ARGUMENT.value, str(error))
-                self._send(number, error_)
+                answer = m.CallError(vote.call, Result.INVALID_ARGUMENT.value, str(error))
+                self._send(number, answer)
             return
         if decision.kicks:  # their removal repeats the election without them
             number, why = next(iter(decision.kicks.items()))
@@ -499,6 +574,15 @@ class Master:
         else:
             why = f"it failed to fetch the shared state {failures} times: {why}"
             self._remove(number, why, Result.RANK_CONNECTION_FAILED)
+
+    def _fail_sync(self, group_number: int, why: str) -> None:
+        """Gives a synchronisation up for all; nobody's memory has changed."""
+        sync = self._groups[group_number].sync
+        assert sync is not None
+        self._groups[group_number].sync = None
+        result = WITHDRAWN[Kind.SYNC].value
+        for number, vote in sync.members.items():
+            self._send(number, m.CallError(vote.call, result, why, m.Cause.TIMEOUT))
 
     def _end_sync(self, group: Group, sync: Sync) -> None:
         group.sync = None

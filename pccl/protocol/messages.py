@@ -11,6 +11,7 @@ master gives to one committed collective or synchronisation; it never repeats wi
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -28,6 +29,14 @@ Name = Annotated[str, Meta(max_length=256)]
 
 class ProtocolError(ValueError):
     """Bytes that are no message of this protocol."""
+
+
+class Cause(IntEnum):
+    """What kind of failure a CallError tells, where its result alone does not."""
+
+    OTHER = 0
+    MISMATCH = 1  # calls that can never meet
+    TIMEOUT = 2  # withdrawn
 
 
 # ---- values inside messages ----
@@ -156,6 +165,16 @@ class Leave(Struct, array_like=True, frozen=True, tag=8):
     """Leaves the run, in good order."""
 
 
+class Withdraw(Struct, array_like=True, frozen=True, tag=9):
+    """The caller's time is up: take back what `call` waits for, if it can still be taken back.
+
+    `seq` is that of a collective which this peer has completed and others have not; 0 otherwise.
+    """
+
+    call: U64
+    seq: U64 = 0
+
+
 # ---- from the master to a peer ----
 
 
@@ -250,11 +269,12 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
 
 
 class CallError(Struct, array_like=True, frozen=True, tag=76):
-    """A call failed before anything happened; `result` is a pccl.Result."""
+    """A call failed before anything happened; `result` is a pccl.Result, `cause` a `Cause`."""
 
     call: U64
     result: U16
     why: Text
+    cause: U16 = 0
 
 
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
@@ -265,7 +285,15 @@ class Kicked(Struct, array_like=True, frozen=True, tag=77):
 
 
 PeerMessage: TypeAlias = (
-    Hello | TopologyVote | PendingVote | StartVote | FinishVote | SyncVote | FetchedVote | Leave
+    Hello
+    | TopologyVote
+    | PendingVote
+    | StartVote
+    | FinishVote
+    | SyncVote
+    | FetchedVote
+    | Leave
+    | Withdraw
 )
 MasterMessage: TypeAlias = (
     Welcome

@@ -24,12 +24,25 @@ running or all are interrupted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from pccl.errors import (
+    KickedError,
+    MasterLostError,
+    MismatchError,
+    PCCLError,
+    PCCLTimeoutError,
+    PeerLostError,
+)
 from pccl.protocol import messages as m
 from pccl.protocol.ring import shares
 from pccl.types import Result
+
+_ERRORS: dict[int, type[PCCLError]] = {
+    m.Cause.MISMATCH: MismatchError,
+    m.Cause.TIMEOUT: PCCLTimeoutError,
+}
 
 # ---- actions ----
 
@@ -111,11 +124,12 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A call failed."""
+    """A call failed; `error` is what the API raises."""
 
     call: int
     result: Result
     why: str
+    error: type[PCCLError] = PCCLError
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +206,7 @@ class Collective:
     members: int = 0
     settled: bool = False
     outcome: Fail | bool | None = None
+    impatient: bool = False  # the caller waits no longer
     tx_bytes: int = 0
     rx_bytes: int = 0
 
@@ -220,7 +235,7 @@ class Peer:
         self.number = 0
         self.run = 0
         self.accepted = False
-        self.over: tuple[Result, str] | None = None  # why this peer is no longer in the run
+        self.over: Fail | None = None  # why this peer is no longer in the run, if it is not
         self.world = m.World(0, 0, 0, 0)
         self.plan = m.Plan(0, (), ())
         self._joining: int | None = None
@@ -293,6 +308,23 @@ class Peer:
             self._out.append(Send(m.FetchedVote(seq, ok, why[:1000])))
         return self._take()
 
+    def withdraw(self, call: int, why: str) -> list[Action]:
+        """The caller waits no longer. The call is answered all the same, one way or the other."""
+        collective = self._collectives.get(call)
+        syncing = self._syncing is not None and self._syncing.call == call
+        if call in self._calls or syncing:
+            self._out.append(Send(m.Withdraw(call)))
+        elif collective is not None and collective.state is State.VOTING:
+            self._out.append(Send(m.Withdraw(call)))
+            collective.impatient = True
+        elif collective is not None and collective.state is State.RUNNING:
+            collective.impatient = True
+            self._give_up(collective, why)
+        elif collective is not None and collective.outcome is None:
+            collective.impatient = True
+            self._out.append(Send(m.Withdraw(call, collective.seq)))
+        return self._take()
+
     def leave(self, why: str) -> list[Action]:
         """Leaves the run; every call that waits fails."""
         if self.over is None:
@@ -310,7 +342,7 @@ class Peer:
     def lost_master(self, why: str) -> list[Action]:
         """The connection to the master is gone."""
         if self.over is None:
-            self._end(Result.MASTER_CONNECTION_FAILED, why)
+            self._end(Result.MASTER_CONNECTION_FAILED, why, MasterLostError)
         return self._take()
 
     def received(self, message: m.MasterMessage) -> list[Action]:
@@ -346,12 +378,12 @@ class Peer:
             case m.SyncResult():
                 if self._syncing is not None and self._syncing.call == message.call:
                     self._end_sync(self._syncing, message)
-            case m.CallError(call, result, why):
-                self._refused(call, Result(result), why)
+            case m.CallError():
+                self._refused(message)
             case m.Kicked(result, why):
-                self._end(Result(result), f"the master dropped this peer: {why}")
+                self._end(Result(result), f"the master dropped this peer: {why}", KickedError)
             case m.Refused(result, why):
-                self._end(Result(result), f"the master refused this peer: {why}")
+                self._end(Result(result), f"the master refused this peer: {why}", KickedError)
         return self._take()
 
     # ---- the engine ----
@@ -383,9 +415,7 @@ class Peer:
         if collective is not None and collective.state is State.RUNNING:
             self._give_up(collective, why)
         elif collective is not None and collective.state is State.VOTING:
-            collective.state = (
-                State.ABORTING
-            )  # an impossible early chunk; Started is answered with a no
+            collective.state = State.ABORTING  # an impossible early chunk: Started will get a no
             self._out.append(AbortOp(op))
         elif self._syncing is not None and op == self._syncing.fetch_op:
             self._report_fetch(self._syncing, False, why)
@@ -415,6 +445,9 @@ class Peer:
         collective.members = len(self.plan.peers)
         if collective.state is State.ABORTING:
             self._out.append(Send(m.FinishVote(seq, False, "a malformed chunk arrived early")))
+            return
+        if collective.impatient:  # it started while the vote was being withdrawn
+            self._give_up(collective, "the caller waited no longer")
             return
         collective.state = State.RUNNING
         self._renew_streams(epoch)
@@ -459,7 +492,9 @@ class Peer:
             if not collective.settled:
                 self._out.append(CommitOp(collective.call))
         else:
-            self._abort(collective, Fail(collective.call, Result.RANK_CONNECTION_LOST, why))
+            error = PCCLTimeoutError if collective.impatient else PeerLostError
+            lost = Result.RANK_CONNECTION_LOST
+            self._abort(collective, Fail(collective.call, lost, why, error))
         self._conclude(collective)
 
     def _abort(self, collective: Collective, outcome: Fail) -> None:
@@ -571,8 +606,10 @@ class Peer:
             self._calls.discard(call)
             self._out.append(Answer(call, value))
 
-    def _refused(self, call: int, result: Result, why: str) -> None:
-        fail = Fail(call, result, why)
+    def _refused(self, refusal: m.CallError) -> None:
+        call, result = refusal.call, Result(refusal.result)
+        lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
+        fail = Fail(call, result, refusal.why, _ERRORS.get(refusal.cause, lost))
         if call in self._calls:
             self._calls.discard(call)
             self._out.append(fail)
@@ -584,25 +621,25 @@ class Peer:
 
     def _dead(self, call: int) -> bool:
         if self.over is not None:
-            self._out.append(Fail(call, *self.over))
+            self._out.append(replace(self.over, call=call))
         return self.over is not None
 
-    def _end(self, result: Result, why: str) -> None:
+    def _end(self, result: Result, why: str, error: type[PCCLError] = PCCLError) -> None:
         """Out of the run, for whatever reason: nothing that waits can be answered any more."""
-        self.over = (result, why)
+        self.over = over = Fail(0, result, why, error)
         self.world = m.World(0, 0, 0, 0)
         if self._joining is not None:
-            self._out.append(Fail(self._joining, result, why))
+            self._out.append(replace(over, call=self._joining))
             self._joining = None
         for call in sorted(self._calls):
-            self._out.append(Fail(call, result, why))
+            self._out.append(replace(over, call=call))
         self._calls.clear()
         for collective in list(self._collectives.values()):
             if collective.outcome is None:
-                self._abort(collective, Fail(collective.call, result, why))
+                self._abort(collective, replace(over, call=collective.call))
                 self._conclude(collective)
         if self._syncing is not None:
-            self._end_sync(self._syncing, Fail(self._syncing.call, result, why))
+            self._end_sync(self._syncing, replace(over, call=self._syncing.call))
         for stream in self._streams:
             self._out.append(CloseStream(stream))
         self._streams = ()

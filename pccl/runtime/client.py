@@ -11,9 +11,10 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -54,7 +55,29 @@ class Call:
 
     def next(self, timeout_s: float | None = None) -> Note:
         """The next note. Raises queue.Empty after the time-out."""
-        return self._notes.get(timeout=timeout_s)
+        return self._notes.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
+
+
+class Deadline:
+    """When the caller of a call gives up. The call is withdrawn then, and answered all the same.
+
+    Args:
+        timeout_s: seconds from now; None: never.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._at = None if timeout_s is None else time.monotonic() + timeout_s
+
+    def next(self, client: Client, call: Call) -> Note:
+        """The call's next note."""
+        if self._at is not None:
+            try:
+                return call.next(self._at - time.monotonic())
+            except queue.Empty:
+                self._at = None
+                client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
+        return call.next()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +193,7 @@ class Client:
         return self._core.number
 
     @property
-    def over(self) -> tuple[Result, str] | None:
+    def over(self) -> core.Fail | None:
         """Why this peer is out of the run, if it is."""
         return self._core.over
 
@@ -223,6 +246,10 @@ class Client:
     def fetched(self, seq: int, ok: bool, why: str) -> None:
         """Says whether what was fetched is what was elected."""
         self._post(lambda: self._perform(self._core.fetched(seq, ok, why)))
+
+    def withdraw(self, call: Call, why: str) -> None:
+        """Waits no longer for a call, which is answered soon, one way or the other."""
+        self._post(lambda: self._perform(self._core.withdraw(call.number, why)))
 
     def close(self, why: str) -> None:
         """Leaves the run; calls that wait fail with `why`. Idempotent.
@@ -416,5 +443,5 @@ class Client:
         """Fails every call that no one will answer any more."""
         self._run_commands()
         for number in list(self._calls):
-            result, why = self._core.over or (Result.INTERNAL_ERROR, "the communicator has ended")
-            self._answer(core.Fail(number, result, why))
+            ended = core.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
+            self._answer(replace(self._core.over or ended, call=number))

@@ -24,6 +24,7 @@ class Config:
         heartbeat_ms: a ping on every connection that is silent for this long.
         heartbeat_timeout_ms: without an answer for this long, the other side counts as lost.
         connect_timeout_s: until a connection must stand.
+        straggler_s: a master drops peers that keep others waiting for so long; None: never.
         lanes: connections to a neighbour on another machine where the user does not say.
     """
 
@@ -32,6 +33,7 @@ class Config:
     heartbeat_ms: int = 1000
     heartbeat_timeout_ms: int = 5000
     connect_timeout_s: float = 5.0
+    straggler_s: float | None = None
     lanes: int = 8
 
     @staticmethod
@@ -51,6 +53,7 @@ class Config:
             heartbeat_timeout_ms=_positive(
                 env, "PCCL_HEARTBEAT_TIMEOUT_MS", Config.heartbeat_timeout_ms
             ),
+            straggler_s=_positive(env, "PCCL_STRAGGLER_S", 0) or None,
             lanes=_positive(env, "PCCL_LANES", Config.lanes),
         )
 

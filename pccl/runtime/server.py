@@ -21,6 +21,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -47,7 +48,8 @@ class Server:
     """
 
     def __init__(self, host: str, port: int, config: Config) -> None:
-        self._core = core.Master(run=secrets.randbits(63))
+        self._core = core.Master(secrets.randbits(63), config.straggler_s)
+        self._tick_ms = None if config.straggler_s is None else int(100 * config.straggler_s)
         self._fd_of: dict[bytes, int] = {}
         self._conn_of: dict[int, bytes] = {}
         self._lost: list[bytes] = []  # connections that are gone, to be buried
@@ -95,13 +97,14 @@ class Server:
             poller.register(source, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                ready = dict(poller.poll())
+                ready = dict(poller.poll(self._tick_ms))
                 if self._monitor in ready:
                     self._read_monitor()
                 for _ in range(BATCH):
                     if not self._read_router():
                         break
                 self._bury()
+                self._perform(self._core.tick(time.monotonic()))
         finally:
             self._wake_out.close()
             self._wake_in.close()

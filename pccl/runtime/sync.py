@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from pccl.ext import ffi
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.client import Call, Client, Pieces
+from pccl.runtime.client import Client, Deadline, Pieces
 from pccl.runtime.digest import digest
+
+# Not cleared: staging memory is written whole or not used, and touching it twice costs time.
+_allocate = ffi.new_allocator(should_clear_after_alloc=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +36,43 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """Memory that a plan's entries are fetched into."""
+    """Memory that a plan's entries are fetched into: one char array for each."""
 
     plan: m.SyncPlan
-    arrays: list[np.ndarray[tuple[int], np.dtype[np.uint8]]]
+    arrays: list[Any]
+
+    @classmethod
+    def for_plan(cls, plan: m.SyncPlan, regions: Sequence[Region]) -> Staging:
+        """Staging memory for what a plan says to fetch."""
+        return cls(plan, [_allocate("char[]", regions[index].nbytes) for index in plan.fetch])
 
     def pieces(self) -> Pieces:
         """Where the engine puts each entry."""
         return [
-            (index, array.ctypes.data, array.nbytes)
+            (index, int(ffi.cast("uintptr_t", array)), len(array))
             for index, array in zip(self.plan.fetch, self.arrays, strict=True)
         ]
 
     def wrong(self, regions: Sequence[Region]) -> str:
         """Names the first entry that is not what was elected; empty when all are."""
-        for index, array, expected in zip(
-            self.plan.fetch, self.arrays, self.plan.digests, strict=True
-        ):
-            if digest(array.ctypes.data, array.nbytes) != expected:
-                return (
-                    f"what arrived of {regions[index].name!r} has another digest than was elected"
-                )
+        for (index, address, nbytes), elected in zip(self.pieces(), self.plan.digests, strict=True):
+            if digest(address, nbytes) != elected:
+                return f"what arrived of {regions[index].name!r} is not what was elected"
         return ""
 
     def install(self, regions: Sequence[Region]) -> None:
         """Overwrites the caller's memory."""
         for index, array in zip(self.plan.fetch, self.arrays, strict=True):
-            ffi.memmove(ffi.cast("void *", regions[index].address), array, array.nbytes)
+            ffi.memmove(ffi.cast("void *", regions[index].address), array, len(array))
 
 
 def synchronise(
-    client: Client, regions: Sequence[Region], revision: int, strategy: int, owner: object
+    client: Client,
+    regions: Sequence[Region],
+    revision: int,
+    strategy: int,
+    owner: object,
+    deadline: Deadline,
 ) -> core.Synced | core.Fail:
     """Takes part in a synchronisation until it ends, and says how.
 
@@ -74,6 +82,7 @@ def synchronise(
         revision: of the shared state, as this peer has it.
         strategy: a pccl.SharedStateSyncStrategy value.
         owner: kept alive as long as the engine refers to the memory.
+        deadline: when to give up.
     """
     entries = tuple(
         m.Entry(r.name, r.dtype, r.count, r.any_content, digest(r.address, r.nbytes))
@@ -81,17 +90,12 @@ def synchronise(
     )
     pieces = [(index, r.address, r.nbytes) for index, r in enumerate(regions)]
     call = client.sync(m.Offer(revision, strategy, entries), pieces, owner)
-    return _carry_out(client, call, regions)
-
-
-def _carry_out(client: Client, call: Call, regions: Sequence[Region]) -> core.Synced | core.Fail:
     staging: Staging | None = None
     while True:
-        note = call.next()
+        note = deadline.next(client, call)
         match note:
             case core.Plan(_, plan):
-                arrays = [np.empty(regions[index].nbytes, np.uint8) for index in plan.fetch]
-                staging = Staging(plan, arrays)
+                staging = Staging.for_plan(plan, regions)
                 if plan.fetch:
                     client.fetch(plan.seq, staging.pieces(), staging)
             case core.Fetched(_, seq, ok, why) if staging is not None and staging.plan.seq == seq:

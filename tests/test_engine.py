@@ -1,0 +1,420 @@
+"""Real engines, several in one process, over both fillings of the function table."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from pccl.ext import ffi, lib, tables
+from pccl.runtime.engine import (
+    COMPLETE,
+    FAILED,
+    SETTLED,
+    STREAM_LOST,
+    Engine,
+    EngineOptions,
+    Event,
+    Ring,
+)
+
+F32, I64, SUM, AVG = 10, 7, 0, 1
+RUN, EPOCH = 77, 3
+DEADLINE_S = 20.0
+OPTIONS = EngineOptions(heartbeat_ms=0, connect_timeout_ms=2000)
+
+
+class Peer:
+    """An engine and the events it has sent so far."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.engine = Engine(options, host="127.0.0.1")
+        self.seen: list[Event] = []
+
+    def wait(self, kind: int, number: int) -> Event:
+        """The event of that kind for that op, or stream."""
+        deadline = time.monotonic() + DEADLINE_S
+        while True:
+            for event in self.seen:
+                same = event.stream if kind == STREAM_LOST else event.op
+                if event.kind == kind and same == number:
+                    return event
+            left = deadline - time.monotonic()
+            assert left > 0, f"no event {kind} for {number}, only {self.seen}"
+            self.engine.socket.poll(int(left * 1000))
+            self.seen += self.engine.events()
+
+    def endpoint(self, transport: str) -> str:
+        if transport == "ipc":
+            return f"ipc://{self.engine.ipc}"
+        return f"tcp://127.0.0.1:{self.engine.port}"
+
+
+Make = Callable[..., list[Peer]]
+
+
+@pytest.fixture(params=["libzmq", "pyzmq"])
+def filling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("PCCL_ENGINE", request.param)
+    tables.load.cache_clear()
+    yield request.param
+    tables.load.cache_clear()
+
+
+@pytest.fixture
+def make(filling: str) -> Iterator[Make]:
+    """Makes engines in a ring: each one's stream 1 leads to the next."""
+    made: list[Peer] = []
+
+    def ring(n: int, transport: str = "tcp", *, lanes: int = 2, **changes: Any) -> list[Peer]:
+        peers = [Peer(replace(OPTIONS, **changes)) for _ in range(n)]
+        made.extend(peers)
+        for i, peer in enumerate(peers):
+            assert peer.engine.filling == filling
+            to = peers[(i + 1) % n].endpoint(transport)
+            peer.engine.open_stream(1, to, lanes=lanes, hwm=4)
+        return peers
+
+    yield ring
+    for peer in made:
+        peer.engine.close()
+
+
+class AllReduce:
+    """One all-reduce: contributions of whole numbers, whose sum is exact in any order."""
+
+    def __init__(self, peers: list[Peer], op: int, count: int, *, in_place: bool = False) -> None:
+        rng = np.random.default_rng(op)
+        self.peers, self.op, self.count = peers, op, count
+        self.given = [rng.integers(-99, 99, count).astype(np.float32) for _ in peers]
+        self.send = [given.copy() for given in self.given]
+        self.recv = self.send if in_place else [np.full_like(given, -1) for given in self.given]
+        self.expected = np.sum(self.given, axis=0)
+        for peer, send, recv in zip(peers, self.send, self.recv, strict=True):
+            peer.engine.register_all_reduce(
+                op,
+                run=RUN,
+                tag=op,
+                min_seq=op - 1,
+                dtype=F32,
+                redop=SUM,
+                send=send.ctypes.data,
+                recv=recv.ctypes.data,
+                count=count,
+            )
+
+    def start(self, who: int, chunk_bytes: int = 1 << 18) -> None:
+        rings = [Ring(1, len(self.peers), who, 0, self.count)]
+        self.peers[who].engine.start(
+            self.op, seq=self.op, epoch=EPOCH, chunk_bytes=chunk_bytes, rings=rings
+        )
+
+    def finish(self) -> None:
+        """Waits for the result everywhere, commits, and checks it."""
+        for peer in self.peers:
+            if not peer.wait(COMPLETE, self.op).settled:
+                peer.engine.commit(self.op)
+                peer.wait(SETTLED, self.op)
+        for recv in self.recv:
+            np.testing.assert_array_equal(recv, self.expected)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_reduce(make: Make, n: int, transport: str) -> None:
+    peers = make(n, transport)
+    for op, count in enumerate([0, 1, 65, 1000, 200_001], start=1):
+        for in_place in (False, True):
+            work = AllReduce(peers, 10 * op + in_place, count, in_place=in_place)
+            for who in range(n):
+                work.start(who)
+            work.finish()
+            if not in_place:
+                np.testing.assert_array_equal(work.send, work.given)
+    assert [peer.engine.dropped for peer in peers] == [0] * n
+
+
+def test_average_of_integers_truncates(make: Make) -> None:
+    peers = make(2)
+    send = [np.array([7, -7, 2**40]), np.array([2, -2, 1])]
+    recv = [np.zeros(3, np.int64) for _ in peers]
+    for who, peer in enumerate(peers):
+        peer.engine.register_all_reduce(
+            1,
+            run=RUN,
+            tag=0,
+            min_seq=0,
+            dtype=I64,
+            redop=AVG,
+            send=send[who].ctypes.data,
+            recv=recv[who].ctypes.data,
+            count=3,
+        )
+        peer.engine.start(1, seq=1, epoch=1, chunk_bytes=4096, rings=[Ring(1, 2, who, 0, 3)])
+    for who, peer in enumerate(peers):
+        peer.wait(COMPLETE, 1)
+        assert recv[who].tolist() == [4, -4, (2**40 + 1) // 2]
+
+
+def test_concurrent_ops_in_any_order(make: Make) -> None:
+    peers = make(3)
+    works = [AllReduce(peers, op, 5000 * op, in_place=op % 2 == 0) for op in range(1, 9)]
+    for who, order in enumerate([works, works[::-1], works[4:] + works[:4]]):
+        for work in order:
+            work.start(who)
+    for work in works:
+        work.finish()
+
+
+def test_late_start(make: Make) -> None:
+    peers = make(3)
+    work = AllReduce(peers, 1, 50_000, in_place=True)
+    work.start(0)
+    work.start(1)
+    peers[0].engine.socket.poll(100)
+    assert not [event for peer in peers for event in peer.engine.events()]
+    work.start(2)
+    work.finish()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_abort_restores(make: Make, transport: str) -> None:
+    peers = make(2, transport)
+    work = AllReduce(peers, 1, 4_000_000, in_place=True)
+    work.start(0)
+    work.start(1)
+    for peer in peers:
+        peer.engine.abort(1)
+    for peer in peers:
+        peer.wait(SETTLED, 1)
+    np.testing.assert_array_equal(work.send, work.given)
+
+
+def test_abort_of_one_that_nobody_joins(make: Make) -> None:
+    peers = make(2)
+    work = AllReduce(peers, 1, 4_000_000, in_place=True)
+    work.start(0)
+    peers[0].engine.socket.poll(100)
+    for peer in peers:
+        peer.engine.abort(1)  # peer 1 has taken chunks, though it was never started
+        peer.wait(SETTLED, 1)
+    np.testing.assert_array_equal(work.send, work.given)
+
+
+def test_close_with_unsettled_ops_restores(make: Make) -> None:
+    peers = make(2)
+    work = AllReduce(peers, 1, 1_000_000, in_place=True)
+    work.start(0)
+    work.start(1)
+    peers[0].wait(COMPLETE, 1)
+    for peer in peers:
+        peer.engine.close()
+        peer.engine.close()
+    np.testing.assert_array_equal(work.send, work.given)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_stream_is_lost_when_the_neighbour_closes(make: Make, transport: str) -> None:
+    peers = make(2, transport)
+    done = AllReduce(peers, 1, 10)
+    done.start(0)
+    done.start(1)
+    done.finish()
+    work = AllReduce(peers, 2, 4_000_000, in_place=True)
+    work.start(0)
+    peers[1].engine.close()
+    assert "disconnected" in peers[0].wait(STREAM_LOST, 1).text
+    failed = peers[0].wait(FAILED, 2)
+    assert failed.status == lib.PCCL_ESTREAM
+    peers[0].engine.abort(2)
+    peers[0].wait(SETTLED, 2)
+    np.testing.assert_array_equal(work.send, work.given)
+
+
+def test_closed_stream_fails_its_ops(make: Make) -> None:
+    peers = make(2)
+    work = AllReduce(peers, 1, 1000)
+    work.start(0)
+    peers[0].engine.close_stream(1)
+    assert peers[0].wait(FAILED, 1).status == lib.PCCL_ESTREAM
+    again = AllReduce(peers[:1], 2, 1000)
+    peers[0].engine.start(2, seq=2, epoch=1, chunk_bytes=64, rings=[Ring(1, 2, 0, 0, 1000)])
+    assert "not open" in peers[0].wait(FAILED, 2).text
+    np.testing.assert_array_equal(again.send, again.given)
+
+
+def test_refused_connection(make: Make) -> None:
+    (peer,) = make(1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    peer.engine.open_stream(2, f"tcp://127.0.0.1:{port}", lanes=3, hwm=1)
+    assert "connected" in peer.wait(STREAM_LOST, 2).text
+
+
+def test_malformed_endpoint(make: Make) -> None:
+    (peer,) = make(1)
+    peer.engine.open_stream(2, "nonsense://1", lanes=1, hwm=1)
+    assert peer.wait(STREAM_LOST, 2).status == lib.PCCL_EZMQ
+    with pytest.raises(ValueError, match="too long"):
+        peer.engine.open_stream(3, "tcp://" + "1" * 300, lanes=1, hwm=1)
+
+
+def test_connection_that_hangs(make: Make) -> None:
+    """A full backlog drops what arrives, as a black hole does; an open one never says hello."""
+    (peer,) = make(1, connect_timeout_ms=300)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        fillers = [socket.socket() for _ in range(4)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            peer.engine.open_stream(2, f"tcp://127.0.0.1:{address[1]}", lanes=2, hwm=1)
+            peer.engine.open_stream(3, f"tcp://127.0.0.1:{mute.getsockname()[1]}", lanes=2, hwm=1)
+            assert peer.wait(STREAM_LOST, 2).status == lib.PCCL_ESTREAM
+            assert peer.wait(STREAM_LOST, 3).status == lib.PCCL_ESTREAM
+        for filler in fillers:
+            filler.close()
+
+
+ENGINE_ALONE = """
+from pccl.runtime.engine import Engine
+engine = Engine(host="127.0.0.1")
+print(engine.port, flush=True)
+input()
+engine.close()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGSTOP")
+def test_frozen_neighbour(make: Make) -> None:
+    (peer,) = make(1, heartbeat_ms=100, heartbeat_timeout_ms=400)
+    with subprocess.Popen(
+        [sys.executable, "-c", ENGINE_ALONE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as frozen:
+        assert frozen.stdout is not None
+        port = int(frozen.stdout.readline())
+        peer.engine.open_stream(2, f"tcp://127.0.0.1:{port}", lanes=1, hwm=1)
+        assert not peer.engine.socket.poll(600), "a healthy neighbour answers heartbeats"
+        os.kill(frozen.pid, signal.SIGSTOP)
+        try:
+            assert peer.wait(STREAM_LOST, 2).status == lib.PCCL_ESTREAM
+        finally:
+            os.kill(frozen.pid, signal.SIGCONT)
+            frozen.communicate(b"\n")
+
+
+@pytest.mark.parametrize("holders", [1, 2, 11])
+def test_serve_and_fetch(make: Make, holders: int) -> None:
+    fetcher, *others = make(1 + holders, lanes=1)
+    rng = np.random.default_rng(5)
+    held = [rng.integers(0, 256, size, np.uint8) for size in (10, 0, 3_000_001, 70_000)]
+    got = [np.zeros_like(piece) for piece in held]
+    gets = [(number, piece.ctypes.data, piece.nbytes) for number, piece in enumerate(got)]
+    fetcher.engine.register_fetch(1, run=RUN, tag=4, min_seq=0, pieces=gets[::-1])
+    for number, holder in enumerate(others):
+        pieces = [(number, piece.ctypes.data, piece.nbytes) for number, piece in enumerate(held)]
+        holder.engine.open_stream(9, fetcher.endpoint("tcp"), lanes=2, hwm=2)
+        holder.engine.register_serve(1, run=RUN, tag=4, min_seq=0, pieces=pieces)
+        holder.engine.start(1, seq=1, epoch=1, chunk_bytes=0, rings=[Ring(9, 0, 5)])
+        fetcher.engine.open_stream(20 + number, holder.endpoint("tcp"), lanes=1, hwm=8)
+    rings = [Ring(20 + number, 0, 5) for number in range(holders)]
+    fetcher.engine.start(1, seq=1, epoch=1, chunk_bytes=1 << 16, rings=rings)
+    complete = fetcher.wait(COMPLETE, 1)
+    assert complete.settled
+    assert complete.rx_bytes == sum(piece.nbytes for piece in held)
+    for mine, theirs in zip(got, held, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    sent = 0
+    for holder in others:
+        holder.engine.commit(1)
+        sent += holder.wait(SETTLED, 1).tx_bytes
+    assert sent == complete.rx_bytes
+
+
+def test_foreign_traffic_is_dropped(make: Make) -> None:
+    """Messages of another protocol are counted, other bytes end their connection; work goes on."""
+    peers = make(2)
+    port = peers[0].engine.port
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        push.connect(f"tcp://127.0.0.1:{port}")
+        for frames in ([b""], [b"x" * 64], [b"x" * 64, b"y"], [b"x"] * 5, [b"x" * 1000]):
+            push.send_multipart(frames)
+        deadline = time.monotonic() + DEADLINE_S
+        while peers[0].engine.dropped < 5:
+            assert time.monotonic() < deadline
+            peers[0].engine.socket.poll(1)
+    with socket.create_connection(("127.0.0.1", port)) as raw:
+        raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        work = AllReduce(peers, 1, 10_000)
+        work.start(0)
+        work.start(1)
+        work.finish()
+    assert peers[0].engine.dropped == 5
+
+
+def test_oversized_messages_end_their_connection(make: Make) -> None:
+    (peer,) = make(1)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        push.linger = 0
+        push.reconnect_ivl = -1
+        monitor = push.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        push.connect(f"tcp://127.0.0.1:{peer.engine.port}")
+        push.send(bytes(lib.PCCL_CHUNK_MAX + 65))
+        assert monitor.poll(int(DEADLINE_S * 1000))
+        push.disable_monitor()
+        monitor.close()
+    assert peer.engine.dropped == 0
+
+
+def test_ipc_path_is_private_and_removed(make: Make) -> None:
+    (peer,) = make(1)
+    directory = os.path.dirname(peer.engine.ipc)
+    assert os.stat(directory).st_mode & 0o777 == 0o700
+    peer.engine.close()
+    assert not os.path.exists(directory)
+
+
+def test_what_an_engine_cannot_be(filling: str) -> None:
+    with pytest.raises(ValueError, match="forward_max=0"):
+        Engine(EngineOptions(forward_max=0))
+    engine = Engine(host="127.0.0.1")
+    with pytest.raises(OSError, match="cannot listen"):
+        Engine(host="127.0.0.1", port=engine.port)
+    engine.close()
+
+
+def test_choice_of_filling(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tables.load("libzmq").name == "libzmq"
+    assert tables.load("pyzmq").reason
+    with pytest.raises(ValueError, match="nonsense"):
+        tables.load("nonsense")
+    tables.load.cache_clear()
+    monkeypatch.setattr(tables, "EXTENSION_SUFFIXES", [".none"])
+    fallback = tables.load("auto")
+    assert fallback.name == "pyzmq"
+    assert "does not show" in fallback.reason
+    with pytest.raises(ImportError, match="out of reach"):
+        tables.load("libzmq")
+    tables.load.cache_clear()
+
+
+def test_event_layout() -> None:
+    event = ffi.new("pccl_event *")
+    event.kind, event.status, event.op, event.stream = COMPLETE, -4, 2**60, 7
+    event.settled, event.tx_bytes, event.rx_bytes, event.text = 1, 2**50, 3, b"why"
+    from pccl.runtime.engine import _EVENT
+
+    fields = _EVENT.unpack(bytes(ffi.buffer(event)))
+    assert fields[:7] == (COMPLETE, -4, 2**60, 7, 1, 2**50, 3)
+    assert fields[7].rstrip(b"\0") == b"why"
