@@ -1,13 +1,15 @@
 /* allreduce.c - what an ALL_REDUCE op does with its chunks (pccl.h, THE RING).
  *
- * Every chunk is judged before it is used, as its offset becomes an address. Two sets of granules say what has been
- * done: `given` holds those to which our contribution has been given (a first chunk sent, a partial result added
- * to), `written` those of recv that hold the result. A partial result must find neither, a final one must find
- * `given` but not `written`: so no chunk counts twice, none overwrites what we have yet to contribute, and the op is
- * complete when the elements written are as many as there are.
+ * Every chunk is judged before it is used, as its offset becomes an address. Two sets of granules
+ * say what has been done: `given` holds those to which our contribution has been given (a first
+ * chunk sent, a partial result added to), `written` those of recv that hold the result. A partial
+ * result must find neither, a final one must find `given` but not `written`: so no chunk counts
+ * twice, none overwrites what we have yet to contribute, and the op is complete when the elements
+ * written are as many as there are.
  *
- * Before START the place in the ring is not known. Early chunks are handled all the same; what they say of the ring is
- * kept as claims that START must confirm, and what is to be sent on waits.
+ * Before START the place in the ring is not known. Early chunks are handled all the same; what
+ * they say of the ring is kept as claims that START must confirm, and what is to be sent on
+ * waits.
  *
  * In place, the old bytes of a region go into a shadow before they are overwritten, for ABORT. */
 #include "engine.h"
@@ -55,7 +57,8 @@ static size_t buffer_bytes(const struct reduction *reduction)
     return (size_t)reduction->count * reduction->width;
 }
 
-/* Gives the op a shadow: the one that the engine keeps, if it is large enough, or a new one. 0 or PCCL_ENOMEM. */
+/* Gives the op a shadow: the one that the engine keeps, if it is large enough, or a new one. 0 or
+ * PCCL_ENOMEM. */
 static int make_shadow(struct op *op)
 {
     struct reduction *reduction = &op->reduction;
@@ -106,7 +109,9 @@ void reduce_restore(struct op *op)
         return;
     while (granules_run(reduction->written_set, &from, &to, end)) {
         size_t first = (size_t)from * PCCL_QUANTUM * reduction->width;
-        size_t last = to < end ? (size_t)to * PCCL_QUANTUM * reduction->width : buffer_bytes(reduction);
+        size_t last = (size_t)to * PCCL_QUANTUM * reduction->width;
+        if (to == end)
+            last = buffer_bytes(reduction);
         memcpy(reduction->recv + first, reduction->shadow + first, last - first);
         from = to;
     }
@@ -127,13 +132,16 @@ void reduce_drop_early(struct op *op)
 void reduce_free(struct op *op)
 {
     assert(op->reduction.early.head == NULL);
+    if (op->started && op->is_spread)
+        op->engine->spread_ops--;
     reduce_drop_shadow(op);
     free(op->reduction.given_set);
 }
 
 /* ---- start ---- */
 
-/* Why the rings of a START cannot be, or NULL: they share out the whole buffer, one after the other. */
+/* Why the rings of a START cannot be, or NULL: they share out the whole buffer, one after the
+ * other. */
 static const char *check_rings(const struct op *op, const pccl_order *order)
 {
     const struct reduction *reduction = &op->reduction;
@@ -178,7 +186,8 @@ static void finish_alone(struct op *op, const struct link *ring)
     if (ring->count == 0)
         return;
     if (reduction->send != reduction->recv)
-        memcpy(reduction->recv + offset, reduction->send + offset, (size_t)ring->count * reduction->width);
+        memcpy(reduction->recv + offset, reduction->send + offset,
+               (size_t)ring->count * reduction->width);
     reduction->written += ring->count;
 }
 
@@ -199,6 +208,7 @@ static bool join_rings(struct op *op, const pccl_order *order)
             op_fail(op, PCCL_ENOMEM, "no memory for a ring");
             return false;
         }
+        op->is_spread |= stream != op->links[0]->stream;
         link->cursor = ring->begin + ring_bound(ring->count, ring->members, ring->position);
         link->end = ring->begin + ring_bound(ring->count, ring->members, ring->position + 1);
     }
@@ -223,6 +233,7 @@ void reduce_start(struct op *op, const pccl_order *order)
     }
     if (!join_rings(op, order))
         return;
+    op->engine->spread_ops += op->is_spread;
     op->started = true;
     op->seq = order->seq;
     op->epoch = order->epoch;
@@ -272,14 +283,16 @@ enum turn reduce_send(struct link *ring)
         packet_clear(op->engine->zmq, &packet);
         return TURN_BLOCKED;
     }
-    granules_add(reduction->given_set, ring->cursor / PCCL_QUANTUM, granules(ring->cursor + length));
+    granules_add(reduction->given_set, ring->cursor / PCCL_QUANTUM,
+                 granules(ring->cursor + length));
     ring->cursor += length;
     return ring->cursor < ring->end ? TURN_MORE : TURN_OVER;
 }
 
 /* ---- taking chunks ---- */
 
-/* Why a chunk cannot be part of the op at all, or NULL. After this its offset and length may become addresses. */
+/* Why a chunk cannot be part of the op at all, or NULL. After this its offset and length may
+ * become addresses. */
 static const char *check_shape(const struct op *op, const struct wire_header *chunk, uint64_t bytes)
 {
     const struct reduction *reduction = &op->reduction;
@@ -335,7 +348,8 @@ static const char *check_place(const struct op *op, const struct wire_header *ch
     share = ring->count;
     bound = ring->begin + ring_bound(share, ring->members, chunk->segment + 1u);
     end = chunk->offset + chunk->length;
-    if (chunk->offset < ring->begin + ring_bound(share, ring->members, chunk->segment) || end > bound)
+    if (end > bound
+        || chunk->offset < ring->begin + ring_bound(share, ring->members, chunk->segment))
         return "a chunk lies outside its segment";
     if (chunk->length % PCCL_QUANTUM != 0 && end != bound)
         return "a chunk is not aligned";
@@ -357,7 +371,8 @@ static const char *check_turn(const struct op *op, const struct wire_header *chu
     return NULL;
 }
 
-/* Sends the message in the inbox on: now if nothing is before it and there is room, else it waits. */
+/* Sends the message in the inbox on: now if nothing is before it and there is room, else it
+ * waits. */
 static void forward(struct op *op, uint8_t index)
 {
     pccl_engine *engine = op->engine;
@@ -378,8 +393,8 @@ static void forward(struct op *op, uint8_t index)
     engine->forwards++;
 }
 
-/* The last reducing hop: recv = partial result + ours. What is sent on is the message again if it is small, else recv
- * itself, so that nothing is written twice. */
+/* The last reducing hop: recv = partial result + ours. What is sent on is the message again if it
+ * is small, else recv itself, so that nothing is written twice. */
 static int reduce_last(struct op *op, const struct wire_header *chunk, size_t offset)
 {
     struct reduction *reduction = &op->reduction;

@@ -1,8 +1,9 @@
-/* engine.c - the loop: orders in, messages in, messages out, events out (engine.h says who does the rest).
+/* engine.c - the loop: orders in, messages in, messages out, events out (engine.h says who does
+ * the rest).
  *
- * One pass takes orders, receives a bounded batch, lets every stream send, settles ops, looks at the monitors
- * and buries lost streams. It never blocks; when a pass has moved nothing, pccl_engine_run() waits in zmq_poll
- * for whatever could change that. Nothing here needs a clock. */
+ * One pass takes orders, receives a bounded batch, lets every stream send, settles ops, looks at
+ * the monitors and buries lost streams. It never blocks; when a pass has moved nothing,
+ * pccl_engine_run() waits in zmq_poll for whatever could change that. Nothing needs a clock. */
 #include "engine.h"
 
 #include <errno.h>
@@ -15,7 +16,7 @@ enum {
     ORDER_BATCH = 64,        /* in one pass */
     RECEIVE_BATCH = 16,      /* messages in one pass, */
     RECEIVE_BYTES = 1 << 20, /* or so many bytes: reducing them takes as long as sending them */
-    LISTEN_INTERVAL = 16,    /* busy passes between looks at the monitors: each look is a system call */
+    LISTEN_INTERVAL = 16,    /* busy passes between looks at the monitors: system calls */
     RELEASE_WAIT_MS = 1,     /* libzmq releases what it has written at once, but does not say so */
     SOCKETS_MAX = 8192       /* of the context; a stream takes three */
 };
@@ -159,7 +160,8 @@ void engine_emit(pccl_engine *engine, const pccl_event *event)
         engine->error = zmq->errno_();
         if (engine->error == EINTR)
             continue;
-        /* The queue has no bound: EAGAIN means that the caller has closed its end, and nobody is left to be told. */
+        /* The queue has no bound: EAGAIN means that the caller has closed its end, and nobody is
+         * left to be told. */
         if (engine->error != EAGAIN)
             stop_with(engine, PCCL_EZMQ);
         (void)zmq->msg_close(&message);
@@ -258,9 +260,12 @@ static void dispatch(pccl_engine *engine)
         fetch_take(op, &header);
 }
 
+/* Whether to receive. One ring cannot deadlock when its members stop receiving while enough waits to be
+ * sent on (pccl.h). Several can: a member of two may be full of what only the next member of the
+ * first can take, which is full of what only the next of the second can take, and so round. */
 static bool has_room(const pccl_engine *engine)
 {
-    return engine->forwards < engine->options.forward_max;
+    return engine->spread_ops > 0 || engine->forwards < engine->options.forward_max;
 }
 
 static bool receive(pccl_engine *engine)

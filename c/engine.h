@@ -72,9 +72,9 @@ void packet_free(const pccl_zmq *zmq, struct packet *packet);
  * that cannot be a header with its payload leaves the packet empty and gives 1. */
 int packet_receive(pccl_engine *engine, struct packet *packet);
 
-/* Makes an empty packet the message of `header` and the `bytes` bytes at `data`, which are copied if
- * there are few, else referred to until op's counter says that they are released.
- * 0 or PCCL_ENOMEM. */
+/* Makes an empty packet the message of `header` and the `bytes` bytes at `data`, which are copied
+ * if there are few, else referred to until op's counter says that they are released. 0 or
+ * PCCL_ENOMEM. */
 int packet_build(struct op *op, struct packet *packet, const struct wire_header *header,
                  const void *data, uint64_t bytes);
 
@@ -234,6 +234,7 @@ struct op {
     uint64_t tx_bytes, rx_bytes;
     struct link **links;
     uint32_t n_links;
+    bool is_spread;          /* over rings that lead to different neighbours */
     struct reduction reduction;
     struct transfer transfer;
 };
@@ -307,6 +308,7 @@ struct pccl_engine {
     uint64_t dropped;
     uint32_t passes;
     uint32_t forwards;       /* packets that wait to be sent on, anywhere */
+    uint32_t spread_ops;     /* while there are any, forward_max does not hold */
     struct packet *inbox;    /* the message at hand */
     struct stream *streams;
     struct op *ops, *ending;

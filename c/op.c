@@ -1,11 +1,13 @@
 /* op.c - the life of an op, whatever its kind.
  *
- * REGISTER puts an op into two indexes, by its number for orders and by (kind, run, tag) for messages. COMMIT and ABORT
- * take it out of the second, so that its tag is free again, and move it to the engine's list of ending ops, where it
- * stays until nothing of it waits to be sent and ZeroMQ refers to none of its bytes. A message of an
- * op that ends finds nothing and is dropped as stale.
+ * REGISTER puts an op into two indexes, by its number for orders and by (kind, run, tag) for
+ * messages. COMMIT and ABORT take it out of the second, so that its tag is free again, and move
+ * it to the engine's list of ending ops, where it stays until nothing of it waits to be sent and
+ * ZeroMQ refers to none of its bytes. A message of an op that ends finds nothing and is dropped
+ * as stale.
  *
- * A failed op sends and takes nothing more. It keeps its memory and its numbers until the caller's ABORT. */
+ * A failed op sends and takes nothing more. It keeps its memory and its numbers until the
+ * caller's ABORT. */
 #include "engine.h"
 
 #include <stdarg.h>
@@ -270,7 +272,7 @@ void op_order_end(pccl_engine *engine, const pccl_order *order)
 {
     struct op *op = find_by_id(engine, order->op);
     bool commit = order->kind == PCCL_COMMIT;
-    if (op == NULL) {            /* settled when it completed: the order and the event have crossed */
+    if (op == NULL) {            /* it settled when it completed: order and event have crossed */
         pccl_event event = {0};
         event.kind = PCCL_SETTLED;
         event.op = order->op;

@@ -1,8 +1,8 @@
 /* packet.c - messages of one or two frames: the header and its payload.
  *
- * Few bytes are copied behind their header into one frame: an allocation and a copy cost less than a second frame.
- * Many are referred to: a frame of the header, and one that points into the op's buffer. What is received and
- * sent on keeps the form it came in. */
+ * Few bytes are copied behind their header into one frame: an allocation and a copy cost less
+ * than a second frame. Many are referred to: a frame of the header, and one that points into the
+ * op's buffer. What is received and sent on keeps the form it came in. */
 #include "engine.h"
 
 #include <errno.h>
@@ -86,12 +86,13 @@ int packet_receive(pccl_engine *engine, struct packet *packet)
     if (size < WIRE_HEADER_BYTES || more || (packet->frames == 2 && size != WIRE_HEADER_BYTES))
         packet_clear(zmq, packet);
     else
-        packet->bytes = packet->frames == 2 ? zmq->msg_size(&packet->frame[1]) : size - WIRE_HEADER_BYTES;
+        packet->bytes =
+            packet->frames == 2 ? zmq->msg_size(&packet->frame[1]) : size - WIRE_HEADER_BYTES;
     return 1;
 }
 
-/* Called by libzmq, in a thread of its own, when the last byte has been written: after the decrement the op may be
- * gone at any moment. */
+/* Called by libzmq, in a thread of its own, when the last byte has been written: after the
+ * decrement the op may be gone at any moment. */
 static void release(void *data, void *hint)
 {
     struct op *op = hint;

@@ -4,59 +4,81 @@
  * no preprocessor directive may stand between them.
  *
  * Conventions. C99, no globals, no threads, no errno of our own: functions that can fail return 0
- * or a negative PCCL_E... code. The caller owns all memory it passes, for as long as each function says.
- * Buffers may have any alignment. Everything on the wire is little-endian.
+ * or a negative PCCL_E... code. The caller owns all memory it passes, for as long as each
+ * function says. Buffers may have any alignment. Everything on the wire is little-endian.
  *
  * THE ENGINE
  *
- * An engine moves the bulk data of one peer. It owns a ZeroMQ context, one PULL socket on which all
- * chunks of other peers arrive, and one PUSH socket for each stream (one neighbour, one or more
- * connections, the lanes). A thread of the caller enters pccl_engine_run() and stays there, without the GIL, until it
- * is told to stop. Everything else is messages: the caller connects a PAIR socket of the engine's own
- * context to "inproc://pccl-engine", sends pccl_order structs and receives pccl_event structs, each one
- * message, each in native layout (both ends are in one process).
+ * An engine moves the bulk data of one peer. It owns a ZeroMQ context, one PULL socket on which
+ * all chunks of other peers arrive, and one PUSH socket for each stream (one neighbour, one or
+ * more connections, the lanes). A thread of the caller enters pccl_engine_run() and stays there,
+ * without the GIL, until it is told to stop. Everything else is messages: the caller connects a
+ * PAIR socket of the engine's own context to "inproc://pccl-engine", sends pccl_order structs and
+ * receives pccl_event structs, each one message, each in native layout (both ends are in one
+ * process).
  *
  * An OP is one peer's part in one collective or state transfer:
  *
  *     REGISTER -> (START) -> COMPLETE event -> COMMIT or ABORT -> SETTLED event
  *
- * It is registered before the peer votes to start it, so a chunk from a neighbour who heard of the start
- * first finds its buffers. It is started with its place in the rings when the start is agreed.
- * COMPLETE says that this peer holds the whole result; the op goes on forwarding what others need.
- * COMMIT keeps the result, ABORT restores what an in-place op has overwritten. After SETTLED the engine
- * refers to no memory of that op (no queued message, no zero-copy send) and has forgotten it. When a
- * COMPLETE event has `settled` set, that is true already and neither order is needed (nor allowed).
- * ABORT is legal at any time between REGISTER and SETTLED; it closes the streams that the op uses if any of its
- * bytes are still queued there, and ops that lose a stream so get a FAILED event. A FAILED op waits for its ABORT.
+ * It is registered before the peer votes to start it, so a chunk from a neighbour who heard of the
+ * start first finds its buffers. It is started with its place in the rings when the start is
+ * agreed. COMPLETE says that this peer holds the whole result; the op goes on forwarding what
+ * others need. COMMIT keeps the result, ABORT restores what an in-place op has overwritten. After
+ * SETTLED the engine refers to no memory of that op (no queued message, no zero-copy send) and has
+ * forgotten it. When a COMPLETE event has `settled` set, that is true already and neither order is
+ * needed. From COMMIT or ABORT on, the op's tag is free for another op.
+ *
+ * ABORT is legal at any time after REGISTER and is always answered by SETTLED, also when it has
+ * crossed a COMPLETE event that said settled. It closes the streams that the op uses if any of its
+ * bytes are still queued there: each gets a STREAM_LOST event, and other ops on it a FAILED event.
+ * A FAILED op does nothing more and waits for its ABORT; if it was COMPLETE before (its stream was
+ * lost, so others may lack what it forwarded) it may be COMMITted as well. SERVE is different:
+ * FAILED with PCCL_ESTREAM says that one requester can no longer be answered, and it serves the
+ * others on. An op that there was no memory to register is FAILED too, and its ABORT is SETTLED.
+ *
+ * In place, the engine saves what recv held before it overwrites it: as many bytes again as the
+ * buffer has, until COMMIT or ABORT. It keeps one such block, the largest, for later ops.
  *
  * THE RING
  *
- * With n members a ring's share of the data, `count` elements from `begin`, is cut into n segments; segment s
- * is [bound(s), bound(s+1)) with bound(s) = begin + min(count, Q * (ceil(count / Q) * s / n)), Q = PCCL_QUANTUM
- * elements and / rounding down. Position r sends segment r, cut into chunks, to its successor with hop 0.
- * A chunk that arrives with hop h is
- *     h <= n-2:  a partial result of h+1 contributors. The receiver adds its own contribution; if that
- *                makes n (h == n-2) it is final: stored (AVG divides here) and sent on; else sent on.
+ * With n members a ring's share of the data, `count` elements from `begin`, is cut into n
+ * segments; segment s is [bound(s), bound(s+1)) with
+ *
+ *     bound(s) = begin + min(count, Q * (ceil(count / Q) * s / n)),
+ *
+ * Q = PCCL_QUANTUM elements and / rounding down. Position r sends segment r, cut into chunks, to
+ * its successor with hop 0. A chunk that arrives with hop h is
+ *
+ *     h <= n-2:  a partial result of h+1 contributors. The receiver adds its own contribution. If
+ *                that makes n (h == n-2) it is final and stored (AVG divides here). It is sent on.
  *     h >= n-1:  final. Stored, and sent on unless h == 2n-3.
- * It is sent on with hop h+1. So a receiver at position p only ever sees segment (p - h - 1) mod n at hop h.
- * There is no barrier: each chunk is handled when it comes, over whichever lane. Sends on a stream: what was
- * received and is to be sent on comes first; a chunk of one's own (hop 0) is sent only when no forward waits.
- * Own chunks of several ops take turns. When `forward_max` messages wait, the engine stops receiving; as own chunks
- * enter only an empty queue, the ring always keeps a bubble and cannot deadlock on its own back-pressure.
+ *
+ * It is sent on with hop h+1. So a receiver at position p only ever sees segment (p - h - 1) mod n
+ * at hop h. There is no barrier: each chunk is handled when it comes, over whichever lane. Sends on
+ * a stream: what was received and is to be sent on comes first; a chunk of one's own (hop 0) is
+ * sent only when no forward waits. Own chunks of several ops take turns. When `forward_max`
+ * messages wait, the engine stops receiving; as own chunks enter only an empty queue, the ring
+ * always keeps a bubble and cannot deadlock on its own back-pressure. Several rings could block
+ * each other, so the limit does not hold while an op has rings that lead to different neighbours.
+ *
+ * Several rings share out the data in their order: the first begins at 0, each other where the one
+ * before it ends, the last ends at the op's count; shares begin at multiples of Q.
  *
  * THE WIRE
  *
- * A message is a 64-byte header and a payload: one frame (header, payload) where the payload was copied, two
- * frames where it was not. Fields, with byte offsets:
- *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind (PCCL_WIRE_...)   5 u8 ring   6 u16 version 1
+ * A message is a 64-byte header and a payload: one frame (header, payload) where the payload was
+ * copied, two frames where it was not. Fields, with byte offsets:
+ *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 1
  *      8 u64 run      16 u64 seq      24 u64 tag      32 u32 epoch
  *     36 u16 segment (chunk) or slot (request, data)   38 u16 hop   40 u16 members   42 u16 0
  *     44 u32 piece (request, data)   48 u64 offset   56 u32 length   60 u32 0
- * A chunk's offset and length count elements (offset from the start of the op's buffer), a request's and data's bytes
- * of a piece. Messages of another run, of no op that is known, or with a sequence number that an op cannot have are stale
- * or foreign: dropped and counted. A message for a known op whose position, size or alignment is impossible, or that
- * repeats a chunk, fails that op.
- */
+ * Kinds: 1 chunk, 2 request, 3 data. What a kind does not use is 0.
+ * A chunk's offset and length count elements (offset from the start of the op's buffer), a
+ * request's and data's bytes of a piece. Messages of another run, of no op that is known, or with
+ * a sequence number that an op cannot have are stale or foreign: dropped and counted. A message
+ * for a known op whose position, size or alignment is impossible, or that repeats a chunk, fails
+ * that op. */
 #ifndef PCCL_H
 #define PCCL_H
 
@@ -84,8 +106,8 @@ enum pccl_error {
 };
 
 enum {
-    PCCL_QUANTUM = 64,       /* elements; segments and chunks begin at its multiples */
-    PCCL_CHUNK_MAX = 1 << 26, /* bytes; larger chunk_bytes mean this, larger messages end their connection */
+    PCCL_QUANTUM = 64,           /* elements; segments and chunks begin at its multiples */
+    PCCL_CHUNK_MAX = 1 << 26,    /* bytes; larger messages end their connection */
     PCCL_RINGS_MAX = 8,
     PCCL_PEERS_MAX = 4096,   /* members of one ring */
     PCCL_ENDPOINT_MAX = 256,
@@ -97,31 +119,35 @@ enum {
 /* Bytes of one element, or 0 for an unknown type. */
 size_t pccl_dtype_size(int dtype);
 
-/* out[i] = a[i] op b[i] for i < n. out may be a or b, or not overlap them at all. Integers wrap; fp16 and bf16
- * are computed in fp32 and rounded once, to nearest even; MAX and MIN give NaN when either side is NaN.
- * AVG needs `divisor` >= 1: with 1 it adds; else it adds and divides, integers towards zero: the last step of a mean.
- * Other operations ignore the divisor. Returns 0, or PCCL_EINVAL for an unknown type, operation or divisor. */
-int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, size_t n, uint32_t divisor);
+/* out[i] = a[i] op b[i] for i < n. out may be a or b, or not overlap them at all. Integers wrap;
+ * fp16 and bf16 are computed in fp32 and rounded once, to nearest even; MAX and MIN give NaN when
+ * either side is NaN. AVG needs `divisor` >= 1: with 1 it adds; else it adds and divides,
+ * integers towards zero: the last step of a mean. Other operations ignore the divisor. Returns 0,
+ * or PCCL_EINVAL for an unknown type, operation or divisor. */
+int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, size_t n,
+                uint32_t divisor);
 
-/* One outer step of SGD with Nesterov momentum, PyTorch's form with dampening 0, in four separately rounded
- * operations for each element, so that every machine computes the same bits:
+/* One outer step of SGD with Nesterov momentum, PyTorch's form with dampening 0, in four
+ * separately rounded operations for each element, so that every machine computes the same bits:
  *     v = mu * v + g;    theta = theta - lr * (g + mu * v)
- * (nesterov == 0: theta = theta - lr * v). All arrays are fp32 of n elements and do not overlap. Cannot fail. */
-void pccl_outer_sgd(float *theta, float *v, const float *g, size_t n, float lr, float mu, int nesterov);
+ * (nesterov == 0: theta = theta - lr * v). All arrays are fp32 of n elements and do not overlap.
+ * Cannot fail. */
+void pccl_outer_sgd(float *theta, float *v, const float *g, size_t n, float lr, float mu,
+                    int nesterov);
 
 /* out[i] = a[i] - b[i], fp32; out may be a or b. The pseudo-gradient. Cannot fail. */
 void pccl_subtract_f32(float *out, const float *a, const float *b, size_t n);
 
-/* Runs every kernel over fixed inputs and writes all result bits, at most `size` bytes, to `out`. Two machines whose bytes
- * differ do arithmetic differently and must not meet in one run. Returns the number of bytes it has to say;
- * call it with size 0 to learn how many. */
+/* Runs every kernel over fixed inputs and writes all result bits, at most `size` bytes, to `out`.
+ * Two machines whose bytes differ do arithmetic differently and must not meet in one run. Returns
+ * the number of bytes it has to say; call it with size 0 to learn how many. */
 size_t pccl_self_test(unsigned char *out, size_t size);
 
 /* ---- the table: all that is known of ZeroMQ ---- */
 
 typedef struct pccl_msg { uint64_t opaque[8]; } pccl_msg;  /* a zmq_msg_t: 64 bytes everywhere */
 
-typedef struct pccl_pollitem pccl_pollitem;              /* a zmq_pollitem_t; defined below, outside the cdef */
+typedef struct pccl_pollitem pccl_pollitem;     /* a zmq_pollitem_t; defined after the cdef */
 
 /* Each member has the signature and the contract of the zmq_ function of that name. */
 typedef struct pccl_zmq {
@@ -138,7 +164,8 @@ typedef struct pccl_zmq {
     int (*poll)(pccl_pollitem *items, int n, long timeout_ms);
     int (*msg_init)(pccl_msg *msg);
     int (*msg_init_size)(pccl_msg *msg, size_t size);
-    int (*msg_init_data)(pccl_msg *msg, void *data, size_t size, void (*release)(void *data, void *hint), void *hint);
+    int (*msg_init_data)(pccl_msg *msg, void *data, size_t size,
+                         void (*release)(void *data, void *hint), void *hint);
     int (*msg_send)(pccl_msg *msg, void *socket, int flags);
     int (*msg_recv)(pccl_msg *msg, void *socket, int flags);
     int (*msg_close)(pccl_msg *msg);
@@ -153,8 +180,9 @@ typedef struct pccl_zmq {
     void (*atomic_counter_destroy)(void **counter);
 } pccl_zmq;
 
-/* For a table without libzmq: fills in the msg_ and atomic_counter_ members, except msg_send and msg_recv, with
- * messages that are plain blocks of memory. They may be used by one thread at a time only. */
+/* For a table without libzmq: fills in the msg_ and atomic_counter_ members, except msg_send and
+ * msg_recv, with messages that are plain blocks of memory. They may be used by one thread at a
+ * time only. */
 void pccl_plain_fill(pccl_zmq *table);
 
 /* Says of a plain message whether another frame follows it: for the msg_recv of such a table. */
@@ -165,9 +193,10 @@ void pccl_plain_set_more(pccl_msg *msg, int more);
 enum pccl_op_kind {
     PCCL_ALL_REDUCE = 1,
     PCCL_SERVE = 2,          /* answer requests for the bytes of `pieces` */
-    PCCL_FETCH = 3           /* request all bytes of `pieces` from the streams of START, by chunks, a window each */
+    PCCL_FETCH = 3           /* request the bytes of `pieces` from whoever START names */
 };
 
+/* Some memory and its number, by which the other side asks for it. */
 typedef struct pccl_piece { void *data; uint64_t bytes; uint32_t piece; } pccl_piece;
 
 enum pccl_order_kind {
@@ -176,17 +205,23 @@ enum pccl_order_kind {
 };
 
 /* One order. Which members count:
- *   OPEN_STREAM   stream (a number of the caller's that was never used before), lanes, hwm, endpoint
- *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED unless they are settled.
- *   REGISTER      op (never used before), op_kind, run, tag, min_seq: the op's sequence number will be greater;
- *                 ALL_REDUCE: dtype, redop, send, recv (equal: in place), count;
- *                 SERVE, FETCH: pieces, n_pieces, an array that stays valid until SETTLED
- *   START         op, seq, epoch, chunk_bytes, n_rings, rings.
- *                 ALL_REDUCE: the rings, as said above.
- *                 SERVE: rings[i].stream leads to the peer whose slot is rings[i].position; any number of START orders
- *                 add up (of the first, seq and epoch count).
- *                 FETCH: each rings[i].stream leads to a holder; rings[i].position is our slot with it.
- *   COMMIT, ABORT op
+ *   OPEN_STREAM   stream (a number that was never used before), lanes, hwm (messages queued for each
+ *                 lane), endpoint.
+ *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED.
+ *   REGISTER      op (a number that was never used before), op_kind, run, tag, min_seq: the op's
+ *                 sequence number will be greater.
+ *                 ALL_REDUCE: dtype, redop, send, recv (equal: in place), count.
+ *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
+ *                 that stays valid until SETTLED.
+ *   START         op, seq, epoch, n_rings, rings; ALL_REDUCE and FETCH: chunk_bytes (of a message,
+ *                 in whole quanta).
+ *                 ALL_REDUCE: the rings, as said above. A ring of one member needs no stream.
+ *                 SERVE: rings[i].stream leads to the peer whose slot is rings[i].position.
+ *                 FETCH: rings[i].stream leads to a holder, where our slot is rings[i].position.
+ *                 For SERVE and FETCH any number of START orders add up; seq, epoch and
+ *                 chunk_bytes are those of the first.
+ *   COMMIT        op. It must be COMPLETE; SERVE: at any time.
+ *   ABORT         op
  *   STOP          pccl_engine_run() returns. */
 typedef struct pccl_ring {
     uint32_t stream;
@@ -225,7 +260,7 @@ enum pccl_event_kind {
     PCCL_COMPLETE = 1,       /* op: this peer holds the whole result */
     PCCL_FAILED = 2,         /* op: it cannot complete; status and text say why */
     PCCL_SETTLED = 3,        /* op: forgotten, no memory of it is referenced */
-    PCCL_STREAM_LOST = 4     /* stream: closed by the other side, or never connected */
+    PCCL_STREAM_LOST = 4     /* stream: closed, but not by CLOSE_STREAM; text says why */
 };
 
 typedef struct pccl_event {
@@ -250,32 +285,36 @@ typedef struct pccl_options {
     uint32_t heartbeat_ms;           /* on streams; 0: none */
     uint32_t heartbeat_timeout_ms;
     uint32_t connect_timeout_ms;     /* until a stream's first lane stands */
-    uint32_t copy_max;               /* payloads up to this size are copied instead of referred to */
+    uint32_t copy_max;               /* bytes; payloads up to this size are copied */
     uint32_t fetch_window;           /* requests under way to one holder */
 } pccl_options;
 
-/* A new engine, whose "inproc://pccl-engine" is bound. NULL on failure, *error then says why. The table must outlive it. */
+/* A new engine, whose "inproc://pccl-engine" is bound. NULL on failure, *error then says why. The
+ * table must outlive it. */
 pccl_engine *pccl_engine_new(const pccl_zmq *table, const pccl_options *options, int *error);
 
-/* Listens on one more endpoint. `bound` receives the endpoint with wildcards filled in. Before pccl_engine_run(). */
+/* Listens on one more endpoint. `bound` receives the endpoint with wildcards filled in. Before
+ * pccl_engine_run(). */
 int pccl_engine_bind(pccl_engine *engine, const char *endpoint, char *bound, size_t size);
 
 /* The engine's ZeroMQ context, for the caller's PAIR socket. */
 void *pccl_engine_context(pccl_engine *engine);
 
-/* Works until STOP (0) or until its own sockets fail (PCCL_EZMQ). Only one thread at a time may be in it. */
+/* Works until STOP (0) or until its own sockets fail (PCCL_EZMQ). Only one thread at a time may
+ * be in it. */
 int pccl_engine_run(pccl_engine *engine);
 
-/* One pass of the loop without waiting: 1 when anything was done, 0 when there was nothing to do, 2 after STOP, or an error. */
+/* One pass of the loop without waiting: 1 when anything was done, 0 when there was nothing to do,
+ * 2 after STOP, or an error. */
 int pccl_engine_step(pccl_engine *engine);
 
-/* errno of the last failed call of the table; and messages that were dropped as stale or foreign. */
+/* errno of the last failed call of the table; messages that were dropped as stale or foreign. */
 int pccl_engine_errno(const pccl_engine *engine);
 uint64_t pccl_engine_dropped(const pccl_engine *engine);
 
-/* Closes everything, waits until no memory of any op is referenced, restores in-place buffers of ops that are not settled,
- * terminates the context (the caller's own sockets in it must be closed before) and frees the engine.
- * NULL is allowed. No thread may be in it. */
+/* Closes everything, waits until no memory of any op is referenced, restores in-place buffers of
+ * ops that are not settled, terminates the context (the caller's own sockets in it must be closed
+ * before) and frees the engine. NULL is allowed. No thread may be in it. */
 void pccl_engine_free(pccl_engine *engine);
 
 /* cdef end */

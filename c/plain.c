@@ -1,6 +1,8 @@
-/* plain.c - messages and counters without libzmq, for tables that are filled otherwise (pccl.h, pccl_plain_fill).
+/* plain.c - messages and counters without libzmq, for tables that are filled otherwise (pccl.h,
+ * pccl_plain_fill).
  *
- * A plain message lives in a pccl_msg: where its bytes are, how many, who is told when they are let go of. */
+ * A plain message lives in a pccl_msg: where its bytes are, how many, who is told when they are
+ * let go of. */
 #include "pccl.h"
 
 #include <assert.h>
@@ -43,7 +45,8 @@ static int msg_init(pccl_msg *msg)
     return 0;
 }
 
-static int msg_init_data(pccl_msg *msg, void *data, size_t size, void (*release)(void *, void *), void *hint)
+static int msg_init_data(pccl_msg *msg, void *data, size_t size,
+                         void (*release)(void *, void *), void *hint)
 {
     struct plain plain = {0};
     plain.data = data;

@@ -31,8 +31,8 @@ void granules_add(uint64_t *set, uint64_t from, uint64_t to);
 bool granules_all(const uint64_t *set, uint64_t from, uint64_t to);
 bool granules_any(const uint64_t *set, uint64_t from, uint64_t to);
 
-/* The first run of granules in the set at or after `*from` and below `end`: its begin goes to *from, its end
- * to *to. False when there is none. */
+/* The first run of granules in the set at or after `*from` and below `end`: its begin goes to
+ * *from, its end to *to. False when there is none. */
 bool granules_run(const uint64_t *set, uint64_t *from, uint64_t *to, uint64_t end);
 
 #endif

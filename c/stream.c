@@ -1,12 +1,14 @@
 /* stream.c - a stream: one PUSH socket with several connections, the lanes, to one neighbour.
  *
- * libzmq gives each message to a lane that has room, so a slow lane carries less and nobody waits for it. A lane that
- * is lost may have swallowed messages, hence a stream that loses one is lost as a whole and never repaired. The socket's
- * monitor tells; connect and handshake time-outs and heartbeats are libzmq's, so that no clock is needed here.
+ * libzmq gives each message to a lane that has room, so a slow lane carries less and nobody waits
+ * for it. A lane that is lost may have swallowed messages, hence a stream that loses one is lost
+ * as a whole and never repaired. The socket's monitor tells; connect and handshake time-outs and
+ * heartbeats are libzmq's, so that no clock is needed here.
  *
- * Order of sending: what was received and is to be sent on; then requests and data; then first chunks of our own. The
- * latter two kinds are built only when it is their turn. After "no room" the stream waits until the socket says that
- * there is room again: a send that fails looks at the socket's state only now and then. */
+ * Order of sending: what was received and is to be sent on; then requests and data; then first
+ * chunks of our own. The latter two kinds are built only when it is their turn. After "no room"
+ * the stream waits until the socket says that there is room again: a send that fails looks at the
+ * socket's state only now and then. */
 #include "engine.h"
 
 #include <errno.h>
@@ -62,7 +64,8 @@ static int set_options(struct stream *stream, const pccl_order *order)
     return failed;
 }
 
-/* Creates the monitor before the first connect, so that it misses nothing. 0, or -1 as the calls that it makes. */
+/* Creates the monitor before the first connect, so that it misses nothing. 0, or -1 as the calls
+ * that it makes. */
 static int open_monitor(struct stream *stream)
 {
     const pccl_zmq *zmq = stream->engine->zmq;
@@ -70,7 +73,8 @@ static int open_monitor(struct stream *stream)
         | ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL | ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL
         | ZMQ_EVENT_HANDSHAKE_FAILED_AUTH;
     char endpoint[64];
-    (void)snprintf(endpoint, sizeof endpoint, "inproc://pccl-monitor-%lu", (unsigned long)stream->number);
+    (void)snprintf(endpoint, sizeof endpoint, "inproc://pccl-monitor-%lu",
+                   (unsigned long)stream->number);
     if (zmq->socket_monitor(stream->push, endpoint, events) < 0)
         return -1;
     stream->monitor = zmq->socket(stream->engine->context, ZMQ_PAIR);
@@ -194,7 +198,8 @@ bool streams_bury(pccl_engine *engine)
 
 /* ---- monitors ---- */
 
-/* An event frame is a 16-bit event and a 32-bit value in native byte order; the endpoint follows in a second frame. */
+/* An event frame is a 16-bit event and a 32-bit value in native byte order; the endpoint follows
+ * in a second frame. */
 static void handle_monitor(struct stream *stream, const unsigned char *data, size_t size)
 {
     uint16_t event;
@@ -262,10 +267,11 @@ enum sent stream_send(struct stream *stream, struct op *op, struct packet *packe
             stream->blocked = true;
             return BLOCKED;
         }
-        /* A second frame has room where the first had: its lane has gone, and the first frame with it. */
+        /* A second frame has room where the first had: its lane has gone, and the first frame
+         * with it. */
         stream->engine->error = error;
-        stream_lose(stream, error == EAGAIN ? PCCL_ESTREAM : PCCL_EZMQ, "a lane failed while sending: %.60s",
-                    strerror(error));
+        stream_lose(stream, error == EAGAIN ? PCCL_ESTREAM : PCCL_EZMQ,
+                    "a lane failed while sending: %.60s", strerror(error));
         return BLOCKED;
     }
     op->tx_bytes += packet->bytes;
@@ -389,7 +395,8 @@ static bool pump_forwards(struct stream *stream)
 
 bool stream_pending(const struct stream *stream)
 {
-    return stream->forwards.head != NULL || stream->transfers.head != NULL || stream->reductions.head != NULL;
+    return stream->forwards.head != NULL || stream->transfers.head != NULL
+        || stream->reductions.head != NULL;
 }
 
 /* Asks the socket whether a lane has room again. */

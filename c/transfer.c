@@ -1,12 +1,14 @@
-/* transfer.c - SERVE and FETCH: bytes of numbered pieces of memory, asked for and answered chunk by chunk.
+/* transfer.c - SERVE and FETCH: bytes of numbered pieces of memory, asked for and answered chunk
+ * by chunk.
  *
- * The fetcher drives. It cuts what it lacks into chunks and keeps a window of requests under way to each holder, so that
- * a chunk goes to whichever holder has answered another one: a fast holder gives more. A request carries the slot by
- * which the server knows on which stream to answer. Data is taken only if it is exactly what a request under
- * way asked for: so nothing arrives twice, and the fetch is complete when nothing is missing.
+ * The fetcher drives. It cuts what it lacks into chunks and keeps a window of requests under way
+ * to each holder, so that a chunk goes to whichever holder has answered another one: a fast
+ * holder gives more. A request carries the slot by which the server knows on which stream to
+ * answer. Data is taken only if it is exactly what a request under way asked for: so nothing
+ * arrives twice, and the fetch is complete when nothing is missing.
  *
- * The server keeps requests until it is their turn; the bytes are not touched before. Requests may come before
- * the START that names their slot. */
+ * The server keeps requests until it is their turn; the bytes are not touched before. Requests
+ * may come before the START that names their slot. */
 #include "engine.h"
 
 #include <stdlib.h>
@@ -74,7 +76,8 @@ static struct link *find_slot(const struct op *op, uint32_t slot)
     return NULL;
 }
 
-/* Gives the early requests to the requesters that are known by now. Those of another round are stale. */
+/* Gives the early requests to the requesters that are known by now. Those of another round are
+ * stale. */
 static void claim_requests(struct op *op)
 {
     struct transfer *transfer = &op->transfer;
@@ -107,7 +110,8 @@ void serve_start(struct op *op, const pccl_order *order)
         const pccl_ring *ring = &order->rings[i];
         struct stream *stream = stream_find(op->engine, ring->stream);
         if (ring->position > UINT16_MAX || find_slot(op, ring->position) != NULL) {
-            op_fail(op, PCCL_EINVAL, "slot %lu is taken or too large", (unsigned long)ring->position);
+            op_fail(op, PCCL_EINVAL, "slot %lu is taken or too large",
+                    (unsigned long)ring->position);
             return;
         }
         if (stream == NULL) {
@@ -137,7 +141,8 @@ static uint32_t find_piece(const struct transfer *transfer, uint32_t number)
 }
 
 /* Why a request cannot be answered, or NULL. */
-static const char *check_request(const struct op *op, const struct wire_header *header, uint32_t index)
+static const char *check_request(const struct op *op, const struct wire_header *header,
+                                 uint32_t index)
 {
     const struct transfer *transfer = &op->transfer;
     uint64_t bytes = index < transfer->n_pieces ? transfer->pieces[index].bytes : 0;
@@ -203,13 +208,12 @@ enum turn serve_send(struct link *link)
 {
     struct op *op = link->op;
     struct request *request = link->requests;
-    const pccl_piece *piece = &op->transfer.pieces[request->piece];
+    const unsigned char *data = op->transfer.pieces[request->piece].data;
     struct wire_header header = make_header(link, WIRE_DATA, request->piece);
     struct packet packet = {0};
     header.offset = request->offset;
     header.length = request->length;
-    if (packet_build(op, &packet, &header, (const unsigned char *)piece->data + request->offset, request->length)
-        != PCCL_OK) {
+    if (packet_build(op, &packet, &header, data + request->offset, request->length) != PCCL_OK) {
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
         return TURN_FAILED;
     }
@@ -224,7 +228,8 @@ enum turn serve_send(struct link *link)
 
 /* ---- FETCH ---- */
 
-/* Moves on to the next piece of which something is still to be requested. False when there is none. */
+/* Moves on to the next piece of which something is still to be requested. False when there is
+ * none. */
 static bool find_next(struct transfer *transfer)
 {
     while (transfer->piece < transfer->n_pieces

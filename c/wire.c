@@ -1,4 +1,4 @@
-/* wire.c - encoding and decoding of message headers, byte by byte: any alignment, any byte order. */
+/* wire.c - encodes and decodes message headers byte by byte: any alignment, any byte order. */
 #include "wire.h"
 
 enum { WIRE_MAGIC = 0x4c434350, WIRE_VERSION = 1 };

@@ -28,8 +28,8 @@ struct wire_header {
 /* Writes the WIRE_HEADER_BYTES bytes of `header` to `bytes`. Cannot fail. */
 void wire_encode(const struct wire_header *header, unsigned char *bytes);
 
-/* Reads WIRE_HEADER_BYTES bytes. False when they are no header of this version. What a header says is
- * not checked beyond that: the op it is for knows what is possible. */
+/* Reads WIRE_HEADER_BYTES bytes. False when they are no header of this version. What a header
+ * says is not checked beyond that: the op it is for knows what is possible. */
 bool wire_decode(struct wire_header *header, const unsigned char *bytes);
 
 /* Changes the hop of an encoded header. Cannot fail. */

@@ -1,4 +1,5 @@
-/* zmqdefs.h - the constants of ZeroMQ's stable interface that the engine uses: pyzmq's wheels carry no zmq.h. */
+/* zmqdefs.h - the constants of ZeroMQ's stable interface that the engine uses: pyzmq's wheels
+ * carry no zmq.h. */
 #ifndef PCCL_ZMQDEFS_H
 #define PCCL_ZMQDEFS_H
 

@@ -52,6 +52,7 @@ class SimPeer:
     kinds: dict[int, str] = field(default_factory=dict)
     content: tuple[int, str] = (0, "")  # revision and content of the shared state
     plan: m.SyncPlan | None = None
+    staged: str | None = None  # content fetched by that plan
 
     # ---- calls, for programs ----
 
@@ -62,7 +63,11 @@ class SimPeer:
 
     def wait(self, call: int, actions: list[peer_core.Action]) -> Generator[None, None, End]:
         self.perform(actions)
+        patience = self.run.random.choice(self.run.patience)
         while call not in self.answers:
+            patience -= 1
+            if patience == 0:
+                self.perform(self.core.withdraw(call, "its caller gave up"))
             yield
         return self.answers.pop(call)
 
@@ -86,8 +91,10 @@ class SimPeer:
         end = yield from self.wait(call, self.core.sync(call, serve, offer))
         if isinstance(end, peer_core.Answer):
             assert isinstance(end.value, peer_core.Synced)
-            fetched = self.plan is not None and self.plan.fetch
-            self.content = (end.value.revision, self.plan.digests[0].decode() if fetched else text)
+            if self.plan is not None and self.plan.fetch:
+                assert self.staged is not None, "synchronised without what was to be fetched"
+                text = self.staged
+            self.content = (end.value.revision, text)
             self.run.check_content(self)
         self.plan = None
         return end
@@ -108,12 +115,15 @@ class SimPeer:
                     self.end(op, isinstance(action, peer_core.AbortOp))
                 case peer_core.Answer(call) | peer_core.Fail(call):
                     assert call not in self.answers
+                    assert call not in self.ops, "answered while the engine refers to its memory"
                     self.answers[call] = action
                 case peer_core.Plan(_, plan):
-                    self.plan = plan
+                    self.plan, self.staged = plan, None
                     if plan.fetch:
                         self.perform(self.core.fetch(self.number("fetch"), plan.seq))
                 case peer_core.Fetched(_, seq, ok, why):
+                    if ok and self.plan is not None and self.plan.seq == seq:
+                        self.staged = self.plan.digests[0].decode()
                     self.perform(self.core.fetched(seq, ok, why))
 
     def start(self, op: SimOp, seq: int, rings: tuple[peer_core.RingPart, ...]) -> None:
@@ -189,6 +199,8 @@ class Run:
         self.broken: deque[bytes] = deque()  # connections whose end the master does not know yet
         self.contents: dict[int, str] = {}  # revision -> the content elected
         self.notes: list[str] = []
+        # steps after which a caller gives up; 0: never
+        self.patience = self.random.choice([[0], [0], [0] * 9 + [5, 20, 60]])
         self.failure_rate = self.random.choice([0.0, 0.0, 0.02, 0.1])
 
     def add(self, program: Program) -> SimPeer:

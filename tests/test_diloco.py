@@ -242,7 +242,7 @@ class Left(Exception):
 
 
 class Deserter:
-    """A communicator that, once armed, leaves the run instead of making its `nth` call of `name`."""
+    """A communicator that, once armed, leaves the run instead of its `nth` call of `name`."""
 
     def __init__(self, comm: pccl.Communicator, name: str, nth: int) -> None:
         self._comm, self._name, self._left = comm, name, nth

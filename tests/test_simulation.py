@@ -2,45 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
-from simulator import End, Run, SimPeer
+from simulator import End, Program, Run, SimPeer
 
+from pccl.errors import PCCLTimeoutError
 from pccl.protocol import peer as core
 from pccl.types import Result
 
 SEEDS = 400
 
 
-def _lost(end: End) -> bool:
-    return isinstance(end, core.Fail) and end.result is Result.RANK_CONNECTION_LOST
+def insist(call: Callable[[], Generator[None, None, End]]) -> Generator[None, None, core.Answer]:
+    """Makes a call again and again while its own or another caller gives up."""
+    while True:
+        end = yield from call()
+        if isinstance(end, core.Answer):
+            return end
+        assert end.error is PCCLTimeoutError, end
 
 
-def trainer(steps: int):  # type: ignore[no-untyped-def]
+def reduce(peer: SimPeer) -> Generator[None, None, bool]:
+    """Reduces with whoever is left; False when this peer is alone."""
+    while peer.core.world.local_size > 1:
+        end = yield from peer.all_reduce()
+        if isinstance(end, core.Answer):
+            return True
+        assert end.result is Result.RANK_CONNECTION_LOST, end
+    return False
+
+
+def trainer(steps: int) -> Program:
     """The calls of a DiLoCo script: reduce with retry, let newcomers in, synchronise."""
 
     def program(peer: SimPeer) -> Generator[None, None, None]:
-        end = yield from peer.sync()
-        assert isinstance(end, core.Answer), end
+        yield from insist(peer.sync)
         while peer.content[0] < steps:
-            reduced = False
-            while peer.core.world.local_size > 1:
-                end = yield from peer.all_reduce()
-                if isinstance(end, core.Answer):
-                    reduced = True
-                    break
-                assert _lost(end) or end.result is Result.TOO_FEW_PEERS, end
+            reduced = yield from reduce(peer)
             revision, text = peer.content
             # alone, a peer moves on too, so that every run comes to an end
             peer.content = (revision + 1, text if reduced else text + "!")
-            end = yield from peer.are_peers_pending()
-            assert isinstance(end, core.Answer), end
-            if end.value:
-                end = yield from peer.update_topology()
-                assert isinstance(end, core.Answer), end
-            end = yield from peer.sync()
-            assert isinstance(end, core.Answer), end
+            pending = yield from insist(peer.are_peers_pending)
+            if pending.value:
+                yield from insist(peer.update_topology)
+            yield from insist(peer.sync)
         peer.perform(peer.core.leave("done"))
 
     return program

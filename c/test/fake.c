@@ -1,4 +1,5 @@
-/* fake.c - see fake.h. A socket is a struct with queues; a lane is a queue that a PUSH owns and a PULL reads. */
+/* fake.c - see fake.h. A socket is a struct with queues; a lane is a queue that a PUSH owns and a
+ * PULL reads. */
 #define _POSIX_C_SOURCE 200112L
 #include "fake.h"
 
@@ -40,7 +41,7 @@ struct socket {
     struct queue in;                 /* PAIR; PULL: injected */
     struct lane lanes[LANES_MAX];    /* PUSH */
     int n_lanes;
-    struct message *partial;         /* PUSH, PAIR: first frames sent; PULL: frames not yet received */
+    struct message *partial;         /* first frames sent, or last frames not yet received */
     int partial_lane;
     struct socket *monitor;
 };
@@ -105,7 +106,7 @@ static void bury(struct queue *queue)
 /* Zeroed memory of the fake's own, which no test makes scarce as it does malloc's. */
 static void *new_block(size_t size)
 {
-    void *block;
+    void *block = NULL;
     if (posix_memalign(&block, sizeof(void *), size) != 0)
         abort();
     return memset(block, 0, size);
@@ -405,7 +406,8 @@ static void free_block(void *data, void *hint)
     free(data);
 }
 
-/* What arrives of a message: a copy, as from a wire. The sender's bytes are released some time later. */
+/* What arrives of a message: a copy, as from a wire. The sender's bytes are released some time
+ * later. */
 static struct message *arrive(struct message *sent)
 {
     struct message *message = new_message();

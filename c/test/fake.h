@@ -1,9 +1,11 @@
-/* fake.h - a network in memory that stands in for ZeroMQ: deterministic, in one thread, and nasty on request.
+/* fake.h - a network in memory that stands in for ZeroMQ: deterministic, in one thread, and nasty
+ * on request.
  *
- * fake_table() fills the engine's function table. Several engines may be made with it; their messages move when
- * they are stepped, in an order that depends on the seed alone. Lanes have room for SNDHWM messages each, a
- * receiver takes from whichever lane chance picks, connections stand only after a while, and bytes that were sent by
- * reference are released only some time after they have arrived. */
+ * fake_table() fills the engine's function table. Several engines may be made with it; their
+ * messages move when they are stepped, in an order that depends on the seed alone. Lanes have
+ * room for SNDHWM messages each, a receiver takes from whichever lane chance picks, connections
+ * stand only after a while, and bytes that were sent by reference are released only some time
+ * after they have arrived. */
 #ifndef PCCL_FAKE_H
 #define PCCL_FAKE_H
 
@@ -35,7 +37,8 @@ void fake_fail_call(int nth);
 /* The nth second frame from now is refused: its lane goes just then. */
 void fake_fail_second_frame(int nth);
 
-/* Puts a message of one or two frames (payload not NULL) at the door of the PULL that is bound to the endpoint. */
+/* Puts a message of one or two frames (payload not NULL) at the door of the PULL that is bound to
+ * the endpoint. */
 void fake_inject(const char *endpoint, const void *header, size_t header_bytes, const void *payload,
                  size_t payload_bytes);
 

@@ -60,7 +60,8 @@ void peers_order(struct peers *peers, int who, const pccl_order *order)
     (void)fake_table()->msg_send(&message, peers->peer[who].pair, ZMQ_DONTWAIT);
 }
 
-void peers_stream(struct peers *peers, int from, int to, uint32_t number, uint32_t lanes, uint32_t hwm)
+void peers_stream(struct peers *peers, int from, int to, uint32_t number, uint32_t lanes,
+                  uint32_t hwm)
 {
     pccl_order order = {0};
     order.kind = PCCL_OPEN_STREAM;
@@ -93,7 +94,8 @@ static void read_events(struct peer *peer)
     while (fake_table()->msg_recv(&message, peer->pair, ZMQ_DONTWAIT) >= 0) {
         assert(fake_table()->msg_size(&message) == sizeof(pccl_event));
         assert(peer->n_events < TEST_EVENTS_MAX);
-        memcpy(&peer->events[peer->n_events++], fake_table()->msg_data(&message), sizeof(pccl_event));
+        memcpy(&peer->events[peer->n_events++], fake_table()->msg_data(&message),
+               sizeof(pccl_event));
     }
     fake_table()->msg_close(&message);
 }
@@ -130,7 +132,8 @@ int peers_count(const struct peers *peers, int who, enum pccl_event_kind kind, u
     return n;
 }
 
-const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_event_kind kind, uint64_t op)
+const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_event_kind kind,
+                              uint64_t op)
 {
     const struct peer *peer = &peers->peer[who];
     int i;
@@ -143,7 +146,8 @@ const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_even
 
 /* ---- jobs ---- */
 
-/* The small whole number `value` as an element: exact in every type, so that any order of reducing is right. */
+/* The small whole number `value` as an element: exact in every type, so that any order of
+ * reducing is right. */
 static void put_element(int dtype, unsigned char *at, unsigned value)
 {
     static const uint16_t f16[] = {0x0000, 0x3c00, 0x4000, 0x4200, 0x4400};
@@ -186,7 +190,8 @@ void job_make(struct job *job, int n)
         job->given[i] = allocate(job->bytes);
         job->send[i] = allocate(job->bytes);
         for (j = 0; j < job->count; j++)
-            put_element(job->dtype, job->given[i] + j * width, 1 + (unsigned)(j * 7 + (unsigned)i * 3 + j / 5) % 2);
+            put_element(job->dtype, job->given[i] + j * width,
+                        1 + (unsigned)(j * 7 + (unsigned)i * 3 + j / 5) % 2);
         memcpy(job->send[i], job->given[i], job->bytes);
         job->recv[i] = job->in_place ? job->send[i] : allocate(job->bytes);
         if (!job->in_place)

@@ -34,7 +34,8 @@ void peers_open(struct peers *peers, int n, const pccl_options *options, uint64_
 void peers_close(struct peers *peers);
 
 /* Opens stream `number` from one peer to another. */
-void peers_stream(struct peers *peers, int from, int to, uint32_t number, uint32_t lanes, uint32_t hwm);
+void peers_stream(struct peers *peers, int from, int to, uint32_t number, uint32_t lanes,
+                  uint32_t hwm);
 
 /* Opens stream 1 from each peer to the next. */
 void peers_connect_ring(struct peers *peers, uint32_t lanes, uint32_t hwm);
@@ -44,7 +45,8 @@ void peers_order(struct peers *peers, int who, const pccl_order *order);
 /* COMMIT or ABORT. */
 void peers_end(struct peers *peers, int who, enum pccl_order_kind kind, uint64_t op);
 
-/* One pass of every engine, in an order by chance. Whether anything moved or may still move by itself. */
+/* One pass of every engine, in an order by chance. Whether anything moved or may still move by
+ * itself. */
 bool peers_step(struct peers *peers);
 
 /* Steps until nothing moves any more. */
@@ -52,7 +54,8 @@ void peers_run(struct peers *peers);
 
 /* How many events of a kind there were for an op (or a stream), and the last of them or NULL. */
 int peers_count(const struct peers *peers, int who, enum pccl_event_kind kind, uint64_t op);
-const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_event_kind kind, uint64_t op);
+const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_event_kind kind,
+                              uint64_t op);
 
 /* ---- an all-reduce on all peers ---- */
 

@@ -1,4 +1,5 @@
-/* test_faults.c - aborts, lost lanes, hostile messages and wrong orders: buffers come back, nothing leaks. */
+/* test_faults.c - aborts, lost lanes, hostile messages and wrong orders: buffers come back,
+ * nothing leaks. */
 #include "check.h"
 #include "peers.h"
 
@@ -63,7 +64,8 @@ static bool all_complete(const struct job *job)
     return true;
 }
 
-/* Aborts after every possible number of passes. The ring is usable afterwards, or its streams are reported lost. */
+/* Aborts after every possible number of passes. The ring is usable afterwards, or its streams are
+ * reported lost. */
 static void test_abort_anywhere(void)
 {
     bool done = false;
@@ -184,7 +186,8 @@ static void test_torn_message(void)
     start_all(&job);
     fake_fail_second_frame(1);
     peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1) + peers_count(&peers, 1, PCCL_STREAM_LOST, 1) == 1);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1)
+          + peers_count(&peers, 1, PCCL_STREAM_LOST, 1) == 1);
     abort_all(&job);
     peers_close(&peers);
     job_free(&job);
@@ -230,8 +233,8 @@ static struct wire_header good_chunk(void)
 enum outcome { TAKEN, DROPPED, FATAL };
 
 /* Gives peer 1 one message before or after its START, and checks what comes of it. */
-static void try_message(const struct wire_header *header, size_t payload_bytes, bool two_frames, bool started,
-                        enum outcome outcome, const char *what)
+static void try_message(const struct wire_header *header, size_t payload_bytes, bool two_frames,
+                        bool started, enum outcome outcome, const char *what)
 {
     struct job job = make_job(3000, true, 3);
     unsigned char *bytes = calloc(1, WIRE_HEADER_BYTES + payload_bytes + 1);
@@ -245,7 +248,8 @@ static void try_message(const struct wire_header *header, size_t payload_bytes, 
     peers_run(&peers);
     wire_encode(header, bytes);
     if (two_frames)
-        fake_inject(peers.peer[1].endpoint, bytes, WIRE_HEADER_BYTES, bytes + WIRE_HEADER_BYTES, payload_bytes);
+        fake_inject(peers.peer[1].endpoint, bytes, WIRE_HEADER_BYTES, bytes + WIRE_HEADER_BYTES,
+                    payload_bytes);
     else
         fake_inject(peers.peer[1].endpoint, bytes, WIRE_HEADER_BYTES + payload_bytes, NULL, 0);
     peers_run(&peers);
@@ -308,7 +312,8 @@ static void test_hostile_messages(void)
     TRY(FATAL, FATAL, bytes = 0);
 }
 
-/* The same chunk twice, before and after START; and early chunks that contradict each other or the START. */
+/* The same chunk twice, before and after START; and early chunks that contradict each other or
+ * the START. */
 static void test_contradictions(void)
 {
     int variant;
@@ -350,7 +355,8 @@ static void test_contradictions(void)
     }
 }
 
-/* Frames that are no message at all, then random bytes and good headers with random changes, between real traffic. */
+/* Frames that are no message at all, then random bytes and good headers with random changes,
+ * between real traffic. */
 static void test_fuzz(void)
 {
     unsigned char bytes[WIRE_HEADER_BYTES + 600];
@@ -376,7 +382,7 @@ static void test_fuzz(void)
                 fake_inject(peers.peer[i % 3].endpoint, bytes, head, bytes + WIRE_HEADER_BYTES,
                             fake_random(2) ? 256 : fake_random(600));
             else
-                fake_inject(peers.peer[i % 3].endpoint, bytes, fake_random(2) ? head : head + 256, NULL, 0);
+                fake_inject(peers.peer[i % 3].endpoint, bytes, head + 256 * fake_random(2), NULL, 0);
             (void)peers_step(&peers);
         }
         peers_run(&peers);
@@ -431,7 +437,8 @@ static void test_wrong_orders(void)
 
 static void test_wrong_starts(void)
 {
-    static const char *const names[] = {"members", "position", "begin", "share", "stream", "seq", "rings", "none"};
+    static const char *const names[] = {"members", "position", "begin", "share",
+                                        "stream", "seq", "rings", "none"};
     int variant;
     for (variant = 0; variant < 8; variant++) {
         struct job job = make_job(1000, true, 2);
@@ -489,7 +496,8 @@ static void test_wrong_ends(void)
 /* A tag is free again for the next op as soon as the first has been told to end. */
 static void test_tag_again(void)
 {
-    struct job job = make_job(3000, true, 2), next = make_job(700, true, 2), twin = make_job(700, true, 2);
+    struct job job = make_job(3000, true, 2), next = make_job(700, true, 2);
+    struct job twin = make_job(700, true, 2);
     int i;
     next.op = 6;
     next.seq = 11;

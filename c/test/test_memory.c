@@ -1,4 +1,5 @@
-/* test_memory.c - every allocation of an all-reduce fails in turn. The linker puts these before libc's. */
+/* test_memory.c - every allocation of an all-reduce fails in turn. The linker puts these before
+ * libc's. */
 #include "check.h"
 #include "peers.h"
 
@@ -50,8 +51,8 @@ int __wrap_pccl_engine_step(pccl_engine *engine)
     return moved;
 }
 
-/* The nth allocation of the engines fails: the op fails or the engine stops, or it was not needed; an abort or the
- * end of the engine gives the buffers back. */
+/* The nth allocation of the engines fails: the op fails or the engine stops, or it was not
+ * needed; an abort or the end of the engine gives the buffers back. */
 static bool run(int nth, uint32_t forward_max)
 {
     static struct peers peers;

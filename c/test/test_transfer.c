@@ -1,4 +1,5 @@
-/* test_transfer.c - SERVE and FETCH on the fake network. Peer 0 fetches; the others hold the same pieces. */
+/* test_transfer.c - SERVE and FETCH on the fake network. Peer 0 fetches; the others hold the same
+ * pieces. */
 #include "check.h"
 #include "peers.h"
 
@@ -51,7 +52,8 @@ static void open_star(int holders, uint64_t seed)
     }
 }
 
-static void enroll(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces, uint32_t n)
+static void enroll(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
+                   uint32_t n)
 {
     pccl_order order = {0};
     order.kind = PCCL_REGISTER;
@@ -126,7 +128,8 @@ static void test_fetch(void)
             peers_run(&peers);
             CHECK(peers_count(&peers, i, PCCL_SETTLED, SERVE_OP) == 1);
             sent += peers_event(&peers, i, PCCL_SETTLED, SERVE_OP)->tx_bytes;
-            CHECK(holders > 2 || peers_event(&peers, i, PCCL_SETTLED, SERVE_OP)->tx_bytes > total() / 8);
+            CHECK(holders > 2
+                  || peers_event(&peers, i, PCCL_SETTLED, SERVE_OP)->tx_bytes > total() / 8);
         }
         CHECK(sent == total());
         peers_close(&peers);
@@ -157,7 +160,7 @@ static void test_starts_add_up(void)
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     start(1, SERVE_OP, 1, 7);
     peers_run(&peers);
-    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 3);   /* it came too late for its requests, */
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 3);   /* too late for its requests, */
     CHECK(!has_arrived());                                   /* which nobody repeats */
     peers_end(&peers, 0, PCCL_ABORT, FETCH_OP);
     peers_end(&peers, 0, PCCL_ABORT, 9);
@@ -283,8 +286,8 @@ static struct wire_header good_request(void)
     return header;
 }
 
-static void try_request(const struct wire_header *header, size_t payload_bytes, int failed, int dropped,
-                        const char *what)
+static void try_request(const struct wire_header *header, size_t payload_bytes, int failed,
+                        int dropped, const char *what)
 {
     unsigned char bytes[WIRE_HEADER_BYTES + 8] = {0};
     open_star(1, 1);

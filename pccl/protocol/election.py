@@ -57,9 +57,8 @@ def elect(offers: Mapping[int, Offer], last: int | None, joined: frozenset[int])
     for offer in current.values():
         key = _content(offer)
         popularity[key] = popularity.get(key, 0) + 1
-    elected = max(
-        current, key=lambda peer: popularity[_content(current[peer])]
-    )  # first of the best
+    # max() takes the first of equals: the peer that was accepted first
+    elected = max(current, key=lambda peer: popularity[_content(current[peer])])
     reference = current[elected]
     content = _content(reference)
     holders = [peer for peer, offer in current.items() if _content(offer) == content]

@@ -532,10 +532,10 @@ class Master:
             return
         sync.revision = decision.revision
         sync.fetching = set(decision.transfers)
-        if sync.fetching:
+        if sync.fetching or sync.seq:  # a plan that was sent before must be replaced in any case
             sync.seq = self._take_seq()
             self._send_plans(sync, decision)
-        else:
+        if not sync.fetching:
             self._end_sync(group, sync)
 
     def _send_plans(self, sync: Sync, decision: Decision) -> None:

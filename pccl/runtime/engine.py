@@ -58,7 +58,8 @@ class EngineOptions:
     fetch_window: int = 8
 
 
-class Ring(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Ring:
     """A peer's place in one ring, as START says it; SERVE and FETCH use stream and position (slot).
 
     `begin` and `count` are the ring's share of the data, in elements.
@@ -301,7 +302,8 @@ class Engine:
             order.seq, order.epoch, order.chunk_bytes = seq, epoch, chunk_bytes
             order.n_rings = len(part)
             for slot, ring in zip(order.rings, part, strict=False):
-                slot.stream, slot.members, slot.position, slot.begin, slot.count = ring
+                slot.stream, slot.members, slot.position = ring.stream, ring.members, ring.position
+                slot.begin, slot.count = ring.begin, ring.count
             self._send()
 
     def commit(self, op: int) -> None:

@@ -91,18 +91,21 @@ def synchronise(
     pieces = [(index, r.address, r.nbytes) for index, r in enumerate(regions)]
     call = client.sync(m.Offer(revision, strategy, entries), pieces, owner)
     staging: Staging | None = None
+    verified = False  # what is in staging is what was elected
     while True:
         note = deadline.next(client, call)
         match note:
             case core.Plan(_, plan):
-                staging = Staging.for_plan(plan, regions)
+                staging, verified = Staging.for_plan(plan, regions), False
                 if plan.fetch:
                     client.fetch(plan.seq, staging.pieces(), staging)
             case core.Fetched(_, seq, ok, why) if staging is not None and staging.plan.seq == seq:
                 why = staging.wrong(regions) if ok else why
-                client.fetched(seq, not why, why)
+                verified = not why
+                client.fetched(seq, verified, why)
             case core.Answer(_, core.Synced() as synced):
-                if staging is not None:
+                if staging is not None and staging.plan.fetch:
+                    assert verified, "the master kept content that this peer has not verified"
                     staging.install(regions)
                 return synced
             case core.Fail():

@@ -1,0 +1,194 @@
+"""Proves that the simulation can fail: breaks one rule of the protocol at a time and demands a failure.
+
+    python stress/mutants.py [--seeds 1000] [--only WORD]
+
+Each mutant is a copy of the package with one line changed. The exit code is 1 when one survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FIRST_FAILURE = """
+import sys
+import test_simulation
+for seed in range(int(sys.argv[1])):
+    try:
+        test_simulation.simulate(seed)
+    except BaseException as error:
+        print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0][:90])
+        break
+else:
+    print("SURVIVED")
+"""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken rule: what is replaced by what, in which file of pccl/protocol."""
+
+    rule: str
+    file: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant(
+        "a collective commits only if all survivors hold the result",
+        "master.py",
+        "ok = all(running.votes.values())",
+        "ok = any(running.votes.values())",
+    ),
+    Mutant(
+        "the outcome waits for all survivors",
+        "master.py",
+        "if running.members <= running.votes.keys():",
+        "if running.votes:",
+    ),
+    Mutant(
+        "a lost member is no longer waited for in a collective",
+        "master.py",
+        "            running.members.discard(number)\n",
+        "",
+    ),
+    Mutant(
+        "a lost member interrupts the running collectives",
+        "master.py",
+        'self._interrupt(self._of_group(group_number), f"lost {title}")',
+        "pass",
+    ),
+    Mutant(
+        "a failed vote interrupts the others",
+        "master.py",
+        "if ok or running.why:",
+        "if True:",
+    ),
+    Mutant(
+        "a lost member's vote does not count in a round",
+        "master.py",
+        "                round_.votes.pop(number, None)\n",
+        "",
+    ),
+    Mutant(
+        "rounds are looked at again when a member is lost",
+        "master.py",
+        "                round_.lost.append(title)\n                self._evaluate(round_)\n",
+        "                round_.lost.append(title)\n",
+    ),
+    Mutant(
+        "pending peers are accepted when nobody is left to admit them",
+        "master.py",
+        "        if not self._accepted():\n            self._admit()\n\n    def _leave_group",
+        "\n    def _leave_group",
+    ),
+    Mutant(
+        "the election is repeated when a member is lost",
+        "master.py",
+        "            self._elect(group_number, group.sync)\n\n    def _new_epoch",
+        "            pass\n\n    def _new_epoch",
+    ),
+    Mutant(
+        "revisions start anew when the last holder is gone",
+        "master.py",
+        "            group.revision = None\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a synchronisation ends only when all receivers have verified",
+        "master.py",
+        "            if not sync.fetching:\n                self._end_sync(group, sync)",
+        "            self._end_sync(group, sync)",
+    ),
+    Mutant(
+        "a plan is replaced even when the next election moves nothing",
+        "master.py",
+        "if sync.fetching or sync.seq:",
+        "if sync.fetching:",
+    ),
+    Mutant(
+        "a vote that is withdrawn does not count",
+        "master.py",
+        "                del round_.votes[number]\n                why = f\"waited",
+        "                why = f\"waited",
+    ),
+    Mutant(
+        "a new plan makes what was fetched before void",
+        "peer.py",
+        "        self._out.append(Plan(syncing.call, plan))",
+        "        if plan.fetch:\n            self._out.append(Plan(syncing.call, plan))",
+    ),
+    Mutant(
+        "an interrupted collective is voted on",
+        "peer.py",
+        "self._out.append(Send(m.FinishVote(collective.seq, False, why[:1000])))",
+        "pass",
+    ),
+    Mutant(
+        "a call is answered only when the engine has let go",
+        "peer.py",
+        "if collective.outcome is None or not collective.settled:",
+        "if collective.outcome is None:",
+    ),
+    Mutant(
+        "the highest revision wins",
+        "election.py",
+        "top_peer = max(offers,",
+        "top_peer = min(offers,",
+    ),
+    Mutant(
+        "a tie goes to the peer that was accepted first",
+        "election.py",
+        "max(current, key=",
+        "max(reversed(current), key=",
+    ),
+]
+
+
+def survives(mutant: Mutant, seeds: int) -> str:
+    """What the simulation says of a mutant."""
+    with tempfile.TemporaryDirectory() as directory:
+        package = Path(directory, "pccl")
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / "pccl", package, ignore=ignore)
+        target = package / "protocol" / mutant.file
+        text = target.read_text(encoding="utf-8")
+        if text.count(mutant.old) != 1:
+            return f"SURVIVED: {mutant.old!r} stands {text.count(mutant.old)} times in {target.name}"
+        target.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        path = os.pathsep.join([directory, str(ROOT / "tests")])
+        done = subprocess.run(
+            [sys.executable, "-P", "-c", FIRST_FAILURE, str(seeds)],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        return done.stdout.strip() or f"it does not even start: {done.stderr.strip()[-200:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=1000, help="simulated runs for each mutant")
+    parser.add_argument("--only", default="", help="only mutants whose rule contains this")
+    args = parser.parse_args()
+    survivors = 0
+    for mutant in (mutant for mutant in MUTANTS if args.only in mutant.rule):
+        verdict = survives(mutant, args.seeds)
+        survivors += verdict.startswith("SURVIVED")
+        print(f"{mutant.rule:70} {verdict}", flush=True)
+    print(f"{survivors} of {len(MUTANTS)} mutants survived {args.seeds} runs")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
