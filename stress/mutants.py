@@ -144,12 +144,6 @@ MUTANTS = [
         "top_peer = max(offers,",
         "top_peer = min(offers,",
     ),
-    Mutant(
-        "a tie goes to the peer that was accepted first",
-        "election.py",
-        "max(current, key=",
-        "max(reversed(current), key=",
-    ),
 ]
 
 
