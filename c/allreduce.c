@@ -351,8 +351,6 @@ static const char *check_place(const struct op *op, const struct wire_header *ch
     if (end > bound
         || chunk->offset < ring->begin + ring_bound(share, ring->members, chunk->segment))
         return "a chunk lies outside its segment";
-    if (chunk->length % PCCL_QUANTUM != 0 && end != bound)
-        return "a chunk is not aligned";
     return NULL;
 }
 

@@ -232,6 +232,15 @@ static bool take_orders(pccl_engine *engine)
 
 /* ---- messages ---- */
 
+/* Whether an op can have a message of that sequence number. A SERVE may get requests of the next
+ * round of its transfer before it hears of that round itself. */
+static bool is_current(const struct op *op, uint64_t seq)
+{
+    if (!op->started)
+        return seq > op->min_seq;
+    return op->kind == PCCL_SERVE ? seq >= op->seq : seq == op->seq;
+}
+
 /* Gives the message in the inbox to the op it is for. */
 static void dispatch(pccl_engine *engine)
 {
@@ -247,8 +256,7 @@ static void dispatch(pccl_engine *engine)
             op = op_find_by_tag(engine, kinds[header.kind], header.run, header.tag);
         while (op == NULL && take_orders(engine));
     }
-    if (op == NULL || op->failed
-        || (op->started ? header.seq != op->seq : header.seq <= op->min_seq)) {
+    if (op == NULL || op->failed || !is_current(op, header.seq)) {
         engine->dropped++;
         return;
     }
@@ -260,9 +268,9 @@ static void dispatch(pccl_engine *engine)
         fetch_take(op, &header);
 }
 
-/* Whether to receive. One ring cannot deadlock when its members stop receiving while enough waits to be
- * sent on (pccl.h). Several can: a member of two may be full of what only the next member of the
- * first can take, which is full of what only the next of the second can take, and so round. */
+/* Whether to receive. One ring cannot deadlock when its members stop receiving while enough waits
+ * to be sent on (pccl.h). Several can: a member of two may be full of what only the next member of
+ * the first can take, which is full of what only the next of the second can take, and so round. */
 static bool has_room(const pccl_engine *engine)
 {
     return engine->spread_ops > 0 || engine->forwards < engine->options.forward_max;

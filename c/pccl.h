@@ -205,8 +205,8 @@ enum pccl_order_kind {
 };
 
 /* One order. Which members count:
- *   OPEN_STREAM   stream (a number that was never used before), lanes, hwm (messages queued for each
- *                 lane), endpoint.
+ *   OPEN_STREAM   stream (a number that was never used before), lanes, hwm (messages queued for
+ *                 each lane), endpoint.
  *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED.
  *   REGISTER      op (a number that was never used before), op_kind, run, tag, min_seq: the op's
  *                 sequence number will be greater.
@@ -219,7 +219,8 @@ enum pccl_order_kind {
  *                 SERVE: rings[i].stream leads to the peer whose slot is rings[i].position.
  *                 FETCH: rings[i].stream leads to a holder, where our slot is rings[i].position.
  *                 For SERVE and FETCH any number of START orders add up; seq, epoch and
- *                 chunk_bytes are those of the first.
+ *                 chunk_bytes are those of the first. A SERVE can be started again with a greater
+ *                 seq, for another round of its transfer: earlier requesters are forgotten.
  *   COMMIT        op. It must be COMPLETE; SERVE: at any time.
  *   ABORT         op
  *   STOP          pccl_engine_run() returns. */

@@ -76,16 +76,16 @@ static struct link *find_slot(const struct op *op, uint32_t slot)
     return NULL;
 }
 
-/* Gives the early requests to the requesters that are known by now. Those of another round are
- * stale. */
+/* Gives the early requests to the requesters that are known by now. Those of an earlier round are
+ * stale, those of a later one go on waiting for its START. */
 static void claim_requests(struct op *op)
 {
     struct transfer *transfer = &op->transfer;
     struct request *all = transfer->unclaimed, *request;
     transfer->unclaimed = NULL;
     while ((request = take_request(&all)) != NULL) {
-        struct link *link = find_slot(op, request->slot);
-        if (request->seq != op->seq || request->epoch != op->epoch) {
+        struct link *link = request->seq > op->seq ? NULL : find_slot(op, request->slot);
+        if (request->seq < op->seq || (request->seq == op->seq && request->epoch != op->epoch)) {
             op->engine->dropped++;
             transfer->n_requests--;
             free(request);
@@ -98,10 +98,25 @@ static void claim_requests(struct op *op)
     }
 }
 
+/* Another round begins: nobody waits for answers of the last one any more. */
+static void forget_requesters(struct op *op)
+{
+    uint32_t i;
+    for (i = 0; i < op->n_links; i++) {
+        struct link *link = op->links[i];
+        if (link->stream == NULL)
+            continue;
+        stream_drop_op(link->stream, op);
+        serve_drop_requests(op, link);
+        link->stream = NULL;
+    }
+}
+
 void serve_start(struct op *op, const pccl_order *order)
 {
     uint32_t i;
-    if (!op->started) {
+    if (!op->started || order->seq > op->seq) {
+        forget_requesters(op);
         op->started = true;
         op->seq = order->seq;
         op->epoch = order->epoch;
@@ -148,7 +163,7 @@ static const char *check_request(const struct op *op, const struct wire_header *
     uint64_t bytes = index < transfer->n_pieces ? transfer->pieces[index].bytes : 0;
     if (op->engine->inbox->bytes != 0)
         return "a request has a payload";
-    if (op->started && header->epoch != op->epoch)
+    if (op->started && header->seq == op->seq && header->epoch != op->epoch)
         return "a request has another epoch";
     if (header->length == 0 || header->length > PCCL_CHUNK_MAX || header->offset > bytes
         || header->length > bytes - header->offset)
@@ -164,7 +179,8 @@ void serve_take(struct op *op, const struct wire_header *header)
     uint32_t index = find_piece(transfer, header->piece);
     const char *why = check_request(op, header, index);
     struct request *request;
-    struct link *link = op->started ? find_slot(op, header->segment) : NULL;
+    bool early = !op->started || header->seq > op->seq;
+    struct link *link = early ? NULL : find_slot(op, header->segment);
     if (why != NULL) {
         op_fail(op, PCCL_EPROTO, "%s", why);
         return;

@@ -239,7 +239,7 @@ class Run:
 
     def serves(self, number: int, seq: int) -> bool:
         return any(
-            op.kind == "serve" and op.seq and not op.ending
+            op.kind == "serve" and op.seq == seq and not op.ending
             for peer in self.peers
             if peer.alive and peer.core.number == number
             for op in peer.ops.values()

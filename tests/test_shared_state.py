@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
-from cluster import Cluster
+from cluster import Cluster, in_threads
 
 import pccl
 
@@ -58,6 +60,32 @@ def test_a_newcomer_receives_everything(filling: str) -> None:
         assert [shared.revision for shared in states] == [42, 42, 42]
         assert (arrays[2] == 5).all()
         assert infos[2] == pccl.SharedStateSyncInfo(0, 1_200_004)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.05])
+def test_a_holder_leaves_in_the_middle_of_the_transfer(filling: str, delay_s: float) -> None:
+    with Cluster(3) as cluster:
+        arrays = [np.full(4_000_000, 3.0, np.float64) for _ in range(2)] + [np.zeros(4_000_000)]
+        moment = threading.Event()
+
+        def job(index: int, comm: pccl.Communicator) -> str:
+            try:
+                info = comm.sync_shared_state(state(arrays[index]))
+            except pccl.PCCLError as error:
+                assert index == 0
+                return str(error)
+            return str(info.rx_bytes)
+
+        def leave() -> str:
+            moment.wait(delay_s)
+            cluster.comms[0].close()
+            return "left"
+
+        jobs = [lambda i=i, c=c: job(i, c) for i, c in enumerate(cluster.comms)]  # type: ignore[misc]
+        in_threads([*jobs, leave])
+        np.testing.assert_array_equal(arrays[1], arrays[2])
+        assert (arrays[1] == arrays[1][0]).all()
+        assert cluster.comms[1].world_size == 2
 
 
 def test_fp16_and_unaligned_entries(filling: str) -> None:

@@ -1,6 +1,5 @@
 /* fake.c - see fake.h. A socket is a struct with queues; a lane is a queue that a PUSH owns and a
  * PULL reads. */
-#define _POSIX_C_SOURCE 200112L
 #include "fake.h"
 
 #include <assert.h>
@@ -103,18 +102,41 @@ static void bury(struct queue *queue)
         append(&world.graveyard, message);
 }
 
-/* Zeroed memory of the fake's own, which no test makes scarce as it does malloc's. */
+volatile bool fake_allocates;
+
+/* Zeroed memory of the fake's own. */
 static void *new_block(size_t size)
 {
-    void *block = NULL;
-    if (posix_memalign(&block, sizeof(void *), size) != 0)
+    void *block;
+    fake_allocates = true;
+    block = calloc(1, size);
+    fake_allocates = false;
+    if (block == NULL)
         abort();
-    return memset(block, 0, size);
+    return block;
 }
 
 static struct message *new_message(void)
 {
     return new_block(sizeof(struct message));
+}
+
+static void free_block(void *data, void *hint)
+{
+    (void)hint;
+    free(data);
+}
+
+/* Appends a frame with a copy of the bytes to a message. */
+static void add_frame(struct message *message, const void *data, size_t size)
+{
+    void *block = new_block(size + 1);
+    assert(message->n < FRAMES_MAX);
+    if (size > 0)
+        memcpy(block, data, size);
+    if (message->n > 0)
+        pccl_plain_set_more(&message->frame[message->n - 1], 1);
+    (void)fake_table()->msg_init_data(&message->frame[message->n++], block, size, free_block, NULL);
 }
 
 static bool should_fail(void)
@@ -189,18 +211,14 @@ static struct socket *find_bound(const void *context, const char *name)
 
 static void notify(const struct socket *push, uint16_t event, const char *endpoint)
 {
+    unsigned char frame[6] = {0};
     struct message *message;
     if (push->monitor == NULL || push->monitor->peer == NULL)
         return;
     message = new_message();
-    message->n = 2;
-    if (fake_table()->msg_init_size(&message->frame[0], 6) < 0
-        || fake_table()->msg_init_size(&message->frame[1], strlen(endpoint)) < 0)
-        abort();
-    memset(fake_table()->msg_data(&message->frame[0]), 0, 6);
-    memcpy(fake_table()->msg_data(&message->frame[0]), &event, sizeof event);
-    memcpy(fake_table()->msg_data(&message->frame[1]), endpoint, strlen(endpoint));
-    pccl_plain_set_more(&message->frame[0], 1);
+    memcpy(frame, &event, sizeof event);
+    add_frame(message, frame, sizeof frame);
+    add_frame(message, endpoint, strlen(endpoint));
     append(&push->monitor->peer->in, message);
 }
 
@@ -400,27 +418,15 @@ static struct message *pick_message(struct socket *pull)
     return picked != NULL ? take(picked) : NULL;
 }
 
-static void free_block(void *data, void *hint)
-{
-    (void)hint;
-    free(data);
-}
-
 /* What arrives of a message: a copy, as from a wire. The sender's bytes are released some time
  * later. */
 static struct message *arrive(struct message *sent)
 {
     struct message *message = new_message();
     int i;
-    message->n = sent->n;
-    for (i = 0; i < sent->n; i++) {
-        size_t size = fake_table()->msg_size(&sent->frame[i]);
-        void *block = new_block(size + 1);
-        if (size > 0)
-            memcpy(block, fake_table()->msg_data(&sent->frame[i]), size);
-        (void)fake_table()->msg_init_data(&message->frame[i], block, size, free_block, NULL);
-        pccl_plain_set_more(&message->frame[i], i + 1 < sent->n);
-    }
+    for (i = 0; i < sent->n; i++)
+        add_frame(message, fake_table()->msg_data(&sent->frame[i]),
+                  fake_table()->msg_size(&sent->frame[i]));
     append(&world.graveyard, sent);
     return message;
 }
@@ -544,17 +550,9 @@ void fake_inject(const char *endpoint, const void *header, size_t header_bytes, 
     struct message *message = new_message();
     struct socket *pull = find_bound(NULL, endpoint);
     assert(pull != NULL);
-    message->n = payload != NULL ? 2 : 1;
-    if (fake_table()->msg_init_size(&message->frame[0], header_bytes) < 0)
-        abort();
-    if (header_bytes > 0)
-        memcpy(fake_table()->msg_data(&message->frame[0]), header, header_bytes);
-    if (payload != NULL) {
-        if (fake_table()->msg_init_size(&message->frame[1], payload_bytes) < 0)
-            abort();
-        memcpy(fake_table()->msg_data(&message->frame[1]), payload, payload_bytes);
-        pccl_plain_set_more(&message->frame[0], 1);
-    }
+    add_frame(message, header, header_bytes);
+    if (payload != NULL)
+        add_frame(message, payload, payload_bytes);
     append(&pull->in, message);
 }
 

@@ -19,6 +19,9 @@ void fake_reset(uint64_t seed);
 
 const pccl_zmq *fake_table(void);
 
+/* True while the fake allocates memory of its own, which no test should make scarce. */
+extern volatile bool fake_allocates;
+
 /* A number below `bound`. */
 uint32_t fake_random(uint32_t bound);
 

@@ -355,6 +355,30 @@ static void test_contradictions(void)
     }
 }
 
+/* A final chunk of our own segment: right once it has been sent, wrong a second time. */
+static void test_final_twice(void)
+{
+    struct job job = make_job(128, true, 2);
+    struct wire_header header = good_chunk();
+    unsigned char bytes[WIRE_HEADER_BYTES + 64 * sizeof(float)] = {0};
+    int i;
+    open_ring(&job, 2, 1);
+    job_start(&peers, 1, &job);
+    peers_run(&peers);
+    header.members = 2;
+    header.segment = 1;
+    header.hop = 1;
+    wire_encode(&header, bytes);
+    for (i = 0; i < 2; i++) {
+        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        peers_run(&peers);
+        CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == i);
+    }
+    abort_all(&job);
+    peers_close(&peers);
+    job_free(&job);
+}
+
 /* Frames that are no message at all, then random bytes and good headers with random changes,
  * between real traffic. */
 static void test_fuzz(void)
@@ -382,7 +406,8 @@ static void test_fuzz(void)
                 fake_inject(peers.peer[i % 3].endpoint, bytes, head, bytes + WIRE_HEADER_BYTES,
                             fake_random(2) ? 256 : fake_random(600));
             else
-                fake_inject(peers.peer[i % 3].endpoint, bytes, head + 256 * fake_random(2), NULL, 0);
+                fake_inject(peers.peer[i % 3].endpoint, bytes, head + 256 * fake_random(2),
+                            NULL, 0);
             (void)peers_step(&peers);
         }
         peers_run(&peers);
@@ -598,6 +623,7 @@ int main(void)
     test_free_unsettled();
     test_hostile_messages();
     test_contradictions();
+    test_final_twice();
     test_fuzz();
     test_wrong_orders();
     test_wrong_starts();

@@ -21,7 +21,7 @@ int __wrap_pccl_engine_step(pccl_engine *engine);
 
 static bool is_out_of_memory(void)
 {
-    bool now = in_engine && fail_at >= 0 && fail_at-- == 0;
+    bool now = in_engine && !fake_allocates && fail_at >= 0 && fail_at-- == 0;
     failed += now;
     return now;
 }

@@ -89,10 +89,11 @@ static void test_wire(void)
     wire_encode(&header, bytes);
     CHECK(memcmp(bytes, golden, sizeof golden) == 0);
     CHECK(wire_decode(&back, bytes));
-    CHECK(back.kind == header.kind && back.ring == 2 && back.run == header.run
-          && back.seq == header.seq && back.tag == header.tag && back.epoch == header.epoch && back.segment == header.segment
-          && back.hop == header.hop && back.members == header.members && back.piece == header.piece
-          && back.offset == header.offset && back.length == header.length);
+    CHECK(back.kind == header.kind && back.ring == header.ring && back.piece == header.piece);
+    CHECK(back.run == header.run && back.seq == header.seq && back.tag == header.tag);
+    CHECK(back.epoch == header.epoch && back.segment == header.segment && back.hop == header.hop);
+    CHECK(back.members == header.members && back.offset == header.offset);
+    CHECK(back.length == header.length);
     wire_set_hop(bytes, 0x0304);
     CHECK(wire_decode(&back, bytes) && back.hop == 0x0304 && back.segment == header.segment);
     /* magic, kind, version and what must be zero */

@@ -52,14 +52,13 @@ def _measure(
     dtype: DataType, nbytes: int, iterations: int, warmups: int
 ) -> tuple[float, float, int]:
     """GB/s of the kernel and of numpy over the same number of bytes, and wrong elements."""
-    count = nbytes // dtype.itemsize
-    a, b = (data.tiled(data.contribution(dtype, ReduceOp.SUM, i), count) for i in range(2))
-    out = np.zeros_like(a)
-    x, y, z = (np.ones(nbytes // 4, np.float32) for _ in range(3))
+    a, b = _operands(dtype, nbytes)
+    x, y = _operands(DataType.FLOAT, nbytes)
+    out, z = np.zeros_like(a), np.zeros_like(x)
     to, left, right = (ffi.cast("void *", array.ctypes.data) for array in (out, a, b))
 
     def add() -> None:
-        lib.pccl_reduce(dtype.value, ReduceOp.SUM.value, to, left, right, count, 1)
+        lib.pccl_reduce(dtype.value, ReduceOp.SUM.value, to, left, right, a.size, 1)
 
     calls: list[Callable[[], object]] = [add, lambda: np.add(x, y, out=z)]
     times_s: list[list[float]] = [[], []]
@@ -70,3 +69,8 @@ def _measure(
             times.append(time.perf_counter() - began)
     ours, numpys = (3 * nbytes / median(times[warmups:]) / 1e9 for times in times_s)
     return ours, numpys, data.count_wrong(out, data.expected(dtype, ReduceOp.SUM, 2))
+
+
+def _operands(dtype: DataType, nbytes: int) -> list[data.Bits]:
+    count = nbytes // dtype.itemsize
+    return [data.tiled(data.contribution(dtype, ReduceOp.SUM, i), count) for i in range(2)]
