@@ -40,6 +40,23 @@ static void *open_socket(pccl_engine *engine, int type, int recv_hwm)
     return socket;
 }
 
+/* With keys, lets only those connect that a ZAP handler knows: 0, or -1 as setsockopt. An enforced
+ * domain, or libzmq would let everybody in where there is no handler. */
+static int set_curve_server(pccl_engine *engine)
+{
+    static const char domain[] = "pccl";
+    const pccl_zmq *zmq = engine->zmq;
+    const char *secret = engine->options.curve_secret;
+    int one = 1, failed;
+    if (secret[0] == '\0')
+        return 0;
+    failed = zmq->setsockopt(engine->pull, ZMQ_CURVE_SERVER, &one, sizeof one);
+    failed |= zmq->setsockopt(engine->pull, ZMQ_CURVE_SECRETKEY, secret, PCCL_KEY_CHARS);
+    failed |= zmq->setsockopt(engine->pull, ZMQ_ZAP_DOMAIN, domain, sizeof domain - 1);
+    failed |= zmq->setsockopt(engine->pull, ZMQ_ZAP_ENFORCE_DOMAIN, &one, sizeof one);
+    return failed;
+}
+
 /* The context, the PAIR for orders and the PULL for everything else: 0 or PCCL_EZMQ. */
 static int open_sockets(pccl_engine *engine)
 {
@@ -55,9 +72,17 @@ static int open_sockets(pccl_engine *engine)
         return PCCL_EZMQ;
     engine->pull = open_socket(engine, ZMQ_PULL, (int)engine->options.recv_hwm);
     if (engine->pull == NULL
-        || zmq->setsockopt(engine->pull, ZMQ_MAXMSGSIZE, &message_max, sizeof message_max) < 0)
+        || zmq->setsockopt(engine->pull, ZMQ_MAXMSGSIZE, &message_max, sizeof message_max) < 0
+        || set_curve_server(engine) < 0)
         return PCCL_EZMQ;
     return PCCL_OK;
+}
+
+/* Whether these are two keys, or both empty. */
+static bool are_keys(const char *public_key, const char *secret)
+{
+    size_t n = public_key[0] == '\0' ? 0 : PCCL_KEY_CHARS;
+    return memchr(public_key, 0, n + 1) == public_key + n && memchr(secret, 0, n + 1) == secret + n;
 }
 
 pccl_engine *pccl_engine_new(const pccl_zmq *table, const pccl_options *options, int *error)
@@ -65,7 +90,8 @@ pccl_engine *pccl_engine_new(const pccl_zmq *table, const pccl_options *options,
     pccl_engine *engine = NULL;
     *error = PCCL_EINVAL;
     if (options->io_threads == 0 || options->forward_max == 0 || options->recv_hwm == 0
-        || options->fetch_window == 0 || options->connect_timeout_ms == 0)
+        || options->fetch_window == 0 || options->connect_timeout_ms == 0
+        || !are_keys(options->curve_public, options->curve_secret))
         return NULL;
     *error = PCCL_ENOMEM;
     engine = calloc(1, sizeof *engine);

@@ -40,6 +40,10 @@
  * In place, the engine saves what recv held before it overwrites it: as many bytes again as the
  * buffer has, until COMMIT or ABORT. It keeps one such block, the largest, for later ops.
  *
+ * With keys in its options, the PULL is a CURVE server and every PUSH a CURVE client, over ipc too.
+ * Whose public key may connect is asked of a ZAP handler (ZeroMQ RFC 27, domain "pccl"), which the
+ * caller binds in the engine's context; as long as there is none, nobody gets in.
+ *
  * THE RING
  *
  * With n members a ring's share of the data, `count` elements from `begin`, is cut into n
@@ -111,6 +115,7 @@ enum {
     PCCL_RINGS_MAX = 8,
     PCCL_PEERS_MAX = 4096,   /* members of one ring */
     PCCL_ENDPOINT_MAX = 256,
+    PCCL_KEY_CHARS = 40,     /* of a CURVE key, which is text: Z85 */
     PCCL_TEXT_MAX = 160
 };
 
@@ -206,7 +211,8 @@ enum pccl_order_kind {
 
 /* One order. Which members count:
  *   OPEN_STREAM   stream (a number that was never used before), lanes, hwm (messages queued for
- *                 each lane), endpoint.
+ *                 each lane), endpoint; curve_server, the neighbour's public key, if the engine
+ *                 has keys.
  *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED.
  *   REGISTER      op (a number that was never used before), op_kind, run, tag, min_seq: the op's
  *                 sequence number will be greater.
@@ -238,6 +244,7 @@ typedef struct pccl_order {
     uint32_t lanes;
     uint32_t hwm;
     char endpoint[256];
+    char curve_server[48];           /* zero-terminated */
     uint64_t op;
     uint32_t op_kind;
     uint32_t dtype;
@@ -288,6 +295,8 @@ typedef struct pccl_options {
     uint32_t connect_timeout_ms;     /* until a stream's first lane stands */
     uint32_t copy_max;               /* bytes; payloads up to this size are copied */
     uint32_t fetch_window;           /* requests under way to one holder */
+    char curve_public[48];           /* our CURVE keys, zero-terminated; both empty: no encryption */
+    char curve_secret[48];
 } pccl_options;
 
 /* A new engine, whose "inproc://pccl-engine" is bound. NULL on failure, *error then says why. The

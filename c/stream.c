@@ -47,6 +47,23 @@ static int set_option(struct stream *stream, int option, int value)
     return stream->engine->zmq->setsockopt(stream->push, option, &value, sizeof value);
 }
 
+/* With keys, encrypts to the holder of the key in the order: 0, or -1 as setsockopt. */
+static int set_curve_client(struct stream *stream, const pccl_order *order)
+{
+    const pccl_zmq *zmq = stream->engine->zmq;
+    const pccl_options *options = &stream->engine->options;
+    int failed;
+    if (options->curve_secret[0] == '\0')
+        return 0;
+    failed = zmq->setsockopt(stream->push, ZMQ_CURVE_PUBLICKEY, options->curve_public,
+                             PCCL_KEY_CHARS);
+    failed |= zmq->setsockopt(stream->push, ZMQ_CURVE_SECRETKEY, options->curve_secret,
+                              PCCL_KEY_CHARS);
+    failed |= zmq->setsockopt(stream->push, ZMQ_CURVE_SERVERKEY, order->curve_server,
+                              PCCL_KEY_CHARS);
+    return failed;
+}
+
 static int set_options(struct stream *stream, const pccl_order *order)
 {
     const pccl_options *options = &stream->engine->options;
@@ -57,6 +74,7 @@ static int set_options(struct stream *stream, const pccl_order *order)
     failed |= set_option(stream, ZMQ_IPV6, strchr(order->endpoint, '[') != NULL);
     failed |= set_option(stream, ZMQ_CONNECT_TIMEOUT, (int)options->connect_timeout_ms);
     failed |= set_option(stream, ZMQ_HANDSHAKE_IVL, (int)options->connect_timeout_ms);
+    failed |= set_curve_client(stream, order);
     if (options->heartbeat_ms > 0) {
         failed |= set_option(stream, ZMQ_HEARTBEAT_IVL, (int)options->heartbeat_ms);
         failed |= set_option(stream, ZMQ_HEARTBEAT_TIMEOUT, (int)options->heartbeat_timeout_ms);
@@ -267,11 +285,11 @@ enum sent stream_send(struct stream *stream, struct op *op, struct packet *packe
             stream->blocked = true;
             return BLOCKED;
         }
-        /* A second frame has room where the first had: its lane has gone, and the first frame
-         * with it. */
         stream->engine->error = error;
-        stream_lose(stream, error == EAGAIN ? PCCL_ESTREAM : PCCL_EZMQ,
-                    "a lane failed while sending: %.60s", strerror(error));
+        if (error == EAGAIN)     /* a second frame has room where the first had, but for this */
+            stream_lose(stream, PCCL_ESTREAM, "a lane was disconnected in the middle of a message");
+        else
+            stream_lose(stream, PCCL_EZMQ, "a lane failed while sending: %.60s", strerror(error));
         return BLOCKED;
     }
     op->tx_bytes += packet->bytes;

@@ -13,6 +13,7 @@ from pccl.errors import (
     UnsupportedError,
 )
 from pccl.master_node import MasterNode
+from pccl.security import Security
 from pccl.shared_state import SharedState, TensorInfo
 from pccl.types import (
     Attribute,
@@ -54,6 +55,7 @@ __all__ = [
     "ReduceOpDescriptor",
     "ReduceOperandDescriptor",
     "Result",
+    "Security",
     "SharedState",
     "SharedStateSyncInfo",
     "SharedStateSyncStrategy",

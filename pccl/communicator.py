@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import socket
 import threading
@@ -22,6 +23,7 @@ from pccl.protocol import peer as core
 from pccl.runtime.client import Call, Client, Deadline, Note, Reduce
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.sync import Region, synchronise
+from pccl.security import Security
 from pccl.shared_state import SharedState
 from pccl.text import configure_logging, parse_address
 from pccl.types import (
@@ -97,6 +99,8 @@ class Communicator:
         address: `host:port` of the master; an IPv6 address stands in brackets.
         peer_group: collectives and shared state are among the peers of one group.
         p2p_connection_pool_size: connections (lanes) to each neighbour; 0 chooses well.
+        security: encrypts, with the keys in this directory (see `pccl keys`); None: in the
+            directory PCCL_CURVE_DIR, and without that not at all.
 
     Raises:
         AssertionError: `address` has no colon.
@@ -104,7 +108,12 @@ class Communicator:
     """
 
     def __init__(
-        self, address: str, peer_group: int = 0, p2p_connection_pool_size: int = 0
+        self,
+        address: str,
+        peer_group: int = 0,
+        p2p_connection_pool_size: int = 0,
+        *,
+        security: Security | str | os.PathLike[str] | None = None,
     ) -> None:
         self._host, self._port = parse_address(address)
         if not 0 <= peer_group < 1 << 32:
@@ -115,6 +124,7 @@ class Communicator:
             )
         self._group = peer_group
         self._pool_size = p2p_connection_pool_size
+        self._security = security
         self._lock = threading.Lock()
         self._client: Client | None = None
         self._tags: set[int] = set()  # of collectives that are launched and not awaited
@@ -137,7 +147,8 @@ class Communicator:
             PCCLTimeoutError: not admitted in time; this peer has left again.
             PCCLError: MASTER_CONNECTION_FAILED after the last attempt; INVALID_USAGE when already
             connected,
-                or when the master refuses this peer (the message says why).
+                when the master refuses this peer, or when keys are missing or unsafe (the message
+                says why).
             ValueError: `n_attempts` is not positive, or a PCCL_ environment variable is malformed.
         """
         if n_attempts < 1:
@@ -147,9 +158,10 @@ class Communicator:
             why = "this communicator is connected already"
             raise error_for(Result.INVALID_USAGE, "connect", why)
         config = Config.from_env()
+        security = Security.of(self._security)
         for attempt in range(1, n_attempts + 1):
             try:
-                self._join(config, timeout)
+                self._join(config, security, timeout)
                 return
             except _Unreachable as error:
                 log.info("attempt %d of %d to reach the master: %s", attempt, n_attempts, error)
@@ -161,7 +173,7 @@ class Communicator:
                     raise error_for(Result.MASTER_CONNECTION_FAILED, "connect", why) from None
             time.sleep(ATTEMPT_INTERVAL_S)
 
-    def _join(self, config: Config, timeout: float | None) -> None:
+    def _join(self, config: Config, security: Security | None, timeout: float | None) -> None:
         try:  # for its errors: ZeroMQ would not say what is wrong with an address
             socket.create_connection((self._host, self._port), config.connect_timeout_s).close()
         except OSError as error:
@@ -179,7 +191,7 @@ class Communicator:
                 arithmetic_digest(),
             )
 
-        client = Client(self._host, self._port, hello, self._pool_size, config)
+        client = Client(self._host, self._port, hello, self._pool_size, config, security)
         try:
             call = client.join()
             try:

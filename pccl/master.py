@@ -21,13 +21,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="where to listen for peers; port 0 takes a free one (default: %(default)s)",
     )
+    parser.add_argument(
+        "--state",
+        metavar="FILE",
+        help="journal (SQLite) from which a restarted master goes on with the run",
+    )
+    parser.add_argument(
+        "--curve-dir",
+        metavar="DIR",
+        help="encrypt, and let in only peers that DIR allows; `pccl keys` makes it "
+        "(default: PCCL_CURVE_DIR; without that there is no encryption)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """`pccl master`: serves until Ctrl-C or SIGTERM."""
     configure_logging()
     logging.getLogger("pccl").info("pccl master, process %d", os.getpid())
-    master = MasterNode(args.listen_address)
+    master = MasterNode(args.listen_address, security=args.curve_dir, state=args.state)
     master.run()
     print(f"pccl master listening on {master.address}", flush=True)
     serve_until_signal(master)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from types import FrameType, TracebackType
 
 from pccl.errors import error_for
 from pccl.runtime.config import Config
 from pccl.runtime.server import Server
+from pccl.security import Security
 from pccl.text import parse_address
 from pccl.types import Result
 
@@ -30,14 +33,27 @@ class MasterNode:
 
     Args:
         listen_address: `host:port`; port 0 takes a free one (see `address`).
+        security: encrypts, and lets in only the peers that the directory of keys allows (see
+            `pccl keys`); None: the directory PCCL_CURVE_DIR, and without that no encryption.
+        state: file of a journal. A master that is killed and started again with the same one, at
+            the same address, goes on with the run: peers come back by themselves. None: it depends
+            on what the peers tell it.
 
     Raises:
         AssertionError: `listen_address` has no colon.
         ValueError: `listen_address` is malformed otherwise.
     """
 
-    def __init__(self, listen_address: str) -> None:
+    def __init__(
+        self,
+        listen_address: str,
+        *,
+        security: Security | str | os.PathLike[str] | None = None,
+        state: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._state = None if state is None else Path(state)
         self._host, self._port = parse_address(listen_address)
+        self._security = security
         self._server: Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -52,15 +68,17 @@ class MasterNode:
         """Starts to serve in the background and returns.
 
         Raises:
-            PCCLError: INVALID_USAGE when it runs already or the address cannot be listened on.
+            PCCLError: INVALID_USAGE when it runs already, the address cannot be listened on, or
+                keys are missing or unsafe.
         """
         if self._server is not None:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", "this master runs already")
+        security = Security.of(self._security)
         try:
-            self._server = Server(self._host, self._port, Config.from_env())
+            self._server = Server(self._host, self._port, Config.from_env(), security, self._state)
         except OSError as error:
             why = (
-                f"{error.strerror}: is another master running there? Choose another port, or port 0"
+                f"{error.strerror or error}: does another master run there? Try another port, or 0"
             )
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", why) from None
         self._thread = threading.Thread(target=self._server.serve, name="pccl-master", daemon=True)

@@ -1,4 +1,4 @@
-"""Proves that the simulation can fail: breaks one rule of the protocol at a time and demands a failure.
+"""Proves that the simulation can fail: breaks one rule at a time and demands a failure.
 
     python stress/mutants.py [--seeds 1000] [--only WORD]
 
@@ -117,8 +117,8 @@ MUTANTS = [
     Mutant(
         "a vote that is withdrawn does not count",
         "master.py",
-        "                del round_.votes[number]\n                why = f\"waited",
-        "                why = f\"waited",
+        '                del round_.votes[number]\n                why = f"waited',
+        '                why = f"waited',
     ),
     Mutant(
         "a new plan makes what was fetched before void",
@@ -156,7 +156,9 @@ def survives(mutant: Mutant, seeds: int) -> str:
         target = package / "protocol" / mutant.file
         text = target.read_text(encoding="utf-8")
         if text.count(mutant.old) != 1:
-            return f"SURVIVED: {mutant.old!r} stands {text.count(mutant.old)} times in {target.name}"
+            return (
+                f"SURVIVED: {mutant.old!r} stands {text.count(mutant.old)} times in {target.name}"
+            )
         target.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
         path = os.pathsep.join([directory, str(ROOT / "tests")])
         done = subprocess.run(

@@ -17,9 +17,14 @@ from dataclasses import dataclass, field
 from pccl.protocol import master as master_core
 from pccl.protocol import messages as m
 from pccl.protocol import peer as peer_core
+from pccl.types import Result
 
 End = peer_core.Answer | peer_core.Fail
 Program = Callable[["SimPeer"], Generator[None, None, None]]
+
+
+class GivenUp(Exception):
+    """A peer that came back too late to a restarted master, which goes on without it."""
 
 
 @dataclass
@@ -45,6 +50,8 @@ class SimPeer:
     up: deque[bytes] = field(default_factory=deque)
     down: deque[bytes] = field(default_factory=deque)
     alive: bool = True
+    link: str = "up"  # "up"; "breaking": the master is dead; "down": and this peer knows
+    links: int = 1
     program: Generator[None, None, None] | None = None
     answers: dict[int, End] = field(default_factory=dict)
     calls: int = 0
@@ -69,7 +76,10 @@ class SimPeer:
             if patience == 0:
                 self.perform(self.core.withdraw(call, "its caller gave up"))
             yield
-        return self.answers.pop(call)
+        end = self.answers.pop(call)
+        if isinstance(end, peer_core.Fail) and end.result is Result.MASTER_CONNECTION_FAILED:
+            raise GivenUp
+        return end
 
     def all_reduce(self, tag: int = 0, count: int = 1000) -> Generator[None, None, End]:
         call = self.number("collective")
@@ -95,7 +105,8 @@ class SimPeer:
                 assert self.staged is not None, "synchronised without what was to be fetched"
                 text = self.staged
             self.content = (end.value.revision, text)
-            self.run.check_content(self)
+            if self.run.master.knows(self.conn):  # else the run may have gone on without it
+                self.run.check_content(self)
         self.plan = None
         return end
 
@@ -190,17 +201,23 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.master = master_core.Master(run=seed)
+        self.run = seed + 1
+        self.master = master_core.Master(self.run)
         self.peers: list[SimPeer] = []
         self.outcomes: dict[int, bool] = {}
         self.starters: dict[int, set[int]] = {}  # seq -> peers whose engines started it
         self.completed: dict[int, set[int]] = {}  # seq -> peers that hold the whole result
         self.cut_to: dict[int, set[int]] = {}  # seq -> the only peers that can still complete it
+        self.journal: set[int] = set()  # accepted peers, as the master's journal has them
+        self.next_peer = 1
+        self.incarnation = 0
+        self.now_s = 0.0
         self.broken: deque[bytes] = deque()  # connections whose end the master does not know yet
         self.contents: dict[int, str] = {}  # revision -> the content elected
         self.notes: list[str] = []
         # steps after which a caller gives up; 0: never
         self.patience = self.random.choice([[0], [0], [0] * 9 + [5, 20, 60]])
+        self.tick_s = self.random.choice([0.01, 0.01, 0.1, 1.0])
         self.failure_rate = self.random.choice([0.0, 0.0, 0.02, 0.1])
 
     def add(self, program: Program) -> SimPeer:
@@ -212,9 +229,12 @@ class Run:
 
         def whole() -> Generator[None, None, None]:
             call = peer.number()
-            end = yield from peer.wait(call, peer.core.join(call, hello))
-            if isinstance(end, peer_core.Answer):
-                yield from program(peer)
+            try:
+                end = yield from peer.wait(call, peer.core.join(call, hello))
+                if isinstance(end, peer_core.Answer):
+                    yield from program(peer)
+            except GivenUp:
+                assert self.incarnation, "only a restarted master gives living peers up"
 
         peer.program = whole()
         return peer
@@ -226,7 +246,42 @@ class Run:
             peer.up.pop()
         for op in peer.ops.values():
             self.cut(op.seq)
-        self.broken.append(peer.conn)
+        if peer.link == "up":
+            self.broken.append(peer.conn)
+
+    def restart_master(self, journaled: bool) -> None:
+        """kill -9 of the master: what is under way is lost, on each connection from some point."""
+        self.incarnation += 1
+        self.broken.clear()
+        accepted = frozenset(self.journal) if journaled else frozenset()
+        if not self.journal:
+            self.contents.clear()  # nobody is left to come back
+        journal = master_core.Journal(self.run, self.incarnation, self.next_peer, accepted)
+        self.master = master_core.Master(
+            self.random.getrandbits(40), journal=journal if journaled else None
+        )
+        for peer in self.peers:
+            if peer.alive:
+                peer.up.clear()
+                if peer.link == "up":
+                    for _ in range(self.random.randint(0, len(peer.down))):
+                        peer.down.pop()
+                    peer.link = "breaking"
+
+    def _break_link(self, peer: SimPeer) -> None:
+        peer.link = "down"
+        peer.up.clear()
+        peer.perform(peer.core.link_lost("the connection broke"))
+
+    def _new_link(self, peer: SimPeer) -> None:
+        peer.link = "up"
+        peer.links += 1
+        peer.conn = b"c%d.%d" % (peer.name, peer.links)
+        peer.perform(peer.core.linked())
+
+    def _tick(self) -> None:
+        self.now_s += self.tick_s
+        self._perform(self.master.tick(self.now_s))
 
     def cut(self, seq: int) -> None:
         """Data of a collective stops to flow; who had enough already can still complete it."""
@@ -261,13 +316,20 @@ class Run:
     # ---- the clockwork ----
 
     def _by_conn(self, conn: bytes) -> SimPeer:
-        return self.peers[int(conn[1:]) - 1]
+        return self.peers[int(conn[1:].partition(b".")[0]) - 1]
 
     def _perform(self, actions: list[master_core.Action]) -> None:
         for action in actions:
             match action:
                 case master_core.Send(conn, message):
-                    self._by_conn(conn).down.append(m.encode(message))
+                    peer = self._by_conn(conn)
+                    if peer.conn == conn:  # else it is a connection of before
+                        peer.down.append(m.encode(message))
+                case master_core.Remember(info):
+                    self.journal.add(info.peer)
+                    self.next_peer = max(self.next_peer, info.peer + 1)
+                case master_core.Forget(number):
+                    self.journal.discard(number)
                 case master_core.Note(text):
                     self.notes.append(text)
                     if "last holder" in text:  # a new history of revisions begins
@@ -277,6 +339,8 @@ class Run:
         message = m.decode_from_peer(peer.up.popleft())
         if isinstance(message, m.Hello):
             self._perform(self.master.hello(peer.conn, message, "10.0.0.1"))
+        elif isinstance(message, m.Resume):
+            self._perform(self.master.resume(peer.conn, message, "10.0.0.1"))
         else:
             self._perform(self.master.received(peer.conn, message))
 
@@ -289,12 +353,16 @@ class Run:
     def _choices(self) -> list[Callable[[], None]]:
         choices: list[Callable[[], None]] = []
         for peer in self.peers:
-            if peer.up:
+            if peer.up and peer.link == "up":
                 choices.append(lambda p=peer: self._to_master(p))  # type: ignore[misc]
             if not peer.alive:
                 continue
             if peer.down:
                 choices.append(peer.deliver)
+            elif peer.link == "breaking":
+                choices.append(lambda p=peer: self._break_link(p))  # type: ignore[misc]
+            elif peer.link == "down" and peer.core.over is None:
+                choices.append(lambda p=peer: self._new_link(p))  # type: ignore[misc]
             for number, op in peer.ops.items():
                 if op.ending:
                     choices.append(lambda p=peer, n=number: p.settle(n))  # type: ignore[misc]
@@ -304,6 +372,8 @@ class Run:
                     choices.append(lambda p=peer, n=number: p.fail(n))  # type: ignore[misc]
         if self.broken:
             choices.append(self._bury)
+        if self.master.recovering:
+            choices.append(self._tick)
         return choices
 
     def _may_fail(self, peer: SimPeer, op: SimOp) -> bool:

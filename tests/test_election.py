@@ -105,6 +105,12 @@ def test_revisions_that_break_the_rules(revision: int, last: int, words: str) ->
         elect(offers, last, NOBODY)
 
 
+def test_newcomers_cannot_outvote_those_who_were_there() -> None:
+    offers = {1: offer(5, "a"), 2: offer(5, "x"), 3: offer(5, "x")}
+    decision = elect(offers, 5, frozenset({2, 3}))
+    assert {peer: t.digests for peer, t in decision.transfers.items()} == {2: (b"a",), 3: (b"a",)}
+
+
 def test_the_same_revision_is_legal_for_the_sake_of_a_newcomer() -> None:
     offers = {1: offer(5, "a"), 2: offer(0, "x")}
     assert list(elect(offers, 5, frozenset({2})).transfers) == [2]

@@ -30,7 +30,7 @@ class Worker:
     def __init__(self, master: str, slot: int, count: int) -> None:
         self.slot = slot
         self.reports: list[dict[str, int]] = []
-        self._news: queue.Queue[dict[str, int] | None] = queue.Queue()
+        self.news: queue.Queue[dict[str, int] | None] = queue.Queue()
         self.process = subprocess.Popen(
             [sys.executable, str(WORKER), master, str(slot), str(count)],
             stdout=subprocess.PIPE,
@@ -42,14 +42,14 @@ class Worker:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self._news.put(json.loads(line))
-        self._news.put(None)
+            self.news.put(json.loads(line))
+        self.news.put(None)
 
     def wait_for(self, wanted: Callable[[dict[str, int]], bool]) -> dict[str, int]:
         """The next report that is wanted."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            report = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
+            report = self.news.get(timeout=max(0.0, deadline - time.monotonic()))
             assert report is not None, f"worker {self.slot} ended ({self.process.wait()})"
             self.reports.append(report)
             if wanted(report):
@@ -62,7 +62,7 @@ class Worker:
         assert self.process.stdout is not None
         self.process.stdout.close()
         while True:
-            report = self._news.get_nowait()
+            report = self.news.get_nowait()
             if report is None:
                 return
             self.reports.append(report)

@@ -21,22 +21,38 @@ FROM_PEER: list[m.PeerMessage] = [
     m.SyncVote(8, m.Offer(4, 0, (ENTRY,))),
     m.FetchedVote(11, False, "digest"),
     m.Leave(),
+    m.Withdraw(7),
+    m.Resume(
+        1,
+        "0.1.0",
+        b"\7",
+        1 << 62,
+        INFO,
+        True,
+        (INFO,),
+        2,
+        9,
+        m.Done(1, 2, True, 3, 4, 11, True),
+        (m.Open(9, (1, 2), None), m.Open(8, (1, 2), False)),
+        ((7, True),),
+    ),
 ]
 FROM_MASTER: list[m.MasterMessage] = [
     m.Welcome(1, 1 << 62),
     m.Refused(4, "another version"),
-    m.Plan(2, (INFO,), (m.Ring((1, 2, 3), 1),)),
+    m.Plan(2, (INFO,), (m.Ring((1, 2, 3), 1),), 4),
     m.Membership(m.World(3, 2, 2, 2)),
-    m.Admitted(),
-    m.TopologyResult(5),
-    m.PendingResult(6, True),
+    m.Admitted(m.Done(1, 2, True, 3, 4)),
+    m.TopologyResult(5, 1),
+    m.PendingResult(6, True, 2),
     m.Started(7, 9, 2),
     m.Interrupt(9, "lost peer 3"),
     m.Finished(9, False, "lost peer 3"),
     m.SyncPlan(8, 11, (2,), (1,), (0,), (b"\1",)),
-    m.SyncResult(8, 4),
+    m.SyncResult(8, 4, 3, 11),
     m.CallError(8, 3, "no"),
     m.Kicked(4, "out of turn"),
+    m.Resumed(m.Done()),
 ]
 
 
@@ -65,7 +81,7 @@ def test_appended_fields_are_ignored() -> None:
 
 def test_the_other_side_s_messages_are_refused() -> None:
     with pytest.raises(m.ProtocolError):
-        m.decode_from_peer(m.encode(m.Admitted()))
+        m.decode_from_peer(m.encode(m.Resumed(m.Done())))
     with pytest.raises(m.ProtocolError):
         m.decode_from_master(m.encode(m.Leave()))
 

@@ -58,7 +58,8 @@ def simulate(seed: int) -> Run:
     peers, kills, joins = draw.randint(1, 5), draw.randint(0, 3), draw.randint(0, 3)
     for _ in range(peers):
         run.add(trainer(draw.randint(3, 6))).content = (0, f"init {draw.randint(0, 2)}")
-    events = ["kill"] * kills + ["join"] * joins
+    restarts = draw.choice([0, 0, 1, 2])
+    events = ["kill"] * kills + ["join"] * joins + ["restart"] * restarts
     draw.shuffle(events)
     for event in events:
         for _ in range(draw.randint(0, 150)):
@@ -68,6 +69,8 @@ def simulate(seed: int) -> Run:
             run.kill(draw.choice(alive))
         elif event == "join":
             run.add(trainer(4)).content = (0, "fresh")
+        elif event == "restart":
+            run.restart_master(journaled=True)
     run.finish()
     return run
 

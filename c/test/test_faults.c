@@ -312,6 +312,28 @@ static void test_hostile_messages(void)
     TRY(FATAL, FATAL, bytes = 0);
 }
 
+/* The REGISTER of a chunk's op has been sent, but other orders are still before it. */
+static void test_chunk_overtakes_register(void)
+{
+    struct job job = make_job(3000, true, 3);
+    struct wire_header header = good_chunk();
+    unsigned char bytes[WIRE_HEADER_BYTES + 64 * sizeof(float)] = {0};
+    pccl_options options = peers_options();
+    pccl_order nothing = {0};
+    int i;
+    peers_open(&peers, 3, &options, 1);
+    nothing.kind = PCCL_CLOSE_STREAM;
+    for (i = 0; i < 100; i++)
+        peers_order(&peers, 1, &nothing);
+    job_register(&peers, 1, &job);
+    wire_encode(&header, bytes);
+    fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    peers_run(&peers);
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
+    peers_close(&peers);
+    job_free(&job);
+}
+
 /* The same chunk twice, before and after START; and early chunks that contradict each other or
  * the START. */
 static void test_contradictions(void)
@@ -622,6 +644,7 @@ int main(void)
     test_torn_message();
     test_free_unsettled();
     test_hostile_messages();
+    test_chunk_overtakes_register();
     test_contradictions();
     test_final_twice();
     test_fuzz();

@@ -318,7 +318,8 @@ static void test_hostile_requests(void)
 {
     TRY(0, 0, (void)0);
     TRY(0, 0, header.segment++);         /* a slot that a later START may name */
-    TRY(0, 1, header.seq++);
+    TRY(0, 0, header.seq++);             /* a round that a later START may name */
+    TRY(0, 1, header.seq--);
     TRY(0, 1, header.kind = WIRE_DATA);
     TRY(1, 0, header.epoch++);
     TRY(1, 0, header.piece++);
@@ -351,9 +352,11 @@ static void test_flood(void)
     peers_close(&peers);
 }
 
-/* Early requests of another round are stale, those of the right one are answered. */
+/* Early requests of the round that is started are answered, others with its number are stale,
+ * those of a later round wait for a START with its number, which forgets the first requesters. */
 static void test_stale_requests(void)
 {
+    pccl_order order = {0};
     struct wire_header header = good_request();
     unsigned char bytes[WIRE_HEADER_BYTES];
     int i;
@@ -369,11 +372,27 @@ static void test_stale_requests(void)
     peers_run(&peers);
     start(1, SERVE_OP, 1, 7);
     peers_run(&peers);
-    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 2);
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 1);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 1);   /* the answer that it got */
+    order.kind = PCCL_START;
+    order.op = SERVE_OP;
+    order.seq = SEQ + 1;
+    order.epoch = TEST_EPOCH;
+    order.n_rings = 1;
+    order.rings[0].stream = 1;
+    order.rings[0].position = 7;
+    peers_order(&peers, 1, &order);
+    peers_run(&peers);
+    CHECK(pccl_engine_dropped(peers.peer[0].engine) == 2);
+    header.seq = SEQ;
+    wire_encode(&header, bytes);
+    fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    peers_run(&peers);
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 2);
+    CHECK(peers.peer[1].n_events == 0);
     peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
     peers_run(&peers);
-    CHECK(peers_event(&peers, 1, PCCL_SETTLED, SERVE_OP)->tx_bytes == header.length);
+    CHECK(peers_event(&peers, 1, PCCL_SETTLED, SERVE_OP)->tx_bytes == 2 * header.length);
     peers_close(&peers);
 }
 

@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 
 from pccl import __version__, master
-from pccl.cli import bench, demo, doctor
+from pccl.cli import bench, demo, doctor, keys
 from pccl.errors import PCCLError
 
 # name -> (help, module with add_arguments and run)
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[..., int]]] = {
     "master": ("serve as the master of a run", master.add_arguments, master.run),
+    "keys": ("make the keys of an encrypted run", keys.add_arguments, keys.run),
     "demo": (
         "train a small GPT over several peers while one is killed and another joins",
         demo.add_arguments,

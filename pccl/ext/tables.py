@@ -228,10 +228,19 @@ def _close(socket: Any) -> int:
     return 0
 
 
+_TEXT_OPTIONS = {
+    zmq.CURVE_PUBLICKEY,
+    zmq.CURVE_SECRETKEY,
+    zmq.CURVE_SERVERKEY,
+    zmq.ZAP_DOMAIN,
+}
+
+
 @_callback(-1)
 def _setsockopt(socket: Any, option: int, value: Any, size: int) -> int:
-    number = int.from_bytes(ffi.buffer(value, size)[:], sys.byteorder, signed=True)
-    _find(socket).setsockopt(option, number)
+    data = ffi.buffer(value, size)[:]
+    number = int.from_bytes(data, sys.byteorder, signed=True)
+    _find(socket).setsockopt(option, data if option in _TEXT_OPTIONS else number)
     return 0
 
 

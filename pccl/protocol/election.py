@@ -52,7 +52,12 @@ def elect(offers: Mapping[int, Offer], last: int | None, joined: frozenset[int])
         Rejection: the revisions offered break the rules.
     """
     revision = _revision(offers, last, joined)
-    current = {peer: offer for peer, offer in offers.items() if offer.revision == revision}
+    current = {
+        peer: offer
+        for peer, offer in offers.items()
+        # at a revision that the group has already, only who was there knows what it is
+        if offer.revision == revision and not (revision == last and peer in joined)
+    }
     popularity: dict[tuple[object, ...], int] = {}
     for offer in current.values():
         key = _content(offer)
@@ -98,8 +103,10 @@ def _revision(offers: Mapping[int, Offer], last: int | None, joined: frozenset[i
             f"peer {top_peer} offers revision {top}, but the group is at {last}: "
             f"the next one is {last + 1} (push_revision() once for each synchronisation)"
         )
-    if top == last and joined & set(offers):
-        return top
+    if top == last and joined & offers.keys():
+        if any(offer.revision == last for peer, offer in offers.items() if peer not in joined):
+            return top
+        raise Rejection(f"nobody who was at revision {last} offers it any more")
     if top == last:
         raise Rejection(
             f"revision {last} was synchronised already and nobody joined since: "

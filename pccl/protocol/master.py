@@ -18,6 +18,11 @@ longer than one vote:
   or a fetch fails, the election is repeated over the offers of the survivors: nothing has been
   overwritten yet, so these still hold.
 
+A master that is restarted has an empty state but for its journal: who was accepted. It waits until
+these have come back and have said what they know (`resume`), or until its patience ends, and goes
+on from what recovery.py makes of it. Whatever else arrives meanwhile is kept for later. A master
+without a journal does the same for the run of the first peer that comes back to it.
+
 Invariants: one outcome for each seq; sequence numbers, peer numbers and epochs never repeat;
 revisions never go back while a holder lives; a message that is impossible in a peer's state drops
 that peer and nobody else.
@@ -25,11 +30,14 @@ that peer and nobody else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol.election import Decision, Rejection, elect
+from pccl.protocol.recovery import INCARNATION_SHIFT, Before, Unresolved, outdated, reconstruct
 from pccl.protocol.ring import plan_rings
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote, exclude_each_other
 from pccl.types import Result
@@ -41,6 +49,11 @@ WITHDRAWN = {
     Kind.SYNC: Result.RANK_CONNECTION_LOST,
     Kind.START: Result.RANK_CONNECTION_LOST,
 }
+RECOVERY_S = (
+    5.0  # a restarted master waits so long for peers of before; they try several times a second
+)
+UNJOURNALED_RECOVERY_S = 1.0  # without a journal nobody knows the other groups: they may be slower
+GIVEN_UP = "it was given up as lost, or did not come back in time: connect again"
 SYNC_ATTEMPTS_MAX = 3  # failed fetches of one receiver in one synchronisation before it is kicked
 
 
@@ -67,7 +80,43 @@ class Note:
     text: str
 
 
-Action = Send | Drop | Note
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Write to the journal that this peer is accepted, before anything that follows is sent."""
+
+    info: m.PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Write to the journal that a peer is gone."""
+
+    number: int
+
+
+Action = Send | Drop | Note | Remember | Forget
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What a restarted master remembers: of the run, how often it was started, who was accepted."""
+
+    run: int
+    incarnation: int
+    next_peer: int
+    accepted: frozenset[int]
+
+
+@dataclass(slots=True)
+class Recovery:
+    """Between a restart and the end of waiting for the peers of before."""
+
+    expected: set[int]
+    journaled: bool
+    resumes: dict[int, m.Resume] = field(default_factory=dict)
+    conns: dict[int, bytes] = field(default_factory=dict)
+    backlog: list[Callable[[], list[Action]]] = field(default_factory=list)
+    began_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -108,6 +157,8 @@ class Group:
 
     epoch: int = 0
     revision: int | None = None
+    syncs: int = 0
+    last_plan: int = 0  # seq of the last plan of the last synchronisation
     holders: set[int] = field(default_factory=set)
     sync: Sync | None = None
 
@@ -118,10 +169,13 @@ class Master:
     Args:
         run: the run's nonce; bulk data of another run is never mistaken for this one's.
         straggler_s: peers that keep others waiting for so many seconds are dropped (`tick`).
+        journal: of the master that was here before, if there was one.
     """
 
-    def __init__(self, run: int, straggler_s: float | None = None) -> None:
-        self.run = run
+    def __init__(
+        self, run: int, straggler_s: float | None = None, journal: Journal | None = None
+    ) -> None:
+        self.run = run if journal is None else journal.run
         self._straggler_s = straggler_s
         self._waiting_since: dict[object, float] = {}  # round or seq -> when others began to wait
         self.peers: dict[
@@ -133,38 +187,42 @@ class Master:
         self._running: dict[int, Running] = {}
         self._doomed: dict[int, tuple[frozenset[RoundId], Result, str]] = {}
         self._arithmetic = b""
-        self._next_peer = 1
-        self._next_seq = 1
+        self._topology_rounds = 0
+        self._pending_rounds = 0
+        self._were_pending = False
+        self._next_peer = 1 if journal is None else journal.next_peer
+        incarnation = 0 if journal is None else journal.incarnation
+        self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
+        self._recovery: Recovery | None = None
+        if journal is not None and journal.accepted:
+            self._recovery = Recovery(set(journal.accepted), journaled=True)
         self._out: list[Action] = []
 
     # ---- events ----
 
     def hello(self, conn: bytes, hello: m.Hello, host: str) -> list[Action]:
         """A peer's first message, from a connection whose other end is seen as `host`."""
+        if self._recovery is not None:
+            self._recovery.backlog.append(lambda: self.hello(conn, hello, host))
+            return self._take()
         if conn in self._by_conn:
             self._remove(self._by_conn[conn], "it said hello twice", Result.INTERNAL_ERROR)
             return self._take()
-        why = self._refusal(hello)
+        why = self._refusal(hello.protocol, hello.version, hello.arithmetic)
         if why:
             self._out.append(Send(conn, m.Refused(Result.INVALID_USAGE.value, why)))
             self._out.append(Drop(conn, why))
             return self._take()
-        number = self._next_peer
-        self._next_peer += 1
-        info = m.PeerInfo(
-            number, hello.group, hello.host or host, hello.port, hello.ipc, hello.machine
-        )
-        self.peers[number] = Peer(conn, info)
-        self._by_conn[conn] = number
-        self._arithmetic = hello.arithmetic
-        self._send(number, m.Welcome(number, self.run))
-        self._note(f"{info} of group {hello.group} registered (pccl {hello.version})")
-        if not self._accepted():
-            self._admit()
+        address = (hello.host or host, hello.port, hello.ipc, hello.machine, hello.curve)
+        info = m.PeerInfo(0, hello.group, *address)
+        self._register(conn, info, hello.arithmetic)
         return self._take()
 
     def received(self, conn: bytes, message: m.PeerMessage) -> list[Action]:
         """Any later message of a peer."""
+        if self._recovery is not None:
+            self._recovery.backlog.append(lambda: self.received(conn, message))
+            return self._take()
         number = self._by_conn.get(conn)
         if number is None:
             self._out.append(Drop(conn, "its first message was not a hello"))
@@ -179,18 +237,162 @@ class Master:
 
     def disconnected(self, conn: bytes, why: str) -> list[Action]:
         """A connection is gone: the only evidence of a peer's death that counts."""
-        if conn in self._by_conn:
+        if self._recovery is not None:
+            self._recovery.backlog.append(lambda: self.disconnected(conn, why))
+        elif conn in self._by_conn:
             self._remove(self._by_conn[conn], why)
+        return self._take()
+
+    def farewell(self) -> list[Action]:
+        """The master ends for good: nobody needs to wait for it."""
+        for number in self.peers:
+            why = "the master was stopped"
+            self._send(number, m.Kicked(Result.MASTER_CONNECTION_FAILED.value, why))
         return self._take()
 
     def rejected(self, conn: bytes, why: str) -> list[Action]:
         """A connection sent bytes that are no message."""
+        if self._recovery is not None:
+            self._recovery.backlog.append(lambda: self.rejected(conn, why))
+            return self._take()
         if conn in self._by_conn:
             self._remove(self._by_conn[conn], why, Result.INTERNAL_ERROR)
         self._out.append(Drop(conn, why))
         return self._take()
 
+    def knows(self, conn: bytes) -> bool:
+        """Whether the connection is that of a peer of the run."""
+        return conn in self._by_conn
+
+    # ---- after a restart ----
+
+    @property
+    def recovering(self) -> bool:
+        """Whether peers of before are still waited for; `tick` must be called now and then."""
+        return self._recovery is not None
+
+    def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Action]:
+        """A peer of before is back, on a connection whose other end is seen as `host`."""
+        number = resume.info.peer
+        why = self._refusal(resume.protocol, resume.version, resume.arithmetic)
+        if self._recovery is None and not self.peers and self._next_peer == 1:
+            self.run = resume.run
+            self._recovery = Recovery(set(), journaled=False)
+            self._note("a run comes back that this master does not know: its peers will tell")
+        info = msgspec.structs.replace(resume.info, host=resume.info.host or host)
+        recovery = self._recovery
+        if recovery is None and not resume.accepted and not why:
+            self._register(conn, info, resume.arithmetic)  # it was pending: nothing is lost
+            return self._take()
+        if resume.run != self.run:
+            why = why or "the master has started another run: connect again"
+        elif (
+            recovery is None
+            or number in recovery.resumes
+            or (recovery.journaled and resume.known and number not in recovery.expected)
+        ):
+            why = why or GIVEN_UP
+        if why or recovery is None:
+            self._refuse(conn, why)
+            return self._take()
+        resume = msgspec.structs.replace(resume, info=info)
+        recovery.resumes[number] = resume
+        recovery.conns[number] = conn
+        self._arithmetic = resume.arithmetic
+        if not recovery.journaled:
+            recovery.expected |= {info.peer for info in resume.known}
+        self._note(f"{resume.info} is back")
+        if recovery.journaled and recovery.expected <= recovery.resumes.keys():
+            self._recover()
+        return self._take()
+
+    def _refuse(self, conn: bytes, why: str) -> None:
+        self._out.append(Send(conn, m.Refused(Result.MASTER_CONNECTION_FAILED.value, why)))
+        self._out.append(Drop(conn, why))
+
+    def _recover(self) -> None:
+        """Nobody else is waited for: goes on from what those who are back have said."""
+        recovery, self._recovery = self._recovery, None
+        assert recovery is not None
+        for number in sorted(recovery.expected - recovery.resumes.keys()):
+            self._out.append(Forget(number))
+            self._note(f"peer {number} did not come back")
+        for number in sorted(outdated(recovery.resumes)):
+            del recovery.resumes[number]
+            self._refuse(recovery.conns[number], GIVEN_UP)
+        if recovery.resumes:
+            self._restore(reconstruct(recovery.resumes), recovery.conns)
+        else:
+            self._note("nobody came back: the last holder of any shared state is gone")
+        out = self._take()
+        for event in recovery.backlog:
+            out += event()
+        self._out = out
+        if not self._accepted():
+            self._admit()
+
+    def _restore(self, before: Before, conns: dict[int, bytes]) -> None:
+        for number, info in (before.accepted | before.pending).items():
+            self.peers[number] = Peer(conns[number], info, number in before.accepted)
+            self._by_conn[conns[number]] = number
+            if number in before.accepted:
+                self._out.append(Remember(info))
+        self._next_peer = max(self._next_peer, before.next_peer)
+        incarnation = max(self._next_seq >> INCARNATION_SHIFT, before.incarnation + 1)
+        self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
+        self._topology_rounds, self._pending_rounds = before.topology, before.pendings
+        self._were_pending = before.were_pending
+        for group_number, was in before.groups.items():
+            self._groups[group_number] = Group(
+                was.epoch, was.revision, was.syncs, was.last_plan, was.holders
+            )
+            if not was.holders:
+                self._note(f"the last holder of group {group_number}'s shared state is gone")
+        self._publish_world()
+        for group_number in before.groups:
+            self._new_epoch(group_number)
+        for number in before.accepted:
+            self._send(number, m.Admitted(self._done(before.accepted[number].group)))
+        for seq in sorted(before.collectives):
+            self._resolve(seq, before.collectives[seq])
+        for number in self.peers:
+            group_number = self.peers[number].info.group
+            self._send(number, m.Resumed(self._done(group_number)))
+
+    def _resolve(self, seq: int, was: Unresolved) -> None:
+        why = "the master was restarted"
+        if was.outcome is not None:
+            for number in sorted(was.open):
+                self._send(number, m.Finished(seq, was.outcome, "" if was.outcome else why))
+            return
+        running = Running(seq, was.group, was.members, f"collective {seq}", was.votes)
+        self._running[seq] = running
+        self._interrupt([running], why)
+
+    def _done(self, group_number: int) -> m.Done:
+        group = self._groups.setdefault(group_number, Group())
+        return m.Done(
+            self._topology_rounds,
+            self._pending_rounds,
+            self._were_pending,
+            group.syncs,
+            group.revision or 0,
+            group.last_plan,
+        )
+
     # ---- membership ----
+
+    def _register(self, conn: bytes, info: m.PeerInfo, arithmetic: bytes) -> None:
+        number = self._next_peer
+        self._next_peer += 1
+        info = msgspec.structs.replace(info, peer=number)
+        self.peers[number] = Peer(conn, info)
+        self._by_conn[conn] = number
+        self._arithmetic = arithmetic
+        self._send(number, m.Welcome(number, self.run))
+        self._note(f"{info} of group {info.group} registered")
+        if not self._accepted():
+            self._admit()
 
     def _accepted(self, group: int | None = None) -> list[int]:
         return [
@@ -202,13 +404,13 @@ class Master:
     def _members(self, round_id: RoundId) -> list[int]:
         return self._accepted(round_id.group)
 
-    def _refusal(self, hello: m.Hello) -> str:
-        if hello.protocol != m.PROTOCOL_VERSION:
+    def _refusal(self, protocol: int, version: str, arithmetic: bytes) -> str:
+        if protocol != m.PROTOCOL_VERSION:
             return (
-                f"this peer (pccl {hello.version}) speaks protocol version {hello.protocol}, "
+                f"this peer (pccl {version}) speaks protocol version {protocol}, "
                 f"the master version {m.PROTOCOL_VERSION}: install the same version of pccl"
             )
-        if self.peers and hello.arithmetic != self._arithmetic:
+        if self.peers and arithmetic != self._arithmetic:
             return (
                 "this machine's arithmetic differs from that of the peers in the run (the kernel "
                 "self-test gave other bits), so results could not be bit-identical: rebuild pccl, "
@@ -227,7 +429,8 @@ class Master:
             self._new_epoch(group)
         self._publish_world()
         for number in fresh:
-            self._send(number, m.Admitted())
+            self._out.append(Remember(self.peers[number].info))
+            self._send(number, m.Admitted(self._done(self.peers[number].info.group)))
             self._note(f"{self.peers[number].info} accepted")
 
     def _remove(self, number: int, why: str, kick: Result | None = None) -> None:
@@ -242,6 +445,7 @@ class Master:
         self._note(f"{title}; {len(self._accepted())} peers remain")
         if not peer.accepted:
             return
+        self._out.append(Forget(number))
         self._publish_world()
         self._leave_group(number, peer.info.group, title)
         for round_ in list(self._rounds.values()):
@@ -271,7 +475,7 @@ class Master:
         group = self._groups.setdefault(group_number, Group())
         group.epoch += 1
         peers = tuple(self.peers[number].info for number in self._accepted(group_number))
-        plan = m.Plan(group.epoch, peers, plan_rings(peers))
+        plan = m.Plan(group.epoch, peers, plan_rings(peers), self._topology_rounds)
         for peer in peers:
             self._send(peer.peer, plan)
 
@@ -373,11 +577,13 @@ class Master:
             del self._rounds[round_.id]
             match round_.id.kind:
                 case Kind.TOPOLOGY:
+                    count = self._topology_rounds = self._topology_rounds + 1
                     self._admit()
-                    self._answer(round_, m.TopologyResult)
+                    self._answer(round_, lambda call: m.TopologyResult(call, count))
                 case Kind.PENDING:
-                    pending = len(self.peers) > len(members)
-                    self._answer(round_, lambda call: m.PendingResult(call, pending))
+                    count = self._pending_rounds = self._pending_rounds + 1
+                    pending = self._were_pending = len(self.peers) > len(members)
+                    self._answer(round_, lambda call: m.PendingResult(call, pending, count))
                 case Kind.START:
                     self._start(round_)
                 case Kind.SYNC:
@@ -423,7 +629,10 @@ class Master:
         return ", ".join(str(self.peers[number].info) for number in numbers) or "nobody"
 
     def tick(self, now_s: float) -> list[Action]:
-        """Time has passed: drops whoever kept others waiting longer than the straggler limit."""
+        """Time has passed: ends a recovery; drops stragglers where there is a limit for them."""
+        if self._recovery is not None:
+            self._tick_recovery(self._recovery, now_s)
+            return self._take()
         if self._straggler_s is None:
             return []
         waited: set[object] = set()
@@ -449,6 +658,14 @@ class Master:
                 self._remove(number, why, Result.RANK_CONNECTION_FAILED)
         return self._take()
 
+    def _tick_recovery(self, recovery: Recovery, now_s: float) -> None:
+        if recovery.began_s is None:
+            recovery.began_s = now_s
+        waited_s = now_s - recovery.began_s
+        complete = recovery.expected <= recovery.resumes.keys()
+        if waited_s > RECOVERY_S or (complete and waited_s > UNJOURNALED_RECOVERY_S):
+            self._recover()
+
     # ---- collectives ----
 
     def _start(self, round_: Round[object]) -> None:
@@ -471,6 +688,8 @@ class Master:
 
     def _finish(self, number: int, seq: int, ok: bool, why: str) -> None:
         running = self._running.get(seq)
+        if running is None and seq < self._first_seq:
+            return  # of the time before a restart, and resolved since
         if running is None or number not in running.members or number in running.votes:
             self._remove(number, f"it voted on collective {seq} out of turn", Result.INTERNAL_ERROR)
             return
@@ -587,9 +806,11 @@ class Master:
     def _end_sync(self, group: Group, sync: Sync) -> None:
         group.sync = None
         group.revision = sync.revision
+        group.syncs += 1
+        group.last_plan = sync.seq
         group.holders = set(sync.members)
         for number, vote in sync.members.items():
-            self._send(number, m.SyncResult(vote.call, sync.revision))
+            self._send(number, m.SyncResult(vote.call, sync.revision, group.syncs, sync.seq))
 
     # ---- helpers ----
 

@@ -43,7 +43,10 @@ class Cause(IntEnum):
 
 
 class PeerInfo(Struct, array_like=True, frozen=True):
-    """A peer as others reach it: at `host`:`port`, or at `ipc` on the same `machine`."""
+    """A peer as others reach it: at `host`:`port`, or at `ipc` on the same `machine`.
+
+    `curve` is its public key, by which they authenticate each other; empty without encryption.
+    """
 
     peer: U64
     group: U32
@@ -51,6 +54,7 @@ class PeerInfo(Struct, array_like=True, frozen=True):
     port: U16
     ipc: Name
     machine: Name
+    curve: Name = ""
 
     def __str__(self) -> str:
         return f"peer {self.peer} ({self.host}:{self.port})"
@@ -102,11 +106,38 @@ class Offer(Struct, array_like=True, frozen=True):
     entries: tuple[Entry, ...]
 
 
+class Done(Struct, array_like=True, frozen=True):
+    """Which rounds a peer knows the results of: counts of completed rounds, and the last results.
+
+    A master that comes back compares these: who stands in a round of which somebody else has the
+    result already has only missed that result.
+    """
+
+    topology: U64 = 0
+    pending: U64 = 0
+    were_pending: bool = False
+    sync: U64 = 0
+    revision: U64 = 0
+    plan: U64 = 0  # seq of the last plan of that synchronisation, if it had any
+    holds: bool = False  # it took part in synchronisation number `sync`, and holds its content
+
+
+class Open(Struct, array_like=True, frozen=True):
+    """A collective whose outcome a peer does not know; `vote` is None until it has voted."""
+
+    seq: U64
+    members: tuple[U64, ...]
+    vote: bool | None
+
+
 # ---- from a peer to the master ----
 
 
 class Hello(Struct, array_like=True, frozen=True, tag=1):
-    """Asks to join. `host` is the address to advertise, empty for the one that the master sees."""
+    """Asks to join. `host` is the address to advertise, empty for the one that the master sees.
+
+    `curve` is filled in at the master: the public key that the connection has authenticated with.
+    """
 
     protocol: U32
     version: Name
@@ -116,6 +147,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     ipc: Name
     machine: Name
     arithmetic: Annotated[bytes, Meta(max_length=32)]
+    curve: Name = ""
 
 
 class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
@@ -175,6 +207,27 @@ class Withdraw(Struct, array_like=True, frozen=True, tag=9):
     seq: U64 = 0
 
 
+class Resume(Struct, array_like=True, frozen=True, tag=10):
+    """Comes back to a master that has lost its connections, and says all it knows.
+
+    `known` are the peers of its group, `open` and `finished` its collectives without and with a
+    known outcome (the latest ones: older ones are known to all).
+    """
+
+    protocol: U32
+    version: Name
+    arithmetic: Annotated[bytes, Meta(max_length=32)]
+    run: U64
+    info: PeerInfo
+    accepted: bool
+    known: tuple[PeerInfo, ...]
+    epoch: U32
+    last_seq: U64
+    done: Done
+    open: tuple[Open, ...]
+    finished: tuple[tuple[U64, bool], ...]
+
+
 # ---- from the master to a peer ----
 
 
@@ -193,11 +246,15 @@ class Refused(Struct, array_like=True, frozen=True, tag=65):
 
 
 class Plan(Struct, array_like=True, frozen=True, tag=66):
-    """The group's peers and rings from now on. A new epoch means new streams."""
+    """The group's peers and rings from now on. A new epoch means new streams.
+
+    `topology` counts the rounds of `update_topology` that led to it.
+    """
 
     epoch: U32
     peers: tuple[PeerInfo, ...]
     rings: tuple[Ring, ...]
+    topology: U64
 
 
 class Membership(Struct, array_like=True, frozen=True, tag=67):
@@ -207,20 +264,24 @@ class Membership(Struct, array_like=True, frozen=True, tag=67):
 
 
 class Admitted(Struct, array_like=True, frozen=True, tag=68):
-    """To a pending peer: accepted."""
+    """To a pending peer: accepted. `done` counts the rounds that were before its time."""
+
+    done: Done
 
 
 class TopologyResult(Struct, array_like=True, frozen=True, tag=69):
-    """`update_topology` is done."""
+    """`update_topology` is done; it was the run's `round`-th."""
 
     call: U64
+    round: U64
 
 
 class PendingResult(Struct, array_like=True, frozen=True, tag=70):
-    """The answer to `are_peers_pending`, the same for all."""
+    """The answer to `are_peers_pending`, the same for all; it was the run's `round`-th."""
 
     call: U64
     pending: bool
+    round: U64
 
 
 class Started(Struct, array_like=True, frozen=True, tag=71):
@@ -262,10 +323,15 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
 
 
 class SyncResult(Struct, array_like=True, frozen=True, tag=75):
-    """All receivers hold the elected content: keep it. The shared state is at `revision`."""
+    """All receivers hold the elected content: keep it. The shared state is at `revision`.
+
+    It was the group's `round`-th synchronisation, and `plan` the seq of its last plan, if any.
+    """
 
     call: U64
     revision: U64
+    round: U64
+    plan: U64
 
 
 class CallError(Struct, array_like=True, frozen=True, tag=76):
@@ -275,6 +341,15 @@ class CallError(Struct, array_like=True, frozen=True, tag=76):
     result: U16
     why: Text
     cause: U16 = 0
+
+
+class Resumed(Struct, array_like=True, frozen=True, tag=78):
+    """The master knows the run again, in which `done` are the rounds that are over.
+
+    Who stands in one of these has its result herewith; other calls are to be voted anew.
+    """
+
+    done: Done
 
 
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
@@ -294,6 +369,7 @@ PeerMessage: TypeAlias = (
     | FetchedVote
     | Leave
     | Withdraw
+    | Resume
 )
 MasterMessage: TypeAlias = (
     Welcome
@@ -310,8 +386,8 @@ MasterMessage: TypeAlias = (
     | SyncResult
     | CallError
     | Kicked
+    | Resumed
 )
-
 T = TypeVar("T")
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,6 +5,11 @@ number, `call`, that the caller never uses twice), messages of the master, and e
 engine. Actions come out, to be performed in order: messages to send, orders to the engine, and
 answers to calls.
 
+When the connection to the master breaks, nothing is said any more (`link_lost`), while the engine
+works on. On the next connection `Resume` says all that the master may need, and when it answers
+`Resumed` the calls that still wait for a round are voted on anew: votes and answers under way were
+lost with the connection.
+
 A collective goes through these states; its call number is also the engine's op number.
 
     VOTING     registered with the engine, start vote sent
@@ -24,8 +29,11 @@ running or all are interrupted.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+
+import msgspec
 
 from pccl.errors import (
     KickedError,
@@ -38,6 +46,10 @@ from pccl.errors import (
 from pccl.protocol import messages as m
 from pccl.protocol.ring import shares
 from pccl.types import Result
+
+# Messages are in order: a peer that has heard of the start of a collective has heard of the outcome
+# of all that ended before. So others lack at most as many outcomes as were under way at once.
+OUTCOMES_KEPT = 1024
 
 _ERRORS: dict[int, type[PCCLError]] = {
     m.Cause.MISMATCH: MismatchError,
@@ -200,15 +212,21 @@ class Collective:
     """A collective in which we have voted."""
 
     call: int
+    tag: int
     work: m.Work
     state: State = State.VOTING
     seq: int = 0
-    members: int = 0
+    members: tuple[int, ...] = ()
     settled: bool = False
     outcome: Fail | bool | None = None
     impatient: bool = False  # the caller waits no longer
     tx_bytes: int = 0
     rx_bytes: int = 0
+
+    @property
+    def unstarted(self) -> bool:
+        """Whether it waits for its start round."""
+        return self.seq == 0 and self.outcome is None
 
 
 @dataclass(slots=True)
@@ -217,6 +235,7 @@ class Syncing:
 
     call: int
     serve_op: int
+    offer: m.Offer
     plan: m.SyncPlan | None = None
     group: m.Plan | None = None  # the group as it was when the plan was made: slots count in it
     fetch_op: int = 0
@@ -237,9 +256,15 @@ class Peer:
         self.accepted = False
         self.over: Fail | None = None  # why this peer is no longer in the run, if it is not
         self.world = m.World(0, 0, 0, 0)
-        self.plan = m.Plan(0, (), ())
+        self.plan = m.Plan(0, (), (), 0)
+        self._hello: m.Hello | None = None
         self._joining: int | None = None
-        self._calls: set[int] = set()  # simple calls that wait for their answer
+        self._linked = True  # to the master
+        self._done = m.Done()
+        self._outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES_KEPT)
+        self._calls: dict[int, m.PeerMessage] = {}  # simple calls that wait, and their votes
+        self._withdrawn: set[int] = set()  # calls whose time ran out while the master was away
+        self._unvoted: set[int] = set()  # collectives that Resume reported without our vote
         self._collectives: dict[int, Collective] = {}
         self._by_seq: dict[int, Collective] = {}
         self._syncing: Syncing | None = None
@@ -253,8 +278,10 @@ class Peer:
 
     def join(self, call: int, hello: m.Hello) -> list[Action]:
         """Asks to join; answered when this peer is accepted."""
-        self._joining = call
-        self._out.append(Send(hello))
+        if self._dead(call):  # the connection failed before we came to say anything
+            return self._take()
+        self._joining, self._hello = call, hello
+        self._say(hello)
         return self._take()
 
     def update_topology(self, call: int) -> list[Action]:
@@ -269,9 +296,9 @@ class Peer:
         """Answered with a `Reduced`."""
         if self._dead(call):
             return self._take()
-        self._collectives[call] = Collective(call, work)
+        self._collectives[call] = Collective(call, tag, work)
         self._out.append(RegisterOp(call, self.run, tag, self._last_seq))
-        self._out.append(Send(m.StartVote(call, tag, work)))
+        self._say(m.StartVote(call, tag, work))
         return self._take()
 
     def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Action]:
@@ -281,9 +308,9 @@ class Peer:
         """
         if self._dead(call):
             return self._take()
-        self._syncing = Syncing(call, serve_op, ops={serve_op})
+        self._syncing = Syncing(call, serve_op, offer, ops={serve_op})
         self._out.append(RegisterOp(serve_op, self.run, 0, self._last_seq))
-        self._out.append(Send(m.SyncVote(call, offer)))
+        self._say(m.SyncVote(call, offer))
         return self._take()
 
     def fetch(self, op: int, seq: int) -> list[Action]:
@@ -305,25 +332,33 @@ class Peer:
         if syncing is not None and syncing.plan is not None and syncing.plan.seq == seq:
             if not ok:
                 self._void_fetch(syncing)  # its staging memory may be half written
-            self._out.append(Send(m.FetchedVote(seq, ok, why[:1000])))
+            self._say(m.FetchedVote(seq, ok, why[:1000]))
         return self._take()
 
     def withdraw(self, call: int, why: str) -> list[Action]:
-        """The caller waits no longer. The call is answered all the same, one way or the other."""
+        """The caller waits no longer. The call is answered all the same, one way or the other.
+
+        While the master is away nobody can tell whether the call is over already: then the answer
+        has to wait until it is back.
+        """
+        collective = self._collectives.get(call)
+        if collective is not None:
+            collective.impatient = True
+        if collective is not None and collective.state is State.RUNNING:
+            self._give_up(collective, why)
+        elif not self._linked:
+            self._withdrawn.add(call)
+        else:
+            self._say_withdraw(call)
+        return self._take()
+
+    def _say_withdraw(self, call: int) -> None:
         collective = self._collectives.get(call)
         syncing = self._syncing is not None and self._syncing.call == call
         if call in self._calls or syncing:
-            self._out.append(Send(m.Withdraw(call)))
-        elif collective is not None and collective.state is State.VOTING:
-            self._out.append(Send(m.Withdraw(call)))
-            collective.impatient = True
-        elif collective is not None and collective.state is State.RUNNING:
-            collective.impatient = True
-            self._give_up(collective, why)
+            self._say(m.Withdraw(call))
         elif collective is not None and collective.outcome is None:
-            collective.impatient = True
-            self._out.append(Send(m.Withdraw(call, collective.seq)))
-        return self._take()
+            self._say(m.Withdraw(call, collective.seq))
 
     def leave(self, why: str) -> list[Action]:
         """Leaves the run; every call that waits fails."""
@@ -359,8 +394,10 @@ class Peer:
                 if collective is not None and collective.state is State.RUNNING:
                     self._give_up(collective, why)
             case m.Welcome(peer, run):
-                self.number, self.run = peer, run
-            case m.Admitted():
+                self.number, self.run, self._linked = peer, run, True
+            case m.Admitted(done):
+                if not self.accepted:
+                    self._done = done
                 self.accepted = True
                 if self._joining is not None:
                     self._out.append(Answer(self._joining, None))
@@ -369,21 +406,26 @@ class Peer:
                 self.plan = message
             case m.Membership(world):
                 self.world = world
-            case m.TopologyResult(call):
+            case m.TopologyResult(call, count):
+                self._done = msgspec.structs.replace(self._done, topology=count)
                 self._reply(call, None)
-            case m.PendingResult(call, pending):
+            case m.PendingResult(call, pending, count):
+                self._done = msgspec.structs.replace(
+                    self._done, pending=count, were_pending=pending
+                )
                 self._reply(call, pending)
             case m.SyncPlan():
                 self._planned(message)
             case m.SyncResult():
-                if self._syncing is not None and self._syncing.call == message.call:
-                    self._end_sync(self._syncing, message)
+                self._synced(message)
+            case m.Resumed(done):
+                self._resumed(done)
             case m.CallError():
                 self._refused(message)
             case m.Kicked(result, why):
-                self._end(Result(result), f"the master dropped this peer: {why}", KickedError)
+                self._dropped(Result(result), f"the master dropped this peer: {why}")
             case m.Refused(result, why):
-                self._end(Result(result), f"the master refused this peer: {why}", KickedError)
+                self._dropped(Result(result), f"the master refused this peer: {why}")
         return self._take()
 
     # ---- the engine ----
@@ -396,7 +438,7 @@ class Peer:
             collective.settled = settled
             if collective.state is State.RUNNING:
                 collective.state = State.COMPLETE
-                self._out.append(Send(m.FinishVote(collective.seq, True)))
+                self._say(m.FinishVote(collective.seq, True))
             self._conclude(collective)
         elif self._syncing is not None and op == self._syncing.fetch_op:
             self._syncing.rx_bytes = rx
@@ -442,9 +484,9 @@ class Peer:
             return
         collective.seq = self._last_seq = seq
         self._by_seq[seq] = collective
-        collective.members = len(self.plan.peers)
+        collective.members = tuple(info.peer for info in self.plan.peers)
         if collective.state is State.ABORTING:
-            self._out.append(Send(m.FinishVote(seq, False, "a malformed chunk arrived early")))
+            self._say(m.FinishVote(seq, False, "a malformed chunk arrived early"))
             return
         if collective.impatient:  # it started while the vote was being withdrawn
             self._give_up(collective, "the caller waited no longer")
@@ -481,12 +523,13 @@ class Peer:
     def _give_up(self, collective: Collective, why: str) -> None:
         collective.state = State.ABORTING
         self._out.append(AbortOp(collective.call))
-        self._out.append(Send(m.FinishVote(collective.seq, False, why[:1000])))
+        self._say(m.FinishVote(collective.seq, False, why[:1000]))
 
     def _finished(self, seq: int, ok: bool, why: str) -> None:
         collective = self._by_seq.pop(seq, None)
         if collective is None:
             return
+        self._outcomes.append((seq, ok))
         if ok:
             collective.outcome = True
             if not collective.settled:
@@ -511,7 +554,8 @@ class Peer:
         if isinstance(collective.outcome, Fail):
             self._out.append(collective.outcome)
         else:
-            reduced = Reduced(collective.members, collective.tx_bytes, collective.rx_bytes)
+            size = len(collective.members)
+            reduced = Reduced(size, collective.tx_bytes, collective.rx_bytes)
             self._out.append(Answer(collective.call, reduced))
 
     # ---- shared state ----
@@ -568,6 +612,13 @@ class Peer:
             syncing.ending.add(op)
             self._out.append(order(op))
 
+    def _synced(self, result: m.SyncResult) -> None:
+        self._done = msgspec.structs.replace(
+            self._done, sync=result.round, revision=result.revision, plan=result.plan, holds=True
+        )
+        if self._syncing is not None and self._syncing.call == result.call:
+            self._end_sync(self._syncing, result)
+
     def _end_sync(self, syncing: Syncing, outcome: m.SyncResult | Fail) -> None:
         """The outcome is known: let go of everything, then answer."""
         if syncing.outcome is not None:
@@ -593,25 +644,118 @@ class Peer:
         else:
             self._out.append(syncing.outcome)
 
+    # ---- the link to the master ----
+
+    def link_lost(self, why: str) -> list[Action]:
+        """The connection to the master broke; another will be tried (`linked`, `lost_master`)."""
+        self._linked = False
+        if self.number == 0 and self.over is None:  # not even registered: nothing to come back to
+            self._end(Result.MASTER_CONNECTION_FAILED, why, MasterLostError)
+        return self._take()
+
+    def linked(self) -> list[Action]:
+        """There is a connection again: says all that the master may need to know."""
+        if self.over is not None or self._hello is None:
+            return self._take()
+        hello = self._hello
+        own = [info for info in self.plan.peers if info.peer == self.number]
+        pending = m.PeerInfo(
+            self.number, hello.group, hello.host, hello.port, hello.ipc, hello.machine
+        )
+        votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
+        open_ = tuple(
+            m.Open(seq, c.members, votes[c.state]) for seq, c in sorted(self._by_seq.items())
+        )
+        self._unvoted = {o.seq for o in open_ if o.vote is None}
+        done = msgspec.structs.replace(
+            self._done, topology=max(self._done.topology, self.plan.topology)
+        )
+        resume = m.Resume(
+            hello.protocol,
+            hello.version,
+            hello.arithmetic,
+            self.run,
+            own[0] if own else pending,
+            self.accepted,
+            self.plan.peers,
+            self.plan.epoch,
+            self._last_seq,
+            done,
+            open_,
+            tuple(self._outcomes),
+        )
+        self._out.append(Send(resume))
+        return self._take()
+
+    def _resumed(self, done: m.Done) -> None:
+        """Answers the rounds whose result was missed, and votes anew in the others."""
+        self._linked = True
+        missed = self._done
+        self._done = msgspec.structs.replace(
+            missed,
+            topology=done.topology,
+            pending=done.pending,
+            were_pending=done.were_pending,
+        )
+        for call, vote in list(self._calls.items()):
+            if isinstance(vote, m.TopologyVote) and missed.topology < done.topology:
+                self._reply(call, None)
+            elif isinstance(vote, m.PendingVote) and missed.pending < done.pending:
+                self._reply(call, done.were_pending)
+            else:
+                self._say(vote)
+        if self._syncing is not None and self._syncing.outcome is None:
+            self._resume_sync(self._syncing, missed.sync < done.sync, done)
+        for collective in self._collectives.values():
+            if collective.unstarted:
+                self._say(m.StartVote(collective.call, collective.tag, collective.work))
+        for seq, collective in self._by_seq.items():
+            if seq in self._unvoted and collective.state is not State.RUNNING:
+                self._say(m.FinishVote(seq, collective.state is State.COMPLETE))
+        withdrawn, self._withdrawn = self._withdrawn, set()
+        for call in sorted(withdrawn):
+            self._say_withdraw(call)
+
+    def _resume_sync(self, syncing: Syncing, missed: bool, done: m.Done) -> None:
+        if not missed:
+            if syncing.plan is not None:  # whatever it said, the next election begins anew
+                self._planned(m.SyncPlan(syncing.call, 0, (), (), (), ()))
+            self._say(m.SyncVote(syncing.call, syncing.offer))
+            return
+        if syncing.plan is not None and syncing.plan.seq != done.plan:
+            # the last plan was lost too: it had nothing to fetch for us, or we would have voted
+            self._planned(m.SyncPlan(syncing.call, done.plan, (), (), (), ()))
+        self._synced(m.SyncResult(syncing.call, done.revision, done.sync, done.plan))
+
+    def _say(self, message: m.PeerMessage) -> None:
+        """Tells the master, unless it must be told who we are first: then Resume says it all."""
+        if self._linked:
+            self._out.append(Send(message))
+
     # ---- simple calls, and the end ----
 
     def _simple(self, call: int, message: m.PeerMessage) -> list[Action]:
         if not self._dead(call):
-            self._calls.add(call)
-            self._out.append(Send(message))
+            self._calls[call] = message
+            self._say(message)
         return self._take()
 
     def _reply(self, call: int, value: object) -> None:
         if call in self._calls:
-            self._calls.discard(call)
+            del self._calls[call]
             self._out.append(Answer(call, value))
 
     def _refused(self, refusal: m.CallError) -> None:
-        call, result = refusal.call, Result(refusal.result)
+        result = Result(refusal.result)
         lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
-        fail = Fail(call, result, refusal.why, _ERRORS.get(refusal.cause, lost))
+        error = _ERRORS.get(refusal.cause, lost)
+        self._refuse(Fail(refusal.call, result, refusal.why, error))
+
+    def _refuse(self, fail: Fail) -> None:
+        """A call failed before anything happened."""
+        call = fail.call
         if call in self._calls:
-            self._calls.discard(call)
+            del self._calls[call]
             self._out.append(fail)
         elif call in self._collectives:
             self._abort(self._collectives[call], fail)
@@ -623,6 +767,10 @@ class Peer:
         if self.over is not None:
             self._out.append(replace(self.over, call=call))
         return self.over is not None
+
+    def _dropped(self, result: Result, why: str) -> None:
+        gone = result is Result.MASTER_CONNECTION_FAILED
+        self._end(result, why, MasterLostError if gone else KickedError)
 
     def _end(self, result: Result, why: str, error: type[PCCLError] = PCCLError) -> None:
         """Out of the run, for whatever reason: nothing that waits can be answered any more."""

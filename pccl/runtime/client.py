@@ -17,13 +17,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from pccl.arrays import Buffer
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.config import MIB, Config, chunk_bytes, lanes
+from pccl.runtime.curve import require_curve, secure_client
 from pccl.runtime.engine import COMPLETE, FAILED, SETTLED, Engine, EngineOptions, Ring
+from pccl.runtime.link import Link, LinkEvent
+from pccl.security import KeyPair, Security
 from pccl.types import Result
 
 log = logging.getLogger("pccl")
@@ -31,12 +33,7 @@ log = logging.getLogger("pccl")
 STREAM_HWM = (
     4  # messages under way on one lane: enough to keep it busy, few enough to stay in the caches
 )
-GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+RETRY_S = 0.2  # between attempts to reach a master that is gone
 
 Note = core.Answer | core.Fail | core.Plan | core.Fetched | m.Welcome
 Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
@@ -107,9 +104,11 @@ class Client:
         hello: makes the first message from the engine's port and ipc address.
         pool_size: lanes to each neighbour; 0: choose.
         config: timings and limits.
+        security: whose keys to use; None: nothing is encrypted.
 
     Raises:
         OSError: no lane engine can listen here.
+        PCCLError: INVALID_USAGE when keys are missing or unsafe.
     """
 
     def __init__(
@@ -119,6 +118,7 @@ class Client:
         hello: Callable[[int, str], m.Hello],
         pool_size: int,
         config: Config,
+        security: Security | None = None,
     ) -> None:
         self._config = config
         self._pool_size = pool_size
@@ -132,16 +132,26 @@ class Client:
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
+        self._keys: KeyPair | None = None
+        if security is not None:
+            require_curve()
+            self._keys, self._master_key = security.peer_keys(), security.master_key()
+            options = replace(
+                options,
+                curve_public=self._keys.public.encode(),
+                curve_secret=self._keys.secret.encode(),
+            )
         self._engine = Engine(options)
         self._hello = hello(self._engine.port, self._engine.ipc if config.ipc else "")
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
         self._context = zmq.Context()
-        self._dealer = self._context.socket(zmq.DEALER)
-        self._configure(host)
-        self._monitor = self._dealer.get_monitor_socket(GONE | HANDSHAKE_FAILED)
-        self._dealer.connect(f"tcp://{host}:{port}")
+        self._master = (host, port)
+        self._retry_at: float | None = None
+        self._give_up_at = 0.0
+        self._poller = zmq.Poller()
+        self._link = self._open_link()
         self._perform_by_type: dict[type, Callable[..., None]] = {
             core.Send: self._send,
             core.RegisterOp: self._register,
@@ -158,22 +168,20 @@ class Client:
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
         self._thread.start()
 
-    def _configure(self, host: str) -> None:
-        options = {
-            zmq.LINGER: 1000,  # a Leave should still go out
-            zmq.SNDHWM: 0,
-            zmq.RCVHWM: 0,
-            zmq.RECONNECT_IVL: -1,  # a broken link is for the core to know of
-            zmq.IMMEDIATE: 0,
-            zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
-            zmq.CONNECT_TIMEOUT: int(self._config.connect_timeout_s * 1000),
-            zmq.HANDSHAKE_IVL: int(self._config.connect_timeout_s * 1000),
-            zmq.HEARTBEAT_IVL: self._config.heartbeat_ms,
-            zmq.HEARTBEAT_TIMEOUT: self._config.heartbeat_timeout_ms,
-            zmq.IPV6: int(":" in host),
-        }
-        for option, value in options.items():
-            self._dealer.setsockopt(option, value)
+    def _open_link(self) -> Link:
+        link = Link(self._context, *self._master, self._config, self._secure)
+        self._poller.register(link.socket, zmq.POLLIN)
+        self._poller.register(link.monitor, zmq.POLLIN)
+        return link
+
+    def _close_link(self) -> None:
+        self._poller.unregister(self._link.socket)
+        self._poller.unregister(self._link.monitor)
+        self._link.close()
+
+    def _secure(self, dealer: zmq.Socket[bytes]) -> None:
+        if self._keys is not None:
+            secure_client(dealer, self._keys, self._master_key)
 
     # ---- for the threads of the user ----
 
@@ -289,18 +297,24 @@ class Client:
 
     def _run(self) -> None:
         readers: dict[object, Callable[[], None]] = {
-            self._dealer: self._read_dealer,
             self._engine.socket: self._read_engine,
             self._wake_in.fileno(): self._read_wake,
-            self._monitor: self._read_monitor,
         }
-        poller = zmq.Poller()
+        if self._engine.zap is not None:
+            readers[self._engine.zap.socket] = self._answer_zap
         for source in readers:
-            poller.register(source, zmq.POLLIN)
+            self._poller.register(source, zmq.POLLIN)
         try:
             while not (self._leaving and self._core.idle):
-                for source, _ in poller.poll():
-                    readers[source]()
+                for source, _ in self._poller.poll(self._patience_ms()):
+                    if source is self._link.socket:
+                        self._read_link()
+                    elif source is self._link.monitor:
+                        self._read_monitor()
+                    elif source in readers:
+                        readers[source]()
+                if self._patience_ms() == 0:
+                    self._retry()
         except Exception:
             log.exception("the control thread of peer %d failed", self._core.number)
             self._perform(self._core.lost_master("an internal error of pccl; the log has it"))
@@ -322,14 +336,18 @@ class Client:
                 return
             command()
 
-    def _read_dealer(self) -> None:
+    def _read_link(self) -> None:
         while True:
             try:
-                data = self._dealer.recv(zmq.DONTWAIT)
+                data = self._link.socket.recv(zmq.DONTWAIT)
             except zmq.Again:
                 return
             message = m.decode_from_master(data)
             actions = self._core.received(message)
+            if isinstance(message, m.Plan):
+                self._answer_zap()
+            if isinstance(message, m.Resumed | m.Welcome):
+                self._give_up_at = 0.0
             if isinstance(message, m.Welcome):
                 for call in self._calls.values():
                     call.put(message)
@@ -352,13 +370,63 @@ class Client:
                 self._memory.pop(event.op, None)
             self._perform(actions)
 
+    def _answer_zap(self) -> None:
+        """Lets the peers of the group connect; one that is unknown may be in the next plan."""
+        if self._engine.zap is not None:
+            known = {info.curve for info in self._core.plan.peers}
+            self._engine.zap.answer(lambda key: True if key in known else None)
+
     def _read_monitor(self) -> None:
-        event = parse_monitor_message(self._monitor.recv_multipart())
-        if event["event"] & HANDSHAKE_FAILED:
-            why = "the master's port does not speak ZMTP: is it a pccl master?"
+        match self._link.event():
+            case LinkEvent.UP:
+                if self._give_up_at:  # this is a new link, not the first one
+                    self._perform(self._core.linked())
+            case LinkEvent.BROKEN:
+                self._break("the connection to the master broke")
+            case LinkEvent.NOT_ALLOWED if self._keys is not None:
+                why = f"its list `allowed` does not have this peer's key, {self._keys.public}"
+                refused = m.Refused(Result.INVALID_USAGE.value, why)
+                self._perform(self._core.received(refused))
+            case _:
+                self._perform(self._core.lost_master(self._handshake_problem()))
+
+    def _handshake_problem(self) -> str:
+        if self._keys is not None:
+            return "the handshake failed: the master does not encrypt, or master.key is not its key"
+        return (
+            "the handshake failed: the master wants encryption (pass security=, or set "
+            "PCCL_CURVE_DIR), or it is no pccl master"
+        )
+
+    # ---- the way back to the master ----
+
+    def _break(self, why: str) -> None:
+        """The link is gone: tries to get another one, for as long as the configuration says."""
+        if self._retry_at is not None or self._core.over is not None:
+            return
+        now = time.monotonic()
+        patience_s = self._config.master_patience_s
+        if not self._give_up_at:
+            self._give_up_at = now + patience_s
+            log.warning("peer %d: %s; trying for %g s", self._core.number, why, patience_s)
+            self._perform(self._core.link_lost(why))
+        if now >= self._give_up_at:
+            self._perform(
+                self._core.lost_master(f"{why}, and it did not come back within {patience_s:g} s")
+            )
         else:
-            why = "the connection to the master broke"
-        self._perform(self._core.lost_master(why))
+            self._retry_at = now + RETRY_S
+
+    def _patience_ms(self) -> int | None:
+        """How long to wait for events; None when there is nothing to do without one."""
+        if self._retry_at is None or self._core.over is not None:
+            return None
+        return max(0, int(1000 * (self._retry_at - time.monotonic())))
+
+    def _retry(self) -> None:
+        self._retry_at = None
+        self._close_link()
+        self._link = self._open_link()
 
     # ---- actions ----
 
@@ -368,9 +436,9 @@ class Client:
 
     def _send(self, action: core.Send) -> None:
         try:
-            self._dealer.send(m.encode(action.message), zmq.DONTWAIT)
+            self._link.socket.send(m.encode(action.message), zmq.DONTWAIT)
         except zmq.Again:
-            self._perform(self._core.lost_master("the connection to the master broke"))
+            pass  # the connection broke: the monitor, which knows why, is about to be read
 
     def _register(self, action: core.RegisterOp) -> None:
         memory = self._memory[action.op]
@@ -415,6 +483,7 @@ class Client:
             endpoint,
             lanes=lanes(local, self._pool_size, self._config),
             hwm=STREAM_HWM,
+            curve_server=to.curve,
         )
 
     def _answer(self, action: core.Answer | core.Fail) -> None:
@@ -428,9 +497,7 @@ class Client:
     # ---- the end ----
 
     def _shut_down(self) -> None:
-        self._dealer.disable_monitor()
-        self._monitor.close(linger=0)
-        self._dealer.close()
+        self._close_link()
         self._engine.close()  # restores and lets go of what is not settled
         self._context.term()
         self._memory.clear()

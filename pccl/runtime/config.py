@@ -24,6 +24,7 @@ class Config:
         heartbeat_ms: a ping on every connection that is silent for this long.
         heartbeat_timeout_ms: without an answer for this long, the other side counts as lost.
         connect_timeout_s: until a connection must stand.
+        master_patience_s: how long a peer tries to get back to a master that is gone.
         straggler_s: a master drops peers that keep others waiting for so long; None: never.
         lanes: connections to a neighbour on another machine where the user does not say.
     """
@@ -33,6 +34,7 @@ class Config:
     heartbeat_ms: int = 1000
     heartbeat_timeout_ms: int = 5000
     connect_timeout_s: float = 5.0
+    master_patience_s: float = 60.0
     straggler_s: float | None = None
     lanes: int = 8
 
@@ -53,6 +55,7 @@ class Config:
             heartbeat_timeout_ms=_positive(
                 env, "PCCL_HEARTBEAT_TIMEOUT_MS", Config.heartbeat_timeout_ms
             ),
+            master_patience_s=_positive(env, "PCCL_MASTER_PATIENCE_S", 60),
             straggler_s=_positive(env, "PCCL_STRAGGLER_S", 0) or None,
             lanes=_positive(env, "PCCL_LANES", Config.lanes),
         )

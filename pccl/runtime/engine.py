@@ -13,12 +13,13 @@ import struct
 import tempfile
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import zmq
 
 from pccl.ext import ffi, lib, tables
+from pccl.runtime.curve import Zap
 
 log = logging.getLogger("pccl")
 
@@ -46,6 +47,8 @@ class EngineOptions:
         connect_timeout_ms: until a stream's first lane must stand.
         copy_max: bytes; larger payloads are sent from where they are.
         fetch_window: requests under way to one holder of a FETCH.
+        curve_public: public key of this peer, in Z85; empty: nothing is encrypted.
+        curve_secret: the secret key to it.
     """
 
     io_threads: int = 1
@@ -56,6 +59,8 @@ class EngineOptions:
     connect_timeout_ms: int = 5000
     copy_max: int = 16384
     fetch_window: int = 8
+    curve_public: bytes = b""
+    curve_secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +109,7 @@ class Engine:
         ipc: the path of its ipc endpoint; empty where there is none.
         filling: which filling of the function table is active, `libzmq` or `pyzmq`.
         socket: readable when there are events.
+        zap: with keys, whoever may connect is asked here; None without.
 
     Raises:
         OSError: it cannot listen at that address.
@@ -113,8 +119,9 @@ class Engine:
     def __init__(
         self, options: EngineOptions | None = None, *, host: str = "0.0.0.0", port: int = 0
     ) -> None:
+        options = options or EngineOptions()
         self._filling = tables.load()
-        self._engine = _new_engine(self._filling, options or EngineOptions())
+        self._engine = _new_engine(self._filling, options)
         self._order = ffi.new("pccl_order *")
         self._order_bytes = ffi.buffer(self._order)
         self._blank = bytes(self._order_bytes)
@@ -123,15 +130,16 @@ class Engine:
         self._closed = False
         self.filling = self._filling.name
         self._directory = ""
+        self.zap: Zap | None = None
+        context = self._filling.context(lib.pccl_engine_context(self._engine))
         try:
+            self.zap = Zap(context) if options.curve_secret else None
             bound = self._bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
             self.port = int(bound.rpartition(":")[2])
             self.ipc = self._bind_ipc()
         except OSError:
-            lib.pccl_engine_free(self._engine)
-            self._remove_directory()
+            self._free()
             raise
-        context = self._filling.context(lib.pccl_engine_context(self._engine))
         self.socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         self.socket.set(zmq.SNDHWM, 0)
         self.socket.set(zmq.RCVHWM, 0)
@@ -158,6 +166,12 @@ class Engine:
             return ""
         self._bind(f"ipc://{path}")
         return path
+
+    def _free(self) -> None:
+        if self.zap is not None:
+            self.zap.close()
+        lib.pccl_engine_free(self._engine)
+        self._remove_directory()
 
     def _remove_directory(self) -> None:
         if self._directory:
@@ -186,7 +200,9 @@ class Engine:
     def _send(self) -> None:
         self.socket.send(self._order_bytes, zmq.DONTWAIT)
 
-    def open_stream(self, stream: int, endpoint: str, *, lanes: int, hwm: int) -> None:
+    def open_stream(
+        self, stream: int, endpoint: str, *, lanes: int, hwm: int, curve_server: str = ""
+    ) -> None:
         """Connects `lanes` times to a neighbour's engine.
 
         Args:
@@ -194,6 +210,7 @@ class Engine:
             endpoint: tcp://host:port or ipc://path.
             lanes: connections, at least 1.
             hwm: messages queued for each of them, at least 1.
+            curve_server: the neighbour's public key, if this engine has keys.
 
         Raises:
             ValueError: the endpoint is too long.
@@ -203,6 +220,7 @@ class Engine:
             raise ValueError(f"the endpoint {endpoint!r} is too long")
         order = self._blank_order(lib.PCCL_OPEN_STREAM)
         order.stream, order.lanes, order.hwm, order.endpoint = stream, lanes, hwm, encoded
+        order.curve_server = curve_server.encode()
         self._send()
 
     def close_stream(self, stream: int) -> None:
@@ -348,9 +366,8 @@ class Engine:
         self._send()
         self._thread.join()
         self.socket.close()
-        lib.pccl_engine_free(self._engine)
+        self._free()
         self._pieces.clear()
-        self._remove_directory()
 
 
 def _new_engine(filling: tables.Filling, options: EngineOptions) -> Any:

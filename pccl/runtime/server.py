@@ -22,16 +22,24 @@ import secrets
 import socket
 import threading
 import time
+from pathlib import Path
 
+import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from pccl.errors import PCCLError
 from pccl.protocol import master as core
 from pccl.protocol import messages as m
 from pccl.runtime.config import Config
+from pccl.runtime.curve import Zap, require_curve, secure_server
+from pccl.runtime.journal import Journal
+from pccl.security import Security
 
 log = logging.getLogger("pccl")
 
+RECOVERY_TICK_MS = 100
+FAREWELL_MS = 200  # for the last messages of a master that ends
 BATCH = 100  # messages read before the dead are buried, however many more wait
 
 
@@ -42,13 +50,31 @@ class Server:
         host: to listen on; "0.0.0.0" or "::" for all interfaces.
         port: to listen on; 0: any free one.
         config: timings and limits.
+        security: whose keys to use and to let in; None: nothing is encrypted.
+        state: file of the journal; None: a restarted master depends on what the peers know.
 
     Raises:
         OSError: the address cannot be listened on.
+        PCCLError: INVALID_USAGE when keys are missing or unsafe.
     """
 
-    def __init__(self, host: str, port: int, config: Config) -> None:
-        self._core = core.Master(secrets.randbits(63), config.straggler_s)
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        config: Config,
+        security: Security | None = None,
+        state: Path | None = None,
+    ) -> None:
+        keys = None
+        if security is not None:
+            require_curve()
+            security.allowed()  # for its errors
+            keys = security.master_keys()
+        run = secrets.randbits(62)
+        self._journal = None if state is None else Journal(state)
+        remembered = None if self._journal is None else self._journal.begin(run)
+        self._core = core.Master(run, config.straggler_s, remembered)
         self._tick_ms = None if config.straggler_s is None else int(100 * config.straggler_s)
         self._fd_of: dict[bytes, int] = {}
         self._conn_of: dict[int, bytes] = {}
@@ -67,8 +93,13 @@ class Server:
         }
         for option, value in options.items():
             self._router.setsockopt(option, value)
+        self._security = security
+        self._zap: Zap | None = None
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         try:
+            if keys is not None:
+                self._zap = Zap(self._context)
+                secure_server(self._router, keys)
             bracketed = f"[{host}]" if ":" in host else host
             self._router.bind(f"tcp://{bracketed}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -87,17 +118,22 @@ class Server:
     def stop(self) -> None:
         """Makes `serve` return; from any thread, or before `serve`."""
         if not self._stop.is_set():
+            self._wake_out.send(b"\0")  # first: once it is told to, `serve` may close this any time
             self._stop.set()
-            self._wake_out.send(b"\0")
 
     def serve(self) -> None:
         """Serves until `stop`, then closes everything: the port can be bound again at once."""
         poller = zmq.Poller()
         for source in (self._router, self._monitor, self._wake_in):
             poller.register(source, zmq.POLLIN)
+        if self._zap is not None:
+            poller.register(self._zap.socket, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                ready = dict(poller.poll(self._tick_ms))
+                tick_ms = RECOVERY_TICK_MS if self._core.recovering else self._tick_ms
+                ready = dict(poller.poll(tick_ms))
+                if self._zap is not None and self._zap.socket in ready:
+                    self._zap.answer(self._allows)
                 if self._monitor in ready:
                     self._read_monitor()
                 for _ in range(BATCH):
@@ -105,7 +141,12 @@ class Server:
                         break
                 self._bury()
                 self._perform(self._core.tick(time.monotonic()))
+        except Exception:
+            log.exception("the master failed")
+            raise
         finally:
+            if self._journal is None:  # else it is expected to come back
+                self._perform(self._core.farewell())
             self._wake_out.close()
             self._wake_in.close()
             self._close()
@@ -113,10 +154,34 @@ class Server:
     def _close(self) -> None:
         self._router.disable_monitor()
         self._monitor.close(linger=0)
-        self._router.close(linger=0)
+        self._router.close(linger=FAREWELL_MS)
+        if self._journal is not None:
+            self._journal.close()
+        if self._zap is not None:
+            self._zap.close()
         self._context.term()
 
     # ---- events ----
+
+    def _allows(self, key: str) -> bool:
+        """Whether a peer may join by its public key: the list may have changed since the start."""
+        assert self._security is not None
+        try:
+            return key in self._security.allowed()
+        except PCCLError as error:
+            log.warning("master: nobody can join: %s", error)
+            return False
+
+    def _authenticated(self, message: m.PeerMessage, frame: zmq.Frame) -> m.PeerMessage:
+        """The message, in which a peer's public key is that of its connection."""
+        if isinstance(message, m.Hello | m.Resume):
+            key = str(frame.get("User-Id")) if self._zap is not None else ""
+            if isinstance(message, m.Hello):
+                return msgspec.structs.replace(message, curve=key)
+            return msgspec.structs.replace(
+                message, info=msgspec.structs.replace(message.info, curve=key)
+            )
+        return message
 
     def _read_monitor(self) -> None:
         while True:
@@ -146,13 +211,17 @@ class Server:
         try:
             if len(frames) != 2:
                 raise m.ProtocolError(f"a message of {len(frames) - 1} frames")
-            message = m.decode_from_peer(frames[1].buffer)
+            message = self._authenticated(m.decode_from_peer(frames[1].buffer), frames[1])
         except m.ProtocolError as error:
             self._perform(self._core.rejected(conn, f"it sent bytes that are no message: {error}"))
             return True
+        host = str(frames[1].get("Peer-Address"))
         if isinstance(message, m.Hello):
-            host = str(frames[1].get("Peer-Address"))
             self._perform(self._core.hello(conn, message, host))
+        elif isinstance(message, m.Resume):
+            self._perform(self._core.resume(conn, message, host))
+            if self._journal is not None:
+                self._journal.adopt(self._core.run)
         else:
             self._perform(self._core.received(conn, message))
         return True
@@ -174,6 +243,12 @@ class Server:
                         self._router.send_multipart((conn, m.encode(message)), zmq.DONTWAIT)
                     except zmq.ZMQError as error:  # EHOSTUNREACH: the monitor will say so too
                         log.debug("master: connection %s: %s", conn.hex(), error)
+                case core.Remember(info):
+                    if self._journal is not None:
+                        self._journal.remember(info)
+                case core.Forget(number):
+                    if self._journal is not None:
+                        self._journal.forget(number)
                 case core.Note(text):
                     log.info("master: %s", text)
                 case core.Drop(conn, why):

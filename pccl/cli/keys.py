@@ -1,0 +1,65 @@
+"""`pccl keys`: makes the keys of an encrypted run.
+
+DIR becomes the master's directory. Its peers share one key pair, which is put there too; or, with
+--peers, each has one of its own, in a directory of its own to be moved to its machine. Keys that
+exist are kept, so that asking for more peers later adds them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from pccl.runtime.curve import new_keys, require_curve
+from pccl.security import ALLOWED, MASTER_KEY, MASTER_SECRET, PEER_SECRET, Security
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pccl keys`."""
+    parser.add_argument("dir", type=Path, metavar="DIR", help="where to put them")
+    parser.add_argument(
+        "--peers",
+        type=int,
+        default=0,
+        metavar="N",
+        help="a key pair for each of N peers, in DIR/peer-1 and so on (default: one for all)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Makes what does not exist yet, and says what to do with it."""
+    require_curve()
+    master: Path = args.dir
+    _make_pair(master, MASTER_SECRET)
+    public = Security(master).master_keys().public
+    (master / ALLOWED).touch()
+    homes = {f"peer-{i}": master / f"peer-{i}" for i in range(1, args.peers + 1)}
+    for name, home in (homes or {"all-peers": master}).items():
+        if _make_pair(home, PEER_SECRET):
+            with (master / ALLOWED).open("a", encoding="ascii") as allowed:
+                allowed.write(f"{Security(home).peer_keys().public} {name}\n")
+        _write(home / MASTER_KEY, f"{public} master\n")
+    print(f"on the master's machine: pccl master --curve-dir {master}")
+    if homes:
+        print(f"on each peer's: PCCL_CURVE_DIR=..., a copy of one of {master}{os.sep}peer-*")
+    else:
+        print(f"on each peer's: PCCL_CURVE_DIR=..., a copy of {master} without {MASTER_SECRET}")
+    return 0
+
+
+def _make_pair(directory: Path, name: str) -> bool:
+    """Writes a fresh key pair that only this user can read; whether there was none."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = directory / name
+    if path.exists():
+        return False
+    keys = new_keys()
+    _write(path, f"{keys.public} {keys.secret}\n", 0o600)
+    return True
+
+
+def _write(path: Path, text: str, mode: int = 0o644) -> None:
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(text)

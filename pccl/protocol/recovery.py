@@ -1,0 +1,134 @@
+"""What a master that was restarted can conclude from the peers that come back. Pure functions.
+
+The journal only says who was there. All else is in the heads of the peers, and whatever no
+survivor knows cannot matter to any survivor:
+
+- A collective whose outcome some peer knows has that outcome. Otherwise it is as if its members had
+  just been asked: those who hold the result have voted yes, those who gave up or have never heard
+  of its start have voted no, those who still work are interrupted.
+- A round whose result some peer knows is over: who still stands in it has missed the result only
+  (each result carries the number of its round). A round whose result nobody knows begins anew.
+- The group's revision is that of the latest synchronisation that somebody knows the result of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pccl.protocol import messages as m
+
+INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number
+
+
+@dataclass(slots=True)
+class Unresolved:
+    """A collective of the time before."""
+
+    group: int
+    members: set[int]  # that have come back
+    open: set[int]  # of those, who do not know the outcome
+    votes: dict[int, bool] = field(default_factory=dict)
+    outcome: bool | None = None
+
+
+@dataclass(slots=True)
+class GroupBefore:
+    """What a group was."""
+
+    epoch: int = 0
+    syncs: int = 0
+    revision: int | None = None
+    last_plan: int = 0
+    holders: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Before:
+    """The run as it was, as far as anybody who is left knows."""
+
+    accepted: dict[int, m.PeerInfo]
+    pending: dict[int, m.PeerInfo]
+    groups: dict[int, GroupBefore]
+    collectives: dict[int, Unresolved]
+    topology: int
+    pendings: int
+    were_pending: bool
+    next_peer: int
+    incarnation: int
+
+
+def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
+    """The run as it was, from what the peers that are back have said."""
+    known = {info.peer for resume in resumes.values() for info in resume.known}
+    accepted: dict[int, m.PeerInfo] = {}
+    pending: dict[int, m.PeerInfo] = {}
+    for number in sorted(resumes):
+        resume = resumes[number]
+        place = accepted if resume.accepted or number in known else pending
+        place[number] = resume.info
+    asked = max((resume.done for resume in resumes.values()), key=lambda done: done.pending)
+    return Before(
+        accepted,
+        pending,
+        _groups(resumes),
+        _collectives(resumes),
+        topology=max(resume.done.topology for resume in resumes.values()),
+        pendings=asked.pending,
+        were_pending=asked.were_pending,
+        next_peer=max(known | resumes.keys()) + 1,
+        incarnation=max(resume.last_seq for resume in resumes.values()) >> INCARNATION_SHIFT,
+    )
+
+
+def outdated(resumes: Mapping[int, m.Resume]) -> set[int]:
+    """Peers that the run has gone on without: the latest plan of their group does not have them."""
+    latest: dict[int, m.Resume] = {}
+    for resume in resumes.values():
+        group = resume.info.group
+        if group not in latest or resume.epoch > latest[group].epoch:
+            latest[group] = resume
+    return {
+        number
+        for number, resume in resumes.items()
+        if resume.known and number not in {info.peer for info in latest[resume.info.group].known}
+    }
+
+
+def _groups(resumes: Mapping[int, m.Resume]) -> dict[int, GroupBefore]:
+    groups: dict[int, GroupBefore] = {}
+    for resume in resumes.values():
+        group = groups.setdefault(resume.info.group, GroupBefore())
+        group.epoch = max(group.epoch, resume.epoch)
+        group.syncs = max(group.syncs, resume.done.sync)
+    for number, resume in resumes.items():
+        group, done = groups[resume.info.group], resume.done
+        if done.sync == group.syncs and group.syncs:
+            group.revision, group.last_plan = done.revision, done.plan
+        # An accepted peer that does not know of the last one stands in it: it missed the result.
+        if resume.accepted and (done.holds or done.sync < group.syncs):
+            group.holders.add(number)
+    for group in groups.values():
+        if not group.holders:
+            group.revision = None
+    return groups
+
+
+def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
+    found: dict[int, Unresolved] = {}
+    for number, resume in resumes.items():
+        for open_ in resume.open:
+            group = resume.info.group
+            unresolved = found.setdefault(open_.seq, Unresolved(group, set(), set()))
+            unresolved.members |= set(open_.members) & resumes.keys()
+            unresolved.open.add(number)
+            if open_.vote is not None:
+                unresolved.votes[number] = open_.vote
+    for resume in resumes.values():
+        for seq, ok in resume.finished:
+            if seq in found:
+                found[seq].outcome = ok
+    for unresolved in found.values():
+        for number in unresolved.members - unresolved.open:
+            unresolved.votes[number] = False  # it has never heard of the start
+    return found

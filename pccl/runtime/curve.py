@@ -1,0 +1,117 @@
+"""CURVE on sockets: encryption, and the answers to libzmq's question who may connect.
+
+libzmq asks by ZAP (ZeroMQ RFC 27): messages over inproc to a handler in the same context, of which
+a socket's owner says whom it knows. Both kinds of owner poll the handler in the thread of their
+other sockets, so that nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
+
+from pccl.errors import UnsupportedError
+from pccl.security import KeyPair
+from pccl.types import Result
+
+log = logging.getLogger("pccl")
+
+_ENDPOINT = "inproc://zeromq.zap.01"  # given by the RFC
+_VERSION = b"1.0"
+_WAITING_MAX = 1024  # undecided connections; beyond that the oldest one is refused
+
+
+def require_curve() -> None:
+    """Raises UnsupportedError where libzmq was built without CURVE."""
+    if not zmq.has("curve"):
+        why = "this libzmq was built without CURVE: install pyzmq from one of its wheels"
+        raise UnsupportedError(Result.INVALID_USAGE, "security", why)
+
+
+def new_keys() -> KeyPair:
+    """A fresh key pair."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode())
+
+
+def secure_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
+    """Lets a socket that will bind talk to those only that the context's `Zap` allows."""
+    socket.setsockopt(zmq.CURVE_SERVER, 1)
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+    socket.setsockopt(zmq.ZAP_DOMAIN, b"pccl")
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody gets in
+
+
+def secure_client(socket: zmq.Socket[bytes], keys: KeyPair, server: str) -> None:
+    """Lets a socket that will connect talk to the holder of the public key `server` only."""
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+    socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
+    socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
+
+
+class _Request(NamedTuple):
+    route: bytes
+    number: bytes
+    address: str
+    key: str
+
+
+class Zap:
+    """The ZAP handler of one context. To exist before a CURVE server binds.
+
+    Attributes:
+        socket: readable when somebody wants to connect: call `answer`.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.bind(_ENDPOINT)
+        self._waiting: list[_Request] = []
+
+    def answer(self, decide: Callable[[str], bool | None]) -> None:
+        """Answers what has been asked.
+
+        Args:
+            decide: whether the holder of a public key may connect; None: that is not known yet, and
+                he waits for a later call, as long as the handshake may take.
+        """
+        self._read()
+        undecided = []
+        for request in self._waiting:
+            verdict = decide(request.key)
+            if verdict is None:
+                undecided.append(request)
+            else:
+                self._reply(request, verdict)
+        for request in undecided[:-_WAITING_MAX]:
+            self._reply(request, False)
+        self._waiting = undecided[-_WAITING_MAX:]
+
+    def _read(self) -> None:
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            route, _, _, number, _, address, _, mechanism, *credentials = frames
+            assert mechanism == b"CURVE" and len(credentials) == 1  # its sockets speak nothing else
+            key = z85.encode(credentials[0]).decode()
+            self._waiting.append(_Request(route, number, address.decode(), key))
+
+    def _reply(self, request: _Request, allowed: bool) -> None:
+        if not allowed:
+            log.info("refused %s: its key %s is not allowed", request.address, request.key)
+        status = (b"200", b"OK") if allowed else (b"400", b"this key is not allowed")
+        user = request.key.encode() if allowed else b""
+        self.socket.send_multipart(
+            [request.route, b"", _VERSION, request.number, *status, user, b""]
+        )
+
+    def close(self) -> None:
+        """Nobody else gets in."""
+        self.socket.close()

@@ -1,0 +1,85 @@
+"""One connection to the master: a DEALER and its monitor. It is never repaired, only replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from pccl.protocol import messages as m
+from pccl.runtime.config import Config
+
+BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+class LinkEvent(Enum):
+    """What the monitor tells of a connection."""
+
+    UP = auto()
+    BROKEN = auto()
+    HANDSHAKE_FAILED = auto()
+    NOT_ALLOWED = auto()
+
+
+class Link:
+    """A connection to the master, from the first attempt to its end.
+
+    Args:
+        context: of the sockets.
+        host: of the master.
+        port: of the master.
+        config: timings and limits.
+        secure: sets a socket's keys.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        host: str,
+        port: int,
+        config: Config,
+        secure: Callable[[zmq.Socket[bytes]], None],
+    ) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        options = {
+            zmq.LINGER: 1000,  # a Leave should still go out
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: 0,
+            zmq.RECONNECT_IVL: -1,  # a broken link is for the core to know of
+            zmq.IMMEDIATE: 0,
+            zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
+            zmq.CONNECT_TIMEOUT: int(config.connect_timeout_s * 1000),
+            zmq.HANDSHAKE_IVL: int(config.connect_timeout_s * 1000),
+            zmq.HEARTBEAT_IVL: config.heartbeat_ms,
+            zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
+            zmq.IPV6: int(":" in host),
+        }
+        for option, value in options.items():
+            self.socket.setsockopt(option, value)
+        secure(self.socket)
+        self.monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | BROKEN
+            | HANDSHAKE_FAILED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self.socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def event(self) -> LinkEvent:
+        """The next event; there is one when the monitor is readable."""
+        number = parse_monitor_message(self.monitor.recv_multipart())["event"]
+        if number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return LinkEvent.UP
+        if number & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return LinkEvent.NOT_ALLOWED
+        return LinkEvent.HANDSHAKE_FAILED if number & HANDSHAKE_FAILED else LinkEvent.BROKEN
+
+    def close(self) -> None:
+        """Closes it; what was sent last still goes out, if it can."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close()

@@ -1,0 +1,145 @@
+"""The keys of a run: who may join it, and how a peer knows its master. Text files in a directory.
+
+    master.secret   the master's key pair; on its machine only
+    master.key      its public key; every peer needs it
+    allowed         public keys of the peers that may join, one a line; the master needs it
+    peer.secret     the key pair of a peer, or of all of them
+
+`pccl keys` makes them. A key is 40 characters (Z85); a file of a pair holds the public one, then
+the secret one. What follows a key on its line is a comment.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pccl.errors import PCCLError, error_for
+from pccl.types import Result
+
+MASTER_SECRET = "master.secret"
+MASTER_KEY = "master.key"
+ALLOWED = "allowed"
+PEER_SECRET = "peer.secret"
+
+_KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A CURVE key pair, in Z85."""
+
+    public: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Security:
+    """Encryption and authentication by the keys in a directory, which are read when needed.
+
+    Attributes:
+        directory: of the keys, as `pccl keys` makes it.
+    """
+
+    directory: Path
+
+    @classmethod
+    def from_dir(cls, path: str | os.PathLike[str]) -> Security:
+        """By the keys in this directory.
+
+        Raises:
+            PCCLError: INVALID_USAGE when it is no directory.
+        """
+        directory = Path(path)
+        if not directory.is_dir():
+            raise _unusable(f"{directory} is no directory: `pccl keys {directory}` makes it")
+        return cls(directory)
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> Security | None:
+        """By the keys in the directory PCCL_CURVE_DIR; None where that is not set.
+
+        Raises:
+            PCCLError: INVALID_USAGE when it is no directory.
+        """
+        path = env.get("PCCL_CURVE_DIR")
+        return cls.from_dir(path) if path else None
+
+    @classmethod
+    def of(cls, security: Security | str | os.PathLike[str] | None) -> Security | None:
+        """What a `security=` argument means: itself, a directory of keys, or PCCL_CURVE_DIR.
+
+        Raises:
+            PCCLError: INVALID_USAGE when the directory is none.
+        """
+        if security is None:
+            return cls.from_env()
+        return security if isinstance(security, Security) else cls.from_dir(security)
+
+    def master_keys(self) -> KeyPair:
+        """The master's key pair.
+
+        Raises:
+            PCCLError: INVALID_USAGE when its file cannot be used, or others can read it.
+        """
+        return self._pair(MASTER_SECRET)
+
+    def peer_keys(self) -> KeyPair:
+        """This peer's key pair.
+
+        Raises:
+            PCCLError: INVALID_USAGE when its file cannot be used, or others can read it.
+        """
+        return self._pair(PEER_SECRET)
+
+    def master_key(self) -> str:
+        """The master's public key.
+
+        Raises:
+            PCCLError: INVALID_USAGE when its file cannot be used.
+        """
+        path = self.directory / MASTER_KEY
+        return _keys(path, _read(path).split(), 1)[0]
+
+    def allowed(self) -> frozenset[str]:
+        """The public keys of the peers that may join.
+
+        Raises:
+            PCCLError: INVALID_USAGE when their file cannot be used.
+        """
+        path = self.directory / ALLOWED
+        lines = [line.split() for line in _read(path).splitlines()]
+        return frozenset(_keys(path, words, 1)[0] for words in lines if words and words[0] != "#")
+
+    def _pair(self, name: str) -> KeyPair:
+        path = self.directory / name
+        text = _read(path)
+        mode = stat.S_IMODE(path.stat().st_mode)
+        if os.name == "posix" and mode & 0o077:
+            raise _unusable(f"other users can read {path} (mode {mode:04o}): chmod 600 {path}")
+        return KeyPair(*_keys(path, text.split(), 2))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except OSError as error:
+        raise _unusable(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise _unusable(f"{path} does not hold a key") from None
+
+
+def _keys(path: Path, words: list[str], count: int) -> list[str]:
+    """The first words, which must be keys; never quotes them, for they may be secret."""
+    if len(words) < count or not all(_KEY.fullmatch(word) for word in words[:count]):
+        what = "a key" if count == 1 else "a key pair"
+        raise _unusable(f"{path} does not hold {what} of 40 characters each, as `pccl keys` writes")
+    return words[:count]
+
+
+def _unusable(why: str) -> PCCLError:
+    return error_for(Result.INVALID_USAGE, "security", why)

@@ -1,0 +1,68 @@
+"""Fuzzes the decoder and the master's state machine, guided by coverage.
+
+    pip install atheris                                   # Linux, CPython 3.11 or later
+    python stress/fuzz_protocol.py -max_total_time=300    # any options of libFuzzer
+
+Each input is a script of what strangers do to a run of two honest peers (tests/hostile.py). It
+begins from the inputs in tests/fuzz/corpus. What reaches new code is collected in fuzz-inputs/, and
+what breaks something is left behind as crash-*: put that into tests/fuzz/corpus under a name that
+says what it was, and pytest replays it from then on.
+
+    python stress/fuzz_protocol.py --keep       # the smallest part of fuzz-inputs/ into the corpus
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import atheris
+
+ROOT = Path(__file__).resolve().parents[1]
+CORPUS = ROOT / "tests" / "fuzz" / "corpus"
+INPUTS = Path("fuzz-inputs")
+INPUT_BYTES_MAX = 4096
+
+sys.path.insert(0, str(ROOT / "tests"))
+with atheris.instrument_imports(include=["pccl.protocol"]):
+    import hostile
+
+
+def play(data: bytes) -> None:
+    """One input: anything but an orderly end of the run is a finding."""
+    hostile.siege(hostile.unpack(data))
+
+
+def mutate(data: bytes, size_max: int, seed: int) -> bytes:
+    """Changes bytes as libFuzzer does, or whole blows: one more, one less, or in another order."""
+    draw = random.Random(seed)
+    if draw.random() < 0.5:
+        return bytes(atheris.Mutate(data, size_max))
+    script = hostile.unpack(data)
+    blow = draw.choice(hostile.draw_script(draw, 4))
+    at = draw.randint(0, len(script))
+    kind = draw.randrange(3) if script else 0
+    if kind == 0:
+        script.insert(at, blow)
+    elif kind == 1:
+        script.pop(at - 1)
+    else:
+        script.insert(at, script[draw.randrange(len(script))])
+    packed = hostile.pack(script)
+    return packed if len(packed) <= size_max else data[:size_max]
+
+
+def main() -> None:
+    options = [f"-max_len={INPUT_BYTES_MAX}", *sys.argv[1:]]
+    INPUTS.mkdir(exist_ok=True)
+    if "--keep" in options:
+        options = ["-merge=1", str(CORPUS), str(INPUTS)]
+    else:
+        options += [str(INPUTS), str(CORPUS)]
+    atheris.Setup([sys.argv[0], *options], play, custom_mutator=mutate)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Measures the master's work for each message, from ten peers to a thousand. No sockets.
+
+    python stress/scale.py [--peers 10 100 1000] [--groups 8] [--rounds 20]
+
+Peers in several groups vote in every kind of round. A message's cost is that of decoding it, of the
+master's core, and of encoding what the master says in return. The exit code is 1 when a vote costs
+more than the limit, or when it costs much more in a large run than in a small one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pccl.protocol import messages as m
+from pccl.protocol.master import Drop, Master, Send
+
+VOTE_US_MAX = 25.0
+GROWTH_MAX = 2.0  # a vote may cost so much more in the largest run than in the smallest
+WORK = m.Work("all_reduce", 0, 10, 1 << 20)
+ENTRIES = tuple(m.Entry(f"layer.{i}", 10, 4096, False, bytes(16)) for i in range(20))
+
+
+@dataclass
+class Cost:
+    """What some messages cost."""
+
+    messages: int = 0
+    seconds: float = 0.0
+    rounds: int = 0
+
+    @property
+    def us(self) -> float:
+        return 1e6 * self.seconds / self.messages
+
+
+class Swarm:
+    """Peers that vote blindly, and their master."""
+
+    def __init__(self, peers: int, groups: int) -> None:
+        self.master = Master(run=1)
+        self.conns = [b"%d" % i for i in range(peers)]
+        self.group_of = {conn: i % groups for i, conn in enumerate(self.conns)}
+        self.seq: dict[bytes, int] = {}  # of the collective each peer is in
+        self.told = 0
+        self._call = 0
+        self._draw = random.Random(1)
+        for conn in self.conns:
+            hello = m.Hello(m.PROTOCOL_VERSION, "1", self.group_of[conn], "", 1, "", "x", b"")
+            self._perform(self.master.hello(conn, hello, "10.0.0.1"))
+        self._call = 1
+        self._perform(self.master.received(self.conns[0], m.TopologyVote(1)))
+
+    def _perform(self, actions: Iterable[object]) -> None:
+        last: m.MasterMessage | None = None
+        for action in actions:
+            if isinstance(action, Send):
+                if action.message is not last:  # as the server does
+                    m.encode(action.message)
+                last = action.message
+                self.told += 1
+                if isinstance(last, m.Started):
+                    self.seq[action.conn] = last.seq
+            assert not isinstance(action, Drop), action
+
+    def everyone(self, cost: Cost, make: Callable[[int, bytes], m.PeerMessage]) -> None:
+        """All peers send a message, in any order."""
+        self._call += 1
+        sent = [(conn, m.encode(make(self._call, conn))) for conn in self.conns]
+        self._draw.shuffle(sent)
+        begin = time.process_time()
+        for conn, data in sent:
+            self._perform(self.master.received(conn, m.decode_from_peer(data)))
+        cost.seconds += time.process_time() - begin
+        cost.messages += len(sent)
+        cost.rounds += 1
+
+
+def measure(peers: int, groups: int, rounds: int) -> dict[str, Cost]:
+    """The cost of each kind of vote in a run of that many peers."""
+    swarm = Swarm(peers, min(groups, peers // 2))
+    offer = m.Offer(0, 0, ENTRIES)
+    costs = {name: Cost() for name in ("start", "finish", "pending", "topology", "sync")}
+    for i in range(rounds):
+        swarm.everyone(costs["start"], lambda call, conn: m.StartVote(call, 0, WORK))
+        swarm.everyone(costs["finish"], lambda call, conn: m.FinishVote(swarm.seq[conn], True))
+        swarm.everyone(costs["pending"], lambda call, conn: m.PendingVote(call))
+        swarm.everyone(costs["topology"], lambda call, conn: m.TopologyVote(call))
+        revised = m.Offer(i, 0, offer.entries)
+        swarm.everyone(costs["sync"], lambda call, conn: m.SyncVote(call, revised))  # noqa: B023
+    assert swarm.told >= peers * 5 * rounds, "the rounds did not end"
+    return costs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args()
+    print(f"{'vote':10}" + "".join(f"{n:>9} peers" for n in args.peers) + "  (us for each message)")
+    runs = [measure(peers, args.groups, args.rounds) for peers in args.peers]
+    good = True
+    for name in runs[0]:
+        costs = [run[name].us for run in runs]
+        flat = costs[-1] <= GROWTH_MAX * costs[0]
+        fast = costs[-1] <= VOTE_US_MAX or name == "sync"  # an offer has as many entries as it has
+        good = good and flat and fast
+        verdict = "" if flat and fast else "  GROWS" if not flat else f"  over {VOTE_US_MAX:g} us"
+        print(f"{name:10}" + "".join(f"{cost:15.1f}" for cost in costs) + verdict)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

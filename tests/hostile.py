@@ -1,0 +1,356 @@
+"""Hostile peers for the simulator: connections that say anything at all, well-formed or not.
+
+A *script* is what strangers do, in order: each *blow* is some bytes on one of three connections, and
+how many steps the honest peers take before it. Scripts are drawn at random or by hypothesis, and a
+coverage-guided fuzzer makes them from a file's bytes (`unpack`). A blow that begins with `MIMIC`, a
+byte that begins no message, is an order to say what would be right or nearly right just now: so
+strangers get far into the protocol before they lie. `siege` plays a script against a run of honest
+peers and demands that nobody but the strangers comes to harm.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+
+from simulator import End, Program, Run, SimPeer
+
+from pccl.protocol import master as master_core
+from pccl.protocol import messages as m
+from pccl.protocol import peer as peer_core
+from pccl.protocol.rounds import OpenRounds
+
+CONNECTIONS = 3
+WAIT_MAX = 15  # steps before one blow
+MIMIC = 0xC1  # never used by MessagePack
+MIMICRIES = 10
+RESTART = bytes((MIMIC, 0xFF))  # no stranger's doing: the master is killed and comes back
+_BLOW = struct.Struct(">BBH")  # connection, steps to wait, bytes
+
+
+@dataclass(frozen=True)
+class Blow:
+    """Some bytes on a connection; none: the stranger hangs up, and dials again for its next one."""
+
+    conn: int
+    wait: int
+    data: bytes
+
+
+Script = list[Blow]
+
+
+def pack(script: Script) -> bytes:
+    """A script as bytes."""
+    return b"".join(_BLOW.pack(b.conn, b.wait, len(b.data)) + b.data for b in script)
+
+
+def unpack(data: bytes) -> Script:
+    """A script from any bytes: what is too large wraps, what is cut off is short."""
+    script, at = [], 0
+    while at + _BLOW.size <= len(data):
+        conn, wait, size = _BLOW.unpack_from(data, at)
+        at += _BLOW.size
+        script.append(Blow(conn % CONNECTIONS, wait % (WAIT_MAX + 1), data[at : at + size]))
+        at += size
+    return script
+
+
+# ---- what strangers say ----
+
+
+def number(draw: random.Random) -> int:
+    """Often one that is in use just now, sometimes one at the edge of what can be written."""
+    return draw.choice([0, 1, 2, 3, 4, draw.randint(1, 30), (1 << 32) + 1, (1 << 64) - 1])
+
+
+def text(draw: random.Random, limit: int) -> str:
+    return draw.choice(["", "x", "10.0.0.9", "\x1b[2J\n", "\U0010ffff" * limit, "y" * limit])
+
+
+def info(draw: random.Random) -> m.PeerInfo:
+    return m.PeerInfo(number(draw), group(draw), text(draw, 256), 1, "", text(draw, 256))
+
+
+def group(draw: random.Random) -> int:
+    return draw.choice([0, 0, 0, 1, (1 << 32) - 1])
+
+
+def work(draw: random.Random) -> m.Work:
+    if draw.random() < 0.7:
+        return m.Work("all_reduce", 0, 10, 1000)  # what the honest peers do
+    return m.Work(text(draw, 256), draw.randint(0, 65535), draw.randint(0, 65535), number(draw))
+
+
+def offer(draw: random.Random) -> m.Offer:
+    entry = m.Entry("x", 10, 4, False, draw.choice([b"init 0", b"init 1", b"bad", b"\xff" * 32]))
+    other = m.Entry(text(draw, 256), draw.randint(0, 65535), number(draw), True, b"")
+    entries = draw.choice([(entry,), (entry,), (entry,), (), (other,), (entry, other)])
+    return m.Offer(draw.choice([0, 1, 2, 3, 4, number(draw)]), draw.choice([0, 0, 1, 9]), entries)
+
+
+def resume(draw: random.Random) -> m.Resume:
+    done = m.Done(*(number(draw) for _ in range(2)))
+    open_ = tuple(
+        m.Open(number(draw), (number(draw), number(draw)), draw.choice([None, True, False]))
+        for _ in range(draw.randint(0, 2))
+    )
+    return m.Resume(
+        protocol=m.PROTOCOL_VERSION,
+        version=text(draw, 256),
+        arithmetic=draw.choice([b"", b"?"]),
+        run=number(draw),
+        info=info(draw),
+        accepted=draw.random() < 0.5,
+        known=tuple(info(draw) for _ in range(draw.randint(0, 2))),
+        epoch=draw.randint(0, 4),
+        last_seq=number(draw),
+        done=done,
+        open=open_,
+        finished=((number(draw), True),) * draw.randint(0, 1),
+    )
+
+
+def hello(draw: random.Random) -> m.Hello:
+    if draw.random() < 0.6:
+        return m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "h", b"")
+    protocol = draw.choice([m.PROTOCOL_VERSION, 0, (1 << 32) - 1])
+    host, ipc, machine = (text(draw, 256) for _ in range(3))
+    arithmetic = draw.choice([b"", b"", b"?" * 32])
+    return m.Hello(protocol, text(draw, 256), group(draw), host, 65535, ipc, machine, arithmetic)
+
+
+MESSAGES: list[tuple[int, Callable[[random.Random], m.PeerMessage]]] = [  # with their weights
+    (4, hello),
+    (4, lambda draw: m.TopologyVote(number(draw))),
+    (4, lambda draw: m.PendingVote(number(draw))),
+    (6, lambda draw: m.StartVote(number(draw), draw.choice([0, 0, number(draw)]), work(draw))),
+    (8, lambda draw: m.FinishVote(number(draw), draw.random() < 0.7, text(draw, 4096))),
+    (6, lambda draw: m.SyncVote(number(draw), offer(draw))),
+    (4, lambda draw: m.FetchedVote(number(draw), draw.random() < 0.5, text(draw, 4096))),
+    (1, lambda draw: m.Leave()),
+    (4, lambda draw: m.Withdraw(number(draw), number(draw))),
+    (1, resume),
+]
+
+
+def garbage(draw: random.Random) -> bytes:
+    """Bytes that are hardly a message: random, cut off, or with one byte changed."""
+    data = bytearray(m.encode(message(draw)))
+    kind = draw.randint(0, 3)
+    if kind == 0:
+        return draw.randbytes(draw.randint(1, 40))
+    if kind == 1:
+        return bytes(data[: draw.randint(1, len(data))])
+    if kind == 2:
+        return b"\xdd\xff\xff\xff\xff" + bytes(data)  # an array of four thousand million elements
+    data[draw.randrange(len(data))] = draw.randint(0, 255)
+    return bytes(data)
+
+
+def message(draw: random.Random) -> m.PeerMessage:
+    """Any message that can be written."""
+    weights, makers = zip(*MESSAGES, strict=True)
+    return draw.choices(makers, weights)[0](draw)
+
+
+def draw_script(draw: random.Random, blows: int = 30) -> Script:
+    """A script: strangers that mostly say hello first, then anything, then the same again."""
+    script: Script = []
+    greeted: set[int] = set()
+    for _ in range(blows):
+        conn, wait = draw.randrange(CONNECTIONS), draw.randint(0, WAIT_MAX)
+        kind = draw.random()
+        if conn not in greeted and kind < 0.9:
+            greeted.add(conn)
+            data = m.encode(hello(draw))
+        elif kind < 0.05:
+            greeted.discard(conn)
+            data = b""
+        elif kind < 0.1:
+            data = garbage(draw)
+        elif kind < 0.2 and script:
+            data = draw.choice(script).data  # a replay
+        elif kind < 0.22:
+            data = RESTART
+        elif kind < 0.7:
+            data = bytes((MIMIC, draw.choice([0, 0, 0, draw.randrange(MIMICRIES)])))
+        else:
+            data = m.encode(message(draw))
+        script.append(Blow(conn, wait, data))
+    return script
+
+
+# ---- honest peers among them ----
+
+
+def insist(
+    peer: SimPeer, call: Callable[[], Generator[None, None, End]]
+) -> Generator[None, None, peer_core.Answer]:
+    """Makes a call again and again while others spoil it."""
+    while True:
+        end = yield from call()
+        if isinstance(end, peer_core.Answer):
+            return end
+        assert peer.core.over is None, f"an honest peer was dropped: {end.why}"
+
+
+def survivor(steps: int) -> Program:
+    """A trainer that tries each call until it succeeds, as all others do for the same call."""
+
+    def program(peer: SimPeer) -> Generator[None, None, None]:
+        yield from insist(peer, peer.sync)
+        while peer.content[0] < steps:
+            while peer.core.world.local_size > 1:
+                end = yield from peer.all_reduce()
+                if isinstance(end, peer_core.Answer):
+                    break
+                assert peer.core.over is None, f"an honest peer was dropped: {end.why}"
+            peer.content = (peer.content[0] + 1, peer.content[1])
+            pending = yield from insist(peer, peer.are_peers_pending)
+            if pending.value:
+                yield from insist(peer, peer.update_topology)
+            yield from insist(peer, peer.sync)
+        peer.perform(peer.core.leave("done"))
+
+    return program
+
+
+class Siege(Run):
+    """A run with strangers."""
+
+    def __init__(self, seed: int, script: Script) -> None:
+        super().__init__(seed)
+        self._script = list(reversed(script))
+        self._due = 0  # steps until the next blow
+        self._generation = [0] * CONNECTIONS
+        self._ignored: set[bytes] = set()
+        self._heard: list[m.PeerMessage] = []  # what honest peers said, but who they are
+        self._told: dict[bytes, int] = {}  # the number of what a stranger was last asked to do
+        self._names: dict[int, m.PeerInfo] = {}  # of the strangers, as members
+        self._plan = m.Plan(0, (), (), 0)
+        self.members_max = 0  # strangers that were members at the same time
+
+    def step(self) -> bool:
+        """As ever, with the strangers' part in between; at the end they all hang up."""
+        moved = super().step()
+        self._due -= 1
+        if self._script and (self._due <= 0 or not moved):
+            blow = self._script.pop()
+            self._strike(blow)
+            self._due = self._script[-1].wait if self._script else 0
+            if not self._script:
+                for conn in range(CONNECTIONS):
+                    self._strike(Blow(conn, 0, b""))
+            return True
+        return moved
+
+    def _strike(self, blow: Blow) -> None:
+        conn = b"h%d.%d" % (blow.conn, self._generation[blow.conn])
+        if blow.data == RESTART:
+            self.restart_master(journaled=True)
+            self._generation = [generation + 1 for generation in self._generation]
+        elif not blow.data:
+            self._generation[blow.conn] += 1
+            self._perform(self.master.disconnected(conn, "its connection broke"))
+        elif conn not in self._ignored:
+            self._perform(self._hear(conn, blow.data))
+
+    def _to_master(self, peer: SimPeer) -> None:
+        message = m.decode_from_peer(peer.up[0])
+        if not isinstance(message, m.Hello | m.Resume):
+            self._heard.append(message)
+        super()._to_master(peer)
+
+    def _mimic(self, conn: bytes, which: int) -> m.PeerMessage:
+        """What a member would say now, or would not."""
+        seq = self._told.get(conn, 0)
+        why = "z" * 4096
+        return [
+            self._heard[-1],
+            self._heard[0],
+            m.FinishVote(seq, True),
+            m.FinishVote(seq, True, why),
+            m.FinishVote(seq, False, why),
+            m.FetchedVote(seq, True),
+            m.FetchedVote(seq, False, why),
+            m.Withdraw(getattr(self._heard[-1], "call", 0)),
+            m.Withdraw(0, seq),
+            self._resume(conn, seq),
+        ][which % MIMICRIES]
+
+    def _resume(self, conn: bytes, seq: int) -> m.Resume:
+        """A member of before comes back. It knows enough to, and lies about its own vote only."""
+        plan, me = self._plan, self._names.get(int(conn[1:2]), m.PeerInfo(9, 0, "", 1, "", "h"))
+        open_ = m.Open(seq, tuple(info.peer for info in plan.peers), True)
+        known = (m.PROTOCOL_VERSION, "1", b"", self.run, me, True, plan.peers, plan.epoch, seq)
+        return m.Resume(*known, m.Done(), (open_,), ())
+
+    def _hear(self, conn: bytes, data: bytes) -> list[master_core.Action]:
+        if data[0] == MIMIC and len(data) == 2 and self._heard:
+            data = m.encode(self._mimic(conn, data[-1]))
+        try:
+            message = m.decode_from_peer(data)
+        except m.ProtocolError as error:
+            return self.master.rejected(conn, str(error))
+        if isinstance(message, m.Hello):
+            return self.master.hello(conn, message, "10.0.0.9")
+        if isinstance(message, m.Resume):
+            return self.master.resume(conn, message, "10.0.0.9")
+        return self.master.received(conn, message)
+
+    def _perform(self, actions: list[master_core.Action]) -> None:
+        mine = []
+        for action in actions:
+            conn = getattr(action, "conn", b"")
+            if not conn.startswith(b"h"):
+                late = self.incarnation and getattr(action, "why", "") == master_core.GIVEN_UP
+                dropped = isinstance(action, master_core.Drop) and not late
+                assert not dropped or conn in self.over(), action.why
+                mine.append(action)
+            elif isinstance(action, master_core.Drop):
+                self._ignored.add(conn)
+            elif isinstance(action, master_core.Send):
+                sent = m.decode_from_master(m.encode(action.message))
+                if isinstance(sent, m.Started | m.SyncPlan | m.Interrupt):
+                    self._told[conn] = sent.seq
+                if isinstance(sent, m.Plan):
+                    self._plan = sent
+                    found = [p.info for p in self.master.peers.values() if p.conn == conn]
+                    self._names.update((int(conn[1:2]), info) for info in found)
+                if isinstance(sent, m.Started):  # its engine takes its part, whatever it says
+                    name = -1 - int(conn[1:2])
+                    self.starters.setdefault(sent.seq, set()).add(name)
+        strangers = sum(p.accepted and p.conn[:1] == b"h" for p in self.master.peers.values())
+        self.members_max = max(self.members_max, strangers)
+        super()._perform(mine)
+
+    def over(self) -> set[bytes]:
+        """The honest peers that have left or died."""
+        return {p.conn for p in self.peers if p.core.over is not None or not p.alive}
+
+
+def siege(script: Script, seed: int = 0, honest: int = 2) -> Siege:
+    """Plays a script against `honest` peers, to the end.
+
+    Raises:
+        AssertionError: an honest peer was harmed, or the master remembers what it should forget.
+    """
+    run = Siege(seed, script)
+    for index in range(honest):
+        run.add(survivor(6)).content = (0, f"init {index % 2}")
+    run.finish()
+    left = {name: size for name, size in remembered(run.master).items() if size}
+    assert not left, f"all have left, but the master still has {left}"
+    return run
+
+
+def remembered(master: master_core.Master) -> dict[str, int]:
+    """How much a master has in each of its tables."""
+    return {
+        name: len(table)
+        for name, table in vars(master).items()
+        if isinstance(table, dict | list | set | OpenRounds)
+    }

@@ -1,0 +1,98 @@
+"""A master that is killed and started again, as a real process, in the middle of everything."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from test_failure import Worker, agree
+
+
+class Master:
+    """`python -m pccl.master` at an address that stays the same."""
+
+    def __init__(self, state: Path | None) -> None:
+        self.address = "127.0.0.1:0"
+        self._options = [] if state is None else ["--state", str(state)]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pccl.master", "--listen-address", self.address, *self._options],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().split()[-1]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def team(filling: str) -> Iterator[Callable[[str, int], Worker]]:
+    started: list[Worker] = []
+
+    def start(address: str, slot: int) -> Worker:
+        started.append(Worker(address, slot, 100_003))
+        return started[-1]
+
+    yield start
+    for worker in started:
+        if worker.process.returncode is None:
+            worker.kill()
+
+
+def restart_again_and_again(
+    team: Callable[[str, int], Worker], state: Path | None, times: int, pause_s: float
+) -> None:
+    rng = random.Random(time.time())
+    master = Master(state)
+    try:
+        workers = [team(master.address, slot) for slot in range(3)]
+        for _ in range(times):
+            for worker in workers:
+                worker.wait_for(lambda r: r.get("world") == 3)
+            moment = threading.Event()
+            moment.wait(rng.uniform(0, 0.2))  # the moment of death is what is random here
+            master.kill()
+            moment.wait(rng.uniform(0, pause_s))
+            master.start()
+            for worker in workers:
+                while not worker.news.empty():
+                    worker.wait_for(lambda r: True)
+        for worker in workers:
+            worker.wait_for(lambda r: r.get("world") == 3)
+        joined = team(master.address, 3)
+        for worker in [*workers, joined]:
+            worker.wait_for(lambda r: r.get("world") == 4)
+            worker.kill()
+        agree([*workers, joined])
+    finally:
+        master.kill()
+
+
+@pytest.mark.timeout(120)
+def test_with_a_journal(team: Callable[[str, int], Worker], tmp_path: Path) -> None:
+    restart_again_and_again(team, tmp_path / "master.db", times=3, pause_s=1.0)
+
+
+@pytest.mark.timeout(120)
+def test_without_a_journal(team: Callable[[str, int], Worker]) -> None:
+    restart_again_and_again(team, None, times=2, pause_s=1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_twenty_times(team: Callable[[str, int], Worker], tmp_path: Path) -> None:
+    restart_again_and_again(team, tmp_path / "master.db", times=20, pause_s=5.0)

@@ -1,0 +1,391 @@
+"""CURVE, end to end: who has an allowed key takes part, and nobody else does or disturbs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from cluster import Cluster, in_threads
+from test_engine import AllReduce, Peer
+from zmq.utils.monitor import parse_monitor_message
+
+import pccl
+from pccl.cli.main import main
+from pccl.ext import tables
+from pccl.runtime.curve import new_keys, secure_client
+from pccl.runtime.engine import COMPLETE, STREAM_LOST, Engine, EngineOptions
+from pccl.security import KeyPair
+
+POSIX = pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
+
+
+@pytest.fixture(params=["libzmq", "pyzmq"])
+def filling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("PCCL_ENGINE", request.param)
+    tables.load.cache_clear()
+    yield request.param
+    tables.load.cache_clear()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A run's directory: the master's, with the key that its peers share."""
+    assert main(["keys", str(tmp_path / "keys")]) == 0
+    return tmp_path / "keys"
+
+
+@pytest.fixture
+def foreign(tmp_path: Path, keys: Path) -> Path:
+    """The directory of a peer that knows the master, but that the master does not know."""
+    assert main(["keys", str(tmp_path / "foreign")]) == 0
+    (tmp_path / "foreign" / "master.key").write_bytes((keys / "master.key").read_bytes())
+    return tmp_path / "foreign"
+
+
+@pytest.fixture
+def run(filling: str, keys: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two connected peers of an encrypted run."""
+    monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
+    with Cluster(2) as made:
+        monkeypatch.delenv("PCCL_CURVE_DIR")
+        yield made
+
+
+def reduce(run: Cluster, count: int = 100_000) -> None:
+    def job(index: int, comm: pccl.Communicator) -> None:
+        x = np.full(count, 2.0**index, np.float32)
+        comm.all_reduce(x, x, op=pccl.ReduceOp.SUM)
+        assert (x == 2.0 ** len(run.comms) - 1).all()
+
+    run.each(job)
+
+
+# ---- those who may ----
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_allowed_peers_reduce_and_synchronise(
+    filling: str, keys: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PCCL_TRANSPORT", transport)
+    monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
+
+    def sync(index: int, comm: pccl.Communicator) -> int:
+        x = np.full(500_000, float(index), np.float32)
+        info = comm.sync_shared_state(pccl.SharedState.from_tensors({"x": x}))
+        assert (x == 0).all()
+        return info.rx_bytes
+
+    with Cluster(3) as run:
+        reduce(run)
+        assert run.each(sync) == [0, 2_000_000, 2_000_000]
+        run.join()
+        reduce(run)
+
+
+def test_a_key_for_each_peer_and_one_more_later(tmp_path: Path) -> None:
+    assert main(["keys", str(tmp_path), "--peers", "1"]) == 0
+    with pccl.MasterNode("127.0.0.1:0", security=tmp_path) as master:
+        first = pccl.Communicator(master.address, security=tmp_path / "peer-1")
+        first.connect()
+        assert main(["keys", str(tmp_path), "--peers", "2"]) == 0  # the master reads it when asked
+        second = pccl.Communicator(master.address, security=str(tmp_path / "peer-2"))
+        thread = threading.Thread(target=second.connect)
+        thread.start()
+        while not first.are_peers_pending():
+            pass
+        first.update_topology()
+        thread.join()
+        inputs = [np.ones(1000), np.ones(1000)]
+        infos = in_threads(
+            [
+                lambda c=c, x=x: c.all_reduce(x, x, op=pccl.ReduceOp.SUM)  # type: ignore[misc]
+                for c, x in zip((first, second), inputs, strict=True)
+            ]
+        )
+        assert [info.world_size for info in infos] == [2, 2]
+        first.close()
+        second.close()
+
+
+# ---- those who may not ----
+
+
+def refused(address: str, security: Path | None) -> pccl.PCCLError:
+    comm = pccl.Communicator(address, security=security)
+    with pytest.raises(pccl.PCCLError) as caught:
+        comm.connect(n_attempts=1)
+    return caught.value
+
+
+def test_a_foreign_key_cannot_join(run: Cluster, foreign: Path) -> None:
+    error = refused(run.master.address, foreign)
+    assert error.result is pccl.Result.INVALID_USAGE
+    public = (foreign / "peer.secret").read_text().split()[0]
+    assert f"its list `allowed` does not have this peer's key, {public}" in str(error)
+    assert not any(run.each(lambda _, comm: comm.are_peers_pending()))
+    reduce(run)
+
+
+def test_no_key_at_all_cannot_join(run: Cluster) -> None:
+    error = refused(run.master.address, None)
+    assert error.result is pccl.Result.MASTER_CONNECTION_FAILED
+    assert "the master wants encryption (pass security=, or set PCCL_CURVE_DIR)" in str(error)
+    reduce(run)
+
+
+def test_keys_but_a_master_without(keys: Path) -> None:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        assert "the master does not encrypt" in str(refused(master.address, keys))
+
+
+def test_another_master_s_key(run: Cluster, keys: Path, foreign: Path) -> None:
+    (foreign / "master.key").write_text(new_keys().public)
+    (foreign / "peer.secret").write_bytes((keys / "peer.secret").read_bytes())
+    assert "master.key is not its key" in str(refused(run.master.address, foreign))
+
+
+def test_a_key_that_is_no_longer_allowed(run: Cluster, keys: Path) -> None:
+    (keys / "allowed").write_text("# nobody any more\n\n")
+    assert "does not have this peer's key" in str(refused(run.master.address, keys))
+    reduce(run)  # connections that stand are let be
+    (keys / "allowed").write_text("half a key")
+    assert "does not have this peer's key" in str(refused(run.master.address, keys))
+
+
+# ---- at a peer's port ----
+
+
+@pytest.fixture
+def ring(filling: str) -> Iterator[list[Peer]]:
+    """Two engines with keys of their own, each other's only neighbours."""
+    pairs = [new_keys(), new_keys()]
+    peers = [Peer(options(pair)) for pair in pairs]
+    for peer, other, key in zip(peers, peers[::-1], pairs[::-1], strict=True):
+        to = other.endpoint("tcp")
+        peer.engine.open_stream(1, to, lanes=2, hwm=4, curve_server=key.public)
+    yield peers
+    for peer in peers:
+        peer.engine.close()
+
+
+def options(pair: KeyPair) -> EngineOptions:
+    public, secret = pair.public.encode(), pair.secret.encode()
+    return EngineOptions(
+        heartbeat_ms=0, connect_timeout_ms=5000, curve_public=public, curve_secret=secret
+    )
+
+
+def ask(peer: Peer, verdict: bool | None, connections: int) -> None:
+    """Gives that verdict on so many connections to a peer."""
+    zap, asked = peer.engine.zap, []
+    assert zap is not None
+
+    def decide(key: str) -> bool | None:
+        asked.append(key)
+        return verdict
+
+    zap.answer(decide)
+    while len(asked) < connections:
+        assert zap.socket.poll(10_000)
+        asked.clear()  # the undecided ones are asked about again
+        zap.answer(decide)
+
+
+def test_neighbours_wait_until_they_are_known(ring: list[Peer]) -> None:
+    job = AllReduce(ring, 1, 10_000)
+    for who, peer in enumerate(ring):
+        job.start(who)
+        ask(peer, None, 2)
+    assert not any(peer.engine.events() for peer in ring)
+    for peer in ring:
+        ask(peer, True, 2)
+    for peer in ring:
+        peer.wait(COMPLETE, 1)
+    assert all((recv == job.expected).all() for recv in job.recv)
+
+
+def test_neighbours_that_are_refused_lose_their_stream(ring: list[Peer]) -> None:
+    ask(ring[1], False, 1)
+    assert "handshake failed" in ring[0].wait(STREAM_LOST, 1).text
+
+
+class Stranger:
+    """A PUSH at an engine's port, and what became of its handshake."""
+
+    def __init__(self, endpoint: str, use: Callable[[zmq.Socket[bytes]], None]) -> None:
+        self.context = zmq.Context()
+        self.push = self.context.socket(zmq.PUSH)
+        self.push.set(zmq.LINGER, 0)
+        self.push.set(zmq.RECONNECT_IVL, -1)
+        use(self.push)
+        wanted = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self.monitor = self.push.get_monitor_socket(wanted)
+        self.push.connect(endpoint)
+        self.push.send(b"x" * 64)
+
+    def is_in(self, timeout_s: float = 10.0) -> bool:
+        assert self.monitor.poll(int(timeout_s * 1000)), "nothing became of its handshake"
+        event = parse_monitor_message(self.monitor.recv_multipart())
+        return bool(event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def close(self) -> None:
+        self.push.disable_monitor()
+        self.monitor.close(0)
+        self.push.close()
+        self.context.term()
+
+
+def engine_of(comm: pccl.Communicator) -> Engine:
+    assert comm._client is not None
+    return comm._client._engine
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_strangers_cannot_inject(run: Cluster, keys: Path, transport: str) -> None:
+    engine = engine_of(run.comms[0])
+    endpoint = f"tcp://127.0.0.1:{engine.port}" if transport == "tcp" else f"ipc://{engine.ipc}"
+    server = pccl.Security.from_dir(keys).peer_keys().public
+    strangers = [
+        Stranger(endpoint, lambda push: None),
+        Stranger(endpoint, lambda push: secure_client(push, new_keys(), new_keys().public)),
+        Stranger(endpoint, lambda push: secure_client(push, new_keys(), server)),
+    ]
+    assert not strangers[0].is_in()
+    assert not strangers[1].is_in()
+    assert engine.zap is not None
+    while not engine.zap._waiting:  # the third one waits for a plan that names it
+        reduce(run, 1000)
+    reduce(run)
+    assert not strangers[2].monitor.poll(0)
+    assert engine.dropped == 0
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_what_an_allowed_key_sends_arrives(run: Cluster, keys: Path) -> None:
+    """So the strangers above fail for want of a key, and would be noticed if they did not."""
+    pair = pccl.Security.from_dir(keys).peer_keys()
+    engine = engine_of(run.comms[0])
+    insider = Stranger(
+        f"tcp://127.0.0.1:{engine.port}", lambda push: secure_client(push, pair, pair.public)
+    )
+    assert insider.is_in()
+    while engine.dropped == 0:  # it is no chunk
+        reduce(run, 1000)
+    insider.close()
+
+
+def test_an_engine_without_a_handler_lets_nobody_in(filling: str) -> None:
+    pair = new_keys()
+    peer = Peer(options(pair))
+    assert peer.engine.zap is not None
+    peer.engine.zap.close()
+    stranger = Stranger(peer.endpoint("tcp"), lambda push: secure_client(push, pair, pair.public))
+    assert not stranger.is_in()
+    stranger.close()
+    peer.engine.close()
+
+
+# ---- the wire ----
+
+
+class Relay:
+    """Passes what comes in on to a master, and keeps a copy."""
+
+    def __init__(self, master: str) -> None:
+        host, port = master.split(":")
+        self.target = (host, int(port))
+        self.seen = bytearray()
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.thread = threading.Thread(target=self.run)
+        self.thread.start()
+
+    def run(self) -> None:
+        for _ in range(2):  # connect() tries the port before it uses it
+            near, _ = self.listener.accept()
+            far = socket.create_connection(self.target)
+            with near, far:
+                in_threads([lambda: self.pump(near, far), lambda: self.pump(far, near)])  # noqa: B023
+        self.listener.close()
+
+    def pump(self, source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(ConnectionError):  # either side may close at any time
+            while data := source.recv(65536):
+                self.seen += data
+                target.sendall(data)
+        with contextlib.suppress(OSError):  # closed already
+            target.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("encrypted", [True, False])
+def test_what_a_peer_says_cannot_be_read(keys: Path, encrypted: bool) -> None:
+    security = keys if encrypted else None
+    with pccl.MasterNode("127.0.0.1:0", security=security) as master:
+        relay = Relay(master.address)
+        with pccl.Communicator(relay.address, security=security) as comm:
+            comm.update_topology()
+        relay.thread.join()
+    hello = pccl.__version__.encode()
+    assert len(relay.seen) > 200
+    assert (hello in relay.seen) is not encrypted
+
+
+# ---- files ----
+
+
+@POSIX
+@pytest.mark.parametrize("name", ["master.secret", "peer.secret"])
+def test_secrets_that_others_can_read_are_refused(keys: Path, name: str) -> None:
+    assert stat.S_IMODE((keys / name).stat().st_mode) == 0o600
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o700
+    (keys / name).chmod(0o640)
+    security = pccl.Security.from_dir(keys)
+    read = security.master_keys if name == "master.secret" else security.peer_keys
+    with pytest.raises(pccl.PCCLError, match=r"other users can read .* \(mode 0640\): chmod 600"):
+        read()
+
+
+@POSIX
+def test_unsafe_keys_stop_master_and_peer(keys: Path) -> None:
+    with pccl.MasterNode("127.0.0.1:0", security=keys) as master:
+        (keys / "peer.secret").chmod(0o644)
+        with pytest.raises(pccl.PCCLError, match="INVALID_USAGE: other users can read"):
+            pccl.Communicator(master.address, security=keys).connect()
+    (keys / "master.secret").chmod(0o644)
+    with pytest.raises(pccl.PCCLError, match="INVALID_USAGE: other users can read"):
+        pccl.MasterNode("127.0.0.1:0", security=keys).run()
+
+
+def test_files_that_hold_no_keys_are_named_and_not_quoted(keys: Path) -> None:
+    (keys / "peer.secret").write_text("half-a-secret")
+    with pytest.raises(pccl.PCCLError, match=r"peer\.secret does not hold a key pair") as caught:
+        pccl.Security.from_dir(keys).peer_keys()
+    assert "half-a-secret" not in str(caught.value)
+    (keys / "allowed").unlink()
+    with pytest.raises(pccl.PCCLError, match=r"cannot read .*allowed"):
+        pccl.MasterNode("127.0.0.1:0", security=keys).run()
+    with pytest.raises(pccl.PCCLError, match="is no directory"):
+        pccl.Security.from_dir(keys / "allowed")
+
+
+def test_keys_are_not_shown(keys: Path) -> None:
+    pair = pccl.Security.from_dir(keys).peer_keys()
+    assert pair.secret not in repr(pair)
+    assert pair.secret not in repr(options(pair))
+
+
+def test_keys_that_exist_are_kept(keys: Path) -> None:
+    before = {path.name: path.read_bytes() for path in keys.iterdir()}
+    assert main(["keys", str(keys)]) == 0
+    assert {path.name: path.read_bytes() for path in keys.iterdir()} == before
+    assert before.keys() == {"master.secret", "master.key", "allowed", "peer.secret"}
