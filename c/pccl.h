@@ -295,7 +295,7 @@ typedef struct pccl_options {
     uint32_t connect_timeout_ms;     /* until a stream's first lane stands */
     uint32_t copy_max;               /* bytes; payloads up to this size are copied */
     uint32_t fetch_window;           /* requests under way to one holder */
-    char curve_public[48];           /* our CURVE keys, zero-terminated; both empty: no encryption */
+    char curve_public[48];           /* CURVE keys, zero-terminated; empty: no encryption */
     char curve_secret[48];
 } pccl_options;
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from pccl.protocol.messages import Entry, Offer
 
@@ -40,13 +41,19 @@ class Rejection(Exception):
     """No synchronisation is possible: the caller tells everyone `str(error)`; nobody is dropped."""
 
 
-def elect(offers: Mapping[int, Offer], last: int | None, joined: frozenset[int]) -> Decision:
+def elect(
+    offers: Mapping[int, Offer],
+    last: int | None,
+    joined: frozenset[int],
+    failures: Mapping[int, int] = MappingProxyType({}),
+) -> Decision:
     """Decides a synchronisation.
 
     Args:
         offers: what each member offers, in the order in which they were accepted.
         last: the group's revision, None before the first synchronisation.
         joined: the members that have not taken part in a synchronisation yet.
+        failures: how many transfers that did not succeed a member had a part in.
 
     Raises:
         Rejection: the revisions offered break the rules.
@@ -88,7 +95,8 @@ def elect(offers: Mapping[int, Offer], last: int | None, joined: frozenset[int])
                         for i, d in zip(wanted, digests, strict=True)
                     )
                 ]
-                holder = able[len(transfers) % len(able)]  # receivers take turns over the holders
+                turn = len(transfers) % len(able)  # receivers take turns over the holders
+                holder = min(able[turn:] + able[:turn], key=lambda h: failures.get(h, 0))
                 transfers[peer] = Transfer(wanted, digests, (holder,))
     return Decision(revision, transfers, kicks)
 

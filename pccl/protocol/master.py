@@ -30,16 +30,24 @@ that peer and nobody else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from pccl.protocol import messages as m
-from pccl.protocol.election import Decision, Rejection, elect
-from pccl.protocol.recovery import INCARNATION_SHIFT, Before, Unresolved, outdated, reconstruct
+from pccl.protocol.election import Decision, Rejection, Transfer, elect
+from pccl.protocol.recovery import (
+    INCARNATION_SHIFT,
+    Before,
+    Unresolved,
+    outdated,
+    plausible,
+    reconstruct,
+)
 from pccl.protocol.ring import plan_rings
-from pccl.protocol.rounds import Kind, Round, RoundId, Vote, exclude_each_other
+from pccl.protocol.rounds import Kind, OpenRounds, Round, RoundId, Vote
 from pccl.types import Result
 
 # What a withdrawn call fails with: nothing happened, and it can be made again.
@@ -54,7 +62,13 @@ RECOVERY_S = (
 )
 UNJOURNALED_RECOVERY_S = 1.0  # without a journal nobody knows the other groups: they may be slower
 GIVEN_UP = "it was given up as lost, or did not come back in time: connect again"
-SYNC_ATTEMPTS_MAX = 3  # failed fetches of one receiver in one synchronisation before it is kicked
+SYNC_ATTEMPTS_MAX = 3  # failed fetches in one synchronisation that a peer may have a part in
+OPEN_MAX = 4096  # rounds and collectives in which one peer stands at the same time
+BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
+WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096
+NAMES_MAX = 8  # peers listed by name in such a text
+HOST = re.compile(r"[A-Za-z0-9._:%-]{1,200}")  # a name or an address: it becomes an endpoint
+IPC_MAX = 100  # characters of a socket's path
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +121,13 @@ class Journal:
     accepted: frozenset[int]
 
 
+def plain(text: str) -> str:
+    """A text that may quote peers, fit for a log, a terminal and a message."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= WHY_MAX else text[:WHY_MAX] + " ..."
+
+
 @dataclass(slots=True)
 class Recovery:
     """Between a restart and the end of waiting for the peers of before."""
@@ -116,6 +137,7 @@ class Recovery:
     resumes: dict[int, m.Resume] = field(default_factory=dict)
     conns: dict[int, bytes] = field(default_factory=dict)
     backlog: list[Callable[[], list[Action]]] = field(default_factory=list)
+    said: dict[bytes, int] = field(default_factory=dict)  # by each connection, in the backlog
     began_s: float | None = None
 
 
@@ -126,6 +148,7 @@ class Peer:
     conn: bytes
     info: m.PeerInfo
     accepted: bool = False
+    running: int = 0  # collectives it has started and whose outcome is not known
 
 
 @dataclass(slots=True)
@@ -148,7 +171,8 @@ class Sync:
     seq: int = 0
     revision: int = 0
     fetching: set[int] = field(default_factory=set)
-    failures: dict[int, int] = field(default_factory=dict)
+    transfers: Mapping[int, Transfer] = field(default_factory=dict)
+    failures: dict[int, int] = field(default_factory=dict)  # of fetches, by who had a part in them
 
 
 @dataclass(slots=True)
@@ -178,18 +202,18 @@ class Master:
         self.run = run if journal is None else journal.run
         self._straggler_s = straggler_s
         self._waiting_since: dict[object, float] = {}  # round or seq -> when others began to wait
-        self.peers: dict[
-            int, Peer
-        ] = {}  # in the order of registration, accepted ones before pending ones
+        self.peers: dict[int, Peer] = {}  # in the order of registration: accepted ones come first
+        self._accepted_in: dict[int | None, dict[int, None]] = {}  # by group; None: all, in order
         self._by_conn: dict[bytes, int] = {}
         self._groups: dict[int, Group] = {}
-        self._rounds: dict[RoundId, Round[object]] = {}
+        self._rounds = OpenRounds()
         self._running: dict[int, Running] = {}
         self._doomed: dict[int, tuple[frozenset[RoundId], Result, str]] = {}
         self._arithmetic = b""
         self._topology_rounds = 0
         self._pending_rounds = 0
         self._were_pending = False
+        self._epoch = 0  # the latest one of any group
         self._next_peer = 1 if journal is None else journal.next_peer
         incarnation = 0 if journal is None else journal.incarnation
         self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
@@ -202,26 +226,23 @@ class Master:
 
     def hello(self, conn: bytes, hello: m.Hello, host: str) -> list[Action]:
         """A peer's first message, from a connection whose other end is seen as `host`."""
-        if self._recovery is not None:
-            self._recovery.backlog.append(lambda: self.hello(conn, hello, host))
+        if self._postponed(conn, lambda: self.hello(conn, hello, host)):
             return self._take()
         if conn in self._by_conn:
             self._remove(self._by_conn[conn], "it said hello twice", Result.INTERNAL_ERROR)
             return self._take()
-        why = self._refusal(hello.protocol, hello.version, hello.arithmetic)
-        if why:
-            self._out.append(Send(conn, m.Refused(Result.INVALID_USAGE.value, why)))
-            self._out.append(Drop(conn, why))
-            return self._take()
         address = (hello.host or host, hello.port, hello.ipc, hello.machine, hello.curve)
         info = m.PeerInfo(0, hello.group, *address)
-        self._register(conn, info, hello.arithmetic)
+        why = self._refusal(hello.protocol, hello.version, hello.arithmetic, info)
+        if why:
+            self._refuse(conn, why, Result.INVALID_USAGE)
+        else:
+            self._register(conn, info, hello.arithmetic)
         return self._take()
 
     def received(self, conn: bytes, message: m.PeerMessage) -> list[Action]:
         """Any later message of a peer."""
-        if self._recovery is not None:
-            self._recovery.backlog.append(lambda: self.received(conn, message))
+        if self._postponed(conn, lambda: self.received(conn, message)):
             return self._take()
         number = self._by_conn.get(conn)
         if number is None:
@@ -252,13 +273,27 @@ class Master:
 
     def rejected(self, conn: bytes, why: str) -> list[Action]:
         """A connection sent bytes that are no message."""
-        if self._recovery is not None:
-            self._recovery.backlog.append(lambda: self.rejected(conn, why))
+        if self._postponed(conn, lambda: self.rejected(conn, why)):
             return self._take()
         if conn in self._by_conn:
             self._remove(self._by_conn[conn], why, Result.INTERNAL_ERROR)
-        self._out.append(Drop(conn, why))
+        else:
+            self._out.append(Drop(conn, why))
         return self._take()
+
+    def _postponed(self, conn: bytes, event: Callable[[], list[Action]]) -> bool:
+        """Keeps what a connection says during a recovery for later, within limits."""
+        recovery = self._recovery
+        if recovery is None:
+            return False
+        said = recovery.said[conn] = recovery.said.get(conn, 0) + 1
+        if said <= BACKLOG_MAX:
+            recovery.backlog.append(event)
+        elif said == BACKLOG_MAX + 1:
+            why = "it said too much while the master waited for the peers of before"
+            self._out.append(Drop(conn, why))
+            recovery.backlog.append(lambda: self.rejected(conn, why))
+        return True
 
     def knows(self, conn: bytes) -> bool:
         """Whether the connection is that of a peer of the run."""
@@ -274,12 +309,17 @@ class Master:
     def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Action]:
         """A peer of before is back, on a connection whose other end is seen as `host`."""
         number = resume.info.peer
-        why = self._refusal(resume.protocol, resume.version, resume.arithmetic)
-        if self._recovery is None and not self.peers and self._next_peer == 1:
+        if conn in self._by_conn:
+            self._remove(self._by_conn[conn], "it came back twice", Result.INTERNAL_ERROR)
+            return self._take()
+        info = msgspec.structs.replace(resume.info, host=resume.info.host or host)
+        why = self._refusal(resume.protocol, resume.version, resume.arithmetic, info)
+        if not plausible(resume):
+            why = "it comes back with impossible numbers"
+        if not why and self._recovery is None and not self.peers and self._next_peer == 1:
             self.run = resume.run
             self._recovery = Recovery(set(), journaled=False)
             self._note("a run comes back that this master does not know: its peers will tell")
-        info = msgspec.structs.replace(resume.info, host=resume.info.host or host)
         recovery = self._recovery
         if recovery is None and not resume.accepted and not why:
             self._register(conn, info, resume.arithmetic)  # it was pending: nothing is lost
@@ -289,6 +329,7 @@ class Master:
         elif (
             recovery is None
             or number in recovery.resumes
+            or conn in recovery.conns.values()
             or (recovery.journaled and resume.known and number not in recovery.expected)
         ):
             why = why or GIVEN_UP
@@ -306,8 +347,11 @@ class Master:
             self._recover()
         return self._take()
 
-    def _refuse(self, conn: bytes, why: str) -> None:
-        self._out.append(Send(conn, m.Refused(Result.MASTER_CONNECTION_FAILED.value, why)))
+    def _refuse(
+        self, conn: bytes, why: str, result: Result = Result.MASTER_CONNECTION_FAILED
+    ) -> None:
+        why = plain(why)
+        self._out.append(Send(conn, m.Refused(result.value, why)))
         self._out.append(Drop(conn, why))
 
     def _recover(self) -> None:
@@ -336,6 +380,7 @@ class Master:
             self.peers[number] = Peer(conns[number], info, number in before.accepted)
             self._by_conn[conns[number]] = number
             if number in before.accepted:
+                self._count_in(number, info.group)
                 self._out.append(Remember(info))
         self._next_peer = max(self._next_peer, before.next_peer)
         incarnation = max(self._next_seq >> INCARNATION_SHIFT, before.incarnation + 1)
@@ -355,6 +400,7 @@ class Master:
             self._send(number, m.Admitted(self._done(before.accepted[number].group)))
         for seq in sorted(before.collectives):
             self._resolve(seq, before.collectives[seq])
+        self._epoch = max(self._epoch, *(group.epoch for group in self._groups.values()))
         for number in self.peers:
             group_number = self.peers[number].info.group
             self._send(number, m.Resumed(self._done(group_number)))
@@ -366,11 +412,11 @@ class Master:
                 self._send(number, m.Finished(seq, was.outcome, "" if was.outcome else why))
             return
         running = Running(seq, was.group, was.members, f"collective {seq}", was.votes)
-        self._running[seq] = running
+        self._run(running)
         self._interrupt([running], why)
 
     def _done(self, group_number: int) -> m.Done:
-        group = self._groups.setdefault(group_number, Group())
+        group = self._groups.get(group_number, Group())  # of a pending peer there may be none
         return m.Done(
             self._topology_rounds,
             self._pending_rounds,
@@ -391,20 +437,26 @@ class Master:
         self._arithmetic = arithmetic
         self._send(number, m.Welcome(number, self.run))
         self._note(f"{info} of group {info.group} registered")
-        if not self._accepted():
+        if not self._size():
             self._admit()
 
     def _accepted(self, group: int | None = None) -> list[int]:
-        return [
-            number
-            for number, peer in self.peers.items()
-            if peer.accepted and (group is None or peer.info.group == group)
-        ]
+        return list(self._accepted_in.get(group, ()))
 
-    def _members(self, round_id: RoundId) -> list[int]:
-        return self._accepted(round_id.group)
+    def _size(self, group: int | None = None) -> int:
+        return len(self._accepted_in.get(group, ()))
 
-    def _refusal(self, protocol: int, version: str, arithmetic: bytes) -> str:
+    def _count_in(self, number: int, group: int) -> None:
+        for scope in (group, None):
+            self._accepted_in.setdefault(scope, {})[number] = None
+
+    def _count_out(self, number: int, group: int) -> None:
+        for scope in (group, None):
+            del self._accepted_in[scope][number]
+            if not self._accepted_in[scope]:
+                del self._accepted_in[scope]
+
+    def _refusal(self, protocol: int, version: str, arithmetic: bytes, info: m.PeerInfo) -> str:
         if protocol != m.PROTOCOL_VERSION:
             return (
                 f"this peer (pccl {version}) speaks protocol version {protocol}, "
@@ -416,6 +468,10 @@ class Master:
                 "self-test gave other bits), so results could not be bit-identical: rebuild pccl, "
                 "compare `pccl doctor`"
             )
+        if not HOST.fullmatch(info.host):
+            return f"it asks to be reached at {info.host!r}, which is no host (PCCL_ADVERTISE)"
+        if len(info.ipc) > IPC_MAX or not (info.ipc + info.machine).isprintable():
+            return f"it listens at {info.ipc!r} on machine {info.machine!r}, which cannot be"
         return ""
 
     def _admit(self) -> None:
@@ -425,6 +481,7 @@ class Master:
             return
         for number in fresh:
             self.peers[number].accepted = True
+            self._count_in(number, self.peers[number].info.group)
         for group in {self.peers[number].info.group: None for number in fresh}:
             self._new_epoch(group)
         self._publish_world()
@@ -435,6 +492,7 @@ class Master:
 
     def _remove(self, number: int, why: str, kick: Result | None = None) -> None:
         """A peer leaves the run; with `kick` it is told so."""
+        why = plain(why)
         if kick is not None:
             self._send(number, m.Kicked(kick.value, why))
         peer = self.peers.pop(number)
@@ -442,18 +500,21 @@ class Master:
         self._doomed.pop(number, None)
         self._out.append(Drop(peer.conn, why))
         title = f"{peer.info}: {why}"
-        self._note(f"{title}; {len(self._accepted())} peers remain")
+        if peer.accepted:
+            self._count_out(number, peer.info.group)
+        self._note(f"{title}; {self._size()} peers remain")
         if not peer.accepted:
             return
         self._out.append(Forget(number))
         self._publish_world()
+        for round_ in list(self._rounds.of(number).values()):
+            self._rounds.take_back(number, round_)
         self._leave_group(number, peer.info.group, title)
-        for round_ in list(self._rounds.values()):
-            if round_.id.group in (None, peer.info.group):
-                round_.votes.pop(number, None)
+        for round_ in self._rounds:
+            if round_.id.group in (None, peer.info.group) and round_ in self._rounds:
                 round_.lost.append(title)
                 self._evaluate(round_)
-        if not self._accepted():
+        if not self._size():
             self._admit()
 
     def _leave_group(self, number: int, group_number: int, title: str) -> None:
@@ -469,25 +530,27 @@ class Master:
         self._interrupt(self._of_group(group_number), f"lost {title}")
         if group.sync is not None and group.sync.members.pop(number, None) is not None:
             self._elect(group_number, group.sync)
+        if not self._size(group_number):
+            self._groups.pop(group_number, None)
 
     def _new_epoch(self, group_number: int) -> None:
         """New streams for a group: its membership changed, or a collective failed."""
         group = self._groups.setdefault(group_number, Group())
-        group.epoch += 1
+        self._epoch += 1
+        group.epoch = self._epoch
         peers = tuple(self.peers[number].info for number in self._accepted(group_number))
         plan = m.Plan(group.epoch, peers, plan_rings(peers), self._topology_rounds)
         for peer in peers:
             self._send(peer.peer, plan)
 
     def _publish_world(self) -> None:
-        sizes: dict[int, int] = {}
-        for number in self._accepted():
-            group = self.peers[number].info.group
-            sizes[group] = sizes.get(group, 0) + 1
-        total, largest = sum(sizes.values()), max(sizes.values(), default=0)
-        for number in self._accepted():
-            size = sizes[self.peers[number].info.group]
-            self._send(number, m.Membership(m.World(total, size, len(sizes), largest)))
+        groups = [group for group in self._accepted_in if group is not None]
+        largest = max(map(self._size, groups), default=0)
+        for group in groups:
+            world = m.World(self._size(), self._size(group), len(groups), largest)
+            message = m.Membership(world)
+            for number in self._accepted_in[group]:
+                self._send(number, message)
 
     # ---- rounds ----
 
@@ -500,7 +563,7 @@ class Master:
                 self._enter(number, RoundId(Kind.PENDING, None), call, None)
             case m.StartVote(call, tag, work):
                 self._enter(number, RoundId(Kind.START, group, tag), call, work)
-            case m.SyncVote(call, offer):
+            case m.SyncVote(call, offer) if not self._synchronises(number):
                 self._enter(number, RoundId(Kind.SYNC, group), call, offer)
             case m.FinishVote(seq, ok, why):
                 self._finish(number, seq, ok, why)
@@ -509,21 +572,25 @@ class Master:
             case m.Withdraw(call, seq):
                 self._withdraw(number, call, seq)
             case _:
-                self._remove(number, f"it sent a {type(message).__name__}", Result.INTERNAL_ERROR)
+                why = f"it sent a {type(message).__name__} out of turn"
+                self._remove(number, why, Result.INTERNAL_ERROR)
 
     def _enter(self, number: int, round_id: RoundId, call: int, payload: object) -> None:
         doom = self._doomed.get(number)
         if doom is not None and round_id in doom[0]:
             del self._doomed[number]
-            self._send(number, m.CallError(call, doom[1].value, doom[2], m.Cause.MISMATCH))
+            self._fail(number, call, doom[1], doom[2], m.Cause.MISMATCH)
             return
-        round_ = self._rounds.setdefault(round_id, Round(round_id))
-        if number in round_.votes:
-            self._remove(
-                number, f"it entered {round_.describe(number)} twice", Result.INVALID_USAGE
-            )
+        stands_in = self._rounds.of(number)
+        if round_id in stands_in:
+            why = f"it entered {stands_in[round_id].describe(number)} twice"
+            self._remove(number, why, Result.INVALID_USAGE)
             return
-        round_.votes[number] = Vote(call, payload)
+        if len(stands_in) + self.peers[number].running >= OPEN_MAX:
+            self._fail(number, call, Result.INVALID_USAGE, f"{OPEN_MAX} calls wait already")
+            return
+        group = self.peers[number].info.group
+        round_ = self._rounds.vote(number, group, round_id, Vote(call, payload))
         if not (self._mismatch(round_) or self._conflict(number, round_)):
             self._evaluate(round_)
 
@@ -531,7 +598,8 @@ class Master:
         """Fails a start round whose votes ask for different work."""
         if round_.id.kind is not Kind.START:
             return False
-        if len({vote.payload for vote in round_.votes.values()}) == 1:
+        first, mine = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
+        if first.payload == mine.payload:
             return False
         why = "the peers do not ask for the same: " + self._who([round_])
         self._doom([round_], Result.INVALID_ARGUMENT, why)
@@ -539,42 +607,41 @@ class Master:
 
     def _conflict(self, number: int, mine: Round[object]) -> bool:
         """Fails two rounds that wait for each other's voters, which can then never meet."""
-        members = set(self._members(mine.id))
-        for other in self._rounds.values():
-            if other is mine or not exclude_each_other(mine.id.kind, other.id.kind):
-                continue
-            if number in self._members(other.id) and members & set(other.votes) - {number}:
-                why = "the peers stand in calls that can never meet: " + self._who([mine, other])
-                self._doom([mine, other], Result.INVALID_USAGE, why)
-                return True
-        return False
+        other = self._rounds.in_the_way(number, mine)
+        if other is None:
+            return False
+        why = "the peers stand in calls that can never meet: " + self._who([mine, other])
+        self._doom([mine, other], Result.INVALID_USAGE, why)
+        return True
 
     def _who(self, rounds: Iterable[Round[object]]) -> str:
-        return "; ".join(
-            f"{self.peers[number].info} called {round_.describe(number)}"
-            for round_ in rounds
-            for number in round_.votes
-        )
+        """Who called what: of each round who came first, and who came last."""
+        calls = []
+        for round_ in rounds:
+            voters = list(round_.votes)
+            named = voters if len(voters) <= NAMES_MAX else [*voters[: NAMES_MAX - 1], voters[-1]]
+            calls += [f"{self.peers[n].info} called {round_.describe(n)}" for n in named]
+            if len(voters) > len(named):
+                calls.append(f"so did {len(voters) - len(named)} more")
+        return "; ".join(calls)
 
     def _doom(self, rounds: list[Round[object]], result: Result, why: str) -> None:
         """Ends rounds with an error: for all voters now, for other members when they come."""
+        why = plain(why)
         self._note(why)
         ids = frozenset(round_.id for round_ in rounds)
         voters = {number for round_ in rounds for number in round_.votes}
         for round_ in rounds:
-            del self._rounds[round_.id]
+            self._rounds.close(round_)
             for number, vote in round_.votes.items():
-                self._send(number, m.CallError(vote.call, result.value, why, m.Cause.MISMATCH))
-            for number in self._members(round_.id):
+                self._fail(number, vote.call, result, why, m.Cause.MISMATCH)
+            for number in self._accepted(round_.id.group):
                 if number not in voters:
                     self._doomed[number] = (ids, result, why)
 
     def _evaluate(self, round_: Round[object]) -> None:
-        members = self._members(round_.id)
-        if not round_.votes:
-            self._rounds.pop(round_.id, None)
-        elif round_.complete(members):
-            del self._rounds[round_.id]
+        if len(round_.votes) == self._size(round_.id.group):
+            self._rounds.close(round_)
             match round_.id.kind:
                 case Kind.TOPOLOGY:
                     count = self._topology_rounds = self._topology_rounds + 1
@@ -582,7 +649,7 @@ class Master:
                     self._answer(round_, lambda call: m.TopologyResult(call, count))
                 case Kind.PENDING:
                     count = self._pending_rounds = self._pending_rounds + 1
-                    pending = self._were_pending = len(self.peers) > len(members)
+                    pending = self._were_pending = len(self.peers) > self._size()
                     self._answer(round_, lambda call: m.PendingResult(call, pending, count))
                 case Kind.START:
                     self._start(round_)
@@ -609,24 +676,24 @@ class Master:
             self._take_back(number, call)
 
     def _take_back(self, number: int, call: int) -> None:
-        for round_ in list(self._rounds.values()):
-            vote = round_.votes.get(number)
-            if vote is not None and vote.call == call:
-                del round_.votes[number]
-                why = f"waited for {self._names(self._absent(round_, number))}"
-                result = WITHDRAWN[round_.id.kind]
-                self._send(number, m.CallError(call, result.value, why, m.Cause.TIMEOUT))
-                self._evaluate(round_)
+        for round_ in list(self._rounds.of(number).values()):
+            if round_.votes[number].call == call:
+                why = f"waited for {self._names(self._absent(round_))}"
+                self._rounds.take_back(number, round_)
+                self._fail(number, call, WITHDRAWN[round_.id.kind], why, m.Cause.TIMEOUT)
 
-    def _absent(self, round_: Round[object], but: int = 0) -> list[int]:
-        members = self._members(round_.id)
-        return [number for number in members if number not in round_.votes and number != but]
+    def _absent(self, round_: Round[object]) -> list[int]:
+        members = self._accepted(round_.id.group)
+        return [number for number in members if number not in round_.votes]
 
     def _missing_of(self, running: Running) -> str:
         return self._names(sorted(running.members - running.votes.keys()))
 
-    def _names(self, numbers: Iterable[int]) -> str:
-        return ", ".join(str(self.peers[number].info) for number in numbers) or "nobody"
+    def _names(self, numbers: list[int]) -> str:
+        names = [str(self.peers[number].info) for number in numbers[:NAMES_MAX]]
+        if len(numbers) > NAMES_MAX:
+            names.append(f"{len(numbers) - NAMES_MAX} more")
+        return ", ".join(names) or "nobody"
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: ends a recovery; drops stragglers where there is a limit for them."""
@@ -637,7 +704,7 @@ class Master:
             return []
         waited: set[object] = set()
         stragglers: dict[int, str] = {}
-        for round_ in self._rounds.values():
+        for round_ in self._rounds:
             waited.add(round_.id)
             if now_s - self._waiting_since.setdefault(round_.id, now_s) > self._straggler_s:
                 for number in self._absent(round_):
@@ -675,13 +742,19 @@ class Master:
             len(round_.votes) == 1
         ):  # peers that know they are alone do not vote: it has just happened
             lost = "; ".join(round_.lost) or "the others left before it voted"
-            result, why = Result.RANK_CONNECTION_LOST, f"this peer is alone in its group: {lost}"
-            self._answer(round_, lambda call: m.CallError(call, result.value, why))
+            why = f"this peer is alone in its group: {lost}"
+            for number, vote in round_.votes.items():
+                self._fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
             return
         seq, epoch = self._take_seq(), self._groups[group_number].epoch
         title = round_.describe(next(iter(round_.votes)))
-        self._running[seq] = Running(seq, group_number, set(round_.votes), title)
+        self._run(Running(seq, group_number, set(round_.votes), title))
         self._answer(round_, lambda call: m.Started(call, seq, epoch))
+
+    def _run(self, running: Running) -> None:
+        self._running[running.seq] = running
+        for number in running.members:
+            self.peers[number].running += 1
 
     def _of_group(self, group_number: int) -> list[Running]:
         return [running for running in self._running.values() if running.group == group_number]
@@ -695,7 +768,6 @@ class Master:
             return
         running.votes[number] = ok
         if ok or running.why:
-            running.why = running.why or why
             self._settle(running)
         else:
             self._new_epoch(running.group)
@@ -704,6 +776,7 @@ class Master:
 
     def _interrupt(self, collectives: list[Running], why: str) -> None:
         """Whoever has not voted on these must do so now."""
+        why = plain(why)
         for running in collectives:
             if not running.why:
                 running.why = why
@@ -713,11 +786,13 @@ class Master:
 
     def _settle(self, running: Running) -> None:
         """The one outcome, once all surviving members have voted."""
-        if running.members <= running.votes.keys():
+        if len(running.votes) == len(running.members):  # only members vote
             del self._running[running.seq]
             ok = all(running.votes.values())
+            finished = m.Finished(running.seq, ok, "" if ok else running.why)
             for number in sorted(running.members):
-                self._send(number, m.Finished(running.seq, ok, "" if ok else running.why))
+                self.peers[number].running -= 1
+                self._send(number, finished)
 
     # ---- shared state ----
 
@@ -738,19 +813,21 @@ class Master:
         offers = {number: vote.payload for number, vote in sync.members.items()}
         joined = frozenset(sync.members.keys() - group.holders)
         try:
-            decision = elect(offers, group.revision, joined)
+            decision = elect(offers, group.revision, joined, sync.failures)
         except Rejection as error:
             group.sync = None
             for number, vote in sync.members.items():
-                answer = m.CallError(vote.call, Result.INVALID_ARGUMENT.value, str(error))
-                self._send(number, answer)
+                self._fail(number, vote.call, Result.INVALID_ARGUMENT, str(error))
             return
-        if decision.kicks:  # their removal repeats the election without them
-            number, why = next(iter(decision.kicks.items()))
-            self._remove(number, why, Result.INVALID_ARGUMENT)
+        if decision.kicks:
+            for number in decision.kicks:
+                del sync.members[number]
+            for number, why in decision.kicks.items():
+                self._remove(number, why, Result.INVALID_ARGUMENT)
+            self._elect(group_number, sync)  # among those whose shared state is the same
             return
         sync.revision = decision.revision
-        sync.fetching = set(decision.transfers)
+        sync.transfers, sync.fetching = decision.transfers, set(decision.transfers)
         if sync.fetching or sync.seq:  # a plan that was sent before must be replaced in any case
             sync.seq = self._take_seq()
             self._send_plans(sync, decision)
@@ -787,21 +864,27 @@ class Master:
                 self._end_sync(group, sync)
             return
         self._note(f"{self.peers[number].info} could not fetch the shared state: {why}")
-        failures = sync.failures[number] = sync.failures.get(number, 0) + 1
-        if failures < SYNC_ATTEMPTS_MAX:
-            self._elect(group_number, sync)
+        suspects = (number, *sync.transfers[number].holders)
+        for suspect in suspects:
+            sync.failures[suspect] = sync.failures.get(suspect, 0) + 1
+        guilty = [s for s in suspects if sync.failures[s] >= SYNC_ATTEMPTS_MAX]
+        if guilty:  # of two that only accuse each other, the one that came last
+            why = f"it took part in {SYNC_ATTEMPTS_MAX} failed transfers of shared state: {why}"
+            self._remove(max(guilty), why, Result.RANK_CONNECTION_FAILED)
         else:
-            why = f"it failed to fetch the shared state {failures} times: {why}"
-            self._remove(number, why, Result.RANK_CONNECTION_FAILED)
+            self._elect(group_number, sync)
+
+    def _synchronises(self, number: int) -> bool:
+        sync = self._groups[self.peers[number].info.group].sync
+        return sync is not None and number in sync.members
 
     def _fail_sync(self, group_number: int, why: str) -> None:
         """Gives a synchronisation up for all; nobody's memory has changed."""
         sync = self._groups[group_number].sync
         assert sync is not None
         self._groups[group_number].sync = None
-        result = WITHDRAWN[Kind.SYNC].value
         for number, vote in sync.members.items():
-            self._send(number, m.CallError(vote.call, result, why, m.Cause.TIMEOUT))
+            self._fail(number, vote.call, WITHDRAWN[Kind.SYNC], why, m.Cause.TIMEOUT)
 
     def _end_sync(self, group: Group, sync: Sync) -> None:
         group.sync = None
@@ -817,8 +900,18 @@ class Master:
     def _send(self, number: int, message: m.MasterMessage) -> None:
         self._out.append(Send(self.peers[number].conn, message))
 
+    def _fail(
+        self,
+        number: int,
+        call: int,
+        result: Result,
+        why: str,
+        cause: m.Cause = m.Cause.OTHER,
+    ) -> None:
+        self._send(number, m.CallError(call, result.value, plain(why), cause))
+
     def _note(self, text: str) -> None:
-        self._out.append(Note(text))
+        self._out.append(Note(plain(text)))
 
     def _take_seq(self) -> int:
         self._next_seq += 1

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 from pccl.protocol import messages as m
 
+NUMBER_MAX = 1 << 62  # of peers, collectives and rounds, by far
+EPOCH_MAX = 1 << 31
 INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number
 
 
@@ -58,6 +60,19 @@ class Before:
     incarnation: int
 
 
+def plausible(resume: m.Resume) -> bool:
+    """Whether numbers that grow from these will still fit into messages."""
+    numbers = [
+        resume.last_seq,
+        resume.done.topology,
+        resume.done.pending,
+        resume.done.sync,
+        resume.info.peer,
+        *(info.peer for info in resume.known),
+    ]
+    return max(numbers) < NUMBER_MAX and resume.epoch < EPOCH_MAX
+
+
 def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
     """The run as it was, from what the peers that are back have said."""
     known = {info.peer for resume in resumes.values() for info in resume.known}
@@ -72,7 +87,7 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
         accepted,
         pending,
         _groups(resumes),
-        _collectives(resumes),
+        _collectives({n: r for n, r in resumes.items() if n in accepted}),
         topology=max(resume.done.topology for resume in resumes.values()),
         pendings=asked.pending,
         were_pending=asked.were_pending,
@@ -117,10 +132,13 @@ def _groups(resumes: Mapping[int, m.Resume]) -> dict[int, GroupBefore]:
 def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
     found: dict[int, Unresolved] = {}
     for number, resume in resumes.items():
+        group = resume.info.group
         for open_ in resume.open:
-            group = resume.info.group
             unresolved = found.setdefault(open_.seq, Unresolved(group, set(), set()))
-            unresolved.members |= set(open_.members) & resumes.keys()
+            if number not in open_.members or unresolved.group != group:
+                continue  # that cannot be
+            members = set(open_.members) & resumes.keys()
+            unresolved.members |= {n for n in members if resumes[n].info.group == group}
             unresolved.open.add(number)
             if open_.vote is not None:
                 unresolved.votes[number] = open_.vote

@@ -12,6 +12,8 @@ complete.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, TypeVar
@@ -36,9 +38,11 @@ COMPATIBLE = {
 }
 
 
-def exclude_each_other(a: Kind, b: Kind) -> bool:
-    """Whether a peer that waits in a round of kind `a` cannot come to one of kind `b`."""
-    return frozenset((a, b)) not in COMPATIBLE
+# Of each kind: the other kinds that a peer which waits in such a round cannot come to.
+EXCLUDED = {
+    a: tuple(b for b in Kind if b is not a and frozenset((a, b)) not in COMPATIBLE) for a in Kind
+}
+RUN_WIDE = frozenset((Kind.TOPOLOGY, Kind.PENDING))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +70,102 @@ class Round(Generic[T]):
     votes: dict[int, Vote[T]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
 
-    def complete(self, members: list[int]) -> bool:
-        """Whether all of `members` have voted; a round without votes is not complete."""
-        return bool(self.votes) and all(peer in self.votes for peer in members)
-
     def describe(self, peer: int) -> str:
         """What the peer called, in words."""
         payload = self.votes[peer].payload
         if self.id.kind is Kind.START:
             return f"{payload} with tag {self.id.tag}"
         return f"{self.id.kind.value}()"
+
+
+@dataclass(slots=True)
+class _Voter:
+    """A peer that waits: its group, and in which rounds."""
+
+    group: int
+    rounds: dict[RoundId, Round[object]] = field(default_factory=dict)
+    kinds: Counter[Kind] = field(default_factory=Counter)
+
+
+class OpenRounds:
+    """The rounds in which somebody waits.
+
+    Indexed such that no vote costs more when there are more peers or more rounds: who asks whether
+    somebody stands in the way compares two counters.
+    """
+
+    def __init__(self) -> None:
+        self._rounds: dict[RoundId, Round[object]] = {}
+        self._voters: dict[int, _Voter] = {}
+        # votes of each kind by the peers of a group, and under None by all
+        self._waiting: Counter[tuple[int | None, Kind]] = Counter()
+
+    def __iter__(self) -> Iterator[Round[object]]:
+        return iter(list(self._rounds.values()))
+
+    def __len__(self) -> int:
+        return len(self._rounds)
+
+    def __contains__(self, round_: Round[object]) -> bool:
+        return self._rounds.get(round_.id) is round_
+
+    def of(self, peer: int) -> Mapping[RoundId, Round[object]]:
+        """The rounds in which a peer waits."""
+        return self._voters[peer].rounds if peer in self._voters else {}
+
+    def vote(self, peer: int, group: int, round_id: RoundId, vote: Vote[object]) -> Round[object]:
+        """A peer enters a round, which is opened if need be. It must not be in it already."""
+        round_ = self._rounds.setdefault(round_id, Round(round_id))
+        assert peer not in round_.votes
+        round_.votes[peer] = vote
+        voter = self._voters.setdefault(peer, _Voter(group))
+        voter.rounds[round_id] = round_
+        self._count(voter, round_id.kind, 1)
+        return round_
+
+    def take_back(self, peer: int, round_: Round[object]) -> None:
+        """A peer no longer waits in an open round. A round in which nobody waits is closed."""
+        del round_.votes[peer]
+        self._forget(peer, round_)
+        if not round_.votes:
+            del self._rounds[round_.id]
+
+    def close(self, round_: Round[object]) -> None:
+        """A round ends; it keeps its votes."""
+        del self._rounds[round_.id]
+        for peer in round_.votes:
+            self._forget(peer, round_)
+
+    def in_the_way(self, peer: int, mine: Round[object]) -> Round[object] | None:
+        """An open round with a voter that will never come to `mine`, nor `peer` there.
+
+        `peer` has just entered `mine`.
+        """
+        voter = self._voters[peer]
+        for kind in EXCLUDED[mine.id.kind]:
+            scope = None if mine.id.group is None and kind in RUN_WIDE else voter.group
+            if self._waiting[scope, kind] > voter.kinds[kind]:
+                return next(
+                    other
+                    for other in self._rounds.values()
+                    if other.id.kind is kind and self._others(peer, scope, other)
+                )
+        return None
+
+    def _others(self, peer: int, scope: int | None, round_: Round[object]) -> bool:
+        voters = (self._voters[other].group for other in round_.votes if other != peer)
+        return any(scope is None or group == scope for group in voters)
+
+    def _forget(self, peer: int, round_: Round[object]) -> None:
+        voter = self._voters[peer]
+        del voter.rounds[round_.id]
+        self._count(voter, round_.id.kind, -1)
+        if not voter.rounds:
+            del self._voters[peer]
+
+    def _count(self, voter: _Voter, kind: Kind, change: int) -> None:
+        voter.kinds[kind] += change
+        for scope in (voter.group, None):
+            self._waiting[scope, kind] += change
+            if not self._waiting[scope, kind]:
+                del self._waiting[scope, kind]

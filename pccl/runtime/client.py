@@ -382,6 +382,7 @@ class Client:
                 if self._give_up_at:  # this is a new link, not the first one
                     self._perform(self._core.linked())
             case LinkEvent.BROKEN:
+                self._read_link()  # what came last says why, if the master ended in good order
                 self._break("the connection to the master broke")
             case LinkEvent.NOT_ALLOWED if self._keys is not None:
                 why = f"its list `allowed` does not have this peer's key, {self._keys.public}"

@@ -16,6 +16,11 @@ BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
+# Not -1, with which libzmq throws away what a connection that breaks has brought and nobody has
+# read yet: a master's last words.
+NEVER_MS = 1 << 30
+
+
 class LinkEvent(Enum):
     """What the monitor tells of a connection."""
 
@@ -49,7 +54,7 @@ class Link:
             zmq.LINGER: 1000,  # a Leave should still go out
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
-            zmq.RECONNECT_IVL: -1,  # a broken link is for the core to know of
+            zmq.RECONNECT_IVL: NEVER_MS,  # a broken link is for the core to know of
             zmq.IMMEDIATE: 0,
             zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
             zmq.CONNECT_TIMEOUT: int(config.connect_timeout_s * 1000),

@@ -6,18 +6,22 @@ connection's descriptor is learnt from its first message. The two queues, messag
 events, are not ordered against each other, and descriptors are reused, so:
 
 - the monitor is read before a connection's first message is. A connection was accepted before it
-  could send, hence by
-  then all events of earlier users of its descriptor have been seen;
+  could send, hence by then all events of earlier users of its descriptor have been seen;
 - when a first message arrives on a descriptor that another connection is known by, that other one
   is gone;
 - what a lost connection had sent before is read before it is buried, so that a peer that leaves and
-  closes
-  is seen to leave.
+  closes is seen to leave;
+- what is read of it even later is ignored: it must not be taken for a new connection.
+
+Of a connection that the core has dropped nothing more is heard. It has a moment to read why, then
+it is cut. Nothing that one connection does ends the service for the others: where it makes the core
+fail, that is logged, and that connection is dropped.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import socket
 import threading
@@ -38,9 +42,12 @@ from pccl.security import Security
 
 log = logging.getLogger("pccl")
 
-RECOVERY_TICK_MS = 100
+OFTEN_MS = 100  # where there is something to wait for
 FAREWELL_MS = 200  # for the last messages of a master that ends
 BATCH = 100  # messages read before the dead are buried, however many more wait
+RECEIVED_MAX = 32  # messages of one connection that wait to be read; then TCP holds it back
+UNREAD_MAX = 10_000  # messages that wait for one connection to read them; then it is lost
+GRACE_S = 1.0  # between the end of a connection and the end of all that may still come of it
 
 
 class Server:
@@ -79,13 +86,15 @@ class Server:
         self._fd_of: dict[bytes, int] = {}
         self._conn_of: dict[int, bytes] = {}
         self._lost: list[bytes] = []  # connections that are gone, to be buried
+        self._buried: dict[bytes, float] = {}  # when; what is read of them now is ignored
+        self._dropped: dict[bytes, float] = {}  # when; they are open, but not listened to
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         options = {
             zmq.LINGER: 0,
             zmq.ROUTER_MANDATORY: 1,  # a send to a connection that is gone says so
-            zmq.SNDHWM: 0,
-            zmq.RCVHWM: 1000,
+            zmq.SNDHWM: UNREAD_MAX,
+            zmq.RCVHWM: RECEIVED_MAX,
             zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
             zmq.HEARTBEAT_IVL: config.heartbeat_ms,
             zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
@@ -130,17 +139,17 @@ class Server:
             poller.register(self._zap.socket, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                tick_ms = RECOVERY_TICK_MS if self._core.recovering else self._tick_ms
-                ready = dict(poller.poll(tick_ms))
+                often = self._core.recovering or self._dropped or self._buried
+                ready = dict(poller.poll(OFTEN_MS if often else self._tick_ms))
                 if self._zap is not None and self._zap.socket in ready:
                     self._zap.answer(self._allows)
                 if self._monitor in ready:
                     self._read_monitor()
-                for _ in range(BATCH):
-                    if not self._read_router():
-                        break
-                self._bury()
-                self._perform(self._core.tick(time.monotonic()))
+                drained = not all(self._read_router() for _ in range(BATCH))
+                now_s = time.monotonic()
+                self._bury(now_s, drained)
+                self._cut(now_s)
+                self._perform(self._core.tick(now_s))
         except Exception:
             log.exception("the master failed")
             raise
@@ -193,11 +202,32 @@ class Server:
             if conn is not None:
                 self._lost.append(conn)
 
-    def _bury(self) -> None:
-        lost, self._lost = self._lost, []
-        for conn in lost:
+    def _bury(self, now_s: float, drained: bool) -> None:
+        while self._lost:
+            conn = self._lost.pop(0)
             self._fd_of.pop(conn, None)
+            self._dropped.pop(conn, None)
+            self._buried[conn] = now_s
             self._perform(self._core.disconnected(conn, "its connection broke"))
+        if drained:
+            self._buried = {c: at for c, at in self._buried.items() if now_s - at < GRACE_S}
+
+    def _cut(self, now_s: float) -> None:
+        """Closes connections that were dropped a while ago, as libzmq cannot: by descriptor.
+
+        libzmq says that a connection is gone before it closes its descriptor. So if nothing has
+        been said after the descriptor was duplicated, the duplicate is of that connection.
+        """
+        for conn in [conn for conn, at in self._dropped.items() if now_s - at >= GRACE_S]:
+            self._dropped[conn] = math.inf  # until the monitor says that it is gone
+            fd = self._fd_of[conn]
+            try:
+                with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as twin:
+                    self._read_monitor()
+                    if self._conn_of.get(fd) == conn:
+                        twin.shutdown(socket.SHUT_RDWR)
+            except OSError as error:  # it is closed just now
+                log.debug("master: connection %s: %s", conn.hex(), error)
 
     def _read_router(self) -> bool:
         try:
@@ -205,26 +235,38 @@ class Server:
         except zmq.Again:
             return False
         conn = frames[0].bytes
+        if conn in self._buried or conn in self._dropped:
+            return True
         if conn not in self._fd_of:
             self._read_monitor()
             self._learn(conn, frames[-1].get(zmq.SRCFD))
         try:
+            actions = self._hear(conn, frames)
+        except Exception:
+            log.exception("master: connection %s made the core fail", conn.hex())
+            actions = self._core.rejected(conn, "an internal error of the master; its log has it")
+        self._perform(actions)
+        return True
+
+    def _hear(self, conn: bytes, frames: list[zmq.Frame]) -> list[core.Action]:
+        """What the core makes of a message."""
+        try:
             if len(frames) != 2:
                 raise m.ProtocolError(f"a message of {len(frames) - 1} frames")
+            if conn[0] != 0:
+                raise m.ProtocolError("a name that the connection has given itself")
             message = self._authenticated(m.decode_from_peer(frames[1].buffer), frames[1])
         except m.ProtocolError as error:
-            self._perform(self._core.rejected(conn, f"it sent bytes that are no message: {error}"))
-            return True
+            return self._core.rejected(conn, f"it sent bytes that are no message: {error}")
         host = str(frames[1].get("Peer-Address"))
         if isinstance(message, m.Hello):
-            self._perform(self._core.hello(conn, message, host))
-        elif isinstance(message, m.Resume):
-            self._perform(self._core.resume(conn, message, host))
+            return self._core.hello(conn, message, host)
+        if isinstance(message, m.Resume):
+            actions = self._core.resume(conn, message, host)
             if self._journal is not None:
                 self._journal.adopt(self._core.run)
-        else:
-            self._perform(self._core.received(conn, message))
-        return True
+            return actions
+        return self._core.received(conn, message)
 
     def _learn(self, conn: bytes, fd: int) -> None:
         earlier = self._conn_of.get(fd)
@@ -236,13 +278,14 @@ class Server:
     # ---- actions ----
 
     def _perform(self, actions: list[core.Action]) -> None:
+        last: m.MasterMessage | None = None
+        data = b""
         for action in actions:
             match action:
                 case core.Send(conn, message):
-                    try:
-                        self._router.send_multipart((conn, m.encode(message)), zmq.DONTWAIT)
-                    except zmq.ZMQError as error:  # EHOSTUNREACH: the monitor will say so too
-                        log.debug("master: connection %s: %s", conn.hex(), error)
+                    if message is not last:  # many peers are told the same
+                        last, data = message, m.encode(message)
+                    self._send(conn, data)
                 case core.Remember(info):
                     if self._journal is not None:
                         self._journal.remember(info)
@@ -253,3 +296,15 @@ class Server:
                     log.info("master: %s", text)
                 case core.Drop(conn, why):
                     log.debug("master: connection %s dropped: %s", conn.hex(), why)
+                    if conn in self._fd_of:
+                        self._dropped[conn] = time.monotonic()
+
+    def _send(self, conn: bytes, data: bytes) -> None:
+        try:
+            self._router.send_multipart((conn, data), zmq.DONTWAIT)
+        except zmq.Again:
+            if conn not in self._dropped:
+                log.warning("master: connection %s does not read what it is sent", conn.hex())
+                self._dropped[conn] = 0.0
+        except zmq.ZMQError as error:  # EHOSTUNREACH: the monitor will say so too
+            log.debug("master: connection %s: %s", conn.hex(), error)
