@@ -188,9 +188,12 @@ def draw_script(draw: random.Random, blows: int = 30) -> Script:
 
 
 # What an honest peer can be dropped for on a member's word. Shared state is elected: whoever offers
-# the highest revision decides what it looks like. And where a transfer between two peers fails again
-# and again, nobody can know which of them is to blame: the one that came last has to go.
-OUTVOTED = re.compile("its shared state is not that of peer|it took part in . failed transfers")
+# the highest revision decides what it looks like. Where a transfer between two peers fails again and
+# again, nobody can know which of them is to blame: the one that came last has to go. And who comes
+# into an empty run first decides what the right arithmetic is.
+OUTVOTED = re.compile(
+    "its shared state is not that of|it took part in . failed transfers|this machine's arithmetic"
+)
 
 
 class Outvoted(Exception):
