@@ -18,11 +18,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_FAILURE = """
+import random
 import sys
+import hostile
 import test_simulation
 for seed in range(int(sys.argv[1])):
     try:
         test_simulation.simulate(seed)
+        hostile.siege(hostile.draw_script(random.Random(seed)), seed)
     except BaseException as error:
         print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0][:90])
         break
@@ -51,7 +54,7 @@ MUTANTS = [
     Mutant(
         "the outcome waits for all survivors",
         "master.py",
-        "if running.members <= running.votes.keys():",
+        "if len(running.votes) == len(running.members):",
         "if running.votes:",
     ),
     Mutant(
@@ -75,8 +78,8 @@ MUTANTS = [
     Mutant(
         "a lost member's vote does not count in a round",
         "master.py",
-        "                round_.votes.pop(number, None)\n",
-        "",
+        "            self._rounds.take_back(number, round_)\n        self._leave_group",
+        "            pass\n        self._leave_group",
     ),
     Mutant(
         "rounds are looked at again when a member is lost",
@@ -87,14 +90,14 @@ MUTANTS = [
     Mutant(
         "pending peers are accepted when nobody is left to admit them",
         "master.py",
-        "        if not self._accepted():\n            self._admit()\n\n    def _leave_group",
+        "        if not self._size():\n            self._admit()\n\n    def _leave_group",
         "\n    def _leave_group",
     ),
     Mutant(
         "the election is repeated when a member is lost",
         "master.py",
-        "            self._elect(group_number, group.sync)\n\n    def _new_epoch",
-        "            pass\n\n    def _new_epoch",
+        "            self._elect(group_number, group.sync)\n        if not self._size(",
+        "            pass\n        if not self._size(",
     ),
     Mutant(
         "revisions start anew when the last holder is gone",
@@ -117,8 +120,8 @@ MUTANTS = [
     Mutant(
         "a vote that is withdrawn does not count",
         "master.py",
-        '                del round_.votes[number]\n                why = f"waited',
-        '                why = f"waited',
+        "                self._rounds.take_back(number, round_)\n                self._fail",
+        "                self._fail",
     ),
     Mutant(
         "a new plan makes what was fetched before void",
@@ -129,7 +132,7 @@ MUTANTS = [
     Mutant(
         "an interrupted collective is voted on",
         "peer.py",
-        "self._out.append(Send(m.FinishVote(collective.seq, False, why[:1000])))",
+        "self._say(m.FinishVote(collective.seq, False, why[:1000]))",
         "pass",
     ),
     Mutant(
@@ -143,6 +146,24 @@ MUTANTS = [
         "election.py",
         "top_peer = max(offers,",
         "top_peer = min(offers,",
+    ),
+    Mutant(
+        "what peers say is cut before it is told to others",
+        "master.py",
+        "return text if len(text) <= WHY_MAX else",
+        "return text if True else",
+    ),
+    Mutant(
+        "a peer is one connection, and comes back once",
+        "master.py",
+        'if conn in self._by_conn:\n            self._remove(self._by_conn[conn], "it came back',
+        'if False:\n            self._remove(self._by_conn[conn], "it came back',
+    ),
+    Mutant(
+        "a group that is empty is forgotten",
+        "master.py",
+        "            self._groups.pop(group_number, None)\n",
+        "            pass\n",
     ),
 ]
 

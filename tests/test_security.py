@@ -238,7 +238,8 @@ class Stranger:
         wanted = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         self.monitor = self.push.get_monitor_socket(wanted)
         self.push.connect(endpoint)
-        self.push.send(b"x" * 64)
+        with contextlib.suppress(zmq.Again):  # it was refused already
+            self.push.send(b"x" * 64, zmq.DONTWAIT)
 
     def is_in(self, timeout_s: float = 10.0) -> bool:
         assert self.monitor.poll(int(timeout_s * 1000)), "nothing became of its handshake"

@@ -31,13 +31,28 @@ that peer and nobody else.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from pccl.protocol import messages as m
-from pccl.protocol.election import Decision, Rejection, Transfer, elect
+from pccl.protocol.collectives import Collectives
+from pccl.protocol.ledger import (
+    NAMES_MAX,
+    WITHDRAWN,
+    Action,
+    Drop,
+    Forget,
+    Group,
+    Journal,
+    Note,
+    Peer,
+    Recovery,
+    Remember,
+    Running,
+    Send,
+    plain,
+)
 from pccl.protocol.recovery import (
     INCARNATION_SHIFT,
     Before,
@@ -47,147 +62,31 @@ from pccl.protocol.recovery import (
     reconstruct,
 )
 from pccl.protocol.ring import plan_rings
-from pccl.protocol.rounds import Kind, OpenRounds, Round, RoundId, Vote
+from pccl.protocol.rounds import Kind, Round, RoundId, Vote
+from pccl.protocol.synchronisations import Synchronisations
 from pccl.types import Result
 
-# What a withdrawn call fails with: nothing happened, and it can be made again.
-WITHDRAWN = {
-    Kind.TOPOLOGY: Result.UPDATE_TOPOLOGY_FAILED,
-    Kind.PENDING: Result.RANK_CONNECTION_LOST,
-    Kind.SYNC: Result.RANK_CONNECTION_LOST,
-    Kind.START: Result.RANK_CONNECTION_LOST,
-}
-RECOVERY_S = (
-    5.0  # a restarted master waits so long for peers of before; they try several times a second
-)
+__all__ = [
+    "Action",
+    "Drop",
+    "Forget",
+    "Journal",
+    "Master",
+    "Note",
+    "Remember",
+    "Send",
+]
+
+RECOVERY_S = 5.0  # a restarted master waits so long for peers, who try several times a second
 UNJOURNALED_RECOVERY_S = 1.0  # without a journal nobody knows the other groups: they may be slower
 GIVEN_UP = "it was given up as lost, or did not come back in time: connect again"
-SYNC_ATTEMPTS_MAX = 3  # failed fetches in one synchronisation that a peer may have a part in
 OPEN_MAX = 4096  # rounds and collectives in which one peer stands at the same time
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
-WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096
-NAMES_MAX = 8  # peers listed by name in such a text
 HOST = re.compile(r"[A-Za-z0-9._:%-]{1,200}")  # a name or an address: it becomes an endpoint
 IPC_MAX = 100  # characters of a socket's path
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message on a connection."""
-
-    conn: bytes
-    message: m.MasterMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Forget a connection: nothing that still comes from it counts. `why` is for the log."""
-
-    conn: bytes
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something an operator wants to read in the log."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """Write to the journal that this peer is accepted, before anything that follows is sent."""
-
-    info: m.PeerInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Write to the journal that a peer is gone."""
-
-    number: int
-
-
-Action = Send | Drop | Note | Remember | Forget
-
-
-@dataclass(frozen=True, slots=True)
-class Journal:
-    """What a restarted master remembers: of the run, how often it was started, who was accepted."""
-
-    run: int
-    incarnation: int
-    next_peer: int
-    accepted: frozenset[int]
-
-
-def plain(text: str) -> str:
-    """A text that may quote peers, fit for a log, a terminal and a message."""
-    if not text.isprintable():
-        text = "".join(c if c.isprintable() else "?" for c in text)
-    return text if len(text) <= WHY_MAX else text[:WHY_MAX] + " ..."
-
-
-@dataclass(slots=True)
-class Recovery:
-    """Between a restart and the end of waiting for the peers of before."""
-
-    expected: set[int]
-    journaled: bool
-    resumes: dict[int, m.Resume] = field(default_factory=dict)
-    conns: dict[int, bytes] = field(default_factory=dict)
-    backlog: list[Callable[[], list[Action]]] = field(default_factory=list)
-    said: dict[bytes, int] = field(default_factory=dict)  # by each connection, in the backlog
-    began_s: float | None = None
-
-
-@dataclass(slots=True)
-class Peer:
-    """One registered peer."""
-
-    conn: bytes
-    info: m.PeerInfo
-    accepted: bool = False
-    running: int = 0  # collectives it has started and whose outcome is not known
-
-
-@dataclass(slots=True)
-class Running:
-    """A collective between its start and its outcome, and who says what of its end."""
-
-    seq: int
-    group: int
-    members: set[int]
-    title: str
-    votes: dict[int, bool] = field(default_factory=dict)
-    why: str = ""
-
-
-@dataclass(slots=True)
-class Sync:
-    """A synchronisation between its election and its end."""
-
-    members: dict[int, Vote[m.Offer]]
-    seq: int = 0
-    revision: int = 0
-    fetching: set[int] = field(default_factory=set)
-    transfers: Mapping[int, Transfer] = field(default_factory=dict)
-    failures: dict[int, int] = field(default_factory=dict)  # of fetches, by who had a part in them
-
-
-@dataclass(slots=True)
-class Group:
-    """What the peers of one group share."""
-
-    epoch: int = 0
-    revision: int | None = None
-    syncs: int = 0
-    last_plan: int = 0  # seq of the last plan of the last synchronisation
-    holders: set[int] = field(default_factory=set)
-    sync: Sync | None = None
-
-
-class Master:
+class Master(Collectives, Synchronisations):
     """The master of one run.
 
     Args:
@@ -195,32 +94,6 @@ class Master:
         straggler_s: peers that keep others waiting for so many seconds are dropped (`tick`).
         journal: of the master that was here before, if there was one.
     """
-
-    def __init__(
-        self, run: int, straggler_s: float | None = None, journal: Journal | None = None
-    ) -> None:
-        self.run = run if journal is None else journal.run
-        self._straggler_s = straggler_s
-        self._waiting_since: dict[object, float] = {}  # round or seq -> when others began to wait
-        self.peers: dict[int, Peer] = {}  # in the order of registration: accepted ones come first
-        self._accepted_in: dict[int | None, dict[int, None]] = {}  # by group; None: all, in order
-        self._by_conn: dict[bytes, int] = {}
-        self._groups: dict[int, Group] = {}
-        self._rounds = OpenRounds()
-        self._running: dict[int, Running] = {}
-        self._doomed: dict[int, tuple[frozenset[RoundId], Result, str]] = {}
-        self._arithmetic = b""
-        self._topology_rounds = 0
-        self._pending_rounds = 0
-        self._were_pending = False
-        self._epoch = 0  # the latest one of any group
-        self._next_peer = 1 if journal is None else journal.next_peer
-        incarnation = 0 if journal is None else journal.incarnation
-        self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
-        self._recovery: Recovery | None = None
-        if journal is not None and journal.accepted:
-            self._recovery = Recovery(set(journal.accepted), journaled=True)
-        self._out: list[Action] = []
 
     # ---- events ----
 
@@ -440,22 +313,6 @@ class Master:
         if not self._size():
             self._admit()
 
-    def _accepted(self, group: int | None = None) -> list[int]:
-        return list(self._accepted_in.get(group, ()))
-
-    def _size(self, group: int | None = None) -> int:
-        return len(self._accepted_in.get(group, ()))
-
-    def _count_in(self, number: int, group: int) -> None:
-        for scope in (group, None):
-            self._accepted_in.setdefault(scope, {})[number] = None
-
-    def _count_out(self, number: int, group: int) -> None:
-        for scope in (group, None):
-            del self._accepted_in[scope][number]
-            if not self._accepted_in[scope]:
-                del self._accepted_in[scope]
-
     def _refusal(self, protocol: int, version: str, arithmetic: bytes, info: m.PeerInfo) -> str:
         if protocol != m.PROTOCOL_VERSION:
             return (
@@ -656,10 +513,6 @@ class Master:
                 case Kind.SYNC:
                     self._begin_sync(round_)
 
-    def _answer(self, round_: Round[object], make) -> None:  # type: ignore[no-untyped-def]
-        for number, vote in round_.votes.items():
-            self._send(number, make(vote.call))
-
     # ---- patience ----
 
     def _withdraw(self, number: int, call: int, seq: int) -> None:
@@ -688,12 +541,6 @@ class Master:
 
     def _missing_of(self, running: Running) -> str:
         return self._names(sorted(running.members - running.votes.keys()))
-
-    def _names(self, numbers: list[int]) -> str:
-        names = [str(self.peers[number].info) for number in numbers[:NAMES_MAX]]
-        if len(numbers) > NAMES_MAX:
-            names.append(f"{len(numbers) - NAMES_MAX} more")
-        return ", ".join(names) or "nobody"
 
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: ends a recovery; drops stragglers where there is a limit for them."""
@@ -732,191 +579,3 @@ class Master:
         complete = recovery.expected <= recovery.resumes.keys()
         if waited_s > RECOVERY_S or (complete and waited_s > UNJOURNALED_RECOVERY_S):
             self._recover()
-
-    # ---- collectives ----
-
-    def _start(self, round_: Round[object]) -> None:
-        group_number = round_.id.group
-        assert group_number is not None
-        if (
-            len(round_.votes) == 1
-        ):  # peers that know they are alone do not vote: it has just happened
-            lost = "; ".join(round_.lost) or "the others left before it voted"
-            why = f"this peer is alone in its group: {lost}"
-            for number, vote in round_.votes.items():
-                self._fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
-            return
-        seq, epoch = self._take_seq(), self._groups[group_number].epoch
-        title = round_.describe(next(iter(round_.votes)))
-        self._run(Running(seq, group_number, set(round_.votes), title))
-        self._answer(round_, lambda call: m.Started(call, seq, epoch))
-
-    def _run(self, running: Running) -> None:
-        self._running[running.seq] = running
-        for number in running.members:
-            self.peers[number].running += 1
-
-    def _of_group(self, group_number: int) -> list[Running]:
-        return [running for running in self._running.values() if running.group == group_number]
-
-    def _finish(self, number: int, seq: int, ok: bool, why: str) -> None:
-        running = self._running.get(seq)
-        if running is None and seq < self._first_seq:
-            return  # of the time before a restart, and resolved since
-        if running is None or number not in running.members or number in running.votes:
-            self._remove(number, f"it voted on collective {seq} out of turn", Result.INTERNAL_ERROR)
-            return
-        running.votes[number] = ok
-        if ok or running.why:
-            self._settle(running)
-        else:
-            self._new_epoch(running.group)
-            why = f"{self.peers[number].info} could not complete: {why}"
-            self._interrupt(self._of_group(running.group), why)
-
-    def _interrupt(self, collectives: list[Running], why: str) -> None:
-        """Whoever has not voted on these must do so now."""
-        why = plain(why)
-        for running in collectives:
-            if not running.why:
-                running.why = why
-                for number in running.members - running.votes.keys():
-                    self._send(number, m.Interrupt(running.seq, why))
-            self._settle(running)
-
-    def _settle(self, running: Running) -> None:
-        """The one outcome, once all surviving members have voted."""
-        if len(running.votes) == len(running.members):  # only members vote
-            del self._running[running.seq]
-            ok = all(running.votes.values())
-            finished = m.Finished(running.seq, ok, "" if ok else running.why)
-            for number in sorted(running.members):
-                self.peers[number].running -= 1
-                self._send(number, finished)
-
-    # ---- shared state ----
-
-    def _begin_sync(self, round_: Round[object]) -> None:
-        group_number = round_.id.group
-        assert group_number is not None
-        members = {n: round_.votes[n] for n in self._accepted(group_number)}
-        sync = Sync(members)  # type: ignore[arg-type]
-        self._groups[group_number].sync = sync
-        self._elect(group_number, sync)
-
-    def _elect(self, group_number: int, sync: Sync) -> None:
-        """Decides who sends what to whom among the members that are left, and tells them."""
-        group = self._groups[group_number]
-        if not sync.members:
-            group.sync = None
-            return
-        offers = {number: vote.payload for number, vote in sync.members.items()}
-        joined = frozenset(sync.members.keys() - group.holders)
-        try:
-            decision = elect(offers, group.revision, joined, sync.failures)
-        except Rejection as error:
-            group.sync = None
-            for number, vote in sync.members.items():
-                self._fail(number, vote.call, Result.INVALID_ARGUMENT, str(error))
-            return
-        if decision.kicks:
-            for number in decision.kicks:
-                del sync.members[number]
-            for number, why in decision.kicks.items():
-                self._remove(number, why, Result.INVALID_ARGUMENT)
-            self._elect(group_number, sync)  # among those whose shared state is the same
-            return
-        sync.revision = decision.revision
-        sync.transfers, sync.fetching = decision.transfers, set(decision.transfers)
-        if sync.fetching or sync.seq:  # a plan that was sent before must be replaced in any case
-            sync.seq = self._take_seq()
-            self._send_plans(sync, decision)
-        if not sync.fetching:
-            self._end_sync(group, sync)
-
-    def _send_plans(self, sync: Sync, decision: Decision) -> None:
-        for number, vote in sync.members.items():
-            own = decision.transfers.get(number)
-            serve = tuple(p for p, t in decision.transfers.items() if number in t.holders)
-            plan = m.SyncPlan(
-                vote.call,
-                sync.seq,
-                serve,
-                own.holders if own else (),
-                own.entries if own else (),
-                own.digests if own else (),
-            )
-            self._send(number, plan)
-
-    def _fetched(self, number: int, seq: int, ok: bool, why: str) -> None:
-        group_number = self.peers[number].info.group
-        group = self._groups[group_number]
-        sync = group.sync
-        if sync is None or sync.seq != seq or number not in sync.fetching:
-            if seq >= self._next_seq:
-                self._remove(
-                    number, f"it voted on transfer {seq} out of turn", Result.INTERNAL_ERROR
-                )
-            return  # a transfer that a newer plan made void, while the vote was on its way
-        if ok:
-            sync.fetching.discard(number)
-            if not sync.fetching:
-                self._end_sync(group, sync)
-            return
-        self._note(f"{self.peers[number].info} could not fetch the shared state: {why}")
-        suspects = (number, *sync.transfers[number].holders)
-        for suspect in suspects:
-            sync.failures[suspect] = sync.failures.get(suspect, 0) + 1
-        guilty = [s for s in suspects if sync.failures[s] >= SYNC_ATTEMPTS_MAX]
-        if guilty:  # of two that only accuse each other, the one that came last
-            why = f"it took part in {SYNC_ATTEMPTS_MAX} failed transfers of shared state: {why}"
-            self._remove(max(guilty), why, Result.RANK_CONNECTION_FAILED)
-        else:
-            self._elect(group_number, sync)
-
-    def _synchronises(self, number: int) -> bool:
-        sync = self._groups[self.peers[number].info.group].sync
-        return sync is not None and number in sync.members
-
-    def _fail_sync(self, group_number: int, why: str) -> None:
-        """Gives a synchronisation up for all; nobody's memory has changed."""
-        sync = self._groups[group_number].sync
-        assert sync is not None
-        self._groups[group_number].sync = None
-        for number, vote in sync.members.items():
-            self._fail(number, vote.call, WITHDRAWN[Kind.SYNC], why, m.Cause.TIMEOUT)
-
-    def _end_sync(self, group: Group, sync: Sync) -> None:
-        group.sync = None
-        group.revision = sync.revision
-        group.syncs += 1
-        group.last_plan = sync.seq
-        group.holders = set(sync.members)
-        for number, vote in sync.members.items():
-            self._send(number, m.SyncResult(vote.call, sync.revision, group.syncs, sync.seq))
-
-    # ---- helpers ----
-
-    def _send(self, number: int, message: m.MasterMessage) -> None:
-        self._out.append(Send(self.peers[number].conn, message))
-
-    def _fail(
-        self,
-        number: int,
-        call: int,
-        result: Result,
-        why: str,
-        cause: m.Cause = m.Cause.OTHER,
-    ) -> None:
-        self._send(number, m.CallError(call, result.value, plain(why), cause))
-
-    def _note(self, text: str) -> None:
-        self._out.append(Note(plain(text)))
-
-    def _take_seq(self) -> int:
-        self._next_seq += 1
-        return self._next_seq - 1
-
-    def _take(self) -> list[Action]:
-        out, self._out = self._out, []
-        return out

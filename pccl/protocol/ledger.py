@@ -1,0 +1,240 @@
+"""What the master knows: peers, groups, agreements that last longer than one vote. No I/O.
+
+The actions that it returns, the records that it keeps, and what all its parts do with them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pccl.protocol import messages as m
+from pccl.protocol.election import Transfer
+from pccl.protocol.recovery import INCARNATION_SHIFT
+from pccl.protocol.rounds import Kind, OpenRounds, Round, RoundId, Vote
+from pccl.types import Result
+
+# What a withdrawn call fails with: nothing happened, and it can be made again.
+WITHDRAWN = {
+    Kind.TOPOLOGY: Result.UPDATE_TOPOLOGY_FAILED,
+    Kind.PENDING: Result.RANK_CONNECTION_LOST,
+    Kind.SYNC: Result.RANK_CONNECTION_LOST,
+    Kind.START: Result.RANK_CONNECTION_LOST,
+}
+NAMES_MAX = 8  # peers listed by name in such a text
+WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message on a connection."""
+
+    conn: bytes
+    message: m.MasterMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget a connection: nothing that still comes from it counts. `why` is for the log."""
+
+    conn: bytes
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Something an operator wants to read in the log."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Write to the journal that this peer is accepted, before anything that follows is sent."""
+
+    info: m.PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Write to the journal that a peer is gone."""
+
+    number: int
+
+
+Action = Send | Drop | Note | Remember | Forget
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What a restarted master remembers: of the run, how often it was started, who was accepted."""
+
+    run: int
+    incarnation: int
+    next_peer: int
+    accepted: frozenset[int]
+
+
+def plain(text: str) -> str:
+    """A text that may quote peers, fit for a log, a terminal and a message."""
+    if not text.isprintable():
+        text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= WHY_MAX else text[:WHY_MAX] + " ..."
+
+
+@dataclass(slots=True)
+class Recovery:
+    """Between a restart and the end of waiting for the peers of before."""
+
+    expected: set[int]
+    journaled: bool
+    resumes: dict[int, m.Resume] = field(default_factory=dict)
+    conns: dict[int, bytes] = field(default_factory=dict)
+    backlog: list[Callable[[], list[Action]]] = field(default_factory=list)
+    said: dict[bytes, int] = field(default_factory=dict)  # by each connection, in the backlog
+    began_s: float | None = None
+
+
+@dataclass(slots=True)
+class Peer:
+    """One registered peer."""
+
+    conn: bytes
+    info: m.PeerInfo
+    accepted: bool = False
+    running: int = 0  # collectives it has started and whose outcome is not known
+
+
+@dataclass(slots=True)
+class Running:
+    """A collective between its start and its outcome, and who says what of its end."""
+
+    seq: int
+    group: int
+    members: set[int]
+    title: str
+    votes: dict[int, bool] = field(default_factory=dict)
+    why: str = ""
+
+
+@dataclass(slots=True)
+class Sync:
+    """A synchronisation between its election and its end."""
+
+    members: dict[int, Vote[m.Offer]]
+    seq: int = 0
+    revision: int = 0
+    fetching: set[int] = field(default_factory=set)
+    transfers: Mapping[int, Transfer] = field(default_factory=dict)
+    failures: dict[int, int] = field(default_factory=dict)  # of fetches, by who had a part in them
+
+
+@dataclass(slots=True)
+class Group:
+    """What the peers of one group share."""
+
+    epoch: int = 0
+    revision: int | None = None
+    syncs: int = 0
+    last_plan: int = 0  # seq of the last plan of the last synchronisation
+    holders: set[int] = field(default_factory=set)
+    sync: Sync | None = None
+
+
+class Ledger(ABC):
+    """The state of a run, and the actions that are collected while one event is handled.
+
+    Args:
+        run: the run's nonce; bulk data of another run is never mistaken for this one's.
+        straggler_s: peers that keep others waiting for so many seconds are dropped.
+        journal: of the master that was here before, if there was one.
+    """
+
+    def __init__(
+        self, run: int, straggler_s: float | None = None, journal: Journal | None = None
+    ) -> None:
+        self.run = run if journal is None else journal.run
+        self._straggler_s = straggler_s
+        self._waiting_since: dict[object, float] = {}  # round or seq -> when others began to wait
+        self.peers: dict[int, Peer] = {}  # in the order of registration: accepted ones come first
+        self._accepted_in: dict[int | None, dict[int, None]] = {}  # by group; None: all, in order
+        self._by_conn: dict[bytes, int] = {}
+        self._groups: dict[int, Group] = {}
+        self._rounds = OpenRounds()
+        self._running: dict[int, Running] = {}
+        self._doomed: dict[int, tuple[frozenset[RoundId], Result, str]] = {}
+        self._arithmetic = b""
+        self._topology_rounds = 0
+        self._pending_rounds = 0
+        self._were_pending = False
+        self._epoch = 0  # the latest one of any group
+        self._next_peer = 1 if journal is None else journal.next_peer
+        incarnation = 0 if journal is None else journal.incarnation
+        self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
+        self._recovery: Recovery | None = None
+        if journal is not None and journal.accepted:
+            self._recovery = Recovery(set(journal.accepted), journaled=True)
+        self._out: list[Action] = []
+
+    @abstractmethod
+    def _remove(self, number: int, why: str, kick: Result | None = None) -> None:
+        """A peer leaves the run; with `kick` it is told so."""
+
+    @abstractmethod
+    def _new_epoch(self, group_number: int) -> None:
+        """New streams for a group: its membership changed, or a collective failed."""
+
+    # ---- who is there ----
+
+    def _accepted(self, group: int | None = None) -> list[int]:
+        return list(self._accepted_in.get(group, ()))
+
+    def _size(self, group: int | None = None) -> int:
+        return len(self._accepted_in.get(group, ()))
+
+    def _count_in(self, number: int, group: int) -> None:
+        for scope in (group, None):
+            self._accepted_in.setdefault(scope, {})[number] = None
+
+    def _count_out(self, number: int, group: int) -> None:
+        for scope in (group, None):
+            del self._accepted_in[scope][number]
+            if not self._accepted_in[scope]:
+                del self._accepted_in[scope]
+
+    def _names(self, numbers: list[int]) -> str:
+        names = [str(self.peers[number].info) for number in numbers[:NAMES_MAX]]
+        if len(numbers) > NAMES_MAX:
+            names.append(f"{len(numbers) - NAMES_MAX} more")
+        return ", ".join(names) or "nobody"
+
+    # ---- what is said ----
+
+    def _send(self, number: int, message: m.MasterMessage) -> None:
+        self._out.append(Send(self.peers[number].conn, message))
+
+    def _fail(
+        self,
+        number: int,
+        call: int,
+        result: Result,
+        why: str,
+        cause: m.Cause = m.Cause.OTHER,
+    ) -> None:
+        self._send(number, m.CallError(call, result.value, plain(why), cause))
+
+    def _note(self, text: str) -> None:
+        self._out.append(Note(plain(text)))
+
+    def _take_seq(self) -> int:
+        self._next_seq += 1
+        return self._next_seq - 1
+
+    def _take(self) -> list[Action]:
+        out, self._out = self._out, []
+        return out
+
+    def _answer(self, round_: Round[object], make) -> None:  # type: ignore[no-untyped-def]
+        for number, vote in round_.votes.items():
+            self._send(number, make(vote.call))

@@ -1,0 +1,148 @@
+"""What a peer's state machine wants done, and what it answers to calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pccl.errors import PCCLError
+from pccl.protocol import messages as m
+from pccl.types import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to the master."""
+
+    message: m.PeerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """Connect a stream to a peer."""
+
+    stream: int
+    to: m.PeerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CloseStream:
+    """Close a stream; what is queued in it is of no use any more."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class RingPart:
+    """One ring of a start order: a stream to the successor, our position, a range of elements."""
+
+    stream: int
+    members: int
+    position: int
+    begin: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartOp:
+    """Start a registered op. For state transfers `rings` name streams and slots (c/pccl.h)."""
+
+    op: int
+    seq: int
+    epoch: int
+    rings: tuple[RingPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterOp:
+    """Register an op whose buffers the caller knows by its call number."""
+
+    op: int
+    run: int
+    tag: int
+    min_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitOp:
+    """Keep the result."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class AbortOp:
+    """Stop, restore, let go."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A call succeeded."""
+
+    call: int
+    value: object
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """A call failed; `error` is what the API raises."""
+
+    call: int
+    result: Result
+    why: str
+    error: type[PCCLError] = PCCLError
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A synchronisation has a plan, or another one: what was fetched by an earlier one is void.
+
+    If it says to fetch anything, do so, and vote with `fetched`.
+    """
+
+    call: int
+    plan: m.SyncPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a plan said has arrived, to be verified (`ok`), or cannot arrive."""
+
+    call: int
+    seq: int
+    ok: bool
+    why: str
+
+
+Action = (
+    Send
+    | OpenStream
+    | CloseStream
+    | StartOp
+    | RegisterOp
+    | CommitOp
+    | AbortOp
+    | Answer
+    | Fail
+    | Plan
+    | Fetched
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """The answer to a collective."""
+
+    world_size: int
+    tx_bytes: int
+    rx_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The answer to a synchronisation: the elected revision, payload bytes sent and received."""
+
+    revision: int
+    tx_bytes: int
+    rx_bytes: int

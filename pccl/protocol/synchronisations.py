@@ -1,0 +1,114 @@
+"""Synchronisations of the shared state between their election and their end."""
+
+from __future__ import annotations
+
+from pccl.protocol import messages as m
+from pccl.protocol.election import Decision, Rejection, elect
+from pccl.protocol.ledger import WITHDRAWN, Group, Ledger, Sync
+from pccl.protocol.rounds import Kind, Round
+from pccl.types import Result
+
+SYNC_ATTEMPTS_MAX = 3  # failed fetches in one synchronisation that a peer may have a part in
+
+
+class Synchronisations(Ledger):
+    """Elects, tells who serves whom, and repeats that when a member is lost or a fetch fails."""
+
+    def _begin_sync(self, round_: Round[object]) -> None:
+        group_number = round_.id.group
+        assert group_number is not None
+        members = {n: round_.votes[n] for n in self._accepted(group_number)}
+        sync = Sync(members)  # type: ignore[arg-type]
+        self._groups[group_number].sync = sync
+        self._elect(group_number, sync)
+
+    def _elect(self, group_number: int, sync: Sync) -> None:
+        """Decides who sends what to whom among the members that are left, and tells them."""
+        group = self._groups[group_number]
+        if not sync.members:
+            group.sync = None
+            return
+        offers = {number: vote.payload for number, vote in sync.members.items()}
+        joined = frozenset(sync.members.keys() - group.holders)
+        try:
+            decision = elect(offers, group.revision, joined, sync.failures)
+        except Rejection as error:
+            group.sync = None
+            for number, vote in sync.members.items():
+                self._fail(number, vote.call, Result.INVALID_ARGUMENT, str(error))
+            return
+        if decision.kicks:
+            for number in decision.kicks:
+                del sync.members[number]
+            for number, why in decision.kicks.items():
+                self._remove(number, why, Result.INVALID_ARGUMENT)
+            self._elect(group_number, sync)  # among those whose shared state is the same
+            return
+        sync.revision = decision.revision
+        sync.transfers, sync.fetching = decision.transfers, set(decision.transfers)
+        if sync.fetching or sync.seq:  # a plan that was sent before must be replaced in any case
+            sync.seq = self._take_seq()
+            self._send_plans(sync, decision)
+        if not sync.fetching:
+            self._end_sync(group, sync)
+
+    def _send_plans(self, sync: Sync, decision: Decision) -> None:
+        for number, vote in sync.members.items():
+            own = decision.transfers.get(number)
+            serve = tuple(p for p, t in decision.transfers.items() if number in t.holders)
+            plan = m.SyncPlan(
+                vote.call,
+                sync.seq,
+                serve,
+                own.holders if own else (),
+                own.entries if own else (),
+                own.digests if own else (),
+            )
+            self._send(number, plan)
+
+    def _fetched(self, number: int, seq: int, ok: bool, why: str) -> None:
+        group_number = self.peers[number].info.group
+        group = self._groups[group_number]
+        sync = group.sync
+        if sync is None or sync.seq != seq or number not in sync.fetching:
+            if seq >= self._next_seq:
+                self._remove(
+                    number, f"it voted on transfer {seq} out of turn", Result.INTERNAL_ERROR
+                )
+            return  # a transfer that a newer plan made void, while the vote was on its way
+        if ok:
+            sync.fetching.discard(number)
+            if not sync.fetching:
+                self._end_sync(group, sync)
+            return
+        self._note(f"{self.peers[number].info} could not fetch the shared state: {why}")
+        suspects = (number, *sync.transfers[number].holders)
+        for suspect in suspects:
+            sync.failures[suspect] = sync.failures.get(suspect, 0) + 1
+        guilty = [s for s in suspects if sync.failures[s] >= SYNC_ATTEMPTS_MAX]
+        if guilty:  # of two that only accuse each other, the one that came last
+            why = f"it took part in {SYNC_ATTEMPTS_MAX} failed transfers of shared state: {why}"
+            self._remove(max(guilty), why, Result.RANK_CONNECTION_FAILED)
+        else:
+            self._elect(group_number, sync)
+
+    def _synchronises(self, number: int) -> bool:
+        sync = self._groups[self.peers[number].info.group].sync
+        return sync is not None and number in sync.members
+
+    def _fail_sync(self, group_number: int, why: str) -> None:
+        """Gives a synchronisation up for all; nobody's memory has changed."""
+        sync = self._groups[group_number].sync
+        assert sync is not None
+        self._groups[group_number].sync = None
+        for number, vote in sync.members.items():
+            self._fail(number, vote.call, WITHDRAWN[Kind.SYNC], why, m.Cause.TIMEOUT)
+
+    def _end_sync(self, group: Group, sync: Sync) -> None:
+        group.sync = None
+        group.revision = sync.revision
+        group.syncs += 1
+        group.last_plan = sync.seq
+        group.holders = set(sync.members)
+        for number, vote in sync.members.items():
+            self._send(number, m.SyncResult(vote.call, sync.revision, group.syncs, sync.seq))
