@@ -1,0 +1,282 @@
+"""Garbage on real sockets, at the master's port and at an engine's, while peers go on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import zmq
+from cluster import Cluster, in_threads
+
+import pccl
+from pccl.protocol import messages as m
+from pccl.protocol.master import Master
+from pccl.runtime import server as server_module
+from pccl.runtime.config import Config
+from pccl.runtime.server import BATCH, RECEIVED_MAX, Server
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+READY_DEALER = b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+READY_PUSH = b"\x04\x17\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
+HELLO = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "x", b"")
+PATIENCE_S = 20.0
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def raw(port: int, data: bytes) -> None:
+    """Bytes on a plain TCP connection; whether the other side still wants them does not matter."""
+    with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(OSError):
+        connection.settimeout(PATIENCE_S)
+        connection.sendall(data)
+
+
+@contextlib.contextmanager
+def speaker(kind: int, port: int) -> Iterator[zmq.Socket[bytes]]:
+    """A ZeroMQ socket of a stranger."""
+    context = zmq.Context()
+    stranger = context.socket(kind)
+    stranger.connect(f"tcp://127.0.0.1:{port}")
+    try:
+        yield stranger
+    finally:
+        stranger.close(linger=0)
+        context.term()
+
+
+def frames_of(draw: random.Random) -> list[bytes]:
+    return [draw.randbytes(draw.choice([0, 1, 64, 65, 1000])) for _ in range(draw.randint(1, 4))]
+
+
+def chunk_header(draw: random.Random) -> bytes:
+    """A header that is almost right."""
+    kind, seq = draw.choice([1, 2, 3, 9]), draw.choice([0, 1, 1 << 63])
+    words = [draw.choice([0, 1, 65535]) for _ in range(4)]
+    tail = (draw.choice([0, 64, 1 << 63]), draw.choice([0, 64, 1 << 31]), 0)
+    return struct.pack("<IBBHQQQIHHHHIQII", 0x4C434350, kind, 0, 1, 7, seq, 0, 1, *words, 0, *tail)
+
+
+def bombard(port: int, kind: int, ready: bytes, draw: random.Random) -> None:
+    """All kinds of garbage, once each."""
+    raw(port, draw.randbytes(5000))
+    raw(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    raw(port, GREETING[: draw.randint(1, 63)])  # half a handshake
+    raw(port, GREETING + draw.randbytes(200))
+    raw(port, GREETING + ready + b"\x02" + struct.pack(">Q", 1 << 62))  # a frame of 4 EiB
+    raw(port, GREETING + ready + b"\x04\xff" + draw.randbytes(100))  # half a command
+    with speaker(kind, port) as stranger:
+        for _ in range(50):
+            stranger.send_multipart(frames_of(draw))
+        for _ in range(50):
+            stranger.send_multipart([chunk_header(draw), draw.randbytes(256)])
+    with speaker(kind, port) as stranger:
+        stranger.send(bytes(20 << 20))
+        stranger.send(b"after it")
+
+
+def reduce_until(stop: threading.Event, index: int, comm: pccl.Communicator) -> int:
+    """All-reduces with known results until all see the signal in the same step."""
+    steps = 0
+    while True:
+        array = np.full(50_000, float(index + 1))
+        array[-1] = stop.is_set()
+        comm.all_reduce(array, array, op=pccl.ReduceOp.SUM)
+        assert (array[:-1] == 3.0).all()
+        steps += 1
+        if array[-1] > 0:
+            return steps
+
+
+@pytest.mark.parametrize("target", ["master", "engine"])
+def test_two_peers_reduce_on_while_strangers_send_garbage(target: str, filling: str) -> None:
+    with Cluster(2) as cluster:
+        stop = threading.Event()
+        draw = random.Random(target)
+        if target == "master":
+            port, kind, ready = int(cluster.master.address.split(":")[1]), zmq.DEALER, READY_DEALER
+        else:
+            port, kind, ready = cluster.comms[1]._client.plan.peers[1].port, zmq.PUSH, READY_PUSH
+
+        def attack() -> int:
+            try:
+                for _ in range(3):
+                    bombard(port, kind, ready, draw)
+            finally:
+                stop.set()
+            return 0
+
+        peers = [
+            lambda i=i, c=c: reduce_until(stop, i, c)  # type: ignore[misc]
+            for i, c in enumerate(cluster.comms)
+        ]
+        steps = in_threads([*peers, attack])
+        assert steps[0] == steps[1] > 0
+        assert cluster.each(lambda _, comm: comm.are_peers_pending()) == [False, False]
+
+
+# ---- the master's service ----
+
+
+@contextlib.contextmanager
+def serving(server: Server) -> Iterator[None]:
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.stop()
+        thread.join()
+
+
+def welcome(stranger: zmq.Socket[bytes]) -> m.MasterMessage:
+    assert stranger.poll(PATIENCE_S * 1000), "no answer"
+    return m.decode_from_master(stranger.recv())
+
+
+def test_a_connection_that_is_dropped_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "GRACE_S", 0.2)
+    server = Server("127.0.0.1", 0, Config())
+    with serving(server), speaker(zmq.DEALER, server.port) as honest:
+        honest.send(m.encode(HELLO))
+        assert isinstance(welcome(honest), m.Welcome)
+        with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+            stranger.settimeout(PATIENCE_S)
+            stranger.sendall(GREETING + READY_DEALER + b"\x00\x03abc")
+            while stranger.recv(4096):  # until the master hangs up
+                pass
+        assert server.peers == 1
+
+
+def test_a_kicked_peer_has_time_to_read_why_and_is_heard_no_more() -> None:
+    server = Server("127.0.0.1", 0, Config())
+    with serving(server), speaker(zmq.DEALER, server.port) as stranger:
+        for _ in range(5):  # twice is one too many; what follows must not register it again
+            stranger.send(m.encode(HELLO))
+        told = welcome(stranger)
+        while not isinstance(told, m.Kicked):
+            told = welcome(stranger)
+        assert "hello twice" in told.why
+        wait_until(lambda: server.peers == 0)
+        assert not stranger.poll(200)
+        assert server.peers == 0
+
+
+def test_an_error_in_the_core_costs_one_connection(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    received = Master.received
+
+    def fail_once(master: Master, conn: bytes, message: m.PeerMessage) -> list[object]:
+        if isinstance(message, m.Withdraw):
+            raise RuntimeError("a bug")
+        return received(master, conn, message)  # type: ignore[return-value]
+
+    monkeypatch.setattr(Master, "received", fail_once)
+    logger = logging.getLogger("pccl")
+    monkeypatch.setattr(logger, "propagate", True)
+    server = Server("127.0.0.1", 0, Config())
+    with serving(server), speaker(zmq.DEALER, server.port) as honest:
+        honest.send(m.encode(HELLO))
+        assert isinstance(welcome(honest), m.Welcome)
+        with speaker(zmq.DEALER, server.port) as unlucky:
+            unlucky.send(m.encode(HELLO))
+            assert isinstance(welcome(unlucky), m.Welcome)
+            unlucky.send(m.encode(m.Withdraw(1)))
+            kicked = welcome(unlucky)
+        assert isinstance(kicked, m.Kicked)
+        assert "internal error" in kicked.why
+        assert server.peers == 1
+        honest.send(m.encode(m.PendingVote(1)))
+        while not isinstance(welcome(honest), m.PendingResult):
+            pass
+    assert "made the core fail" in caplog.text
+    assert "RuntimeError: a bug" in caplog.text
+
+
+def test_a_name_that_a_connection_gives_itself_is_refused() -> None:
+    server = Server("127.0.0.1", 0, Config())
+    with serving(server), speaker(zmq.DEALER, server.port) as honest:
+        context = zmq.Context()
+        named = context.socket(zmq.DEALER)
+        named.routing_id = b"mine"
+        named.connect(f"tcp://127.0.0.1:{server.port}")
+        named.send(m.encode(HELLO))
+        honest.send(m.encode(HELLO))
+        assert isinstance(welcome(honest), m.Welcome)
+        assert not named.poll(100)
+        assert server.peers == 1
+        named.close(linger=0)
+        context.term()
+
+
+def test_what_the_dead_have_said_is_not_taken_for_the_living() -> None:
+    """Descriptors are used again: strangers that left much unread must not hang up on others."""
+    server = Server("127.0.0.1", 0, Config())
+    strangers = 2 * BATCH // RECEIVED_MAX + 2
+    context = zmq.Context()
+    for _ in range(strangers):
+        stranger = context.socket(zmq.DEALER)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        stranger.connect(f"tcp://127.0.0.1:{server.port}")
+        assert monitor.poll(PATIENCE_S * 1000)
+        for _ in range(RECEIVED_MAX):
+            stranger.send(b"garbage")
+        stranger.disable_monitor()
+        stranger.close(linger=2000)
+    context.term()  # all is sent, and all are gone
+    with contextlib.ExitStack() as stack:
+        living = [stack.enter_context(speaker(zmq.DEALER, server.port)) for _ in range(strangers)]
+        for honest in living:
+            honest.send(m.encode(HELLO))
+        stack.enter_context(serving(server))
+        for honest in living:
+            assert isinstance(welcome(honest), m.Welcome)
+        time.sleep(0.3)  # nothing happens, which is what is to be seen
+        assert server.peers == strangers
+
+
+def test_a_peer_that_reads_nothing_does_not_fill_the_master(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "UNREAD_MAX", 100)
+    monkeypatch.setattr(server_module, "GRACE_S", 0.1)
+    server = Server("127.0.0.1", 0, Config())
+    vote = m.encode(m.PendingVote(1))
+    frame = b"\x00" + bytes((len(vote),)) + vote
+    hello = m.encode(HELLO)
+    with serving(server), socket.socket() as stranger:
+        stranger.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stranger.settimeout(PATIENCE_S)
+        stranger.connect(("127.0.0.1", server.port))
+        stranger.sendall(GREETING + READY_DEALER + b"\x00" + bytes((len(hello),)) + hello)
+        wait_until(lambda: server.peers == 1)
+        with pytest.raises(OSError, match="[Rr]eset|[Bb]roken"):  # the master hangs up
+            while True:
+                stranger.sendall(frame * 1000)
+        wait_until(lambda: server.peers == 0)
+
+
+def test_random_bytes_end_as_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("pccl").propagate = True
+    server = Server("127.0.0.1", 0, Config())
+    with (
+        serving(server),
+        caplog.at_level(logging.DEBUG, "pccl"),
+        speaker(zmq.DEALER, server.port) as stranger,
+    ):
+        stranger.send(os.urandom(100))
+        wait_until(lambda: "no message" in caplog.text)
