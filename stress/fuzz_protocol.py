@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CORPUS = ROOT / "tests" / "fuzz" / "corpus"
 INPUTS = Path("fuzz-inputs")
 INPUT_BYTES_MAX = 4096
+KEPT_BYTES_MAX = 600  # what goes into the repository is small
 
 sys.path.insert(0, str(ROOT / "tests"))
 with atheris.instrument_imports(include=["pccl.protocol"]):
@@ -54,13 +55,16 @@ def mutate(data: bytes, size_max: int, seed: int) -> bytes:
 
 
 def main() -> None:
-    options = [f"-max_len={INPUT_BYTES_MAX}", *sys.argv[1:]]
     INPUTS.mkdir(exist_ok=True)
-    if "--keep" in options:
-        options = ["-merge=1", str(CORPUS), str(INPUTS)]
+    program = sys.argv[0]
+    if sys.argv[1:] == ["--keep"]:
+        options = ["-merge=1", f"-max_len={KEPT_BYTES_MAX}", str(CORPUS), str(INPUTS)]
+        program = str(INPUTS.resolve().with_name("fuzz-merge.sh"))  # libFuzzer starts it again
+        Path(program).write_text(f'exec "{sys.executable}" -P "{Path(__file__).resolve()}" "$@"\n')
+        Path(program).chmod(0o755)
     else:
-        options += [str(INPUTS), str(CORPUS)]
-    atheris.Setup([sys.argv[0], *options], play, custom_mutator=mutate)
+        options = [f"-max_len={INPUT_BYTES_MAX}", *sys.argv[1:], str(INPUTS), str(CORPUS)]
+    atheris.Setup([program, *options], play, custom_mutator=mutate)
     atheris.Fuzz()
 
 

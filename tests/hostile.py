@@ -1,11 +1,11 @@
 """Hostile peers for the simulator: connections that say anything at all, well-formed or not.
 
 A *script* is what strangers do, in order: each *blow* is some bytes on one of three connections,
-and how many steps the honest peers take before it. Scripts are drawn at random or by hypothesis, and a
-coverage-guided fuzzer makes them from a file's bytes (`unpack`). A blow that begins with `MIMIC`, a
-byte that begins no message, is an order to say what would be right or nearly right just now: so
-strangers get far into the protocol before they lie. `siege` plays a script against a run of honest
-peers and demands that nobody but the strangers comes to harm.
+and how many steps the honest peers take before it. Scripts are drawn at random or by hypothesis,
+and a coverage-guided fuzzer makes them from a file's bytes (`unpack`). A blow that begins with
+`MIMIC`, a byte that begins no message, is an order to say what would be right or nearly right just
+now: so strangers get far into the protocol before they lie. `siege` plays a script against a run of
+honest peers and demands that nobody but the strangers comes to harm.
 """
 
 from __future__ import annotations
@@ -188,9 +188,9 @@ def draw_script(draw: random.Random, blows: int = 30) -> Script:
 
 
 # What an honest peer can be dropped for on a member's word. Shared state is elected: whoever offers
-# the highest revision decides what it looks like. Where a transfer between two peers fails again and
-# again, nobody can know which of them is to blame: the one that came last has to go. And who comes
-# into an empty run first decides what the right arithmetic is.
+# the highest revision decides what it looks like. Where a transfer between two peers fails again
+# and again, nobody can know which of them is to blame: the one that came last has to go. And who
+# comes into an empty run first decides what the right arithmetic is.
 OUTVOTED = re.compile(
     "its shared state is not that of|it took part in . failed transfers|this machine's arithmetic"
 )

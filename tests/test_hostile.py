@@ -268,8 +268,10 @@ def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> Non
     assert recovery is not None
     assert len(recovery.backlog) == BACKLOG_MAX + 1
     assert b"stranger" in hall.dropped
+    known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     for number in (1, 2):
-        hall.perform(hall.master.resume(b"%d" % number, resume(number), "10.0.0.1"))
+        back = resume(number, known=known)
+        hall.perform(hall.master.resume(b"%d" % number, back, "10.0.0.1"))
     assert not hall.master.recovering
     assert sorted(hall.master.peers) == [1, 2]
 

@@ -90,7 +90,7 @@ def mean(*comms: pccl.Communicator) -> None:
     inputs = [np.full(1000, float(i)) for i in range(len(comms))]
     in_threads(
         [
-            lambda c=c, x=x: c.all_reduce(x, x, op=pccl.ReduceOp.AVG)
+            lambda c=c, x=x: c.all_reduce(x, x, op=pccl.ReduceOp.AVG)  # type: ignore[misc]
             for c, x in zip(comms, inputs, strict=True)
         ]
     )
@@ -385,6 +385,12 @@ def test_files_that_hold_no_keys_are_named_and_not_quoted(keys: Path) -> None:
         pccl.MasterNode("127.0.0.1:0", security=keys).run()
     with pytest.raises(pccl.PCCLError, match="is no directory"):
         pccl.Security.from_dir(keys / "allowed")
+
+
+@pytest.mark.parametrize(("public", "secret"), [(40, 0), (0, 40), (39, 40), (40, 41), (48, 48)])
+def test_an_engine_refuses_half_a_key(filling: str, public: int, secret: int) -> None:
+    with pytest.raises(ValueError, match="an engine cannot work with"):
+        Engine(EngineOptions(curve_public=b"k" * public, curve_secret=b"s" * secret))
 
 
 def test_keys_are_not_shown(keys: Path) -> None:

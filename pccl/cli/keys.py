@@ -1,7 +1,7 @@
 """`pccl keys`: makes the keys of an encrypted run.
 
 DIR becomes the master's directory. Its peers share one key pair, which is put there too; or, with
---peers, each has one of its own, in a directory of its own to be moved to its machine. Keys that
+--peers, each has one of its own, in a directory of its own to be copied to its machine. Keys that
 exist are kept, so that asking for more peers later adds them.
 """
 

@@ -178,14 +178,17 @@ class Ledger(ABC):
         self._out: list[Action] = []
 
     @abstractmethod
-    def _remove(self, number: int, why: str, kick: Result | None = None) -> None:
-        """A peer leaves the run; with `kick` it is told so."""
+    def _remove_all(self, whys: Mapping[int, str], kick: Result | None = None) -> None:
+        """Peers leave the run, for a reason each; with `kick` they are told so."""
 
     @abstractmethod
     def _new_epoch(self, group_number: int) -> None:
         """New streams for a group: its membership changed, or a collective failed."""
 
     # ---- who is there ----
+
+    def _remove(self, number: int, why: str, kick: Result | None = None) -> None:
+        self._remove_all({number: why}, kick)
 
     def _accepted(self, group: int | None = None) -> list[int]:
         return list(self._accepted_in.get(group, ()))

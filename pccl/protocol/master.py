@@ -31,7 +31,7 @@ that peer and nobody else.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
@@ -131,10 +131,14 @@ class Master(Collectives, Synchronisations):
 
     def disconnected(self, conn: bytes, why: str) -> list[Action]:
         """A connection is gone: the only evidence of a peer's death that counts."""
+        return self.all_disconnected([conn], why)
+
+    def all_disconnected(self, conns: list[bytes], why: str) -> list[Action]:
+        """Several connections are gone: the others hear of it once."""
         if self._recovery is not None:
-            self._recovery.backlog.append(lambda: self.disconnected(conn, why))
-        elif conn in self._by_conn:
-            self._remove(self._by_conn[conn], why)
+            self._recovery.backlog.append(lambda: self.all_disconnected(conns, why))
+        else:
+            self._remove_all({self._by_conn[c]: why for c in conns if c in self._by_conn})
         return self._take()
 
     def farewell(self) -> list[Action]:
@@ -347,46 +351,58 @@ class Master(Collectives, Synchronisations):
             self._send(number, m.Admitted(self._done(self.peers[number].info.group)))
             self._note(f"{self.peers[number].info} accepted")
 
-    def _remove(self, number: int, why: str, kick: Result | None = None) -> None:
-        """A peer leaves the run; with `kick` it is told so."""
-        why = plain(why)
-        if kick is not None:
-            self._send(number, m.Kicked(kick.value, why))
-        peer = self.peers.pop(number)
-        del self._by_conn[peer.conn]
-        self._doomed.pop(number, None)
-        self._out.append(Drop(peer.conn, why))
-        title = f"{peer.info}: {why}"
-        if peer.accepted:
-            self._count_out(number, peer.info.group)
-        self._note(f"{title}; {self._size()} peers remain")
-        if not peer.accepted:
-            return
-        self._out.append(Forget(number))
+    def _remove_all(self, whys: Mapping[int, str], kick: Result | None = None) -> None:
+        lost: dict[int, dict[int, str]] = {}  # what is said of them, by group and number
+        for number, why in whys.items():
+            why = plain(why)
+            if kick is not None:
+                self._send(number, m.Kicked(kick.value, why))
+            peer = self.peers.pop(number)
+            del self._by_conn[peer.conn]
+            self._doomed.pop(number, None)
+            self._out.append(Drop(peer.conn, why))
+            title = f"{peer.info}: {why}"
+            if peer.accepted:
+                self._count_out(number, peer.info.group)
+                self._out.append(Forget(number))
+                lost.setdefault(peer.info.group, {})[number] = title
+            self._note(f"{title}; {self._size()} peers remain")
+        if lost:
+            self._go_on_without(lost)
+
+    def _go_on_without(self, lost: Mapping[int, Mapping[int, str]]) -> None:
         self._publish_world()
-        for round_ in list(self._rounds.of(number).values()):
-            self._rounds.take_back(number, round_)
-        self._leave_group(number, peer.info.group, title)
+        for titles in lost.values():
+            for number in titles:
+                for round_ in list(self._rounds.of(number).values()):
+                    self._rounds.take_back(number, round_)
+        for group_number, titles in lost.items():
+            self._leave_group(group_number, titles)
         for round_ in self._rounds:
-            if round_.id.group in (None, peer.info.group) and round_ in self._rounds:
-                round_.lost.append(title)
+            groups = lost if round_.id.group is None else {round_.id.group} & lost.keys()
+            round_.lost += [title for group in groups for title in lost[group].values()]
+            if round_ in self._rounds:  # or it has ended since
                 self._evaluate(round_)
         if not self._size():
             self._admit()
 
-    def _leave_group(self, number: int, group_number: int, title: str) -> None:
+    def _leave_group(self, group_number: int, lost: Mapping[int, str]) -> None:
         group = self._groups[group_number]
-        group.holders.discard(number)
+        group.holders -= lost.keys()
         if not group.holders and group.revision is not None:
             group.revision = None
             self._note(f"the last holder of group {group_number}'s shared state is gone")
         self._new_epoch(group_number)
         for running in self._of_group(group_number):
-            running.members.discard(number)
-            running.votes.pop(number, None)
-        self._interrupt(self._of_group(group_number), f"lost {title}")
-        if group.sync is not None and group.sync.members.pop(number, None) is not None:
-            self._elect(group_number, group.sync)
+            running.members -= lost.keys()
+            for number in lost:
+                running.votes.pop(number, None)
+        self._interrupt(self._of_group(group_number), "lost " + "; ".join(lost.values()))
+        sync = group.sync
+        if sync is not None and sync.members.keys() & lost.keys():
+            for number in lost:
+                sync.members.pop(number, None)
+            self._elect(group_number, sync)
         if not self._size(group_number):
             self._groups.pop(group_number, None)
 

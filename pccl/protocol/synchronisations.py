@@ -38,11 +38,7 @@ class Synchronisations(Ledger):
                 self._fail(number, vote.call, Result.INVALID_ARGUMENT, str(error))
             return
         if decision.kicks:
-            for number in decision.kicks:
-                del sync.members[number]
-            for number, why in decision.kicks.items():
-                self._remove(number, why, Result.INVALID_ARGUMENT)
-            self._elect(group_number, sync)  # among those whose shared state is the same
+            self._remove_all(decision.kicks, Result.INVALID_ARGUMENT)  # elects among the others
             return
         sync.revision = decision.revision
         sync.transfers, sync.fetching = decision.transfers, set(decision.transfers)

@@ -388,6 +388,8 @@ class Client:
                 why = f"its list `allowed` does not have this peer's key, {self._keys.public}"
                 refused = m.Refused(Result.INVALID_USAGE.value, why)
                 self._perform(self._core.received(refused))
+            case _ if self._give_up_at:  # a proxy may answer for a master that is down
+                self._break(self._handshake_problem())
             case _:
                 self._perform(self._core.lost_master(self._handshake_problem()))
 

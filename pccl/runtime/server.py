@@ -154,6 +154,7 @@ class Server:
             log.exception("the master failed")
             raise
         finally:
+            self._stop.set()
             if self._journal is None:  # else it is expected to come back
                 self._perform(self._core.farewell())
             self._wake_out.close()
@@ -203,12 +204,13 @@ class Server:
                 self._lost.append(conn)
 
     def _bury(self, now_s: float, drained: bool) -> None:
-        while self._lost:
-            conn = self._lost.pop(0)
+        lost, self._lost = self._lost, []
+        for conn in lost:
             self._fd_of.pop(conn, None)
             self._dropped.pop(conn, None)
             self._buried[conn] = now_s
-            self._perform(self._core.disconnected(conn, "its connection broke"))
+        if lost:
+            self._perform(self._core.all_disconnected(lost, "its connection broke"))
         if drained:
             self._buried = {c: at for c, at in self._buried.items() if now_s - at < GRACE_S}
 
@@ -239,7 +241,11 @@ class Server:
             return True
         if conn not in self._fd_of:
             self._read_monitor()
-            self._learn(conn, frames[-1].get(zmq.SRCFD))
+            try:
+                self._learn(conn, frames[-1].get(zmq.SRCFD))
+            except zmq.ZMQError:  # it speaks ZMTP 1 or 2, as random bytes seem to
+                log.debug("master: connection %s is of no known kind", conn.hex())
+                return True
         try:
             actions = self._hear(conn, frames)
         except Exception:
