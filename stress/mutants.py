@@ -45,6 +45,26 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "who missed a small result is told it by the next master",
+        "        for number, small in before.missed:\n",
+        "        for number, small in ():\n",
+    ),
+    Mutant(
+        "a small result is kept until nobody lacks it",
+        "stable = min(self.peers[number].heard for number in round_.votes)",
+        "stable = max(self.peers[number].heard for number in round_.votes) + 1",
+    ),
+    Mutant(
+        "a peer keeps its small results",
+        "        self._small.append(small)\n",
+        "",
+    ),
+    Mutant(
+        "a small result that is not final is voted on",
+        "        self._say(m.FinishVote(started.seq, True))\n",
+        "        self._keep(collective, m.Small(started.seq, collective.tag, (), started.data))\n",
+    ),
+    Mutant(
         "a collective commits only if all survivors hold the result",
         "ok = all(running.votes.values())",
         "ok = any(running.votes.values())",
@@ -56,7 +76,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lost member is no longer waited for in a collective",
-        "            running.members.discard(number)\n",
+        "            running.members -= lost.keys()\n",
         "",
     ),
     Mutant(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Drop, Master, Send
+from pccl.runtime.inline import combine
 
 VOTE_US_MAX = 25.0
 GROWTH_MAX = 2.0  # a vote may cost so much more in the largest run than in the smallest
@@ -42,7 +43,7 @@ class Swarm:
     """Peers that vote blindly, and their master."""
 
     def __init__(self, peers: int, groups: int) -> None:
-        self.master = Master(run=1)
+        self.master = Master(1, combine)
         self.conns = [b"%d" % i for i in range(peers)]
         self.group_of = {conn: i % groups for i, conn in enumerate(self.conns)}
         self.seq: dict[bytes, int] = {}  # of the collective each peer is in

@@ -12,8 +12,12 @@ from pccl.ext import tables
 
 @pytest.fixture(params=["libzmq", "pyzmq"])
 def filling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The filling that engines made in this test, and in its child processes, use."""
+    """The filling that engines made in this test, and in its child processes, use.
+
+    Small arrays go over the engine too.
+    """
     monkeypatch.setenv("PCCL_ENGINE", request.param)
+    monkeypatch.setenv("PCCL_INLINE_BYTES", "0")
     tables.load.cache_clear()
     try:
         assert tables.load().name == request.param

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 from pccl.protocol import master as master_core
@@ -60,6 +60,7 @@ class SimPeer:
     content: tuple[int, str] = (0, "")  # revision and content of the shared state
     plan: m.SyncPlan | None = None
     staged: str | None = None  # content fetched by that plan
+    failed_fetches: int = 0
 
     # ---- calls, for programs ----
 
@@ -81,10 +82,13 @@ class SimPeer:
             raise GivenUp
         return end
 
-    def all_reduce(self, tag: int = 0, count: int = 1000) -> Generator[None, None, End]:
+    def all_reduce(
+        self, tag: int = 0, count: int = 1000, data: bytes | None = None
+    ) -> Generator[None, None, End]:
+        """With `data`, which must be the same for all peers, a small one of `len(data)` bytes."""
         call = self.number("collective")
-        work = m.Work("all_reduce", 0, 10, count)
-        return (yield from self.wait(call, self.core.collective(call, tag, work)))
+        work = m.Work("all_reduce", 0, 0, count if data is None else len(data))
+        return (yield from self.wait(call, self.core.collective(call, tag, work, data)))
 
     def update_topology(self) -> Generator[None, None, End]:
         call = self.number()
@@ -107,7 +111,7 @@ class SimPeer:
             self.content = (end.value.revision, text)
             if self.run.master.knows(self.conn):  # else the run may have gone on without it
                 self.run.check_content(self)
-        self.plan = None
+        self.plan, self.failed_fetches = None, 0
         return end
 
     # ---- what the runtime would do ----
@@ -124,6 +128,8 @@ class SimPeer:
                     self.start(self.ops[op], seq, rings)
                 case peer_core.CommitOp(op) | peer_core.AbortOp(op):
                     self.end(op, isinstance(action, peer_core.AbortOp))
+                case peer_core.Store(_, data):
+                    self.run.check_small(data)
                 case peer_core.Answer(call) | peer_core.Fail(call):
                     assert call not in self.answers
                     assert call not in self.ops, "answered while the engine refers to its memory"
@@ -181,6 +187,7 @@ class SimPeer:
         self.perform(self.core.engine_complete(number, settled, 0, 0))
 
     def fail(self, number: int) -> None:
+        self.failed_fetches += self.ops[number].kind == "fetch"
         self.run.cut(self.ops[number].seq)
         self.ops[number].complete = True  # says no more until it is aborted
         self.perform(self.core.engine_failed(number, "a stream was lost"))
@@ -193,6 +200,8 @@ class SimPeer:
         message = m.decode_from_master(self.down.popleft())
         if isinstance(message, m.Finished):
             self.run.check_outcome(self, message)
+        elif isinstance(message, m.Started) and message.data is not None:
+            self.run.completed.setdefault(message.seq, set()).add(self.name)
         self.perform(self.core.received(message))
 
 
@@ -202,7 +211,9 @@ class Run:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.run = seed + 1
-        self.master = master_core.Master(self.run)
+        self.combined: set[bytes] = set()  # results of small collectives
+        self.small_max = self.random.choice([0, 1, 128])
+        self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
         self.outcomes: dict[int, bool] = {}
         self.starters: dict[int, set[int]] = {}  # seq -> peers whose engines started it
@@ -219,6 +230,13 @@ class Run:
         self.patience = self.random.choice([[0], [0], [0] * 9 + [5, 20, 60]])
         self.tick_s = self.random.choice([0.01, 0.01, 0.1, 1.0])
         self.failure_rate = self.random.choice([0.0, 0.0, 0.02, 0.1])
+
+    def _new_master(
+        self, number: int, journal: master_core.Journal | None = None
+    ) -> master_core.Master:
+        master = master_core.Master(number, self.combine, journal=journal)
+        master.small_max = self.small_max
+        return master
 
     def add(self, program: Program) -> SimPeer:
         """One more peer joins and runs `program` once it is accepted."""
@@ -257,9 +275,7 @@ class Run:
         if not self.journal:
             self.contents.clear()  # nobody is left to come back
         journal = master_core.Journal(self.run, self.incarnation, self.next_peer, accepted)
-        self.master = master_core.Master(
-            self.random.getrandbits(40), journal=journal if journaled else None
-        )
+        self.master = self._new_master(self.random.getrandbits(40), journal if journaled else None)
         for peer in self.peers:
             if peer.alive:
                 peer.up.clear()
@@ -307,6 +323,17 @@ class Run:
         assert not ok or peer.name in held, (
             f"{seq} committed, but peer {peer.name} lacks the result"
         )
+
+    def combine(self, work: m.Work, parts: Sequence[bytes]) -> bytes:
+        """The master's arithmetic. Peers that stand in different steps must not meet."""
+        assert len(set(parts)) == 1, f"contributions of different steps were reduced: {parts}"
+        assert len(parts[0]) == work.count
+        result = bytes(byte ^ 255 for byte in parts[0])
+        self.combined.add(result)
+        return result
+
+    def check_small(self, data: bytes) -> None:
+        assert data in self.combined
 
     def check_content(self, peer: SimPeer) -> None:
         revision, content = peer.content
@@ -378,7 +405,8 @@ class Run:
 
     def _may_fail(self, peer: SimPeer, op: SimOp) -> bool:
         if op.kind == "fetch":  # a dead holder, or one that has another plan: its stream breaks
-            return True
+            # the master hears of a death, too, before a peer has tried three times
+            return peer.failed_fetches < 2 or not self.broken
         return self.random.random() < self.failure_rate
 
     def step(self) -> bool:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import BACKLOG_MAX, OPEN_MAX, Action, Drop, Journal, Master, Note, Send
+from pccl.runtime.inline import combine
 from pccl.types import Result
 
 CORPUS = sorted((Path(__file__).parent / "fuzz" / "corpus").iterdir())
@@ -65,7 +66,7 @@ class Hall:
     """A master and accepted peers "1", "2", ... of group 0, spoken to without any queue."""
 
     def __init__(self, peers: int = 2) -> None:
-        self.master = Master(run=1)
+        self.master = Master(1, combine)
         self.told: dict[bytes, list[m.MasterMessage]] = {}
         self.dropped: dict[bytes, str] = {}
         self.notes: list[str] = []
@@ -260,7 +261,7 @@ def resume(number: int, run: int = 5, **fields: object) -> m.Resume:
 
 def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> None:
     hall = Hall()
-    hall.master = Master(1, journal=Journal(5, 1, 3, frozenset((1, 2))))
+    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))))
     hall.dropped.clear()
     for i in range(100):
         hall.say(b"stranger", m.SyncVote(i, m.Offer(0, 0, (ENTRY,) * 1000)))
@@ -281,7 +282,7 @@ def test_nobody_comes_back_twice_on_one_connection() -> None:
     hall.perform(hall.master.resume(b"2", resume(9, run=1, accepted=False), "10.0.0.1"))
     assert "came back twice" in hall.dropped[b"2"]
     assert len(hall.master.peers) == 1
-    hall.master = Master(1, journal=Journal(5, 1, 3, frozenset((1, 2))))
+    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))))
     for number in (1, 2):
         hall.perform(hall.master.resume(b"both", resume(number), "10.0.0.1"))
     assert isinstance(hall.last(b"both"), m.Refused)
@@ -298,7 +299,7 @@ def test_nobody_comes_back_twice_on_one_connection() -> None:
 )
 def test_nobody_comes_back_with_numbers_that_would_overflow(fields: dict[str, object]) -> None:
     hall = Hall(0)
-    hall.master = Master(1)
+    hall.master = Master(1, combine)
     hall.perform(hall.master.resume(b"stranger", resume(1, **fields), "10.0.0.1"))  # type: ignore[arg-type]
     assert "impossible numbers" in hall.dropped[b"stranger"]
     assert not hall.master.recovering

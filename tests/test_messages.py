@@ -16,6 +16,7 @@ FROM_PEER: list[m.PeerMessage] = [
     m.TopologyVote(5),
     m.PendingVote(6),
     m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000)),
+    m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1), b"data", 6),
     m.FinishVote(9, True),
     m.FinishVote(9, False, "a stream was lost"),
     m.SyncVote(8, m.Offer(4, 0, (ENTRY,))),
@@ -46,6 +47,8 @@ FROM_MASTER: list[m.MasterMessage] = [
     m.TopologyResult(5, 1),
     m.PendingResult(6, True, 2),
     m.Started(7, 9, 2),
+    m.Started(7, 9, 2, b"data", True, 8),
+    m.Missed(m.Small(9, 3, (1, 2), b"data")),
     m.Interrupt(9, "lost peer 3"),
     m.Finished(9, False, "lost peer 3"),
     m.SyncPlan(8, 11, (2,), (1,), (0,), (b"\1",)),
@@ -69,7 +72,7 @@ def test_master_messages_survive(message: m.MasterMessage) -> None:
 def test_golden_bytes() -> None:
     # Changing these breaks every older peer: raise PROTOCOL_VERSION if you must.
     start = m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000))
-    assert m.encode(start).hex() == "9404070394aa616c6c5f726564756365000acd03e8"
+    assert m.encode(start).hex() == "9604070394aa616c6c5f726564756365000acd03e8c000"
     assert m.encode(m.FinishVote(9, True)).hex() == "940509c3a0"
     assert m.encode(m.Finished(9, True)).hex() == "944909c3a0"
 

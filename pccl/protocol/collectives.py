@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from pccl.protocol import messages as m
-from pccl.protocol.ledger import Ledger, Running, plain
+from pccl.protocol.ledger import Group, Ledger, Running, plain
 from pccl.protocol.rounds import Round
-from pccl.types import Result
+from pccl.types import DataType, ReduceOp, Result
+
+_ITEM_BYTES = {dtype.value: dtype.itemsize for dtype in DataType}
+_REDOPS = {op.value for op in ReduceOp}
+
+
+def fits(work: m.Work, data: bytes) -> bool:
+    """Whether these can be the bytes of a contribution that the master is to reduce."""
+    return (
+        work.what == "all_reduce"
+        and work.redop in _REDOPS
+        and len(data) == work.count * _ITEM_BYTES.get(work.dtype, -1)
+    )
 
 
 class Collectives(Ledger):
-    """Starts collectives, interrupts them, and settles their outcome."""
+    """Starts collectives, interrupts them, and settles their outcome.
+
+    Attributes:
+        small_max: results on the way at once. A result is final when it is sent, for only a
+            master's death can keep it from a peer that lives. Those that have it then tell it to
+            the next master, in one message: so there must not be too many.
+    """
+
+    small_max = 128
 
     def _start(self, round_: Round[object]) -> None:
         group_number = round_.id.group
@@ -21,10 +41,32 @@ class Collectives(Ledger):
             for number, vote in round_.votes.items():
                 self._fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
             return
-        seq, epoch = self._take_seq(), self._groups[group_number].epoch
-        title = round_.describe(next(iter(round_.votes)))
-        self._run(Running(seq, group_number, set(round_.votes), title))
-        self._answer(round_, lambda call: m.Started(call, seq, epoch))
+        data = self._combined(round_)
+        group = self._groups[group_number]
+        seq, epoch = self._take_seq(), group.epoch
+        stable = self._stable(group, round_) if data is not None else 0
+        final = data is not None and len(group.small) < self.small_max
+        if final:
+            group.small.append(seq)
+        else:
+            title = round_.describe(next(iter(round_.votes)))
+            self._run(Running(seq, group_number, set(round_.votes), title))
+        self._answer(round_, lambda call: m.Started(call, seq, epoch, data, final, stable))
+
+    def _stable(self, group: Group, round_: Round[object]) -> int:
+        """Up to where nobody lacks a small result: everyone has just said what it has heard."""
+        stable = min(self.peers[number].heard for number in round_.votes)
+        while group.small and group.small[0] <= stable:
+            group.small.popleft()
+        return stable
+
+    def _combined(self, round_: Round[object]) -> bytes | None:
+        """The result, where the contributions came with the votes."""
+        work = next(iter(round_.votes.values())).payload
+        assert isinstance(work, m.Work)
+        parts = [round_.votes[number].data for number in sorted(round_.votes)]
+        given = [part for part in parts if part is not None]
+        return self._combine(work, given) if given else None
 
     def _run(self, running: Running) -> None:
         self._running[running.seq] = running

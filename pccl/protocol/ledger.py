@@ -6,8 +6,10 @@ The actions that it returns, the records that it keeps, and what all its parts d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol.election import Transfer
@@ -64,6 +66,7 @@ class Forget:
 
 
 Action = Send | Drop | Note | Remember | Forget
+Combine: TypeAlias = Callable[[m.Work, Sequence[bytes]], bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class Peer:
     info: m.PeerInfo
     accepted: bool = False
     running: int = 0  # collectives it has started and whose outcome is not known
+    heard: int = 0  # the greatest seq that it has certainly heard of
 
 
 @dataclass(slots=True)
@@ -140,6 +144,7 @@ class Group:
     last_plan: int = 0  # seq of the last plan of the last synchronisation
     holders: set[int] = field(default_factory=set)
     sync: Sync | None = None
+    small: deque[int] = field(default_factory=deque)  # seqs of results that somebody may lack
 
 
 class Ledger(ABC):
@@ -147,14 +152,20 @@ class Ledger(ABC):
 
     Args:
         run: the run's nonce; bulk data of another run is never mistaken for this one's.
+        combine: reduces contributions of the work's size, in their order.
         straggler_s: peers that keep others waiting for so many seconds are dropped.
         journal: of the master that was here before, if there was one.
     """
 
     def __init__(
-        self, run: int, straggler_s: float | None = None, journal: Journal | None = None
+        self,
+        run: int,
+        combine: Combine,
+        straggler_s: float | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self.run = run if journal is None else journal.run
+        self._combine = combine
         self._straggler_s = straggler_s
         self._waiting_since: dict[object, float] = {}  # round or seq -> when others began to wait
         self.peers: dict[int, Peer] = {}  # in the order of registration: accepted ones come first

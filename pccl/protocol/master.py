@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from pccl.protocol import messages as m
-from pccl.protocol.collectives import Collectives
+from pccl.protocol.collectives import Collectives, fits
 from pccl.protocol.ledger import (
     NAMES_MAX,
     WITHDRAWN,
@@ -91,6 +91,7 @@ class Master(Collectives, Synchronisations):
 
     Args:
         run: the run's nonce; bulk data of another run is never mistaken for this one's.
+        combine: reduces contributions of the work's size, in their order.
         straggler_s: peers that keep others waiting for so many seconds are dropped (`tick`).
         journal: of the master that was here before, if there was one.
     """
@@ -278,6 +279,8 @@ class Master(Collectives, Synchronisations):
         for seq in sorted(before.collectives):
             self._resolve(seq, before.collectives[seq])
         self._epoch = max(self._epoch, *(group.epoch for group in self._groups.values()))
+        for number, small in before.missed:
+            self._send(number, m.Missed(small))
         for number in self.peers:
             group_number = self.peers[number].info.group
             self._send(number, m.Resumed(self._done(group_number)))
@@ -342,6 +345,7 @@ class Master(Collectives, Synchronisations):
             return
         for number in fresh:
             self.peers[number].accepted = True
+            self.peers[number].heard = self._next_seq - 1  # or it needs no more
             self._count_in(number, self.peers[number].info.group)
         for group in {self.peers[number].info.group: None for number in fresh}:
             self._new_epoch(group)
@@ -434,8 +438,9 @@ class Master(Collectives, Synchronisations):
                 self._enter(number, RoundId(Kind.TOPOLOGY, None), call, None)
             case m.PendingVote(call):
                 self._enter(number, RoundId(Kind.PENDING, None), call, None)
-            case m.StartVote(call, tag, work):
-                self._enter(number, RoundId(Kind.START, group, tag), call, work)
+            case m.StartVote(call, tag, work, data, heard) if data is None or fits(work, data):
+                self.peers[number].heard = max(self.peers[number].heard, heard)
+                self._enter(number, RoundId(Kind.START, group, tag), call, work, data)
             case m.SyncVote(call, offer) if not self._synchronises(number):
                 self._enter(number, RoundId(Kind.SYNC, group), call, offer)
             case m.FinishVote(seq, ok, why):
@@ -448,7 +453,14 @@ class Master(Collectives, Synchronisations):
                 why = f"it sent a {type(message).__name__} out of turn"
                 self._remove(number, why, Result.INTERNAL_ERROR)
 
-    def _enter(self, number: int, round_id: RoundId, call: int, payload: object) -> None:
+    def _enter(
+        self,
+        number: int,
+        round_id: RoundId,
+        call: int,
+        payload: object,
+        data: bytes | None = None,
+    ) -> None:
         doom = self._doomed.get(number)
         if doom is not None and round_id in doom[0]:
             del self._doomed[number]
@@ -463,7 +475,7 @@ class Master(Collectives, Synchronisations):
             self._fail(number, call, Result.INVALID_USAGE, f"{OPEN_MAX} calls wait already")
             return
         group = self.peers[number].info.group
-        round_ = self._rounds.vote(number, group, round_id, Vote(call, payload))
+        round_ = self._rounds.vote(number, group, round_id, Vote(call, payload, data))
         if not (self._mismatch(round_) or self._conflict(number, round_)):
             self._evaluate(round_)
 
@@ -472,9 +484,12 @@ class Master(Collectives, Synchronisations):
         if round_.id.kind is not Kind.START:
             return False
         first, mine = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
-        if first.payload == mine.payload:
+        if first.payload != mine.payload:
+            why = "the peers do not ask for the same: " + self._who([round_])
+        elif (first.data is None) != (mine.data is None):
+            why = "PCCL_INLINE_BYTES is not the same for all: " + self._who([round_])
+        else:
             return False
-        why = "the peers do not ask for the same: " + self._who([round_])
         self._doom([round_], Result.INVALID_ARGUMENT, why)
         return True
 

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 1
+INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
 
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -25,6 +26,7 @@ U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 64 bits
 Text = Annotated[str, Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=256)]
+Data = Annotated[bytes, Meta(max_length=INLINE_BYTES_MAX)]
 
 
 class ProtocolError(ValueError):
@@ -130,6 +132,15 @@ class Open(Struct, array_like=True, frozen=True):
     vote: bool | None
 
 
+class Small(Struct, array_like=True, frozen=True):
+    """A small collective that has committed: who took part, and the result."""
+
+    seq: U64
+    tag: U64
+    members: tuple[U64, ...]
+    data: Data
+
+
 # ---- from a peer to the master ----
 
 
@@ -163,11 +174,16 @@ class PendingVote(Struct, array_like=True, frozen=True, tag=3):
 
 
 class StartVote(Struct, array_like=True, frozen=True, tag=4):
-    """Enters a collective; its engine knows the buffers already."""
+    """Enters a collective: its engine knows the buffers already, or `data` is the contribution.
+
+    `heard` is the greatest seq the peer has heard of: it lacks no result up to there.
+    """
 
     call: U64
     tag: U64
     work: Work
+    data: Data | None = None
+    heard: U64 = 0
 
 
 class FinishVote(Struct, array_like=True, frozen=True, tag=5):
@@ -211,7 +227,8 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     """Comes back to a master that has lost its connections, and says all it knows.
 
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
-    known outcome (the latest ones: older ones are known to all).
+    known outcome (the latest ones: older ones are known to all), `small` those results that others
+    may lack.
     """
 
     protocol: U32
@@ -226,6 +243,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     done: Done
     open: tuple[Open, ...]
     finished: tuple[tuple[U64, bool], ...]
+    small: tuple[Small, ...] = ()
 
 
 # ---- from the master to a peer ----
@@ -285,11 +303,18 @@ class PendingResult(Struct, array_like=True, frozen=True, tag=70):
 
 
 class Started(Struct, array_like=True, frozen=True, tag=71):
-    """All members stand in the collective: go. The ring plan is that of `epoch`."""
+    """All members stand in the collective: go. The ring plan is that of `epoch`.
+
+    Where the contributions came with the votes, `data` is the result, and if it is `final` it has
+    committed. Nobody lacks any result up to `stable`.
+    """
 
     call: U64
     seq: U64
     epoch: U32
+    data: Data | None = None
+    final: bool = False
+    stable: U64 = 0
 
 
 class Interrupt(Struct, array_like=True, frozen=True, tag=72):
@@ -352,6 +377,12 @@ class Resumed(Struct, array_like=True, frozen=True, tag=78):
     done: Done
 
 
+class Missed(Struct, array_like=True, frozen=True, tag=79):
+    """A small collective in which the peer stands has committed; its result was lost on the way."""
+
+    small: Small
+
+
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
     """Dropped from the run."""
 
@@ -387,6 +418,7 @@ MasterMessage: TypeAlias = (
     | CallError
     | Kicked
     | Resumed
+    | Missed
 )
 T = TypeVar("T")
 

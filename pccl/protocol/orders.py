@@ -77,6 +77,14 @@ class AbortOp:
 
 
 @dataclass(frozen=True, slots=True)
+class Store:
+    """The result of a collective that no op of the engine was for; its call is answered next."""
+
+    call: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A call succeeded."""
 
@@ -123,6 +131,7 @@ Action = (
     | RegisterOp
     | CommitOp
     | AbortOp
+    | Store
     | Answer
     | Fail
     | Plan

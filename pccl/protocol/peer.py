@@ -17,6 +17,12 @@ A collective goes through these states; its call number is also the engine's op 
     COMPLETE   the engine holds the whole result; we voted to finish
     ABORTING   we voted that we cannot complete (an interrupt, a lost stream, a malformed chunk)
 
+A small one has nothing to do with the engine: its contribution travels with the start vote and the
+result comes with Started. Mostly it has committed herewith: the master has sent the result to all,
+so a peer that lives gets it unless the master dies. For that case each peer keeps the result until
+it has heard that nobody lacks it. Else the small collective is COMPLETE now, and voted on.
+The user's memory is written when it has committed.
+
 It ends when two things are known: the outcome (Finished, an error of the start round, or the end of
 the run) and that the engine is settled, that is, refers to none of the user's memory and has
 restored it where the outcome is no commit. Both can come in either order. Only then is the call
@@ -59,6 +65,7 @@ from pccl.protocol.orders import (
     RingPart,
     Send,
     StartOp,
+    Store,
     Synced,
 )
 from pccl.protocol.ring import shares
@@ -80,6 +87,7 @@ __all__ = [
     "RingPart",
     "Send",
     "StartOp",
+    "Store",
     "Synced",
 ]
 
@@ -109,6 +117,7 @@ class Collective:
     call: int
     tag: int
     work: m.Work
+    data: bytes | None = None  # our contribution where it travels with the vote, then the result
     state: State = State.VOTING
     seq: int = 0
     members: tuple[int, ...] = ()
@@ -164,6 +173,7 @@ class Peer:
         self._by_seq: dict[int, Collective] = {}
         self._syncing: Syncing | None = None
         self._last_seq = 0
+        self._small: deque[m.Small] = deque()  # results that others may lack
         self._streams: tuple[int, ...] = ()  # to our successors, one for each ring
         self._streams_epoch = 0
         self._next_stream = 1
@@ -187,13 +197,20 @@ class Peer:
         """Answered with a bool."""
         return self._simple(call, m.PendingVote(call))
 
-    def collective(self, call: int, tag: int, work: m.Work) -> list[Action]:
-        """Answered with a `Reduced`."""
+    def collective(
+        self, call: int, tag: int, work: m.Work, data: bytes | None = None
+    ) -> list[Action]:
+        """Answered with a `Reduced`.
+
+        With `data`, the contribution, the master reduces and the engine has no part in it.
+        """
         if self._dead(call):
             return self._take()
-        self._collectives[call] = Collective(call, tag, work)
-        self._out.append(RegisterOp(call, self.run, tag, self._last_seq))
-        self._say(m.StartVote(call, tag, work))
+        inline = data is not None
+        self._collectives[call] = Collective(call, tag, work, data, settled=inline)
+        if not inline:
+            self._out.append(RegisterOp(call, self.run, tag, self._last_seq))
+        self._say(m.StartVote(call, tag, work, data, self._last_seq))
         return self._take()
 
     def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Action]:
@@ -280,8 +297,12 @@ class Peer:
         match message:
             case _ if self.over is not None:
                 pass  # left, kicked or lost already: nothing counts any more
-            case m.Started(call, seq, epoch):
-                self._started(call, seq, epoch)
+            case m.Started(_, _, _, None):
+                self._started(message)
+            case m.Started():
+                self._reduced(message)
+            case m.Missed(small):
+                self._missed(small)
             case m.Finished(seq, ok, why):
                 self._finished(seq, ok, why)
             case m.Interrupt(seq, why):
@@ -373,13 +394,21 @@ class Peer:
 
     # ---- collectives ----
 
-    def _started(self, call: int, seq: int, epoch: int) -> None:
-        collective = self._collectives.get(call)
+    def _begin(self, started: m.Started) -> Collective | None:
+        """The collective that starts, if it is one of ours."""
+        self._last_seq = started.seq
+        collective = self._collectives.get(started.call)
+        if collective is not None:
+            collective.seq = started.seq
+            collective.members = tuple(info.peer for info in self.plan.peers)
+        return collective
+
+    def _started(self, started: m.Started) -> None:
+        collective = self._begin(started)
         if collective is None:
             return
-        collective.seq = self._last_seq = seq
+        call, seq, epoch = started.call, started.seq, started.epoch
         self._by_seq[seq] = collective
-        collective.members = tuple(info.peer for info in self.plan.peers)
         if collective.state is State.ABORTING:
             self._say(m.FinishVote(seq, False, "a malformed chunk arrived early"))
             return
@@ -396,6 +425,43 @@ class Peer:
             )
         )
         self._out.append(StartOp(call, seq, epoch, rings))
+
+    def _reduced(self, started: m.Started) -> None:
+        """A small collective has its result, final or to be voted on."""
+        while self._small and self._small[0].seq <= started.stable:
+            self._small.popleft()
+        collective = self._begin(started)
+        if collective is None or started.data is None:
+            return
+        if started.final:
+            self._keep(
+                collective, m.Small(started.seq, collective.tag, collective.members, started.data)
+            )
+            return
+        collective.data = started.data
+        collective.state = State.COMPLETE
+        self._by_seq[started.seq] = collective
+        self._say(m.FinishVote(started.seq, True))
+
+    def _missed(self, small: m.Small) -> None:
+        for collective in list(self._collectives.values()):
+            same = collective.tag == small.tag and len(collective.data or b"") == len(small.data)
+            if same and collective.unstarted and collective.data is not None:
+                collective.seq = self._last_seq = small.seq
+                collective.members = small.members
+                self._keep(collective, small)
+
+    def _keep(self, collective: Collective, small: m.Small) -> None:
+        """It has committed: but others may have to hear of it from us."""
+        self._small.append(small)
+        collective.data, collective.outcome = small.data, True
+        self._store(collective)
+        self._conclude(collective)
+
+    def _store(self, collective: Collective) -> None:
+        assert collective.data is not None
+        collective.tx_bytes = collective.rx_bytes = len(collective.data)
+        self._out.append(Store(collective.call, collective.data))
 
     def _renew_streams(self, epoch: int) -> None:
         if self._streams_epoch == epoch:
@@ -417,7 +483,8 @@ class Peer:
 
     def _give_up(self, collective: Collective, why: str) -> None:
         collective.state = State.ABORTING
-        self._out.append(AbortOp(collective.call))
+        if not collective.settled:
+            self._out.append(AbortOp(collective.call))
         self._say(m.FinishVote(collective.seq, False, why[:1000]))
 
     def _finished(self, seq: int, ok: bool, why: str) -> None:
@@ -429,6 +496,8 @@ class Peer:
             collective.outcome = True
             if not collective.settled:
                 self._out.append(CommitOp(collective.call))
+            elif collective.data is not None:
+                self._store(collective)
         else:
             error = PCCLTimeoutError if collective.impatient else PeerLostError
             lost = Result.RANK_CONNECTION_LOST
@@ -578,6 +647,7 @@ class Peer:
             done,
             open_,
             tuple(self._outcomes),
+            tuple(self._small),
         )
         self._out.append(Send(resume))
         return self._take()
@@ -603,7 +673,8 @@ class Peer:
             self._resume_sync(self._syncing, missed.sync < done.sync, done)
         for collective in self._collectives.values():
             if collective.unstarted:
-                self._say(m.StartVote(collective.call, collective.tag, collective.work))
+                c = collective
+                self._say(m.StartVote(c.call, c.tag, c.work, c.data, self._last_seq))
         for seq, collective in self._by_seq.items():
             if seq in self._unvoted and collective.state is not State.RUNNING:
                 self._say(m.FinishVote(seq, collective.state is State.COMPLETE))

@@ -53,6 +53,7 @@ class Before:
     pending: dict[int, m.PeerInfo]
     groups: dict[int, GroupBefore]
     collectives: dict[int, Unresolved]
+    missed: list[tuple[int, m.Small]]
     topology: int
     pendings: int
     were_pending: bool
@@ -69,6 +70,7 @@ def plausible(resume: m.Resume) -> bool:
         resume.done.sync,
         resume.info.peer,
         *(info.peer for info in resume.known),
+        *(small.seq for small in resume.small),
     ]
     return max(numbers) < NUMBER_MAX and resume.epoch < EPOCH_MAX
 
@@ -88,12 +90,28 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
         pending,
         _groups(resumes),
         _collectives({n: r for n, r in resumes.items() if n in accepted}),
+        _missed({n: r for n, r in resumes.items() if n in accepted}),
         topology=max(resume.done.topology for resume in resumes.values()),
         pendings=asked.pending,
         were_pending=asked.were_pending,
         next_peer=max(known | resumes.keys()) + 1,
         incarnation=max(resume.last_seq for resume in resumes.values()) >> INCARNATION_SHIFT,
     )
+
+
+def _missed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Small]]:
+    """Small results that some have and others lack: to whom to tell which, in order."""
+    found: dict[int, tuple[int, m.Small]] = {}
+    for number in sorted(resumes):
+        for small in resumes[number].small:
+            if number in small.members:
+                found.setdefault(small.seq, (resumes[number].info.group, small))
+    return [
+        (number, small)
+        for _, (group, small) in sorted(found.items())
+        for number in sorted(set(small.members) & resumes.keys())
+        if resumes[number].last_seq < small.seq and resumes[number].info.group == group
+    ]
 
 
 def outdated(resumes: Mapping[int, m.Resume]) -> set[int]:

@@ -56,10 +56,11 @@ class RoundId:
 
 @dataclass(frozen=True, slots=True)
 class Vote(Generic[T]):
-    """A peer's vote: the number of its call, and what it brings."""
+    """A peer's vote: the number of its call, what it asks for, and the data it brings."""
 
     call: int
     payload: T
+    data: bytes | None = None
 
 
 @dataclass(slots=True)

@@ -1,11 +1,14 @@
 """The control thread of a peer: the DEALER to the master, the lane engine, the peer core.
 
-Everything that touches a socket happens in this one thread. Threads of the user post commands to it
-and wait on a `Call`; bulk data never passes through it.
+Everything that touches a socket happens under one lock. The control thread holds it but while it
+waits, which touches descriptors only. Threads of the user post commands and wait on a `Call`: who
+posts when nobody works does the work itself, at once, instead of waking the control thread. Nothing
+under the lock blocks, and bulk data never passes here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -13,7 +16,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import zmq
@@ -24,7 +27,9 @@ from pccl.protocol import peer as core
 from pccl.runtime.config import MIB, Config, chunk_bytes, lanes
 from pccl.runtime.curve import require_curve, secure_client
 from pccl.runtime.engine import COMPLETE, FAILED, SETTLED, Engine, EngineOptions, Ring
+from pccl.runtime.inline import contribution, store
 from pccl.runtime.link import Link, LinkEvent
+from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
 from pccl.types import Result
 
@@ -128,7 +133,8 @@ class Client:
         self._memory: dict[int, Reduce | Pool] = {}  # op -> what the engine refers to
         self._inbox: deque[Callable[[], None]] = deque()
         self._closed = threading.Event()
-        self._leaving = False
+        self._leaving = self._failed = False
+        self._working = threading.Lock()
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
@@ -150,7 +156,8 @@ class Client:
         self._master = (host, port)
         self._retry_at: float | None = None
         self._give_up_at = 0.0
-        self._poller = zmq.Poller()
+        self._waiter = Waiter()
+        self._sent = True  # since the sockets were last read
         self._link = self._open_link()
         self._perform_by_type: dict[type, Callable[..., None]] = {
             core.Send: self._send,
@@ -158,6 +165,7 @@ class Client:
             core.StartOp: self._start,
             core.CommitOp: lambda action: self._engine.commit(action.op),
             core.AbortOp: lambda action: self._engine.abort(action.op),
+            core.Store: self._store,
             core.OpenStream: self._open_stream,
             core.CloseStream: lambda action: self._engine.close_stream(action.stream),
             core.Answer: self._answer,
@@ -170,13 +178,13 @@ class Client:
 
     def _open_link(self) -> Link:
         link = Link(self._context, *self._master, self._config, self._secure)
-        self._poller.register(link.socket, zmq.POLLIN)
-        self._poller.register(link.monitor, zmq.POLLIN)
+        self._waiter.add(link.socket, self._read_link)
+        self._waiter.add(link.monitor, self._read_monitor)
         return link
 
     def _close_link(self) -> None:
-        self._poller.unregister(self._link.socket)
-        self._poller.unregister(self._link.monitor)
+        self._waiter.remove(self._link.socket)
+        self._waiter.remove(self._link.monitor)
         self._link.close()
 
     def _secure(self, dealer: zmq.Socket[bytes]) -> None:
@@ -224,10 +232,12 @@ class Client:
 
     def all_reduce(self, tag: int, reduce: Reduce) -> Call:
         """Enters an all-reduce."""
+        inline = reduce.send.nbytes <= self._config.inline_bytes
+        data = contribution(reduce.send) if inline else None
 
         def begin(call: int) -> list[core.Action]:
             self._memory[call] = reduce
-            return self._core.collective(call, tag, reduce.work)
+            return self._core.collective(call, tag, reduce.work, data)
 
         return self._begin(begin)
 
@@ -286,6 +296,15 @@ class Client:
 
     def _post(self, command: Callable[[], None]) -> None:
         self._inbox.append(command)
+        # it is locked by this very thread when a communicator is collected amid its work
+        if self._working.acquire(blocking=False):
+            try:
+                if not self._closed.is_set():
+                    self._work()
+                    if not (self._leaving or self._failed) and self._retry_at is None:
+                        return
+            finally:
+                self._working.release()
         try:
             self._wake_out.send(b"\0")
         except BlockingIOError:
@@ -293,40 +312,40 @@ class Client:
         except OSError:
             self._drain_after_end()  # the thread has ended and closed it
 
-    # ---- the control thread ----
+    # ---- the control thread, or whoever works in its place ----
 
     def _run(self) -> None:
-        readers: dict[object, Callable[[], None]] = {
-            self._engine.socket: self._read_engine,
-            self._wake_in.fileno(): self._read_wake,
-        }
+        self._waiter.add(self._wake_in, self._read_wake)
+        self._waiter.add(self._engine.socket, self._read_engine)
         if self._engine.zap is not None:
-            readers[self._engine.zap.socket] = self._answer_zap
-        for source in readers:
-            self._poller.register(source, zmq.POLLIN)
-        try:
-            while not (self._leaving and self._core.idle):
-                for source, _ in self._poller.poll(self._patience_ms()):
-                    if source is self._link.socket:
-                        self._read_link()
-                    elif source is self._link.monitor:
-                        self._read_monitor()
-                    elif source in readers:
-                        readers[source]()
-                if self._patience_ms() == 0:
+            self._waiter.add(self._engine.zap.socket, self._answer_zap)
+        while not (self._failed or (self._leaving and self._core.idle)):
+            ready = self._waiter.wait(self._patience_s())
+            with self._working:
+                self._work(ready)
+                if self._patience_s() == 0:
                     self._retry()
+        with self._working:
+            self._shut_down()
+
+    def _work(self, ready: Sequence[Callable[[], object]] = ()) -> None:
+        """Does all there is to do."""
+        try:
+            for read in ready:
+                read()
+            self._run_commands()
+            while self._sent:
+                self._sent = False
+                self._read_link()
+                self._read_engine()
         except Exception:
             log.exception("the control thread of peer %d failed", self._core.number)
             self._perform(self._core.lost_master("an internal error of pccl; the log has it"))
-        finally:
-            self._shut_down()
+            self._failed = True
 
     def _read_wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             self._wake_in.recv(4096)
-        except BlockingIOError:
-            return
-        self._run_commands()
 
     def _run_commands(self) -> None:
         while True:
@@ -377,7 +396,11 @@ class Client:
             self._engine.zap.answer(lambda key: True if key in known else None)
 
     def _read_monitor(self) -> None:
-        match self._link.event():
+        for event in self._link.events():
+            self._linked(event)
+
+    def _linked(self, event: LinkEvent) -> None:
+        match event:
             case LinkEvent.UP:
                 if self._give_up_at:  # this is a new link, not the first one
                     self._perform(self._core.linked())
@@ -420,11 +443,11 @@ class Client:
         else:
             self._retry_at = now + RETRY_S
 
-    def _patience_ms(self) -> int | None:
+    def _patience_s(self) -> float | None:
         """How long to wait for events; None when there is nothing to do without one."""
         if self._retry_at is None or self._core.over is not None:
             return None
-        return max(0, int(1000 * (self._retry_at - time.monotonic())))
+        return max(0.0, self._retry_at - time.monotonic())
 
     def _retry(self) -> None:
         self._retry_at = None
@@ -434,6 +457,7 @@ class Client:
     # ---- actions ----
 
     def _perform(self, actions: list[core.Action]) -> None:
+        self._sent |= bool(actions)
         for action in actions:
             self._perform_by_type[type(action)](action)
 
@@ -489,7 +513,13 @@ class Client:
             curve_server=to.curve,
         )
 
+    def _store(self, action: core.Store) -> None:
+        memory = self._memory[action.call]
+        assert isinstance(memory, Reduce)
+        store(memory.recv, action.data)
+
     def _answer(self, action: core.Answer | core.Fail) -> None:
+        self._memory.pop(action.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(action.call, None)
         if call is not None:
             call.put(action)
@@ -503,6 +533,7 @@ class Client:
         self._close_link()
         self._engine.close()  # restores and lets go of what is not settled
         self._context.term()
+        self._waiter.close()
         self._memory.clear()
         self._closed.set()
         self._wake_out.close()

@@ -80,7 +80,12 @@ class Zap:
             decide: whether the holder of a public key may connect; None: that is not known yet, and
                 he waits for a later call, as long as the handshake may take.
         """
-        self._read()
+        while self._read() or self._decided(decide):
+            pass
+
+    def _decided(self, decide: Callable[[str], bool | None]) -> bool:
+        """Replies where it can be decided; whether it has."""
+        before = len(self._waiting)
         undecided = []
         for request in self._waiting:
             verdict = decide(request.key)
@@ -91,13 +96,16 @@ class Zap:
         for request in undecided[:-_WAITING_MAX]:
             self._reply(request, False)
         self._waiting = undecided[-_WAITING_MAX:]
+        return len(self._waiting) < before
 
-    def _read(self) -> None:
+    def _read(self) -> bool:
+        """Reads all there is; whether there was any."""
+        before = len(self._waiting)
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
-                return
+                return len(self._waiting) > before
             route, _, _, number, _, address, _, mechanism, *credentials = frames
             assert mechanism == b"CURVE" and len(credentials) == 1  # its sockets speak nothing else
             key = z85.encode(credentials[0]).decode()

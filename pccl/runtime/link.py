@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from typing import Any
 
@@ -74,9 +74,17 @@ class Link:
         )
         self.socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
 
-    def event(self) -> LinkEvent:
-        """The next event; there is one when the monitor is readable."""
-        number = parse_monitor_message(self.monitor.recv_multipart())["event"]
+    def events(self) -> Iterator[LinkEvent]:
+        """All that have come."""
+        while True:
+            try:
+                frames = self.monitor.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            yield self._event(parse_monitor_message(frames)["event"])
+
+    @staticmethod
+    def _event(number: int) -> LinkEvent:
         if number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return LinkEvent.UP
         if number & zmq.EVENT_HANDSHAKE_FAILED_AUTH:

@@ -27,6 +27,7 @@ import socket
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -37,17 +38,28 @@ from pccl.protocol import master as core
 from pccl.protocol import messages as m
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
+from pccl.runtime.inline import combine
 from pccl.runtime.journal import Journal
+from pccl.runtime.waiter import Waiter
 from pccl.security import Security
 
 log = logging.getLogger("pccl")
 
-OFTEN_MS = 100  # where there is something to wait for
+OFTEN_S = 0.1  # where there is something to wait for
 FAREWELL_MS = 200  # for the last messages of a master that ends
 BATCH = 100  # messages read before the dead are buried, however many more wait
 RECEIVED_MAX = 32  # messages of one connection that wait to be read; then TCP holds it back
 UNREAD_MAX = 10_000  # messages that wait for one connection to read them; then it is lost
 GRACE_S = 1.0  # between the end of a connection and the end of all that may still come of it
+MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
+
+
+class Sender(NamedTuple):
+    """What libzmq knows of a connection: its descriptor, host, and public key if it has one."""
+
+    fd: int
+    host: str
+    key: str
 
 
 class Server:
@@ -81,9 +93,9 @@ class Server:
         run = secrets.randbits(62)
         self._journal = None if state is None else Journal(state)
         remembered = None if self._journal is None else self._journal.begin(run)
-        self._core = core.Master(run, config.straggler_s, remembered)
-        self._tick_ms = None if config.straggler_s is None else int(100 * config.straggler_s)
-        self._fd_of: dict[bytes, int] = {}
+        self._core = core.Master(run, combine, config.straggler_s, remembered)
+        self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
+        self._senders: dict[bytes, Sender] = {}
         self._conn_of: dict[int, bytes] = {}
         self._lost: list[bytes] = []  # connections that are gone, to be buried
         self._buried: dict[bytes, float] = {}  # when; what is read of them now is ignored
@@ -118,6 +130,7 @@ class Server:
         self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._wake_out, self._wake_in = socket.socketpair()
         self._stop = threading.Event()
+        self._sent = False  # since the router was last found empty
 
     @property
     def peers(self) -> int:
@@ -132,19 +145,17 @@ class Server:
 
     def serve(self) -> None:
         """Serves until `stop`, then closes everything: the port can be bound again at once."""
-        poller = zmq.Poller()
-        for source in (self._router, self._monitor, self._wake_in):
-            poller.register(source, zmq.POLLIN)
-        if self._zap is not None:
-            poller.register(self._zap.socket, zmq.POLLIN)
+        waiter = Waiter()
+        waiter.add(self._wake_in, lambda: None)
+        waiter.add(self._router, lambda: None)  # it is read in any case
+        waiter.add(self._monitor, self._read_monitor)
+        if (zap := self._zap) is not None:
+            waiter.add(zap.socket, lambda: zap.answer(self._allows))
+        drained = False
         try:
             while not self._stop.is_set():
-                often = self._core.recovering or self._dropped or self._buried
-                ready = dict(poller.poll(OFTEN_MS if often else self._tick_ms))
-                if self._zap is not None and self._zap.socket in ready:
-                    self._zap.answer(self._allows)
-                if self._monitor in ready:
-                    self._read_monitor()
+                for read in waiter.wait(0.0 if self._sent or not drained else self._patience_s()):
+                    read()
                 drained = not all(self._read_router() for _ in range(BATCH))
                 now_s = time.monotonic()
                 self._bury(now_s, drained)
@@ -155,6 +166,7 @@ class Server:
             raise
         finally:
             self._stop.set()
+            waiter.close()
             if self._journal is None:  # else it is expected to come back
                 self._perform(self._core.farewell())
             self._wake_out.close()
@@ -171,6 +183,10 @@ class Server:
             self._zap.close()
         self._context.term()
 
+    def _patience_s(self) -> float | None:
+        often = self._core.recovering or self._dropped or self._buried
+        return OFTEN_S if often else self._tick_s
+
     # ---- events ----
 
     def _allows(self, key: str) -> bool:
@@ -181,17 +197,6 @@ class Server:
         except PCCLError as error:
             log.warning("master: nobody can join: %s", error)
             return False
-
-    def _authenticated(self, message: m.PeerMessage, frame: zmq.Frame) -> m.PeerMessage:
-        """The message, in which a peer's public key is that of its connection."""
-        if isinstance(message, m.Hello | m.Resume):
-            key = str(frame.get("User-Id")) if self._zap is not None else ""
-            if isinstance(message, m.Hello):
-                return msgspec.structs.replace(message, curve=key)
-            return msgspec.structs.replace(
-                message, info=msgspec.structs.replace(message.info, curve=key)
-            )
-        return message
 
     def _read_monitor(self) -> None:
         while True:
@@ -206,7 +211,7 @@ class Server:
     def _bury(self, now_s: float, drained: bool) -> None:
         lost, self._lost = self._lost, []
         for conn in lost:
-            self._fd_of.pop(conn, None)
+            self._senders.pop(conn, None)
             self._dropped.pop(conn, None)
             self._buried[conn] = now_s
         if lost:
@@ -222,7 +227,7 @@ class Server:
         """
         for conn in [conn for conn, at in self._dropped.items() if now_s - at >= GRACE_S]:
             self._dropped[conn] = math.inf  # until the monitor says that it is gone
-            fd = self._fd_of[conn]
+            fd = self._senders[conn].fd
             try:
                 with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as twin:
                     self._read_monitor()
@@ -232,20 +237,20 @@ class Server:
                 log.debug("master: connection %s: %s", conn.hex(), error)
 
     def _read_router(self) -> bool:
+        self._sent = False
         try:
-            frames = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
+            conn = self._router.recv(zmq.DONTWAIT)
         except zmq.Again:
             return False
-        conn = frames[0].bytes
+        if conn in self._senders:
+            frames = self._router.recv_multipart()
+        else:  # only a Frame tells from where it came, and it takes longer
+            first = self._router.recv_multipart(copy=False)
+            frames = [frame.bytes for frame in first]
+            if conn not in self._buried and not self._learn(conn, first[-1]):
+                return True
         if conn in self._buried or conn in self._dropped:
             return True
-        if conn not in self._fd_of:
-            self._read_monitor()
-            try:
-                self._learn(conn, frames[-1].get(zmq.SRCFD))
-            except zmq.ZMQError:  # it speaks ZMTP 1 or 2, as random bytes seem to
-                log.debug("master: connection %s is of no known kind", conn.hex())
-                return True
         try:
             actions = self._hear(conn, frames)
         except Exception:
@@ -254,32 +259,45 @@ class Server:
         self._perform(actions)
         return True
 
-    def _hear(self, conn: bytes, frames: list[zmq.Frame]) -> list[core.Action]:
-        """What the core makes of a message."""
+    def _hear(self, conn: bytes, frames: list[bytes]) -> list[core.Action]:
+        """What the core makes of a message. A peer's public key is that of its connection."""
         try:
-            if len(frames) != 2:
-                raise m.ProtocolError(f"a message of {len(frames) - 1} frames")
+            if len(frames) != 1:
+                raise m.ProtocolError(f"a message of {len(frames)} frames")
             if conn[0] != 0:
                 raise m.ProtocolError("a name that the connection has given itself")
-            message = self._authenticated(m.decode_from_peer(frames[1].buffer), frames[1])
+            message = m.decode_from_peer(frames[0])
         except m.ProtocolError as error:
             return self._core.rejected(conn, f"it sent bytes that are no message: {error}")
-        host = str(frames[1].get("Peer-Address"))
         if isinstance(message, m.Hello):
-            return self._core.hello(conn, message, host)
+            _, host, key = self._senders[conn]
+            return self._core.hello(conn, msgspec.structs.replace(message, curve=key), host)
         if isinstance(message, m.Resume):
+            _, host, key = self._senders[conn]
+            info = msgspec.structs.replace(message.info, curve=key)
+            message = msgspec.structs.replace(message, info=info)
             actions = self._core.resume(conn, message, host)
             if self._journal is not None:
                 self._journal.adopt(self._core.run)
             return actions
         return self._core.received(conn, message)
 
-    def _learn(self, conn: bytes, fd: int) -> None:
+    def _learn(self, conn: bytes, frame: zmq.Frame) -> bool:
+        """From a connection's first message: who it is. False where that cannot be known."""
+        self._read_monitor()
+        try:
+            fd = int(frame.get(zmq.SRCFD))
+            host = str(frame.get("Peer-Address"))
+            key = str(frame.get("User-Id")) if self._zap is not None else ""
+        except zmq.ZMQError:  # it speaks ZMTP 1 or 2, as random bytes seem to
+            log.debug("master: connection %s is of no known kind", conn.hex())
+            return False
         earlier = self._conn_of.get(fd)
         if earlier is not None:
             self._lost.append(earlier)
-        self._fd_of[conn] = fd
+        self._senders[conn] = Sender(fd, host, key)
         self._conn_of[fd] = conn
+        return True
 
     # ---- actions ----
 
@@ -302,12 +320,14 @@ class Server:
                     log.info("master: %s", text)
                 case core.Drop(conn, why):
                     log.debug("master: connection %s dropped: %s", conn.hex(), why)
-                    if conn in self._fd_of:
+                    if conn in self._senders:
                         self._dropped[conn] = time.monotonic()
 
     def _send(self, conn: bytes, data: bytes) -> None:
+        self._sent = True
         try:
-            self._router.send_multipart((conn, data), zmq.DONTWAIT)
+            self._router.send(conn, MORE)
+            self._router.send(data, zmq.DONTWAIT)
         except zmq.Again:
             if conn not in self._dropped:
                 log.warning("master: connection %s does not read what it is sent", conn.hex())

@@ -1,0 +1,204 @@
+"""Small collectives, whose data travels with the votes and is reduced by the master."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+
+import numpy as np
+import oracle
+import pytest
+from cluster import Cluster, in_threads
+from test_all_reduce import make
+
+import pccl
+from pccl.protocol import messages as m
+from pccl.protocol.collectives import fits
+from pccl.protocol.master import Drop, Master, Send
+from pccl.runtime import client as client_module
+from pccl.runtime.inline import combine
+
+WORK = m.Work("all_reduce", 0, 10, 2)
+ONE, TWO = np.float32([1, 10]).tobytes(), np.float32([2, 20]).tobytes()
+
+
+class Table:
+    """A master and its peers 1 and 2, whose connections are b"1" and b"2"."""
+
+    def __init__(self, number: int = 2) -> None:
+        self.master = Master(1, combine)
+        hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "x", b"")
+        for index in range(1, number + 1):
+            self.master.hello(b"%d" % index, hello, "10.0.0.1")
+        self.say(b"1", m.TopologyVote(1))
+
+    def say(self, conn: bytes, message: m.PeerMessage) -> list[m.MasterMessage]:
+        """What is sent because of it."""
+        actions = self.master.received(conn, message)
+        return [action.message for action in actions if isinstance(action, Send)]
+
+    def reduce(self, tag: int = 0, heard: tuple[int, int] = (0, 0)) -> m.Started:
+        """Both peers vote; what they are told."""
+        assert self.say(b"1", m.StartVote(9, tag, WORK, ONE, heard[0])) == []
+        first, second = self.say(b"2", m.StartVote(9, tag, WORK, TWO, heard[1]))
+        assert first == second
+        assert isinstance(first, m.Started)
+        return first
+
+
+def test_a_result_is_final_when_it_is_sent() -> None:
+    table = Table()
+    started = table.reduce()
+    assert started.final
+    assert started.data is not None
+    np.testing.assert_array_equal(np.frombuffer(started.data, np.float32), [3, 30])
+    assert table.say(b"1", m.TopologyVote(10)) == []  # nothing is under way any more
+    assert len(table.say(b"2", m.TopologyVote(10))) == 2
+
+
+def test_what_is_stable_is_what_all_have_heard_of() -> None:
+    table = Table()
+    first, second = table.reduce(0), table.reduce(1)
+    assert table.reduce(2, heard=(second.seq, first.seq)).stable == first.seq
+    assert table.reduce(0, heard=(first.seq, second.seq)).stable == second.seq  # it was said before
+
+
+def test_too_many_results_on_the_way_are_voted_on() -> None:
+    table = Table()
+    table.master.small_max = 2
+    started = [table.reduce(tag) for tag in range(3)]
+    assert [s.final for s in started] == [True, True, False]
+    assert started[2].data is not None
+    seq = started[2].seq
+    assert table.say(b"1", m.FinishVote(seq, True)) == []
+    assert table.say(b"2", m.FinishVote(seq, True)) == [m.Finished(seq, True)] * 2
+    assert table.reduce(4, heard=(seq, seq)).final
+
+
+@pytest.mark.parametrize(
+    ("work", "data"),
+    [
+        (WORK, ONE + b"x"),
+        (WORK, b""),
+        (m.Work("all_reduce", 5, 10, 2), ONE),
+        (m.Work("all_reduce", 0, 99, 2), ONE),
+        (m.Work("all_reduce", 0, 10, (1 << 62) + 2), ONE),
+        (m.Work("something", 0, 10, 2), ONE),
+    ],
+)
+def test_a_contribution_that_cannot_be_drops_its_peer(work: m.Work, data: bytes) -> None:
+    assert not fits(work, data)
+    table = Table()
+    table.say(b"1", m.StartVote(9, 0, WORK, ONE))
+    actions = table.master.received(b"2", m.StartVote(9, 0, work, data))
+    assert [action.conn for action in actions if isinstance(action, Drop)] == [b"2"]
+
+
+def test_who_sends_data_and_who_does_not_cannot_meet() -> None:
+    table = Table()
+    table.say(b"1", m.StartVote(9, 0, WORK, ONE))
+    errors = table.say(b"2", m.StartVote(9, 0, WORK))
+    assert len(errors) == 2
+    for error in errors:
+        assert isinstance(error, m.CallError)
+        assert "PCCL_INLINE_BYTES" in error.why
+
+
+@pytest.fixture(scope="module", params=[2, 3, 5])
+def ring(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    with Cluster(request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_dtype_and_operation(ring: Cluster, in_place: bool) -> None:
+    size = len(ring.comms)
+    cases = list(itertools.product(oracle.DTYPES, oracle.OPS, [0, 1, size, 65]))
+    sends = [
+        [make(dtype, count, 100 * peer + i) for i, (dtype, _, count) in enumerate(cases)]
+        for peer in range(size)
+    ]
+    before = [[array.copy() for array in arrays] for arrays in sends]
+    recvs = sends if in_place else [[np.empty_like(a) for a in arrays] for arrays in sends]
+
+    def job(peer: int, comm: pccl.Communicator) -> int:
+        handles = []
+        for tag, (dtype, op, count) in enumerate(cases):
+            descriptor = pccl.ReduceDescriptor(
+                count,
+                list(pccl.ReduceOp)[oracle.OPS.index(op)],
+                tag,
+                pccl.ReduceOperandDescriptor(list(pccl.DataType)[oracle.DTYPES.index(dtype)]),
+                None,
+            )
+            pointers = (sends[peer][tag].ctypes.data, recvs[peer][tag].ctypes.data)
+            handles.append(pccl.ReduceOpDescriptor(*pointers, descriptor))
+        info = comm.all_reduce_multiple_with_retry(handles, max_in_flight=200)
+        assert info.world_size == size
+        nbytes = sum(array.nbytes for array in before[peer])
+        assert (info.tx_bytes, info.rx_bytes) == (nbytes, nbytes)
+        return comm.rank
+
+    ranks = ring.each(job)
+    for i, (dtype, op, _) in enumerate(cases):
+        parts = [before[ranks.index(position)][i] for position in range(size)]
+        expected = parts[0]
+        for number, part in enumerate(parts[1:], 2):
+            divisor = size if number == size else 1
+            expected = oracle.reduce(expected, part, op, dtype, divisor)
+        for peer in range(size):
+            np.testing.assert_array_equal(recvs[peer][i].view(np.uint8), expected.view(np.uint8))
+            if not in_place:
+                np.testing.assert_array_equal(sends[peer][i], before[peer][i])
+
+
+def test_the_engine_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise AssertionError("the engine was asked")
+
+    monkeypatch.setattr(client_module.Engine, "register_all_reduce", refuse)
+    with Cluster(2) as cluster:
+        sums = cluster.each(lambda _, comm: _sum_of_ones(comm, 4096))
+        assert sums == [2.0, 2.0]
+
+
+def test_a_mismatch_of_the_limit_is_an_error_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    master = pccl.MasterNode("127.0.0.1:0")
+    master.run()
+    comms = [pccl.Communicator(master.address) for _ in range(2)]
+    try:
+        comms[0].connect()
+        monkeypatch.setenv("PCCL_INLINE_BYTES", "0")
+        joined = threading.Thread(target=comms[1].connect)
+        joined.start()
+        while comms[0].world_size < 2:
+            comms[0].update_topology()
+        joined.join()
+        errors = in_threads([functools.partial(_mismatch, comm) for comm in comms])
+        assert all("PCCL_INLINE_BYTES" in error for error in errors)
+    finally:
+        for comm in comms:
+            comm.close()
+        master.interrupt()
+
+
+def _mismatch(comm: pccl.Communicator) -> str:
+    with pytest.raises(pccl.MismatchError) as raised:
+        _sum_of_ones(comm, 10)
+    return str(raised.value)
+
+
+def _sum_of_ones(comm: pccl.Communicator, count: int) -> float:
+    array = np.ones(count, np.float32)
+    comm.all_reduce(array, array, op=pccl.ReduceOp.SUM)
+    return float(array[0])
+
+
+def test_a_time_out_leaves_the_array_alone() -> None:
+    with Cluster(2) as cluster:
+        array = np.ones(10, np.float32)
+        with pytest.raises(pccl.PCCLTimeoutError):
+            cluster.comms[0].all_reduce(array, array, op=pccl.ReduceOp.SUM, timeout=0.1)
+        np.testing.assert_array_equal(array, np.ones(10))
+        assert cluster.each(lambda _, comm: _sum_of_ones(comm, 10)) == [2.0, 2.0]
