@@ -6,6 +6,7 @@ both are looked up among the modules that are loaded.
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -16,6 +17,10 @@ from pccl.types import DataType, Result
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+# the names of dtypes take longer than all else that is asked of a small array
+_numpy_dtype = functools.lru_cache(DataType.from_numpy_dtype)
+_torch_dtype = functools.lru_cache(DataType.from_torch_dtype)
 
 Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
@@ -86,14 +91,14 @@ class Buffer:
                 "arrays",
                 f"tensors on {tensor.device} are not supported yet: pass tensor.cpu()",
             )
-        dtype = DataType.from_torch_dtype(tensor.dtype)
+        dtype = _torch_dtype(tensor.dtype)
         if not tensor.is_contiguous() or tensor.is_neg():
             raise AssertionError("the tensor is not contiguous: pass tensor.contiguous()")
         return cls(tensor.data_ptr(), tensor.numel(), dtype, tensor)
 
     @classmethod
     def _of_numpy(cls, array: np.ndarray[Any, Any], writable: bool) -> Buffer:
-        dtype = DataType.from_numpy_dtype(array.dtype)
+        dtype = _numpy_dtype(array.dtype)
         if not array.flags.c_contiguous:
             raise AssertionError("the array is not contiguous: pass numpy.ascontiguousarray(array)")
         if writable and not array.flags.writeable:
