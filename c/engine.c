@@ -210,6 +210,12 @@ static void obey(pccl_engine *engine, const pccl_order *order)
     case PCCL_START:
         op_order_start(engine, order);
         break;
+    case PCCL_VERDICT:
+        op_order_verdict(engine, order);
+        break;
+    case PCCL_ALLOW:
+        op_order_allow(engine, order);
+        break;
     case PCCL_COMMIT:
     case PCCL_ABORT:
         op_order_end(engine, order);

@@ -6,7 +6,8 @@
  * stream.c     streams: sockets, monitors, what is sent when
  * op.c         the life of an op: registered, started, complete, ended, settled
  * allreduce.c  what ALL_REDUCE does with a chunk
- * transfer.c   SERVE and FETCH
+ * transfer.c   SERVE: what it answers
+ * fetch.c      FETCH: what it asks whom
  * packet.c     messages of one or two frames
  *
  * Everything runs in the thread that is in pccl_engine_run(), but for release() in packet.c, which
@@ -38,7 +39,7 @@
 
 enum {
     INDEX_BUCKETS = 1024,    /* thousands of ops may be outstanding: chains of a few */
-    REQUESTS_MAX = 4096      /* that a SERVE op keeps: its requesters' windows stay below */
+    REQUESTS_MAX = 65536     /* that a SERVE op keeps: its requesters' windows stay below */
 };
 
 struct op;
@@ -101,7 +102,9 @@ struct link {
     uint64_t begin, count;   /* ALL_REDUCE: the ring's share, elements */
     uint64_t cursor, end;    /* ALL_REDUCE: what is left of our own segment, elements */
     struct request *requests, *last_request;    /* SERVE: waiting for an answer */
-    uint32_t outstanding;    /* FETCH: requests under way */
+    uint32_t outstanding;    /* FETCH: requests under way, */
+    uint32_t delivered;      /* and answered lately */
+    struct leaf *leaf;       /* FETCH: that nobody else may be asked for, not wholly requested */
 };
 
 /* Links that have something to send, in turn. */
@@ -192,27 +195,48 @@ struct request {
     uint32_t piece;          /* index into pieces */
     uint32_t length;
     uint64_t offset;
+    uint16_t echo;           /* what the answer repeats */
 };
 
-/* A request under way. */
-struct want {
-    struct link *link;       /* NULL: free */
+enum leaf_state { LEAF_MISSING, LEAF_ARRIVED, LEAF_PROVEN };
+
+/* A part of a piece that is proven as a whole. */
+struct leaf {
+    struct leaf *next;       /* among those to be requested again */
+    enum leaf_state state;
     uint32_t piece;          /* index into pieces */
+    uint32_t source;         /* index of the link that it came over; or of no one or several */
+    uint64_t offset, bytes;  /* of the piece */
+    uint64_t requested;      /* bytes, from its beginning on */
+    uint64_t missing;        /* bytes that have not arrived */
+    struct link *owner;      /* the only one that may be asked, as it came wrong from several */
+};
+
+/* A request under way, or to be made again because its holder is gone. */
+struct want {
+    struct leaf *leaf;       /* NULL: free */
+    struct link *link;       /* NULL: nobody is asked for it at present */
+    uint64_t offset;         /* of the piece */
     uint32_t length;
-    uint64_t offset;
 };
 
 struct transfer {
     const pccl_piece *pieces;
     uint32_t n_pieces;
     uint32_t n_requests;     /* SERVE: kept, here and in the links */
+    bool limited;            /* SERVE: it may not send more than is allowed, */
+    int64_t allowance;       /* so many bytes; below 0 when an answer was larger */
     struct request *unclaimed, *last_unclaimed; /* SERVE: of slots that no START has named yet */
-    uint32_t chunk;          /* FETCH: bytes */
-    uint32_t piece;          /* FETCH: index of the next to request, */
-    uint64_t offset;         /* from here on */
-    uint64_t missing;        /* FETCH: bytes that have not arrived */
+    uint32_t chunk;          /* FETCH: bytes of a request */
+    uint32_t leaf_bytes;     /* FETCH: of leaves that the caller proves; 0: a piece is one leaf */
+    uint64_t unproven;       /* FETCH: bytes */
+    struct leaf *leaves;     /* FETCH: all, in the order of the pieces */
+    size_t n_leaves;
+    size_t cursor;           /* FETCH: the first leaf that may not be wholly requested */
+    struct leaf *again, *last_again;    /* FETCH: leaves that came wrong */
     struct want *wants;      /* FETCH */
-    uint32_t n_wants;
+    uint32_t n_wants, n_returned;       /* of these, without a link */
+    uint32_t delivered;      /* FETCH: over all links lately */
 };
 
 enum ending { LIVING, COMMITTED, ABORTED };
@@ -239,9 +263,11 @@ struct op {
     struct transfer transfer;
 };
 
-/* REGISTER, START, COMMIT and ABORT. */
+/* REGISTER, START, VERDICT, ALLOW, COMMIT and ABORT. */
 void op_order_register(pccl_engine *engine, const pccl_order *order);
 void op_order_start(pccl_engine *engine, const pccl_order *order);
+void op_order_verdict(pccl_engine *engine, const pccl_order *order);
+void op_order_allow(pccl_engine *engine, const pccl_order *order);
 void op_order_end(pccl_engine *engine, const pccl_order *order);
 
 /* The op that takes messages of this kind, run and tag, or NULL. */
@@ -290,9 +316,14 @@ void transfer_register(struct op *op, const pccl_order *order);
 void transfer_free(struct op *op);
 void serve_start(struct op *op, const pccl_order *order);
 void serve_take(struct op *op, const struct wire_header *header);
+void serve_allow(struct op *op, uint64_t bytes);
 enum turn serve_send(struct link *link);
 void serve_drop_requests(struct op *op, struct link *link);     /* of a link; NULL: unclaimed */
+struct wire_header transfer_header(const struct link *link, enum wire_kind kind, uint32_t piece);
+void fetch_register(struct op *op, const pccl_order *order);
 void fetch_start(struct op *op, const pccl_order *order);
+void fetch_judge(struct op *op, const pccl_order *order);       /* VERDICT */
+void fetch_lose_link(struct op *op, struct link *link, const char *why);
 void fetch_take(struct op *op, const struct wire_header *header);
 enum turn fetch_send(struct link *link);
 

@@ -131,6 +131,7 @@ static pccl_event make_event(const struct op *op, enum pccl_event_kind kind)
     pccl_event event = {0};
     event.kind = kind;
     event.op = op->id;
+    event.seq = op->seq;
     event.tx_bytes = op->tx_bytes;
     event.rx_bytes = op->rx_bytes;
     return event;
@@ -186,8 +187,10 @@ void op_lose_stream(struct op *op, struct stream *stream)
         serve_drop_requests(op, op->links[i]);
         op->links[i]->stream = NULL;
         used = true;
+        if (op->kind == PCCL_FETCH && op->ending == LIVING && !op->failed)
+            fetch_lose_link(op, op->links[i], stream->text);
     }
-    if (!used || op->ending != LIVING || op->failed)
+    if (!used || op->ending != LIVING || op->failed || op->kind == PCCL_FETCH)
         return;
     if (op->kind == PCCL_SERVE)      /* one requester is gone, the others are served on */
         op_report(op, PCCL_ESTREAM, "stream %lu: %s", (unsigned long)stream->number, stream->text);
@@ -380,7 +383,7 @@ void op_order_register(pccl_engine *engine, const pccl_order *order)
 void op_order_start(pccl_engine *engine, const pccl_order *order)
 {
     struct op *op = find_by_id(engine, order->op);
-    if (op == NULL || op->failed || op->ending != LIVING)
+    if (op == NULL || op->failed || op->complete || op->ending != LIVING)
         return;
     if (order->n_rings > PCCL_RINGS_MAX || order->seq <= op->min_seq)
         op_fail(op, PCCL_EINVAL, "START with too many rings or a sequence number that was used");
@@ -392,4 +395,18 @@ void op_order_start(pccl_engine *engine, const pccl_order *order)
         serve_start(op, order);
     else
         fetch_start(op, order);
+}
+
+void op_order_verdict(pccl_engine *engine, const pccl_order *order)
+{
+    struct op *op = find_by_id(engine, order->op);
+    if (op != NULL && op->kind == PCCL_FETCH && !op->failed && op->ending == LIVING)
+        fetch_judge(op, order);
+}
+
+void op_order_allow(pccl_engine *engine, const pccl_order *order)
+{
+    struct op *op = find_by_id(engine, order->op);
+    if (op != NULL && op->kind == PCCL_SERVE && !op->failed && op->ending == LIVING)
+        serve_allow(op, order->count);
 }

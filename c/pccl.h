@@ -35,7 +35,9 @@
  * A FAILED op does nothing more and waits for its ABORT; if it was COMPLETE before (its stream was
  * lost, so others may lack what it forwarded) it may be COMMITted as well. SERVE is different:
  * FAILED with PCCL_ESTREAM says that one requester can no longer be answered, and it serves the
- * others on. An op that there was no memory to register is FAILED too, and its ABORT is SETTLED.
+ * others on. FETCH goes on with the holders that are left and asks them for what a lost one owes;
+ * FAILED with PCCL_ESTREAM says that none is left, and it waits for a START with a greater seq, or
+ * its ABORT. An op that there was no memory to register is FAILED too, and its ABORT is SETTLED.
  *
  * In place, the engine saves what recv held before it overwrites it: as many bytes again as the
  * buffer has, until COMMIT or ABORT. It keeps one such block, the largest, for later ops.
@@ -75,14 +77,15 @@
  * copied, two frames where it was not. Fields, with byte offsets:
  *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 1
  *      8 u64 run      16 u64 seq      24 u64 tag      32 u32 epoch
- *     36 u16 segment (chunk) or slot (request, data)   38 u16 hop   40 u16 members   42 u16 0
+ *     36 u16 segment (chunk) or slot (request, data)   40 u16 members   42 u16 0
+ *     38 u16 hop (chunk), or of a request any number, which its data repeats
  *     44 u32 piece (request, data)   48 u64 offset   56 u32 length   60 u32 0
  * Kinds: 1 chunk, 2 request, 3 data. What a kind does not use is 0.
  * A chunk's offset and length count elements (offset from the start of the op's buffer), a
  * request's and data's bytes of a piece. Messages of another run, of no op that is known, or with
  * a sequence number that an op cannot have are stale or foreign: dropped and counted. A message
  * for a known op whose position, size or alignment is impossible, or that repeats a chunk, fails
- * that op. */
+ * that op; an impossible request is dropped, as the others are to be served. */
 #ifndef PCCL_H
 #define PCCL_H
 
@@ -143,6 +146,15 @@ void pccl_outer_sgd(float *theta, float *v, const float *g, size_t n, float lr, 
 /* out[i] = a[i] - b[i], fp32; out may be a or b. The pseudo-gradient. Cannot fail. */
 void pccl_subtract_f32(float *out, const float *a, const float *b, size_t n);
 
+/* How two buffers differ: bytes that do; the largest distance of two elements that are no NaN, in
+ * units in the last place (of integers: their difference); the NaNs in each. */
+typedef struct pccl_difference {
+    uint64_t bytes, ulp, nans_a, nans_b;
+} pccl_difference;
+
+/* Compares `n` elements. Returns 0, or PCCL_EINVAL for an unknown type. */
+int pccl_compare(int dtype, const void *a, const void *b, size_t n, pccl_difference *out);
+
 /* Runs every kernel over fixed inputs and writes all result bits, at most `size` bytes, to `out`.
  * Two machines whose bytes differ do arithmetic differently and must not meet in one run. Returns
  * the number of bytes it has to say; call it with size 0 to learn how many. */
@@ -201,12 +213,19 @@ enum pccl_op_kind {
     PCCL_FETCH = 3           /* request the bytes of `pieces` from whoever START names */
 };
 
-/* Some memory and its number, by which the other side asks for it. */
-typedef struct pccl_piece { void *data; uint64_t bytes; uint32_t piece; } pccl_piece;
+/* Some memory and its number, by which the other side asks for it. Bytes of what is `uncounted` do
+ * not count in tx_bytes and rx_bytes. */
+typedef struct pccl_piece {
+    void *data;
+    uint64_t bytes;
+    uint32_t piece;
+    uint32_t uncounted;
+} pccl_piece;
 
 enum pccl_order_kind {
     PCCL_OPEN_STREAM = 1, PCCL_CLOSE_STREAM = 2, PCCL_REGISTER = 3, PCCL_START = 4,
-    PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7
+    PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERDICT = 8,
+    PCCL_ALLOW = 9
 };
 
 /* One order. Which members count:
@@ -218,15 +237,25 @@ enum pccl_order_kind {
  *                 sequence number will be greater.
  *                 ALL_REDUCE: dtype, redop, send, recv (equal: in place), count.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
- *                 that stays valid until SETTLED.
+ *                 that stays valid until SETTLED. SERVE: count, 0 or the bytes that it may send
+ *                 before the first ALLOW. FETCH: leaf_bytes, 0 or the size of the leaves
+ *                 into which each piece is cut. Each that has arrived gives a LEAF event and
+ *                 waits for its VERDICT.
  *   START         op, seq, epoch, n_rings, rings; ALL_REDUCE and FETCH: chunk_bytes (of a message,
  *                 in whole quanta).
  *                 ALL_REDUCE: the rings, as said above. A ring of one member needs no stream.
  *                 SERVE: rings[i].stream leads to the peer whose slot is rings[i].position.
  *                 FETCH: rings[i].stream leads to a holder, where our slot is rings[i].position.
  *                 For SERVE and FETCH any number of START orders add up; seq, epoch and
- *                 chunk_bytes are those of the first. A SERVE can be started again with a greater
- *                 seq, for another round of its transfer: earlier requesters are forgotten.
+ *                 chunk_bytes are those of the first. Both can be started again with a greater
+ *                 seq, for another round of their transfer: earlier requesters, or holders, are
+ *                 forgotten; what has been fetched stays.
+ *   ALLOW         op, count: a SERVE with such a limit may send about `count` bytes more. What it
+ *                 has not used of earlier ones lapses, and an answer that exceeds the rest is
+ *                 taken off the next: so a caller that gives these regularly bounds a rate.
+ *   VERDICT       op, piece, leaf (its index in that piece), good. What is not good is fetched
+ *                 again; the holder that alone gave it is asked no more, and its stream is closed
+ *                 with a STREAM_LOST event. A FETCH is COMPLETE when every leaf is good.
  *   COMMIT        op. It must be COMPLETE; SERVE: at any time.
  *   ABORT         op
  *   STOP          pccl_engine_run() returns. */
@@ -260,6 +289,10 @@ typedef struct pccl_order {
     const pccl_piece *pieces;
     uint32_t n_pieces;
     uint32_t chunk_bytes;
+    uint32_t leaf_bytes;
+    uint32_t piece;
+    uint32_t leaf;
+    uint32_t good;
     uint32_t n_rings;
     pccl_ring rings[8];
 } pccl_order;
@@ -268,7 +301,8 @@ enum pccl_event_kind {
     PCCL_COMPLETE = 1,       /* op: this peer holds the whole result */
     PCCL_FAILED = 2,         /* op: it cannot complete; status and text say why */
     PCCL_SETTLED = 3,        /* op: forgotten, no memory of it is referenced */
-    PCCL_STREAM_LOST = 4     /* stream: closed, but not by CLOSE_STREAM; text says why */
+    PCCL_STREAM_LOST = 4,    /* stream: closed, but not by CLOSE_STREAM; text says why */
+    PCCL_LEAF = 5            /* op: this leaf of that piece is here, for its VERDICT */
 };
 
 typedef struct pccl_event {
@@ -279,6 +313,9 @@ typedef struct pccl_event {
     uint32_t settled;        /* COMPLETE: settled already */
     uint64_t tx_bytes;       /* payload bytes of this op, so far */
     uint64_t rx_bytes;
+    uint64_t seq;            /* of the op's last START */
+    uint32_t piece;
+    uint32_t leaf;
     char text[160];          /* zero-terminated */
 } pccl_event;
 
@@ -294,7 +331,7 @@ typedef struct pccl_options {
     uint32_t heartbeat_timeout_ms;
     uint32_t connect_timeout_ms;     /* until a stream's first lane stands */
     uint32_t copy_max;               /* bytes; payloads up to this size are copied */
-    uint32_t fetch_window;           /* requests under way to one holder */
+    uint32_t fetch_window;           /* requests under way to one holder, at most */
     char curve_public[48];           /* CURVE keys, zero-terminated; empty: no encryption */
     char curve_secret[48];
 } pccl_options;

@@ -413,8 +413,9 @@ def test_event_layout() -> None:
     event = ffi.new("pccl_event *")
     event.kind, event.status, event.op, event.stream = COMPLETE, -4, 2**60, 7
     event.settled, event.tx_bytes, event.rx_bytes, event.text = 1, 2**50, 3, b"why"
+    event.seq, event.piece, event.leaf = 2**40, 5, 6
     from pccl.runtime.engine import _EVENT
 
     fields = _EVENT.unpack(bytes(ffi.buffer(event)))
-    assert fields[:7] == (COMPLETE, -4, 2**60, 7, 1, 2**50, 3)
-    assert fields[7].rstrip(b"\0") == b"why"
+    assert fields[:10] == (COMPLETE, -4, 2**60, 7, 1, 2**50, 3, 2**40, 5, 6)
+    assert fields[10].rstrip(b"\0") == b"why"

@@ -52,8 +52,8 @@ static void open_star(int holders, uint64_t seed)
     }
 }
 
-static void enroll(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
-                   uint32_t n)
+static void enroll_leaves(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
+                          uint32_t n, uint32_t leaf_bytes)
 {
     pccl_order order = {0};
     order.kind = PCCL_REGISTER;
@@ -64,7 +64,14 @@ static void enroll(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piec
     order.min_seq = SEQ - 1;
     order.pieces = pieces;
     order.n_pieces = n;
+    order.leaf_bytes = leaf_bytes;
     peers_order(&peers, who, &order);
+}
+
+static void enroll(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
+                   uint32_t n)
+{
+    enroll_leaves(who, op, kind, pieces, n, 0);
 }
 
 /* START with `n` streams, numbered from 1; all have this slot. */
@@ -198,32 +205,205 @@ static void test_abort_anywhere(void)
     }
 }
 
-/* The lane to a holder goes, after every possible number of passes: that ends the fetch. */
+/* A fetch from two holders, `k` passes after its start. */
+static void run_until(int k, uint32_t leaf_bytes)
+{
+    int i;
+    open_star(2, (uint64_t)k + 1);
+    enroll_leaves(0, FETCH_OP, PCCL_FETCH, wanted, PIECES, leaf_bytes);
+    for (i = 1; i <= 2; i++) {
+        enroll(i, SERVE_OP, PCCL_SERVE, offered, PIECES);
+        start(i, SERVE_OP, 1, 7);
+    }
+    start(0, FETCH_OP, 2, 7);
+    for (i = 0; i < k; i++)
+        (void)peers_step(&peers);
+}
+
+static bool is_complete(void)
+{
+    return peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP) == 1;
+}
+
+/* The lane to a holder goes, after every possible number of passes: the other one gives the rest,
+ * and nothing arrives twice. */
 static void test_holder_lost(void)
 {
     bool done = false;
-    int k, i, hits = 0;
+    int k, hits = 0;
     for (k = 0; !done; k++) {
-        open_star(2, (uint64_t)k + 1);
-        enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
-        for (i = 1; i <= 2; i++) {
-            enroll(i, SERVE_OP, PCCL_SERVE, offered, PIECES);
-            start(i, SERVE_OP, 1, 7);
-        }
-        start(0, FETCH_OP, 2, 7);
-        for (i = 0; i < k; i++)
-            (void)peers_step(&peers);
-        done = peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP) == 1;
+        run_until(k, 0);
+        done = is_complete();
         if (!done && fake_cut(peers.peer[2].endpoint)) {
             peers_run(&peers);
-            CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 1);
             CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 2) == 1);
-            CHECK(peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP) == 0);
+            CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 0);
+            CHECK(is_complete() && has_arrived());
+            CHECK(peers_event(&peers, 0, PCCL_COMPLETE, FETCH_OP)->rx_bytes == total());
             hits++;
         }
         peers_close(&peers);
     }
     CHECK(hits > 3);
+}
+
+/* START of another round, with stream 3 to holder 1. */
+static void start_again(void)
+{
+    pccl_order order = {0};
+    int who;
+    peers_stream(&peers, 0, 1, 3, 1, 2);
+    order.kind = PCCL_START;
+    order.seq = SEQ + 1;
+    order.epoch = TEST_EPOCH + 1;
+    order.chunk_bytes = CHUNK;
+    order.n_rings = 1;
+    for (who = 0; who < 2; who++) {
+        order.op = who == 0 ? FETCH_OP : SERVE_OP;
+        order.rings[0].stream = who == 0 ? 3 : 1;
+        order.rings[0].position = 5;
+        peers_order(&peers, who, &order);
+    }
+    peers_run(&peers);
+}
+
+/* Both lanes go: the fetch waits, and goes on in another round where it was. */
+static void test_all_holders_lost(void)
+{
+    bool done = false;
+    int k, hits = 0, kept = 0;
+    for (k = 0; !done; k++) {
+        run_until(k, 0);
+        done = is_complete();
+        if (!done && fake_cut(peers.peer[2].endpoint) && fake_cut(peers.peer[1].endpoint)) {
+            const pccl_event *failed;
+            peers_run(&peers);
+            failed = peers_event(&peers, 0, PCCL_FAILED, FETCH_OP);
+            CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 1 && !is_complete());
+            CHECK(failed->status == PCCL_ESTREAM && failed->seq == SEQ);
+            kept += failed->rx_bytes > 0;
+            start_again();
+            CHECK(is_complete() && has_arrived());
+            CHECK(peers_event(&peers, 0, PCCL_COMPLETE, FETCH_OP)->rx_bytes == total());
+            hits++;
+        }
+        peers_close(&peers);
+    }
+    CHECK(hits > 3 && kept > 3);
+}
+
+/* Another round while the holders of the first one live: what they still send is stale. */
+static void test_another_round_anywhere(void)
+{
+    bool done = false;
+    int k;
+    for (k = 0; !done; k++) {
+        run_until(k, 0);
+        done = is_complete();
+        if (!done) {
+            start_again();
+            CHECK(is_complete() && has_arrived());
+            CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 0);
+            CHECK(peers_event(&peers, 0, PCCL_COMPLETE, FETCH_OP)->rx_bytes == total());
+        }
+        peers_close(&peers);
+    }
+}
+
+static void judge(uint32_t piece, uint32_t leaf, bool good)
+{
+    pccl_order order = {0};
+    order.kind = PCCL_VERDICT;
+    order.op = FETCH_OP;
+    order.piece = piece;
+    order.leaf = leaf;
+    order.good = good;
+    peers_order(&peers, 0, &order);
+}
+
+/* Judges all leaves that have come since the last time by what peer 1 holds. How many were wrong. */
+static int judge_all(int *seen, uint32_t leaf_bytes)
+{
+    int wrong = 0;
+    for (; *seen < peers.peer[0].n_events; ++*seen) {
+        const pccl_event *event = &peers.peer[0].events[*seen];
+        uint32_t i = event->piece / 10;
+        uint64_t offset = (uint64_t)event->leaf * leaf_bytes, size;
+        bool good;
+        if (event->kind != PCCL_LEAF)
+            continue;
+        CHECK(event->op == FETCH_OP && i < PIECES && offset < sizes[i]);
+        size = sizes[i] - offset < leaf_bytes ? sizes[i] - offset : leaf_bytes;
+        good = memcmp(held[i] + offset, got[i] + offset, (size_t)size) == 0;
+        wrong += !good;
+        judge(event->piece, event->leaf, good);
+    }
+    return wrong;
+}
+
+/* Leaves are proven; peer 2 has other bytes here and there, which are fetched from peer 1. */
+static void test_leaves(void)
+{
+    static unsigned char other[20001];
+    static pccl_piece others[PIECES];
+    const uint32_t leaf_bytes = 2000;
+    int variant, tricked = 0;
+    for (variant = 0; variant < 30; variant++) {
+        int seen = 0, wrong = 0, lies = variant % 3, i;
+        uint64_t n = 0;
+        open_star(2, (uint64_t)variant + 1);
+        memcpy(other, held[4], sizeof other);
+        memcpy(others, offered, sizeof others);
+        others[4].data = other;
+        for (i = 0; i < (int)sizeof other; i += 997)
+            other[i] = (unsigned char)(other[i] + (lies == 1 ? i == 9970 : lies));
+        enroll_leaves(0, FETCH_OP, PCCL_FETCH, wanted, PIECES, leaf_bytes);
+        enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
+        enroll(2, SERVE_OP, PCCL_SERVE, others, PIECES);
+        for (i = 1; i <= 2; i++)
+            start(i, SERVE_OP, 1, 7);
+        start(0, FETCH_OP, 2, 7);
+        while (peers_run(&peers), seen < peers.peer[0].n_events)
+            wrong += judge_all(&seen, leaf_bytes);
+        for (i = 0; i < PIECES; i++)
+            n += (sizes[i] + leaf_bytes - 1) / leaf_bytes;
+        CHECK(peers_count(&peers, 0, PCCL_LEAF, FETCH_OP) == (int)n + wrong);
+        CHECK(is_complete() && has_arrived() && peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 0);
+        CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1) == 0);
+        CHECK(lies == 0 ? wrong == 0 : lies == 1 || wrong > 0);
+        tricked += lies == 1 && wrong > 0;
+        CHECK(lies != 2 || peers_count(&peers, 0, PCCL_STREAM_LOST, 2) == 1);
+        peers_close(&peers);
+    }
+    CHECK(tricked > 3);      /* one leaf can come from the other peer alone */
+}
+
+/* The only holder is wrong: there is nobody left to ask. Verdicts out of turn fail the fetch. */
+static void test_verdicts(void)
+{
+    run_until(0, 2000);
+    peers_run(&peers);
+    judge(13, 0, false);
+    peers_run(&peers);
+    judge(13, 0, false);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1) + peers_count(&peers, 0, PCCL_STREAM_LOST, 2)
+          >= 1);
+    judge(13, 0, false);
+    peers_run(&peers);
+    judge(13, 0, false);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) >= 1);
+    peers_close(&peers);
+    run_until(0, 2000);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 0);
+    judge(13, 3, true);      /* it has leaves 0 to 2 */
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 1);
+    judge(13, 0, true);
+    peers_run(&peers);
+    peers_close(&peers);
 }
 
 /* A requester that is lost does not end the serving of others. */
@@ -266,6 +446,40 @@ static void test_requester_lost(void)
     peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
     peers_run(&peers);
     CHECK(peers_count(&peers, 1, PCCL_SETTLED, SERVE_OP) == 1);
+    peers_close(&peers);
+}
+
+/* A limited holder sends an answer while it has any allowance left, and then waits for more. */
+static void test_allowance(void)
+{
+    pccl_order order = {0};
+    int i;
+    open_star(1, 3);
+    enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
+    order.kind = PCCL_REGISTER;
+    order.op = SERVE_OP;
+    order.op_kind = PCCL_SERVE;
+    order.run = TEST_RUN;
+    order.tag = TAG;
+    order.min_seq = SEQ - 1;
+    order.pieces = offered;
+    order.n_pieces = PIECES;
+    order.count = 1000;
+    peers_order(&peers, 1, &order);
+    start(1, SERVE_OP, 1, 7);
+    start(0, FETCH_OP, 1, 7);
+    peers_run(&peers);
+    CHECK(!is_complete());
+    memset(&order, 0, sizeof order);
+    order.kind = PCCL_ALLOW;
+    order.op = SERVE_OP;
+    order.count = 1000;
+    for (i = 1; i < 100 && !is_complete(); i++) {
+        peers_order(&peers, 1, &order);
+        peers_run(&peers);
+    }
+    CHECK(is_complete() && has_arrived());
+    CHECK((uint64_t)i * 1000 + CHUNK >= total() && (uint64_t)i * 1000 <= 2 * total());
     peers_close(&peers);
 }
 
@@ -321,15 +535,15 @@ static void test_hostile_requests(void)
     TRY(0, 0, header.seq++);             /* a round that a later START may name */
     TRY(0, 1, header.seq--);
     TRY(0, 1, header.kind = WIRE_DATA);
-    TRY(1, 0, header.epoch++);
-    TRY(1, 0, header.piece++);
-    TRY(1, 0, header.piece = UINT32_MAX);
-    TRY(1, 0, header.length++);
-    TRY(1, 0, header.length = 0);
-    TRY(1, 0, header.length = UINT32_MAX);
-    TRY(1, 0, header.offset = 5001);
-    TRY(1, 0, header.offset = UINT64_MAX - 100);
-    TRY(1, 0, bytes = 1);
+    TRY(0, 1, header.epoch++);
+    TRY(0, 1, header.piece++);
+    TRY(0, 1, header.piece = UINT32_MAX);
+    TRY(0, 1, header.length++);
+    TRY(0, 1, header.length = 0);
+    TRY(0, 1, header.length = UINT32_MAX);
+    TRY(0, 1, header.offset = 5001);
+    TRY(0, 1, header.offset = UINT64_MAX - 100);
+    TRY(0, 1, bytes = 1);
 }
 
 /* A flood of early requests, which no START will answer, is bounded. */
@@ -342,13 +556,13 @@ static void test_flood(void)
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     peers_run(&peers);
     wire_encode(&header, bytes);
-    for (i = 0; i < 4096; i++)
+    for (i = 0; i < 65536; i++)
         fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
     peers_run(&peers);
     CHECK(peers.peer[1].n_events == 0);
     fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
     peers_run(&peers);
-    CHECK(peers_count(&peers, 1, PCCL_FAILED, SERVE_OP) == 1);
+    CHECK(peers.peer[1].n_events == 0 && pccl_engine_dropped(peers.peer[1].engine) == 1);
     peers_close(&peers);
 }
 
@@ -400,7 +614,7 @@ static void test_stale_requests(void)
 static void test_hostile_data(void)
 {
     int variant;
-    for (variant = 0; variant < 7; variant++) {
+    for (variant = 0; variant < 8; variant++) {
         struct wire_header header = good_request();
         unsigned char bytes[WIRE_HEADER_BYTES + 11] = {0};
         size_t payload = 10;
@@ -419,6 +633,7 @@ static void test_hostile_data(void)
         case 4: header.length = 9; payload = 9; break;
         case 5: header.piece = 33; break;
         case 6: header.epoch++; break;
+        case 7: header.hop = 1; break;           /* it has one holder: 0 */
         }
         wire_encode(&header, bytes);
         fake_inject(peers.peer[0].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
@@ -435,6 +650,7 @@ static void test_hostile_data(void)
 
 static void test_wrong_pieces(void)
 {
+    pccl_order order = {0};
     open_star(1, 1);
     wanted[1].piece = wanted[0].piece;
     enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
@@ -446,7 +662,10 @@ static void test_wrong_pieces(void)
     CHECK(peers_event(&peers, 0, PCCL_FAILED, FETCH_OP)->status == PCCL_EINVAL);
     CHECK(peers_event(&peers, 0, PCCL_FAILED, 2)->status == PCCL_EINVAL);
     enroll(0, 3, PCCL_FETCH, &wanted[4], 1);
-    start(0, 3, 2, 7);                           /* no stream 2 */
+    order.kind = PCCL_CLOSE_STREAM;
+    order.stream = 1;
+    peers_order(&peers, 0, &order);
+    start(0, 3, 2, 7);                           /* no stream 1 and no stream 2 */
     peers_run(&peers);
     CHECK(peers_event(&peers, 0, PCCL_FAILED, 3)->status == PCCL_ESTREAM);
     peers_close(&peers);
@@ -458,6 +677,11 @@ int main(void)
     test_starts_add_up();
     test_abort_anywhere();
     test_holder_lost();
+    test_all_holders_lost();
+    test_another_round_anywhere();
+    test_leaves();
+    test_verdicts();
+    test_allowance();
     test_requester_lost();
     test_hostile_requests();
     test_flood();

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Called by C through the function table where libzmq's own symbols are out of reach
 # (pccl.ext.tables).
 CALLBACKS = """
+void *memcpy(void *, const void *, size_t);
 struct pccl_pollitem { void *socket; short events; short revents; ...; };
 
 extern "Python" {
@@ -82,7 +83,7 @@ def builder() -> FFI:
     made.cdef(declarations() + CALLBACKS)
     made.set_source(
         "pccl.ext._core",
-        '#include "pccl.h"',
+        '#include <string.h>\n#include "pccl.h"',
         sources=names("*.c"),
         depends=names("*.h", "*.inc"),
         include_dirs=["c"],

@@ -27,8 +27,10 @@ COMPLETE: int = lib.PCCL_COMPLETE
 FAILED: int = lib.PCCL_FAILED
 SETTLED: int = lib.PCCL_SETTLED
 STREAM_LOST: int = lib.PCCL_STREAM_LOST
+LEAF: int = lib.PCCL_LEAF
+STARVED: int = lib.PCCL_ESTREAM  # status of a FETCH that FAILED but lives
 
-_EVENT = struct.Struct("@IiQIIQQ160s")  # a pccl_event
+_EVENT = struct.Struct("@IiQIIQQQII160s")  # a pccl_event
 assert _EVENT.size == ffi.sizeof("pccl_event")
 
 _ADDRESS_MAX = 100  # bytes of an ipc path: what sockaddr_un holds, on any system
@@ -46,7 +48,7 @@ class EngineOptions:
         heartbeat_timeout_ms: without an answer for this long, a stream is lost.
         connect_timeout_ms: until a stream's first lane must stand.
         copy_max: bytes; larger payloads are sent from where they are.
-        fetch_window: requests under way to one holder of a FETCH.
+        fetch_window: requests under way to one holder of a FETCH, at most.
         curve_public: public key of this peer, in Z85; empty: nothing is encrypted.
         curve_secret: the secret key to it.
     """
@@ -58,7 +60,7 @@ class EngineOptions:
     heartbeat_timeout_ms: int = 5000
     connect_timeout_ms: int = 5000
     copy_max: int = 16384
-    fetch_window: int = 8
+    fetch_window: int = 64
     curve_public: bytes = b""
     curve_secret: bytes = field(default=b"", repr=False)
 
@@ -81,13 +83,16 @@ class Event(NamedTuple):
     """What the engine has to say.
 
     Attributes:
-        kind: COMPLETE, FAILED, SETTLED or STREAM_LOST.
+        kind: COMPLETE, FAILED, SETTLED, STREAM_LOST or LEAF.
         status: 0 or one of c/pccl.h's negative error numbers.
         op: which op, but for STREAM_LOST.
         stream: which stream, for STREAM_LOST.
         settled: COMPLETE: nothing refers to the op's memory any more, no order is needed.
         tx_bytes: payload bytes that the op has sent.
         rx_bytes: payload bytes that the op has received.
+        seq: of the op's last start.
+        piece: LEAF: its piece.
+        leaf: LEAF: its index there.
         text: FAILED, STREAM_LOST: why.
     """
 
@@ -98,6 +103,9 @@ class Event(NamedTuple):
     settled: bool
     tx_bytes: int
     rx_bytes: int
+    seq: int
+    piece: int
+    leaf: int
     text: str
 
 
@@ -261,7 +269,15 @@ class Engine:
         self._send()
 
     def register_serve(
-        self, op: int, *, run: int, tag: int, min_seq: int, pieces: Sequence[tuple[int, int, int]]
+        self,
+        op: int,
+        *,
+        run: int,
+        tag: int,
+        min_seq: int,
+        pieces: Sequence[tuple[int, int, int]],
+        first_counted: int = 0,
+        limit: int = 0,
     ) -> None:
         """Announces that requests for the bytes of `pieces` will be answered.
 
@@ -271,28 +287,43 @@ class Engine:
             tag: the transfer's tag.
             min_seq: its sequence number will be greater.
             pieces: (number, address, bytes) of each.
+            first_counted: bytes of pieces with lower numbers do not count in tx_bytes, rx_bytes.
+            limit: bytes that may be sent before the first `allow`; 0: no limit.
         """
-        self._register_pieces(lib.PCCL_SERVE, op, (run, tag, min_seq), pieces)
+        array = _pieces(pieces, first_counted)
+        self._register_pieces(lib.PCCL_SERVE, op, (run, tag, min_seq), array, 0, limit)
 
     def register_fetch(
-        self, op: int, *, run: int, tag: int, min_seq: int, pieces: Sequence[tuple[int, int, int]]
+        self,
+        op: int,
+        *,
+        run: int,
+        tag: int,
+        min_seq: int,
+        pieces: Sequence[tuple[int, int, int]],
+        first_counted: int = 0,
+        leaf_bytes: int = 0,
     ) -> None:
-        """Announces that the bytes of `pieces` will be fetched; arguments as of register_serve."""
-        self._register_pieces(lib.PCCL_FETCH, op, (run, tag, min_seq), pieces)
+        """Announces that the bytes of `pieces` will be fetched; arguments as of register_serve.
+
+        With `leaf_bytes`, each leaf of that size gives a LEAF event and waits for its `judge`.
+        """
+        array = _pieces(pieces, first_counted)
+        self._register_pieces(lib.PCCL_FETCH, op, (run, tag, min_seq), array, leaf_bytes)
 
     def _register_pieces(
         self,
         kind: int,
         op: int,
         identity: tuple[int, int, int],
-        pieces: Sequence[tuple[int, int, int]],
+        array: Any,
+        leaf_bytes: int,
+        limit: int = 0,
     ) -> None:
-        array = ffi.new("pccl_piece[]", len(pieces))
-        for slot, (number, address, nbytes) in zip(array, sorted(pieces), strict=True):
-            slot.piece, slot.data, slot.bytes = number, ffi.cast("void *", address), nbytes
         self._pieces[op] = array
         order = self._register(kind, op, *identity)
-        order.pieces, order.n_pieces = array, len(pieces)
+        order.count = limit
+        order.pieces, order.n_pieces, order.leaf_bytes = array, len(array), leaf_bytes
         self._send()
 
     def _register(self, kind: int, op: int, run: int, tag: int, min_seq: int) -> Any:
@@ -324,6 +355,17 @@ class Engine:
                 slot.begin, slot.count = ring.begin, ring.count
             self._send()
 
+    def judge(self, op: int, piece: int, leaf: int, good: bool) -> None:
+        """Says whether a leaf that has arrived is right; if not, it is fetched again."""
+        order = self._blank_order(lib.PCCL_VERDICT, op)
+        order.piece, order.leaf, order.good = piece, leaf, good
+        self._send()
+
+    def allow(self, op: int, nbytes: int) -> None:
+        """Lets a limited serve op send about so many bytes more."""
+        self._blank_order(lib.PCCL_ALLOW, op).count = nbytes
+        self._send()
+
     def commit(self, op: int) -> None:
         """Keeps an op's result; its memory is the engine's until SETTLED."""
         self._blank_order(lib.PCCL_COMMIT, op)
@@ -348,11 +390,13 @@ class Engine:
                 data = self.socket.recv(zmq.DONTWAIT)
             except zmq.Again:
                 break
-            kind, status, op, stream, settled, tx, rx, text = _EVENT.unpack(data)
-            if kind == SETTLED or settled:
-                self._pieces.pop(op, None)
+            kind, status, op, stream, settled, tx, rx, seq, piece, leaf, text = _EVENT.unpack(data)
             text = text.partition(b"\0")[0].decode(errors="replace") if status else ""
-            found.append(Event(kind, status, op, stream, bool(settled), tx, rx, text))
+            where = (seq, piece, leaf, text)
+            event = Event(kind, status, op, stream, bool(settled), tx, rx, *where)
+            if event.kind == SETTLED or event.settled:
+                self._pieces.pop(event.op, None)
+            found.append(event)
         if self._status < 0 and not found:
             raise RuntimeError(f"the lane engine stopped on error {self._status}")
         return found
@@ -368,6 +412,14 @@ class Engine:
         self.socket.close()
         self._free()
         self._pieces.clear()
+
+
+def _pieces(pieces: Sequence[tuple[int, int, int]], first_counted: int) -> Any:
+    array = ffi.new("pccl_piece[]", len(pieces))
+    for slot, (number, address, nbytes) in zip(array, sorted(pieces), strict=True):
+        slot.piece, slot.data, slot.bytes = number, ffi.cast("void *", address), nbytes
+        slot.uncounted = number < first_counted
+    return array
 
 
 def _new_engine(filling: tables.Filling, options: EngineOptions) -> Any:
