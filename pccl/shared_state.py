@@ -1,17 +1,19 @@
 """The shared state: named memory that all peers of a group hold bit-identically.
 
-Values only; `Communicator.sync_shared_state` does the work.
+`Communicator.sync_shared_state` synchronises it; it can be written to a file and read again.
 """
 
 from __future__ import annotations
 
 import operator
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pccl.arrays import Array, Buffer, is_numpy, is_torch
 from pccl.errors import UnsupportedError
+from pccl.runtime import checkpoint
 from pccl.types import DataType, DeviceType, Result
 
 if TYPE_CHECKING:
@@ -32,7 +34,10 @@ class TensorInfo:
         dtype: of an element.
         device_type: where the memory is; so far it must be CPU.
         allow_content_inequality: peers may differ in this entry. It is not compared, and only a
-            peer that is behind in revision receives it.
+            newcomer, or a peer that is behind in revision, receives it.
+
+    Attributes:
+        shape: of the array, or (numel,) for an address; only files have use for it.
 
     Raises:
         ValueError: elements at address 0, a negative count, or a name that is empty or too long.
@@ -62,6 +67,7 @@ class TensorInfo:
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
         self.name = name
+        self.shape: tuple[int, ...] = (numel,)
         self.device_type = device_type
         self.allow_content_inequality = allow_content_inequality
 
@@ -129,6 +135,7 @@ class TensorInfo:
             allow_content_inequality=allow_content_inequality,
         )
         made._buffer = buffer  # with the owner
+        made.shape = tuple(array.shape)
         return made
 
     def __repr__(self) -> str:
@@ -171,6 +178,37 @@ class SharedState:
     def push_revision(self) -> None:
         """Adds 1 to the revision: the content has advanced."""
         self.revision += 1
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes entries and revision to a file in the safetensors format, atomically.
+
+        The file is complete and on disk when this returns; if it fails, or the process dies
+        meanwhile, what was there before is there still.
+
+        Raises:
+            OSError: it cannot be written.
+            ValueError: an entry is named __metadata__.
+        """
+        checkpoint.save(path, self._saved(), self._revision)
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Fills the entries' memory, and the revision, from a file that `save` has written.
+
+        The highest revision wins the first synchronisation of a run, so that it is enough when one
+        peer has the latest file. The file is checked as a whole before memory is touched.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is damaged or holds other entries; the message names the first
+                difference. Memory and revision are as they were.
+        """
+        self.revision = checkpoint.load(path, self._saved())
+
+    def _saved(self) -> list[checkpoint.Entry]:
+        return [
+            checkpoint.Entry(info.name, info.dtype, info.shape, info.data_ptr, info.nbytes)
+            for info in self.tensor_infos
+        ]
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Array]) -> SharedState:

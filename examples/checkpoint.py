@@ -1,0 +1,69 @@
+"""A run that outlives all its peers: each writes a file now and then, and begins with it.
+
+    pccl master &
+    python examples/checkpoint.py /tmp/first &
+    python examples/checkpoint.py /tmp/second &
+
+Kill both of them and start them again: they go on from the later of the two files, whichever of
+them has it, because the highest revision wins the first synchronisation of a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+
+import pccl
+
+
+def reduced(comm: pccl.Communicator, x: np.ndarray) -> bool:
+    """Sums over the peers that are left; False when there is nobody else."""
+    while True:
+        try:
+            comm.all_reduce(x, x, op=pccl.ReduceOp.SUM)
+            return True
+        except pccl.PeerLostError:
+            pass  # nothing has changed: again, without it
+        except pccl.TooFewPeersError:
+            return False
+
+
+def main() -> None:
+    """Counts the steps of a run, and the steps of all its peers."""
+    parser = argparse.ArgumentParser(description="Checkpoints of a run.")
+    parser.add_argument("file", type=Path, help="of this peer")
+    parser.add_argument("--master", default="127.0.0.1:48148", help="address of the master")
+    parser.add_argument("--steps", type=int, default=1000, help="of the run")
+    args = parser.parse_args()
+
+    total = np.zeros(100_000, np.float32)
+    shared = pccl.SharedState.from_tensors({"total": total})
+    if args.file.exists():
+        shared.load(args.file)
+        print(f"loaded revision {shared.revision}", flush=True)
+
+    with pccl.Communicator(args.master) as comm:
+        while comm.world_size < 2:  # who has the later file must be there when the run begins
+            if comm.are_peers_pending():
+                comm.update_topology()
+        comm.sync_shared_state(shared)  # a newcomer goes on from where the others are
+        while shared.revision < args.steps:
+            contribution = np.ones_like(total)
+            advanced = reduced(comm, contribution)
+            if advanced:
+                total += contribution
+                shared.push_revision()
+            newcomers = comm.are_peers_pending()
+            if newcomers:
+                comm.update_topology()
+            if advanced or newcomers:
+                comm.sync_shared_state(shared)
+            if advanced and shared.revision % 10 == 0:
+                shared.save(args.file)
+                print(f"step {shared.revision}: {total[0]:.0f} contributions", flush=True)
+
+
+if __name__ == "__main__":
+    main()

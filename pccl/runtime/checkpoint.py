@@ -1,0 +1,187 @@
+"""Shared state in a file, in the safetensors format.
+
+A file holds the length of its header (8 bytes, little-endian), the header (JSON: of each entry its
+element type, shape and place) and the bytes of all entries without gaps, so every reader of
+safetensors (https://huggingface.co/docs/safetensors) can open it. The header's metadata adds what
+a run needs to go on: the revision, and the digest of each entry, against files that rot.
+
+A file is written beside its final name and renamed when the disk has it: whoever looks finds the
+old one or the new one, whatever dies in between. It is checked as a whole before the first byte of
+memory is overwritten.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import operator
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from pccl.ext import ffi
+from pccl.runtime.digest import digest
+from pccl.types import DataType
+
+METADATA = "__metadata__"  # the one name that no entry can have
+HEADER_BYTES_MAX = 100 << 20  # as other readers of the format have it
+
+_DTYPES = {
+    DataType.UINT8: "U8",
+    DataType.INT8: "I8",
+    DataType.INT16: "I16",
+    DataType.UINT16: "U16",
+    DataType.UINT32: "U32",
+    DataType.INT32: "I32",
+    DataType.UINT64: "U64",
+    DataType.INT64: "I64",
+    DataType.FLOAT16: "F16",
+    DataType.BFLOAT16: "BF16",
+    DataType.FLOAT: "F32",
+    DataType.DOUBLE: "F64",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor, and where it lies."""
+
+    name: str
+    dtype: DataType
+    shape: tuple[int, ...]
+    address: int
+    nbytes: int
+
+    def _header(self, begin: int) -> dict[str, object]:
+        offsets = [begin, begin + self.nbytes]
+        return {"dtype": _DTYPES[self.dtype], "shape": self.shape, "data_offsets": offsets}
+
+
+def save(path: str | os.PathLike[str], entries: Sequence[Entry], revision: int) -> None:
+    """Writes a file, or leaves what is there as it was.
+
+    Raises:
+        OSError: it cannot be written.
+        ValueError: an entry is named __metadata__.
+    """
+    header = _header(entries, revision)
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(len(header).to_bytes(8, "little") + header)
+            for entry in entries:
+                file.write(_memory(entry))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def load(path: str | os.PathLike[str], entries: Sequence[Entry]) -> int:
+    """Fills the entries' memory from a file and returns its revision; all or nothing.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, or other entries are in it; the memory is as it was.
+    """
+    with open(path, "rb") as file, _mapped(file) as data:
+        try:
+            header, begin = _read_header(data)
+            metadata = header.pop(METADATA, {})
+            places = _places(header, entries, len(data) - begin)
+            revision = int(metadata["revision"])
+            if not 0 <= revision < 1 << 64:
+                raise ValueError(f"its revision is {revision}")
+            digests = dict(json.loads(metadata["digests"]))
+        except (KeyError, TypeError, json.JSONDecodeError):
+            raise ValueError(f"{path} is no shared state that was saved here") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+        with ffi.from_buffer("char[]", data) as source:
+            base = int(ffi.cast("uintptr_t", source)) + begin
+            for entry, place in zip(entries, places, strict=True):
+                if digest(base + place, entry.nbytes).hex() != digests.get(entry.name):
+                    raise ValueError(f"{path} is damaged: {entry.name!r} is not what was saved")
+            for entry, place in zip(entries, places, strict=True):
+                target = ffi.cast("char *", entry.address)
+                ffi.memmove(target, ffi.cast("char *", base + place), entry.nbytes)
+    return revision
+
+
+def _mapped(file: BinaryIO) -> mmap.mmap:
+    if os.fstat(file.fileno()).st_size < 8:  # an empty file cannot be mapped
+        raise ValueError(f"{file.name} is cut off, or no safetensors file")
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _memory(entry: Entry) -> memoryview:
+    return memoryview(ffi.buffer(ffi.cast("char *", entry.address), entry.nbytes))
+
+
+def _header(entries: Sequence[Entry], revision: int) -> bytes:
+    digests = {entry.name: digest(entry.address, entry.nbytes).hex() for entry in entries}
+    header: dict[str, object] = {
+        METADATA: {"format": "pccl", "revision": str(revision), "digests": json.dumps(digests)}
+    }
+    begin = 0
+    for entry in entries:
+        if entry.name in header:
+            raise ValueError(f"a file cannot hold an entry named {entry.name}")
+        header[entry.name] = entry._header(begin)
+        begin += entry.nbytes
+    encoded = json.dumps(header).encode()
+    return encoded + b" " * (-len(encoded) % 8)  # so that the data is aligned
+
+
+def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], int]:
+    """The header and where the data begins."""
+    size = int.from_bytes(data[:8], "little")
+    if not 0 < size <= min(len(data) - 8, HEADER_BYTES_MAX):
+        raise ValueError("it is cut off, or no safetensors file")
+    header = json.loads(data[8 : 8 + size])
+    if not isinstance(header, dict):
+        raise TypeError
+    return header, 8 + size
+
+
+def _places(header: Mapping[str, Any], entries: Sequence[Entry], size: int) -> list[int]:
+    """Where each entry begins in the data; raises ValueError for the first one that does not fit.
+
+    The data has `size` bytes.
+    """
+    places = []
+    for entry in entries:
+        if entry.name not in header:
+            raise ValueError(f"it has no entry {entry.name!r}")
+        found = header[entry.name]
+        begin, end = map(operator.index, found["data_offsets"])
+        wanted = entry._header(begin)
+        if found["dtype"] != wanted["dtype"] or end - begin != entry.nbytes:
+            raise ValueError(
+                f"entry {entry.name!r} is {found['dtype']} {found['shape']} there and "
+                f"{wanted['dtype']} {list(entry.shape)} here"
+            )
+        if not 0 <= begin <= end <= size:
+            raise ValueError(f"it is cut off: entry {entry.name!r} ends at {end} of {size} bytes")
+        places.append(begin)
+    if len(header) > len(entries):
+        more = next(iter(header.keys() - {entry.name for entry in entries}))
+        raise ValueError(f"it has an entry {more!r} that is not wanted here")
+    return places
+
+
+def _sync_directory(directory: Path) -> None:
+    """Makes a rename last through a crash of the machine, where directories can be opened."""
+    if os.name == "posix":
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
