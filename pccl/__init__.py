@@ -3,6 +3,7 @@
 from pccl import cuda
 from pccl.communicator import AsyncReduceHandle, Communicator
 from pccl.errors import (
+    DivergenceError,
     KickedError,
     MasterLostError,
     MismatchError,
@@ -20,6 +21,7 @@ from pccl.types import (
     DataType,
     DeviceType,
     DistributionHint,
+    EntryDivergence,
     QuantizationAlgorithm,
     QuantizationOptions,
     ReduceDescriptor,
@@ -28,6 +30,7 @@ from pccl.types import (
     ReduceOpDescriptor,
     ReduceOperandDescriptor,
     Result,
+    SharedStateProgress,
     SharedStateSyncInfo,
     SharedStateSyncStrategy,
 )
@@ -40,6 +43,8 @@ __all__ = [
     "DataType",
     "DeviceType",
     "DistributionHint",
+    "DivergenceError",
+    "EntryDivergence",
     "KickedError",
     "MasterLostError",
     "MasterNode",
@@ -57,6 +62,7 @@ __all__ = [
     "Result",
     "Security",
     "SharedState",
+    "SharedStateProgress",
     "SharedStateSyncInfo",
     "SharedStateSyncStrategy",
     "TensorInfo",

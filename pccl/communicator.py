@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import NoReturn
 
@@ -22,12 +22,14 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.client import Call, Client, Deadline, Note, Reduce
 from pccl.runtime.config import Config, machine_id
-from pccl.runtime.sync import Region, synchronise
+from pccl.runtime.staging import Region
+from pccl.runtime.sync import Wish, synchronise
 from pccl.security import Security
 from pccl.shared_state import SharedState
 from pccl.text import configure_logging, parse_address
 from pccl.types import (
     Attribute,
+    EntryDivergence,
     QuantizationAlgorithm,
     QuantizationOptions,
     ReduceInfo,
@@ -35,6 +37,7 @@ from pccl.types import (
     ReduceOpDescriptor,
     ReduceOperandDescriptor,
     Result,
+    SharedStateProgress,
     SharedStateSyncInfo,
     SharedStateSyncStrategy,
 )
@@ -323,34 +326,40 @@ class Communicator:
         shared_state: SharedState,
         strategy: SharedStateSyncStrategy = SharedStateSyncStrategy.ENFORCE_POPULAR,
         timeout: float | None = None,
+        *,
+        progress: Callable[[SharedStateProgress], None] | None = None,
+        raise_on_divergence: bool = False,
     ) -> SharedStateSyncInfo:
         """Makes the shared state of all peers of the group bit-identical.
 
-        Every peer offers digests of its entries; the content that is most common among those with
-        the highest revision wins (a tie goes to the peer that was accepted first). Peers that
-        differ fetch exactly the entries that differ, verify them, and only then overwrite their
-        own. Memory: a copy of what differs, meanwhile.
+        Every peer offers digests of its entries, unless it is RECEIVE_ONLY; the content that is
+        most common among those with the highest revision wins (a tie goes to the peer that was
+        accepted first). Peers that differ fetch exactly the entries that differ, from all peers
+        that have them at once, verify them, and only then overwrite their own, so a call that fails
+        has changed nothing. Memory: a copy of what differs, meanwhile.
 
         Args:
             shared_state: must not change during the call; `revision` is set to the elected one.
-            strategy: only ENFORCE_POPULAR so far.
+            strategy: ENFORCE_POPULAR on all peers of the group; or else SEND_ONLY on those that
+                have what others lack, and RECEIVE_ONLY on those whose content does not count.
             timeout: seconds to wait for the others.
+            progress: called in this thread, up to ten times a second, while this peer receives.
+            raise_on_divergence: do not repair content that differs at the same revision, but raise
+                on all peers.
 
         Returns:
-            Payload bytes sent and received by this peer; (0, 0) everywhere when all were equal.
+            Payload bytes sent and received by this peer; (0, 0) everywhere when all were equal. It
+            also tells which peers' content had diverged, and how.
 
         Raises:
-            PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS; INVALID_ARGUMENT (the revisions break the
-            rules, or
-                this peer's entries are not those of the others, which also drops it from the run).
+            PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS; NO_SHARED_STATE_AVAILABLE (all are
+                RECEIVE_ONLY); INVALID_ARGUMENT (the revisions break the rules).
+            DivergenceError: INVALID_ARGUMENT: content has diverged, and some peer raises then.
+            KickedError: INVALID_ARGUMENT: the entries of this peer are not those of the others, it
+                is SEND_ONLY and another content was elected, or it has another strategy than
+                ENFORCE_POPULAR where others have that.
         """
         client = self._exclusive("sync_shared_state")
-        if strategy is not SharedStateSyncStrategy.ENFORCE_POPULAR:
-            raise UnsupportedError(
-                Result.INVALID_USAGE,
-                "sync_shared_state",
-                f"strategy {strategy.name} is not there yet: use ENFORCE_POPULAR",
-            )
         regions = [
             Region(
                 info.name,
@@ -363,18 +372,18 @@ class Communicator:
             for info in shared_state.tensor_infos
         ]
         with self._once("sync_shared_state"):
-            end = synchronise(
-                client,
-                regions,
-                shared_state.revision,
-                strategy.value,
-                shared_state,
-                Deadline(timeout),
-            )
+            wish = Wish(strategy.value, raise_on_divergence, progress, Deadline(timeout))
+            outcome = synchronise(client, regions, shared_state.revision, wish, shared_state)
+        end = outcome.end
         if isinstance(end, core.Fail):
             self._raise("sync_shared_state", end)
         shared_state.revision = self._shared_revision = end.revision
-        return SharedStateSyncInfo(end.tx_bytes, end.rx_bytes)
+        divergence = tuple(_divergence(end, regions, client))
+        for one in divergence:
+            log.warning("content has diverged at revision %d: %s", end.revision, one)
+        return SharedStateSyncInfo(
+            end.tx_bytes, end.rx_bytes, outcome.hashed_bytes, outcome.hash_seconds, divergence
+        )
 
     @property
     def revision(self) -> int:
@@ -624,6 +633,25 @@ def _info(end: core.Answer) -> ReduceInfo:
     reduced = end.value
     assert isinstance(reduced, core.Reduced)
     return ReduceInfo(reduced.world_size, reduced.tx_bytes, reduced.rx_bytes)
+
+
+def _divergence(
+    synced: core.Synced, regions: Sequence[Region], client: Client
+) -> Iterator[EntryDivergence]:
+    infos = {info.peer: str(info) for info in client.plan.peers}
+    for one in synced.divergence:
+        for found in one.differences:
+            if found.entry < len(regions):
+                region = regions[found.entry]
+                yield EntryDivergence(
+                    infos.get(one.peer, f"peer {one.peer}"),
+                    region.name,
+                    region.nbytes,
+                    found.nbytes,
+                    found.ulp,
+                    found.nans,
+                    found.nans_elected,
+                )
 
 
 def arithmetic_digest() -> bytes:

@@ -7,6 +7,7 @@
     +-- KickedError           the master dropped this peer
     +-- MasterLostError       MASTER_CONNECTION_FAILED: the master cannot be reached
     +-- PCCLTimeoutError      a time limit of the caller's has passed; also a TimeoutError
+    +-- DivergenceError       INVALID_ARGUMENT: shared state differs that should be equal
     +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: this version cannot do that
 
 All pickle, so they cross process boundaries.
@@ -107,6 +108,14 @@ class PCCLTimeoutError(PCCLError, TimeoutError):
     """The time limit that the caller gave has passed; the message says who was waited for.
 
     The communicator is usable. Call again, with more time or without the peers that are named.
+    """
+
+
+class DivergenceError(PCCLError):
+    """Peers have different shared state at the same revision, and one of them wants an error then.
+
+    The message names the peers and the entries. All peers of the group get it, the communicator is
+    usable, and no memory has changed. Without `raise_on_divergence` the same call repairs it.
     """
 
 

@@ -310,13 +310,94 @@ class ReduceInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class EntryDivergence:
+    """How one entry of the shared state differed on one peer from what was elected.
+
+    Attributes:
+        peer: whose content it was, in words.
+        name: of the entry.
+        nbytes: of the entry.
+        differing_bytes: bytes that were different.
+        max_ulp: the largest distance of two elements that are no NaN, in units in the last place;
+            of integers, their difference.
+        nans: NaNs that the peer had.
+        nans_elected: NaNs in the elected content.
+    """
+
+    peer: str
+    name: str
+    nbytes: int
+    differing_bytes: int
+    max_ulp: int
+    nans: int
+    nans_elected: int
+
+    @property
+    def share(self) -> float:
+        """The share of the entry's bytes that were different."""
+        return self.differing_bytes / self.nbytes if self.nbytes else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.peer}: {self.name!r}: {100 * self.share:.3g} % of {self.nbytes} bytes differ, "
+            f"by up to {self.max_ulp} ulp; {self.nans} NaNs, {self.nans_elected} elected"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SharedStateSyncInfo:
-    """What a synchronisation of the shared state took.
+    """What a synchronisation of the shared state took, and found.
+
+    Two are equal when the same bytes moved.
 
     Attributes:
         tx_bytes: payload bytes that this peer sent.
         rx_bytes: payload bytes that this peer received.
+        hashed_bytes: of this peer's shared state, all of which is hashed each time.
+        hash_seconds: that this took.
+        divergence: which peers had other content at the same revision, and in which entries (of
+            each peer the first 100); the same on all peers.
     """
 
     tx_bytes: int
     rx_bytes: int
+    hashed_bytes: int = field(default=0, compare=False)
+    hash_seconds: float = field(default=0.0, compare=False)
+    divergence: tuple[EntryDivergence, ...] = field(default=(), compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedStateProgress:
+    """How far a transfer of shared state to this peer is; bytes count when they are verified.
+
+    Attributes:
+        entries: that are here as a whole.
+        entries_total: that are transferred.
+        nbytes: that are here.
+        nbytes_total: that are transferred.
+        seconds: since it began.
+    """
+
+    entries: int
+    entries_total: int
+    nbytes: int
+    nbytes_total: int
+    seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate so far."""
+        return self.nbytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def seconds_left(self) -> float:
+        """How long it will take at that rate; infinite before the first bytes."""
+        left = self.nbytes_total - self.nbytes
+        return left / self.bytes_per_second if self.nbytes else float("inf")
+
+    def __str__(self) -> str:
+        return (
+            f"{self.entries} of {self.entries_total} entries, {self.nbytes / 1e6:.0f} of "
+            f"{self.nbytes_total / 1e6:.0f} MB, {self.bytes_per_second / 1e6:.0f} MB/s, "
+            f"{self.seconds_left:.0f} s left"
+        )

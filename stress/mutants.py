@@ -131,8 +131,8 @@ MUTANTS = [
     ),
     Mutant(
         "a new plan makes what was fetched before void",
-        "        self._out.append(Plan(syncing.call, plan))",
-        "        if plan.fetch:\n            self._out.append(Plan(syncing.call, plan))",
+        "and (old.fetch, old.digests) == (plan.fetch, plan.digests)",
+        "",
     ),
     Mutant(
         "an interrupted collective is voted on",
@@ -146,8 +146,8 @@ MUTANTS = [
     ),
     Mutant(
         "the highest revision wins",
-        "top_peer = max(offers,",
-        "top_peer = min(offers,",
+        "top_peer = max(standing,",
+        "top_peer = min(standing,",
     ),
     Mutant(
         "what peers say is cut before it is told to others",

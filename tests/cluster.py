@@ -12,7 +12,7 @@ T = TypeVar("T")
 PATIENCE_S = 60.0
 
 
-def in_threads(jobs: list[Callable[[], T]]) -> list[T]:
+def in_threads(jobs: list[Callable[[], T]], patience_s: float = PATIENCE_S) -> list[T]:
     """Runs jobs at the same time and returns their results, or raises the first one's exception."""
     results: list[T | BaseException] = [RuntimeError("it did not end")] * len(jobs)
 
@@ -26,7 +26,7 @@ def in_threads(jobs: list[Callable[[], T]]) -> list[T]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(patience_s)
     for result in results:
         if isinstance(result, BaseException):
             raise result

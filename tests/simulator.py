@@ -98,9 +98,9 @@ class SimPeer:
         call = self.number()
         return (yield from self.wait(call, self.core.are_peers_pending(call)))
 
-    def sync(self) -> Generator[None, None, End]:
+    def sync(self, strategy: int = 0) -> Generator[None, None, End]:
         revision, text = self.content
-        offer = m.Offer(revision, 0, (m.Entry("x", 10, 4, False, text.encode()),))
+        offer = m.Offer(revision, strategy, (m.Entry("x", 10, 4, False, text.encode()),))
         call, serve = self.number(), self.number("serve")
         end = yield from self.wait(call, self.core.sync(call, serve, offer))
         if isinstance(end, peer_core.Answer):
@@ -134,9 +134,11 @@ class SimPeer:
                     assert call not in self.answers
                     assert call not in self.ops, "answered while the engine refers to its memory"
                     self.answers[call] = action
-                case peer_core.Plan(_, plan):
-                    self.plan, self.staged = plan, None
-                    if plan.fetch:
+                case peer_core.Plan(_, plan, resumed):
+                    self.plan = plan
+                    if not resumed:
+                        self.staged = None
+                    if plan.fetch and not resumed:
                         self.perform(self.core.fetch(self.number("fetch"), plan.seq))
                 case peer_core.Fetched(_, seq, ok, why):
                     if ok and self.plan is not None and self.plan.seq == seq:
@@ -150,7 +152,7 @@ class SimPeer:
             self.run.starters.setdefault(seq, set()).add(self.name)
         elif op.kind == "fetch":
             assert self.plan is not None
-            op.holders = self.plan.holders
+            op.holders, op.complete = self.plan.holders, False
 
     def end(self, number: int, abort: bool) -> None:
         op = self.ops.get(number)
@@ -170,12 +172,12 @@ class SimPeer:
             allowed = self.run.cut_to.get(op.seq)
             everyone = len(self.run.starters[op.seq]) == op.members
             return everyone and (allowed is None or self.name in allowed)
-        return op.kind == "fetch" and all(self.run.serves(h, op.seq) for h in op.holders)
+        return op.kind == "fetch" and any(self.run.serves(h, op.seq) for h in op.holders)
 
     def can_fail(self, op: SimOp) -> bool:
         if not op.seq or op.complete or op.ending or op.kind == "serve":
             return False
-        return op.kind == "collective" or not all(self.run.lives(h) for h in op.holders)
+        return op.kind == "collective" or not any(self.run.lives(h) for h in op.holders)
 
     def complete(self, number: int) -> None:
         op = self.ops[number]
@@ -187,10 +189,12 @@ class SimPeer:
         self.perform(self.core.engine_complete(number, settled, 0, 0))
 
     def fail(self, number: int) -> None:
-        self.failed_fetches += self.ops[number].kind == "fetch"
-        self.run.cut(self.ops[number].seq)
-        self.ops[number].complete = True  # says no more until it is aborted
-        self.perform(self.core.engine_failed(number, "a stream was lost"))
+        op = self.ops[number]
+        self.failed_fetches += op.kind == "fetch"
+        self.run.cut(op.seq)
+        op.complete = True  # says no more until it is aborted, or started again
+        starved = op.seq if op.kind == "fetch" and self.run.random.random() < 0.8 else 0
+        self.perform(self.core.engine_failed(number, "a stream was lost", starved))
 
     def settle(self, number: int) -> None:
         del self.ops[number]

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from pccl.protocol.election import Rejection, elect
 from pccl.protocol.messages import Entry, Offer
+from pccl.types import Result
+from pccl.types import SharedStateSyncStrategy as Strategy
 
 
-def offer(revision: int, *contents: str, any_content: bool = False) -> Offer:
+def offer(
+    revision: int,
+    *contents: str,
+    any_content: bool = False,
+    strategy: Strategy = Strategy.ENFORCE_POPULAR,
+) -> Offer:
     entries = tuple(
         Entry(f"t{i}", 10, 4, any_content, content.encode()) for i, content in enumerate(contents)
     )
-    return Offer(revision, 0, entries)
+    return Offer(revision, strategy.value, entries)
+
+
+def sends(revision: int, *contents: str, any_content: bool = False) -> Offer:
+    return offer(revision, *contents, any_content=any_content, strategy=Strategy.SEND_ONLY)
+
+
+def receives(revision: int, *contents: str, any_content: bool = False) -> Offer:
+    return offer(revision, *contents, any_content=any_content, strategy=Strategy.RECEIVE_ONLY)
 
 
 NOBODY: frozenset[int] = frozenset()
@@ -33,7 +50,7 @@ def test_the_most_common_content_wins() -> None:
     decision = elect(offers, 2, NOBODY)
     assert list(decision.transfers) == [1]
     assert decision.transfers[1].digests == (b"b",)
-    assert decision.transfers[1].holders in ((2,), (3,))
+    assert decision.transfers[1].holders == (2, 3)
 
 
 def test_a_tie_goes_to_the_peer_accepted_first() -> None:
@@ -61,10 +78,12 @@ def test_only_entries_that_differ_are_fetched() -> None:
     assert (transfer.entries, transfer.digests) == ((1,), (b"b",))
 
 
-def test_receivers_take_turns_over_the_holders() -> None:
+def test_every_receiver_fetches_from_all_holders() -> None:
     offers = {i: offer(1, "a") for i in (1, 2)} | {i: offer(0, "x") for i in (3, 4, 5, 6)}
     decision = elect(offers, 0, frozenset({3, 4, 5, 6}))
-    assert [t.holders for t in decision.transfers.values()] == [(1,), (2,), (1,), (2,)]
+    assert {peer: t.holders for peer, t in decision.transfers.items()} == {
+        peer: (1, 2) for peer in (3, 4, 5, 6)
+    }
 
 
 def test_unequal_content_that_is_allowed_stays_but_newcomers_get_it() -> None:
@@ -77,6 +96,93 @@ def test_unequal_content_that_is_allowed_stays_but_newcomers_get_it() -> None:
     assert list(decision.transfers) == [3]
     assert decision.transfers[3].holders == (1,)  # of whom the digests are
     assert decision.transfers[3].digests == (b"a",)
+
+
+def test_unequal_content_that_is_allowed_stays_in_the_first_synchronisation() -> None:
+    offers = {1: offer(7, "a", any_content=True), 2: offer(7, "b", any_content=True)}
+    assert elect(offers, None, everybody(offers)).transfers == {}
+    offers[3] = offer(6, "c", any_content=True)  # it is behind
+    assert list(elect(offers, None, everybody(offers)).transfers) == [3]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations((1, 2, 3))))
+def test_a_run_resumes_from_the_latest_checkpoint_whoever_has_it(order: tuple[int, ...]) -> None:
+    checkpoints = {1: offer(40, "old"), 2: offer(41, "new"), 3: offer(0, "fresh")}
+    offers = {peer: checkpoints[peer] for peer in order}
+    decision = elect(offers, None, everybody(offers))
+    assert decision.revision == 41
+    assert {peer: t.holders for peer, t in decision.transfers.items()} == {1: (2,), 3: (2,)}
+
+
+# ---- strategies ----
+
+
+def test_who_only_receives_does_not_stand() -> None:
+    offers = {1: receives(9, "x"), 2: receives(9, "x"), 3: sends(5, "a")}
+    decision = elect(offers, None, everybody(offers))
+    assert (decision.revision, decision.kicks) == (5, {})
+    assert {peer: t.holders for peer, t in decision.transfers.items()} == {1: (3,), 2: (3,)}
+
+
+def test_a_receiver_that_has_the_content_already_fetches_nothing() -> None:
+    offers = {1: sends(5, "a"), 2: receives(0, "a")}
+    assert elect(offers, 4, frozenset({2})).transfers == {}
+
+
+def test_the_revision_of_who_only_receives_cannot_break_the_rules() -> None:
+    offers = {1: sends(5, "a"), 2: receives(17, "x")}
+    assert elect(offers, 4, NOBODY).revision == 5
+
+
+def test_a_late_joiner_receives_at_an_unchanged_revision() -> None:
+    offers = {1: sends(5, "a"), 2: sends(5, "a"), 3: receives(5, "x")}
+    decision = elect(offers, 5, frozenset({3}))
+    assert {peer: t.holders for peer, t in decision.transfers.items()} == {3: (1, 2)}
+
+
+@pytest.mark.parametrize("last", [None, 3])
+def test_all_receive_only(last: int | None) -> None:
+    offers = {1: receives(1, "a"), 2: receives(1, "a")}
+    with pytest.raises(Rejection, match="RECEIVE_ONLY") as caught:
+        elect(offers, last, NOBODY)
+    assert caught.value.result is Result.NO_SHARED_STATE_AVAILABLE
+
+
+def test_senders_that_agree_move_nothing() -> None:
+    offers = {1: sends(5, "a"), 2: sends(5, "a")}
+    decision = elect(offers, None, everybody(offers))
+    assert (decision.revision, decision.transfers, decision.kicks) == (5, {}, {})
+
+
+def test_senders_that_lose_are_dropped_with_the_first_difference() -> None:
+    offers = {1: sends(5, "a", "b"), 2: sends(5, "a", "c"), 3: sends(5, "a", "c")}
+    decision = elect(offers, None, everybody(offers))
+    assert list(decision.kicks) == [1]
+    assert "SEND_ONLY" in decision.kicks[1] and "'t1'" in decision.kicks[1]
+
+
+def test_a_sender_behind_in_revision_is_dropped_unless_its_content_is_the_same() -> None:
+    offers = {1: sends(5, "a"), 2: sends(4, "b"), 3: sends(4, "a")}
+    assert list(elect(offers, None, everybody(offers)).kicks) == [2]
+
+
+def test_a_sender_keeps_content_that_may_differ() -> None:
+    offers = {1: sends(5, "a", any_content=True), 2: sends(4, "b", any_content=True)}
+    decision = elect(offers, None, everybody(offers))
+    assert (decision.transfers, decision.kicks) == ({}, {})
+
+
+@pytest.mark.parametrize("other", [sends(0, "a"), receives(0, "a")])
+def test_enforce_popular_is_for_all_or_nobody(other: Offer) -> None:
+    decision = elect({1: other, 2: offer(0, "a"), 3: other}, None, frozenset({1, 2, 3}))
+    assert list(decision.kicks) == [1, 3]
+    assert all("peer 2 with ENFORCE_POPULAR" in why for why in decision.kicks.values())
+
+
+def test_an_unknown_strategy_is_dropped() -> None:
+    decision = elect({1: sends(0, "a"), 2: Offer(0, 9, ())}, None, frozenset({1, 2}))
+    assert list(decision.kicks) == [2]
+    assert "strategy 9" in decision.kicks[2]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cluster import Cluster, in_threads
 
 import pccl
+
+SEND_ONLY = pccl.SharedStateSyncStrategy.SEND_ONLY
+RECEIVE_ONLY = pccl.SharedStateSyncStrategy.RECEIVE_ONLY
 
 
 def state(*arrays: np.ndarray, revision: int = 0) -> pccl.SharedState:
@@ -139,10 +143,159 @@ def test_alone(filling: str) -> None:
         assert shared.revision == 9
 
 
-def test_what_is_not_there_yet_says_so() -> None:
+# ---- strategies ----
+
+
+def test_late_joiners_receive_and_the_others_send(filling: str) -> None:
+    with Cluster(4) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> pccl.SharedStateSyncInfo:
+            array = np.full(50_001, 1.0 if index < 2 else float(index))
+            shared = state(array, revision=8 if index < 2 else 99)
+            info = comm.sync_shared_state(shared, SEND_ONLY if index < 2 else RECEIVE_ONLY)
+            assert (array == 1).all()
+            assert shared.revision == comm.revision == 8
+            shared.push_revision()
+            again = comm.sync_shared_state(shared, SEND_ONLY)  # all are equal now
+            assert again == pccl.SharedStateSyncInfo(0, 0)
+            return info
+
+        infos = cluster.each(job)
+        assert [info.rx_bytes for info in infos] == [0, 0, 400_008, 400_008]
+        assert [info.tx_bytes for info in infos[2:]] == [0, 0]
+        assert sum(info.tx_bytes for info in infos) == 800_016
+
+
+def test_nobody_has_anything_to_offer() -> None:
+    with Cluster(2) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            shared = state(np.full(5, float(index)))
+            with pytest.raises(pccl.PCCLError, match="RECEIVE_ONLY") as caught:
+                comm.sync_shared_state(shared, RECEIVE_ONLY)
+            assert caught.value.result is pccl.Result.NO_SHARED_STATE_AVAILABLE
+            comm.sync_shared_state(shared)  # nobody is dropped
+
+        cluster.each(job)
+        assert cluster.comms[0].world_size == 2
+
+
+def test_senders_that_disagree_and_strategies_that_do_not_mix() -> None:
+    with Cluster(3) as cluster:
+
+        def disagree(index: int, comm: pccl.Communicator) -> None:
+            array = np.full(5, float(index == 2))
+            if index == 2:
+                with pytest.raises(pccl.KickedError, match=r"SEND_ONLY.*'t0'"):
+                    comm.sync_shared_state(state(array), SEND_ONLY)
+                assert (array == 1).all()
+            else:
+                comm.sync_shared_state(state(array), SEND_ONLY)
+
+        def mix(index: int, comm: pccl.Communicator) -> None:
+            shared = state(np.zeros(5), revision=1)
+            if index == 1:
+                with pytest.raises(pccl.KickedError, match="peer 1 with ENFORCE_POPULAR"):
+                    comm.sync_shared_state(shared, RECEIVE_ONLY)
+            else:
+                comm.sync_shared_state(shared)
+
+        cluster.each(disagree)
+        del cluster.comms[2]
+        cluster.each(mix)
+        assert cluster.comms[0].world_size == 1
+
+
+# ---- revisions ----
+
+
+def test_the_last_holder_is_gone_and_another_history_begins() -> None:
     with Cluster(1) as cluster:
-        for strategy in ("RECEIVE_ONLY", "SEND_ONLY"):
-            with pytest.raises(pccl.UnsupportedError, match="ENFORCE_POPULAR"):
-                cluster.comms[0].sync_shared_state(
-                    state(np.ones(3)), pccl.SharedStateSyncStrategy[strategy]
+        first = cluster.comms[0]
+        first.sync_shared_state(state(np.ones(3), revision=70))
+        comm = cluster.join()
+        first.close()
+        shared = state(np.zeros(3), revision=2)
+        assert comm.sync_shared_state(shared) == pccl.SharedStateSyncInfo(0, 0)
+        assert shared.revision == 2
+
+
+def test_the_latest_checkpoint_wins() -> None:
+    with Cluster(3) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            array = np.full(9, float(index))
+            shared = state(array, revision=[10, 12, 11][index])
+            comm.sync_shared_state(shared)
+            assert (array == 1).all() and shared.revision == 12
+
+        cluster.each(job)
+
+
+# ---- entries of all kinds ----
+
+
+@pytest.mark.parametrize("dtype", list(pccl.DataType), ids=lambda dtype: dtype.name)
+def test_every_element_type(dtype: pccl.DataType) -> None:
+    """At an odd address, with an odd count; and an entry without elements beside it."""
+    count = 1001
+    with Cluster(2) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            memory = np.full(1 + count * dtype.itemsize, index + 1, np.uint8)
+            infos = [
+                pccl.TensorInfo(
+                    name,
+                    memory.ctypes.data + 1,
+                    numel=numel,
+                    dtype=dtype,
+                    device_type=pccl.DeviceType.CPU,
+                    allow_content_inequality=False,
                 )
+                for name, numel in (("none", 0), ("all", count))
+            ]
+            comm.sync_shared_state(pccl.SharedState(infos))
+            assert (memory[1:] == 1).all()
+            assert memory[0] == index + 1
+
+        cluster.each(job)
+
+
+def test_thousands_of_entries(filling: str) -> None:
+    entries = 3000
+    with Cluster(3) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> pccl.SharedStateSyncInfo:
+            arrays = [np.full(1 + i % 7, float(i), np.float32) for i in range(entries)]
+            if index == 1:
+                for array in arrays[::3]:
+                    array += 1
+            info = comm.sync_shared_state(state(*arrays))
+            assert all((array == i).all() for i, array in enumerate(arrays))
+            return info
+
+        infos = cluster.each(job)
+        differing = sum(4 * (1 + i % 7) for i in range(0, entries, 3))
+        assert [info.rx_bytes for info in infos] == [0, differing, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_entry_above_4_gib(tmp_path: Path) -> None:
+    """Its memory is a sparse file: offsets beyond 32 bits, not much of it in memory."""
+    count = (4 << 30) + (5 << 20) + 3
+    with Cluster(2) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> pccl.SharedStateSyncInfo:
+            array = np.memmap(tmp_path / f"{index}", np.uint8, "w+", shape=(count,))
+            if index == 0:
+                array[-5:] = array[5] = 7
+            info = comm.sync_shared_state(state(array))
+            assert array[5] == 7 and (array[-5:] == 7).all() and array[-6] == 0
+            return info
+
+        infos = in_threads(
+            [lambda i=i, c=c: job(i, c) for i, c in enumerate(cluster.comms)],  # type: ignore[misc]
+            patience_s=280,
+        )
+        assert [info.rx_bytes for info in infos] == [0, count]

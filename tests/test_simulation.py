@@ -9,9 +9,11 @@ from simulator import End, Program, Run, SimPeer
 
 from pccl.errors import PCCLTimeoutError
 from pccl.protocol import peer as core
-from pccl.types import Result
+from pccl.types import Result, SharedStateSyncStrategy
 
 SEEDS = 400
+SEND_ONLY = SharedStateSyncStrategy.SEND_ONLY.value
+RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
 
 
 def insist(call: Callable[[], Generator[None, None, End]]) -> Generator[None, None, core.Answer]:
@@ -75,6 +77,51 @@ def simulate(seed: int) -> Run:
             run.restart_master(journaled=True)
     run.finish()
     return run
+
+
+def late_joiner(steps: int, founder: bool) -> Program:
+    """Asynchronous DiLoCo: who is there sends only, a newcomer receives only, once."""
+
+    def program(peer: SimPeer) -> Generator[None, None, None]:
+        strategy = SEND_ONLY if founder else RECEIVE_ONLY
+        while True:
+            end = yield from peer.sync(strategy)
+            if isinstance(end, core.Answer):
+                if peer.content[0] == steps:
+                    break
+                yield from reduce(peer)
+                peer.content = (peer.content[0] + 1, peer.content[1])
+                pending = yield from insist(peer.are_peers_pending)
+                if pending.value:
+                    yield from insist(peer.update_topology)
+            elif end.result is Result.NO_SHARED_STATE_AVAILABLE:
+                assert strategy == RECEIVE_ONLY
+            else:
+                assert end.error is PCCLTimeoutError, end
+                continue
+            strategy = SEND_ONLY
+        peer.perform(peer.core.leave("done"))
+
+    return program
+
+
+@pytest.mark.parametrize("first", range(0, 100, 50))
+def test_late_joiners_only_receive(first: int) -> None:
+    for seed in range(first, first + 50):
+        run = Run(seed)
+        draw = run.random
+        for _ in range(draw.randint(1, 3)):
+            run.add(late_joiner(5, founder=True)).content = (0, "state")
+        for event in draw.choices(["join", "kill"], k=4):
+            for _ in range(draw.randint(0, 120)):
+                run.step()
+            alive = [peer for peer in run.peers if peer.alive]
+            if event == "join":
+                # alone with others of its kind it begins with what it has
+                run.add(late_joiner(5, founder=False)).content = (0, "state")
+            elif alive:
+                run.kill(draw.choice(alive))
+        run.finish()
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 50))

@@ -1,9 +1,17 @@
 """The election of the shared state's content, and the rules of its revision. Pure functions.
 
-ENFORCE_POPULAR: the highest revision offered wins; among its holders, the content that most of them
+What a peer says of itself, its strategy, decides who stands for election and who may be
+overwritten:
+
+- ENFORCE_POPULAR: everybody stands, and whoever holds something else than what is elected receives
+  it. If one member says so all must: those who say otherwise are dropped.
+- SEND_ONLY peers stand, and receive nothing: one that holds something else than what is elected is
+  dropped. RECEIVE_ONLY peers do not stand, neither with their content nor with their revision, and
+  receive. When all are RECEIVE_ONLY there is nothing to be had, and nobody is dropped.
+
+Of those who stand, the highest revision wins; among its holders, the content that most of them
 have; among equally popular contents, that of the peer that was accepted longest ago. So two fresh
-peers converge on the first one. Everyone who holds something else receives exactly the entries that
-differ.
+peers converge on the first one. A receiver gets exactly the entries that differ.
 
 The revision of a group's first synchronisation may be anything (a run that resumes from a
 checkpoint). After that each synchronisation is exactly one higher; the same one again is legal only
@@ -12,20 +20,30 @@ when a member joined since.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from pccl.protocol.messages import Entry, Offer
+from pccl.types import Result, SharedStateSyncStrategy
+
+ENFORCE_POPULAR = SharedStateSyncStrategy.ENFORCE_POPULAR.value
+RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
+SEND_ONLY = SharedStateSyncStrategy.SEND_ONLY.value
+FRESH = (None, 0)  # nothing was synchronised yet, and nothing resumed
+_STRATEGIES = {strategy.value: strategy.name for strategy in SharedStateSyncStrategy}
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one receiver fetches: entries by index, their elected digests, and from whom."""
+    """What one receiver fetches: entries by index, their elected digests, and from whom.
+
+    `diverged`: it should have had the elected content already.
+    """
 
     entries: tuple[int, ...]
     digests: tuple[bytes, ...]
     holders: tuple[int, ...]
+    diverged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,32 +56,44 @@ class Decision:
 
 
 class Rejection(Exception):
-    """No synchronisation is possible: the caller tells everyone `str(error)`; nobody is dropped."""
+    """No synchronisation is possible: the caller tells everyone why, and nobody is dropped.
+
+    Attributes:
+        result: what the call ends with.
+    """
+
+    def __init__(self, why: str, result: Result = Result.INVALID_ARGUMENT) -> None:
+        super().__init__(why)
+        self.result = result
 
 
-def elect(
-    offers: Mapping[int, Offer],
-    last: int | None,
-    joined: frozenset[int],
-    failures: Mapping[int, int] = MappingProxyType({}),
-) -> Decision:
-    """Decides a synchronisation.
+def elect(offers: Mapping[int, Offer], last: int | None, joined: frozenset[int]) -> Decision:
+    """Decides a synchronisation. A decision that drops anybody decides nothing else.
 
     Args:
         offers: what each member offers, in the order in which they were accepted.
         last: the group's revision, None before the first synchronisation.
         joined: the members that have not taken part in a synchronisation yet.
-        failures: how many transfers that did not succeed a member had a part in.
 
     Raises:
-        Rejection: the revisions offered break the rules.
+        Rejection: the revisions offered break the rules, or nobody has anything to offer.
     """
-    revision = _revision(offers, last, joined)
+    kicks = _impossible_strategies(offers)
+    if kicks:
+        return Decision(0, kicks=kicks)
+    standing = {peer: offer for peer, offer in offers.items() if offer.strategy != RECEIVE_ONLY}
+    if not standing:
+        raise Rejection(
+            "all peers of the group are RECEIVE_ONLY: nobody offers a shared state",
+            Result.NO_SHARED_STATE_AVAILABLE,
+        )
+    revision = _revision(standing, last, joined)
+    newcomers = joined if last is not None else frozenset()
     current = {
         peer: offer
-        for peer, offer in offers.items()
+        for peer, offer in standing.items()
         # at a revision that the group has already, only who was there knows what it is
-        if offer.revision == revision and not (revision == last and peer in joined)
+        if offer.revision == revision and not (revision == last and peer in newcomers)
     }
     popularity: dict[tuple[object, ...], int] = {}
     for offer in current.values():
@@ -71,39 +101,43 @@ def elect(
         popularity[key] = popularity.get(key, 0) + 1
     # max() takes the first of equals: the peer that was accepted first
     elected = max(current, key=lambda peer: popularity[_content(current[peer])])
-    reference = current[elected]
-    content = _content(reference)
+    kicks = dict(_misfits(offers, elected))
+    if kicks:
+        return Decision(revision, kicks=kicks)
+    content = _content(current[elected])
     holders = [peer for peer, offer in current.items() if _content(offer) == content]
-
-    kicks: dict[int, str] = {}
     transfers: dict[int, Transfer] = {}
     for peer, offer in offers.items():
-        difference = _difference(reference, offer)
-        if difference:
-            kicks[peer] = f"its shared state is not that of peer {elected}: {difference}"
-        elif peer not in holders or peer in joined:
-            behind = peer in joined or offer.revision < revision
-            wanted = _wanted(reference, offer, behind)
-            if wanted and peer != elected:
-                digests = tuple(reference.entries[i].digest for i in wanted)
-                able = [
-                    h
-                    for h in holders
-                    if h != peer
-                    and all(
-                        offers[h].entries[i].digest == d
-                        for i, d in zip(wanted, digests, strict=True)
-                    )
-                ]
-                turn = len(transfers) % len(able)  # receivers take turns over the holders
-                holder = min(able[turn:] + able[:turn], key=lambda h: failures.get(h, 0))
-                transfers[peer] = Transfer(wanted, digests, (holder,))
-    return Decision(revision, transfers, kicks)
+        behind = peer in newcomers or offer.revision != revision
+        wanted = _wanted(current[elected], offer, behind)
+        if wanted and peer != elected and offer.strategy != SEND_ONLY:
+            digests = tuple(current[elected].entries[i].digest for i in wanted)
+            able = tuple(h for h in holders if _has(offers[h], wanted, digests))
+            # a fresh run has no history to diverge from
+            diverged = not behind and offer.strategy != RECEIVE_ONLY and (last, revision) != FRESH
+            transfers[peer] = Transfer(wanted, digests, able, diverged)
+    return Decision(revision, transfers)
 
 
-def _revision(offers: Mapping[int, Offer], last: int | None, joined: frozenset[int]) -> int:
-    top_peer = max(offers, key=lambda peer: offers[peer].revision)
-    top = offers[top_peer].revision
+def _impossible_strategies(offers: Mapping[int, Offer]) -> dict[int, str]:
+    """Who has a strategy that does not go with those of the others, or none, and why."""
+    leader = next((p for p, offer in offers.items() if offer.strategy == ENFORCE_POPULAR), None)
+    kicks: dict[int, str] = {}
+    for peer, offer in offers.items():
+        name = _STRATEGIES.get(offer.strategy)
+        if name is None:
+            kicks[peer] = f"there is no strategy {offer.strategy} of sync_shared_state"
+        elif leader is not None and offer.strategy != ENFORCE_POPULAR:
+            kicks[peer] = (
+                f"it called sync_shared_state with {name}, and peer {leader} with "
+                "ENFORCE_POPULAR: if one peer of a group does so, all must"
+            )
+    return kicks
+
+
+def _revision(standing: Mapping[int, Offer], last: int | None, joined: frozenset[int]) -> int:
+    top_peer = max(standing, key=lambda peer: standing[peer].revision)
+    top = standing[top_peer].revision
     if last is None or top == last + 1:
         return top
     if top > last + 1:
@@ -111,8 +145,8 @@ def _revision(offers: Mapping[int, Offer], last: int | None, joined: frozenset[i
             f"peer {top_peer} offers revision {top}, but the group is at {last}: "
             f"the next one is {last + 1} (push_revision() once for each synchronisation)"
         )
-    if top == last and joined & offers.keys():
-        if any(offer.revision == last for peer, offer in offers.items() if peer not in joined):
+    if top == last and joined:
+        if any(offer.revision == last for peer, offer in standing.items() if peer not in joined):
             return top
         raise Rejection(f"nobody who was at revision {last} offers it any more")
     if top == last:
@@ -121,6 +155,28 @@ def _revision(offers: Mapping[int, Offer], last: int | None, joined: frozenset[i
             "call push_revision() once before each synchronisation"
         )
     raise Rejection(f"the highest revision offered is {top}, but the group is at {last} already")
+
+
+def _misfits(offers: Mapping[int, Offer], elected: int) -> Iterator[tuple[int, str]]:
+    """Who cannot become what is elected, and why."""
+    reference = offers[elected]
+    for peer, offer in offers.items():
+        difference = _difference(reference, offer)
+        if difference:
+            yield peer, f"its shared state is not that of peer {elected}: {difference}"
+        elif offer.strategy == SEND_ONLY:
+            unlike = _wanted(reference, offer, behind=False)
+            if unlike:
+                names = ", ".join(_title(reference.entries[i]) for i in unlike[:3])
+                yield (
+                    peer,
+                    f"it is SEND_ONLY, but the content of peer {elected} was elected (revision "
+                    f"{reference.revision}), and {len(unlike)} entries differ from it: {names}",
+                )
+
+
+def _has(offer: Offer, wanted: tuple[int, ...], digests: tuple[bytes, ...]) -> bool:
+    return all(offer.entries[i].digest == d for i, d in zip(wanted, digests, strict=True))
 
 
 def _content(offer: Offer) -> tuple[object, ...]:

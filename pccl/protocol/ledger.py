@@ -131,6 +131,7 @@ class Sync:
     revision: int = 0
     fetching: set[int] = field(default_factory=set)
     transfers: Mapping[int, Transfer] = field(default_factory=dict)
+    differences: dict[int, tuple[m.Difference, ...]] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)  # of fetches, by who had a part in them
 
 

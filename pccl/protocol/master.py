@@ -445,8 +445,8 @@ class Master(Collectives, Synchronisations):
                 self._enter(number, RoundId(Kind.SYNC, group), call, offer)
             case m.FinishVote(seq, ok, why):
                 self._finish(number, seq, ok, why)
-            case m.FetchedVote(seq, ok, why):
-                self._fetched(number, seq, ok, why)
+            case m.FetchedVote():
+                self._fetched(number, message)
             case m.Withdraw(call, seq):
                 self._withdraw(number, call, seq)
             case _:

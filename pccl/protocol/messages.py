@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 1
+DIFFERENCES_MAX = 100  # entries described when content has diverged
 INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
 
@@ -39,6 +40,7 @@ class Cause(IntEnum):
     OTHER = 0
     MISMATCH = 1  # calls that can never meet
     TIMEOUT = 2  # withdrawn
+    DIVERGENCE = 3  # content that had diverged, and a peer that wants an error then
 
 
 # ---- values inside messages ----
@@ -101,11 +103,37 @@ class Entry(Struct, array_like=True, frozen=True):
 
 
 class Offer(Struct, array_like=True, frozen=True):
-    """The shared state that a peer has."""
+    """The shared state that a peer has; `strict`: divergence is to be an error for all."""
 
     revision: U64
     strategy: U16
     entries: tuple[Entry, ...]
+    strict: bool = False
+
+
+class Difference(Struct, array_like=True, frozen=True):
+    """How one entry of a peer differed from what was elected.
+
+    `ulp` is the largest distance of two elements that are no NaN, in units in the last place;
+    `nans` and `nans_elected` count the NaNs there and in the elected content.
+    """
+
+    entry: U32
+    nbytes: U64
+    ulp: U64
+    nans: U64
+    nans_elected: U64
+
+
+Differences = Annotated[tuple[Difference, ...], Meta(max_length=DIFFERENCES_MAX)]
+
+
+class Divergence(Struct, array_like=True, frozen=True):
+    """A peer that had other content at the same revision: in `count` entries, the first of them."""
+
+    peer: U64
+    count: U32
+    differences: Differences
 
 
 class Done(Struct, array_like=True, frozen=True):
@@ -202,11 +230,15 @@ class SyncVote(Struct, array_like=True, frozen=True, tag=6):
 
 
 class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
-    """A receiver of shared state has all of it, verified, or could not get it."""
+    """A receiver of shared state has all of it, verified, or could not get it.
+
+    `differences` describe what it had before, where the plan asks for that.
+    """
 
     seq: U64
     ok: bool
     why: Text = ""
+    differences: Differences = ()
 
 
 class Leave(Struct, array_like=True, frozen=True, tag=8):
@@ -336,7 +368,8 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
     """Who sends what to whom.
 
     Serve the peers `serve`; fetch the entries `fetch` from `holders` and verify `digests`.
-    Supersedes an earlier plan of the same call, whose transfers are void.
+    Supersedes an earlier plan of the same call. `diverged`: say how the content differed that
+    this peer has at the same revision.
     """
 
     call: U64
@@ -345,6 +378,7 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
     holders: tuple[U64, ...]
     fetch: tuple[U32, ...]
     digests: tuple[bytes, ...]
+    diverged: bool = False
 
 
 class SyncResult(Struct, array_like=True, frozen=True, tag=75):
@@ -357,6 +391,7 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
     revision: U64
     round: U64
     plan: U64
+    divergence: tuple[Divergence, ...] = ()
 
 
 class CallError(Struct, array_like=True, frozen=True, tag=76):

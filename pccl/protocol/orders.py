@@ -104,13 +104,15 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A synchronisation has a plan, or another one: what was fetched by an earlier one is void.
+    """A synchronisation has a plan, or another one, which makes what was fetched before void.
 
-    If it says to fetch anything, do so, and vote with `fetched`.
+    If it says to fetch anything, do so, and vote with `fetched`. If it is resumed, what has been
+    fetched so far is what this plan wants, too, and the rest is being fetched already.
     """
 
     call: int
     plan: m.SyncPlan
+    resumed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +152,9 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """The answer to a synchronisation: the elected revision, payload bytes sent and received."""
+    """The answer to a synchronisation: the elected revision, payload bytes, who had diverged."""
 
     revision: int
     tx_bytes: int
     rx_bytes: int
+    divergence: tuple[m.Divergence, ...] = ()

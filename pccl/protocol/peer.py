@@ -36,12 +36,13 @@ running or all are interrupted.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 import msgspec
 
 from pccl.errors import (
+    DivergenceError,
     KickedError,
     MasterLostError,
     MismatchError,
@@ -69,6 +70,7 @@ from pccl.protocol.orders import (
     Synced,
 )
 from pccl.protocol.ring import shares
+from pccl.protocol.transfers import Transfers
 from pccl.types import Result
 
 __all__ = [
@@ -98,6 +100,7 @@ OUTCOMES_KEPT = 1024
 _ERRORS: dict[int, type[PCCLError]] = {
     m.Cause.MISMATCH: MismatchError,
     m.Cause.TIMEOUT: PCCLTimeoutError,
+    m.Cause.DIVERGENCE: DivergenceError,
 }
 
 
@@ -133,28 +136,11 @@ class Collective:
         return self.seq == 0 and self.outcome is None
 
 
-@dataclass(slots=True)
-class Syncing:
-    """The synchronisation we stand in: its ops, its streams, the plan that counts."""
-
-    call: int
-    serve_op: int
-    offer: m.Offer
-    plan: m.SyncPlan | None = None
-    group: m.Plan | None = None  # the group as it was when the plan was made: slots count in it
-    fetch_op: int = 0
-    streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
-    ops: set[int] = field(default_factory=set)  # not settled yet
-    ending: set[int] = field(default_factory=set)  # told to commit or abort
-    outcome: m.SyncResult | Fail | None = None
-    tx_bytes: int = 0
-    rx_bytes: int = 0
-
-
-class Peer:
+class Peer(Transfers):
     """One peer of a run."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.number = 0
         self.run = 0
         self.accepted = False
@@ -171,7 +157,6 @@ class Peer:
         self._unvoted: set[int] = set()  # collectives that Resume reported without our vote
         self._collectives: dict[int, Collective] = {}
         self._by_seq: dict[int, Collective] = {}
-        self._syncing: Syncing | None = None
         self._last_seq = 0
         self._small: deque[m.Small] = deque()  # results that others may lack
         self._streams: tuple[int, ...] = ()  # to our successors, one for each ring
@@ -211,40 +196,6 @@ class Peer:
         if not inline:
             self._out.append(RegisterOp(call, self.run, tag, self._last_seq))
         self._say(m.StartVote(call, tag, work, data, self._last_seq))
-        return self._take()
-
-    def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Action]:
-        """Answered with a `Synced`; zero or more `Plan` actions come before.
-
-        `serve_op` is a fresh op number under which the offered content is served.
-        """
-        if self._dead(call):
-            return self._take()
-        self._syncing = Syncing(call, serve_op, offer, ops={serve_op})
-        self._out.append(RegisterOp(serve_op, self.run, 0, self._last_seq))
-        self._say(m.SyncVote(call, offer))
-        return self._take()
-
-    def fetch(self, op: int, seq: int) -> list[Action]:
-        """Starts fetching by a plan; the caller knows the staging memory of `op`."""
-        syncing = self._syncing
-        plan = None if syncing is None or syncing.outcome is not None else syncing.plan
-        if syncing is None or plan is None or plan.seq != seq:
-            return self._take()  # a newer plan, or the end, came in between
-        syncing.fetch_op = op
-        syncing.ops.add(op)
-        self._out.append(RegisterOp(op, self.run, 0, seq - 1))
-        slot = self._slot(syncing, self.number)
-        self._start_transfer(syncing, op, seq, [(holder, slot) for holder in plan.holders])
-        return self._take()
-
-    def fetched(self, seq: int, ok: bool, why: str) -> list[Action]:
-        """The caller has verified what a plan told it to fetch, or could not."""
-        syncing = self._syncing
-        if syncing is not None and syncing.plan is not None and syncing.plan.seq == seq:
-            if not ok:
-                self._void_fetch(syncing)  # its staging memory may be half written
-            self._say(m.FetchedVote(seq, ok, why[:1000]))
         return self._take()
 
     def withdraw(self, call: int, why: str) -> list[Action]:
@@ -356,18 +307,16 @@ class Peer:
                 collective.state = State.COMPLETE
                 self._say(m.FinishVote(collective.seq, True))
             self._conclude(collective)
-        elif self._syncing is not None and op == self._syncing.fetch_op:
-            self._syncing.rx_bytes = rx
-            if settled:
-                self._op_settled(self._syncing, op)
-            self._report_fetch(self._syncing, True, "")
+        else:
+            self._transfer_complete(op, settled, rx)
         return self._take()
 
-    def engine_failed(self, op: int, why: str) -> list[Action]:
+    def engine_failed(self, op: int, why: str, starved: int = 0) -> list[Action]:
         """An op cannot complete.
 
         When the op that serves a synchronisation loses a stream, its receiver says so and gets a
-        new plan.
+        new plan. `starved` is not 0 when the op lives and only lacks somebody to fetch from: the
+        sequence number of the plan in which that happened.
         """
         collective = self._collectives.get(op)
         if collective is not None and collective.state is State.RUNNING:
@@ -375,8 +324,8 @@ class Peer:
         elif collective is not None and collective.state is State.VOTING:
             collective.state = State.ABORTING  # an impossible early chunk: Started will get a no
             self._out.append(AbortOp(op))
-        elif self._syncing is not None and op == self._syncing.fetch_op:
-            self._report_fetch(self._syncing, False, why)
+        elif collective is None:
+            self._transfer_failed(op, why, starved)
         return self._take()
 
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Action]:
@@ -386,10 +335,8 @@ class Peer:
             collective.settled = True
             collective.tx_bytes, collective.rx_bytes = tx, rx
             self._conclude(collective)
-        elif self._syncing is not None and op in self._syncing.ops:
-            if op == self._syncing.serve_op:
-                self._syncing.tx_bytes = tx
-            self._op_settled(self._syncing, op)
+        else:
+            self._transfer_settled(op, tx, rx)
         return self._take()
 
     # ---- collectives ----
@@ -522,92 +469,6 @@ class Peer:
             reduced = Reduced(size, collective.tx_bytes, collective.rx_bytes)
             self._out.append(Answer(collective.call, reduced))
 
-    # ---- shared state ----
-
-    def _slot(self, syncing: Syncing, receiver: int) -> int:
-        """A receiver's number at its holders: its place in the group, the same on both sides."""
-        assert syncing.group is not None
-        return [info.peer for info in syncing.group.peers].index(receiver)
-
-    def _start_transfer(
-        self, syncing: Syncing, op: int, seq: int, ends: list[tuple[int, int]]
-    ) -> None:
-        """Starts a serve or fetch op on streams to (peer, slot)s."""
-        assert syncing.group is not None
-        rings = tuple(
-            RingPart(self._sync_stream(syncing, peer), 2, slot, 0, 0) for peer, slot in ends
-        )
-        self._out.append(StartOp(op, seq, syncing.group.epoch, rings))
-
-    def _report_fetch(self, syncing: Syncing, ok: bool, why: str) -> None:
-        assert syncing.plan is not None
-        self._out.append(Fetched(syncing.call, syncing.plan.seq, ok, why))
-
-    def _planned(self, plan: m.SyncPlan) -> None:
-        syncing = self._syncing
-        if syncing is None or syncing.call != plan.call:
-            return
-        self._void_fetch(syncing)
-        for stream in syncing.streams.values():
-            self._out.append(CloseStream(stream))
-        syncing.streams.clear()
-        syncing.plan, syncing.group = plan, self.plan
-        if plan.serve:
-            ends = [(receiver, self._slot(syncing, receiver)) for receiver in plan.serve]
-            self._start_transfer(syncing, syncing.serve_op, plan.seq, ends)
-        self._last_seq = max(self._last_seq, plan.seq)
-        self._out.append(Plan(syncing.call, plan))  # also when there is nothing to fetch any more
-
-    def _sync_stream(self, syncing: Syncing, peer: int) -> int:
-        if peer not in syncing.streams:
-            assert syncing.group is not None
-            info = next(info for info in syncing.group.peers if info.peer == peer)
-            syncing.streams[peer] = self._open(info)
-        return syncing.streams[peer]
-
-    def _void_fetch(self, syncing: Syncing) -> None:
-        if syncing.fetch_op:
-            self._let_go(syncing, syncing.fetch_op, AbortOp)
-            syncing.fetch_op = 0
-
-    def _let_go(self, syncing: Syncing, op: int, order: type[AbortOp] | type[CommitOp]) -> None:
-        """Ends an op of a transfer, once."""
-        if op in syncing.ops and op not in syncing.ending:
-            syncing.ending.add(op)
-            self._out.append(order(op))
-
-    def _synced(self, result: m.SyncResult) -> None:
-        self._done = msgspec.structs.replace(
-            self._done, sync=result.round, revision=result.revision, plan=result.plan, holds=True
-        )
-        if self._syncing is not None and self._syncing.call == result.call:
-            self._end_sync(self._syncing, result)
-
-    def _end_sync(self, syncing: Syncing, outcome: m.SyncResult | Fail) -> None:
-        """The outcome is known: let go of everything, then answer."""
-        if syncing.outcome is not None:
-            return
-        syncing.outcome = outcome
-        for op in sorted(syncing.ops):
-            self._let_go(syncing, op, AbortOp if isinstance(outcome, Fail) else CommitOp)
-        for stream in syncing.streams.values():
-            self._out.append(CloseStream(stream))
-        self._conclude_sync(syncing)
-
-    def _op_settled(self, syncing: Syncing, op: int) -> None:
-        syncing.ops.discard(op)
-        self._conclude_sync(syncing)
-
-    def _conclude_sync(self, syncing: Syncing) -> None:
-        if syncing.outcome is None or syncing.ops:
-            return
-        self._syncing = None
-        if isinstance(syncing.outcome, m.SyncResult):
-            synced = Synced(syncing.outcome.revision, syncing.tx_bytes, syncing.rx_bytes)
-            self._out.append(Answer(syncing.call, synced))
-        else:
-            self._out.append(syncing.outcome)
-
     # ---- the link to the master ----
 
     def link_lost(self, why: str) -> list[Action]:
@@ -681,17 +542,6 @@ class Peer:
         withdrawn, self._withdrawn = self._withdrawn, set()
         for call in sorted(withdrawn):
             self._say_withdraw(call)
-
-    def _resume_sync(self, syncing: Syncing, missed: bool, done: m.Done) -> None:
-        if not missed:
-            if syncing.plan is not None:  # whatever it said, the next election begins anew
-                self._planned(m.SyncPlan(syncing.call, 0, (), (), (), ()))
-            self._say(m.SyncVote(syncing.call, syncing.offer))
-            return
-        if syncing.plan is not None and syncing.plan.seq != done.plan:
-            # the last plan was lost too: it had nothing to fetch for us, or we would have voted
-            self._planned(m.SyncPlan(syncing.call, done.plan, (), (), (), ()))
-        self._synced(m.SyncResult(syncing.call, done.revision, done.sync, done.plan))
 
     def _say(self, message: m.PeerMessage) -> None:
         """Tells the master, unless it must be told who we are first: then Resume says it all."""

@@ -31,11 +31,11 @@ class Synchronisations(Ledger):
         offers = {number: vote.payload for number, vote in sync.members.items()}
         joined = frozenset(sync.members.keys() - group.holders)
         try:
-            decision = elect(offers, group.revision, joined, sync.failures)
+            decision = elect(offers, group.revision, joined)
         except Rejection as error:
             group.sync = None
             for number, vote in sync.members.items():
-                self._fail(number, vote.call, Result.INVALID_ARGUMENT, str(error))
+                self._fail(number, vote.call, error.result, str(error))
             return
         if decision.kicks:
             self._remove_all(decision.kicks, Result.INVALID_ARGUMENT)  # elects among the others
@@ -59,10 +59,12 @@ class Synchronisations(Ledger):
                 own.holders if own else (),
                 own.entries if own else (),
                 own.digests if own else (),
+                own.diverged if own else False,
             )
             self._send(number, plan)
 
-    def _fetched(self, number: int, seq: int, ok: bool, why: str) -> None:
+    def _fetched(self, number: int, vote: m.FetchedVote) -> None:
+        seq, why = vote.seq, vote.why
         group_number = self.peers[number].info.group
         group = self._groups[group_number]
         sync = group.sync
@@ -72,14 +74,16 @@ class Synchronisations(Ledger):
                     number, f"it voted on transfer {seq} out of turn", Result.INTERNAL_ERROR
                 )
             return  # a transfer that a newer plan made void, while the vote was on its way
-        if ok:
+        if vote.ok:
+            sync.differences[number] = vote.differences
             sync.fetching.discard(number)
             if not sync.fetching:
                 self._end_sync(group, sync)
             return
         self._note(f"{self.peers[number].info} could not fetch the shared state: {why}")
-        suspects = (number, *sync.transfers[number].holders)
-        for suspect in suspects:
+        holders = sync.transfers[number].holders
+        suspects = (number, *holders) if len(holders) == 1 else (number,)
+        for suspect in suspects:  # who gets it from none of several has himself to blame
             sync.failures[suspect] = sync.failures.get(suspect, 0) + 1
         guilty = [s for s in suspects if sync.failures[s] >= SYNC_ATTEMPTS_MAX]
         if guilty:  # of two that only accuse each other, the one that came last
@@ -102,9 +106,34 @@ class Synchronisations(Ledger):
 
     def _end_sync(self, group: Group, sync: Sync) -> None:
         group.sync = None
+        divergence = tuple(
+            m.Divergence(number, len(transfer.entries), sync.differences[number])
+            for number, transfer in sync.transfers.items()
+            if transfer.diverged
+        )
+        if divergence:
+            names = self._names([d.peer for d in divergence])
+            self._note(f"at revision {sync.revision} other content was held by {names}")
+        strict = next((n for n, vote in sync.members.items() if vote.payload.strict), None)
+        if divergence and strict is not None:
+            why = self._describe(sync, divergence) + f"; peer {strict} wants an error then"
+            for number, vote in sync.members.items():
+                self._fail(number, vote.call, Result.INVALID_ARGUMENT, why, m.Cause.DIVERGENCE)
+            return
         group.revision = sync.revision
         group.syncs += 1
         group.last_plan = sync.seq
         group.holders = set(sync.members)
         for number, vote in sync.members.items():
-            self._send(number, m.SyncResult(vote.call, sync.revision, group.syncs, sync.seq))
+            result = m.SyncResult(vote.call, sync.revision, group.syncs, sync.seq, divergence)
+            self._send(number, result)
+
+    def _describe(self, sync: Sync, divergence: tuple[m.Divergence, ...]) -> str:
+        """Who had other content than what was elected, and where, in words."""
+        entries = next(iter(sync.members.values())).payload.entries
+        peers = []
+        for one in divergence:
+            known = [entries[d.entry].name for d in one.differences if d.entry < len(entries)]
+            names = ", ".join(map(repr, known[:3])) + (", ..." if one.count > 3 else "")
+            peers.append(f"{self.peers[one.peer].info} in {one.count} entries ({names})")
+        return f"at revision {sync.revision} content has diverged: " + "; ".join(peers)

@@ -26,7 +26,17 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.config import MIB, Config, chunk_bytes, lanes
 from pccl.runtime.curve import require_curve, secure_client
-from pccl.runtime.engine import COMPLETE, FAILED, SETTLED, Engine, EngineOptions, Ring
+from pccl.runtime.digest import LEAF_BYTES
+from pccl.runtime.engine import (
+    COMPLETE,
+    FAILED,
+    LEAF,
+    SETTLED,
+    STARVED,
+    Engine,
+    EngineOptions,
+    Ring,
+)
 from pccl.runtime.inline import contribution, store
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.waiter import Waiter
@@ -38,9 +48,20 @@ log = logging.getLogger("pccl")
 STREAM_HWM = (
     4  # messages under way on one lane: enough to keep it busy, few enough to stay in the caches
 )
+SERVE_INTERVAL_S = 0.02  # a limit on what is served is kept in each such time
 RETRY_S = 0.2  # between attempts to reach a master that is gone
 
-Note = core.Answer | core.Fail | core.Plan | core.Fetched | m.Welcome
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A leaf of a piece that is fetched by `op` has arrived, and waits for its verdict."""
+
+    op: int
+    piece: int
+    leaf: int
+
+
+Note = core.Answer | core.Fail | core.Plan | core.Fetched | m.Welcome | Leaf
 Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
 
@@ -49,6 +70,7 @@ class Call:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.serve_op = 0  # of a synchronisation
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
 
     def put(self, note: Note) -> None:
@@ -58,6 +80,11 @@ class Call:
     def next(self, timeout_s: float | None = None) -> Note:
         """The next note. Raises queue.Empty after the time-out."""
         return self._notes.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
+
+    @property
+    def has_notes(self) -> bool:
+        """Whether `next` would return at once."""
+        return not self._notes.empty()
 
 
 class Deadline:
@@ -81,6 +108,16 @@ class Deadline:
                 client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
         return call.next()
 
+    def next_within(self, client: Client, call: Call, seconds: float) -> Note | None:
+        """The call's next note, or None when none came for so many seconds."""
+        due = time.monotonic() + seconds
+        if self._at is not None and self._at <= due:
+            return self.next(client, call)
+        try:
+            return call.next(seconds)
+        except queue.Empty:
+            return None
+
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
@@ -93,11 +130,15 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The memory of a serve or fetch op, held alive by `owner`."""
+    """The memory of a serve or fetch op, held alive by `owner`.
+
+    Pieces below `first_counted` are not payload. `reader` hears of the leaves of a fetch.
+    """
 
     pieces: Pieces
-    serve: bool
+    first_counted: int
     owner: object
+    reader: Call | None = None
 
 
 class Client:
@@ -242,28 +283,59 @@ class Client:
         return self._begin(begin)
 
     def sync(self, offer: m.Offer, pieces: Pieces, owner: object) -> Call:
-        """Enters a synchronisation. Notes: Plan and Fetched, any number, before the answer."""
+        """Enters a synchronisation. Notes: Plan, Leaf, Fetched, any number, before the answer."""
         serve = next(self._numbers)
 
         def begin(call: int) -> list[core.Action]:
-            self._memory[serve] = Pool(pieces, True, owner)
+            self._memory[serve] = Pool(pieces, len(offer.entries), owner)
             return self._core.sync(call, serve, offer)
 
-        return self._begin(begin)
+        entered = self._begin(begin)
+        entered.serve_op = serve
+        return entered
 
-    def fetch(self, seq: int, pieces: Pieces, owner: object) -> None:
-        """Fetches what a Plan says into staging memory."""
+    @property
+    def serve_limit(self) -> int:
+        """Bytes of shared state that this peer may send in SERVE_INTERVAL_S; 0: no limit."""
+        return int((self._config.sync_mbits or 0) * 1e6 / 8 * SERVE_INTERVAL_S)
+
+    def allow(self, call: Call) -> None:
+        """Lets a limited peer serve for another SERVE_INTERVAL_S."""
+
+        def tell() -> None:
+            self._sent = True
+            self._engine.allow(call.serve_op, self.serve_limit)
+
+        self._post(tell)
+
+    def fetch(self, call: Call, seq: int, pieces: Pieces, first_counted: int, owner: object) -> int:
+        """Fetches what a Plan says into staging memory; returns the op that does it."""
         op = next(self._numbers)
 
-        def begin() -> list[core.Action]:
-            self._memory[op] = Pool(pieces, False, owner)
-            return self._core.fetch(op, seq)
+        def begin() -> None:
+            actions = self._core.fetch(op, seq)
+            if actions:
+                self._memory[op] = Pool(pieces, first_counted, owner, call)
+            self._perform(actions)
 
-        self._post(lambda: self._perform(begin()))
+        self._post(begin)
+        return op
 
-    def fetched(self, seq: int, ok: bool, why: str) -> None:
-        """Says whether what was fetched is what was elected."""
-        self._post(lambda: self._perform(self._core.fetched(seq, ok, why)))
+    def judge(self, op: int, verdicts: list[tuple[int, int, bool]]) -> None:
+        """Says of some leaves of a fetch (piece, leaf) whether they are right."""
+
+        def tell() -> None:
+            self._sent = True
+            for piece, leaf, good in verdicts:
+                self._engine.judge(op, piece, leaf, good)
+
+        self._post(tell)
+
+    def fetched(
+        self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
+    ) -> None:
+        """Says that what a plan wanted is here, or cannot be had; and what was here before."""
+        self._post(lambda: self._perform(self._core.fetched(seq, ok, why, differences)))
 
     def withdraw(self, call: Call, why: str) -> None:
         """Waits no longer for a call, which is answered soon, one way or the other."""
@@ -379,7 +451,11 @@ class Client:
                     event.op, event.settled, event.tx_bytes, event.rx_bytes
                 )
             elif event.kind == FAILED:
-                actions = self._core.engine_failed(event.op, event.text)
+                starved = event.seq if event.status == STARVED else 0
+                actions = self._core.engine_failed(event.op, event.text, starved)
+            elif event.kind == LEAF:
+                self._leaf(Leaf(event.op, event.piece, event.leaf))
+                continue
             elif event.kind == SETTLED:
                 actions = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
             else:
@@ -388,6 +464,11 @@ class Client:
             if event.settled or event.kind == SETTLED:
                 self._memory.pop(event.op, None)
             self._perform(actions)
+
+    def _leaf(self, leaf: Leaf) -> None:
+        memory = self._memory.get(leaf.op)
+        if isinstance(memory, Pool) and memory.reader is not None:
+            memory.reader.put(leaf)
 
     def _answer_zap(self) -> None:
         """Lets the peers of the group connect; one that is unknown may be in the next plan."""
@@ -470,6 +551,8 @@ class Client:
     def _register(self, action: core.RegisterOp) -> None:
         memory = self._memory[action.op]
         ids = {"run": action.run, "tag": action.tag, "min_seq": action.min_seq}
+        if isinstance(memory, Pool):
+            ids["first_counted"] = memory.first_counted
         if isinstance(memory, Reduce):
             self._engine.register_all_reduce(
                 action.op,
@@ -480,10 +563,14 @@ class Client:
                 count=memory.work.count,
                 **ids,
             )
-        elif memory.serve:
-            self._engine.register_serve(action.op, pieces=memory.pieces, **ids)
+        elif memory.reader is None:
+            self._engine.register_serve(
+                action.op, pieces=memory.pieces, limit=self.serve_limit, **ids
+            )
         else:
-            self._engine.register_fetch(action.op, pieces=memory.pieces, **ids)
+            self._engine.register_fetch(
+                action.op, pieces=memory.pieces, leaf_bytes=LEAF_BYTES, **ids
+            )
 
     def _start(self, action: core.StartOp) -> None:
         memory = self._memory[action.op]

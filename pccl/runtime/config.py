@@ -28,6 +28,8 @@ class Config:
         connect_timeout_s: until a connection must stand.
         master_patience_s: how long a peer tries to get back to a master that is gone.
         straggler_s: a master drops peers that keep others waiting for so long; None: never.
+        sync_mbits: a peer sends shared state to others at no more than so many Mbit/s; None: no
+            limit.
         lanes: connections to a neighbour on another machine where the user does not say.
         inline_bytes: all-reduces of up to so many go with the votes and are reduced by the master:
             two round trips to it, instead of these and twice around the ring.
@@ -40,6 +42,7 @@ class Config:
     connect_timeout_s: float = 5.0
     master_patience_s: float = 60.0
     straggler_s: float | None = None
+    sync_mbits: int | None = None
     lanes: int = 8
     inline_bytes: int = 16384
 
@@ -62,6 +65,7 @@ class Config:
             ),
             master_patience_s=_positive(env, "PCCL_MASTER_PATIENCE_S", 60),
             straggler_s=_positive(env, "PCCL_STRAGGLER_S", 0) or None,
+            sync_mbits=_positive(env, "PCCL_SYNC_MBITS", 0) or None,
             lanes=_positive(env, "PCCL_LANES", Config.lanes),
             inline_bytes=min(
                 _natural(env, "PCCL_INLINE_BYTES", Config.inline_bytes), INLINE_BYTES_MAX

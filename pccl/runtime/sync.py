@@ -1,112 +1,228 @@
 """One peer's part in a synchronisation of the shared state, in the thread of the caller.
 
-Offers what it has; fetches what the master's plan says into staging memory, verifies it, votes; and
-only when all receivers have voted does it overwrite the caller's memory. So a call that fails has
-changed nothing, at the cost of staging memory for the bytes that differ. A plan can be replaced by
-another while it is carried out (a holder died).
+Offers what it has; fetches what the master's plan says into staging memory, proves it leaf by leaf,
+votes; and only when all receivers have voted does it overwrite the caller's memory. So a call that
+fails has changed nothing, at the cost of staging memory for the bytes that differ. A plan can be
+replaced by another while it is carried out (a holder died).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from pccl.ext import ffi
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.client import Client, Deadline, Pieces
-from pccl.runtime.digest import digest
+from pccl.runtime.client import SERVE_INTERVAL_S, Call, Client, Deadline, Leaf, Note
+from pccl.runtime.digest import digests
+from pccl.runtime.staging import Region, Staging, Verdict, served
+from pccl.types import SharedStateProgress
 
-# Not cleared: staging memory is written whole or not used, and touching it twice costs time.
-_allocate = ffi.new_allocator(should_clear_after_alloc=False)
+log = logging.getLogger("pccl")
 
-
-@dataclass(frozen=True, slots=True)
-class Region:
-    """One entry of the shared state and where it lies."""
-
-    name: str
-    dtype: int
-    count: int
-    any_content: bool
-    address: int
-    nbytes: int
+FAILURE_S = 0.1  # until a first failure is told; four times as long each time
+BATCH = 64  # verdicts on small entries that are given at once
+REPORT_S = 0.1  # between calls of the caller's callback
+LOG_S = 5.0  # between lines in the log
 
 
 @dataclass(frozen=True, slots=True)
-class Staging:
-    """Memory that a plan's entries are fetched into: one char array for each."""
+class Wish:
+    """What a caller asks of a synchronisation, beside what its shared state is.
 
-    plan: m.SyncPlan
-    arrays: list[Any]
+    Attributes:
+        strategy: a pccl.SharedStateSyncStrategy value.
+        strict: content that has diverged is an error for all.
+        progress: told now and then how far a transfer is.
+        deadline: when to give up.
+    """
 
-    @classmethod
-    def for_plan(cls, plan: m.SyncPlan, regions: Sequence[Region]) -> Staging:
-        """Staging memory for what a plan says to fetch."""
-        return cls(plan, [_allocate("char[]", regions[index].nbytes) for index in plan.fetch])
+    strategy: int
+    strict: bool
+    progress: Callable[[SharedStateProgress], None] | None
+    deadline: Deadline
 
-    def pieces(self) -> Pieces:
-        """Where the engine puts each entry."""
-        return [
-            (index, int(ffi.cast("uintptr_t", array)), len(array))
-            for index, array in zip(self.plan.fetch, self.arrays, strict=True)
-        ]
 
-    def wrong(self, regions: Sequence[Region]) -> str:
-        """Names the first entry that is not what was elected; empty when all are."""
-        for (index, address, nbytes), elected in zip(self.pieces(), self.plan.digests, strict=True):
-            if digest(address, nbytes) != elected:
-                return f"what arrived of {regions[index].name!r} is not what was elected"
-        return ""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a synchronisation ended, and what it cost to hash what this peer has."""
 
-    def install(self, regions: Sequence[Region]) -> None:
-        """Overwrites the caller's memory."""
-        for index, array in zip(self.plan.fetch, self.arrays, strict=True):
-            ffi.memmove(ffi.cast("void *", regions[index].address), array, len(array))
+    end: core.Synced | core.Fail
+    hashed_bytes: int
+    hash_seconds: float
 
 
 def synchronise(
-    client: Client,
-    regions: Sequence[Region],
-    revision: int,
-    strategy: int,
-    owner: object,
-    deadline: Deadline,
-) -> core.Synced | core.Fail:
+    client: Client, regions: Sequence[Region], revision: int, wish: Wish, owner: object
+) -> Outcome:
     """Takes part in a synchronisation until it ends, and says how.
 
     Args:
         client: the peer.
         regions: the shared state; its memory must not change meanwhile.
         revision: of the shared state, as this peer has it.
-        strategy: a pccl.SharedStateSyncStrategy value.
+        wish: what else there is to ask for.
         owner: kept alive as long as the engine refers to the memory.
-        deadline: when to give up.
+
+    Raises:
+        Exception: whatever `wish.progress` has raised; the synchronisation has failed then.
     """
+    began = time.monotonic()
+    found = digests([(region.address, region.nbytes) for region in regions])
+    hash_seconds = time.monotonic() - began
+    pieces, tables = served(regions, found)
     entries = tuple(
-        m.Entry(r.name, r.dtype, r.count, r.any_content, digest(r.address, r.nbytes))
-        for r in regions
+        m.Entry(r.name, r.dtype, r.count, r.any_content, digest.root)
+        for r, digest in zip(regions, found, strict=True)
     )
-    pieces = [(index, r.address, r.nbytes) for index, r in enumerate(regions)]
-    call = client.sync(m.Offer(revision, strategy, entries), pieces, owner)
-    staging: Staging | None = None
-    verified = False  # what is in staging is what was elected
-    while True:
-        note = deadline.next(client, call)
-        match note:
-            case core.Plan(_, plan):
-                staging, verified = Staging.for_plan(plan, regions), False
-                if plan.fetch:
-                    client.fetch(plan.seq, staging.pieces(), staging)
-            case core.Fetched(_, seq, ok, why) if staging is not None and staging.plan.seq == seq:
-                why = staging.wrong(regions) if ok else why
-                verified = not why
-                client.fetched(seq, verified, why)
-            case core.Answer(_, core.Synced() as synced):
-                if staging is not None and staging.plan.fetch:
-                    assert verified, "the master kept content that this peer has not verified"
-                    staging.install(regions)
-                return synced
-            case core.Fail():
+    offer = m.Offer(revision, wish.strategy, entries, wish.strict)
+    call = client.sync(offer, pieces, (owner, found, tables))
+    end = _Receiver(client, call, regions, wish).receive()
+    return Outcome(end, sum(region.nbytes for region in regions), hash_seconds)
+
+
+class _Receiver:
+    """Follows the notes of a synchronisation to its end."""
+
+    def __init__(self, client: Client, call: Call, regions: Sequence[Region], wish: Wish) -> None:
+        self._client = client
+        self._call = call
+        self._regions = regions
+        self._wish = wish
+        self._staging: Staging | None = None
+        self._plan = m.SyncPlan(0, 0, (), (), (), ())
+        self._op = 0
+        self._complete = False  # all of the plan is in staging memory, and proven
+        self._failure = ""  # why the fetch has failed, until the master is told
+        self._fail_at = 0.0
+        self._failures = 0
+        self._verdicts: list[Verdict] = []
+        self._progress = _Progress(wish.progress)
+
+    def receive(self) -> core.Synced | core.Fail:
+        """Until the end, with the caller's memory overwritten if that is a success."""
+        while True:
+            match self._next():
+                case core.Plan(_, plan, resumed):
+                    self._follow(plan, resumed)
+                case Leaf(op, piece, leaf) if op == self._op and self._staging is not None:
+                    self._verdicts += self._staging.judge(piece, leaf)
+                case core.Fetched(_, seq, True) if seq == self._plan.seq:
+                    self._vote()
+                case core.Fetched(_, seq, False, why) if seq == self._plan.seq:
+                    self._failure = why
+                    self._fail_at = time.monotonic() + FAILURE_S * 4**self._failures
+                    self._failures += 1
+                case core.Answer(_, core.Synced() as synced):
+                    if self._staging is not None:
+                        assert self._complete, "the master kept what this peer has not proven"
+                        self._staging.install()
+                    self._progress.end()
+                    return synced
+                case core.Fail() as fail:
+                    self._progress.end()
+                    return fail
+            if self._verdicts and not (self._call.has_notes and len(self._verdicts) < BATCH):
+                self._client.judge(self._op, self._verdicts)
+                self._verdicts = []
+            if not self._progress.report():
+                why = "the callback of its caller has failed"
+                self._client.withdraw(self._call, why)
+
+    def _next(self) -> Note:
+        """The next note.
+
+        Meanwhile a peer that serves under a limit gives itself leave, and one whose fetch has
+        failed gives up if there is no other plan for it soon: mostly its holders have died, which
+        the master is about to hear, and nobody is to blame.
+        """
+        deadline = self._wish.deadline
+        while True:
+            pauses = []
+            limited = bool(self._plan.serve) and self._client.serve_limit > 0
+            if limited:
+                pauses.append(SERVE_INTERVAL_S)
+            if self._failure:
+                pauses.append(max(0.0, self._fail_at - time.monotonic()))
+            if not pauses:
+                return deadline.next(self._client, self._call)
+            note = deadline.next_within(self._client, self._call, min(pauses))
+            if note is not None:
                 return note
+            if limited:
+                self._client.allow(self._call)
+            if self._failure and time.monotonic() >= self._fail_at:
+                self._client.fetched(self._plan.seq, False, self._failure)
+                self._failure = ""
+
+    def _follow(self, plan: m.SyncPlan, resumed: bool) -> None:
+        self._plan, self._failure = plan, ""
+        if resumed:
+            return  # the staging memory holds what is wanted, or soon will
+        self._staging, self._complete, self._op = None, False, 0
+        self._verdicts.clear()
+        if plan.fetch:
+            self._staging = staging = Staging(plan, self._regions)
+            self._op = self._client.fetch(
+                self._call, plan.seq, staging.pieces(), len(self._regions), staging
+            )
+            self._progress.begin(staging)
+
+    def _vote(self) -> None:
+        self._complete = True
+        differences: tuple[m.Difference, ...] = ()
+        if self._plan.diverged and self._staging is not None:
+            described = itertools.islice(self._staging.differences(), m.DIFFERENCES_MAX)
+            differences = tuple(described)
+        self._client.fetched(self._plan.seq, True, "", differences)
+
+
+class _Progress:
+    """Tells the caller and the log how far a transfer is."""
+
+    def __init__(self, callback: Callable[[SharedStateProgress], None] | None) -> None:
+        self._callback = callback
+        self._staging: Staging | None = None
+        self._began = self._reported = self._logged = 0.0
+        self._told = -1  # bytes, in the last call of the callback
+        self._error: Exception | None = None
+
+    def begin(self, staging: Staging) -> None:
+        """A transfer begins."""
+        self._staging, self._told = staging, -1
+        self._began = self._logged = time.monotonic()
+        self._reported = self._began - REPORT_S
+
+    def report(self) -> bool:
+        """Tells, if it is time to. False once, when the callback has failed."""
+        staging, now = self._staging, time.monotonic()
+        if staging is None:
+            return True
+        done = staging.bytes_proven == staging.bytes_total
+        progress = SharedStateProgress(
+            staging.entries_proven,
+            staging.entries_total,
+            staging.bytes_proven,
+            staging.bytes_total,
+            now - self._began,
+        )
+        if now - self._logged >= LOG_S or (done and self._logged > self._began):
+            self._logged = now
+            log.info("shared state: %s", progress)
+        due = now - self._reported >= REPORT_S or done
+        if due and self._callback is not None and self._told != staging.bytes_proven:
+            self._reported, self._told = now, staging.bytes_proven
+            try:
+                self._callback(progress)
+            except Exception as error:  # raised at the end: others wait for this peer meanwhile
+                self._error, self._callback = error, None
+                return False
+        return True
+
+    def end(self) -> None:
+        """Raises what the callback has raised."""
+        if self._error is not None:
+            raise self._error

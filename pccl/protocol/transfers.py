@@ -1,0 +1,257 @@
+"""A peer's part in a synchronisation of the shared state. No I/O.
+
+What it offers is served from the vote on. A plan says what to fetch from whom; it can be replaced
+by another one while it is carried out (a holder died, another receiver failed). A fetch whose
+content is still what is wanted goes on with the new holders where it was; any other is void.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pccl.protocol import messages as m
+from pccl.protocol.orders import (
+    AbortOp,
+    Action,
+    Answer,
+    CloseStream,
+    CommitOp,
+    Fail,
+    Fetched,
+    Plan,
+    RegisterOp,
+    RingPart,
+    StartOp,
+    Synced,
+)
+
+
+@dataclass(slots=True)
+class Syncing:
+    """The synchronisation we stand in: its ops, its streams, the plan that counts."""
+
+    call: int
+    serve_op: int
+    offer: m.Offer
+    plan: m.SyncPlan | None = None
+    group: m.Plan | None = None  # the group as it was when the plan was made: slots count in it
+    fetch_op: int = 0
+    fetched: bool = False  # it has all that it was to fetch
+    streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
+    ops: set[int] = field(default_factory=set)  # not settled yet
+    ending: set[int] = field(default_factory=set)  # told to commit or abort
+    outcome: m.SyncResult | Fail | None = None
+    tx_bytes: int = 0
+    rx_bytes: int = 0
+
+
+class Transfers(ABC):
+    """What a peer knows of the synchronisation it stands in, and does in it."""
+
+    number: int
+    run: int
+    plan: m.Plan
+    _out: list[Action]
+    _last_seq: int
+    _done: m.Done
+
+    def __init__(self) -> None:
+        self._syncing: Syncing | None = None
+
+    @abstractmethod
+    def _say(self, message: m.PeerMessage) -> None:
+        """Tells the master."""
+
+    @abstractmethod
+    def _open(self, info: m.PeerInfo) -> int:
+        """Opens a stream to a peer: its number."""
+
+    @abstractmethod
+    def _dead(self, call: int) -> bool:
+        """Whether this peer is out of the run; then the call is answered."""
+
+    @abstractmethod
+    def _take(self) -> list[Action]:
+        """The actions so far."""
+
+    # ---- calls ----
+
+    def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Action]:
+        """Answered with a `Synced`; zero or more `Plan` actions come before.
+
+        `serve_op` is a fresh op number under which the offered content is served.
+        """
+        if self._dead(call):
+            return self._take()
+        self._syncing = Syncing(call, serve_op, offer, ops={serve_op})
+        self._out.append(RegisterOp(serve_op, self.run, 0, self._last_seq))
+        self._say(m.SyncVote(call, offer))
+        return self._take()
+
+    def fetch(self, op: int, seq: int) -> list[Action]:
+        """Starts fetching by a plan; the caller knows the staging memory of `op`.
+
+        Does nothing when a newer plan, or the end, came in between.
+        """
+        syncing = self._syncing
+        plan = None if syncing is None or syncing.outcome is not None else syncing.plan
+        if syncing is None or plan is None or plan.seq != seq:
+            return self._take()
+        syncing.fetch_op, syncing.fetched = op, False
+        syncing.ops.add(op)
+        self._out.append(RegisterOp(op, self.run, 0, seq - 1))
+        self._start_fetch(syncing, plan)
+        return self._take()
+
+    def fetched(
+        self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
+    ) -> list[Action]:
+        """The caller has, or cannot get, what a plan told it to fetch."""
+        syncing = self._syncing
+        if syncing is not None and syncing.plan is not None and syncing.plan.seq == seq:
+            self._say(m.FetchedVote(seq, ok, why[:1000], differences))
+        return self._take()
+
+    # ---- the engine ----
+
+    def _transfer_complete(self, op: int, settled: bool, rx: int) -> None:
+        syncing = self._syncing
+        if syncing is None or op != syncing.fetch_op:
+            return
+        syncing.fetched = True
+        self._report_fetch(syncing, True, "")
+        if settled:
+            self._transfer_settled(op, 0, rx)
+
+    def _transfer_failed(self, op: int, why: str, starved: int) -> None:
+        syncing = self._syncing
+        if syncing is None or op != syncing.fetch_op or syncing.plan is None:
+            return
+        if starved and starved != syncing.plan.seq:
+            return  # it has other holders by now
+        if not starved:
+            self._void_fetch(syncing)
+        self._report_fetch(syncing, False, why)
+
+    def _transfer_settled(self, op: int, tx: int, rx: int) -> None:
+        syncing = self._syncing
+        if syncing is not None and op in syncing.ops:
+            syncing.tx_bytes += tx
+            syncing.rx_bytes += rx
+            syncing.ops.discard(op)
+            self._conclude_sync(syncing)
+
+    # ---- plans ----
+
+    def _planned(self, plan: m.SyncPlan) -> None:
+        syncing = self._syncing
+        if syncing is None or syncing.call != plan.call:
+            return
+        old = syncing.plan
+        resumed = (
+            bool(syncing.fetch_op)
+            and old is not None
+            and (old.fetch, old.digests) == (plan.fetch, plan.digests)
+        )
+        if not resumed:
+            self._void_fetch(syncing)
+        streams, syncing.streams = syncing.streams, {}
+        syncing.plan, syncing.group = plan, self.plan
+        self._out.append(Plan(syncing.call, plan, resumed))  # also when it has nothing to fetch
+        if plan.serve:
+            ends = [(receiver, self._slot(syncing, receiver)) for receiver in plan.serve]
+            self._start_transfer(syncing, syncing.serve_op, plan.seq, ends)
+        if resumed and not syncing.fetched:
+            self._start_fetch(syncing, plan)
+        for stream in streams.values():
+            self._out.append(CloseStream(stream))
+        self._last_seq = max(self._last_seq, plan.seq)
+        if resumed and syncing.fetched:
+            self._report_fetch(syncing, True, "")
+
+    def _slot(self, syncing: Syncing, receiver: int) -> int:
+        """A receiver's number at its holders: its place in the group, the same on both sides."""
+        assert syncing.group is not None
+        return [info.peer for info in syncing.group.peers].index(receiver)
+
+    def _start_fetch(self, syncing: Syncing, plan: m.SyncPlan) -> None:
+        slot = self._slot(syncing, self.number)
+        ends = [(holder, slot) for holder in plan.holders]
+        self._start_transfer(syncing, syncing.fetch_op, plan.seq, ends)
+
+    def _start_transfer(
+        self, syncing: Syncing, op: int, seq: int, ends: list[tuple[int, int]]
+    ) -> None:
+        """Starts a serve or fetch op on streams to (peer, slot)s."""
+        assert syncing.group is not None
+        rings = tuple(
+            RingPart(self._sync_stream(syncing, peer), 2, slot, 0, 0) for peer, slot in ends
+        )
+        self._out.append(StartOp(op, seq, syncing.group.epoch, rings))
+
+    def _sync_stream(self, syncing: Syncing, peer: int) -> int:
+        if peer not in syncing.streams:
+            assert syncing.group is not None
+            info = next(info for info in syncing.group.peers if info.peer == peer)
+            syncing.streams[peer] = self._open(info)
+        return syncing.streams[peer]
+
+    def _report_fetch(self, syncing: Syncing, ok: bool, why: str) -> None:
+        assert syncing.plan is not None
+        self._out.append(Fetched(syncing.call, syncing.plan.seq, ok, why))
+
+    def _void_fetch(self, syncing: Syncing) -> None:
+        if syncing.fetch_op:
+            self._let_go(syncing, syncing.fetch_op, AbortOp)
+            syncing.fetch_op, syncing.fetched = 0, False
+
+    def _let_go(self, syncing: Syncing, op: int, order: type[AbortOp] | type[CommitOp]) -> None:
+        """Ends an op of a transfer, once."""
+        if op in syncing.ops and op not in syncing.ending:
+            syncing.ending.add(op)
+            self._out.append(order(op))
+
+    # ---- the end ----
+
+    def _synced(self, result: m.SyncResult) -> None:
+        self._done = msgspec.structs.replace(
+            self._done, sync=result.round, revision=result.revision, plan=result.plan, holds=True
+        )
+        if self._syncing is not None and self._syncing.call == result.call:
+            self._end_sync(self._syncing, result)
+
+    def _end_sync(self, syncing: Syncing, outcome: m.SyncResult | Fail) -> None:
+        """The outcome is known: let go of everything, then answer."""
+        if syncing.outcome is not None:
+            return
+        syncing.outcome = outcome
+        for op in sorted(syncing.ops):
+            self._let_go(syncing, op, AbortOp if isinstance(outcome, Fail) else CommitOp)
+        for stream in syncing.streams.values():
+            self._out.append(CloseStream(stream))
+        self._conclude_sync(syncing)
+
+    def _conclude_sync(self, syncing: Syncing) -> None:
+        if syncing.outcome is None or syncing.ops:
+            return
+        self._syncing = None
+        if isinstance(syncing.outcome, m.SyncResult):
+            result = syncing.outcome
+            synced = Synced(result.revision, syncing.tx_bytes, syncing.rx_bytes, result.divergence)
+            self._out.append(Answer(syncing.call, synced))
+        else:
+            self._out.append(syncing.outcome)
+
+    def _resume_sync(self, syncing: Syncing, missed: bool, done: m.Done) -> None:
+        if not missed:
+            if syncing.plan is not None:  # whatever it said, the next election begins anew
+                self._planned(m.SyncPlan(syncing.call, 0, (), (), (), ()))
+            self._say(m.SyncVote(syncing.call, syncing.offer))
+            return
+        if syncing.plan is not None and syncing.plan.seq != done.plan:
+            # the last plan was lost too: it had nothing to fetch for us, or we would have voted
+            self._planned(m.SyncPlan(syncing.call, done.plan, (), (), (), ()))
+        self._synced(m.SyncResult(syncing.call, done.revision, done.sync, done.plan))

@@ -1,0 +1,182 @@
+"""What a receiver of shared state fetches into, and how it proves every leaf of it.
+
+Of each entry of more than one leaf the table of its leaves' digests comes first. It is proven by
+the elected digest, and then proves the leaves one by one, as they come. So what is wrong is found
+at once, and fetched again from somebody else.
+
+Of an entry, piece number `entry` is the table, and number `entries + entry` the content.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pccl.ext import ffi, lib
+from pccl.protocol import messages as m
+from pccl.runtime.client import Pieces
+from pccl.runtime.digest import (
+    DIGEST_BYTES,
+    LEAF_BYTES,
+    Digest,
+    leaf_count,
+    leaf_digest,
+    root_digest,
+)
+
+# Not cleared: staging memory is written whole or not used, and touching it twice costs time.
+_allocate = ffi.new_allocator(should_clear_after_alloc=False)
+HUGE_PAGES_FROM = 4 << 20  # bytes
+
+Verdict = tuple[int, int, bool]  # piece, leaf, whether it is right
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One entry of the shared state and where it lies."""
+
+    name: str
+    dtype: int
+    count: int
+    any_content: bool
+    address: int
+    nbytes: int
+
+
+def served(regions: Sequence[Region], digests: Sequence[Digest]) -> tuple[Pieces, list[Any]]:
+    """The pieces that a holder offers, and what keeps those in memory that are not the user's."""
+    tables = {
+        index: ffi.from_buffer("char[]", digest.table)
+        for index, digest in enumerate(digests)
+        if len(digest.table) > DIGEST_BYTES
+    }
+    pieces = [(index, _address(table), len(table)) for index, table in tables.items()]
+    pieces += [(len(regions) + i, r.address, r.nbytes) for i, r in enumerate(regions)]
+    return pieces, list(tables.values())
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One entry that is fetched."""
+
+    region: Region
+    elected: bytes
+    content: Any  # char arrays
+    table: Any
+    table_arrived: int = 0  # leaves of the table
+    table_proven: bool = False
+    waiting: list[int] = field(default_factory=list)  # leaves that came before the table was proven
+    proven: int = 0  # leaves of the content
+
+
+class Staging:
+    """Memory for what a plan says to fetch.
+
+    Args:
+        plan: what to fetch.
+        regions: the shared state.
+    """
+
+    def __init__(self, plan: m.SyncPlan, regions: Sequence[Region]) -> None:
+        self._regions = regions
+        self._entries: dict[int, _Entry] = {}
+        for index, elected in zip(plan.fetch, plan.digests, strict=True):
+            region = regions[index]
+            leaves = leaf_count(region.nbytes)
+            content = _reserve(region.nbytes)
+            table = _allocate("char[]", leaves * DIGEST_BYTES) if leaves > 1 else None
+            self._entries[index] = _Entry(region, elected, content, table)
+        self.bytes_total = sum(entry.region.nbytes for entry in self._entries.values())
+        self.bytes_proven = 0
+        self.entries_proven = sum(not entry.region.nbytes for entry in self._entries.values())
+
+    @property
+    def entries_total(self) -> int:
+        """How many entries are fetched."""
+        return len(self._entries)
+
+    def pieces(self) -> Pieces:
+        """Where the engine puts everything."""
+        tables = [
+            (index, _address(entry.table), len(entry.table))
+            for index, entry in self._entries.items()
+            if entry.table is not None
+        ]
+        return tables + [
+            (len(self._regions) + index, _address(entry.content), len(entry.content))
+            for index, entry in self._entries.items()
+        ]
+
+    def judge(self, piece: int, leaf: int) -> list[Verdict]:
+        """Proves a leaf that has arrived, or keeps it until that is possible; and what it proves.
+
+        Returns:
+            The verdicts that are possible by now.
+        """
+        if piece < len(self._regions):
+            return self._judge_table(self._entries[piece], piece)
+        entry = self._entries[piece - len(self._regions)]
+        if entry.table is not None and not entry.table_proven:
+            entry.waiting.append(leaf)
+            return []
+        return [self._judge_leaf(entry, piece, leaf)]
+
+    def _judge_table(self, entry: _Entry, piece: int) -> list[Verdict]:
+        entry.table_arrived += 1
+        leaves = leaf_count(len(entry.table))
+        if entry.table_arrived < leaves:
+            return []
+        entry.table_proven = root_digest(ffi.buffer(entry.table)) == entry.elected
+        entry.table_arrived = 0
+        verdicts = [(piece, leaf, entry.table_proven) for leaf in range(leaves)]
+        if entry.table_proven:
+            content = piece + len(self._regions)
+            verdicts += [self._judge_leaf(entry, content, leaf) for leaf in entry.waiting]
+        return verdicts
+
+    def _judge_leaf(self, entry: _Entry, piece: int, leaf: int) -> Verdict:
+        begin = leaf * LEAF_BYTES
+        nbytes = min(LEAF_BYTES, entry.region.nbytes - begin)
+        found = leaf_digest(_address(entry.content) + begin, nbytes)
+        if entry.table is None:
+            good = root_digest(found) == entry.elected
+        else:
+            at = leaf * DIGEST_BYTES
+            good = ffi.buffer(entry.table)[at : at + DIGEST_BYTES] == found
+        if good:
+            self.bytes_proven += nbytes
+            entry.proven += 1
+            self.entries_proven += entry.proven == leaf_count(entry.region.nbytes)
+        return piece, leaf, good
+
+    def differences(self) -> Iterator[m.Difference]:
+        """How each entry that was fetched differs from what the user has, which is still there."""
+        found = ffi.new("pccl_difference *")
+        for index, entry in self._entries.items():
+            region = entry.region
+            user = ffi.cast("void *", region.address)
+            lib.pccl_compare(region.dtype, user, entry.content, region.count, found)
+            yield m.Difference(index, found.bytes, found.ulp, found.nans_a, found.nans_b)
+
+    def install(self) -> None:
+        """Overwrites the user's memory."""
+        for entry in self._entries.values():
+            user = ffi.cast("void *", entry.region.address)
+            lib.memcpy(user, entry.content, entry.region.nbytes)
+
+
+def _reserve(nbytes: int) -> Any:
+    """A char array. In huge pages where that goes: first touches of small ones cost as much time as
+    the transfer on a fast link.
+    """
+    if nbytes < HUGE_PAGES_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return _allocate("char[]", nbytes)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return ffi.from_buffer("char[]", memory)
+
+
+def _address(array: Any) -> int:
+    return int(ffi.cast("uintptr_t", array))
