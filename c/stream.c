@@ -194,7 +194,7 @@ static void bury(struct stream *stream)
         op_lose_stream(op, stream);
     for (op = engine->ending; op != NULL; op = op->next)
         op_lose_stream(op, stream);
-    assert(stream->transfers.head == NULL && stream->reductions.head == NULL);
+    assert(stream->transfers.head == NULL && stream->collectives.head == NULL);
     free(stream);
 }
 
@@ -299,7 +299,8 @@ enum sent stream_send(struct stream *stream, struct op *op, struct packet *packe
 
 static struct turns *turns_of(const struct link *link)
 {
-    return link->op->kind == PCCL_ALL_REDUCE ? &link->stream->reductions : &link->stream->transfers;
+    struct stream *stream = link->stream;
+    return link->op->kind == PCCL_COLLECTIVE ? &stream->collectives : &stream->transfers;
 }
 
 void link_request_turn(struct link *link)
@@ -360,14 +361,14 @@ void stream_drop_op(struct stream *stream, struct op *op)
     packets_split(&stream->forwards, &dropped, op);
     free_packets(stream->engine, &dropped);
     drop_turns(&stream->transfers, op);
-    drop_turns(&stream->reductions, op);
+    drop_turns(&stream->collectives, op);
 }
 
 static enum turn take_turn(struct link *link)
 {
     switch (link->op->kind) {
-    case PCCL_ALL_REDUCE:
-        return reduce_send(link);
+    case PCCL_COLLECTIVE:
+        return collective_send(link);
     case PCCL_SERVE:
         return serve_send(link);
     case PCCL_FETCH:
@@ -414,7 +415,7 @@ static bool pump_forwards(struct stream *stream)
 bool stream_pending(const struct stream *stream)
 {
     return stream->forwards.head != NULL || stream->transfers.head != NULL
-        || stream->reductions.head != NULL;
+        || stream->collectives.head != NULL;
 }
 
 /* Asks the socket whether a lane has room again. */
@@ -442,7 +443,7 @@ bool stream_pump(struct stream *stream)
         else if (stream->transfers.head != NULL)
             any |= pump_turns(&stream->transfers);
         else
-            any |= pump_turns(&stream->reductions);
+            any |= pump_turns(&stream->collectives);
     }
     return any;
 }

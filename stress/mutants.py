@@ -70,6 +70,16 @@ MUTANTS = [
         "ok = any(running.votes.values())",
     ),
     Mutant(
+        "ranks that have changed unseen are an error",
+        "work.members not in (0, len(round_.votes))",
+        "work.members == 1",
+    ),
+    Mutant(
+        "peers that go by different ranks do not meet, and may try again",
+        "if first.payload.sees_others_than(mine.payload):",
+        "if False:",
+    ),
+    Mutant(
         "the outcome waits for all survivors",
         "if len(running.votes) == len(running.members):",
         "if running.votes:",

@@ -82,7 +82,17 @@ def group(draw: random.Random) -> int:
 def work(draw: random.Random) -> m.Work:
     if draw.random() < 0.7:
         return m.Work("all_reduce", 0, 10, 1000)  # what the honest peers do
-    return m.Work(text(draw, 256), draw.randint(0, 65535), draw.randint(0, 65535), number(draw))
+    count = draw.choice([0, 0, 1, 300])
+    parts = tuple(m.Part(draw.randint(0, 65535), number(draw), text(draw, 9)) for _ in range(count))
+    return m.Work(
+        text(draw, 256),
+        draw.randint(0, 65535),
+        draw.randint(0, 65535),
+        number(draw),
+        draw.randint(0, 3),
+        draw.choice([0, 0, 1, 2, (1 << 32) - 1]),
+        parts,
+    )
 
 
 def offer(draw: random.Random) -> m.Offer:

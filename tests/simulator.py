@@ -90,6 +90,16 @@ class SimPeer:
         work = m.Work("all_reduce", 0, 0, count if data is None else len(data))
         return (yield from self.wait(call, self.core.collective(call, tag, work, data)))
 
+    def broadcast(self, members: int) -> Generator[None, None, End]:
+        call = self.number("collective")
+        parts = (m.Part(10, 7, "b"), m.Part(3, 1000, "w"))
+        work = m.Work("broadcast", 0, 0, 0, members - 1, members, parts)
+        end = yield from self.wait(call, self.core.collective(call, 0, work))
+        if isinstance(end, peer_core.Answer):
+            assert isinstance(end.value, peer_core.Reduced)
+            assert end.value.world_size == members, "ranks had changed, and nobody was told"
+        return end
+
     def update_topology(self) -> Generator[None, None, End]:
         call = self.number()
         return (yield from self.wait(call, self.core.update_topology(call)))

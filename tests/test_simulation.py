@@ -24,11 +24,14 @@ def insist(call: Callable[[], Generator[None, None, End]]) -> Generator[None, No
 
 
 def reduce(peer: SimPeer) -> Generator[None, None, bool]:
-    """Reduces with whoever is left; False when this peer is alone."""
+    """Reduces with whoever is left, or has one of them tell; False when this peer is alone."""
     revision = peer.content[0]
-    data = b"%8d" % revision if revision % 2 else None  # the same for all: they have synchronised
+    data = b"%8d" % revision if revision % 3 == 1 else None  # the same for all, who are in step
     while peer.core.world.local_size > 1:
-        end = yield from peer.all_reduce(data=data)
+        if revision % 3 == 2:  # ranks count: a loss that was not heard of is an error
+            end = yield from peer.broadcast(len(peer.core.plan.peers))
+        else:
+            end = yield from peer.all_reduce(data=data)
         if isinstance(end, core.Answer):
             return True
         assert end.result is Result.RANK_CONNECTION_LOST, end

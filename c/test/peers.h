@@ -57,37 +57,4 @@ int peers_count(const struct peers *peers, int who, enum pccl_event_kind kind, u
 const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_event_kind kind,
                               uint64_t op);
 
-/* ---- an all-reduce on all peers ---- */
-
-struct job {
-    uint64_t op, tag, seq;
-    int dtype, redop;
-    uint64_t count;
-    bool in_place;
-    uint32_t chunk_bytes;
-    unsigned char *given[TEST_PEERS_MAX];    /* what send held in the beginning */
-    unsigned char *send[TEST_PEERS_MAX];
-    unsigned char *recv[TEST_PEERS_MAX];
-    unsigned char *expected;
-    size_t bytes;
-};
-
-/* Makes buffers with small whole numbers, at odd addresses, and what must come out. */
-void job_make(struct job *job, int n);
-void job_free(struct job *job);
-
-void job_register(struct peers *peers, int who, const struct job *job);
-
-/* START in one ring over stream 1. */
-void job_start(struct peers *peers, int who, const struct job *job);
-
-/* Whether every peer holds the result, and send is as it was where it must be. */
-bool job_is_right(const struct peers *peers, const struct job *job);
-
-/* Whether the peer's buffers that an aborted op must leave alone are as they were. */
-bool job_is_restored(const struct job *job, int who);
-
-/* Commits the op where that is asked for, and says whether all is settled. */
-bool job_commit(struct peers *peers, const struct job *job);
-
 #endif

@@ -1,7 +1,7 @@
 /* test_faults.c - aborts, lost lanes, hostile messages and wrong orders: buffers come back,
  * nothing leaks. */
 #include "check.h"
-#include "peers.h"
+#include "job.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -12,14 +12,9 @@ static struct peers peers;
 
 static struct job make_job(uint64_t count, bool in_place, int n)
 {
-    struct job job = {0};
+    struct job job = job_plain(count, in_place);
     job.op = 5;
     job.tag = 9;
-    job.seq = 10;
-    job.dtype = PCCL_F32;
-    job.count = count;
-    job.in_place = in_place;
-    job.chunk_bytes = 1024;
     job_make(&job, n);
     return job;
 }
@@ -172,7 +167,7 @@ static void test_commit_after_loss(void)
     peers_run(&peers);
     for (i = 0; i < 3; i++) {
         CHECK(peers_count(&peers, i, PCCL_SETTLED, job.op) == 1);
-        CHECK(memcmp(job.recv[i], job.expected, job.bytes) == 0);
+        CHECK(job_has_result(&job, i));
     }
     peers_close(&peers);
     job_free(&job);
@@ -461,12 +456,17 @@ static void expect_failed(const pccl_order *order, int status, const char *what)
     do { \
         float memory[128] = {0}; \
         pccl_order order = {0}; \
+        pccl_part part = {0}; \
         order.kind = PCCL_REGISTER; \
         order.op = 1; \
-        order.op_kind = PCCL_ALL_REDUCE; \
-        order.dtype = PCCL_F32; \
-        order.count = 64; \
-        order.send = order.recv = memory; \
+        order.op_kind = PCCL_COLLECTIVE; \
+        order.collective = PCCL_ALL_REDUCE; \
+        order.members = 2; \
+        order.parts = &part; \
+        order.n_parts = 1; \
+        part.dtype = PCCL_F32; \
+        part.count = 64; \
+        part.send = part.recv = memory; \
         change; \
         expect_failed(&order, PCCL_EINVAL, #change); \
     } while (0)
@@ -474,32 +474,52 @@ static void expect_failed(const pccl_order *order, int status, const char *what)
 static void test_wrong_orders(void)
 {
     EXPECT_EINVAL(order.op_kind = 9);
-    EXPECT_EINVAL(order.dtype = 12);
+    EXPECT_EINVAL(order.collective = 5);
     EXPECT_EINVAL(order.redop = 5);
-    EXPECT_EINVAL(order.count = UINT64_MAX / 2);
-    EXPECT_EINVAL(order.recv = NULL);
-    EXPECT_EINVAL(order.recv = memory + 63);
-    EXPECT_EINVAL(order.send = memory + 63);
+    EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
+    EXPECT_EINVAL(part.dtype = 12);
+    EXPECT_EINVAL(part.count = UINT64_MAX / 2);
+    EXPECT_EINVAL(part.recv = NULL);
+    EXPECT_EINVAL(part.recv = memory + 63);
+    EXPECT_EINVAL(part.send = memory + 63);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = 0);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = PCCL_PEERS_MAX + 1);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; part.send = memory + 32);
+    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; order.members = 0);
+    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; part.recv = memory + 127);
 }
 
 static void test_wrong_starts(void)
 {
     static const char *const names[] = {"members", "position", "begin", "share",
-                                        "stream", "seq", "rings", "none"};
+                                        "stream", "seq", "rings", "none", "root", "blocks",
+                                        "another block", "no rank", "two ranks"};
+    static const uint16_t ranks[] = {1, 2}, swapped[] = {1, 0};
     int variant;
-    for (variant = 0; variant < 8; variant++) {
-        struct job job = make_job(1000, true, 2);
+    for (variant = 0; variant < 13; variant++) {
+        struct job job = job_plain(1024, true);
         pccl_order order = {0};
+        if (variant >= 8)
+            job.what = variant == 8 ? PCCL_BROADCAST : PCCL_ALL_GATHER;
+        job_make(&job, 2);
         open_ring(&job, 2, 1);
         order.kind = PCCL_START;
         order.op = job.op;
         order.seq = variant == 5 ? job.seq - 1 : job.seq;
         order.n_rings = variant == 6 ? 9 : variant == 7 ? 0 : 1;
         order.rings[0].stream = variant == 4 ? 2 : 1;
-        order.rings[0].members = variant == 0 ? 4097 : 2;
-        order.rings[0].position = variant == 1 ? 2 : 0;
+        order.rings[0].members = variant == 0 ? 4097 : variant == 9 ? 3 : 2;
+        order.rings[0].position = variant == 1 ? 2 : variant == 10 ? 1 : 0;
+        order.rings[0].root = variant == 8 ? 2 : 0;
+        order.rings[0].ranks = variant == 11 ? ranks : NULL;
         order.rings[0].begin = variant == 2 ? 64 : 0;
-        order.rings[0].count = variant == 3 ? 999 : 1000;
+        order.rings[0].count = variant == 3 ? 1023 : 1024;
+        if (variant == 12) {
+            order.n_rings = 2;
+            order.rings[1] = order.rings[0];
+            order.rings[0].count = order.rings[1].begin = order.rings[1].count = 512;
+            order.rings[1].ranks = swapped;
+        }
         peers_order(&peers, 0, &order);
         peers_run(&peers);
         if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1))

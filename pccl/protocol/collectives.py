@@ -14,7 +14,8 @@ _REDOPS = {op.value for op in ReduceOp}
 def fits(work: m.Work, data: bytes) -> bool:
     """Whether these can be the bytes of a contribution that the master is to reduce."""
     return (
-        work.what == "all_reduce"
+        work.what in ("all_reduce", "barrier")
+        and not work.parts
         and work.redop in _REDOPS
         and len(data) == work.count * _ITEM_BYTES.get(work.dtype, -1)
     )
@@ -40,6 +41,11 @@ class Collectives(Ledger):
             why = f"this peer is alone in its group: {lost}"
             for number, vote in round_.votes.items():
                 self._fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
+            return
+        work = next(iter(round_.votes.values())).payload
+        assert isinstance(work, m.Work)
+        if work.members not in (0, len(round_.votes)):
+            self._fail_outdated(round_)
             return
         data = self._combined(round_)
         group = self._groups[group_number]
@@ -67,6 +73,14 @@ class Collectives(Ledger):
         parts = [round_.votes[number].data for number in sorted(round_.votes)]
         given = [part for part in parts if part is not None]
         return self._combine(work, given) if given else None
+
+    def _fail_outdated(self, round_: Round[object]) -> None:
+        """Ends a start round in which ranks matter, and not all know who has which by now."""
+        size = self._size(round_.id.group)
+        lost = "".join(f"; {title}" for title in round_.lost)
+        why = f"the group has {size} peers by now, and ranks have changed: call again{lost}"
+        for number, vote in round_.votes.items():
+            self._fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
 
     def _run(self, running: Running) -> None:
         self._running[running.seq] = running

@@ -480,16 +480,23 @@ class Master(Collectives, Synchronisations):
             self._evaluate(round_)
 
     def _mismatch(self, round_: Round[object]) -> bool:
-        """Fails a start round whose votes ask for different work."""
+        """Fails a start round whose votes ask for different work, or go by different ranks."""
         if round_.id.kind is not Kind.START:
             return False
         first, mine = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
-        if first.payload != mine.payload:
-            why = "the peers do not ask for the same: " + self._who([round_])
-        elif (first.data is None) != (mine.data is None):
+        asked, wanted = first.payload, mine.payload
+        assert isinstance(asked, m.Work) and isinstance(wanted, m.Work)
+        if asked == wanted and (first.data is None) == (mine.data is None):
+            return False
+        if asked.sees_others_than(wanted):
+            self._rounds.close(round_)
+            self._fail_outdated(round_)
+            return True
+        if asked == wanted:
             why = "PCCL_INLINE_BYTES is not the same for all: " + self._who([round_])
         else:
-            return False
+            why = "the peers do not ask for the same: " + self._who([round_])
+            why += asked.difference(wanted)
         self._doom([round_], Result.INVALID_ARGUMENT, why)
         return True
 
@@ -586,7 +593,7 @@ class Master(Collectives, Synchronisations):
             waited.add(round_.id)
             if now_s - self._waiting_since.setdefault(round_.id, now_s) > self._straggler_s:
                 for number in self._absent(round_):
-                    stragglers[number] = f"{round_.id.kind.value}()"
+                    stragglers[number] = round_.describe(next(iter(round_.votes)))
         for running in self._running.values():
             waited.add(running.seq)
             late = running.members - running.votes.keys()

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 1
+PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
 
@@ -78,16 +79,55 @@ class World(Struct, array_like=True, frozen=True):
     largest: U32
 
 
+class Part(Struct, array_like=True, frozen=True):
+    """One tensor of a collective over several; `name` is its key, if it has one."""
+
+    dtype: U16
+    count: U64
+    name: Name = ""
+
+    def __str__(self) -> str:
+        return f"{self.name or 'a tensor'} of {self.count} elements, dtype {self.dtype}"
+
+
 class Work(Struct, array_like=True, frozen=True):
-    """What a collective does, the same on all peers. `what` is the API call's name."""
+    """What a collective does, the same on all peers. `what` is the API call's name.
+
+    `count` elements are those that each member gives, or gets of a reduce_scatter. `root` is a
+    rank. `members` is the size of the group as the caller knows it, where ranks matter, else 0.
+    `parts` are those of a list or dict of tensors, and `count` and `dtype` are 0 then.
+    """
 
     what: Name
     redop: U16
     dtype: U16
     count: U64
+    root: U32 = 0
+    members: U32 = 0
+    parts: Annotated[tuple[Part, ...], Meta(max_length=PARTS_MAX)] = ()
 
     def __str__(self) -> str:
-        return f"{self.what}({self.count} elements, dtype {self.dtype}, op {self.redop})"
+        if self.what == "barrier":
+            return "barrier()"
+        root = f", root {self.root}" if self.what == "broadcast" else ""
+        if self.parts:
+            total = sum(part.count for part in self.parts)
+            data = f"{len(self.parts)} tensors, {total} elements"
+        else:
+            data = f"{self.count} elements, dtype {self.dtype}"
+        return f"{self.what}({data}, op {self.redop}{root})"
+
+    def sees_others_than(self, other: Work) -> bool:
+        """Whether both are the same call, of peers that differ on who is in the group."""
+        return self.what == other.what and self.members != other.members
+
+    def difference(self, other: Work) -> str:
+        """Of two lists of tensors of the same length the first two that differ, or nothing."""
+        if len(self.parts) == len(other.parts):
+            for index, (mine, others) in enumerate(zip(self.parts, other.parts, strict=True)):
+                if mine != others:
+                    return f"; tensor {index} is {mine}, and {others}"
+        return ""
 
 
 class Entry(Struct, array_like=True, frozen=True):

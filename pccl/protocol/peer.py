@@ -68,7 +68,7 @@ from pccl.protocol.orders import (
     Store,
     Synced,
 )
-from pccl.protocol.ring import shares
+from pccl.protocol.ring import places
 from pccl.types import Result
 
 __all__ = [
@@ -417,14 +417,8 @@ class Peer:
             return
         collective.state = State.RUNNING
         self._renew_streams(epoch)
-        parts = shares(collective.work.count, self.plan.rings)
-        rings = tuple(
-            RingPart(stream, len(ring.order), ring.order.index(self.number), begin, count)
-            for stream, ring, (begin, count) in zip(
-                self._streams, self.plan.rings, parts, strict=True
-            )
-        )
-        self._out.append(StartOp(call, seq, epoch, rings))
+        parts = places(collective.work, self.plan.rings, self.number, self._streams)
+        self._out.append(StartOp(call, seq, epoch, parts))
 
     def _reduced(self, started: m.Started) -> None:
         """A small collective has its result, final or to be voted on."""

@@ -27,7 +27,7 @@ class Kind(Enum):
     TOPOLOGY = "update_topology"
     PENDING = "are_peers_pending"
     SYNC = "sync_shared_state"
-    START = "all_reduce"
+    START = "a collective"
 
 
 # Pairs of kinds that may be waited for at the same time: collectives with different tags are

@@ -26,7 +26,7 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.config import MIB, Config, chunk_bytes, lanes
 from pccl.runtime.curve import require_curve, secure_client
-from pccl.runtime.engine import COMPLETE, FAILED, SETTLED, Engine, EngineOptions, Ring
+from pccl.runtime.engine import COMPLETE, FAILED, SETTLED, Engine, EngineOptions, Part, Ring
 from pccl.runtime.inline import contribution, store
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.waiter import Waiter
@@ -83,12 +83,36 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
-    """The buffers of an all-reduce; holds them alive until the engine has let go."""
+class Operand:
+    """One array of a collective: what it gives, where the result goes, elements of one block."""
 
     send: Buffer
     recv: Buffer
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The arrays of a collective; holds them alive until the engine has let go."""
+
     work: m.Work
+    each: tuple[Operand, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reduced, or gathered."""
+        return max(
+            sum(operand.send.nbytes for operand in self.each),
+            sum(operand.recv.nbytes for operand in self.each),
+        )
+
+    def inline(self, limit: int) -> bytes | None:
+        """The contribution, if it is to travel with the vote: few bytes of one array, or none."""
+        if self.work.what not in ("all_reduce", "barrier") or self.work.parts:
+            return None
+        if self.nbytes > limit:
+            return None
+        return b"".join(contribution(operand.send) for operand in self.each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +154,7 @@ class Client:
         self._core = core.Peer()
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
-        self._memory: dict[int, Reduce | Pool] = {}  # op -> what the engine refers to
+        self._memory: dict[int, Operands | Pool] = {}  # op -> what the engine refers to
         self._inbox: deque[Callable[[], None]] = deque()
         self._closed = threading.Event()
         self._leaving = self._failed = False
@@ -230,14 +254,13 @@ class Client:
         """Asks, with all others."""
         return self._begin(self._core.are_peers_pending)
 
-    def all_reduce(self, tag: int, reduce: Reduce) -> Call:
-        """Enters an all-reduce."""
-        inline = reduce.send.nbytes <= self._config.inline_bytes
-        data = contribution(reduce.send) if inline else None
+    def collective(self, tag: int, operands: Operands) -> Call:
+        """Enters a collective."""
+        data = operands.inline(self._config.inline_bytes)
 
         def begin(call: int) -> list[core.Action]:
-            self._memory[call] = reduce
-            return self._core.collective(call, tag, reduce.work, data)
+            self._memory[call] = operands
+            return self._core.collective(call, tag, operands.work, data)
 
         return self._begin(begin)
 
@@ -470,14 +493,16 @@ class Client:
     def _register(self, action: core.RegisterOp) -> None:
         memory = self._memory[action.op]
         ids = {"run": action.run, "tag": action.tag, "min_seq": action.min_seq}
-        if isinstance(memory, Reduce):
-            self._engine.register_all_reduce(
+        if isinstance(memory, Operands):
+            self._engine.register_collective(
                 action.op,
-                dtype=memory.work.dtype,
+                what=memory.work.what,
                 redop=memory.work.redop,
-                send=memory.send.address,
-                recv=memory.recv.address,
-                count=memory.work.count,
+                members=memory.work.members,
+                parts=[
+                    Part(each.send.address, each.recv.address, each.count, each.send.dtype.value)
+                    for each in memory.each
+                ],
                 **ids,
             )
         elif memory.serve:
@@ -489,13 +514,16 @@ class Client:
         memory = self._memory[action.op]
         local = all(self._local(info) for info in self._core.plan.peers)
         members = action.rings[0].members if action.rings else 1
-        total = memory.send.nbytes if isinstance(memory, Reduce) else members * 4 * MIB
+        total = memory.nbytes if isinstance(memory, Operands) else members * 4 * MIB
         self._engine.start(
             action.op,
             seq=action.seq,
             epoch=action.epoch,
             chunk_bytes=chunk_bytes(total, members, local),
-            rings=[Ring(r.stream, r.members, r.position, r.begin, r.count) for r in action.rings],
+            rings=[
+                Ring(r.stream, r.members, r.position, r.begin, r.count, r.root, r.ranks)
+                for r in action.rings
+            ],
         )
 
     def _local(self, info: m.PeerInfo) -> bool:
@@ -515,8 +543,9 @@ class Client:
 
     def _store(self, action: core.Store) -> None:
         memory = self._memory[action.call]
-        assert isinstance(memory, Reduce)
-        store(memory.recv, action.data)
+        assert isinstance(memory, Operands)
+        for operand in memory.each:
+            store(operand.recv, action.data)
 
     def _answer(self, action: core.Answer | core.Fail) -> None:
         self._memory.pop(action.call, None)  # no op of the engine needs it any more

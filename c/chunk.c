@@ -1,0 +1,296 @@
+/* chunk.c - the chunks of a collective: our own are sent; others are judged, reduced or stored, and
+ * sent on (pccl.h, THE RING).
+ *
+ * Every chunk is judged before it is used, as its offset becomes an address. A partial result must
+ * find nothing that we have given, a final one all of our contribution, if there is one to give,
+ * and nothing written: so no chunk counts twice, and none overwrites what we have yet to give.
+ * The op is complete when all that we have to give is given and all of recv is written: then no
+ * chunk will come any more. */
+#include "engine.h"
+
+#include <string.h>
+
+static bool is_complete(const struct op *op)
+{
+    return op->started && op->collective.done == op->collective.wanted;
+}
+
+static void count_given(struct collective *collective, uint64_t offset, uint64_t length)
+{
+    granules_add(collective->given_set, offset / PCCL_QUANTUM, granules(offset + length));
+    collective->done += length;
+}
+
+static void count_written(struct collective *collective, uint64_t offset, uint64_t length)
+{
+    uint64_t from, to;
+    written_granules(collective, offset, length, &from, &to);
+    granules_add(collective->written_set, from, to);
+    collective->done += length;
+}
+
+/* ---- sending our own ---- */
+
+/* Elements of a part's chunk that begins at the cursor. */
+static uint64_t own_length(const struct link *ring, const struct part *part)
+{
+    const struct collective *collective = &ring->op->collective;
+    uint64_t length = part_left(collective, part, ring->cursor);
+    uint64_t chunk = collective->chunk / part->width / PCCL_QUANTUM * PCCL_QUANTUM;
+    if (chunk == 0)
+        chunk = PCCL_QUANTUM;
+    if (length > ring->end - ring->cursor)
+        length = ring->end - ring->cursor;
+    return length < chunk ? length : chunk;
+}
+
+/* What we have sent is given, or it is part of the result. */
+static void note_sent(struct op *op, const struct part *part, uint64_t offset, uint64_t length)
+{
+    struct collective *collective = &op->collective;
+    const unsigned char *from = part_send(collective, part, offset);
+    unsigned char *to = part_recv(collective, part, offset);
+    if (collective->reduces) {
+        count_given(collective, offset, length);
+        return;
+    }
+    if (to != from)
+        memcpy(to, from, (size_t)length * part->width);
+    count_written(collective, offset, length);
+}
+
+enum turn collective_send(struct link *ring)
+{
+    struct op *op = ring->op;
+    struct collective *collective = &op->collective;
+    const struct part *part = part_at(collective, ring->cursor);
+    uint64_t length = own_length(ring, part);
+    struct packet packet = {0};
+    struct wire_header header = {0};
+    assert(op->started && length > 0);
+    header.kind = WIRE_CHUNK;
+    header.ring = (uint8_t)ring->index;
+    header.hop = (uint16_t)collective_first_hop(collective, ring->members);
+    header.segment = (uint16_t)ring_segment(ring->members, (ring->position + 1) % ring->members,
+                                            header.hop);
+    header.members = (uint16_t)ring->members;
+    header.epoch = op->epoch;
+    header.length = (uint32_t)length;
+    header.run = op->run;
+    header.seq = op->seq;
+    header.tag = op->tag;
+    header.offset = ring->cursor;
+    if (packet_build(op, &packet, &header, part_send(collective, part, ring->cursor),
+                     length * part->width) != PCCL_OK) {
+        op_fail(op, PCCL_ENOMEM, "no memory for a message");
+        return TURN_FAILED;
+    }
+    if (stream_send(ring->stream, op, &packet) == BLOCKED) {
+        packet_clear(op->engine->zmq, &packet);
+        return TURN_BLOCKED;
+    }
+    note_sent(op, part, ring->cursor, length);
+    ring->cursor += granules(length) * PCCL_QUANTUM;
+    if (is_complete(op))
+        op_complete(op);             /* which leaves it alone, as it is still our turn */
+    return ring->cursor < ring->end ? TURN_MORE : TURN_OVER;
+}
+
+/* ---- judging a chunk ---- */
+
+/* Why a chunk cannot be part of the op at all, or NULL. After this its offset and length may
+ * become addresses. */
+static const char *check_shape(const struct op *op, const struct wire_header *chunk, uint64_t bytes)
+{
+    const struct collective *collective = &op->collective;
+    uint32_t members = chunk->members;
+    const struct part *part;
+    if (chunk->ring >= PCCL_RINGS_MAX || members < 2 || members > PCCL_PEERS_MAX
+        || (collective->members > 0 && members != collective->members)
+        || chunk->segment >= members || chunk->hop < collective_first_hop(collective, members)
+        || chunk->hop > collective_last_hop(collective, members))
+        return "a chunk has an impossible place in the ring";
+    if (chunk->length == 0 || chunk->offset % PCCL_QUANTUM != 0
+        || chunk->offset >= collective->span * (collective->members > 0 ? members : 1))
+        return "a chunk is empty, not aligned or out of bounds";
+    part = part_at(collective, chunk->offset);
+    if (chunk->length > part_left(collective, part, chunk->offset)
+        || (chunk->length % PCCL_QUANTUM != 0
+            && chunk->length != part_left(collective, part, chunk->offset)))
+        return "a chunk is not aligned or out of bounds";
+    if (chunk->length * (uint64_t)part->width != bytes)
+        return "a chunk's payload has another size than its header says";
+    return NULL;
+}
+
+/* Why a chunk that came before START contradicts one that came earlier, or NULL. */
+static const char *check_claim(struct op *op, const struct wire_header *chunk)
+{
+    struct collective *collective = &op->collective;
+    struct claim *claim = &collective->claims[chunk->ring];
+    uint32_t position = ring_receiver(chunk->members, chunk->segment, chunk->hop);
+    if (!collective->claimed) {
+        collective->claimed = true;
+        op->seq = chunk->seq;
+        op->epoch = chunk->epoch;
+    }
+    if (!claim->made) {
+        claim->made = true;
+        claim->members = chunk->members;
+        claim->position = position;
+    }
+    if (op->seq != chunk->seq || op->epoch != chunk->epoch)
+        return "early chunks differ in sequence number or epoch";
+    if (claim->members != chunk->members || claim->position != position)
+        return "early chunks differ in their place in the ring";
+    return NULL;
+}
+
+/* Why a chunk is not one that this position of the ring receives, or NULL. */
+static const char *check_place(const struct op *op, const struct wire_header *chunk)
+{
+    const struct link *ring;
+    uint64_t from, to;
+    if (chunk->epoch != op->epoch || chunk->ring >= op->n_links)
+        return "a chunk has another epoch or ring";
+    ring = op->links[chunk->ring];
+    if (chunk->members != ring->members
+        || chunk->segment != ring_segment(ring->members, ring->position, chunk->hop))
+        return "a chunk has another place in the ring";
+    ring_part(ring, chunk->segment, &from, &to);
+    if (chunk->offset < from || chunk->offset + chunk->length > to)
+        return "a chunk lies outside its segment";
+    return NULL;
+}
+
+/* Why a chunk may not come now, or NULL. */
+static const char *check_turn(const struct op *op, const struct wire_header *chunk)
+{
+    const struct collective *collective = &op->collective;
+    uint64_t from = chunk->offset / PCCL_QUANTUM, to = granules(chunk->offset + chunk->length);
+    bool final = chunk->hop + 1u >= chunk->members;
+    if (!final)
+        return granules_any(collective->given_set, from, to) ? "a chunk came twice" : NULL;
+    if (collective->reduces && !granules_all(collective->given_set, from, to))
+        return "a final chunk lacks our contribution";
+    written_granules(collective, chunk->offset, chunk->length, &from, &to);
+    return granules_any(collective->written_set, from, to) ? "a chunk came twice" : NULL;
+}
+
+/* ---- what becomes of it ---- */
+
+/* Sends the message in the inbox on: now if nothing is before it and there is room, else it
+ * waits. */
+static void forward(struct op *op, uint8_t index)
+{
+    pccl_engine *engine = op->engine;
+    struct stream *stream = op->started ? op->links[index]->stream : NULL;
+    struct packet *fresh, *packet = engine->inbox;
+    if (stream != NULL && stream->forwards.head == NULL && stream_send(stream, op, packet) == SENT)
+        return;
+    fresh = packet_new();
+    if (fresh == NULL) {
+        op_fail(op, PCCL_ENOMEM, "no memory for a message");
+        return;
+    }
+    engine->inbox = fresh;
+    packet->op = op;
+    packet->ring = index;
+    packets_append(stream != NULL ? &stream->forwards : &op->collective.early, packet);
+    op->queued++;
+    engine->forwards++;
+}
+
+static bool is_last_hop(const struct op *op, const struct wire_header *chunk)
+{
+    return chunk->hop == collective_last_hop(&op->collective, chunk->members);
+}
+
+/* The last reducing hop: recv = partial result + ours. What is sent on, if anything is, is the
+ * message again if it is small, else recv itself, so that nothing is written twice. */
+static int reduce_last(struct op *op, const struct part *part, const struct wire_header *chunk)
+{
+    struct collective *collective = &op->collective;
+    pccl_engine *engine = op->engine;
+    struct packet *inbox = engine->inbox;
+    unsigned char *in = packet_payload(engine->zmq, inbox);
+    unsigned char *out = part_recv(collective, part, chunk->offset);
+    uint64_t bytes = inbox->bytes;
+    bool again = bytes <= engine->options.copy_max && !is_last_hop(op, chunk);
+    struct wire_header header = *chunk;
+    int status = pccl_reduce(part->dtype, collective->redop, again ? in : out, in,
+                             part_send(collective, part, chunk->offset), chunk->length,
+                             chunk->members);
+    assert(status == PCCL_OK);
+    (void)status;
+    if (again) {
+        memcpy(out, in, (size_t)bytes);
+        wire_set_hop(packet_header(engine->zmq, inbox), (uint16_t)(chunk->hop + 1u));
+        return PCCL_OK;
+    }
+    if (is_last_hop(op, chunk))
+        return PCCL_OK;
+    packet_clear(engine->zmq, inbox);
+    header.hop++;
+    return packet_build(op, inbox, &header, out, bytes);
+}
+
+/* Adds our contribution to the partial result in the inbox. */
+static void reduce_partial(struct op *op, const struct part *part, const struct wire_header *chunk)
+{
+    struct collective *collective = &op->collective;
+    struct packet *inbox = op->engine->inbox;
+    unsigned char *in = packet_payload(op->engine->zmq, inbox);
+    int status = pccl_reduce(part->dtype, collective->redop, in, in,
+                             part_send(collective, part, chunk->offset), chunk->length, 1);
+    assert(status == PCCL_OK);
+    (void)status;
+    wire_set_hop(packet_header(op->engine->zmq, inbox), (uint16_t)(chunk->hop + 1u));
+}
+
+/* Does what the chunk's hop asks for, up to sending on: 0 or PCCL_ENOMEM. */
+static int apply(struct op *op, const struct wire_header *chunk)
+{
+    struct collective *collective = &op->collective;
+    struct packet *inbox = op->engine->inbox;
+    const pccl_zmq *zmq = op->engine->zmq;
+    const struct part *part = part_at(collective, chunk->offset);
+    if (chunk->hop + 1u < chunk->members)
+        count_given(collective, chunk->offset, chunk->length);
+    if (chunk->hop + 2u < chunk->members) {
+        reduce_partial(op, part, chunk);
+        return PCCL_OK;
+    }
+    if (collective_save(op, part, chunk->offset, (size_t)inbox->bytes) != PCCL_OK)
+        return PCCL_ENOMEM;
+    count_written(collective, chunk->offset, chunk->length);
+    if (chunk->hop + 2u == chunk->members)
+        return reduce_last(op, part, chunk);
+    memcpy(part_recv(collective, part, chunk->offset), packet_payload(zmq, inbox),
+           (size_t)inbox->bytes);
+    wire_set_hop(packet_header(zmq, inbox), (uint16_t)(chunk->hop + 1u));
+    return PCCL_OK;
+}
+
+void collective_take(struct op *op, const struct wire_header *chunk)
+{
+    uint64_t bytes = op->engine->inbox->bytes;
+    const char *why = check_shape(op, chunk, bytes);
+    if (why == NULL)
+        why = op->started ? check_place(op, chunk) : check_claim(op, chunk);
+    if (why == NULL)
+        why = check_turn(op, chunk);
+    if (why != NULL) {
+        op_fail(op, PCCL_EPROTO, "%s", why);
+        return;
+    }
+    op->rx_bytes += bytes;
+    if (apply(op, chunk) != PCCL_OK) {
+        op_fail(op, PCCL_ENOMEM, "no memory for a message or for what ABORT restores");
+        return;
+    }
+    if (!is_last_hop(op, chunk))
+        forward(op, chunk->ring);
+    if (!op->failed && is_complete(op))
+        op_complete(op);
+}
