@@ -76,7 +76,7 @@ MUTANTS = [
     ),
     Mutant(
         "peers that go by different ranks do not meet, and may try again",
-        "if first.payload.sees_others_than(mine.payload):",
+        "if asked.sees_others_than(wanted):",
         "if False:",
     ),
     Mutant(
