@@ -29,6 +29,12 @@ void reduce_register(struct op *op, const pccl_order *order)
         op_fail(op, PCCL_EINVAL, "unknown element type or operation, or too many elements");
         return;
     }
+    if (order->format != PCCL_UNQUANTIZED
+        && (order->redop > PCCL_AVG || order->format > PCCL_ZERO_POINT_16
+            || pccl_quantized_size((int)order->format, (int)order->dtype, 1) == 0)) {
+        op_fail(op, PCCL_EINVAL, "what is quantised is floats that are summed or averaged");
+        return;
+    }
     if (order->count > 0 && (send == NULL || recv == NULL)) {
         op_fail(op, PCCL_EINVAL, "no buffer");
         return;
@@ -39,6 +45,7 @@ void reduce_register(struct op *op, const pccl_order *order)
     }
     reduction->dtype = (int)order->dtype;
     reduction->redop = (int)order->redop;
+    reduction->format = (int)order->format;
     reduction->width = width;
     reduction->send = send;
     reduction->recv = order->recv;
@@ -55,6 +62,14 @@ void reduce_register(struct op *op, const pccl_order *order)
 static size_t buffer_bytes(const struct reduction *reduction)
 {
     return (size_t)reduction->count * reduction->width;
+}
+
+/* Bytes of so many elements in a message. */
+static uint64_t payload_bytes(const struct reduction *reduction, uint64_t n)
+{
+    if (reduction->format == PCCL_UNQUANTIZED)
+        return n * reduction->width;
+    return pccl_quantized_size(reduction->format, reduction->dtype, n);
 }
 
 /* Gives the op a shadow: the one that the engine keeps, if it is large enough, or a new one. 0 or
@@ -140,6 +155,16 @@ void reduce_free(struct op *op)
 
 /* ---- start ---- */
 
+/* Elements of a chunk whose message has about so many bytes. */
+static uint64_t chunk_elements(const struct reduction *reduction, uint32_t chunk_bytes)
+{
+    uint64_t bytes = chunk_bytes < PCCL_CHUNK_MAX ? chunk_bytes : PCCL_CHUNK_MAX;
+    uint64_t step = reduction->format == PCCL_UNQUANTIZED
+        ? PCCL_QUANTUM : pccl_quantized_block(reduction->format);
+    uint64_t steps = bytes / payload_bytes(reduction, step);
+    return steps > 0 ? steps * step : step;
+}
+
 /* Why the rings of a START cannot be, or NULL: they share out the whole buffer, one after the
  * other. */
 static const char *check_rings(const struct op *op, const pccl_order *order)
@@ -219,7 +244,6 @@ void reduce_start(struct op *op, const pccl_order *order)
 {
     struct reduction *reduction = &op->reduction;
     const char *why = check_rings(op, order);
-    uint64_t chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
     struct packet *packet;
     uint32_t i;
     if (why != NULL) {
@@ -237,8 +261,7 @@ void reduce_start(struct op *op, const pccl_order *order)
     op->started = true;
     op->seq = order->seq;
     op->epoch = order->epoch;
-    chunk = chunk / reduction->width / PCCL_QUANTUM * PCCL_QUANTUM;
-    reduction->chunk = chunk > 0 ? chunk : PCCL_QUANTUM;
+    reduction->chunk = chunk_elements(reduction, order->chunk_bytes);
     while ((packet = packets_take(&reduction->early)) != NULL)
         packets_append(&op->links[packet->ring]->stream->forwards, packet);
     for (i = 0; i < op->n_links; i++) {
@@ -254,15 +277,39 @@ void reduce_start(struct op *op, const pccl_order *order)
 
 /* ---- sending our own segment ---- */
 
+/* The message of a chunk of our own: TURN_OVER when it is made. */
+static enum turn build_own(struct link *ring, struct packet *packet,
+                           const struct wire_header *header)
+{
+    struct op *op = ring->op;
+    struct reduction *reduction = &op->reduction;
+    const unsigned char *own = reduction->send + (size_t)header->offset * reduction->width;
+    uint64_t bytes = payload_bytes(reduction, header->length);
+    int status;
+    if (reduction->format == PCCL_UNQUANTIZED)
+        return packet_build(op, packet, header, own, bytes) == PCCL_OK ? TURN_OVER : TURN_FAILED;
+    if (!stream_has_room(ring->stream)) {
+        ring->stream->blocked = true;
+        return TURN_BLOCKED;
+    }
+    if (packet_reserve(op, packet, header, bytes) != PCCL_OK)
+        return TURN_FAILED;
+    status = pccl_quantize(reduction->format, reduction->dtype,
+                           packet_payload(op->engine->zmq, packet), own, header->length);
+    assert(status == PCCL_OK);
+    (void)status;
+    return TURN_OVER;
+}
+
 enum turn reduce_send(struct link *ring)
 {
     struct op *op = ring->op;
     struct reduction *reduction = &op->reduction;
     uint64_t left = ring->end - ring->cursor;
     uint64_t length = left < reduction->chunk ? left : reduction->chunk;
-    size_t offset = (size_t)ring->cursor * reduction->width;
     struct packet packet = {0};
     struct wire_header header = {0};
+    enum turn made;
     assert(op->started && length > 0);
     header.kind = WIRE_CHUNK;
     header.ring = (uint8_t)ring->index;
@@ -274,11 +321,11 @@ enum turn reduce_send(struct link *ring)
     header.seq = op->seq;
     header.tag = op->tag;
     header.offset = ring->cursor;
-    if (packet_build(op, &packet, &header, reduction->send + offset, length * reduction->width)
-        != PCCL_OK) {
+    made = build_own(ring, &packet, &header);
+    if (made == TURN_FAILED)
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
-        return TURN_FAILED;
-    }
+    if (made != TURN_OVER)
+        return made;
     if (stream_send(ring->stream, op, &packet) == BLOCKED) {
         packet_clear(op->engine->zmq, &packet);
         return TURN_BLOCKED;
@@ -303,7 +350,7 @@ static const char *check_shape(const struct op *op, const struct wire_header *ch
     if (chunk->length == 0 || chunk->offset > reduction->count
         || chunk->length > reduction->count - chunk->offset)
         return "a chunk is empty or out of bounds";
-    if (chunk->length * (uint64_t)reduction->width != bytes)
+    if (payload_bytes(reduction, chunk->length) != bytes)
         return "a chunk's payload has another size than its header says";
     if (chunk->offset % PCCL_QUANTUM != 0
         || (chunk->length % PCCL_QUANTUM != 0 && end != reduction->count))
@@ -430,6 +477,26 @@ static void reduce_partial(struct op *op, const struct wire_header *chunk, size_
     wire_set_hop(packet_header(op->engine->zmq, inbox), (uint16_t)(chunk->hop + 1u));
 }
 
+/* What apply() does to the payload of a quantised chunk, in place, and what it stores. */
+static void apply_quantized(struct op *op, const struct wire_header *chunk, size_t offset)
+{
+    struct reduction *reduction = &op->reduction;
+    unsigned char *in = packet_payload(op->engine->zmq, op->engine->inbox);
+    unsigned char *out = reduction->recv + offset;
+    const unsigned char *own = reduction->send + offset;
+    bool last = chunk->hop + 2u == chunk->members;
+    uint32_t divisor = last && reduction->redop == PCCL_AVG ? chunk->members : 1;
+    int status;
+    if (chunk->hop + 2u <= chunk->members)
+        status = pccl_quantized_add(reduction->format, reduction->dtype, in, own, chunk->length,
+                                    divisor, last ? out : NULL);
+    else
+        status = pccl_dequantize(reduction->format, reduction->dtype, out, in, chunk->length);
+    assert(status == PCCL_OK);
+    (void)status;
+    wire_set_hop(packet_header(op->engine->zmq, op->engine->inbox), (uint16_t)(chunk->hop + 1u));
+}
+
 /* Does what the chunk's hop asks for, up to sending on: 0 or PCCL_ENOMEM. */
 static int apply(struct op *op, const struct wire_header *chunk)
 {
@@ -438,15 +505,22 @@ static int apply(struct op *op, const struct wire_header *chunk)
     const pccl_zmq *zmq = op->engine->zmq;
     uint64_t from = chunk->offset / PCCL_QUANTUM, to = granules(chunk->offset + chunk->length);
     size_t offset = (size_t)chunk->offset * reduction->width;
+    bool stored = chunk->hop + 2u >= chunk->members;
     granules_add(reduction->given_set, from, to);
-    if (chunk->hop + 2u < chunk->members) {
+    if (stored && save(op, offset, chunk->length * reduction->width) != PCCL_OK)
+        return PCCL_ENOMEM;
+    if (stored) {
+        granules_add(reduction->written_set, from, to);
+        reduction->written += chunk->length;
+    }
+    if (reduction->format != PCCL_UNQUANTIZED) {
+        apply_quantized(op, chunk, offset);
+        return PCCL_OK;
+    }
+    if (!stored) {
         reduce_partial(op, chunk, offset);
         return PCCL_OK;
     }
-    if (save(op, offset, (size_t)inbox->bytes) != PCCL_OK)
-        return PCCL_ENOMEM;
-    granules_add(reduction->written_set, from, to);
-    reduction->written += chunk->length;
     if (chunk->hop + 2u == chunk->members)
         return reduce_last(op, chunk, offset);
     memcpy(reduction->recv + offset, packet_payload(zmq, inbox), (size_t)inbox->bytes);

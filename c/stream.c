@@ -417,12 +417,11 @@ bool stream_pending(const struct stream *stream)
         || stream->reductions.head != NULL;
 }
 
-/* Asks the socket whether a lane has room again. */
-static bool is_writable(struct stream *stream)
+bool stream_has_room(struct stream *stream)
 {
     int events = 0;
     size_t size = sizeof events;
-    if (stream->engine->zmq->getsockopt(stream->push, ZMQ_EVENTS, &events, &size) < 0)
+    if (stream->lost || stream->engine->zmq->getsockopt(stream->push, ZMQ_EVENTS, &events, &size) < 0)
         return false;
     return (events & ZMQ_POLLOUT) != 0;
 }
@@ -433,7 +432,7 @@ bool stream_pump(struct stream *stream)
     bool any = false;
     if (stream->lost || !stream_pending(stream))
         return false;
-    if (stream->blocked && !is_writable(stream))
+    if (stream->blocked && !stream_has_room(stream))
         return false;
     stream->blocked = false;
     while (batch-- > 0 && !stream->lost && !stream->blocked && stream_pending(stream)) {
