@@ -22,13 +22,13 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.client import Call, Client, Deadline, Note, Reduce
 from pccl.runtime.config import Config, machine_id
+from pccl.runtime.quantization import fingerprint
 from pccl.runtime.sync import Region, synchronise
 from pccl.security import Security
 from pccl.shared_state import SharedState
 from pccl.text import configure_logging, parse_address
 from pccl.types import (
     Attribute,
-    QuantizationAlgorithm,
     QuantizationOptions,
     ReduceInfo,
     ReduceOp,
@@ -392,6 +392,7 @@ class Communicator:
         tag: int = 0,
         operand_descriptor: ReduceOperandDescriptor | None = None,
         quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
         timeout: float | None = None,
     ) -> ReduceInfo:
         """Reduces `send` over all peers of the group into `recv`, bit-identical on all of them.
@@ -406,7 +407,10 @@ class Communicator:
             op: AVG is SUM divided by the number of contributors.
             tag: tells apart collectives that run at the same time; the same on all peers.
             operand_descriptor: its dtype must be the array's.
-            quantization_options: not there yet, except algorithm NONE.
+            quantization_options: what goes over the wire is quantised like this: floats only, SUM
+                and AVG only. Every peer's result has the same bits; docs/quantization.md has the
+                errors. A NaN or an infinity makes its block of elements NaN.
+            quantization: the same by a short name: "int8" or "int4" (block-wise), "uint8".
             timeout: seconds after which the collective is given up, for all peers.
 
         Returns:
@@ -416,13 +420,15 @@ class Communicator:
             PCCLTimeoutError: the time-out has passed; the message names who was waited for.
             PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
             RANK_CONNECTION_LOST (call again),
-                INVALID_ARGUMENT (the peers ask for different work, or the tag is in use),
-                INVALID_USAGE.
+                INVALID_ARGUMENT (the peers ask for different work, the tag is in use, or this
+                cannot be quantised), INVALID_USAGE.
             ValueError, AssertionError: the arrays do not fit each other.
+            ValueError: an unknown `quantization`, or `quantization_options` as well.
             OverflowError: `tag` is negative or above 2**64 - 1.
         """
         buffers = _buffers(send, recv, operand_descriptor)
-        handle = self._launch("all_reduce", buffers, op, tag, quantization_options)
+        options = _options(quantization_options, quantization)
+        handle = self._launch("all_reduce", buffers, op, tag, options)
         end = handle._finish(timeout)
         if isinstance(end, core.Fail):
             self._raise("all_reduce", end)
@@ -437,6 +443,7 @@ class Communicator:
         tag: int = 0,
         operand_descriptor: ReduceOperandDescriptor | None = None,
         quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
     ) -> AsyncReduceHandle:
         """Launches `all_reduce` and returns at once.
 
@@ -445,13 +452,13 @@ class Communicator:
         Any number may be outstanding, launched in any order on different peers; their tags differ.
 
         Raises:
-            PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use), INVALID_USAGE. What
-            happens later is
-                the handle's to tell.
+            PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use, or this cannot be
+                quantised), INVALID_USAGE. What happens later is the handle's to tell.
             ValueError, AssertionError, OverflowError: as for `all_reduce`.
         """
         buffers = _buffers(send, recv, operand_descriptor)
-        return self._launch("all_reduce_async", buffers, op, tag, quantization_options)
+        options = _options(quantization_options, quantization)
+        return self._launch("all_reduce_async", buffers, op, tag, options)
 
     def all_reduce_multiple_with_retry(
         self, descriptors: Sequence[ReduceOpDescriptor], *, max_in_flight: int = 4
@@ -522,12 +529,11 @@ class Communicator:
         if not 0 <= tag < 1 << 64:
             raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
         client = self._connected(name)
-        if (
-            quantization_options is not None
-            and quantization_options.algorithm is not QuantizationAlgorithm.NONE
-        ):
-            why = "quantisation is not there yet: leave quantization_options out"
-            raise UnsupportedError(Result.INVALID_ARGUMENT, name, why)
+        send, recv = buffers
+        try:
+            quantized = fingerprint(quantization_options, send.dtype, op)
+        except ValueError as error:
+            raise error_for(Result.INVALID_ARGUMENT, name, str(error)) from None
         if client.world.local_size < 2:
             why = "this peer is alone in its group: admit others by update_topology() first"
             raise error_for(Result.TOO_FEW_PEERS, name, why)
@@ -536,8 +542,7 @@ class Communicator:
                 why = f"a collective with tag {tag} is launched and not awaited: use another tag"
                 raise error_for(Result.INVALID_ARGUMENT, name, why)
             self._tags.add(tag)
-        send, recv = buffers
-        work = m.Work("all_reduce", op.value, send.dtype.value, send.count)
+        work = m.Work("all_reduce", op.value, send.dtype.value, send.count, *quantized)
         call = client.all_reduce(tag, Reduce(send, recv, work))
         return AsyncReduceHandle(self, client, call, tag)
 
@@ -618,6 +623,16 @@ def _buffers(
             f"the arrays are {buffers[0].dtype.name}",
         )
     return buffers
+
+
+def _options(
+    options: QuantizationOptions | None, quantization: str | None
+) -> QuantizationOptions | None:
+    if quantization is None:
+        return options
+    if options is not None:
+        raise ValueError("give quantization or quantization_options, not both")
+    return QuantizationOptions.of(quantization)
 
 
 def _info(end: core.Answer) -> ReduceInfo:

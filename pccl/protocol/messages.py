@@ -79,15 +79,24 @@ class World(Struct, array_like=True, frozen=True):
 
 
 class Work(Struct, array_like=True, frozen=True):
-    """What a collective does, the same on all peers. `what` is the API call's name."""
+    """What a collective does, the same on all peers. `what` is the API call's name.
+
+    `algorithm` and `quantized` are values of QuantizationAlgorithm and, where that leaves a choice,
+    of DataType.
+    """
 
     what: Name
     redop: U16
     dtype: U16
     count: U64
+    algorithm: U16 = 0
+    quantized: U16 = 0
 
     def __str__(self) -> str:
-        return f"{self.what}({self.count} elements, dtype {self.dtype}, op {self.redop})"
+        text = f"{self.what}({self.count} elements, dtype {self.dtype}, op {self.redop}"
+        if self.algorithm:
+            text += f", quantisation {self.algorithm} to dtype {self.quantized}"
+        return f"{text})"
 
 
 class Entry(Struct, array_like=True, frozen=True):

@@ -29,6 +29,7 @@ from pccl.runtime.curve import require_curve, secure_client
 from pccl.runtime.engine import COMPLETE, FAILED, SETTLED, Engine, EngineOptions, Ring
 from pccl.runtime.inline import contribution, store
 from pccl.runtime.link import Link, LinkEvent
+from pccl.runtime.quantization import wire_bytes, wire_format
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
 from pccl.types import Result
@@ -478,6 +479,7 @@ class Client:
                 send=memory.send.address,
                 recv=memory.recv.address,
                 count=memory.work.count,
+                format=wire_format(memory.work),
                 **ids,
             )
         elif memory.serve:
@@ -489,7 +491,7 @@ class Client:
         memory = self._memory[action.op]
         local = all(self._local(info) for info in self._core.plan.peers)
         members = action.rings[0].members if action.rings else 1
-        total = memory.send.nbytes if isinstance(memory, Reduce) else members * 4 * MIB
+        total = wire_bytes(memory.work) if isinstance(memory, Reduce) else members * 4 * MIB
         self._engine.start(
             action.op,
             seq=action.seq,

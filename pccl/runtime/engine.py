@@ -240,6 +240,7 @@ class Engine:
         send: int,
         recv: int,
         count: int,
+        format: int = 0,
     ) -> None:
         """Announces an all-reduce. The buffers belong to the engine until the op is settled.
 
@@ -253,9 +254,10 @@ class Engine:
             send: address of the contribution.
             recv: address of the result; equal to `send`: in place.
             count: elements.
+            format: how they are quantised, a pccl_format; 0: not.
         """
         order = self._register(lib.PCCL_ALL_REDUCE, op, run, tag, min_seq)
-        order.dtype, order.redop, order.count = dtype, redop, count
+        order.dtype, order.redop, order.count, order.format = dtype, redop, count, format
         order.send = ffi.cast("void *", send)
         order.recv = ffi.cast("void *", recv)
         self._send()

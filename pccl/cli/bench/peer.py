@@ -41,6 +41,7 @@ class Job:
         counts: elements, one size after the other.
         warmups: iterations that are not timed.
         check: whether to verify every element of one more call of each way.
+        quantization: as `Communicator.all_reduce` takes it.
         gloo: whether torch.distributed with gloo takes its turns too.
     """
 
@@ -52,6 +53,7 @@ class Job:
     warmups: int
     check: bool
     gloo: bool
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +144,12 @@ def _ways(comm: pccl.Communicator, job: Job, send: data.Bits, recv: data.Bits) -
     def meet() -> None:
         comm.all_reduce(one, one, op=ReduceOp.MAX)
 
+    def reduce(send: Array) -> None:
+        comm.all_reduce(send, target, op=job.op, tag=_TAG, quantization=job.quantization)
+
     ways = {
-        OUT_OF_PLACE: Way(meet, lambda: comm.all_reduce(source, target, op=job.op, tag=_TAG)),
-        IN_PLACE: Way(meet, lambda: comm.all_reduce(target, target, op=job.op, tag=_TAG)),
+        OUT_OF_PLACE: Way(meet, lambda: reduce(source)),
+        IN_PLACE: Way(meet, lambda: reduce(target)),
     }
     if job.gloo:
         ways[GLOO] = _gloo_way(job.op, target)
@@ -177,5 +182,9 @@ def _check(job: Job, ways: dict[str, Way], send: data.Bits, recv: data.Bits) -> 
     for name, content in before.items():
         recv.view(np.uint8)[:] = content
         ways[name].reduce()
-        wrong[name] = data.count_wrong(recv, table)
+        if job.quantization is None:
+            wrong[name] = data.count_wrong(recv, table)
+        else:
+            error = data.error_max(job.dtype, job.op, job.peers, job.quantization)
+            wrong[name] = data.count_far(recv, table, job.dtype, error)
     return wrong
