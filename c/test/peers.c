@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ring.h"
 #include "zmqdefs.h"
 
 enum { IDLE_PASSES = 60 };           /* forced EAGAIN makes busy engines look idle for a while */
@@ -179,6 +180,28 @@ static unsigned char *allocate(size_t bytes)
     return memory + 1;               /* odd: buffers may have any alignment */
 }
 
+/* What a ring of quantised chunks makes of what is given, segment by segment. */
+static void expect_quantized(struct job *job, int n)
+{
+    size_t width = pccl_dtype_size(job->dtype);
+    unsigned char *data = allocate((size_t)pccl_quantized_size(job->format, job->dtype, job->count));
+    int s, hop;
+    for (s = 0; s < n; s++) {
+        uint64_t begin = ring_bound(job->count, (uint32_t)n, (uint32_t)s);
+        size_t count = (size_t)(ring_bound(job->count, (uint32_t)n, (uint32_t)s + 1) - begin);
+        size_t at = (size_t)begin * width;
+        (void)pccl_quantize(job->format, job->dtype, data, job->given[s] + at, count);
+        for (hop = 0; hop < n - 1; hop++) {
+            bool last = hop == n - 2;
+            (void)pccl_quantized_add(job->format, job->dtype, data,
+                                     job->given[(s + hop + 1) % n] + at, count,
+                                     last && job->redop == PCCL_AVG ? (uint32_t)n : 1,
+                                     last ? job->expected + at : NULL);
+        }
+    }
+    free(data - 1);
+}
+
 void job_make(struct job *job, int n)
 {
     size_t width = pccl_dtype_size(job->dtype);
@@ -202,6 +225,8 @@ void job_make(struct job *job, int n)
             (void)pccl_reduce(job->dtype, job->redop, job->expected, job->expected, job->given[i],
                               (size_t)job->count, i == n - 1 ? (uint32_t)n : 1);
     }
+    if (job->format != PCCL_UNQUANTIZED && n > 1)
+        expect_quantized(job, n);
 }
 
 void job_free(struct job *job)
@@ -227,6 +252,7 @@ void job_register(struct peers *peers, int who, const struct job *job)
     order.min_seq = job->seq - 1;
     order.dtype = (uint32_t)job->dtype;
     order.redop = (uint32_t)job->redop;
+    order.format = (uint32_t)job->format;
     order.count = job->count;
     order.send = job->send[who];
     order.recv = job->recv[who];

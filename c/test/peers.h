@@ -61,7 +61,7 @@ const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_even
 
 struct job {
     uint64_t op, tag, seq;
-    int dtype, redop;
+    int dtype, redop, format;
     uint64_t count;
     bool in_place;
     uint32_t chunk_bytes;

@@ -53,7 +53,7 @@ int __wrap_pccl_engine_step(pccl_engine *engine)
 
 /* The nth allocation of the engines fails: the op fails or the engine stops, or it was not
  * needed; an abort or the end of the engine gives the buffers back. */
-static bool run(int nth, uint32_t forward_max)
+static bool run(int nth, uint32_t forward_max, int format)
 {
     static struct peers peers;
     pccl_options options = peers_options();
@@ -62,6 +62,7 @@ static bool run(int nth, uint32_t forward_max)
     job.op = 1;
     job.seq = 10;
     job.dtype = PCCL_F32;
+    job.format = format;
     job.count = 2000;
     job.in_place = true;
     job.chunk_bytes = 1024;
@@ -97,9 +98,12 @@ static bool run(int nth, uint32_t forward_max)
 
 int main(void)
 {
-    int nth = 0;
-    while (run(nth, 8))
-        nth++;
-    CHECK(nth > 20);
+    int format, nth;
+    for (format = PCCL_UNQUANTIZED; format <= PCCL_BLOCK_8; format++) {
+        nth = 0;
+        while (run(nth, 8, format))
+            nth++;
+        CHECK(nth > 20);
+    }
     return check_report("memory");
 }
