@@ -19,7 +19,10 @@
 
 #include "half.h"
 
-enum { STRIP = 512, BLOCK_LEAST = 64 };        /* numbers; a multiple of every format's block */
+enum {
+    STRIP = 512,             /* numbers; a multiple of every format's block */
+    BLOCK_LEAST = 64
+};
 
 enum rule { SYMMETRIC, MIN_MAX, ZERO_POINT };
 
@@ -30,10 +33,13 @@ struct format {
     size_t block;            /* elements */
 };
 
-static const struct format formats[] = {
-    {SYMMETRIC, 8, 128, 256},    {SYMMETRIC, 4, 8, 64},
-    {MIN_MAX, 8, 128, 256},      {MIN_MAX, 16, 32768, 256},
-    {ZERO_POINT, 8, 128, 256},   {ZERO_POINT, 16, 32768, 256},
+static const struct format formats[] = {     /* from PCCL_BLOCK_8 on */
+    {SYMMETRIC, 8, 128, 256},
+    {SYMMETRIC, 4, 8, BLOCK_LEAST},
+    {MIN_MAX, 8, 128, 256},
+    {MIN_MAX, 16, 32768, 256},
+    {ZERO_POINT, 8, 128, 256},
+    {ZERO_POINT, 16, 32768, 256},
 };
 
 static PCCL_INLINE size_t code_bytes(const struct format *format, size_t n)
@@ -125,7 +131,7 @@ struct type {
     void (*load)(void *numbers, const unsigned char *in, size_t n);
     void (*add)(void *numbers, const unsigned char *own, size_t n, uint32_t divisor);
     void (*store)(unsigned char *out, const void *numbers, size_t n);
-    void (*write)(const struct format *format, unsigned char *out, void *numbers, size_t n);
+    void (*write)(const struct format *format, unsigned char *out, const void *numbers, size_t n);
     void (*read)(const struct format *format, const unsigned char *in, void *numbers, size_t n);
 };
 
@@ -162,6 +168,12 @@ static uint64_t bytes_of(const struct format *format, const struct type *type, u
         + (rest > 0 ? block_bytes(format, type->number, rest) : 0);
 }
 
+/* Whether elements are what is computed with, where they are: then they need not be loaded. */
+static bool is_number(const struct type *type, const unsigned char *element)
+{
+    return type->element == type->number && (uintptr_t)element % type->number == 0;
+}
+
 uint64_t pccl_quantized_size(int format, int dtype, uint64_t n)
 {
     const struct format *how = find_format(format);
@@ -181,8 +193,12 @@ int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n)
         return PCCL_EINVAL;
     for (; n > 0; n -= m) {
         m = n < STRIP ? n : STRIP;
-        type->load(&x, from, m);
-        type->write(how, to, &x, m);
+        if (is_number(type, from)) {
+            type->write(how, to, from, m);
+        } else {
+            type->load(&x, from, m);
+            type->write(how, to, &x, m);
+        }
         from += m * type->element;
         to += bytes_of(how, type, m);
     }
