@@ -42,6 +42,12 @@ BEST = [case for case in ALL if "BLOCK" in case[1]]
 Case = tuple[str, str, int, pccl.QuantizationOptions, str]  # dtype, op, count, options, format
 
 
+@pytest.fixture(autouse=True)
+def over_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small arrays too: what travels with the votes is not quantised."""
+    monkeypatch.setenv("PCCL_INLINE_BYTES", "0")
+
+
 def make(dtype: str, count: int, seed: int) -> np.ndarray[Any, Any]:
     values = np.random.default_rng(seed).standard_normal(count)
     return oracle.encode(values.astype(quantized.real(dtype)), dtype)
@@ -133,6 +139,19 @@ def test_torch_tensors() -> None:
         exact = torch.linspace(-1, 1, 1000, dtype=torch.bfloat16).float() * 2
         assert (first.float() - exact).abs().max() < 0.06
         assert all(torch.equal(first, other) for other in others)
+
+
+def test_what_travels_with_the_votes_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCCL_INLINE_BYTES", "4000")
+    with Cluster(2) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> np.ndarray[Any, Any]:
+            x = np.linspace(0, 1, 1000, dtype=np.float32)
+            comm.all_reduce(x, x, op=pccl.ReduceOp.AVG, quantization="int4")
+            return x
+
+        for x in cluster.each(job):
+            np.testing.assert_array_equal(x, np.linspace(0, 1, 1000, dtype=np.float32))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
