@@ -66,11 +66,10 @@
  * always keeps a bubble and cannot deadlock on its own back-pressure. Several rings could block
  * each other, so the limit does not hold while an op has rings that lead to different neighbours.
  *
- * Quantised (order's format), a payload is a chunk's elements by pccl_quantize(). Each partial result
- * is quantised anew; what is final is quantised once and then sent on as it is, and all members,
- * the one that made it included, store what these bytes say. Chunks begin at multiples of the
- * format's blocks from the begin of their segment, if the sender cares for results that do not
- * depend on chunk_bytes; here it does.
+ * Quantised (order's format), a payload is a chunk's elements by pccl_quantize(). Each partial
+ * result is quantised anew; what is final is quantised once and then sent on as it is, and all
+ * members, the one that made it included, store what these bytes say. Chunks are whole blocks of
+ * the format, counted from the begin of the segment, so that results do not depend on chunk_bytes.
  *
  * Several rings share out the data in their order: the first begins at 0, each other where the one
  * before it ends, the last ends at the op's count; shares begin at multiples of Q.

@@ -5,11 +5,12 @@
  * and differs in how the map is found and how many bits a code has.
  *
  * Everything goes strip by strip through a buffer of fp32 or fp64 numbers that stays in the first
- * level of the cache: elements are loaded into it, or decoded blocks; a contribution is added; it is
- * encoded and stored. So a step of a ring is one pass over memory, and types of elements and
+ * level of the cache: elements are loaded into it, or decoded blocks; a contribution is added; it
+ * is encoded and stored. So a step of a ring is one pass over memory, and types of elements and
  * formats need not be multiplied with each other.
  *
- * A block with an element that is not finite has a NaN for a step: all its elements are read as NaN.
+ * A block with an element that is not finite has a NaN for a step: all its elements are read as
+ * NaN.
  * Steps are never below the least normal number, so that their inverses are finite and a processor
  * that flushes subnormals computes the same bits. */
 #include "pccl.h"

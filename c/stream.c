@@ -421,7 +421,9 @@ bool stream_has_room(struct stream *stream)
 {
     int events = 0;
     size_t size = sizeof events;
-    if (stream->lost || stream->engine->zmq->getsockopt(stream->push, ZMQ_EVENTS, &events, &size) < 0)
+    if (stream->lost)
+        return false;
+    if (stream->engine->zmq->getsockopt(stream->push, ZMQ_EVENTS, &events, &size) < 0)
         return false;
     return (events & ZMQ_POLLOUT) != 0;
 }
