@@ -29,16 +29,32 @@ static void count_written(struct collective *collective, uint64_t offset, uint64
     collective->done += length;
 }
 
+/* Bytes of so many elements of a part in a message. */
+static uint64_t payload_bytes(const struct collective *collective, const struct part *part,
+                              uint64_t n)
+{
+    if (collective->format == PCCL_UNQUANTIZED)
+        return n * part->width;
+    return pccl_quantized_size(collective->format, part->dtype, n);
+}
+
 /* ---- sending our own ---- */
+
+/* Elements of a part whose message has about as many bytes as START says. */
+static uint64_t chunk_elements(const struct collective *collective, const struct part *part)
+{
+    uint64_t step = collective->format == PCCL_UNQUANTIZED
+        ? PCCL_QUANTUM : pccl_quantized_block(collective->format);
+    uint64_t steps = collective->chunk / payload_bytes(collective, part, step);
+    return steps > 0 ? steps * step : step;
+}
 
 /* Elements of a part's chunk that begins at the cursor. */
 static uint64_t own_length(const struct link *ring, const struct part *part)
 {
     const struct collective *collective = &ring->op->collective;
     uint64_t length = part_left(collective, part, ring->cursor);
-    uint64_t chunk = collective->chunk / part->width / PCCL_QUANTUM * PCCL_QUANTUM;
-    if (chunk == 0)
-        chunk = PCCL_QUANTUM;
+    uint64_t chunk = chunk_elements(collective, part);
     if (length > ring->end - ring->cursor)
         length = ring->end - ring->cursor;
     return length < chunk ? length : chunk;
@@ -59,6 +75,30 @@ static void note_sent(struct op *op, const struct part *part, uint64_t offset, u
     count_written(collective, offset, length);
 }
 
+/* The message of a chunk of our own: TURN_OVER when it is made. */
+static enum turn build_own(struct link *ring, const struct part *part, struct packet *packet,
+                           const struct wire_header *header)
+{
+    struct op *op = ring->op;
+    struct collective *collective = &op->collective;
+    const unsigned char *own = part_send(collective, part, header->offset);
+    uint64_t bytes = payload_bytes(collective, part, header->length);
+    int status;
+    if (collective->format == PCCL_UNQUANTIZED)
+        return packet_build(op, packet, header, own, bytes) == PCCL_OK ? TURN_OVER : TURN_FAILED;
+    if (!stream_has_room(ring->stream)) {
+        ring->stream->blocked = true;
+        return TURN_BLOCKED;
+    }
+    if (packet_reserve(op, packet, header, bytes) != PCCL_OK)
+        return TURN_FAILED;
+    status = pccl_quantize(collective->format, part->dtype,
+                           packet_payload(op->engine->zmq, packet), own, header->length);
+    assert(status == PCCL_OK);
+    (void)status;
+    return TURN_OVER;
+}
+
 enum turn collective_send(struct link *ring)
 {
     struct op *op = ring->op;
@@ -67,6 +107,7 @@ enum turn collective_send(struct link *ring)
     uint64_t length = own_length(ring, part);
     struct packet packet = {0};
     struct wire_header header = {0};
+    enum turn made;
     assert(op->started && length > 0);
     header.kind = WIRE_CHUNK;
     header.ring = (uint8_t)ring->index;
@@ -80,11 +121,11 @@ enum turn collective_send(struct link *ring)
     header.seq = op->seq;
     header.tag = op->tag;
     header.offset = ring->cursor;
-    if (packet_build(op, &packet, &header, part_send(collective, part, ring->cursor),
-                     length * part->width) != PCCL_OK) {
+    made = build_own(ring, part, &packet, &header);
+    if (made == TURN_FAILED)
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
-        return TURN_FAILED;
-    }
+    if (made != TURN_OVER)
+        return made;
     if (stream_send(ring->stream, op, &packet) == BLOCKED) {
         packet_clear(op->engine->zmq, &packet);
         return TURN_BLOCKED;
@@ -118,7 +159,7 @@ static const char *check_shape(const struct op *op, const struct wire_header *ch
         || (chunk->length % PCCL_QUANTUM != 0
             && chunk->length != part_left(collective, part, chunk->offset)))
         return "a chunk is not aligned or out of bounds";
-    if (chunk->length * (uint64_t)part->width != bytes)
+    if (payload_bytes(collective, part, chunk->length) != bytes)
         return "a chunk's payload has another size than its header says";
     return NULL;
 }
@@ -248,6 +289,28 @@ static void reduce_partial(struct op *op, const struct part *part, const struct 
     wire_set_hop(packet_header(op->engine->zmq, inbox), (uint16_t)(chunk->hop + 1u));
 }
 
+/* What apply() does to the payload of a quantised chunk, in place, and what it stores. */
+static void apply_quantized(struct op *op, const struct part *part,
+                            const struct wire_header *chunk)
+{
+    struct collective *collective = &op->collective;
+    struct packet *inbox = op->engine->inbox;
+    unsigned char *in = packet_payload(op->engine->zmq, inbox);
+    unsigned char *out = part_recv(collective, part, chunk->offset);
+    bool last = chunk->hop + 2u == chunk->members;
+    uint32_t divisor = last && collective->redop == PCCL_AVG ? chunk->members : 1;
+    int status;
+    if (chunk->hop + 2u <= chunk->members)
+        status = pccl_quantized_add(collective->format, part->dtype, in,
+                                    part_send(collective, part, chunk->offset), chunk->length,
+                                    divisor, last ? out : NULL);
+    else
+        status = pccl_dequantize(collective->format, part->dtype, out, in, chunk->length);
+    assert(status == PCCL_OK);
+    (void)status;
+    wire_set_hop(packet_header(op->engine->zmq, inbox), (uint16_t)(chunk->hop + 1u));
+}
+
 /* Does what the chunk's hop asks for, up to sending on: 0 or PCCL_ENOMEM. */
 static int apply(struct op *op, const struct wire_header *chunk)
 {
@@ -255,15 +318,22 @@ static int apply(struct op *op, const struct wire_header *chunk)
     struct packet *inbox = op->engine->inbox;
     const pccl_zmq *zmq = op->engine->zmq;
     const struct part *part = part_at(collective, chunk->offset);
+    bool stored = chunk->hop + 2u >= chunk->members;
     if (chunk->hop + 1u < chunk->members)
         count_given(collective, chunk->offset, chunk->length);
-    if (chunk->hop + 2u < chunk->members) {
+    if (stored
+        && collective_save(op, part, chunk->offset, chunk->length * part->width) != PCCL_OK)
+        return PCCL_ENOMEM;
+    if (stored)
+        count_written(collective, chunk->offset, chunk->length);
+    if (collective->format != PCCL_UNQUANTIZED) {
+        apply_quantized(op, part, chunk);
+        return PCCL_OK;
+    }
+    if (!stored) {
         reduce_partial(op, part, chunk);
         return PCCL_OK;
     }
-    if (collective_save(op, part, chunk->offset, (size_t)inbox->bytes) != PCCL_OK)
-        return PCCL_ENOMEM;
-    count_written(collective, chunk->offset, chunk->length);
     if (chunk->hop + 2u == chunk->members)
         return reduce_last(op, part, chunk);
     memcpy(part_recv(collective, part, chunk->offset), packet_payload(zmq, inbox),

@@ -151,6 +151,9 @@ static const char *take_parts(struct collective *collective, const pccl_order *o
         part->width = pccl_dtype_size(part->dtype);
         if (part->width == 0)
             return "unknown element type";
+        if (collective->format != PCCL_UNQUANTIZED
+            && pccl_quantized_size(collective->format, part->dtype, 1) == 0)
+            return "what is quantised is floats";
         if (given->count > (SIZE_MAX / 2 / blocks - bytes) / part->width)
             return "too many elements";
         part->send = given->send;
@@ -178,6 +181,7 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
 {
     collective->what = (enum pccl_collective)order->collective;
     collective->redop = (int)order->redop;
+    collective->format = (int)order->format;
     collective->n_parts = order->n_parts;
     collective->send_blocks = collective->recv_blocks = 1;
     switch (collective->what) {
@@ -196,6 +200,10 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
     default:
         return false;
     }
+    if (order->format != PCCL_UNQUANTIZED
+        && (!collective->reduces || order->redop > PCCL_AVG
+            || order->format > PCCL_ZERO_POINT_16))
+        return false;
     return collective->send_blocks > 0 && collective->recv_blocks > 0
         && order->members <= PCCL_PEERS_MAX && order->redop <= PCCL_MIN
         && order->n_parts <= PCCL_PARTS_MAX;

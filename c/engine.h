@@ -79,6 +79,10 @@ int packet_receive(pccl_engine *engine, struct packet *packet);
 int packet_build(struct op *op, struct packet *packet, const struct wire_header *header,
                  const void *data, uint64_t bytes);
 
+/* The same for `bytes` bytes of payload that the caller is about to write. */
+int packet_reserve(struct op *op, struct packet *packet, const struct wire_header *header,
+                   uint64_t bytes);
+
 /* The payload of a packet that is not empty, and its encoded header. */
 unsigned char *packet_payload(const pccl_zmq *zmq, struct packet *packet);
 unsigned char *packet_header(const pccl_zmq *zmq, struct packet *packet);
@@ -143,6 +147,9 @@ struct stream *stream_find(pccl_engine *engine, uint32_t number);
 /* Marks a stream lost, for the first reason that is given. Cannot fail. */
 void stream_lose(struct stream *stream, int status, const char *format, ...) PRINTF_LIKE(3, 4);
 
+/* Whether a message could be sent now. Asks the socket: for who would make one in vain. */
+bool stream_has_room(struct stream *stream);
+
 /* Sends a message of `op` now, which empties the packet, or says BLOCKED and leaves it. */
 enum sent stream_send(struct stream *stream, struct op *op, struct packet *packet);
 
@@ -175,7 +182,7 @@ struct part {
     const unsigned char *send;
     unsigned char *recv;
     int dtype;
-    size_t width;            /* bytes of an element */
+    size_t width;            /* bytes of an element in memory */
     uint64_t count;          /* elements of a block */
     uint64_t begin;          /* its first offset in a block */
     bool overwrites;         /* recv holds what ABORT must restore, */
@@ -184,7 +191,7 @@ struct part {
 
 struct collective {
     enum pccl_collective what;
-    int redop;
+    int redop, format;
     bool reduces;            /* or else gathers: chunks are final from the start */
     uint32_t members;        /* blocks of the larger buffers; 0: all have one */
     uint32_t send_blocks, recv_blocks;

@@ -89,6 +89,12 @@
  * Several rings could block each other, so the limit does not hold while an op has rings that lead
  * to different neighbours.
  *
+ * Quantised (order's format), a payload is a chunk's elements by pccl_quantize(). Each partial
+ * result is quantised anew; what is final is quantised once and then sent on as it is, and all
+ * members, the one that made it included, store what these bytes say. Chunks are whole blocks of
+ * the format, counted from the begin of the part or segment, so that results do not depend on
+ * chunk_bytes.
+ *
  * Several rings share out a block in their order: the first begins at 0, each other where the one
  * before it ends, the last ends where the block does; shares begin at multiples of Q.
  *
@@ -155,6 +161,32 @@ size_t pccl_dtype_size(int dtype);
  * or PCCL_EINVAL for an unknown type, operation or divisor. */
 int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, size_t n,
                 uint32_t divisor);
+
+/* How an array of floats is quantised: docs/quantization.md says what each does. A block is a
+ * header of one number (BLOCK: step) or two (MIN_MAX: step, middle; ZERO_POINT: step, zero code),
+ * fp64 for fp64 elements and fp32 for all others, and a code of so many bits for each element; the
+ * last block of an array may be shorter. Of n codes of 4 bits, byte i has code i in its lower half
+ * and code (n + 1) / 2 + i in its upper one. */
+enum pccl_format {
+    PCCL_UNQUANTIZED = 0, PCCL_BLOCK_8 = 1, PCCL_BLOCK_4 = 2, PCCL_MIN_MAX_8 = 3,
+    PCCL_MIN_MAX_16 = 4, PCCL_ZERO_POINT_8 = 5, PCCL_ZERO_POINT_16 = 6
+};
+
+/* Elements of a block, 0 for an unknown format; bytes of n elements that are quantised, 0 for an
+ * unknown format or elements that are no floats. */
+size_t pccl_quantized_block(int format);
+uint64_t pccl_quantized_size(int format, int dtype, uint64_t n);
+
+/* Quantises n elements, and back. Arrays do not overlap. A block with a NaN or an infinity becomes
+ * all NaN. 0, or PCCL_EINVAL for an unknown format or elements that are no floats. */
+int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n);
+int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n);
+
+/* One step of a ring, in one pass: sum = quantised((sum + own) / divisor), where sum is quantised
+ * and own is not. If out is not NULL it receives sum, no longer quantised; out may be own. What is
+ * wrong gives PCCL_EINVAL, a divisor of 0 too. */
+int pccl_quantized_add(int format, int dtype, void *sum, const void *own, size_t n,
+                       uint32_t divisor, void *out);
 
 /* One outer step of SGD with Nesterov momentum, PyTorch's form with dampening 0, in four
  * separately rounded operations for each element, so that every machine computes the same bits:
@@ -256,12 +288,13 @@ enum pccl_order_kind {
  *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED.
  *   REGISTER      op (a number that was never used before), op_kind, run, tag, min_seq: the op's
  *                 sequence number will be greater.
- *                 COLLECTIVE: collective, redop, members (REDUCE_SCATTER and ALL_GATHER: blocks
- *                 of the larger buffers), parts, n_parts, an array that stays valid until SETTLED.
+ *                 COLLECTIVE: collective, redop, format (if not 0: floats that are summed or
+ *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: blocks of the larger buffers),
+ *                 parts, n_parts, an array that stays valid until SETTLED.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
  *                 that stays valid until SETTLED.
  *   START         op, seq, epoch, n_rings, rings; COLLECTIVE and FETCH: chunk_bytes (of a message,
- *                 in whole quanta).
+ *                 in whole quanta, or in whole blocks if it is quantised).
  *                 COLLECTIVE: the rings, as said above, all with the same members. BROADCAST: the
  *                 position of the root in each. `ranks` are the ranks by position, valid until
  *                 SETTLED; NULL: the positions. A ring of one member needs no stream.
@@ -294,6 +327,7 @@ typedef struct pccl_order {
     uint32_t op_kind;
     uint32_t collective;
     uint32_t redop;
+    uint32_t format;                 /* a pccl_format */
     uint32_t epoch;
     uint64_t run;
     uint64_t tag;

@@ -418,11 +418,12 @@ bool stream_pending(const struct stream *stream)
         || stream->collectives.head != NULL;
 }
 
-/* Asks the socket whether a lane has room again. */
-static bool is_writable(struct stream *stream)
+bool stream_has_room(struct stream *stream)
 {
     int events = 0;
     size_t size = sizeof events;
+    if (stream->lost)
+        return false;
     if (stream->engine->zmq->getsockopt(stream->push, ZMQ_EVENTS, &events, &size) < 0)
         return false;
     return (events & ZMQ_POLLOUT) != 0;
@@ -434,7 +435,7 @@ bool stream_pump(struct stream *stream)
     bool any = false;
     if (stream->lost || !stream_pending(stream))
         return false;
-    if (stream->blocked && !is_writable(stream))
+    if (stream->blocked && !stream_has_room(stream))
         return false;
     stream->blocked = false;
     while (batch-- > 0 && !stream->lost && !stream->blocked && stream_pending(stream)) {

@@ -26,14 +26,12 @@ from typing import NoReturn
 
 from pccl import operands
 from pccl.arrays import Buffer
-from pccl.errors import UnsupportedError, error_for
+from pccl.errors import error_for
 from pccl.handle import AsyncReduceHandle, info
 from pccl.operands import A, Arrays, Ranks
-from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.client import Client, Operand, Operands
+from pccl.runtime.client import Client, Operands
 from pccl.types import (
-    QuantizationAlgorithm,
     QuantizationOptions,
     ReduceInfo,
     ReduceOp,
@@ -68,6 +66,7 @@ class Collectives:
         tag: int = 0,
         operand_descriptor: ReduceOperandDescriptor | None = None,
         quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
         timeout: float | None = None,
     ) -> ReduceInfo:
         """Reduces `send` over all peers of the group into `recv`, bit-identical on all of them.
@@ -80,7 +79,10 @@ class Collectives:
             op: AVG is SUM divided by the number of contributors. Or its name: "sum", "max", ...
             tag: tells apart collectives that run at the same time; the same on all peers.
             operand_descriptor: its dtype must be the array's.
-            quantization_options: not there yet, except algorithm NONE.
+            quantization_options: what goes over the wire is quantised like this: floats only, SUM
+                and AVG only. Every peer's result has the same bits; docs/quantization.md has the
+                errors. A NaN or an infinity makes its block of elements NaN.
+            quantization: the same by a short name: "int8" or "int4" (block-wise), "uint8".
             timeout: seconds after which the collective is given up, for all peers.
 
         Returns:
@@ -90,13 +92,15 @@ class Collectives:
             PCCLTimeoutError: the time-out has passed; the message names who was waited for.
             PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
                 RANK_CONNECTION_LOST (call again), INVALID_ARGUMENT (the peers ask for different
-                work, or the tag is in use), INVALID_USAGE.
+                work, the tag is in use, or this cannot be quantised), INVALID_USAGE.
             ValueError, AssertionError: the arrays do not fit each other.
+            ValueError: an unknown `quantization`, or `quantization_options` as well.
             OverflowError: `tag` is negative or above 2**64 - 1.
         """
-        work = operands.all_reduce(send, recv, op)
+        options = _options(quantization_options, quantization)
+        work = operands.all_reduce(send, recv, op, options)
         _check_descriptor(work, operand_descriptor)
-        handle = self._launch("all_reduce", work, tag, quantization_options)
+        handle = self._launch("all_reduce", work, tag)
         return self._succeed("all_reduce", handle, timeout)
 
     def all_reduce_async(
@@ -108,6 +112,7 @@ class Collectives:
         tag: int = 0,
         operand_descriptor: ReduceOperandDescriptor | None = None,
         quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
     ) -> AsyncReduceHandle:
         """Launches `all_reduce` and returns at once.
 
@@ -116,14 +121,15 @@ class Collectives:
         Any number may be outstanding, launched in any order on different peers; their tags differ.
 
         Raises:
-            PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use), INVALID_USAGE. What
-                happens later is the handle's to tell.
+            PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use, or this cannot be
+                quantised), INVALID_USAGE. What happens later is the handle's to tell.
             ValueError, AssertionError, OverflowError: as for `all_reduce`.
         """
-        work = operands.all_reduce(send, recv, op)
+        options = _options(quantization_options, quantization)
+        work = operands.all_reduce(send, recv, op, options)
         _check_descriptor(work, operand_descriptor)
         target = send if recv is None else recv
-        return self._launch("all_reduce_async", work, tag, quantization_options, target)
+        return self._launch("all_reduce_async", work, tag, target)
 
     def all_reduce_multiple_with_retry(
         self, descriptors: Sequence[ReduceOpDescriptor], *, max_in_flight: int = 4
@@ -177,9 +183,8 @@ class Collectives:
         dtype = work.operand_descriptor.datatype
         send = Buffer.at(descriptor.sendbuf_ptr, work.count, dtype, descriptor)
         recv = Buffer.at(descriptor.recvbuf_ptr, work.count, dtype, descriptor)
-        asked = m.Work("all_reduce", work.op.value, dtype.value, work.count)
-        each = Operands(asked, (Operand(send, recv, work.count),))
-        return self._launch(name, each, work.tag, work.quantization_options)
+        asked = operands.described(send, recv, work.op, work.quantization_options)
+        return self._launch(name, asked, work.tag)
 
     # ---- the others ----
 
@@ -224,6 +229,8 @@ class Collectives:
         *,
         op: ReduceOp | str = ReduceOp.AVG,
         tag: int = 0,
+        quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
         timeout: float | None = None,
     ) -> A:
         """Reduces `send` over all peers of the group; the peer of rank r gets the r-th part.
@@ -235,6 +242,8 @@ class Collectives:
                 shape of `send` with the first dimension divided by `world_size`.
             op: as for `all_reduce`.
             tag: as for `all_reduce`.
+            quantization_options: as for `all_reduce`.
+            quantization: as for `all_reduce`.
             timeout: seconds after which the collective is given up, for all peers.
 
         Returns:
@@ -245,7 +254,9 @@ class Collectives:
             ValueError, AssertionError: the arrays do not fit each other, or cannot be divided.
         """
         client = self._several("reduce_scatter")
-        work, result = operands.reduce_scatter(send, recv, op, self._known_ranks(client))
+        options = _options(quantization_options, quantization)
+        ranks = self._known_ranks(client)
+        work, result = operands.reduce_scatter(send, recv, op, options, ranks)
         self._succeed("reduce_scatter", self._launch("reduce_scatter", work, tag), timeout)
         return result
 
@@ -256,10 +267,14 @@ class Collectives:
         *,
         op: ReduceOp | str = ReduceOp.AVG,
         tag: int = 0,
+        quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
     ) -> AsyncReduceHandle:
         """Launches `reduce_scatter`; the handle's `result` is what it returns."""
         client = self._several("reduce_scatter_async")
-        work, result = operands.reduce_scatter(send, recv, op, self._known_ranks(client))
+        options = _options(quantization_options, quantization)
+        ranks = self._known_ranks(client)
+        work, result = operands.reduce_scatter(send, recv, op, options, ranks)
         return self._launch("reduce_scatter_async", work, tag, target=result)
 
     def broadcast(
@@ -332,22 +347,10 @@ class Collectives:
         return client
 
     def _launch(
-        self,
-        name: str,
-        work: Operands,
-        tag: int,
-        quantization_options: QuantizationOptions | None = None,
-        target: object = None,
+        self, name: str, work: Operands, tag: int, target: object = None
     ) -> AsyncReduceHandle:
         if not 0 <= tag < 1 << 64:
             raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
-        self._connected(name)
-        if (
-            quantization_options is not None
-            and quantization_options.algorithm is not QuantizationAlgorithm.NONE
-        ):
-            why = "quantisation is not there yet: leave quantization_options out"
-            raise UnsupportedError(Result.INVALID_ARGUMENT, name, why)
         client = self._several(name)
         with self._lock:
             if tag in self._tags:
@@ -386,3 +389,13 @@ def _check_descriptor(work: Operands, descriptor: ReduceOperandDescriptor | None
                 f"the operand descriptor says {descriptor.datatype.name}, "
                 f"the arrays are {operand.send.dtype.name}",
             )
+
+
+def _options(
+    options: QuantizationOptions | None, quantization: str | None
+) -> QuantizationOptions | None:
+    if quantization is None:
+        return options
+    if options is not None:
+        raise ValueError("give quantization or quantization_options, not both")
+    return QuantizationOptions.of(quantization)

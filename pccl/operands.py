@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar, cast
 
 from pccl.arrays import Array, Buffer, is_numpy, is_torch, new, pair, same_kind
+from pccl.errors import error_for
 from pccl.protocol import messages as m
 from pccl.runtime.client import Operand, Operands
-from pccl.types import ReduceOp
+from pccl.runtime.quantization import fingerprint
+from pccl.types import QuantizationOptions, ReduceOp, Result
 
 Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
 A = TypeVar("A", bound="Arrays")
@@ -30,17 +32,27 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class _Several:
-    """Arrays in the order in which they go round, and their names if they have any."""
+    """Arrays in the order in which they go round, and their names if they have any.
+
+    `is_list` is False for an array that was given as such.
+    """
 
     arrays: list[Array]
     names: list[str]
+    is_list: bool = True
 
 
-def all_reduce(send: Arrays, recv: Arrays | None, op: ReduceOp | str) -> Operands:
+def all_reduce(
+    send: Arrays,
+    recv: Arrays | None,
+    op: ReduceOp | str,
+    options: QuantizationOptions | None = None,
+) -> Operands:
     """The operands of an all-reduce; in place where `recv` is None.
 
     Raises:
         ValueError, AssertionError: the arrays do not fit each other, or there is no such operation.
+        PCCLError: INVALID_ARGUMENT: they cannot be quantised so.
     """
     given = _several(send)
     targets = given if recv is None else _matching(given, recv)
@@ -48,7 +60,19 @@ def all_reduce(send: Arrays, recv: Arrays | None, op: ReduceOp | str) -> Operand
     for source, target in zip(given.arrays, targets.arrays, strict=True):
         sent, received = pair(source, target)
         each.append(Operand(sent, received, sent.count))
-    return _operands("all_reduce", send, given, each, op=reduce_op(op))
+    return _operands("all_reduce", given, each, op=reduce_op(op), options=options)
+
+
+def described(
+    send: Buffer, recv: Buffer, op: ReduceOp, options: QuantizationOptions | None
+) -> Operands:
+    """The operands of an all-reduce of memory that the caller vouches for.
+
+    Raises:
+        PCCLError: INVALID_ARGUMENT: it cannot be quantised so.
+    """
+    each = [Operand(send, recv, send.count)]
+    return _operands("all_reduce", _Several([], [], False), each, op=op, options=options)
 
 
 def broadcast(arrays: Arrays, root: int, ranks: Ranks) -> Operands:
@@ -63,7 +87,7 @@ def broadcast(arrays: Arrays, root: int, ranks: Ranks) -> Operands:
     given = _several(arrays)
     buffers = [Buffer.of(array, writable=True) for array in given.arrays]
     each = [Operand(buffer, buffer, buffer.count) for buffer in buffers]
-    return _operands("broadcast", arrays, given, each, root=root, members=ranks.members)
+    return _operands("broadcast", given, each, root=root, members=ranks.members)
 
 
 def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
@@ -83,14 +107,21 @@ def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
         block, whole = Buffer.of(source), Buffer.of(target, writable=True)
         _check_block("recv", whole, "send", block, ranks)
         each.append(Operand(block, whole, block.count))
-    return _operands("all_gather", send, given, each, members=ranks.members), recv
+    return _operands("all_gather", given, each, members=ranks.members), recv
 
 
-def reduce_scatter(send: A, recv: A | None, op: ReduceOp | str, ranks: Ranks) -> tuple[Operands, A]:
+def reduce_scatter(
+    send: A,
+    recv: A | None,
+    op: ReduceOp | str,
+    options: QuantizationOptions | None,
+    ranks: Ranks,
+) -> tuple[Operands, A]:
     """The operands of a reduce-scatter, and what receives: new arrays where `recv` is None.
 
     Raises:
         ValueError, AssertionError: the arrays do not fit each other.
+        PCCLError: INVALID_ARGUMENT: they cannot be quantised so.
     """
     given = _several(send)
     if recv is None:
@@ -103,8 +134,9 @@ def reduce_scatter(send: A, recv: A | None, op: ReduceOp | str, ranks: Ranks) ->
         whole, block = Buffer.of(source), Buffer.of(target, writable=True)
         _check_block("send", whole, "recv", block, ranks)
         each.append(Operand(whole, block, block.count))
-    chosen = reduce_op(op)
-    return _operands("reduce_scatter", send, given, each, op=chosen, members=ranks.members), recv
+    chosen, members = reduce_op(op), ranks.members
+    work = _operands("reduce_scatter", given, each, op=chosen, options=options, members=members)
+    return work, recv
 
 
 def barrier() -> Operands:
@@ -125,7 +157,7 @@ def reduce_op(op: ReduceOp | str) -> ReduceOp:
 
 def _several(arrays: Arrays) -> _Several:
     if is_torch(arrays) or is_numpy(arrays):
-        return _Several([arrays], [])
+        return _Several([arrays], [], False)
     if isinstance(arrays, Mapping):
         names = sorted(arrays)
         if any(not isinstance(name, str) or len(name) > NAME_MAX for name in names):
@@ -220,22 +252,28 @@ def _check_apart(each: Sequence[Operand]) -> None:
 
 def _operands(
     what: str,
-    form: Arrays,
     given: _Several,
     each: list[Operand],
     *,
     op: ReduceOp | None = None,
+    options: QuantizationOptions | None = None,
     root: int = 0,
     members: int = 0,
 ) -> Operands:
+    quantized = 0, 0
+    for dtype in {operand.send.dtype for operand in each}:
+        try:
+            quantized = fingerprint(options, dtype, op or ReduceOp.SUM)
+        except ValueError as error:
+            raise error_for(Result.INVALID_ARGUMENT, what, str(error)) from None
+    dtypes = [operand.send.dtype.value for operand in each]
+    counts = [operand.count for operand in each]
+    parts: tuple[m.Part, ...] = ()
+    if given.is_list:
+        _check_apart(each)
+        names = given.names or [""] * len(each)
+        parts = tuple(map(m.Part, dtypes, counts, names))
+        dtypes, counts = [0], [0]
     redop = 0 if op is None else op.value
-    if is_torch(form) or is_numpy(form):
-        dtype, count = each[0].send.dtype.value, each[0].count
-        return Operands(m.Work(what, redop, dtype, count, root, members), tuple(each))
-    _check_apart(each)
-    names = given.names or [""] * len(each)
-    parts = tuple(
-        m.Part(operand.send.dtype.value, operand.count, name)
-        for operand, name in zip(each, names, strict=True)
-    )
-    return Operands(m.Work(what, redop, 0, 0, root, members, parts), tuple(each))
+    work = m.Work(what, redop, dtypes[0], counts[0], *quantized, root, members, parts)
+    return Operands(work, tuple(each))

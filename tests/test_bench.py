@@ -127,12 +127,30 @@ def test_gloo_takes_turns(tmp_path: Path) -> None:
 def test_kernels_are_right(tmp_path: Path) -> None:
     ended = bench("kernels", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert [(row[1], row[-1]) for row in rows(ended.stdout)] == [
-        ("float", "0"),
-        ("double", "0"),
-        ("half", "0"),
-        ("bfloat16", "0"),
-    ]
+    kernels = [f"{name}{kind}" for name in ("int8", "int4", "uint8") for kind in ("", "->", "+")]
+    names = ["float", "double", "half", "bfloat16", *kernels]
+    assert [(row[1], row[-1]) for row in rows(ended.stdout)] == [(name, "0") for name in names]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "uint8"])
+def test_quantised_elements_are_near(tmp_path: Path, quantization: str) -> None:
+    ended = bench(
+        *("all_reduce", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0, "--peers", 3),
+        *("-d", "half", "-o", "avg", "--quantize", quantization),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"quantised to {quantization}" in ended.stdout
+    (row,) = rows(ended.stdout)
+    assert row[8] == row[12] == "0"
+
+
+def test_far_elements_are_counted() -> None:
+    table = np.arange(data.PERIOD, dtype=np.float32)
+    bits = data.tiled(table, 3 * data.PERIOD + 7)
+    bits[[0, data.PERIOD + 5, -1]] += (0.4, 0.6, -0.6)
+    bits[100] = np.nan
+    assert data.count_far(bits, table, DataType.FLOAT, 0.5) == 3
 
 
 @pytest.mark.parametrize(
@@ -140,6 +158,8 @@ def test_kernels_are_right(tmp_path: Path) -> None:
     [
         (["--against", "gloo", "-d", "uint32"], "gloo has no uint32"),
         (["--against", "gloo", "-o", "avg"], "gloo has no avg"),
+        (["--quantize", "int8", "-o", "max"], "sums and means"),
+        (["--quantize", "int4", "-d", "int32"], "sums and means"),
         (["-b", "8K", "-e", "4K"], "-b no more than -e"),
         (["-b", "4X"], "is no size"),
         (["--peers", "1"], "at least 2"),

@@ -184,6 +184,33 @@ def test_lists_and_dicts_of_arrays(cluster: Cluster, in_place: bool) -> None:
     cluster.each(job)
 
 
+@pytest.mark.parametrize("how", ["int8", "int4", "uint8"])
+def test_quantised_lists_and_scatters(cluster: Cluster, how: str) -> None:
+    """The same bits on all peers, as near to the mean as these codes can be."""
+    size = len(cluster.comms)
+
+    def values(seed: int) -> dict[str, Array]:
+        rng = np.random.default_rng(seed)
+        return {"w": rng.random((size, 901)), "b": rng.random(70).astype(np.float16)}
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        rank = comm.rank
+        means = {name: np.mean([values(r)[name] for r in range(size)], axis=0) for name in "wb"}
+        near = {"atol": 0.2 if how == "int4" else 0.02}
+        given = values(rank)
+        part = comm.reduce_scatter(given["w"], quantization=how)
+        np.testing.assert_allclose(part[0], means["w"][rank], **near)
+        comm.all_reduce(given, quantization=how)
+        for name, mean in means.items():
+            np.testing.assert_allclose(given[name], mean, **near)
+            everyone = comm.all_gather(given[name])
+            assert (everyone == everyone[0]).all()
+        with pytest.raises(pccl.PCCLError, match="only floats can"):
+            comm.all_reduce([given["w"], np.ones(5, int)], quantization=how)
+
+    cluster.each(job)
+
+
 def test_torch(filling: str) -> None:
     torch = pytest.importorskip("torch")
     with Cluster(3) as cluster:

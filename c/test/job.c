@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "ring.h"
+
 struct job job_plain(uint64_t count, bool in_place)
 {
     struct job job = {0};
@@ -128,11 +130,46 @@ static unsigned char *reduced(const struct job *job, int k)
     return sum;
 }
 
+/* What a ring of quantised chunks makes of the one segment from element `begin` on, which goes
+ * round from position s on. */
+static void reduce_quantized(const struct job *job, unsigned char *sum, int s, uint64_t begin,
+                             uint64_t count)
+{
+    int dtype = job->part[0].dtype, hop;
+    size_t at = (size_t)begin * pccl_dtype_size(dtype);
+    unsigned char *data = allocate((size_t)pccl_quantized_size(job->format, dtype, count));
+    (void)pccl_quantize(job->format, dtype, data, job->given[s][0] + at, (size_t)count);
+    for (hop = 0; hop < job->n - 1; hop++) {
+        bool last = hop == job->n - 2;
+        (void)pccl_quantized_add(job->format, dtype, data,
+                                 job->given[(s + hop + 1) % job->n][0] + at, (size_t)count,
+                                 last && job->redop == PCCL_AVG ? (uint32_t)job->n : 1,
+                                 last ? sum + at : NULL);
+    }
+    free(data - 1);
+}
+
+/* The quantised reduction of a job of one part, whose segments are those of one ring. */
+static void expect_quantized(const struct job *job, unsigned char *sum)
+{
+    uint32_t n = (uint32_t)job->n, s;
+    for (s = 0; s < n; s++) {
+        uint64_t count = job->part[0].count, begin = (s + n - 1) % n * count;
+        if (job->what == PCCL_ALL_REDUCE) {
+            begin = ring_bound(count, n, s);
+            count = ring_bound(count, n, s + 1) - begin;
+        }
+        reduce_quantized(job, sum, (int)s, begin, count);
+    }
+}
+
 static void expect_part(struct job *job, int k)
 {
     size_t block = block_bytes(job, k);
     unsigned char *sum = reduced(job, k);
     int i, j;
+    if (job->format != PCCL_UNQUANTIZED && job->n > 1)
+        expect_quantized(job, sum);
     for (i = 0; i < job->n; i++) {
         unsigned char *expected = job->expected[i][k] = allocate(recv_bytes(job, k));
         if (job->what == PCCL_ALL_GATHER)
@@ -192,6 +229,7 @@ void job_register(struct peers *peers, int who, const struct job *job)
     order.tag = job->tag;
     order.min_seq = job->seq - 1;
     order.redop = (uint32_t)job->redop;
+    order.format = (uint32_t)job->format;
     order.parts = job->parts[who];
     order.n_parts = (uint32_t)job->n_parts;
     order.members = (uint32_t)job->n;

@@ -9,7 +9,7 @@ enum { TEST_PARTS_MAX = 4 };
 struct job {
     uint64_t op, tag, seq;
     enum pccl_collective what;
-    int redop;
+    int redop, format;
     uint32_t root;
     bool in_place;
     uint32_t chunk_bytes;

@@ -73,6 +73,29 @@ static void test_types(void)
         }
 }
 
+/* Quantised: every format, with chunks of one block and of several, with and without partial
+ * results, all-reduced and scattered. */
+static void test_quantized(void)
+{
+    static const uint64_t counts[] = {0, 1, 4, 65, 1000, 64 * 5 + 1, 5003};
+    pccl_options options = peers_options();
+    uint64_t seed = 1;
+    size_t i;
+    int format, n;
+    for (format = PCCL_BLOCK_8; format <= PCCL_ZERO_POINT_16; format++)
+        for (n = 1; n <= 5; n += n < 3 ? 1 : 2)
+            for (i = 0; i < sizeof counts / sizeof *counts; i++, seed++) {
+                struct job job = job_plain(counts[i], seed % 2);
+                job.format = format;
+                job.what = seed % 3 ? PCCL_ALL_REDUCE : PCCL_REDUCE_SCATTER;
+                job.dtype = PCCL_F16 + (int)(seed % 4);
+                job.redop = seed / 2 % 2 ? PCCL_AVG : PCCL_SUM;
+                job.chunk_bytes = seed % 3 ? 700 : 1;
+                options.forward_max = 1 + (uint32_t)(seed % 4);
+                run_one(&job, n, &options, seed % 5 ? 30 : 0, seed);
+            }
+}
+
 /* The narrowest settings there can be, and settings under which everything or nothing is copied. */
 static void test_limits(void)
 {
@@ -133,6 +156,7 @@ static void test_early_chunks(void)
     for (seed = 1; seed <= 40; seed++) {
         struct job job = job_plain(seed % 7 * 150, seed % 2);
         n = 2 + (int)(seed % 4);
+        job.format = seed % 8 < 4 ? PCCL_UNQUANTIZED : PCCL_BLOCK_8;
         job.chunk_bytes = seed % 3 ? 4096 : 256;
         job_make(&job, n);
         peers_open(&peers, n, &options, seed);
@@ -215,6 +239,7 @@ int main(void)
     test_sizes();
     test_large();
     test_types();
+    test_quantized();
     test_limits();
     test_concurrent();
     test_early_chunks();

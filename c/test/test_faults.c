@@ -9,12 +9,14 @@
 #include "wire.h"
 
 static struct peers peers;
+static int format;                   /* of the jobs: all this happens to quantised ones too */
 
 static struct job make_job(uint64_t count, bool in_place, int n)
 {
     struct job job = job_plain(count, in_place);
     job.op = 5;
     job.tag = 9;
+    job.format = format;
     job_make(&job, n);
     return job;
 }
@@ -265,7 +267,8 @@ static void try_message(const struct wire_header *header, size_t payload_bytes, 
 #define TRY(before, after, change) \
     do { \
         struct wire_header header = good_chunk(); \
-        size_t bytes = 64 * sizeof(float); \
+        size_t bytes = format ? (size_t)pccl_quantized_size(format, PCCL_F32, 64) \
+                              : 64 * sizeof(float); \
         change; \
         try_message(&header, bytes, false, false, before, #change); \
         try_message(&header, bytes, true, true, after, #change); \
@@ -305,6 +308,24 @@ static void test_hostile_messages(void)
     TRY(FATAL, FATAL, bytes--);
     TRY(FATAL, FATAL, bytes++);
     TRY(FATAL, FATAL, bytes = 0);
+}
+
+/* What a quantised payload says is some numbers, whatever its bytes; its size must be right. */
+static void test_hostile_payloads(void)
+{
+    format = PCCL_BLOCK_8;
+    TRY(TAKEN, TAKEN, (void)0);
+    TRY(FATAL, FATAL, bytes = 64 * sizeof(float));
+    TRY(FATAL, FATAL, bytes--);
+    TRY(FATAL, FATAL, bytes++);
+    TRY(FATAL, FATAL, bytes = 0);
+    TRY(FATAL, FATAL, bytes = 64);
+    TRY(FATAL, FATAL, header.length = 128);
+    TRY(FATAL, FATAL, header.length = UINT32_MAX);
+    TRY(FATAL, FATAL, header.length = 0);
+    TRY(TAKEN, TAKEN, header.length = 320; header.offset = 0; bytes = 320 + 2 * sizeof(float));
+    TRY(FATAL, FATAL, header.length = 320; header.offset = 0; bytes = 320 + 5 * sizeof(float));
+    format = PCCL_UNQUANTIZED;
 }
 
 /* The REGISTER of a chunk's op has been sent, but other orders are still before it. */
@@ -478,6 +499,11 @@ static void test_wrong_orders(void)
     EXPECT_EINVAL(order.redop = 5);
     EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
     EXPECT_EINVAL(part.dtype = 12);
+    EXPECT_EINVAL(order.format = PCCL_ZERO_POINT_16 + 1);
+    EXPECT_EINVAL(order.format = UINT32_MAX);
+    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.redop = PCCL_MAX);
+    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.collective = PCCL_BROADCAST);
+    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; part.dtype = PCCL_I32);
     EXPECT_EINVAL(part.count = UINT64_MAX / 2);
     EXPECT_EINVAL(part.recv = NULL);
     EXPECT_EINVAL(part.recv = memory + 63);
@@ -657,17 +683,21 @@ static void test_no_engine(void)
 
 int main(void)
 {
-    test_abort_anywhere();
+    for (format = PCCL_BLOCK_8; format >= PCCL_UNQUANTIZED; format--) {
+        test_abort_anywhere();
+        test_lose_lane_anywhere();
+        test_free_unsettled();
+        test_fuzz();
+    }
+    format = PCCL_UNQUANTIZED;
     test_abort_takes_along();
-    test_lose_lane_anywhere();
     test_commit_after_loss();
     test_torn_message();
-    test_free_unsettled();
     test_hostile_messages();
+    test_hostile_payloads();
     test_chunk_overtakes_register();
     test_contradictions();
     test_final_twice();
-    test_fuzz();
     test_wrong_orders();
     test_wrong_starts();
     test_wrong_ends();

@@ -53,13 +53,14 @@ int __wrap_pccl_engine_step(pccl_engine *engine)
 
 /* The nth allocation of the engines fails: the op fails or the engine stops, or it was not
  * needed; an abort or the end of the engine gives the buffers back. */
-static bool run(int nth, enum pccl_collective what, bool in_place)
+static bool run(int nth, enum pccl_collective what, bool in_place, int format)
 {
     static struct peers peers;
     pccl_options options = peers_options();
     struct job job = job_plain(2000, in_place);
     int i, told = 0;
     job.what = what;
+    job.format = format;
     job_make(&job, 3);
     peers_open(&peers, 3, &options, 2);
     peers_connect_ring(&peers, 2, 1);
@@ -91,13 +92,17 @@ static bool run(int nth, enum pccl_collective what, bool in_place)
 
 int main(void)
 {
-    int what, in_place;
+    int what, in_place, nth;
     for (what = PCCL_ALL_REDUCE; what <= PCCL_BROADCAST; what++)
         for (in_place = 0; in_place < 2; in_place++) {
-            int nth = 0;
-            while (run(nth, (enum pccl_collective)what, in_place))
+            nth = 0;
+            while (run(nth, (enum pccl_collective)what, in_place, PCCL_UNQUANTIZED))
                 nth++;
             CHECK(nth > 20);
         }
+    nth = 0;
+    while (run(nth, PCCL_ALL_REDUCE, true, PCCL_BLOCK_8))
+        nth++;
+    CHECK(nth > 20);
     return check_report("memory");
 }

@@ -93,15 +93,18 @@ class Part(Struct, array_like=True, frozen=True):
 class Work(Struct, array_like=True, frozen=True):
     """What a collective does, the same on all peers. `what` is the API call's name.
 
-    `count` elements are those that each member gives, or gets of a reduce_scatter. `root` is a
-    rank. `members` is the size of the group as the caller knows it, where ranks matter, else 0.
-    `parts` are those of a list or dict of tensors, and `count` and `dtype` are 0 then.
+    `algorithm` and `quantized` are values of QuantizationAlgorithm and, where that leaves a choice,
+    of DataType. `count` elements are those that each member gives, or gets of a reduce_scatter.
+    `root` is a rank. `members` is the size of the group as the caller knows it, where ranks matter,
+    else 0. `parts` are those of a list or dict of tensors, and `count` and `dtype` are 0 then.
     """
 
     what: Name
     redop: U16
     dtype: U16
     count: U64
+    algorithm: U16 = 0
+    quantized: U16 = 0
     root: U32 = 0
     members: U32 = 0
     parts: Annotated[tuple[Part, ...], Meta(max_length=PARTS_MAX)] = ()
@@ -109,13 +112,15 @@ class Work(Struct, array_like=True, frozen=True):
     def __str__(self) -> str:
         if self.what == "barrier":
             return "barrier()"
-        root = f", root {self.root}" if self.what == "broadcast" else ""
+        more = f", root {self.root}" if self.what == "broadcast" else ""
+        if self.algorithm:
+            more += f", quantisation {self.algorithm} to dtype {self.quantized}"
         if self.parts:
             total = sum(part.count for part in self.parts)
             data = f"{len(self.parts)} tensors, {total} elements"
         else:
             data = f"{self.count} elements, dtype {self.dtype}"
-        return f"{self.what}({data}, op {self.redop}{root})"
+        return f"{self.what}({data}, op {self.redop}{more})"
 
     def sees_others_than(self, other: Work) -> bool:
         """Whether both are the same call, of peers that differ on who is in the group."""

@@ -29,6 +29,7 @@ from pccl.runtime.curve import require_curve, secure_client
 from pccl.runtime.engine import COMPLETE, FAILED, SETTLED, Engine, EngineOptions, Part, Ring
 from pccl.runtime.inline import contribution, store
 from pccl.runtime.link import Link, LinkEvent
+from pccl.runtime.quantization import wire_bytes, wire_format
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
 from pccl.types import Result
@@ -100,17 +101,16 @@ class Operands:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are reduced, or gathered."""
-        return max(
-            sum(operand.send.nbytes for operand in self.each),
-            sum(operand.recv.nbytes for operand in self.each),
-        )
+        """Bytes that are reduced, or gathered, as they go over the wire."""
+        sends = (wire_bytes(self.work, each.send.dtype, each.send.count) for each in self.each)
+        recvs = (wire_bytes(self.work, each.recv.dtype, each.recv.count) for each in self.each)
+        return max(sum(sends), sum(recvs))
 
     def inline(self, limit: int) -> bytes | None:
         """The contribution, if it is to travel with the vote: few bytes of one array, or none."""
         if self.work.what not in ("all_reduce", "barrier") or self.work.parts:
             return None
-        if self.nbytes > limit:
+        if sum(operand.send.nbytes for operand in self.each) > limit:
             return None
         return b"".join(contribution(operand.send) for operand in self.each)
 
@@ -503,6 +503,7 @@ class Client:
                     Part(each.send.address, each.recv.address, each.count, each.send.dtype.value)
                     for each in memory.each
                 ],
+                format=wire_format(memory.work),
                 **ids,
             )
         elif memory.serve:

@@ -260,6 +260,7 @@ class Engine:
         redop: int,
         members: int,
         parts: Sequence[Part],
+        format: int = 0,
     ) -> None:
         """Announces a collective. The buffers belong to the engine until the op is settled.
 
@@ -272,6 +273,7 @@ class Engine:
             redop: operation, a pccl.ReduceOp value.
             members: blocks of the larger buffers of reduce_scatter and all_gather.
             parts: the arrays, which complete or fail together.
+            format: how they are quantised, a pccl_format; 0: not.
         """
         array = ffi.new("pccl_part[]", len(parts))
         for slot, part in zip(array, parts, strict=True):
@@ -279,6 +281,7 @@ class Engine:
             slot.count, slot.dtype = part.count, part.dtype
         order = self._register(lib.PCCL_COLLECTIVE, op, run, tag, min_seq)
         order.collective, order.redop, order.members = COLLECTIVES[what], redop, members
+        order.format = format
         order.parts, order.n_parts = self._keep(op, array), len(parts)
         self._send()
 

@@ -44,6 +44,7 @@ _DTYPES = {  # by nccl-tests' names
 }
 _OPS = {op.name.lower(): op for op in ReduceOp}
 NAMES = tuple(FACTORS)
+_FLOATS = ("half", "float", "double", "bfloat16")
 _NOT_IN_GLOO = {"uint32", "uint64", "avg"}
 _LEAVE_S = 10.0  # for the processes to end by themselves after the last size
 
@@ -63,8 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         parser.add_argument(
             "-o", "--op", choices=_OPS, default="sum", help="operation (%(default)s)"
         )
+        parser.add_argument(
+            "--quantize",
+            choices=["int8", "int4", "uint8"],
+            help="quantise: elements are verified to be as near as they must",
+        )
     else:
-        parser.set_defaults(op="none")
+        parser.set_defaults(op="none", quantize=None)
     parser.add_argument(
         "-c",
         "--check",
@@ -108,12 +114,14 @@ def run(args: argparse.Namespace) -> int:
         warmups=args.warmup_iters,
         check=bool(args.check),
         gloo=args.against == "gloo",
+        quantization=args.quantize,
     )
     print(
         f"# pccl {pccl.__version__} bench {job.what}: {job.peers} processes on "
         f"{os.cpu_count()} cores, transport {os.environ.get('PCCL_TRANSPORT', 'auto')}\n"
         f"# medians of {job.iterations} iterations after {job.warmups} warm-ups"
         + (", pccl and gloo in turns" if job.gloo else "")
+        + (f", pccl quantised to {job.quantization}" if job.quantization else "")
         + f"\n{table.head(job.gloo)}",
         flush=True,
     )
@@ -136,6 +144,8 @@ def _problem(args: argparse.Namespace) -> str:
     for asked in (args.datatype, args.op):
         if args.against == "gloo" and asked in _NOT_IN_GLOO:
             return f"gloo has no {asked}"
+    if args.quantize and (args.datatype not in _FLOATS or args.op not in ("sum", "avg")):
+        return f"--quantize is for sums and means of {', '.join(_FLOATS)}"
     least = dtype.itemsize * blocks(args.measurement, args.peers)
     if not least <= args.minbytes <= args.maxbytes:
         return f"sizes must be at least {least} bytes, and -b no more than -e"

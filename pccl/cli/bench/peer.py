@@ -34,6 +34,7 @@ class Job:
         counts: elements, one size after the other; of the smaller buffer.
         warmups: iterations that are not timed.
         check: whether to verify every element of one more call of each way.
+        quantization: as `Communicator.all_reduce` takes it.
         gloo: whether torch.distributed with gloo takes its turns too.
     """
 
@@ -46,6 +47,7 @@ class Job:
     warmups: int
     check: bool
     gloo: bool
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def _gloo(job: Job, number: int, store: str) -> Iterator[None]:
 
 
 def _measure(comm: pccl.Communicator, job: Job, count: int) -> Measured:
-    trial = ways.Trial(comm, job.what, job.dtype, job.op, count)
+    trial = ways.Trial(comm, job.what, job.dtype, job.op, count, job.quantization)
     found = trial.ways(job.gloo)
     times_s: dict[str, list[float]] = {name: [] for name in found}
     for iteration in range(job.warmups + job.iterations):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -45,11 +46,19 @@ class Trial:
         dtype: of the elements.
         op: if it reduces.
         count: elements of the smaller buffer.
+        quantization: as `Communicator.all_reduce` takes it.
     """
 
     def __init__(
-        self, comm: pccl.Communicator, what: str, dtype: DataType, op: ReduceOp, count: int
+        self,
+        comm: pccl.Communicator,
+        what: str,
+        dtype: DataType,
+        op: ReduceOp,
+        count: int,
+        quantization: str | None = None,
     ) -> None:
+        self._quantization = quantization
         self._comm, self._what, self._dtype, self._op = comm, what, dtype, op
         self._rank, self._peers, self._count = comm.rank, comm.world_size, count
         send = count * (self._peers if what == "reduce_scatter" else 1)
@@ -80,7 +89,10 @@ class Trial:
         table = data.expected(self._dtype, self._op, size)
         if self._what == "reduce_scatter":  # our part begins somewhere in the table
             table = np.roll(table, -(self._rank * count % data.PERIOD))
-        return data.count_wrong(way.result, table)
+        if self._quantization is None:
+            return data.count_wrong(way.result, table)
+        distance = data.error_max(self._dtype, self._op, size, self._quantization)
+        return data.count_far(way.result, table, self._dtype, distance)
 
     def _brought(self, rank: int) -> data.Bits:
         return data.contribution(self._dtype, self._op, rank)
@@ -106,11 +118,12 @@ class Trial:
         return Way(meet, self._call(send, recv), reset, recv)
 
     def _call(self, send: data.Bits, recv: data.Bits) -> Callable[[], object]:
-        comm, op = self._comm, self._op
+        comm = self._comm
+        how: dict[str, Any] = {"op": self._op, "tag": _TAG, "quantization": self._quantization}
         source, target = (data.as_array(bits, self._dtype) for bits in (send, recv))
         calls: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda: comm.all_reduce(source, target, op=op, tag=_TAG),
-            "reduce_scatter": lambda: comm.reduce_scatter(source, target, op=op, tag=_TAG),
+            "all_reduce": lambda: comm.all_reduce(source, target, **how),
+            "reduce_scatter": lambda: comm.reduce_scatter(source, target, **how),
             "all_gather": lambda: comm.all_gather(source, target, tag=_TAG),
             "broadcast": lambda: comm.broadcast(target, tag=_TAG),
         }
