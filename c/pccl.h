@@ -140,7 +140,8 @@ int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, s
 /* How an array of floats is quantised: docs/quantization.md says what each does. A block is a
  * header of one number (BLOCK: step) or two (MIN_MAX: step, middle; ZERO_POINT: step, zero code),
  * fp64 for fp64 elements and fp32 for all others, and a code of so many bits for each element; the
- * last block of an array may be shorter. */
+ * last block of an array may be shorter. Of n codes of 4 bits, byte i has code i in its lower half
+ * and code (n + 1) / 2 + i in its upper one. */
 enum pccl_format {
     PCCL_UNQUANTIZED = 0, PCCL_BLOCK_8 = 1, PCCL_BLOCK_4 = 2, PCCL_MIN_MAX_8 = 3,
     PCCL_MIN_MAX_16 = 4, PCCL_ZERO_POINT_8 = 5, PCCL_ZERO_POINT_16 = 6
