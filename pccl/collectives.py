@@ -55,6 +55,12 @@ class Collectives:
     def _raise(self, name: str, end: core.Fail) -> NoReturn:
         raise NotImplementedError
 
+    def _may_enter(self, name: str) -> None:
+        raise NotImplementedError
+
+    def _single_threaded(self) -> bool:
+        raise NotImplementedError
+
     # ---- all-reduce ----
 
     def all_reduce(
@@ -100,8 +106,7 @@ class Collectives:
         options = _options(quantization_options, quantization)
         work = operands.all_reduce(send, recv, op, options)
         _check_descriptor(work, operand_descriptor)
-        handle = self._launch("all_reduce", work, tag)
-        return self._succeed("all_reduce", handle, timeout)
+        return self._run("all_reduce", work, tag, timeout)
 
     def all_reduce_async(
         self,
@@ -211,7 +216,7 @@ class Collectives:
         """
         client = self._several("all_gather")
         work, result = operands.all_gather(send, recv, self._known_ranks(client))
-        self._succeed("all_gather", self._launch("all_gather", work, tag), timeout)
+        self._run("all_gather", work, tag, timeout)
         return result
 
     def all_gather_async(
@@ -257,7 +262,7 @@ class Collectives:
         options = _options(quantization_options, quantization)
         ranks = self._known_ranks(client)
         work, result = operands.reduce_scatter(send, recv, op, options, ranks)
-        self._succeed("reduce_scatter", self._launch("reduce_scatter", work, tag), timeout)
+        self._run("reduce_scatter", work, tag, timeout)
         return result
 
     def reduce_scatter_async(
@@ -304,7 +309,7 @@ class Collectives:
         """
         client = self._several("broadcast")
         work = operands.broadcast(arrays, root, self._known_ranks(client))
-        return self._succeed("broadcast", self._launch("broadcast", work, tag), timeout)
+        return self._run("broadcast", work, tag, timeout)
 
     def broadcast_async(self, arrays: Arrays, *, root: int = 0, tag: int = 0) -> AsyncReduceHandle:
         """Launches `broadcast` and returns at once."""
@@ -318,7 +323,8 @@ class Collectives:
         Raises:
             PCCLError, OverflowError: as for `all_reduce`, but never TOO_FEW_PEERS.
         """
-        self._succeed("barrier", self.barrier_async(tag=tag), timeout)
+        if self._connected("barrier").world.local_size > 1:
+            self._run("barrier", operands.barrier(), tag, timeout)
 
     def barrier_async(self, *, tag: int = 0) -> AsyncReduceHandle:
         """Enters `barrier`; the handle's `wait()` returns when all have."""
@@ -347,12 +353,13 @@ class Collectives:
         return client
 
     def _launch(
-        self, name: str, work: Operands, tag: int, target: object = None
+        self, name: str, work: Operands, tag: int, target: object = None, stuck: bool = False
     ) -> AsyncReduceHandle:
         if not 0 <= tag < 1 << 64:
             raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
         client = self._several(name)
         with self._lock:
+            self._may_enter(name)
             if tag in self._tags:
                 why = f"a collective with tag {tag} is launched and not awaited: use another tag"
                 raise error_for(Result.INVALID_ARGUMENT, name, why)
@@ -364,7 +371,7 @@ class Collectives:
             if communicator is not None:
                 communicator._ended(client, tag, end)
 
-        return AsyncReduceHandle(client, client.collective(tag, work), release, target)
+        return AsyncReduceHandle(client, client.collective(tag, work, stuck), release, target)
 
     def _ended(self, client: Client, tag: int, end: core.Answer | core.Fail) -> None:
         with self._lock:
@@ -372,9 +379,10 @@ class Collectives:
         if isinstance(end, core.Fail) and end.result is Result.RANK_CONNECTION_LOST:
             self._see_ranks(client)
 
-    def _succeed(self, name: str, handle: AsyncReduceHandle, timeout: float | None) -> ReduceInfo:
-        """Waits; raises what went wrong."""
-        end = handle._finish(timeout)
+    def _run(self, name: str, work: Operands, tag: int, timeout: float | None) -> ReduceInfo:
+        """Launches and waits; raises what went wrong."""
+        stuck = timeout is None and self._single_threaded()
+        end = self._launch(name, work, tag, stuck=stuck)._finish(timeout)
         if isinstance(end, core.Fail):
             self._raise(name, end)
         return info(end)

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import socket
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -39,6 +40,8 @@ WELCOME_TIMEOUT_S = (
     10.0  # for the master's first answer; admission, later, may take as long as it takes
 )
 ATTEMPT_INTERVAL_S = 1.0
+# Who stands in one of these makes no other call until it returns.
+EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
 
 
 class Communicator(Collectives):
@@ -82,6 +85,8 @@ class Communicator(Collectives):
         super().__init__()
         self._client: Client | None = None
         self._voting: set[str] = set()  # rounds of the whole run or group that a thread stands in
+        self._user: threading.Thread | None = None  # the thread that made the latest call
+        self._shared = False  # whether several threads that live have made calls
         self._finalizer: weakref.finalize[..., Communicator] | None = None
         self._shared_revision = 0
 
@@ -107,6 +112,7 @@ class Communicator(Collectives):
         if n_attempts < 1:
             raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
         configure_logging()
+        self._single_threaded()
         if self._client is not None and self._client.over is None:
             why = "this communicator is connected already"
             raise error_for(Result.INVALID_USAGE, "connect", why)
@@ -264,7 +270,10 @@ class Communicator(Collectives):
             this one).
         """
         client = self._connected("are_peers_pending")
-        end = self._vote("are_peers_pending", client, client.are_peers_pending, timeout)
+        stuck = self._single_threaded() and timeout is None
+        end = self._vote(
+            "are_peers_pending", client, lambda: client.are_peers_pending(stuck), timeout
+        )
         return bool(end.value)
 
     def optimize_topology(self) -> None:
@@ -344,6 +353,7 @@ class Communicator(Collectives):
     # ---- helpers ----
 
     def _connected(self, name: str) -> Client:
+        self._single_threaded()
         client = self._client
         if client is None:
             why = "this communicator is not connected: call connect() first"
@@ -355,11 +365,30 @@ class Communicator(Collectives):
     def _exclusive(self, name: str) -> Client:
         client = self._connected(name)
         with self._lock:
+            self._may_enter(name)
+        return client
+
+    def _may_enter(self, name: str) -> None:
+        """Under the lock: whether a call can stand next to those that this peer stands in."""
+        if name in EXCLUSIVE and self._tags:
             tags = sorted(self._tags)
-        if tags:
             why = f"collectives are launched and not awaited (tags {tags}): wait() for them first"
             raise error_for(Result.PENDING_ASYNC_OPS, name, why)
-        return client
+        others = self._voting & (EXCLUSIVE | {name}) if name not in EXCLUSIVE else self._voting
+        if others:
+            why = f"another thread of this peer stands in {min(others)}()"
+            raise error_for(Result.INVALID_USAGE, name, why)
+
+    def _single_threaded(self) -> bool:
+        """Whether this thread is the only one there that has ever made a call.
+
+        If so, it makes no other call while it waits in this one, and says so: it can be told when
+        nobody will ever meet it there.
+        """
+        with self._lock:
+            user, self._user = self._user, threading.current_thread()
+            self._shared |= user is not None and user is not self._user and user.is_alive()
+            return not self._shared
 
     def _once(self, name: str) -> _Standing:
         return _Standing(self, name)
@@ -388,9 +417,7 @@ class _Standing:
 
     def __enter__(self) -> None:
         with self._communicator._lock:
-            if self._name in self._communicator._voting:
-                why = "another thread of this peer stands in the same call"
-                raise error_for(Result.INVALID_USAGE, self._name, why)
+            self._communicator._may_enter(self._name)
             self._communicator._voting.add(self._name)
 
     def __exit__(self, *exception: object) -> None:

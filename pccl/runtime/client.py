@@ -26,7 +26,16 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.config import MIB, Config, chunk_bytes, lanes
 from pccl.runtime.curve import require_curve, secure_client
-from pccl.runtime.engine import COMPLETE, FAILED, SETTLED, Engine, EngineOptions, Part, Ring
+from pccl.runtime.engine import (
+    COMPLETE,
+    FAILED,
+    SETTLED,
+    UNREACHABLE,
+    Engine,
+    EngineOptions,
+    Part,
+    Ring,
+)
 from pccl.runtime.inline import contribution, store
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.quantization import wire_bytes, wire_format
@@ -155,6 +164,7 @@ class Client:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._memory: dict[int, Operands | Pool] = {}  # op -> what the engine refers to
+        self._opened: dict[int, m.PeerInfo] = {}  # streams, and to whom
         self._inbox: deque[Callable[[], None]] = deque()
         self._closed = threading.Event()
         self._leaving = self._failed = False
@@ -191,7 +201,7 @@ class Client:
             core.AbortOp: lambda action: self._engine.abort(action.op),
             core.Store: self._store,
             core.OpenStream: self._open_stream,
-            core.CloseStream: lambda action: self._engine.close_stream(action.stream),
+            core.CloseStream: self._close_stream,
             core.Answer: self._answer,
             core.Fail: self._answer,
             core.Plan: self._note,
@@ -250,17 +260,17 @@ class Client:
         """Enters the round that admits pending peers."""
         return self._begin(self._core.update_topology)
 
-    def are_peers_pending(self) -> Call:
-        """Asks, with all others."""
-        return self._begin(self._core.are_peers_pending)
+    def are_peers_pending(self, stuck: bool = False) -> Call:
+        """Asks, with all others. `stuck`: until the answer the caller makes no other call."""
+        return self._begin(lambda call: self._core.are_peers_pending(call, stuck))
 
-    def collective(self, tag: int, operands: Operands) -> Call:
-        """Enters a collective."""
+    def collective(self, tag: int, operands: Operands, stuck: bool = False) -> Call:
+        """Enters a collective. `stuck`: until the answer the caller makes no other call."""
         data = operands.inline(self._config.inline_bytes)
 
         def begin(call: int) -> list[core.Action]:
             self._memory[call] = operands
-            return self._core.collective(call, tag, operands.work, data)
+            return self._core.collective(call, tag, operands.work, data, stuck)
 
         return self._begin(begin)
 
@@ -407,6 +417,9 @@ class Client:
                 actions = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
             else:
                 log.info("peer %d: %s", self._core.number, event.text)
+                to = self._opened.pop(event.stream, None)
+                if event.status == UNREACHABLE and to is not None:
+                    self._perform(self._core.unreached(to))
                 continue
             if event.settled or event.kind == SETTLED:
                 self._memory.pop(event.op, None)
@@ -532,6 +545,7 @@ class Client:
 
     def _open_stream(self, action: core.OpenStream) -> None:
         to, local = action.to, self._local(action.to)
+        self._opened[action.stream] = to
         host = f"[{to.host}]" if ":" in to.host else to.host
         endpoint = f"ipc://{to.ipc}" if local else f"tcp://{host}:{to.port}"
         self._engine.open_stream(
@@ -547,6 +561,10 @@ class Client:
         assert isinstance(memory, Operands)
         for operand in memory.each:
             store(operand.recv, action.data)
+
+    def _close_stream(self, action: core.CloseStream) -> None:
+        self._opened.pop(action.stream, None)
+        self._engine.close_stream(action.stream)
 
     def _answer(self, action: core.Answer | core.Fail) -> None:
         self._memory.pop(action.call, None)  # no op of the engine needs it any more
