@@ -122,9 +122,9 @@ void reduce_drop_early(struct op *op)
 {
     struct packet *packet;
     while ((packet = packets_take(&op->reduction.early)) != NULL) {
-        assert(op->queued > 0 && op->engine->forwards > 0);
+        assert(op->queued > 0 && op->engine->forwards >= packet->bytes);
         op->queued--;
-        op->engine->forwards--;
+        op->engine->forwards -= packet->bytes;
         packet_free(op->engine->zmq, packet);
     }
 }
@@ -209,6 +209,8 @@ static bool join_rings(struct op *op, const pccl_order *order)
             return false;
         }
         op->is_spread |= stream != op->links[0]->stream;
+        if (stream != NULL)
+            op->reduction.chunk = stream_chunk(stream, op->reduction.chunk);
         link->cursor = ring->begin + ring_bound(ring->count, ring->members, ring->position);
         link->end = ring->begin + ring_bound(ring->count, ring->members, ring->position + 1);
     }
@@ -219,8 +221,8 @@ void reduce_start(struct op *op, const pccl_order *order)
 {
     struct reduction *reduction = &op->reduction;
     const char *why = check_rings(op, order);
-    uint64_t chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
     struct packet *packet;
+    uint64_t chunk;
     uint32_t i;
     if (why != NULL) {
         op_fail(op, PCCL_EINVAL, "%s", why);
@@ -231,13 +233,14 @@ void reduce_start(struct op *op, const pccl_order *order)
         op_fail(op, PCCL_EPROTO, "%s", why);
         return;
     }
+    reduction->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
     if (!join_rings(op, order))
         return;
     op->engine->spread_ops += op->is_spread;
     op->started = true;
     op->seq = order->seq;
     op->epoch = order->epoch;
-    chunk = chunk / reduction->width / PCCL_QUANTUM * PCCL_QUANTUM;
+    chunk = reduction->chunk / reduction->width / PCCL_QUANTUM * PCCL_QUANTUM;
     reduction->chunk = chunk > 0 ? chunk : PCCL_QUANTUM;
     while ((packet = packets_take(&reduction->early)) != NULL)
         packets_append(&op->links[packet->ring]->stream->forwards, packet);
@@ -388,7 +391,7 @@ static void forward(struct op *op, uint8_t index)
     packet->ring = index;
     packets_append(stream != NULL ? &stream->forwards : &op->reduction.early, packet);
     op->queued++;
-    engine->forwards++;
+    engine->forwards += packet->bytes;
 }
 
 /* The last reducing hop: recv = partial result + ours. What is sent on is the message again if it

@@ -14,7 +14,7 @@ pccl_options peers_options(void)
 {
     pccl_options options = {0};
     options.io_threads = 1;
-    options.forward_max = 8;
+    options.forward_max = 8 << 10;
     options.recv_hwm = 4;
     options.connect_timeout_ms = 1000;
     options.copy_max = 256;

@@ -40,7 +40,7 @@ class EngineOptions:
 
     Attributes:
         io_threads: libzmq's threads for the connections.
-        forward_max: messages that may wait to be sent on; beyond that nothing is received.
+        forward_max: bytes that may wait to be sent on; beyond that nothing is received.
         recv_hwm: messages queued for each incoming connection.
         heartbeat_ms: a ping on each stream that is silent for this long; 0: none.
         heartbeat_timeout_ms: without an answer for this long, a stream is lost.
@@ -52,7 +52,7 @@ class EngineOptions:
     """
 
     io_threads: int = 1
-    forward_max: int = 64
+    forward_max: int = 64 << 20
     recv_hwm: int = 4
     heartbeat_ms: int = 1000
     heartbeat_timeout_ms: int = 5000
@@ -208,7 +208,7 @@ class Engine:
         Args:
             stream: a number that was never used before.
             endpoint: tcp://host:port or ipc://path.
-            lanes: connections, at least 1.
+            lanes: connections; 0: as many as the round trip asks for.
             hwm: messages queued for each of them, at least 1.
             curve_server: the neighbour's public key, if this engine has keys.
 
