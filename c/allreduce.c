@@ -122,9 +122,9 @@ void reduce_drop_early(struct op *op)
 {
     struct packet *packet;
     while ((packet = packets_take(&op->reduction.early)) != NULL) {
-        assert(op->queued > 0 && op->engine->forwards >= packet->bytes);
+        assert(op->queued > 0 && op->engine->forwards > 0);
         op->queued--;
-        op->engine->forwards -= packet->bytes;
+        op->engine->forwards--;
         packet_free(op->engine->zmq, packet);
     }
 }
@@ -391,7 +391,7 @@ static void forward(struct op *op, uint8_t index)
     packet->ring = index;
     packets_append(stream != NULL ? &stream->forwards : &op->reduction.early, packet);
     op->queued++;
-    engine->forwards += packet->bytes;
+    engine->forwards++;
 }
 
 /* The last reducing hop: recv = partial result + ours. What is sent on is the message again if it

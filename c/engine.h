@@ -322,7 +322,7 @@ struct pccl_engine {
     int error;               /* errno of the last call that failed */
     uint64_t dropped;
     uint32_t passes;
-    uint64_t forwards;       /* bytes that wait to be sent on, anywhere */
+    uint32_t forwards;       /* packets that wait to be sent on, anywhere */
     uint32_t spread_ops;     /* while there are any, forward_max does not hold */
     struct packet *inbox;    /* the message at hand */
     struct stream *streams;

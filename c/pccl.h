@@ -62,7 +62,7 @@
  * at hop h. There is no barrier: each chunk is handled when it comes, over whichever lane. Sends on
  * a stream: what was received and is to be sent on comes first; a chunk of one's own (hop 0) is
  * sent only when no forward waits. Own chunks of several ops take turns. When `forward_max`
- * bytes wait, the engine stops receiving; as own chunks enter only an empty queue, the ring
+ * messages wait, the engine stops receiving; as own chunks enter only an empty queue, the ring
  * always keeps a bubble and cannot deadlock on its own back-pressure. Several rings could block
  * each other, so the limit does not hold while an op has rings that lead to different neighbours.
  *
@@ -288,7 +288,7 @@ typedef struct pccl_engine pccl_engine;
 
 typedef struct pccl_options {
     uint32_t io_threads;             /* of the context, at least 1 */
-    uint32_t forward_max;            /* bytes that may wait to be sent on */
+    uint32_t forward_max;            /* messages that may wait to be sent on */
     uint32_t recv_hwm;               /* messages, for each connection */
     uint32_t heartbeat_ms;           /* on streams; 0: none */
     uint32_t heartbeat_timeout_ms;

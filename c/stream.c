@@ -172,9 +172,9 @@ static void free_packets(pccl_engine *engine, struct packets *queue)
 {
     struct packet *packet;
     while ((packet = packets_take(queue)) != NULL) {
-        assert(packet->op->queued > 0 && engine->forwards >= packet->bytes);
+        assert(packet->op->queued > 0 && engine->forwards > 0);
         packet->op->queued--;
-        engine->forwards -= packet->bytes;
+        engine->forwards--;
         packet_free(engine->zmq, packet);
     }
 }
@@ -449,13 +449,12 @@ static bool pump_forwards(struct stream *stream)
     struct packet *packet = stream->forwards.head;
     pccl_engine *engine = stream->engine;
     struct op *op = packet->op;
-    uint64_t bytes = packet->bytes;
     if (stream_send(stream, op, packet) == BLOCKED)
         return false;
     (void)packets_take(&stream->forwards);
-    assert(op->queued > 0 && engine->forwards >= bytes);
+    assert(op->queued > 0 && engine->forwards > 0);
     op->queued--;
-    engine->forwards -= bytes;
+    engine->forwards--;
     packet_free(engine->zmq, packet);
     return true;
 }

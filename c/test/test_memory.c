@@ -98,7 +98,7 @@ static bool run(int nth, uint32_t forward_max)
 int main(void)
 {
     int nth = 0;
-    while (run(nth, 8 << 10))
+    while (run(nth, 8))
         nth++;
     CHECK(nth > 20);
     return check_report("memory");

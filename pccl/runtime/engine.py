@@ -40,7 +40,7 @@ class EngineOptions:
 
     Attributes:
         io_threads: libzmq's threads for the connections.
-        forward_max: bytes that may wait to be sent on; beyond that nothing is received.
+        forward_max: messages that may wait to be sent on; beyond that nothing is received.
         recv_hwm: messages queued for each incoming connection.
         heartbeat_ms: a ping on each stream that is silent for this long; 0: none.
         heartbeat_timeout_ms: without an answer for this long, a stream is lost.
@@ -52,7 +52,7 @@ class EngineOptions:
     """
 
     io_threads: int = 1
-    forward_max: int = 64 << 20
+    forward_max: int = 256
     recv_hwm: int = 4
     heartbeat_ms: int = 1000
     heartbeat_timeout_ms: int = 5000

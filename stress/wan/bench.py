@@ -12,6 +12,7 @@ import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 from statistics import median
 
 from network import Link, kind, network
@@ -48,7 +49,7 @@ def measure(link: Link, args: argparse.Namespace) -> dict[str, list[float]]:
                 "warmups": args.warmups,
                 "iterations": args.iterations,
             }
-            argv = [python, __file__.replace("bench.py", "peer.py"), json.dumps(job)]
+            argv = [python, str(Path(__file__).with_name("peer.py")), json.dumps(job)]
             peers.append(net.popen(host, argv, stdout=subprocess.PIPE))
         results = [json.loads(peer.communicate(timeout=args.timeout)[0]) for peer in peers]
         master.terminate()
@@ -69,7 +70,10 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["pccl"])
     parser.add_argument("--timeout", type=float, default=300)
     args = parser.parse_args()
-    print(f"{args.bytes} bytes, float, 2 peers, {kind()}; median (min) in s, times the bound")
+    print(
+        f"{args.bytes} bytes, float, 2 peers, {kind()}; median (min) in s, times the bound",
+        flush=True,
+    )
     for number in args.links:
         link = LINKS[number]
         bound = link.bound_s(args.bytes)
