@@ -23,7 +23,7 @@ enum {
     DISTANT_CHUNK = 1 << 16, /* bytes: what a slow lane has still to send is what all wait for */
     LANES_UNKNOWN = 8,       /* where the round trip is not known */
     LANES_MAX = 16,          /* more make no link faster, and share it less evenly */
-    LANE_US = 14000          /* one more lane for each: a window has some megabytes at most */
+    LANE_US = 7000           /* one more lane for each: windows are limited, and loss halves them */
 };
 
 /* ---- opening and closing ---- */
