@@ -106,7 +106,8 @@ enum pccl_error {
     PCCL_ENOMEM = -2,
     PCCL_EZMQ = -3,      /* a call of the table failed; pccl_engine_errno() has its errno */
     PCCL_ESTREAM = -4,   /* a stream was lost, or could not be connected */
-    PCCL_EPROTO = -5     /* a neighbour sent an impossible message */
+    PCCL_EPROTO = -5,    /* a neighbour sent an impossible message */
+    PCCL_EREACH = -6     /* of STREAM_LOST: no lane could be connected in the first place */
 };
 
 enum {

@@ -276,7 +276,7 @@ static void handle_monitor(struct stream *stream, const unsigned char *data, siz
         stream_lose(stream, PCCL_ESTREAM, "%s", event == ZMQ_EVENT_DISCONNECTED
                     ? "a lane was disconnected" : "a lane could not be set up: handshake failed");
     else if (++stream->lanes_failed == stream->lanes)   /* the others may still carry everything */
-        stream_lose(stream, PCCL_ESTREAM, "no lane could be connected: refused or timed out");
+        stream_lose(stream, PCCL_EREACH, "no lane could be connected: refused or timed out");
 }
 
 static bool listen_one(struct stream *stream)

@@ -46,6 +46,8 @@ WELCOME_TIMEOUT_S = (
     10.0  # for the master's first answer; admission, later, may take as long as it takes
 )
 ATTEMPT_INTERVAL_S = 1.0
+# Who stands in one of these makes no other call until it returns.
+EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
 
 
 class AsyncReduceHandle:
@@ -129,6 +131,8 @@ class Communicator:
         self._client: Client | None = None
         self._tags: set[int] = set()  # of collectives that are launched and not awaited
         self._voting: set[str] = set()  # rounds of the whole run or group that a thread stands in
+        self._user: threading.Thread | None = None  # the thread that made the latest call
+        self._shared = False  # whether several threads that live have made calls
         self._finalizer: weakref.finalize[..., Communicator] | None = None
         self._shared_revision = 0
 
@@ -154,6 +158,7 @@ class Communicator:
         if n_attempts < 1:
             raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
         configure_logging()
+        self._single_threaded()
         if self._client is not None and self._client.over is None:
             why = "this communicator is connected already"
             raise error_for(Result.INVALID_USAGE, "connect", why)
@@ -304,7 +309,10 @@ class Communicator:
             this one).
         """
         client = self._connected("are_peers_pending")
-        end = self._vote("are_peers_pending", client, client.are_peers_pending, timeout)
+        stuck = self._single_threaded() and timeout is None
+        end = self._vote(
+            "are_peers_pending", client, lambda: client.are_peers_pending(stuck), timeout
+        )
         return bool(end.value)
 
     def optimize_topology(self) -> None:
@@ -422,7 +430,8 @@ class Communicator:
             OverflowError: `tag` is negative or above 2**64 - 1.
         """
         buffers = _buffers(send, recv, operand_descriptor)
-        handle = self._launch("all_reduce", buffers, op, tag, quantization_options)
+        stuck = self._single_threaded() and timeout is None
+        handle = self._launch("all_reduce", buffers, op, tag, quantization_options, stuck)
         end = handle._finish(timeout)
         if isinstance(end, core.Fail):
             self._raise("all_reduce", end)
@@ -518,6 +527,7 @@ class Communicator:
         op: ReduceOp,
         tag: int,
         quantization_options: QuantizationOptions | None,
+        stuck: bool = False,
     ) -> AsyncReduceHandle:
         if not 0 <= tag < 1 << 64:
             raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
@@ -532,13 +542,14 @@ class Communicator:
             why = "this peer is alone in its group: admit others by update_topology() first"
             raise error_for(Result.TOO_FEW_PEERS, name, why)
         with self._lock:
+            self._may_enter(name)
             if tag in self._tags:
                 why = f"a collective with tag {tag} is launched and not awaited: use another tag"
                 raise error_for(Result.INVALID_ARGUMENT, name, why)
             self._tags.add(tag)
         send, recv = buffers
         work = m.Work("all_reduce", op.value, send.dtype.value, send.count)
-        call = client.all_reduce(tag, Reduce(send, recv, work))
+        call = client.all_reduce(tag, Reduce(send, recv, work), stuck)
         return AsyncReduceHandle(self, client, call, tag)
 
     # ---- helpers ----
@@ -548,6 +559,7 @@ class Communicator:
             self._tags.discard(tag)
 
     def _connected(self, name: str) -> Client:
+        self._single_threaded()
         client = self._client
         if client is None:
             why = "this communicator is not connected: call connect() first"
@@ -559,11 +571,30 @@ class Communicator:
     def _exclusive(self, name: str) -> Client:
         client = self._connected(name)
         with self._lock:
+            self._may_enter(name)
+        return client
+
+    def _may_enter(self, name: str) -> None:
+        """Under the lock: whether a call can stand next to those that this peer stands in."""
+        if name in EXCLUSIVE and self._tags:
             tags = sorted(self._tags)
-        if tags:
             why = f"collectives are launched and not awaited (tags {tags}): wait() for them first"
             raise error_for(Result.PENDING_ASYNC_OPS, name, why)
-        return client
+        others = self._voting & (EXCLUSIVE | {name}) if name not in EXCLUSIVE else self._voting
+        if others:
+            why = f"another thread of this peer stands in {min(others)}()"
+            raise error_for(Result.INVALID_USAGE, name, why)
+
+    def _single_threaded(self) -> bool:
+        """Whether this thread is the only one there that has ever made a call.
+
+        If so, it makes no other call while it waits in this one, and says so: it can be told when
+        nobody will ever meet it there.
+        """
+        with self._lock:
+            user, self._user = self._user, threading.current_thread()
+            self._shared |= user is not None and user is not self._user and user.is_alive()
+            return not self._shared
 
     def _once(self, name: str) -> _Standing:
         return _Standing(self, name)
@@ -592,9 +623,7 @@ class _Standing:
 
     def __enter__(self) -> None:
         with self._communicator._lock:
-            if self._name in self._communicator._voting:
-                why = "another thread of this peer stands in the same call"
-                raise error_for(Result.INVALID_USAGE, self._name, why)
+            self._communicator._may_enter(self._name)
             self._communicator._voting.add(self._name)
 
     def __exit__(self, *exception: object) -> None:

@@ -281,7 +281,7 @@ def test_connection_that_hangs(make: Make) -> None:
         with socket.create_server(("127.0.0.1", 0)) as mute:
             peer.engine.open_stream(2, f"tcp://127.0.0.1:{address[1]}", lanes=2, hwm=1)
             peer.engine.open_stream(3, f"tcp://127.0.0.1:{mute.getsockname()[1]}", lanes=2, hwm=1)
-            assert peer.wait(STREAM_LOST, 2).status == lib.PCCL_ESTREAM
+            assert peer.wait(STREAM_LOST, 2).status == lib.PCCL_EREACH
             assert peer.wait(STREAM_LOST, 3).status == lib.PCCL_ESTREAM
         for filler in fillers:
             filler.close()

@@ -20,6 +20,9 @@ def fits(work: m.Work, data: bytes) -> bool:
     )
 
 
+REACH_ATTEMPTS_MAX = 3  # to open a stream between two peers that have both been reached before
+
+
 class Collectives(Ledger):
     """Starts collectives, interrupts them, and settles their outcome.
 
@@ -101,12 +104,35 @@ class Collectives(Ledger):
                     self._send(number, m.Interrupt(running.seq, why))
             self._settle(running)
 
+    def _unreached(self, number: int, accused: int, epoch: int) -> None:
+        """No stream from one peer to another could be opened: one of them has to go.
+
+        That is the accused, if no collective with it has ever committed. Otherwise it may just have
+        died, which is known soon: they get more attempts, and then the one that came last goes.
+        """
+        group = self._groups[self.peers[number].info.group]
+        if epoch != group.epoch or accused not in self._accepted(self.peers[number].info.group):
+            return  # it has gone meanwhile
+        pair = frozenset((number, accused))
+        group.unreached[pair] += 1
+        fresh = not self.peers[accused].proven
+        if fresh or group.unreached[pair] >= REACH_ATTEMPTS_MAX:
+            guilty = accused if fresh else max(pair)
+            why = (
+                f"{self.peers[number].info} could not reach {self.peers[accused].info}: open that "
+                "port to the other peers, or set PCCL_ADVERTISE to a host at which they reach it"
+            )
+            self._remove(guilty, why, Result.RANK_CONNECTION_FAILED)
+
     def _settle(self, running: Running) -> None:
         """The one outcome, once all surviving members have voted."""
         if len(running.votes) == len(running.members):  # only members vote
             del self._running[running.seq]
             ok = all(running.votes.values())
+            if ok:
+                self._groups[running.group].unreached.clear()
             finished = m.Finished(running.seq, ok, "" if ok else running.why)
             for number in sorted(running.members):
                 self.peers[number].running -= 1
+                self.peers[number].proven |= ok
                 self._send(number, finished)

@@ -130,6 +130,7 @@ class Open(Struct, array_like=True, frozen=True):
     seq: U64
     members: tuple[U64, ...]
     vote: bool | None
+    tag: U64 = 0
 
 
 class Small(Struct, array_like=True, frozen=True):
@@ -168,15 +169,17 @@ class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
 
 
 class PendingVote(Struct, array_like=True, frozen=True, tag=3):
-    """Enters `are_peers_pending`."""
+    """Enters `are_peers_pending`. `stuck`: this peer can enter nothing else until it returns."""
 
     call: U64
+    stuck: bool = False
 
 
 class StartVote(Struct, array_like=True, frozen=True, tag=4):
     """Enters a collective: its engine knows the buffers already, or `data` is the contribution.
 
-    `heard` is the greatest seq the peer has heard of: it lacks no result up to there.
+    `heard` is the greatest seq the peer has heard of: it lacks no result up to there. `stuck`: as
+    in `PendingVote`.
     """
 
     call: U64
@@ -184,6 +187,7 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
     work: Work
     data: Data | None = None
     heard: U64 = 0
+    stuck: bool = False
 
 
 class FinishVote(Struct, array_like=True, frozen=True, tag=5):
@@ -221,6 +225,13 @@ class Withdraw(Struct, array_like=True, frozen=True, tag=9):
 
     call: U64
     seq: U64 = 0
+
+
+class Unreached(Struct, array_like=True, frozen=True, tag=11):
+    """In `epoch`, no stream to `peer` could be opened."""
+
+    peer: U64
+    epoch: U32
 
 
 class Resume(Struct, array_like=True, frozen=True, tag=10):
@@ -400,6 +411,7 @@ PeerMessage: TypeAlias = (
     | FetchedVote
     | Leave
     | Withdraw
+    | Unreached
     | Resume
 )
 MasterMessage: TypeAlias = (

@@ -36,8 +36,7 @@ running or all are interrupted.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import replace
 
 import msgspec
 
@@ -50,6 +49,8 @@ from pccl.errors import (
     PeerLostError,
 )
 from pccl.protocol import messages as m
+from pccl.protocol.calls import Collective, State, Syncing
+from pccl.protocol.fetching import Fetching
 from pccl.protocol.orders import (
     AbortOp,
     Action,
@@ -101,83 +102,28 @@ _ERRORS: dict[int, type[PCCLError]] = {
 }
 
 
-class State(Enum):
-    """Of a collective; see above."""
-
-    VOTING = auto()
-    RUNNING = auto()
-    COMPLETE = auto()
-    ABORTING = auto()
-
-
-@dataclass(slots=True)
-class Collective:
-    """A collective in which we have voted."""
-
-    call: int
-    tag: int
-    work: m.Work
-    data: bytes | None = None  # our contribution where it travels with the vote, then the result
-    state: State = State.VOTING
-    seq: int = 0
-    members: tuple[int, ...] = ()
-    settled: bool = False
-    outcome: Fail | bool | None = None
-    impatient: bool = False  # the caller waits no longer
-    tx_bytes: int = 0
-    rx_bytes: int = 0
-
-    @property
-    def unstarted(self) -> bool:
-        """Whether it waits for its start round."""
-        return self.seq == 0 and self.outcome is None
-
-
-@dataclass(slots=True)
-class Syncing:
-    """The synchronisation we stand in: its ops, its streams, the plan that counts."""
-
-    call: int
-    serve_op: int
-    offer: m.Offer
-    plan: m.SyncPlan | None = None
-    group: m.Plan | None = None  # the group as it was when the plan was made: slots count in it
-    fetch_op: int = 0
-    streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
-    ops: set[int] = field(default_factory=set)  # not settled yet
-    ending: set[int] = field(default_factory=set)  # told to commit or abort
-    outcome: m.SyncResult | Fail | None = None
-    tx_bytes: int = 0
-    rx_bytes: int = 0
-
-
-class Peer:
+class Peer(Fetching):
     """One peer of a run."""
 
     def __init__(self) -> None:
-        self.number = 0
+        super().__init__()
         self.run = 0
         self.accepted = False
         self.over: Fail | None = None  # why this peer is no longer in the run, if it is not
         self.world = m.World(0, 0, 0, 0)
-        self.plan = m.Plan(0, (), (), 0)
         self._hello: m.Hello | None = None
         self._joining: int | None = None
         self._linked = True  # to the master
-        self._done = m.Done()
         self._outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES_KEPT)
         self._calls: dict[int, m.PeerMessage] = {}  # simple calls that wait, and their votes
-        self._withdrawn: set[int] = set()  # calls whose time ran out while the master was away
+        self._withdrawn: set[int] = set()  # calls whose time ran out
         self._unvoted: set[int] = set()  # collectives that Resume reported without our vote
         self._collectives: dict[int, Collective] = {}
         self._by_seq: dict[int, Collective] = {}
-        self._syncing: Syncing | None = None
-        self._last_seq = 0
         self._small: deque[m.Small] = deque()  # results that others may lack
         self._streams: tuple[int, ...] = ()  # to our successors, one for each ring
         self._streams_epoch = 0
         self._next_stream = 1
-        self._out: list[Action] = []
 
     # ---- calls ----
 
@@ -193,24 +139,24 @@ class Peer:
         """Answered with None when pending peers have been accepted."""
         return self._simple(call, m.TopologyVote(call))
 
-    def are_peers_pending(self, call: int) -> list[Action]:
-        """Answered with a bool."""
-        return self._simple(call, m.PendingVote(call))
+    def are_peers_pending(self, call: int, stuck: bool = False) -> list[Action]:
+        """Answered with a bool. `stuck`: until then this peer makes no other call."""
+        return self._simple(call, m.PendingVote(call, stuck))
 
     def collective(
-        self, call: int, tag: int, work: m.Work, data: bytes | None = None
+        self, call: int, tag: int, work: m.Work, data: bytes | None = None, stuck: bool = False
     ) -> list[Action]:
-        """Answered with a `Reduced`.
+        """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
 
         With `data`, the contribution, the master reduces and the engine has no part in it.
         """
         if self._dead(call):
             return self._take()
         inline = data is not None
-        self._collectives[call] = Collective(call, tag, work, data, settled=inline)
+        self._collectives[call] = Collective(call, tag, work, data, stuck, settled=inline)
         if not inline:
             self._out.append(RegisterOp(call, self.run, tag, self._last_seq))
-        self._say(m.StartVote(call, tag, work, data, self._last_seq))
+        self._say(m.StartVote(call, tag, work, data, self._last_seq, stuck))
         return self._take()
 
     def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Action]:
@@ -258,9 +204,11 @@ class Peer:
             collective.impatient = True
         if collective is not None and collective.state is State.RUNNING:
             self._give_up(collective, why)
-        elif not self._linked:
-            self._withdrawn.add(call)
-        else:
+        elif self.over is None:
+            waiting = self._calls.keys() | self._collectives.keys()
+            if self._syncing is not None:
+                waiting |= {self._syncing.call}
+            self._withdrawn = (self._withdrawn | {call}) & waiting
             self._say_withdraw(call)
         return self._take()
 
@@ -377,6 +325,11 @@ class Peer:
             self._out.append(AbortOp(op))
         elif self._syncing is not None and op == self._syncing.fetch_op:
             self._report_fetch(self._syncing, False, why)
+        return self._take()
+
+    def unreached(self, info: m.PeerInfo) -> list[Action]:
+        """No stream to a peer could be opened. The ops that wanted it fail, as ever."""
+        self._say(m.Unreached(info.peer, self.plan.epoch))
         return self._take()
 
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Action]:
@@ -518,95 +471,8 @@ class Peer:
         if isinstance(collective.outcome, Fail):
             self._out.append(collective.outcome)
         else:
-            size = len(collective.members)
-            reduced = Reduced(size, collective.tx_bytes, collective.rx_bytes)
-            self._out.append(Answer(collective.call, reduced))
-
-    # ---- shared state ----
-
-    def _slot(self, syncing: Syncing, receiver: int) -> int:
-        """A receiver's number at its holders: its place in the group, the same on both sides."""
-        assert syncing.group is not None
-        return [info.peer for info in syncing.group.peers].index(receiver)
-
-    def _start_transfer(
-        self, syncing: Syncing, op: int, seq: int, ends: list[tuple[int, int]]
-    ) -> None:
-        """Starts a serve or fetch op on streams to (peer, slot)s."""
-        assert syncing.group is not None
-        rings = tuple(
-            RingPart(self._sync_stream(syncing, peer), 2, slot, 0, 0) for peer, slot in ends
-        )
-        self._out.append(StartOp(op, seq, syncing.group.epoch, rings))
-
-    def _report_fetch(self, syncing: Syncing, ok: bool, why: str) -> None:
-        assert syncing.plan is not None
-        self._out.append(Fetched(syncing.call, syncing.plan.seq, ok, why))
-
-    def _planned(self, plan: m.SyncPlan) -> None:
-        syncing = self._syncing
-        if syncing is None or syncing.call != plan.call:
-            return
-        self._void_fetch(syncing)
-        for stream in syncing.streams.values():
-            self._out.append(CloseStream(stream))
-        syncing.streams.clear()
-        syncing.plan, syncing.group = plan, self.plan
-        if plan.serve:
-            ends = [(receiver, self._slot(syncing, receiver)) for receiver in plan.serve]
-            self._start_transfer(syncing, syncing.serve_op, plan.seq, ends)
-        self._last_seq = max(self._last_seq, plan.seq)
-        self._out.append(Plan(syncing.call, plan))  # also when there is nothing to fetch any more
-
-    def _sync_stream(self, syncing: Syncing, peer: int) -> int:
-        if peer not in syncing.streams:
-            assert syncing.group is not None
-            info = next(info for info in syncing.group.peers if info.peer == peer)
-            syncing.streams[peer] = self._open(info)
-        return syncing.streams[peer]
-
-    def _void_fetch(self, syncing: Syncing) -> None:
-        if syncing.fetch_op:
-            self._let_go(syncing, syncing.fetch_op, AbortOp)
-            syncing.fetch_op = 0
-
-    def _let_go(self, syncing: Syncing, op: int, order: type[AbortOp] | type[CommitOp]) -> None:
-        """Ends an op of a transfer, once."""
-        if op in syncing.ops and op not in syncing.ending:
-            syncing.ending.add(op)
-            self._out.append(order(op))
-
-    def _synced(self, result: m.SyncResult) -> None:
-        self._done = msgspec.structs.replace(
-            self._done, sync=result.round, revision=result.revision, plan=result.plan, holds=True
-        )
-        if self._syncing is not None and self._syncing.call == result.call:
-            self._end_sync(self._syncing, result)
-
-    def _end_sync(self, syncing: Syncing, outcome: m.SyncResult | Fail) -> None:
-        """The outcome is known: let go of everything, then answer."""
-        if syncing.outcome is not None:
-            return
-        syncing.outcome = outcome
-        for op in sorted(syncing.ops):
-            self._let_go(syncing, op, AbortOp if isinstance(outcome, Fail) else CommitOp)
-        for stream in syncing.streams.values():
-            self._out.append(CloseStream(stream))
-        self._conclude_sync(syncing)
-
-    def _op_settled(self, syncing: Syncing, op: int) -> None:
-        syncing.ops.discard(op)
-        self._conclude_sync(syncing)
-
-    def _conclude_sync(self, syncing: Syncing) -> None:
-        if syncing.outcome is None or syncing.ops:
-            return
-        self._syncing = None
-        if isinstance(syncing.outcome, m.SyncResult):
-            synced = Synced(syncing.outcome.revision, syncing.tx_bytes, syncing.rx_bytes)
-            self._out.append(Answer(syncing.call, synced))
-        else:
-            self._out.append(syncing.outcome)
+            end = Reduced(len(collective.members), collective.tx_bytes, collective.rx_bytes)
+            self._out.append(Answer(collective.call, end))
 
     # ---- the link to the master ----
 
@@ -628,7 +494,7 @@ class Peer:
         )
         votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
         open_ = tuple(
-            m.Open(seq, c.members, votes[c.state]) for seq, c in sorted(self._by_seq.items())
+            m.Open(seq, c.members, votes[c.state], c.tag) for seq, c in sorted(self._by_seq.items())
         )
         self._unvoted = {o.seq for o in open_ if o.vote is None}
         done = msgspec.structs.replace(
@@ -674,12 +540,11 @@ class Peer:
         for collective in self._collectives.values():
             if collective.unstarted:
                 c = collective
-                self._say(m.StartVote(c.call, c.tag, c.work, c.data, self._last_seq))
+                self._say(m.StartVote(c.call, c.tag, c.work, c.data, self._last_seq, c.stuck))
         for seq, collective in self._by_seq.items():
             if seq in self._unvoted and collective.state is not State.RUNNING:
                 self._say(m.FinishVote(seq, collective.state is State.COMPLETE))
-        withdrawn, self._withdrawn = self._withdrawn, set()
-        for call in sorted(withdrawn):
+        for call in sorted(self._withdrawn):  # what was said of it may have been lost
             self._say_withdraw(call)
 
     def _resume_sync(self, syncing: Syncing, missed: bool, done: m.Done) -> None:
@@ -712,14 +577,10 @@ class Peer:
             self._out.append(Answer(call, value))
 
     def _refused(self, refusal: m.CallError) -> None:
-        result = Result(refusal.result)
-        lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
-        error = _ERRORS.get(refusal.cause, lost)
-        self._refuse(Fail(refusal.call, result, refusal.why, error))
-
-    def _refuse(self, fail: Fail) -> None:
         """A call failed before anything happened."""
-        call = fail.call
+        call, result = refusal.call, Result(refusal.result)
+        lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
+        fail = Fail(call, result, refusal.why, _ERRORS.get(refusal.cause, lost))
         if call in self._calls:
             del self._calls[call]
             self._out.append(fail)
@@ -748,6 +609,8 @@ class Peer:
         for call in sorted(self._calls):
             self._out.append(replace(over, call=call))
         self._calls.clear()
+        self._by_seq.clear()
+        self._withdrawn.clear()
         for collective in list(self._collectives.values()):
             if collective.outcome is None:
                 self._abort(collective, replace(over, call=collective.call))

@@ -26,7 +26,15 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.config import MIB, Config, chunk_bytes, high_water_mark, lanes
 from pccl.runtime.curve import require_curve, secure_client
-from pccl.runtime.engine import COMPLETE, FAILED, SETTLED, Engine, EngineOptions, Ring
+from pccl.runtime.engine import (
+    COMPLETE,
+    FAILED,
+    SETTLED,
+    UNREACHABLE,
+    Engine,
+    EngineOptions,
+    Ring,
+)
 from pccl.runtime.inline import contribution, store
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.waiter import Waiter
@@ -128,6 +136,7 @@ class Client:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._memory: dict[int, Reduce | Pool] = {}  # op -> what the engine refers to
+        self._opened: dict[int, m.PeerInfo] = {}  # streams, and to whom
         self._inbox: deque[Callable[[], None]] = deque()
         self._closed = threading.Event()
         self._leaving = self._failed = False
@@ -164,7 +173,7 @@ class Client:
             core.AbortOp: lambda action: self._engine.abort(action.op),
             core.Store: self._store,
             core.OpenStream: self._open_stream,
-            core.CloseStream: lambda action: self._engine.close_stream(action.stream),
+            core.CloseStream: self._close_stream,
             core.Answer: self._answer,
             core.Fail: self._answer,
             core.Plan: self._note,
@@ -223,18 +232,18 @@ class Client:
         """Enters the round that admits pending peers."""
         return self._begin(self._core.update_topology)
 
-    def are_peers_pending(self) -> Call:
-        """Asks, with all others."""
-        return self._begin(self._core.are_peers_pending)
+    def are_peers_pending(self, stuck: bool = False) -> Call:
+        """Asks, with all others. `stuck`: until the answer the caller makes no other call."""
+        return self._begin(lambda call: self._core.are_peers_pending(call, stuck))
 
-    def all_reduce(self, tag: int, reduce: Reduce) -> Call:
-        """Enters an all-reduce."""
+    def all_reduce(self, tag: int, reduce: Reduce, stuck: bool = False) -> Call:
+        """Enters an all-reduce. `stuck`: until the answer the caller makes no other call."""
         inline = reduce.send.nbytes <= self._config.inline_bytes
         data = contribution(reduce.send) if inline else None
 
         def begin(call: int) -> list[core.Action]:
             self._memory[call] = reduce
-            return self._core.collective(call, tag, reduce.work, data)
+            return self._core.collective(call, tag, reduce.work, data, stuck)
 
         return self._begin(begin)
 
@@ -381,6 +390,9 @@ class Client:
                 actions = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
             else:
                 log.info("peer %d: %s", self._core.number, event.text)
+                to = self._opened.pop(event.stream, None)
+                if event.status == UNREACHABLE and to is not None:
+                    self._perform(self._core.unreached(to))
                 continue
             if event.settled or event.kind == SETTLED:
                 self._memory.pop(event.op, None)
@@ -500,6 +512,7 @@ class Client:
 
     def _open_stream(self, action: core.OpenStream) -> None:
         to, local = action.to, self._local(action.to)
+        self._opened[action.stream] = to
         host = f"[{to.host}]" if ":" in to.host else to.host
         endpoint = f"ipc://{to.ipc}" if local else f"tcp://{host}:{to.port}"
         self._engine.open_stream(
@@ -514,6 +527,10 @@ class Client:
         memory = self._memory[action.call]
         assert isinstance(memory, Reduce)
         store(memory.recv, action.data)
+
+    def _close_stream(self, action: core.CloseStream) -> None:
+        self._opened.pop(action.stream, None)
+        self._engine.close_stream(action.stream)
 
     def _answer(self, action: core.Answer | core.Fail) -> None:
         self._memory.pop(action.call, None)  # no op of the engine needs it any more

@@ -27,6 +27,7 @@ COMPLETE: int = lib.PCCL_COMPLETE
 FAILED: int = lib.PCCL_FAILED
 SETTLED: int = lib.PCCL_SETTLED
 STREAM_LOST: int = lib.PCCL_STREAM_LOST
+UNREACHABLE: int = lib.PCCL_EREACH  # status of a STREAM_LOST
 
 _EVENT = struct.Struct("@IiQIIQQ160s")  # a pccl_event
 assert _EVENT.size == ffi.sizeof("pccl_event")
