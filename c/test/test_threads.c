@@ -1,9 +1,10 @@
-/* Engines that run in threads of their own, under the stress of many ops and of streams and ops that
- * are lost at any moment. Meant for `make tsan`; the other builds run it too.
+/* Engines that run in threads of their own, under the stress of many ops, and of streams and ops
+ * that are lost at any moment. Meant for `make tsan`; the other builds run it too.
  *
  * All share one fake network behind one lock. Its memory of what was sent is released by whichever
  * thread comes along, as libzmq's threads do it. The main thread is everybody's caller: an op is
- * committed on all peers when all hold the result, else aborted on all; then every byte is checked. */
+ * committed on all peers when all hold the result, else aborted on all; then every byte is
+ * checked. */
 #define _POSIX_C_SOURCE 200809L
 
 #include <pthread.h>
