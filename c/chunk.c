@@ -41,11 +41,13 @@ static uint64_t payload_bytes(const struct collective *collective, const struct 
 /* ---- sending our own ---- */
 
 /* Elements of a part whose message has about as many bytes as START says. */
-static uint64_t chunk_elements(const struct collective *collective, const struct part *part)
+static uint64_t chunk_elements(const struct link *ring, const struct part *part)
 {
+    const struct collective *collective = &ring->op->collective;
+    uint64_t bytes = stream_chunk(ring->stream, collective->chunk);
     uint64_t step = collective->format == PCCL_UNQUANTIZED
         ? PCCL_QUANTUM : pccl_quantized_block(collective->format);
-    uint64_t steps = collective->chunk / payload_bytes(collective, part, step);
+    uint64_t steps = bytes / payload_bytes(collective, part, step);
     return steps > 0 ? steps * step : step;
 }
 
@@ -54,7 +56,7 @@ static uint64_t own_length(const struct link *ring, const struct part *part)
 {
     const struct collective *collective = &ring->op->collective;
     uint64_t length = part_left(collective, part, ring->cursor);
-    uint64_t chunk = chunk_elements(collective, part);
+    uint64_t chunk = chunk_elements(ring, part);
     if (length > ring->end - ring->cursor)
         length = ring->end - ring->cursor;
     return length < chunk ? length : chunk;

@@ -9,6 +9,7 @@
  * chunk.c      its chunks: sent, judged, reduced or stored, sent on
  * transfer.c   SERVE and FETCH
  * packet.c     messages of one or two frames
+ * tcp.c        what is asked of the operating system about a connection
  *
  * Everything runs in the thread that is in pccl_engine_run(), but for release() in packet.c, which
  * libzmq calls from its own threads and which touches nothing but an atomic counter.
@@ -121,12 +122,15 @@ struct stream {
     pccl_engine *engine;
     uint32_t number;
     uint32_t lanes, lanes_failed;
+    bool automatic;          /* more lanes are to come when the round trip is known */
+    bool distant;            /* a round trip is DISTANT_US or more */
     void *push, *monitor;
     bool blocked;            /* the last send found no lane with room */
     bool lost;               /* to be buried */
     bool silent;             /* closed by order: no STREAM_LOST */
     int status;              /* why lost */
     char text[PCCL_TEXT_MAX];
+    char endpoint[PCCL_ENDPOINT_MAX];
     struct packets forwards; /* received, to be sent on: before anything else */
     struct turns transfers;  /* requests and data: before first chunks */
     struct turns collectives; /* chunks of our own */
@@ -168,6 +172,17 @@ bool stream_pending(const struct stream *stream);
 /* Handles monitor events of all streams; closes streams that are lost. Whether there were any. */
 bool streams_listen(pccl_engine *engine);
 bool streams_bury(pccl_engine *engine);
+
+/* The bytes of a chunk on that stream, where `chunk` are asked for. */
+uint64_t stream_chunk(const struct stream *stream, uint64_t chunk);
+
+/* ---- connections (tcp.c) ---- */
+
+/* A connection's round trip as of its handshake; 0: not known, as of a socket that is not TCP. */
+uint32_t tcp_round_trip_us(int fd);
+
+/* Has a connection over a long link keep little unsent, and pace what it sends. Cannot fail. */
+void tcp_prepare_distant(int fd);
 
 /* ---- ops (op.c, collective.c, chunk.c, transfer.c) ---- */
 

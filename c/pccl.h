@@ -283,9 +283,9 @@ enum pccl_order_kind {
 };
 
 /* One order. Which members count:
- *   OPEN_STREAM   stream (a number that was never used before), lanes, hwm (messages queued for
- *                 each lane), endpoint; curve_server, the neighbour's public key, if the engine
- *                 has keys.
+ *   OPEN_STREAM   stream (a number that was never used before), lanes (0: as many as the round trip
+ *                 asks for), hwm (messages queued for each lane), endpoint; curve_server, the
+ *                 neighbour's public key, if the engine has keys.
  *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED.
  *   REGISTER      op (a number that was never used before), op_kind, run, tag, min_seq: the op's
  *                 sequence number will be greater.

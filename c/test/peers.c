@@ -24,9 +24,13 @@ pccl_options peers_options(void)
 
 void peers_open(struct peers *peers, int n, const pccl_options *options, uint64_t seed)
 {
-    const pccl_zmq *zmq = fake_table();
-    int i, error;
     fake_reset(seed);
+    peers_open_by(peers, n, options, fake_table());
+}
+
+void peers_open_by(struct peers *peers, int n, const pccl_options *options, const pccl_zmq *zmq)
+{
+    int i, error;
     memset(peers, 0, sizeof *peers);
     peers->n = n;
     for (i = 0; i < n; i++) {
@@ -87,7 +91,7 @@ void peers_end(struct peers *peers, int who, enum pccl_order_kind kind, uint64_t
     peers_order(peers, who, &order);
 }
 
-static void read_events(struct peer *peer)
+void peers_read(struct peer *peer)
 {
     pccl_msg message;
     fake_table()->msg_init(&message);
@@ -110,7 +114,7 @@ bool peers_step(struct peers *peers)
         if (status < 0)
             peer->error = status;
         moved |= status > 0;
-        read_events(peer);
+        peers_read(peer);
     }
     return moved;
 }

@@ -30,6 +30,9 @@ pccl_options peers_options(void);
 /* Makes `n` engines in a new world. */
 void peers_open(struct peers *peers, int n, const pccl_options *options, uint64_t seed);
 
+/* Makes `n` engines that call the fake network by way of that table. */
+void peers_open_by(struct peers *peers, int n, const pccl_options *options, const pccl_zmq *zmq);
+
 /* Frees the engines; nothing may be left of the world then. */
 void peers_close(struct peers *peers);
 
@@ -44,6 +47,9 @@ void peers_order(struct peers *peers, int who, const pccl_order *order);
 
 /* COMMIT or ABORT. */
 void peers_end(struct peers *peers, int who, enum pccl_order_kind kind, uint64_t op);
+
+/* Takes in a peer's events. */
+void peers_read(struct peer *peer);
 
 /* One pass of every engine, in an order by chance. Whether anything moved or may still move by
  * itself. */

@@ -634,10 +634,11 @@ static void test_no_stream(void)
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 4) == 1);
     order.stream = 5;
-    order.lanes = 0;
+    order.hwm = 0;
     peers_order(&peers, 0, &order);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 5) == 1);
+    order.hwm = 1;
     for (nth = 0; nth < 15; nth++) {
         order.stream = 100 + (uint32_t)nth;
         order.lanes = 3;
@@ -652,6 +653,32 @@ static void test_no_stream(void)
     peers_order(&peers, 0, &order);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == 0);
+    peers_close(&peers);
+}
+
+/* A stream that may choose: the first lane says how many more. One that cannot be had loses it. */
+static void test_automatic_lanes(void)
+{
+    pccl_options options = peers_options();
+    pccl_order order = {0};
+    peers_open(&peers, 1, &options, 1);
+    order.kind = PCCL_OPEN_STREAM;
+    order.stream = 4;
+    order.hwm = 1;
+    strcpy(order.endpoint, peers.peer[0].endpoint);
+    peers_order(&peers, 0, &order);
+    peers_run(&peers);
+    CHECK(fake_lanes() == 8);
+    order.stream = 5;
+    peers_order(&peers, 0, &order);
+    while (fake_lanes() == 8)
+        (void)pccl_engine_step(peers.peer[0].engine);
+    fake_fail_call(0);
+    peers_run(&peers);
+    fake_fail_call(-1);
+    CHECK(fake_lanes() == 8);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 4) == 0);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 5) == 1);
     peers_close(&peers);
 }
 
@@ -703,6 +730,7 @@ int main(void)
     test_wrong_ends();
     test_tag_again();
     test_no_stream();
+    test_automatic_lanes();
     test_no_engine();
     return check_report("faults");
 }

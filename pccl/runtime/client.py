@@ -24,7 +24,7 @@ import zmq
 from pccl.arrays import Buffer
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.config import MIB, Config, chunk_bytes, lanes
+from pccl.runtime.config import MIB, Config, chunk_bytes, high_water_mark, lanes
 from pccl.runtime.curve import require_curve, secure_client
 from pccl.runtime.engine import (
     COMPLETE,
@@ -45,9 +45,6 @@ from pccl.types import Result
 
 log = logging.getLogger("pccl")
 
-STREAM_HWM = (
-    4  # messages under way on one lane: enough to keep it busy, few enough to stay in the caches
-)
 RETRY_S = 0.2  # between attempts to reach a master that is gone
 
 Note = core.Answer | core.Fail | core.Plan | core.Fetched | m.Welcome
@@ -552,7 +549,7 @@ class Client:
             action.stream,
             endpoint,
             lanes=lanes(local, self._pool_size, self._config),
-            hwm=STREAM_HWM,
+            hwm=high_water_mark(local),
             curve_server=to.curve,
         )
 

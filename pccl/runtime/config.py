@@ -28,7 +28,8 @@ class Config:
         connect_timeout_s: until a connection must stand.
         master_patience_s: how long a peer tries to get back to a master that is gone.
         straggler_s: a master drops peers that keep others waiting for so long; None: never.
-        lanes: connections to a neighbour on another machine where the user does not say.
+        lanes: connections to a neighbour on another machine where the user does not say; 0: as
+            many as the round trip asks for.
         inline_bytes: all-reduces of up to so many go with the votes and are reduced by the master:
             two round trips to it, instead of these and twice around the ring.
     """
@@ -40,7 +41,7 @@ class Config:
     connect_timeout_s: float = 5.0
     master_patience_s: float = 60.0
     straggler_s: float | None = None
-    lanes: int = 8
+    lanes: int = 0
     inline_bytes: int = 16384
 
     @staticmethod
@@ -110,5 +111,15 @@ def chunk_bytes(total: int, members: int, local: bool) -> int:
 
 
 def lanes(local: bool, pool_size: int, config: Config) -> int:
-    """Connections to a neighbour: as the user chose, else one if it is on this machine."""
+    """Connections to a neighbour: as the user chose, else one if it is on this machine; 0: the
+    engine chooses."""
     return pool_size or (1 if local else config.lanes)
+
+
+def high_water_mark(local: bool) -> int:
+    """Messages queued for one lane.
+
+    Four keep a lane on this machine busy and stay in the caches. Elsewhere the kernel has more to
+    send, and what is queued for a slow lane is what the end of a collective waits for.
+    """
+    return 4 if local else 2

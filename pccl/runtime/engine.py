@@ -61,7 +61,7 @@ class EngineOptions:
     """
 
     io_threads: int = 1
-    forward_max: int = 64
+    forward_max: int = 256
     recv_hwm: int = 4
     heartbeat_ms: int = 1000
     heartbeat_timeout_ms: int = 5000
@@ -230,7 +230,7 @@ class Engine:
         Args:
             stream: a number that was never used before.
             endpoint: tcp://host:port or ipc://path.
-            lanes: connections, at least 1.
+            lanes: connections; 0: as many as the round trip asks for.
             hwm: messages queued for each of them, at least 1.
             curve_server: the neighbour's public key, if this engine has keys.
 
