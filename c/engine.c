@@ -277,7 +277,7 @@ static bool is_current(const struct op *op, uint64_t seq)
 static void dispatch(pccl_engine *engine)
 {
     static const enum pccl_op_kind kinds[] = {
-        [WIRE_CHUNK] = PCCL_ALL_REDUCE, [WIRE_REQUEST] = PCCL_SERVE, [WIRE_DATA] = PCCL_FETCH};
+        [WIRE_CHUNK] = PCCL_COLLECTIVE, [WIRE_REQUEST] = PCCL_SERVE, [WIRE_DATA] = PCCL_FETCH};
     struct packet *inbox = engine->inbox;
     struct wire_header header;
     struct op *op = NULL;
@@ -293,7 +293,7 @@ static void dispatch(pccl_engine *engine)
         return;
     }
     if (header.kind == WIRE_CHUNK)
-        reduce_take(op, &header);
+        collective_take(op, &header);
     else if (header.kind == WIRE_REQUEST)
         serve_take(op, &header);
     else

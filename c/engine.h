@@ -5,10 +5,12 @@
  * engine.c     the loop, orders, events, the PULL socket
  * stream.c     streams: sockets, monitors, what is sent when
  * op.c         the life of an op: registered, started, complete, ended, settled
- * allreduce.c  what ALL_REDUCE does with a chunk
+ * collective.c a collective's memory: what lies where, what ABORT restores; its start
+ * chunk.c      its chunks: sent, judged, reduced or stored, sent on
  * transfer.c   SERVE: what it answers
  * fetch.c      FETCH: what it asks whom
  * packet.c     messages of one or two frames
+ * tcp.c        what is asked of the operating system about a connection
  *
  * Everything runs in the thread that is in pccl_engine_run(), but for release() in packet.c, which
  * libzmq calls from its own threads and which touches nothing but an atomic counter.
@@ -79,6 +81,10 @@ int packet_receive(pccl_engine *engine, struct packet *packet);
 int packet_build(struct op *op, struct packet *packet, const struct wire_header *header,
                  const void *data, uint64_t bytes);
 
+/* The same for `bytes` bytes of payload that the caller is about to write. */
+int packet_reserve(struct op *op, struct packet *packet, const struct wire_header *header,
+                   uint64_t bytes);
+
 /* The payload of a packet that is not empty, and its encoded header. */
 unsigned char *packet_payload(const pccl_zmq *zmq, struct packet *packet);
 unsigned char *packet_header(const pccl_zmq *zmq, struct packet *packet);
@@ -90,7 +96,7 @@ void packets_split(struct packets *queue, struct packets *out, const struct op *
 
 /* ---- streams (stream.c) ---- */
 
-/* An op's place on a stream: a ring of ALL_REDUCE, a requester of SERVE, a holder of FETCH. */
+/* An op's place on a stream: a ring of COLLECTIVE, a requester of SERVE, a holder of FETCH. */
 struct link {
     struct op *op;
     struct stream *stream;   /* NULL: lost, or a ring of one */
@@ -99,8 +105,10 @@ struct link {
     uint32_t index;          /* among the op's links */
     uint32_t members;        /* of the ring */
     uint32_t position;       /* in the ring; SERVE, FETCH: the slot */
-    uint64_t begin, count;   /* ALL_REDUCE: the ring's share, elements */
-    uint64_t cursor, end;    /* ALL_REDUCE: what is left of our own segment, elements */
+    uint32_t root;           /* BROADCAST: its position */
+    const uint16_t *ranks;   /* COLLECTIVE: by position; NULL: the positions */
+    uint64_t begin, count;   /* COLLECTIVE: the ring's share of a block, offsets */
+    uint64_t cursor, end;    /* COLLECTIVE: what is left of our own chunks, offsets */
     struct request *requests, *last_request;    /* SERVE: waiting for an answer */
     uint32_t outstanding;    /* FETCH: requests under way, */
     uint32_t delivered;      /* and answered lately */
@@ -117,15 +125,18 @@ struct stream {
     pccl_engine *engine;
     uint32_t number;
     uint32_t lanes, lanes_failed;
+    bool automatic;          /* more lanes are to come when the round trip is known */
+    bool distant;            /* a round trip is DISTANT_US or more */
     void *push, *monitor;
     bool blocked;            /* the last send found no lane with room */
     bool lost;               /* to be buried */
     bool silent;             /* closed by order: no STREAM_LOST */
     int status;              /* why lost */
     char text[PCCL_TEXT_MAX];
+    char endpoint[PCCL_ENDPOINT_MAX];
     struct packets forwards; /* received, to be sent on: before anything else */
     struct turns transfers;  /* requests and data: before first chunks */
-    struct turns reductions; /* first chunks of our own segments */
+    struct turns collectives; /* chunks of our own */
 };
 
 enum sent { SENT, BLOCKED };
@@ -142,6 +153,9 @@ struct stream *stream_find(pccl_engine *engine, uint32_t number);
 
 /* Marks a stream lost, for the first reason that is given. Cannot fail. */
 void stream_lose(struct stream *stream, int status, const char *format, ...) PRINTF_LIKE(3, 4);
+
+/* Whether a message could be sent now. Asks the socket: for who would make one in vain. */
+bool stream_has_room(struct stream *stream);
 
 /* Sends a message of `op` now, which empties the packet, or says BLOCKED and leaves it. */
 enum sent stream_send(struct stream *stream, struct op *op, struct packet *packet);
@@ -162,7 +176,18 @@ bool stream_pending(const struct stream *stream);
 bool streams_listen(pccl_engine *engine);
 bool streams_bury(pccl_engine *engine);
 
-/* ---- ops (op.c, allreduce.c, transfer.c) ---- */
+/* The bytes of a chunk on that stream, where `chunk` are asked for. */
+uint64_t stream_chunk(const struct stream *stream, uint64_t chunk);
+
+/* ---- connections (tcp.c) ---- */
+
+/* A connection's round trip as of its handshake; 0: not known, as of a socket that is not TCP. */
+uint32_t tcp_round_trip_us(int fd);
+
+/* Has a connection over a long link keep little unsent, and pace what it sends. Cannot fail. */
+void tcp_prepare_distant(int fd);
+
+/* ---- ops (op.c, collective.c, chunk.c, transfer.c) ---- */
 
 /* What the first early chunk of a ring said of our place in it. */
 struct claim {
@@ -170,18 +195,35 @@ struct claim {
     uint32_t members, position;
 };
 
-struct reduction {
-    int dtype, redop;
-    size_t width;            /* bytes of an element */
+/* An array of a collective. */
+struct part {
     const unsigned char *send;
     unsigned char *recv;
-    uint64_t count;
-    uint64_t chunk;          /* elements */
-    uint64_t written;        /* elements of recv that hold the result */
-    uint64_t *given_set;     /* granules to which our contribution has been given */
+    int dtype;
+    size_t width;            /* bytes of an element in memory */
+    uint64_t count;          /* elements of a block */
+    uint64_t begin;          /* its first offset in a block */
+    bool overwrites;         /* recv holds what ABORT must restore, */
+    size_t shadow_at;        /* here in the shadow */
+};
+
+struct collective {
+    enum pccl_collective what;
+    int redop, format;
+    bool reduces;            /* or else gathers: chunks are final from the start */
+    uint32_t members;        /* blocks of the larger buffers; 0: all have one */
+    uint32_t send_blocks, recv_blocks;
+    struct part *parts;
+    uint32_t n_parts;
+    uint64_t span;           /* offsets of a block */
+    uint64_t total;          /* elements of a block */
+    uint64_t chunk;          /* bytes of a message, about */
+    uint64_t done, wanted;   /* elements given and written, and how many there are */
+    uint64_t *given_set;     /* granules of send that have been given: our contribution */
     uint64_t *written_set;   /* granules of recv that hold the result */
-    unsigned char *shadow;   /* in place: what recv held in those granules */
-    size_t shadow_size;      /* bytes */
+    unsigned char *shadow;   /* what recv held in those granules, where that counts */
+    size_t shadow_bytes;     /* that it needs */
+    size_t shadow_size;      /* that it has */
     struct packets early;    /* to be sent on once START names the stream */
     bool claimed;            /* early chunks have fixed seq and epoch */
     struct claim claims[PCCL_RINGS_MAX];
@@ -259,7 +301,7 @@ struct op {
     struct link **links;
     uint32_t n_links;
     bool is_spread;          /* over rings that lead to different neighbours */
-    struct reduction reduction;
+    struct collective collective;
     struct transfer transfer;
 };
 
@@ -303,14 +345,39 @@ void op_unrefer(struct op *op);
 
 /* The three kinds of ops. _register and _start check and take over what an order says, or fail the
  * op; _take handles the message in the engine's inbox; _send uses a link's turn. */
-void reduce_register(struct op *op, const pccl_order *order);
-void reduce_start(struct op *op, const pccl_order *order);
-void reduce_take(struct op *op, const struct wire_header *chunk);
-enum turn reduce_send(struct link *ring);
-void reduce_drop_early(struct op *op);      /* what waits for START to be sent on */
-void reduce_drop_shadow(struct op *op);     /* the result stays */
-void reduce_restore(struct op *op);         /* the result goes, what was there before is back */
-void reduce_free(struct op *op);
+void collective_register(struct op *op, const pccl_order *order);
+void collective_start(struct op *op, const pccl_order *order);
+void collective_take(struct op *op, const struct wire_header *chunk);
+enum turn collective_send(struct link *ring);
+void collective_drop_early(struct op *op);  /* what waits for START to be sent on */
+void collective_drop_shadow(struct op *op); /* the result stays */
+void collective_restore(struct op *op);     /* the result goes, what was there before is back */
+void collective_free(struct op *op);
+
+/* The part that an offset below blocks * span is of; how many elements it has from there on. */
+const struct part *part_at(const struct collective *collective, uint64_t offset);
+uint64_t part_left(const struct collective *collective, const struct part *part, uint64_t offset);
+
+/* Where the element at an offset is in send and in recv: also for the offset of a block that such a
+ * buffer with one block only has in common with others. */
+const unsigned char *part_send(const struct collective *collective, const struct part *part,
+                               uint64_t offset);
+unsigned char *part_recv(const struct collective *collective, const struct part *part,
+                         uint64_t offset);
+
+/* The granules from <= i < to of the elements from an offset on, in written_set. */
+void written_granules(const struct collective *collective, uint64_t offset, uint64_t length,
+                      uint64_t *from, uint64_t *to);
+
+/* Keeps the bytes of recv at an offset, if ABORT must restore them: 0 or PCCL_ENOMEM. */
+int collective_save(struct op *op, const struct part *part, uint64_t offset, size_t bytes);
+
+/* The offsets from <= i < to of a segment of a ring. */
+void ring_part(const struct link *ring, uint32_t segment, uint64_t *from, uint64_t *to);
+
+/* The first and the last hop of a chunk, among `members` > 1. */
+uint32_t collective_first_hop(const struct collective *collective, uint32_t members);
+uint32_t collective_last_hop(const struct collective *collective, uint32_t members);
 
 void transfer_register(struct op *op, const pccl_order *order);
 void transfer_free(struct op *op);

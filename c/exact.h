@@ -42,6 +42,18 @@
 #define PCCL_CLONES
 #endif
 
+/* PCCL_INLINE is for what is part of such a function: a call would leave its level. */
+#if defined __GNUC__
+#define PCCL_INLINE inline __attribute__((always_inline))
+#define PCCL_ALIGNED(bytes) __attribute__((aligned(bytes)))
+#elif defined _MSC_VER
+#define PCCL_INLINE __forceinline
+#define PCCL_ALIGNED(bytes) __declspec(align(bytes))
+#else
+#define PCCL_INLINE inline
+#define PCCL_ALIGNED(bytes)
+#endif
+
 enum { F16_NAN = 0x7e00, BF16_NAN = 0x7fc0 };
 static const uint32_t F32_NAN = 0x7fc00000u;
 static const uint64_t F64_NAN = 0x7ff8000000000000u;

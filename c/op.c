@@ -141,7 +141,7 @@ static pccl_event make_event(const struct op *op, enum pccl_event_kind kind)
 static void silence(struct op *op)
 {
     uint32_t i;
-    reduce_drop_early(op);
+    collective_drop_early(op);
     serve_drop_requests(op, NULL);
     for (i = 0; i < op->n_links; i++) {
         serve_drop_requests(op, op->links[i]);
@@ -211,7 +211,7 @@ static void free_op(struct op *op)
     for (i = 0; i < op->n_links; i++)
         free(op->links[i]);
     free(op->links);
-    reduce_free(op);
+    collective_free(op);
     transfer_free(op);
     if (op->counter != NULL)
         engine->zmq->atomic_counter_destroy(&op->counter);
@@ -223,7 +223,7 @@ void op_complete(struct op *op)
     pccl_event event = make_event(op, PCCL_COMPLETE);
     assert(op->started && !op->failed && !op->complete);
     op->complete = true;
-    event.settled = is_idle(op) && op->reduction.shadow == NULL;
+    event.settled = is_idle(op) && op->collective.shadow == NULL;
     engine_emit(op->engine, &event);
     if (event.settled)
         free_op(op);
@@ -234,7 +234,7 @@ static void settle(struct op *op)
     pccl_event event = make_event(op, PCCL_SETTLED);
     pccl_engine *engine = op->engine;
     if (op->ending == ABORTED)
-        reduce_restore(op);
+        collective_restore(op);
     free_op(op);
     engine_emit(engine, &event);
 }
@@ -295,7 +295,7 @@ void op_order_end(pccl_engine *engine, const pccl_order *order)
     if (!commit || op->kind == PCCL_SERVE)
         silence(op);
     if (commit)
-        reduce_drop_shadow(op);
+        collective_drop_shadow(op);
     else if (is_referred(op))
         lose_streams(op);
     if (is_idle(op))
@@ -306,11 +306,11 @@ void ops_free(pccl_engine *engine)
 {
     struct op *op;
     while ((op = engine->ops != NULL ? engine->ops : engine->ending) != NULL) {
-        reduce_drop_early(op);
+        collective_drop_early(op);
         serve_drop_requests(op, NULL);
         assert(!is_referred(op));
         if (op->ending != COMMITTED)
-            reduce_restore(op);
+            collective_restore(op);
         free_op(op);
     }
 }
@@ -332,6 +332,8 @@ struct link *op_add_link(struct op *op, struct stream *stream, const pccl_ring *
     link->index = op->n_links;
     link->members = ring->members;
     link->position = ring->position;
+    link->root = ring->root;
+    link->ranks = ring->ranks;
     link->begin = ring->begin;
     link->count = ring->count;
     op->links[op->n_links++] = link;
@@ -370,8 +372,8 @@ void op_order_register(pccl_engine *engine, const pccl_order *order)
     index_id(op);
     if (op_find_by_tag(engine, op->kind, op->run, op->tag) != NULL)
         op_fail(op, PCCL_EINVAL, "another op of this kind has the tag");
-    else if (op->kind == PCCL_ALL_REDUCE)
-        reduce_register(op, order);
+    else if (op->kind == PCCL_COLLECTIVE)
+        collective_register(op, order);
     else if (op->kind == PCCL_SERVE || op->kind == PCCL_FETCH)
         transfer_register(op, order);
     else
@@ -387,10 +389,10 @@ void op_order_start(pccl_engine *engine, const pccl_order *order)
         return;
     if (order->n_rings > PCCL_RINGS_MAX || order->seq <= op->min_seq)
         op_fail(op, PCCL_EINVAL, "START with too many rings or a sequence number that was used");
-    else if (op->started && op->kind == PCCL_ALL_REDUCE)
+    else if (op->started && op->kind == PCCL_COLLECTIVE)
         op_fail(op, PCCL_EINVAL, "started twice");
-    else if (op->kind == PCCL_ALL_REDUCE)
-        reduce_start(op, order);
+    else if (op->kind == PCCL_COLLECTIVE)
+        collective_start(op, order);
     else if (op->kind == PCCL_SERVE)
         serve_start(op, order);
     else
@@ -408,5 +410,5 @@ void op_order_allow(pccl_engine *engine, const pccl_order *order)
 {
     struct op *op = find_by_id(engine, order->op);
     if (op != NULL && op->kind == PCCL_SERVE && !op->failed && op->ending == LIVING)
-        serve_allow(op, order->count);
+        serve_allow(op, order->limit);
 }

@@ -115,18 +115,34 @@ static int refer(struct op *op, struct packet *packet, const void *data, uint64_
     return PCCL_OK;
 }
 
+/* A frame of the header and room for so many bytes of payload. 0 or PCCL_ENOMEM. */
+static int make_frame(struct op *op, struct packet *packet, const struct wire_header *header,
+                      uint64_t room)
+{
+    const pccl_zmq *zmq = op->engine->zmq;
+    assert(packet->frames == 0);
+    if (zmq->msg_init_size(&packet->frame[0], WIRE_HEADER_BYTES + (size_t)room) < 0)
+        return PCCL_ENOMEM;
+    packet->frames = 1;
+    wire_encode(header, packet_header(zmq, packet));
+    return PCCL_OK;
+}
+
+int packet_reserve(struct op *op, struct packet *packet, const struct wire_header *header,
+                   uint64_t bytes)
+{
+    packet->bytes = bytes;
+    return make_frame(op, packet, header, bytes);
+}
+
 int packet_build(struct op *op, struct packet *packet, const struct wire_header *header,
                  const void *data, uint64_t bytes)
 {
     const pccl_zmq *zmq = op->engine->zmq;
     bool copy = bytes <= op->engine->options.copy_max;
-    size_t size = WIRE_HEADER_BYTES + (copy ? (size_t)bytes : 0);
-    assert(packet->frames == 0);
-    if (zmq->msg_init_size(&packet->frame[0], size) < 0)
-        return PCCL_ENOMEM;
-    packet->frames = 1;
     packet->bytes = bytes;
-    wire_encode(header, packet_header(zmq, packet));
+    if (make_frame(op, packet, header, copy ? bytes : 0) != PCCL_OK)
+        return PCCL_ENOMEM;
     if (copy && bytes > 0)
         memcpy(packet_payload(zmq, packet), data, (size_t)bytes);
     if (!copy && refer(op, packet, data, bytes) != PCCL_OK) {

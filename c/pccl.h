@@ -39,37 +39,66 @@
  * FAILED with PCCL_ESTREAM says that none is left, and it waits for a START with a greater seq, or
  * its ABORT. An op that there was no memory to register is FAILED too, and its ABORT is SETTLED.
  *
- * In place, the engine saves what recv held before it overwrites it: as many bytes again as the
- * buffer has, until COMMIT or ABORT. It keeps one such block, the largest, for later ops.
+ * Where recv is also send, or part of it, the engine saves what recv held before it overwrites it:
+ * as many bytes again as recv has, until COMMIT or ABORT. It keeps one such memory, the largest,
+ * for later ops. (ALL_GATHER in place overwrites no contribution, so nothing is saved.)
  *
  * With keys in its options, the PULL is a CURVE server and every PUSH a CURVE client, over ipc too.
  * Whose public key may connect is asked of a ZAP handler (ZeroMQ RFC 27, domain "pccl"), which the
  * caller binds in the engine's context; as long as there is none, nobody gets in.
  *
+ * COLLECTIVES AND THEIR OFFSETS
+ *
+ * A collective is over one or more arrays, its PARTS, which complete or fail together. They lie
+ * one after the other in a space of offsets: a part of `count` elements takes as many offsets, and
+ * up to the next multiple of Q = PCCL_QUANTUM there is nothing. What all take is a BLOCK.
+ *
+ *                   send, blocks   recv, blocks
+ *     ALL_REDUCE    1              1              recv = the reduction of all sends
+ *     REDUCE_SCATTER  members      1              recv = block r of that reduction
+ *     ALL_GATHER    1              members        block r of recv = the send of rank r
+ *     BROADCAST     1              1              recv = the send of the root; send is recv
+ *
+ * Several blocks follow each other in the offsets as they do in memory, for each part by itself: a
+ * part of a buffer with m blocks is m * count elements without gaps. A peer's RANK is the same in
+ * all rings; it is its position in a ring that does not say otherwise.
+ *
  * THE RING
  *
- * With n members a ring's share of the data, `count` elements from `begin`, is cut into n
- * segments; segment s is [bound(s), bound(s+1)) with
+ * With n members a ring's share of a block, `count` offsets from `begin`, makes n segments. The
+ * last position to add to segment s, or the one that has it in the beginning, is s - 1 (mod n), its
+ * OWNER. Segment s is
  *
- *     bound(s) = begin + min(count, Q * (ceil(count / Q) * s / n)),
+ *     ALL_REDUCE:   [bound(s), bound(s+1)) with
+ *                   bound(s) = begin + min(count, Q * (ceil(count / Q) * s / n)), rounded down
+ *     REDUCE_SCATTER, ALL_GATHER: the ring's share of the block of the owner's rank
+ *     BROADCAST:    the ring's share, if the owner is the root; else empty.
  *
- * Q = PCCL_QUANTUM elements and / rounding down. Position r sends segment r, cut into chunks, to
- * its successor with hop 0. A chunk that arrives with hop h is
+ * A chunk is a piece of one part and one segment. It travels from position to position:
  *
  *     h <= n-2:  a partial result of h+1 contributors. The receiver adds its own contribution. If
- *                that makes n (h == n-2) it is final and stored (AVG divides here). It is sent on.
- *     h >= n-1:  final. Stored, and sent on unless h == 2n-3.
+ *                that makes n (h == n-2) it is final and stored (AVG divides here).
+ *     h >= n-1:  final. Stored.
  *
- * It is sent on with hop h+1. So a receiver at position p only ever sees segment (p - h - 1) mod n
- * at hop h. There is no barrier: each chunk is handled when it comes, over whichever lane. Sends on
- * a stream: what was received and is to be sent on comes first; a chunk of one's own (hop 0) is
- * sent only when no forward waits. Own chunks of several ops take turns. When `forward_max`
- * messages wait, the engine stops receiving; as own chunks enter only an empty queue, the ring
- * always keeps a bubble and cannot deadlock on its own back-pressure. Several rings could block
- * each other, so the limit does not hold while an op has rings that lead to different neighbours.
+ * It is sent on with hop h+1, unless h is the last hop. ALL_REDUCE has the hops 0 to 2n-3,
+ * REDUCE_SCATTER those up to n-2, ALL_GATHER and BROADCAST those from n-1. Position r begins with
+ * its own chunks of the segment that its successor sees at the first hop; a receiver at position p
+ * only ever sees segment (p - h - 1) mod n at hop h. There is no barrier: each chunk is handled
+ * when it comes, over whichever lane. Sends on a stream: what was received and is to be sent on
+ * comes first; a chunk of one's own is sent only when no forward waits. Own chunks of several ops
+ * take turns. When `forward_max` messages wait, the engine stops receiving; as own chunks enter
+ * only an empty queue, the ring always keeps a bubble and cannot deadlock on its own back-pressure.
+ * Several rings could block each other, so the limit does not hold while an op has rings that lead
+ * to different neighbours.
  *
- * Several rings share out the data in their order: the first begins at 0, each other where the one
- * before it ends, the last ends at the op's count; shares begin at multiples of Q.
+ * Quantised (order's format), a payload is a chunk's elements by pccl_quantize(). Each partial
+ * result is quantised anew; what is final is quantised once and then sent on as it is, and all
+ * members, the one that made it included, store what these bytes say. Chunks are whole blocks of
+ * the format, counted from the begin of the part or segment, so that results do not depend on
+ * chunk_bytes.
+ *
+ * Several rings share out a block in their order: the first begins at 0, each other where the one
+ * before it ends, the last ends where the block does; shares begin at multiples of Q.
  *
  * THE WIRE
  *
@@ -81,7 +110,7 @@
  *     38 u16 hop (chunk), or of a request any number, which its data repeats
  *     44 u32 piece (request, data)   48 u64 offset   56 u32 length   60 u32 0
  * Kinds: 1 chunk, 2 request, 3 data. What a kind does not use is 0.
- * A chunk's offset and length count elements (offset from the start of the op's buffer), a
+ * A chunk's offset is one of its op's, its length counts elements; a
  * request's and data's bytes of a piece. Messages of another run, of no op that is known, or with
  * a sequence number that an op cannot have are stale or foreign: dropped and counted. A message
  * for a known op whose position, size or alignment is impossible, or that repeats a chunk, fails
@@ -109,7 +138,8 @@ enum pccl_error {
     PCCL_ENOMEM = -2,
     PCCL_EZMQ = -3,      /* a call of the table failed; pccl_engine_errno() has its errno */
     PCCL_ESTREAM = -4,   /* a stream was lost, or could not be connected */
-    PCCL_EPROTO = -5     /* a neighbour sent an impossible message */
+    PCCL_EPROTO = -5,    /* a neighbour sent an impossible message */
+    PCCL_EREACH = -6     /* of STREAM_LOST: no lane could be connected in the first place */
 };
 
 enum {
@@ -117,6 +147,7 @@ enum {
     PCCL_CHUNK_MAX = 1 << 26,    /* bytes; larger messages end their connection */
     PCCL_RINGS_MAX = 8,
     PCCL_PEERS_MAX = 4096,   /* members of one ring */
+    PCCL_PARTS_MAX = 65536,  /* arrays of one collective */
     PCCL_ENDPOINT_MAX = 256,
     PCCL_KEY_CHARS = 40,     /* of a CURVE key, which is text: Z85 */
     PCCL_TEXT_MAX = 160
@@ -134,6 +165,32 @@ size_t pccl_dtype_size(int dtype);
  * or PCCL_EINVAL for an unknown type, operation or divisor. */
 int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, size_t n,
                 uint32_t divisor);
+
+/* How an array of floats is quantised: docs/quantization.md says what each does. A block is a
+ * header of one number (BLOCK: step) or two (MIN_MAX: step, middle; ZERO_POINT: step, zero code),
+ * fp64 for fp64 elements and fp32 for all others, and a code of so many bits for each element; the
+ * last block of an array may be shorter. Of n codes of 4 bits, byte i has code i in its lower half
+ * and code (n + 1) / 2 + i in its upper one. */
+enum pccl_format {
+    PCCL_UNQUANTIZED = 0, PCCL_BLOCK_8 = 1, PCCL_BLOCK_4 = 2, PCCL_MIN_MAX_8 = 3,
+    PCCL_MIN_MAX_16 = 4, PCCL_ZERO_POINT_8 = 5, PCCL_ZERO_POINT_16 = 6
+};
+
+/* Elements of a block, 0 for an unknown format; bytes of n elements that are quantised, 0 for an
+ * unknown format or elements that are no floats. */
+size_t pccl_quantized_block(int format);
+uint64_t pccl_quantized_size(int format, int dtype, uint64_t n);
+
+/* Quantises n elements, and back. Arrays do not overlap. A block with a NaN or an infinity becomes
+ * all NaN. 0, or PCCL_EINVAL for an unknown format or elements that are no floats. */
+int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n);
+int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n);
+
+/* One step of a ring, in one pass: sum = quantised((sum + own) / divisor), where sum is quantised
+ * and own is not. If out is not NULL it receives sum, no longer quantised; out may be own. What is
+ * wrong gives PCCL_EINVAL, a divisor of 0 too. */
+int pccl_quantized_add(int format, int dtype, void *sum, const void *own, size_t n,
+                       uint32_t divisor, void *out);
 
 /* One outer step of SGD with Nesterov momentum, PyTorch's form with dampening 0, in four
  * separately rounded operations for each element, so that every machine computes the same bits:
@@ -208,10 +265,26 @@ void pccl_plain_set_more(pccl_msg *msg, int more);
 /* ---- orders and events ---- */
 
 enum pccl_op_kind {
-    PCCL_ALL_REDUCE = 1,
+    PCCL_COLLECTIVE = 1,
     PCCL_SERVE = 2,          /* answer requests for the bytes of `pieces` */
     PCCL_FETCH = 3           /* request the bytes of `pieces` from whoever START names */
 };
+
+enum pccl_collective {
+    PCCL_ALL_REDUCE = 1, PCCL_REDUCE_SCATTER = 2, PCCL_ALL_GATHER = 3, PCCL_BROADCAST = 4
+};
+
+/* An array of a collective: `count` elements for each block. In place is
+ *     ALL_REDUCE       send == recv
+ *     REDUCE_SCATTER   recv is the block of our rank in send
+ *     ALL_GATHER       send is the block of our rank in recv
+ * and otherwise the two do not overlap; BROADCAST uses recv alone. */
+typedef struct pccl_part {
+    const void *send;
+    void *recv;
+    uint64_t count;
+    uint32_t dtype;
+} pccl_part;
 
 /* Some memory and its number, by which the other side asks for it. Bytes of what is `uncounted` do
  * not count in tx_bytes and rx_bytes. */
@@ -229,28 +302,32 @@ enum pccl_order_kind {
 };
 
 /* One order. Which members count:
- *   OPEN_STREAM   stream (a number that was never used before), lanes, hwm (messages queued for
- *                 each lane), endpoint; curve_server, the neighbour's public key, if the engine
- *                 has keys.
+ *   OPEN_STREAM   stream (a number that was never used before), lanes (0: as many as the round trip
+ *                 asks for), hwm (messages queued for each lane), endpoint; curve_server, the
+ *                 neighbour's public key, if the engine has keys.
  *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED.
  *   REGISTER      op (a number that was never used before), op_kind, run, tag, min_seq: the op's
  *                 sequence number will be greater.
- *                 ALL_REDUCE: dtype, redop, send, recv (equal: in place), count.
+ *                 COLLECTIVE: collective, redop, format (if not 0: floats that are summed or
+ *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: blocks of the larger buffers),
+ *                 parts, n_parts, an array that stays valid until SETTLED.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
- *                 that stays valid until SETTLED. SERVE: count, 0 or the bytes that it may send
+ *                 that stays valid until SETTLED. SERVE: limit, 0 or the bytes that it may send
  *                 before the first ALLOW. FETCH: leaf_bytes, 0 or the size of the leaves
  *                 into which each piece is cut. Each that has arrived gives a LEAF event and
  *                 waits for its VERDICT.
- *   START         op, seq, epoch, n_rings, rings; ALL_REDUCE and FETCH: chunk_bytes (of a message,
- *                 in whole quanta).
- *                 ALL_REDUCE: the rings, as said above. A ring of one member needs no stream.
+ *   START         op, seq, epoch, n_rings, rings; COLLECTIVE and FETCH: chunk_bytes (of a message,
+ *                 in whole quanta, or in whole blocks if it is quantised).
+ *                 COLLECTIVE: the rings, as said above, all with the same members. BROADCAST: the
+ *                 position of the root in each. `ranks` are the ranks by position, valid until
+ *                 SETTLED; NULL: the positions. A ring of one member needs no stream.
  *                 SERVE: rings[i].stream leads to the peer whose slot is rings[i].position.
  *                 FETCH: rings[i].stream leads to a holder, where our slot is rings[i].position.
  *                 For SERVE and FETCH any number of START orders add up; seq, epoch and
  *                 chunk_bytes are those of the first. Both can be started again with a greater
  *                 seq, for another round of their transfer: earlier requesters, or holders, are
  *                 forgotten; what has been fetched stays.
- *   ALLOW         op, count: a SERVE with such a limit may send about `count` bytes more. What it
+ *   ALLOW         op, limit: a SERVE with such a limit may send about `limit` bytes more. What it
  *                 has not used of earlier ones lapses, and an answer that exceeds the rest is
  *                 taken off the next: so a caller that gives these regularly bounds a rate.
  *   VERDICT       op, piece, leaf (its index in that piece), good. What is not good is fetched
@@ -263,7 +340,9 @@ typedef struct pccl_ring {
     uint32_t stream;
     uint32_t members;
     uint32_t position;
-    uint64_t begin;      /* elements */
+    uint32_t root;
+    const uint16_t *ranks;
+    uint64_t begin;      /* offsets */
     uint64_t count;
 } pccl_ring;
 
@@ -276,18 +355,20 @@ typedef struct pccl_order {
     char curve_server[48];           /* zero-terminated */
     uint64_t op;
     uint32_t op_kind;
-    uint32_t dtype;
+    uint32_t collective;
     uint32_t redop;
+    uint32_t format;                 /* a pccl_format */
     uint32_t epoch;
     uint64_t run;
     uint64_t tag;
     uint64_t min_seq;
     uint64_t seq;
-    const void *send;
-    void *recv;
-    uint64_t count;
+    const pccl_part *parts;
     const pccl_piece *pieces;
+    uint64_t limit;
+    uint32_t n_parts;
     uint32_t n_pieces;
+    uint32_t members;
     uint32_t chunk_bytes;
     uint32_t leaf_bytes;
     uint32_t piece;

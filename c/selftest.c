@@ -9,7 +9,10 @@
 #include <assert.h>
 #include <string.h>
 
-enum { ELEMENTS = 203 }; /* some vectors of any width, and a tail */
+enum {
+    ELEMENTS = 203,          /* some vectors of any width, and a tail */
+    QUANTIZED = 2 * 256 + 75 /* some blocks of any format, and a tail */
+};
 
 typedef struct {
     unsigned char *out;
@@ -66,14 +69,28 @@ static uint64_t sample(int dtype, uint64_t i)
     }
 }
 
+/* Only numbers near 1: one that is not finite, or is much larger, would be all that is seen of its
+ * block when that is quantised. */
+static uint64_t near_sample(int dtype, uint64_t i)
+{
+    const uint64_t near = (uint64_t)15 << 60;
+    switch (dtype) {
+    case PCCL_F16: return float_sample(mixed(i) | near, 5, 10);
+    case PCCL_BF16: return float_sample(mixed(i) | near, 8, 7);
+    case PCCL_F32: return float_sample(mixed(i) | near, 8, 23);
+    default: return float_sample(mixed(i) | near, 11, 52);
+    }
+}
+
 /* `n` samples of a type, whichever way this machine orders bytes. Sequences of different `start`
  * differ. */
-static void fill(int dtype, void *array, size_t n, uint64_t start)
+static void fill(uint64_t (*draw)(int dtype, uint64_t i), int dtype, void *array, size_t n,
+                 uint64_t start)
 {
     unsigned char *bytes = array;
     size_t i;
     for (i = 0; i < n; i++) {
-        uint64_t bits = sample(dtype, start + i);
+        uint64_t bits = draw(dtype, start + i);
         uint8_t u8 = (uint8_t)bits;
         uint16_t u16 = (uint16_t)bits;
         uint32_t u32 = (uint32_t)bits;
@@ -95,8 +112,8 @@ static void test_reduce(sink *to)
     int redop;
 
     for (dtype = PCCL_U8; dtype <= PCCL_F64; dtype++) {
-        fill(dtype, a, ELEMENTS, 0);
-        fill(dtype, b, ELEMENTS, ELEMENTS);
+        fill(sample, dtype, a, ELEMENTS, 0);
+        fill(sample, dtype, b, ELEMENTS, ELEMENTS);
         for (redop = PCCL_SUM; redop <= PCCL_MIN; redop++) {
             int status = pccl_reduce(dtype, redop, out, a, b, ELEMENTS, 3);
             assert(status == PCCL_OK);
@@ -114,16 +131,53 @@ static void test_outer(sink *to)
     int nesterov;
 
     for (nesterov = 0; nesterov <= 1; nesterov++) {
-        fill(PCCL_F32, theta, ELEMENTS, 0);
-        fill(PCCL_F32, v, ELEMENTS, ELEMENTS);
-        fill(PCCL_F32, g, ELEMENTS, 2 * ELEMENTS);
+        fill(sample, PCCL_F32, theta, ELEMENTS, 0);
+        fill(sample, PCCL_F32, v, ELEMENTS, ELEMENTS);
+        fill(sample, PCCL_F32, g, ELEMENTS, 2 * ELEMENTS);
         pccl_outer_sgd(theta, v, g, ELEMENTS, 0.7f, 0.9f, nesterov);
         sink_write(to, theta, sizeof theta);
         sink_write(to, v, sizeof v);
     }
-    fill(PCCL_F32, g, ELEMENTS, 0);
+    fill(sample, PCCL_F32, g, ELEMENTS, 0);
     pccl_subtract_f32(theta, v, g, ELEMENTS);
     sink_write(to, theta, sizeof theta);
+}
+
+/* Quantises, reads that, adds to it as a ring does, and reads that. */
+static void test_format(sink *to, int format, int dtype, const unsigned char *a,
+                        const unsigned char *b)
+{
+    unsigned char data[10 * QUANTIZED];
+    unsigned char out[8 * QUANTIZED];
+    const size_t bytes = QUANTIZED * pccl_dtype_size(dtype);
+    const size_t size = (size_t)pccl_quantized_size(format, dtype, QUANTIZED);
+    int status = pccl_quantize(format, dtype, data, a, QUANTIZED);
+    assert(size > 0 && size <= sizeof data);
+    sink_write(to, data, size);
+    status |= pccl_dequantize(format, dtype, out, data, QUANTIZED);
+    sink_write(to, out, bytes);
+    status |= pccl_quantized_add(format, dtype, data, b, QUANTIZED, 3, out);
+    assert(status == PCCL_OK);
+    (void)status;
+    sink_write(to, data, size);
+    sink_write(to, out, bytes);
+}
+
+static void test_quantized(sink *to)
+{
+    unsigned char a[8 * QUANTIZED];
+    unsigned char b[8 * QUANTIZED];
+    int dtype;
+    int format;
+
+    for (dtype = PCCL_F16; dtype <= PCCL_F64; dtype++)
+        for (format = PCCL_BLOCK_8; format <= PCCL_ZERO_POINT_16; format++) {
+            fill(near_sample, dtype, a, QUANTIZED, 0);
+            fill(near_sample, dtype, b, QUANTIZED, QUANTIZED);
+            test_format(to, format, dtype, a, b);
+            fill(sample, dtype, a, QUANTIZED, 0);
+            test_format(to, format, dtype, a, b);
+        }
 }
 
 size_t pccl_self_test(unsigned char *out, size_t size)
@@ -131,5 +185,6 @@ size_t pccl_self_test(unsigned char *out, size_t size)
     sink to = {out, size, 0};
     test_reduce(&to);
     test_outer(&to);
+    test_quantized(&to);
     return to.used;
 }

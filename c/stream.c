@@ -17,7 +17,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { PUMP_BATCH = 16 };    /* messages in one pass, so that receiving keeps its share */
+enum {
+    PUMP_BATCH = 16,         /* messages in one pass, so that receiving keeps its share */
+    DISTANT_US = 1000,       /* round trips of so much are not of a local network */
+    DISTANT_CHUNK = 1 << 16, /* bytes: what a slow lane has still to send is what all wait for */
+    LANES_UNKNOWN = 8,       /* where the round trip is not known */
+    LANES_MAX = 16,          /* more make no link faster, and share it less evenly */
+    LANE_US = 7000           /* one more lane for each: windows are limited, and loss halves them */
+};
 
 /* ---- opening and closing ---- */
 
@@ -87,7 +94,7 @@ static int set_options(struct stream *stream, const pccl_order *order)
 static int open_monitor(struct stream *stream)
 {
     const pccl_zmq *zmq = stream->engine->zmq;
-    const int events = ZMQ_EVENT_CLOSED | ZMQ_EVENT_DISCONNECTED
+    const int events = ZMQ_EVENT_CONNECTED | ZMQ_EVENT_CLOSED | ZMQ_EVENT_DISCONNECTED
         | ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL | ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL
         | ZMQ_EVENT_HANDSHAKE_FAILED_AUTH;
     char endpoint[64];
@@ -108,7 +115,7 @@ static int open_sockets(struct stream *stream, const pccl_order *order)
     stream->push = zmq->socket(stream->engine->context, ZMQ_PUSH);
     if (stream->push == NULL || set_options(stream, order) < 0 || open_monitor(stream) < 0)
         return -1;
-    for (lane = 0; lane < order->lanes; lane++)
+    for (lane = 0; lane < stream->lanes; lane++)
         if (zmq->connect(stream->push, order->endpoint) < 0)
             return -1;
     return 0;
@@ -123,12 +130,13 @@ void stream_order_open(pccl_engine *engine, const pccl_order *order)
     }
     stream->engine = engine;
     stream->number = order->stream;
-    stream->lanes = order->lanes;
+    stream->automatic = order->lanes == 0;
+    stream->lanes = stream->automatic ? 1 : order->lanes;
+    memcpy(stream->endpoint, order->endpoint, sizeof stream->endpoint);
     stream->next = engine->streams;
     engine->streams = stream;
-    if (order->lanes == 0 || order->hwm == 0
-        || memchr(order->endpoint, 0, sizeof order->endpoint) == NULL) {
-        stream_lose(stream, PCCL_EINVAL, "a stream needs lanes, a high-water mark and an endpoint");
+    if (order->hwm == 0 || memchr(order->endpoint, 0, sizeof order->endpoint) == NULL) {
+        stream_lose(stream, PCCL_EINVAL, "a stream needs a high-water mark and an endpoint");
     } else if (open_sockets(stream, order) < 0) {
         engine->error = engine->zmq->errno_();
         stream_lose(stream, PCCL_EZMQ, "cannot open a stream to %.80s: %.40s", order->endpoint,
@@ -194,7 +202,7 @@ static void bury(struct stream *stream)
         op_lose_stream(op, stream);
     for (op = engine->ending; op != NULL; op = op->next)
         op_lose_stream(op, stream);
-    assert(stream->transfers.head == NULL && stream->reductions.head == NULL);
+    assert(stream->transfers.head == NULL && stream->collectives.head == NULL);
     free(stream);
 }
 
@@ -216,19 +224,59 @@ bool streams_bury(pccl_engine *engine)
 
 /* ---- monitors ---- */
 
+/* The more of a window's time a round trip takes, the more lanes fill the link: a window is limited
+ * by the kernel's buffers, and grows from little after each loss and each pause. */
+static uint32_t choose_lanes(uint32_t round_trip_us)
+{
+    uint32_t lanes = 1 + round_trip_us / LANE_US + (round_trip_us >= DISTANT_US);
+    if (round_trip_us == 0)
+        return LANES_UNKNOWN;
+    return lanes < LANES_MAX ? lanes : LANES_MAX;
+}
+
+/* A lane has its connection. By the time we hear of it the descriptor may be another one's, which
+ * is harmless: what is set there does not change what a connection carries. */
+static void greet_lane(struct stream *stream, int fd)
+{
+    const pccl_zmq *zmq = stream->engine->zmq;
+    uint32_t round_trip_us = tcp_round_trip_us(fd), wanted = choose_lanes(round_trip_us);
+    if (round_trip_us >= DISTANT_US) {
+        stream->distant = true;
+        tcp_prepare_distant(fd);
+    }
+    while (stream->automatic && stream->lanes < wanted) {
+        if (zmq->connect(stream->push, stream->endpoint) < 0) {
+            stream_lose(stream, PCCL_EZMQ, "cannot open one more lane: %.60s",
+                        strerror(zmq->errno_()));
+            return;
+        }
+        stream->lanes++;
+    }
+    stream->automatic = false;
+}
+
+uint64_t stream_chunk(const struct stream *stream, uint64_t chunk)
+{
+    return stream->distant && chunk > DISTANT_CHUNK ? DISTANT_CHUNK : chunk;
+}
+
 /* An event frame is a 16-bit event and a 32-bit value in native byte order; the endpoint follows
  * in a second frame. */
 static void handle_monitor(struct stream *stream, const unsigned char *data, size_t size)
 {
     uint16_t event;
-    if (size < sizeof event)
+    int32_t value;
+    if (size < sizeof event + sizeof value)
         return;
     memcpy(&event, data, sizeof event);
-    if (event != ZMQ_EVENT_CLOSED)
+    memcpy(&value, data + sizeof event, sizeof value);
+    if (event == ZMQ_EVENT_CONNECTED)
+        greet_lane(stream, value);
+    else if (event != ZMQ_EVENT_CLOSED)
         stream_lose(stream, PCCL_ESTREAM, "%s", event == ZMQ_EVENT_DISCONNECTED
                     ? "a lane was disconnected" : "a lane could not be set up: handshake failed");
     else if (++stream->lanes_failed == stream->lanes)   /* the others may still carry everything */
-        stream_lose(stream, PCCL_ESTREAM, "no lane could be connected: refused or timed out");
+        stream_lose(stream, PCCL_EREACH, "no lane could be connected: refused or timed out");
 }
 
 static bool listen_one(struct stream *stream)
@@ -299,7 +347,8 @@ enum sent stream_send(struct stream *stream, struct op *op, struct packet *packe
 
 static struct turns *turns_of(const struct link *link)
 {
-    return link->op->kind == PCCL_ALL_REDUCE ? &link->stream->reductions : &link->stream->transfers;
+    struct stream *stream = link->stream;
+    return link->op->kind == PCCL_COLLECTIVE ? &stream->collectives : &stream->transfers;
 }
 
 void link_request_turn(struct link *link)
@@ -360,14 +409,14 @@ void stream_drop_op(struct stream *stream, struct op *op)
     packets_split(&stream->forwards, &dropped, op);
     free_packets(stream->engine, &dropped);
     drop_turns(&stream->transfers, op);
-    drop_turns(&stream->reductions, op);
+    drop_turns(&stream->collectives, op);
 }
 
 static enum turn take_turn(struct link *link)
 {
     switch (link->op->kind) {
-    case PCCL_ALL_REDUCE:
-        return reduce_send(link);
+    case PCCL_COLLECTIVE:
+        return collective_send(link);
     case PCCL_SERVE:
         return serve_send(link);
     case PCCL_FETCH:
@@ -414,14 +463,15 @@ static bool pump_forwards(struct stream *stream)
 bool stream_pending(const struct stream *stream)
 {
     return stream->forwards.head != NULL || stream->transfers.head != NULL
-        || stream->reductions.head != NULL;
+        || stream->collectives.head != NULL;
 }
 
-/* Asks the socket whether a lane has room again. */
-static bool is_writable(struct stream *stream)
+bool stream_has_room(struct stream *stream)
 {
     int events = 0;
     size_t size = sizeof events;
+    if (stream->lost)
+        return false;
     if (stream->engine->zmq->getsockopt(stream->push, ZMQ_EVENTS, &events, &size) < 0)
         return false;
     return (events & ZMQ_POLLOUT) != 0;
@@ -433,7 +483,7 @@ bool stream_pump(struct stream *stream)
     bool any = false;
     if (stream->lost || !stream_pending(stream))
         return false;
-    if (stream->blocked && !is_writable(stream))
+    if (stream->blocked && !stream_has_room(stream))
         return false;
     stream->blocked = false;
     while (batch-- > 0 && !stream->lost && !stream->blocked && stream_pending(stream)) {
@@ -442,7 +492,7 @@ bool stream_pump(struct stream *stream)
         else if (stream->transfers.head != NULL)
             any |= pump_turns(&stream->transfers);
         else
-            any |= pump_turns(&stream->reductions);
+            any |= pump_turns(&stream->collectives);
     }
     return any;
 }

@@ -24,9 +24,9 @@ void transfer_register(struct op *op, const pccl_order *order)
     transfer->n_pieces = order->n_pieces;
     if (op->kind == PCCL_FETCH) {
         fetch_register(op, order);
-    } else if (order->count > 0) {
+    } else if (order->limit > 0) {
         transfer->limited = true;
-        serve_allow(op, order->count);
+        serve_allow(op, order->limit);
     }
 }
 

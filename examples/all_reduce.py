@@ -20,5 +20,5 @@ with pccl.Communicator(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:48148") 
         if comm.are_peers_pending():
             comm.update_topology()
     x = np.full(1_000_000, 1.0 + comm.rank, np.float32)
-    info = comm.all_reduce(x, x, op=pccl.ReduceOp.AVG)
+    info = comm.all_reduce(x)
     print(f"the mean over {info.world_size} peers is {x[0]}; sent {info.tx_bytes} bytes")

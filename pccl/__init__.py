@@ -1,7 +1,7 @@
 """Fault-tolerant collective communications for machine-learning training over the internet."""
 
 from pccl import cuda
-from pccl.communicator import AsyncReduceHandle, Communicator
+from pccl.communicator import Communicator
 from pccl.errors import (
     DivergenceError,
     KickedError,
@@ -13,6 +13,7 @@ from pccl.errors import (
     TooFewPeersError,
     UnsupportedError,
 )
+from pccl.handle import AsyncReduceHandle
 from pccl.master_node import MasterNode
 from pccl.security import Security
 from pccl.shared_state import SharedState, TensorInfo

@@ -46,6 +46,13 @@ class Buffer:
         """Bytes of all elements."""
         return self.count * self.dtype.itemsize
 
+    def overlaps(self, other: Buffer) -> bool:
+        """Whether both have a byte in common."""
+        return (
+            self.address < other.address + other.nbytes
+            and other.address < self.address + self.nbytes
+        )
+
     @classmethod
     def at(cls, address: int, count: int, dtype: DataType, owner: object) -> Buffer:
         """Memory that the caller vouches for.
@@ -118,6 +125,24 @@ def is_numpy(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
     return numpy_module is not None and isinstance(array, numpy_module.ndarray)
 
 
+def new(shape: tuple[int, ...], like: Array) -> Array:
+    """An array of the same kind and dtype, with any content."""
+    if is_torch(like):
+        return like.new_empty(shape)
+    numpy_module = sys.modules["numpy"]
+    made: np.ndarray[Any, Any] = numpy_module.empty(shape, like.dtype)
+    return made
+
+
+def same_kind(send: Array, recv: Array) -> None:
+    """Raises ValueError unless both are of torch, or both are not."""
+    if is_torch(send) != is_torch(recv):
+        raise ValueError(
+            "send and recv must be both torch tensors or both numpy arrays, not "
+            f"{type(send).__name__} and {type(recv).__name__}"
+        )
+
+
 def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
     """The memory of a collective's two arrays; `recv` may be `send`.
 
@@ -127,18 +152,13 @@ def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
         AssertionError: one is not contiguous, or dtypes or element counts differ.
         UnsupportedError: one is not in host memory.
     """
-    if is_torch(send) != is_torch(recv):
-        raise ValueError(
-            "send and recv must be both torch tensors or both numpy arrays, not "
-            f"{type(send).__name__} and {type(recv).__name__}"
-        )
+    same_kind(send, recv)
     source = Buffer.of(send)
     target = Buffer.of(recv, writable=True)
     if source.dtype is not target.dtype:
         raise AssertionError(f"send is {source.dtype.name}, recv is {target.dtype.name}")
     if source.count != target.count:
         raise AssertionError(f"send has {source.count} elements, recv has {target.count}")
-    distance = abs(source.address - target.address)
-    if 0 < distance < source.nbytes:
+    if source.overlaps(target) and source.address != target.address:
         raise ValueError("send and recv overlap in part: pass the same array, or separate ones")
     return source, target

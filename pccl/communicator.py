@@ -15,12 +15,12 @@ from typing import NoReturn
 
 import xxhash
 
-from pccl.arrays import Array, Buffer, pair
-from pccl.errors import PCCLError, PCCLTimeoutError, UnsupportedError, error_for
+from pccl.collectives import Collectives
+from pccl.errors import PCCLTimeoutError, error_for
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.client import Call, Client, Deadline, Note, Reduce
+from pccl.runtime.client import Call, Client, Deadline, Note
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.staging import Region
 from pccl.runtime.sync import Wish, synchronise
@@ -30,12 +30,6 @@ from pccl.text import configure_logging, parse_address
 from pccl.types import (
     Attribute,
     EntryDivergence,
-    QuantizationAlgorithm,
-    QuantizationOptions,
-    ReduceInfo,
-    ReduceOp,
-    ReduceOpDescriptor,
-    ReduceOperandDescriptor,
     Result,
     SharedStateProgress,
     SharedStateSyncInfo,
@@ -49,52 +43,15 @@ WELCOME_TIMEOUT_S = (
     10.0  # for the master's first answer; admission, later, may take as long as it takes
 )
 ATTEMPT_INTERVAL_S = 1.0
+# Who stands in one of these makes no other call until it returns.
+EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
 
 
-class AsyncReduceHandle:
-    """A collective in progress; made by `Communicator.all_reduce_async`."""
-
-    def __init__(self, communicator: Communicator, client: Client, call: Call, tag: int) -> None:
-        self._communicator = weakref.ref(communicator)
-        self._client = client
-        self._call = call
-        self._tag = tag
-        self._lock = threading.Lock()
-        self._end: core.Answer | core.Fail | None = None
-
-    def wait(self, timeout: float | None = None) -> tuple[bool, int, ReduceInfo]:
-        """Waits for the outcome; the same one every time, and never raises.
-
-        Args:
-            timeout: seconds after which the collective is given up, for all peers.
-
-        Returns:
-            (is_success, status, info): status is the value of a `Result`; a failed collective has
-            `ReduceInfo(0, 0, 0)`, and its send buffer holds what it held before.
-        """
-        end = self._finish(timeout)
-        if isinstance(end, core.Fail):
-            return False, end.result.value, ReduceInfo(0, 0, 0)
-        return True, Result.SUCCESS.value, _info(end)
-
-    def _finish(self, timeout: float | None = None) -> core.Answer | core.Fail:
-        deadline = Deadline(timeout)
-        with self._lock:
-            if self._end is None:
-                note = deadline.next(self._client, self._call)
-                assert isinstance(note, core.Answer | core.Fail)
-                self._end = note
-                communicator = self._communicator()
-                if communicator is not None:
-                    communicator._release(self._tag)
-            return self._end
-
-
-class Communicator:
+class Communicator(Collectives):
     """One peer of a run: joins it at a master, and takes part in its collectives.
 
         with pccl.Communicator("host:48148") as comm:
-            comm.all_reduce(x, y, op=pccl.ReduceOp.AVG)
+            comm.all_reduce(x)
 
     Usable from several threads. Construction does no I/O.
 
@@ -128,10 +85,11 @@ class Communicator:
         self._group = peer_group
         self._pool_size = p2p_connection_pool_size
         self._security = security
-        self._lock = threading.Lock()
+        super().__init__()
         self._client: Client | None = None
-        self._tags: set[int] = set()  # of collectives that are launched and not awaited
         self._voting: set[str] = set()  # rounds of the whole run or group that a thread stands in
+        self._user: threading.Thread | None = None  # the thread that made the latest call
+        self._shared = False  # whether several threads that live have made calls
         self._finalizer: weakref.finalize[..., Communicator] | None = None
         self._shared_revision = 0
 
@@ -157,6 +115,7 @@ class Communicator:
         if n_attempts < 1:
             raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
         configure_logging()
+        self._single_threaded()
         if self._client is not None and self._client.over is None:
             why = "this communicator is connected already"
             raise error_for(Result.INVALID_USAGE, "connect", why)
@@ -212,6 +171,7 @@ class Communicator:
             client.close("connect failed")
             raise
         self._client = client
+        self._see_ranks(client)
         self._finalizer = weakref.finalize(self, client.close, "the communicator was deleted")
 
     def _await_admission(self, call: Call, timeout: float | None) -> Note:
@@ -252,7 +212,9 @@ class Communicator:
         Raises:
             PCCLError: INVALID_USAGE before `connect`.
         """
-        world = self._connected("get_attribute").world
+        client = self._connected("get_attribute")
+        self._see_ranks(client)
+        world = client.world
         match attribute:
             case Attribute.GLOBAL_WORLD_SIZE:
                 return world.global_size
@@ -273,13 +235,16 @@ class Communicator:
     def rank(self) -> int:
         """This peer's position in the ring; it changes when peers come and go."""
         client = self._connected("rank")
-        rings = client.plan.rings
-        return rings[0].order.index(client.number) if rings else 0
+        self._see_ranks(client)
+        return self._known_ranks(client).rank
 
     @property
     def peers(self) -> list[str]:
-        """The accepted peers of the group, in words, in the order in which they were accepted."""
-        return [str(info) for info in self._connected("peers").plan.peers]
+        """The accepted peers of the group, in words, by rank."""
+        client = self._connected("peers")
+        self._see_ranks(client)
+        infos = {info.peer: str(info) for info in client.plan.peers}
+        return [infos[number] for number in self._ranks if number in infos]
 
     # ---- rounds of the run ----
 
@@ -296,6 +261,7 @@ class Communicator:
         """
         client = self._exclusive("update_topology")
         self._vote("update_topology", client, client.update_topology, timeout)
+        self._see_ranks(client)
 
     def are_peers_pending(self, timeout: float | None = None) -> bool:
         """Whether peers wait to be admitted: the same answer for all.
@@ -307,7 +273,10 @@ class Communicator:
             this one).
         """
         client = self._connected("are_peers_pending")
-        end = self._vote("are_peers_pending", client, client.are_peers_pending, timeout)
+        stuck = self._single_threaded() and timeout is None
+        end = self._vote(
+            "are_peers_pending", client, lambda: client.are_peers_pending(stuck), timeout
+        )
         return bool(end.value)
 
     def optimize_topology(self) -> None:
@@ -390,173 +359,10 @@ class Communicator:
         """The shared state's revision after the last synchronisation; 0 before."""
         return self._shared_revision
 
-    # ---- collectives ----
-
-    def all_reduce(
-        self,
-        send: Array,
-        recv: Array,
-        *,
-        op: ReduceOp,
-        tag: int = 0,
-        operand_descriptor: ReduceOperandDescriptor | None = None,
-        quantization_options: QuantizationOptions | None = None,
-        timeout: float | None = None,
-    ) -> ReduceInfo:
-        """Reduces `send` over all peers of the group into `recv`, bit-identical on all of them.
-
-        A ring all-reduce: reduce-scatter, then all-gather. When a peer is lost it fails on all
-        survivors, `send` holds what it held (in place too), `recv` out of place is unspecified, and
-        calling again is enough.
-
-        Args:
-            send: contiguous numpy array or CPU torch tensor of any shape and a dtype of `DataType`.
-            recv: the same kind, dtype and element count; `recv is send` reduces in place.
-            op: AVG is SUM divided by the number of contributors.
-            tag: tells apart collectives that run at the same time; the same on all peers.
-            operand_descriptor: its dtype must be the array's.
-            quantization_options: not there yet, except algorithm NONE.
-            timeout: seconds after which the collective is given up, for all peers.
-
-        Returns:
-            The number of contributors, payload bytes sent and received by this peer.
-
-        Raises:
-            PCCLTimeoutError: the time-out has passed; the message names who was waited for.
-            PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
-            RANK_CONNECTION_LOST (call again),
-                INVALID_ARGUMENT (the peers ask for different work, or the tag is in use),
-                INVALID_USAGE.
-            ValueError, AssertionError: the arrays do not fit each other.
-            OverflowError: `tag` is negative or above 2**64 - 1.
-        """
-        buffers = _buffers(send, recv, operand_descriptor)
-        handle = self._launch("all_reduce", buffers, op, tag, quantization_options)
-        end = handle._finish(timeout)
-        if isinstance(end, core.Fail):
-            self._raise("all_reduce", end)
-        return _info(end)
-
-    def all_reduce_async(
-        self,
-        send: Array,
-        recv: Array,
-        *,
-        op: ReduceOp,
-        tag: int = 0,
-        operand_descriptor: ReduceOperandDescriptor | None = None,
-        quantization_options: QuantizationOptions | None = None,
-    ) -> AsyncReduceHandle:
-        """Launches `all_reduce` and returns at once.
-
-        The arrays must not be touched until `wait()` returns.
-
-        Any number may be outstanding, launched in any order on different peers; their tags differ.
-
-        Raises:
-            PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use), INVALID_USAGE. What
-            happens later is
-                the handle's to tell.
-            ValueError, AssertionError, OverflowError: as for `all_reduce`.
-        """
-        buffers = _buffers(send, recv, operand_descriptor)
-        return self._launch("all_reduce_async", buffers, op, tag, quantization_options)
-
-    def all_reduce_multiple_with_retry(
-        self, descriptors: Sequence[ReduceOpDescriptor], *, max_in_flight: int = 4
-    ) -> ReduceInfo:
-        """Runs several all-reduces, a few at a time, each again and again until it commits.
-
-        Each collective is averaged over those who contributed to it, which may differ between
-        collectives when a peer is lost in between.
-
-        Args:
-            descriptors: in the same order on all peers; their tags differ.
-            max_in_flight: collectives under way at the same time.
-
-        Returns:
-            Contributors of the last one, payload bytes of all, failed attempts not counted.
-
-        Raises:
-            PCCLError: TOO_FEW_PEERS when all others are lost, INVALID_ARGUMENT, INVALID_USAGE.
-            ValueError: `max_in_flight` is not positive.
-        """
-        name = "all_reduce_multiple_with_retry"
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight is {max_in_flight}: it must be at least 1")
-        waiting = list(range(len(descriptors)))
-        in_flight: list[tuple[int, AsyncReduceHandle]] = []
-        world_size = tx_bytes = rx_bytes = 0
-        try:
-            while waiting or in_flight:
-                while waiting and len(in_flight) < max_in_flight:
-                    index = waiting.pop(0)
-                    in_flight.append((index, self._launch_descriptor(name, descriptors[index])))
-                index, handle = in_flight.pop(0)
-                end = handle._finish()
-                if isinstance(end, core.Answer):
-                    info = _info(end)
-                    world_size = info.local_world_size
-                    tx_bytes += info.tx_bytes
-                    rx_bytes += info.rx_bytes
-                elif end.result is Result.RANK_CONNECTION_LOST:
-                    # in the order of the list, so that all peers' windows overlap
-                    waiting = sorted([*waiting, index])
-                else:
-                    self._raise(name, end)
-        finally:
-            for _, handle in in_flight:
-                handle.wait()
-        return ReduceInfo(world_size, tx_bytes, rx_bytes)
-
-    def _launch_descriptor(self, name: str, descriptor: ReduceOpDescriptor) -> AsyncReduceHandle:
-        work = descriptor.reduce_descriptor
-        dtype = work.operand_descriptor.datatype
-        buffers = tuple(
-            Buffer.at(address, work.count, dtype, descriptor)
-            for address in (descriptor.sendbuf_ptr, descriptor.recvbuf_ptr)
-        )
-        return self._launch(
-            name, (buffers[0], buffers[1]), work.op, work.tag, work.quantization_options
-        )
-
-    def _launch(
-        self,
-        name: str,
-        buffers: tuple[Buffer, Buffer],
-        op: ReduceOp,
-        tag: int,
-        quantization_options: QuantizationOptions | None,
-    ) -> AsyncReduceHandle:
-        if not 0 <= tag < 1 << 64:
-            raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
-        client = self._connected(name)
-        if (
-            quantization_options is not None
-            and quantization_options.algorithm is not QuantizationAlgorithm.NONE
-        ):
-            why = "quantisation is not there yet: leave quantization_options out"
-            raise UnsupportedError(Result.INVALID_ARGUMENT, name, why)
-        if client.world.local_size < 2:
-            why = "this peer is alone in its group: admit others by update_topology() first"
-            raise error_for(Result.TOO_FEW_PEERS, name, why)
-        with self._lock:
-            if tag in self._tags:
-                why = f"a collective with tag {tag} is launched and not awaited: use another tag"
-                raise error_for(Result.INVALID_ARGUMENT, name, why)
-            self._tags.add(tag)
-        send, recv = buffers
-        work = m.Work("all_reduce", op.value, send.dtype.value, send.count)
-        call = client.all_reduce(tag, Reduce(send, recv, work))
-        return AsyncReduceHandle(self, client, call, tag)
-
     # ---- helpers ----
 
-    def _release(self, tag: int) -> None:
-        with self._lock:
-            self._tags.discard(tag)
-
     def _connected(self, name: str) -> Client:
+        self._single_threaded()
         client = self._client
         if client is None:
             why = "this communicator is not connected: call connect() first"
@@ -568,11 +374,30 @@ class Communicator:
     def _exclusive(self, name: str) -> Client:
         client = self._connected(name)
         with self._lock:
+            self._may_enter(name)
+        return client
+
+    def _may_enter(self, name: str) -> None:
+        """Under the lock: whether a call can stand next to those that this peer stands in."""
+        if name in EXCLUSIVE and self._tags:
             tags = sorted(self._tags)
-        if tags:
             why = f"collectives are launched and not awaited (tags {tags}): wait() for them first"
             raise error_for(Result.PENDING_ASYNC_OPS, name, why)
-        return client
+        others = self._voting & (EXCLUSIVE | {name}) if name not in EXCLUSIVE else self._voting
+        if others:
+            why = f"another thread of this peer stands in {min(others)}()"
+            raise error_for(Result.INVALID_USAGE, name, why)
+
+    def _single_threaded(self) -> bool:
+        """Whether this thread is the only one there that has ever made a call.
+
+        If so, it makes no other call while it waits in this one, and says so: it can be told when
+        nobody will ever meet it there.
+        """
+        with self._lock:
+            user, self._user = self._user, threading.current_thread()
+            self._shared |= user is not None and user is not self._user and user.is_alive()
+            return not self._shared
 
     def _once(self, name: str) -> _Standing:
         return _Standing(self, name)
@@ -601,9 +426,7 @@ class _Standing:
 
     def __enter__(self) -> None:
         with self._communicator._lock:
-            if self._name in self._communicator._voting:
-                why = "another thread of this peer stands in the same call"
-                raise error_for(Result.INVALID_USAGE, self._name, why)
+            self._communicator._may_enter(self._name)
             self._communicator._voting.add(self._name)
 
     def __exit__(self, *exception: object) -> None:
@@ -613,26 +436,6 @@ class _Standing:
 
 class _Unreachable(Exception):
     """The master does not answer: worth another attempt."""
-
-
-def _buffers(
-    send: Array, recv: Array, operand: ReduceOperandDescriptor | None
-) -> tuple[Buffer, Buffer]:
-    buffers = pair(send, recv)
-    if operand is not None and operand.datatype is not buffers[0].dtype:
-        raise error_for(
-            Result.INVALID_ARGUMENT,
-            "all_reduce",
-            f"the operand descriptor says {operand.datatype.name}, "
-            f"the arrays are {buffers[0].dtype.name}",
-        )
-    return buffers
-
-
-def _info(end: core.Answer) -> ReduceInfo:
-    reduced = end.value
-    assert isinstance(reduced, core.Reduced)
-    return ReduceInfo(reduced.world_size, reduced.tx_bytes, reduced.rx_bytes)
 
 
 def _divergence(
@@ -660,6 +463,3 @@ def arithmetic_digest() -> bytes:
     out = ffi.new("unsigned char[]", size)
     lib.pccl_self_test(out, size)
     return xxhash.xxh3_128_digest(ffi.buffer(out))
-
-
-__all__ = ["AsyncReduceHandle", "Communicator", "PCCLError"]

@@ -188,11 +188,17 @@ class DistributionHint(Enum):
 
 
 class QuantizationAlgorithm(Enum):
-    """How values are quantised on the wire."""
+    """How values are quantised on the wire; docs/quantization.md says exactly, and the errors.
+
+    MIN_MAX, ZERO_POINT_SCALE: as `QuantizationOptions.quantized_datatype` says, of 8 or 16 bits.
+    BLOCKWISE_INT8, BLOCKWISE_INT4: a scale for every 256, or 64, elements. The recommended ones.
+    """
 
     NONE = 0
     MIN_MAX = 1
     ZERO_POINT_SCALE = 2
+    BLOCKWISE_INT8 = 3
+    BLOCKWISE_INT4 = 4
 
 
 @dataclass(slots=True)
@@ -213,12 +219,31 @@ class QuantizationOptions:
     """How a collective is quantised on the wire.
 
     Attributes:
-        quantized_datatype: of an element on the wire.
+        quantized_datatype: of an element on the wire: UINT8, INT8, UINT16 or INT16. Of no meaning
+            for the block-wise algorithms, which are named after theirs.
         algorithm: NONE sends elements as they are.
     """
 
     quantized_datatype: DataType = DataType.UINT8
     algorithm: QuantizationAlgorithm = QuantizationAlgorithm.MIN_MAX
+
+    @classmethod
+    def of(cls, name: str) -> QuantizationOptions:
+        """The options by a short name: "int8" and "int4" are block-wise, "uint8" is MIN_MAX.
+
+        Raises:
+            ValueError: it is none of these.
+        """
+        if name not in _QUANTIZATIONS:
+            raise ValueError(f"quantization is {name!r}: it may be {', '.join(_QUANTIZATIONS)}")
+        return cls(*_QUANTIZATIONS[name])
+
+
+_QUANTIZATIONS = {
+    "int8": (DataType.INT8, QuantizationAlgorithm.BLOCKWISE_INT8),
+    "int4": (DataType.INT8, QuantizationAlgorithm.BLOCKWISE_INT4),
+    "uint8": (DataType.UINT8, QuantizationAlgorithm.MIN_MAX),
+}
 
 
 @dataclass(slots=True)

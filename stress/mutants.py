@@ -1,4 +1,4 @@
-"""Proves that the simulation can fail: breaks one rule at a time and demands a failure.
+"""Breaks one rule at a time, and demands that simulated runs or tests of single rules fail.
 
     python stress/mutants.py [--seeds 1000] [--only WORD]
 
@@ -21,9 +21,19 @@ FIRST_FAILURE = """
 import random
 import sys
 import hostile
+import programs
+import test_master_rules
 import test_simulation
+for name, test in vars(test_master_rules).items():
+    if name.startswith("test_"):
+        try:
+            test()
+        except BaseException as error:
+            print(f"{name}: {type(error).__name__}"[:90])
+            sys.exit()
 for seed in range(int(sys.argv[1])):
     try:
+        programs.play(programs.draw(seed))
         test_simulation.simulate(seed)
         hostile.siege(hostile.draw_script(random.Random(seed)), seed)
     except BaseException as error:
@@ -70,6 +80,16 @@ MUTANTS = [
         "ok = any(running.votes.values())",
     ),
     Mutant(
+        "ranks that have changed unseen are an error",
+        "work.members not in (0, len(round_.votes))",
+        "work.members == 1",
+    ),
+    Mutant(
+        "peers that go by different ranks do not meet, and may try again",
+        "if asked.sees_others_than(wanted):",
+        "if False:",
+    ),
+    Mutant(
         "the outcome waits for all survivors",
         "if len(running.votes) == len(running.members):",
         "if running.votes:",
@@ -81,7 +101,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lost member interrupts the running collectives",
-        'self._interrupt(self._of_group(group_number), f"lost {title}")',
+        'self._interrupt(self._of_group(group_number), "lost " + "; ".join(lost.values()))',
         "pass",
     ),
     Mutant(
@@ -91,13 +111,13 @@ MUTANTS = [
     ),
     Mutant(
         "a lost member's vote does not count in a round",
-        "            self._rounds.take_back(number, round_)\n        self._leave_group",
-        "            pass\n        self._leave_group",
+        "                    self._rounds.take_back(number, round_)\n        for group_number",
+        "                    pass\n        for group_number",
     ),
     Mutant(
         "rounds are looked at again when a member is lost",
-        "                round_.lost.append(title)\n                self._evaluate(round_)\n",
-        "                round_.lost.append(title)\n",
+        "            if round_ in self._rounds:  # or it has ended since\n",
+        "            if False:\n",
     ),
     Mutant(
         "pending peers are accepted when nobody is left to admit them",
@@ -106,7 +126,7 @@ MUTANTS = [
     ),
     Mutant(
         "the election is repeated when a member is lost",
-        "            self._elect(group_number, group.sync)\n        if not self._size(",
+        "            self._elect(group_number, sync)\n        if not self._size(",
         "            pass\n        if not self._size(",
     ),
     Mutant(
@@ -163,6 +183,72 @@ MUTANTS = [
         "a group that is empty is forgotten",
         "            self._groups.pop(group_number, None)\n",
         "            pass\n",
+    ),
+    Mutant(
+        "the same tag with other work is noticed",
+        "if first.payload == mine.payload:",
+        "if True:",
+    ),
+    Mutant(
+        "calls that can never meet are noticed",
+        "other = self._rounds.in_the_way(number, mine)",
+        "other = None",
+    ),
+    Mutant(
+        "peers that are stuck in different calls are noticed",
+        "if mine.votes[peer].stuck:",
+        "if False:",
+    ),
+    Mutant(
+        "a call of one group is in nobody's way in another",
+        "scope = None if mine.id.group is None and kind in RUN_WIDE else voter.group",
+        "scope = None",
+    ),
+    Mutant(
+        "a loss in one group interrupts no other",
+        "if running.group == group_number]",
+        "if True]",
+    ),
+    Mutant(
+        "a group's round ends when those of the group have voted",
+        "if len(round_.votes) == self._size(round_.id.group):",
+        "if len(round_.votes) == self._size():",
+    ),
+    Mutant(
+        "a peer that was given up cannot come back",
+        "recovery.journaled and resume.known and number not in recovery.expected",
+        "False",
+    ),
+    Mutant(
+        "a run that went on without a peer does not take it back after a restart",
+        "for number in sorted(outdated(recovery.resumes)):",
+        "for number in ():",
+    ),
+    Mutant(
+        "epochs do not begin anew with the master",
+        "        self._epoch = max((was.epoch for was in before.groups.values()), "
+        "default=self._epoch)\n",
+        "",
+    ),
+    Mutant(
+        "a start that was lost with the master fails for all",
+        "if resumes[number].last_seq < seq:",
+        "if False:",
+    ),
+    Mutant(
+        "a caller's time-out is said again to a restarted master",
+        "for call in sorted(self._withdrawn):  #",
+        "for call in ():  #",
+    ),
+    Mutant(
+        "who cannot be reached has to go, and not who says so",
+        "guilty = accused if fresh else max(pair)",
+        "guilty = number",
+    ),
+    Mutant(
+        "stragglers are those that others wait for",
+        "                for number in self._absent(round_):\n",
+        "                for number in round_.votes:\n",
     ),
 ]
 

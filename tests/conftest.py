@@ -6,8 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 from cluster import Cluster
+from hypothesis import settings
 
 from pccl.ext import tables
+
+settings.register_profile("pccl", deadline=None)  # speed is not what is tested
+settings.load_profile("pccl")
 
 
 @pytest.fixture(params=["libzmq", "pyzmq"])

@@ -5,231 +5,61 @@ ordered against each other. The lane engines are modelled by what the protocol m
 collective completes on a peer some time after all its members have started it, but maybe never once
 a member has died or given up; an aborted or committed op is settled some time later; a stream may
 break at any time. Each step draws one thing that can happen now.
+
+A peer's program is one or more generators, its threads, which yield the number of the call that
+they wait for. The peer itself (simpeer.py) does what the runtime and the facade would.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from simpeer import Key, Program, SimPeer, Thread, brief
 
 from pccl.protocol import master as master_core
 from pccl.protocol import messages as m
 from pccl.protocol import peer as peer_core
-from pccl.types import Result
+from pccl.protocol.rounds import OpenRounds
 
-End = peer_core.Answer | peer_core.Fail
-Program = Callable[["SimPeer"], Generator[None, None, None]]
-
-
-class GivenUp(Exception):
-    """A peer that came back too late to a restarted master, which goes on without it."""
-
-
-@dataclass
-class SimOp:
-    """An op of a modelled engine."""
-
-    kind: str  # "collective", "serve" or "fetch"
-    seq: int = 0  # 0: registered, not started
-    holders: tuple[int, ...] = ()
-    members: int = 0
-    complete: bool = False
-    ending: bool = False  # told to commit or abort
-
-
-@dataclass
-class SimPeer:
-    """A peer: its program, its core, its engine, and its connection's two queues."""
-
-    name: int
-    conn: bytes
-    run: Run
-    core: peer_core.Peer = field(default_factory=peer_core.Peer)
-    up: deque[bytes] = field(default_factory=deque)
-    down: deque[bytes] = field(default_factory=deque)
-    alive: bool = True
-    link: str = "up"  # "up"; "breaking": the master is dead; "down": and this peer knows
-    links: int = 1
-    program: Generator[None, None, None] | None = None
-    answers: dict[int, End] = field(default_factory=dict)
-    calls: int = 0
-    ops: dict[int, SimOp] = field(default_factory=dict)
-    kinds: dict[int, str] = field(default_factory=dict)
-    content: tuple[int, str] = (0, "")  # revision and content of the shared state
-    plan: m.SyncPlan | None = None
-    staged: str | None = None  # content fetched by that plan
-    failed_fetches: int = 0
-
-    # ---- calls, for programs ----
-
-    def number(self, kind: str = "") -> int:
-        self.calls += 1
-        self.kinds[self.calls] = kind
-        return self.calls
-
-    def wait(self, call: int, actions: list[peer_core.Action]) -> Generator[None, None, End]:
-        self.perform(actions)
-        patience = self.run.random.choice(self.run.patience)
-        while call not in self.answers:
-            patience -= 1
-            if patience == 0:
-                self.perform(self.core.withdraw(call, "its caller gave up"))
-            yield
-        end = self.answers.pop(call)
-        if isinstance(end, peer_core.Fail) and end.result is Result.MASTER_CONNECTION_FAILED:
-            raise GivenUp
-        return end
-
-    def all_reduce(
-        self, tag: int = 0, count: int = 1000, data: bytes | None = None
-    ) -> Generator[None, None, End]:
-        """With `data`, which must be the same for all peers, a small one of `len(data)` bytes."""
-        call = self.number("collective")
-        work = m.Work("all_reduce", 0, 0, count if data is None else len(data))
-        return (yield from self.wait(call, self.core.collective(call, tag, work, data)))
-
-    def update_topology(self) -> Generator[None, None, End]:
-        call = self.number()
-        return (yield from self.wait(call, self.core.update_topology(call)))
-
-    def are_peers_pending(self) -> Generator[None, None, End]:
-        call = self.number()
-        return (yield from self.wait(call, self.core.are_peers_pending(call)))
-
-    def sync(self, strategy: int = 0) -> Generator[None, None, End]:
-        revision, text = self.content
-        offer = m.Offer(revision, strategy, (m.Entry("x", 10, 4, False, text.encode()),))
-        call, serve = self.number(), self.number("serve")
-        end = yield from self.wait(call, self.core.sync(call, serve, offer))
-        if isinstance(end, peer_core.Answer):
-            assert isinstance(end.value, peer_core.Synced)
-            if self.plan is not None and self.plan.fetch:
-                assert self.staged is not None, "synchronised without what was to be fetched"
-                text = self.staged
-            self.content = (end.value.revision, text)
-            if self.run.master.knows(self.conn):  # else the run may have gone on without it
-                self.run.check_content(self)
-        self.plan, self.failed_fetches = None, 0
-        return end
-
-    # ---- what the runtime would do ----
-
-    def perform(self, actions: list[peer_core.Action]) -> None:
-        for action in actions:
-            match action:
-                case peer_core.Send(message):
-                    self.up.append(m.encode(message))
-                case peer_core.RegisterOp(op):
-                    assert op not in self.ops
-                    self.ops[op] = SimOp(self.kinds[op])
-                case peer_core.StartOp(op, seq, _, rings):
-                    self.start(self.ops[op], seq, rings)
-                case peer_core.CommitOp(op) | peer_core.AbortOp(op):
-                    self.end(op, isinstance(action, peer_core.AbortOp))
-                case peer_core.Store(_, data):
-                    self.run.check_small(data)
-                case peer_core.Answer(call) | peer_core.Fail(call):
-                    assert call not in self.answers
-                    assert call not in self.ops, "answered while the engine refers to its memory"
-                    self.answers[call] = action
-                case peer_core.Plan(_, plan, resumed):
-                    self.plan = plan
-                    if not resumed:
-                        self.staged = None
-                    if plan.fetch and not resumed:
-                        self.perform(self.core.fetch(self.number("fetch"), plan.seq))
-                case peer_core.Fetched(_, seq, ok, why):
-                    if ok and self.plan is not None and self.plan.seq == seq:
-                        self.staged = self.plan.digests[0].decode()
-                    self.perform(self.core.fetched(seq, ok, why))
-
-    def start(self, op: SimOp, seq: int, rings: tuple[peer_core.RingPart, ...]) -> None:
-        op.seq = seq
-        if op.kind == "collective":
-            op.members = rings[0].members
-            self.run.starters.setdefault(seq, set()).add(self.name)
-        elif op.kind == "fetch":
-            assert self.plan is not None
-            op.holders, op.complete = self.plan.holders, False
-
-    def end(self, number: int, abort: bool) -> None:
-        op = self.ops.get(number)
-        if op is None:
-            return  # settled meanwhile: the order and the event crossed
-        assert not op.ending
-        op.ending = True
-        if abort:
-            self.run.cut(op.seq)
-
-    # ---- what can happen to the engine ----
-
-    def can_complete(self, op: SimOp) -> bool:
-        if not op.seq or op.complete or op.ending:
-            return False
-        if op.kind == "collective":
-            allowed = self.run.cut_to.get(op.seq)
-            everyone = len(self.run.starters[op.seq]) == op.members
-            return everyone and (allowed is None or self.name in allowed)
-        return op.kind == "fetch" and any(self.run.serves(h, op.seq) for h in op.holders)
-
-    def can_fail(self, op: SimOp) -> bool:
-        if not op.seq or op.complete or op.ending or op.kind == "serve":
-            return False
-        return op.kind == "collective" or not any(self.run.lives(h) for h in op.holders)
-
-    def complete(self, number: int) -> None:
-        op = self.ops[number]
-        op.complete = True
-        settled = op.kind == "collective" and self.run.random.random() < 0.5
-        if settled:
-            del self.ops[number]
-        self.run.completed.setdefault(op.seq, set()).add(self.name)
-        self.perform(self.core.engine_complete(number, settled, 0, 0))
-
-    def fail(self, number: int) -> None:
-        op = self.ops[number]
-        self.failed_fetches += op.kind == "fetch"
-        self.run.cut(op.seq)
-        op.complete = True  # says no more until it is aborted, or started again
-        starved = op.seq if op.kind == "fetch" and self.run.random.random() < 0.8 else 0
-        self.perform(self.core.engine_failed(number, "a stream was lost", starved))
-
-    def settle(self, number: int) -> None:
-        del self.ops[number]
-        self.perform(self.core.engine_settled(number, 0, 0))
-
-    def deliver(self) -> None:
-        message = m.decode_from_master(self.down.popleft())
-        if isinstance(message, m.Finished):
-            self.run.check_outcome(self, message)
-        elif isinstance(message, m.Started) and message.data is not None:
-            self.run.completed.setdefault(message.seq, set()).add(self.name)
-        self.perform(self.core.received(message))
+EXCLUSIVE = {"update_topology", "sync_shared_state"}  # who stands in one can enter no other call
+RUN_WIDE = {"update_topology", "are_peers_pending"}
 
 
 class Run:
-    """One simulated run."""
+    """One simulated run.
 
-    def __init__(self, seed: int) -> None:
+    Args:
+        seed: of all that is drawn; the same seed gives the same run.
+        journaled: whether the master keeps a journal.
+        straggler_s: the master's limit for peers that keep others waiting.
+    """
+
+    def __init__(self, seed: int, journaled: bool = True, straggler_s: float | None = None) -> None:
         self.random = random.Random(seed)
         self.run = seed + 1
+        self.journaled, self.straggler_s = journaled, straggler_s
         self.combined: set[bytes] = set()  # results of small collectives
         self.small_max = self.random.choice([0, 1, 128])
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
-        self.outcomes: dict[int, bool] = {}
-        self.starters: dict[int, set[int]] = {}  # seq -> peers whose engines started it
-        self.completed: dict[int, set[int]] = {}  # seq -> peers that hold the whole result
-        self.cut_to: dict[int, set[int]] = {}  # seq -> the only peers that can still complete it
+        self.starters: dict[Key, set[int]] = {}  # the peers whose engines started it
+        self.completed: dict[Key, set[int]] = {}  # the peers that hold the whole result
+        self.cut_to: dict[Key, set[int]] = {}  # the only peers that can still complete it
+        self.told: dict[object, tuple[object, list[SimPeer]]] = {}  # who was told what of what
         self.journal: set[int] = set()  # accepted peers, as the master's journal has them
         self.next_peer = 1
         self.incarnation = 0
         self.now_s = 0.0
         self.broken: deque[bytes] = deque()  # connections whose end the master does not know yet
-        self.contents: dict[int, str] = {}  # revision -> the content elected
+        self.dropped: set[bytes] = set()  # connections that the master listens to no more
+        self.history: dict[int, int] = {}  # of a group: how often its last holder has gone
         self.notes: list[str] = []
+        self.steps = 0
+        self.trace: list[str] | None = None  # set it to a list to have everything written down
         # steps after which a caller gives up; 0: never
         self.patience = self.random.choice([[0], [0], [0] * 9 + [5, 20, 60]])
         self.tick_s = self.random.choice([0.01, 0.01, 0.1, 1.0])
@@ -238,31 +68,45 @@ class Run:
     def _new_master(
         self, number: int, journal: master_core.Journal | None = None
     ) -> master_core.Master:
-        master = master_core.Master(number, self.combine, journal=journal)
+        master = master_core.Master(number, self.combine, self.straggler_s, journal)
         master.small_max = self.small_max
         return master
 
-    def add(self, program: Program) -> SimPeer:
-        """One more peer joins and runs `program` once it is accepted."""
+    def combine(self, work: m.Work, parts: Sequence[bytes]) -> bytes:
+        """The master's arithmetic. Peers that stand in different steps must not meet."""
+        assert len(set(parts)) == 1, f"contributions of different steps were reduced: {parts}"
+        assert len(parts[0]) == work.count
+        result = bytes(byte ^ 255 for byte in parts[0])
+        self.combined.add(result)
+        return result
+
+    def say(self, text: str, *details: object) -> None:
+        """One line of the trace."""
+        if self.trace is not None:
+            told = " ".join(d if isinstance(d, str) else brief(d) for d in (text, *details))
+            self.trace.append(f"{self.steps:5}  {told}")
+
+    # ---- what befalls it ----
+
+    def add(self, *programs: Program, group: int = 0) -> SimPeer:
+        """One more peer joins and runs its programs, a thread each, once it is accepted."""
         name = len(self.peers) + 1
-        peer = SimPeer(name, b"c%d" % name, self)
+        peer = SimPeer(name, b"c%d" % name, self, group, programs)
         self.peers.append(peer)
-        hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1000 + name, "", f"m{name}", b"")
+        hello = m.Hello(m.PROTOCOL_VERSION, "1", group, "", 1000 + name, "", f"m{name}", b"")
 
-        def whole() -> Generator[None, None, None]:
-            call = peer.number()
-            try:
-                end = yield from peer.wait(call, peer.core.join(call, hello))
-                if isinstance(end, peer_core.Answer):
-                    yield from program(peer)
-            except GivenUp:
-                assert self.incarnation, "only a restarted master gives living peers up"
+        def whole() -> Thread:
+            end = yield from peer.join(hello)
+            if isinstance(end, peer_core.Answer):
+                for program in peer.programs:
+                    peer.start_thread(program(peer))
 
-        peer.program = whole()
+        peer.start_thread(whole())
         return peer
 
     def kill(self, peer: SimPeer) -> None:
         """kill -9: some of what it sent last is lost, then its connection breaks."""
+        self.say(f"peer {peer.name} is killed")
         peer.alive = False
         for _ in range(self.random.randint(0, len(peer.up))):
             peer.up.pop()
@@ -271,24 +115,224 @@ class Run:
         if peer.link == "up":
             self.broken.append(peer.conn)
 
-    def restart_master(self, journaled: bool) -> None:
+    def freeze(self, peer: SimPeer) -> None:
+        """SIGSTOP: it neither reads nor says anything, but what it has sent still arrives."""
+        self.say(f"peer {peer.name} freezes")
+        peer.frozen = True
+
+    def thaw(self, peer: SimPeer) -> None:
+        """SIGCONT."""
+        self.say(f"peer {peer.name} thaws")
+        peer.frozen = False
+
+    def sever(self, peer: SimPeer) -> None:
+        """Its heartbeats end, for it is frozen or its cable is cut: the master drops it."""
+        if peer.link == "up" and peer.conn not in self.broken:
+            self.say(f"peer {peer.name} is cut off")
+            peer.severed = True
+            self.broken.append(peer.conn)
+
+    def restart_master(self) -> None:
         """kill -9 of the master: what is under way is lost, on each connection from some point."""
+        self.say("the master is killed, and comes back")
         self.incarnation += 1
         self.broken.clear()
-        accepted = frozenset(self.journal) if journaled else frozenset()
-        if not self.journal:
-            self.contents.clear()  # nobody is left to come back
-        journal = master_core.Journal(self.run, self.incarnation, self.next_peer, accepted)
-        self.master = self._new_master(self.random.getrandbits(40), journal if journaled else None)
+        if not self.journal:  # nobody is left to come back
+            self.history = {group: count + 1 for group, count in self.history.items()}
+        journal = master_core.Journal(
+            self.run, self.incarnation, self.next_peer, frozenset(self.journal)
+        )
+        self.master = self._new_master(
+            self.random.getrandbits(40), journal if self.journaled else None
+        )
         for peer in self.peers:
+            peer.up.clear()
             if peer.alive:
-                peer.up.clear()
                 if peer.link == "up":
                     for _ in range(self.random.randint(0, len(peer.down))):
                         peer.down.pop()
                     peer.link = "breaking"
 
+    def impatience(self) -> None:
+        """So much time passes that who keeps others waiting is dropped, if there is a limit."""
+        self.say("time passes")
+        for later_s in (0.0, 1.0 + (self.straggler_s or 0.0)):
+            self.now_s += later_s
+            self.perform(self.master.tick(self.now_s))
+
+    def cut(self, seq: Key | None) -> None:
+        """Data of a collective stops to flow; who had enough already can still complete it."""
+        if seq is not None and seq not in self.cut_to:
+            names = sorted(self.starters.get(seq, ()))
+            self.cut_to[seq] = {n for n in names if self.random.random() < 0.3}
+
+    def lives(self, number: int) -> bool:
+        return any(peer.alive and peer.core.number == number for peer in self.peers)
+
+    def walled(self, number: int) -> bool:
+        return any(peer.walled and peer.core.number == number for peer in self.peers)
+
+    def serves(self, number: int, seq: Key | None) -> bool:
+        return any(
+            op.kind == "serve" and op.seq == seq and not op.ending
+            for peer in self.peers
+            if peer.alive and peer.core.number == number
+            for op in peer.ops.values()
+        )
+
+    # ---- what must be true ----
+
+    def agree(self, what: object, value: object, peer: SimPeer) -> None:
+        """All who hear of `what` and are still in the run have heard the same."""
+        known, peers = self.told.get(what, (value, []))
+        survivors = [
+            other for other in peers if other.present and not self.given_up_by_master(other)
+        ]
+        assert known == value or not survivors, (
+            f"two outcomes of {what}: {known} for {[p.name for p in survivors]} "
+            f"and {value} for {peer.name}"
+        )
+        self.told[what] = value, [*survivors, peer]
+
+    def given_up_by_master(self, peer: SimPeer) -> bool:
+        """Whether the run goes on without a peer that does not know it yet."""
+        if self.master.recovering:
+            return self.journaled and peer.core.number not in self.journal
+        return not self.master.knows(peer.conn)
+
+    def check_told(self, peer: SimPeer, message: m.MasterMessage) -> None:
+        """No two peers of a run are told different outcomes of one round."""
+        run, group = peer.core.run, peer.group
+        match message:
+            case m.Finished(seq, ok):
+                self.agree(("collective", run, seq), ok, peer)
+                assert not ok or peer.name in self.completed.get((run, seq), ()), (
+                    f"{seq} committed, but peer {peer.name} lacks the result"
+                )
+            case m.Started(call, seq, epoch):
+                assert peer.core.plan.epoch == epoch, "a start in another epoch than the plan's"
+                self.agree(("start", run, seq), (group, epoch, peer.standing.get(call)), peer)
+            case m.Plan(epoch, peers, rings):
+                self.agree(("plan", run, group, epoch), (peers, rings), peer)
+            case m.PendingResult(_, pending, count):
+                self.agree(("are_peers_pending", run, count), pending, peer)
+            case m.SyncResult(_, revision, count, plan):
+                self.agree(("sync_shared_state", run, group, count), (revision, plan), peer)
+
+    def check_over(self, peer: SimPeer, why: str) -> None:
+        """Why a peer may be out of the run."""
+        assert (
+            peer.left
+            or (peer.severed and master_core.GIVEN_UP in why)
+            or (self.incarnation and master_core.GIVEN_UP in why)
+            or (peer.walled and "could not reach" in why)
+            or (self.incarnation and not peer.core.number)  # it had hardly said hello
+            or (self.incarnation and not self.journaled and "started another run" in why)
+            or (self.straggler_s is not None and "others waited for it" in why)
+        ), f"peer {peer.name} is out of the run: {why}"
+
+    def check_content(self, peer: SimPeer) -> None:
+        """Whoever is at a revision holds the same content."""
+        revision, content = peer.content
+        if self.master.knows(peer.conn):  # else the run may have gone on without it
+            history = self.history.setdefault(peer.group, 0)
+            self.agree(("content", self.master.run, peer.group, history, revision), content, peer)
+
+    def check_waiting(self) -> None:
+        """Nothing is under way: whoever waits must wait for somebody who may still come."""
+        present = [p for p in self.peers if p.present]
+        awake = [p for p in present if not p.frozen]
+        waiting = {p.name: {w[:2] for w in p.waits() if not w[2]} for p in awake}
+        # with strangers among the members, or frozen ones, somebody may always still come
+        closed = len(present) == len(awake) == sum(p.accepted for p in self.master.peers.values())
+        for peer in awake:
+            for what, _, started in peer.waits():
+                assert not (closed and started), f"peer {peer.name} waits for ever in {what}"
+            for what, tag in waiting[peer.name]:
+                scope = [p for p in awake if what in RUN_WIDE or p.group == peer.group]
+                missing = [p for p in scope if (what, tag) not in waiting[p.name]]
+                assert missing or not closed, f"all stand in {what} (tag {tag}): nothing happens"
+                for other in scope:
+                    for their in waiting[other.name] - waiting[peer.name]:
+                        if other is not peer and (what, tag) not in waiting[other.name]:
+                            self._check_pair(peer, (what, tag), other, their)
+
+    def _check_pair(
+        self, peer: SimPeer, mine: tuple[str, int], other: SimPeer, their: tuple[str, int]
+    ) -> None:
+        """Two peers do not stand where they wait for each other for ever."""
+        if peer.group == other.group or {mine[0], their[0]} <= RUN_WIDE:
+            exclusive = EXCLUSIVE & {mine[0], their[0]}
+            stuck = mine in peer.stuck_in and their in other.stuck_in
+            assert not exclusive and not stuck, (
+                f"peer {peer.name} in {mine} and peer {other.name} in {their} can never meet, "
+                "and nobody tells them"
+            )
+
+    def check_empty(self) -> None:
+        """All peers that live have ended: nobody remembers anything."""
+        for peer in self.peers:
+            if peer.alive:
+                peer.check_empty()
+        self.perform(self.master.tick(self.now_s))
+        left = {name: size for name, size in remembered(self.master).items() if size}
+        assert not left, f"all have left, but the master still has {left}"
+
+    @property
+    def frozen(self) -> list[SimPeer]:
+        return [peer for peer in self.peers if peer.alive and peer.frozen]
+
+    # ---- the clockwork ----
+
+    def _by_conn(self, conn: bytes) -> SimPeer:
+        return self.peers[int(conn[1:].partition(b".")[0]) - 1]
+
+    def perform(self, actions: Iterable[master_core.Action]) -> None:
+        """What the server does."""
+        for action in actions:
+            match action:
+                case master_core.Send(conn, message):
+                    peer = self._by_conn(conn)
+                    if peer.conn == conn:  # else it is a connection of before
+                        peer.down.append(m.encode(message))
+                case master_core.Drop(conn):
+                    self.dropped.add(conn)
+                case master_core.Remember(info):
+                    self.journal.add(info.peer)
+                    self.next_peer = max(self.next_peer, info.peer + 1)
+                case master_core.Forget(number):
+                    self.journal.discard(number)
+                case master_core.Note(text):
+                    self.say("master:", text)
+                    self.notes.append(text)
+                    if "last holder" in text:  # a new history of revisions begins
+                        of = re.search(r"last holder of group (\d+)", text)
+                        for group in [int(of[1])] if of else list(self.history):
+                            self.history[group] = self.history.get(group, 0) + 1
+
+    def _to_master(self, peer: SimPeer) -> None:
+        message = m.decode_from_peer(peer.up.popleft())
+        self.say(f"peer {peer.name} -> master:", message)
+        if peer.conn in self.dropped:
+            return
+        if isinstance(message, m.Hello):
+            self.perform(self.master.hello(peer.conn, message, "10.0.0.1"))
+        elif isinstance(message, m.Resume):
+            self.perform(self.master.resume(peer.conn, message, "10.0.0.1"))
+        else:
+            self.perform(self.master.received(peer.conn, message))
+
+    def _bury(self) -> None:
+        peer = self._by_conn(self.broken.popleft())
+        while peer.up:
+            self._to_master(peer)
+        self.say(f"the master sees that the connection of peer {peer.name} is gone")
+        if peer.alive:
+            peer.link = "breaking"
+        self.perform(self.master.disconnected(peer.conn, "its connection broke"))
+
     def _break_link(self, peer: SimPeer) -> None:
+        self.say(f"peer {peer.name} sees that its connection is gone")
         peer.link = "down"
         peer.up.clear()
         peer.perform(peer.core.link_lost("the connection broke"))
@@ -301,138 +345,69 @@ class Run:
 
     def _tick(self) -> None:
         self.now_s += self.tick_s
-        self._perform(self.master.tick(self.now_s))
+        self.perform(self.master.tick(self.now_s))
 
-    def cut(self, seq: int) -> None:
-        """Data of a collective stops to flow; who had enough already can still complete it."""
-        if seq and seq not in self.cut_to:
-            names = sorted(self.starters.get(seq, ()))
-            self.cut_to[seq] = {n for n in names if self.random.random() < 0.3}
-
-    def lives(self, number: int) -> bool:
-        return any(peer.alive and peer.core.number == number for peer in self.peers)
-
-    def serves(self, number: int, seq: int) -> bool:
-        return any(
-            op.kind == "serve" and op.seq == seq and not op.ending
-            for peer in self.peers
-            if peer.alive and peer.core.number == number
-            for op in peer.ops.values()
-        )
-
-    def check_outcome(self, peer: SimPeer, message: m.Finished) -> None:
-        seq, ok = message.seq, message.ok
-        assert self.outcomes.setdefault(seq, ok) == ok, f"two outcomes of collective {seq}"
-        held = self.completed.get(seq, set())
-        assert not ok or peer.name in held, (
-            f"{seq} committed, but peer {peer.name} lacks the result"
-        )
-
-    def combine(self, work: m.Work, parts: Sequence[bytes]) -> bytes:
-        """The master's arithmetic. Peers that stand in different steps must not meet."""
-        assert len(set(parts)) == 1, f"contributions of different steps were reduced: {parts}"
-        assert len(parts[0]) == work.count
-        result = bytes(byte ^ 255 for byte in parts[0])
-        self.combined.add(result)
-        return result
-
-    def check_small(self, data: bytes) -> None:
-        assert data in self.combined
-
-    def check_content(self, peer: SimPeer) -> None:
-        revision, content = peer.content
-        elected = self.contents.setdefault(revision, content)
-        assert elected == content, f"revision {revision} forked"
-
-    # ---- the clockwork ----
-
-    def _by_conn(self, conn: bytes) -> SimPeer:
-        return self.peers[int(conn[1:].partition(b".")[0]) - 1]
-
-    def _perform(self, actions: list[master_core.Action]) -> None:
-        for action in actions:
-            match action:
-                case master_core.Send(conn, message):
-                    peer = self._by_conn(conn)
-                    if peer.conn == conn:  # else it is a connection of before
-                        peer.down.append(m.encode(message))
-                case master_core.Remember(info):
-                    self.journal.add(info.peer)
-                    self.next_peer = max(self.next_peer, info.peer + 1)
-                case master_core.Forget(number):
-                    self.journal.discard(number)
-                case master_core.Note(text):
-                    self.notes.append(text)
-                    if "last holder" in text:  # a new history of revisions begins
-                        self.contents.clear()
-
-    def _to_master(self, peer: SimPeer) -> None:
-        message = m.decode_from_peer(peer.up.popleft())
-        if isinstance(message, m.Hello):
-            self._perform(self.master.hello(peer.conn, message, "10.0.0.1"))
-        elif isinstance(message, m.Resume):
-            self._perform(self.master.resume(peer.conn, message, "10.0.0.1"))
-        else:
-            self._perform(self.master.received(peer.conn, message))
-
-    def _bury(self) -> None:
-        peer = self._by_conn(self.broken.popleft())
-        while peer.up:
-            self._to_master(peer)
-        self._perform(self.master.disconnected(peer.conn, "its connection broke"))
-
-    def _choices(self) -> list[Callable[[], None]]:
-        choices: list[Callable[[], None]] = []
+    def _choices(self) -> list[tuple[Callable[..., None], Any]]:
+        choices: list[tuple[Callable[..., None], Any]] = []
         for peer in self.peers:
             if peer.up and peer.link == "up":
-                choices.append(lambda p=peer: self._to_master(p))  # type: ignore[misc]
-            if not peer.alive:
+                choices.append((self._to_master, peer))
+            if not peer.alive or peer.frozen:
                 continue
             if peer.down:
-                choices.append(peer.deliver)
+                choices.append((SimPeer.deliver, peer))
             elif peer.link == "breaking":
-                choices.append(lambda p=peer: self._break_link(p))  # type: ignore[misc]
+                choices.append((self._break_link, peer))
             elif peer.link == "down" and peer.core.over is None:
-                choices.append(lambda p=peer: self._new_link(p))  # type: ignore[misc]
-            for number, op in peer.ops.items():
-                if op.ending:
-                    choices.append(lambda p=peer, n=number: p.settle(n))  # type: ignore[misc]
-                elif peer.can_complete(op):
-                    choices.append(lambda p=peer, n=number: p.complete(n))  # type: ignore[misc]
-                if peer.can_fail(op) and self._may_fail(peer, op):
-                    choices.append(lambda p=peer, n=number: p.fail(n))  # type: ignore[misc]
+                choices.append((self._new_link, peer))
+            if peer.ops:
+                choices += peer.engine_choices()
         if self.broken:
-            choices.append(self._bury)
+            choices.append((Run._bury, self))
         if self.master.recovering:
-            choices.append(self._tick)
+            choices.append((Run._tick, self))
         return choices
 
-    def _may_fail(self, peer: SimPeer, op: SimOp) -> bool:
-        if op.kind == "fetch":  # a dead holder, or one that has another plan: its stream breaks
-            # the master hears of a death, too, before a peer has tried three times
-            return peer.failed_fetches < 2 or not self.broken
-        return self.random.random() < self.failure_rate
-
     def step(self) -> bool:
-        """Programs go on as far as they can, then one thing happens; False when nothing can."""
+        """Threads go on as far as they can, then one thing happens; False when nothing can."""
+        self.steps += 1
         moved = False
         for peer in self.peers:
-            if peer.alive and peer.program is not None:
-                before = peer.calls
-                if next(peer.program, "ended") == "ended":
-                    peer.program = None
-                moved = moved or peer.program is None or peer.calls != before
+            if peer.alive and not peer.frozen:
+                moved = peer.run_threads() or moved
         choices = self._choices()
         if choices:
-            self.random.choice(choices)()
+            what, subject = self.random.choice(choices)
+            what(subject)
         return moved or bool(choices)
+
+    def unblock(self) -> bool:
+        """Nothing can happen: makes something happen that may; False when there is nothing."""
+        for peer in self.frozen:
+            self.thaw(peer)
+            return True
+        return False
 
     def finish(self, steps_max: int = 50_000) -> None:
         """Runs until nothing can happen any more: then all programs of living peers have ended."""
-        for _ in range(steps_max):
+        while self.steps < steps_max:
             if not self.step():
-                break
+                self.check_waiting()
+                if not self.unblock():
+                    break
         else:
             raise AssertionError("the run does not come to rest")
-        waiting = [p.name for p in self.peers if p.alive and p.program is not None]
+        waiting = [p.name for p in self.peers if p.alive and p.threads]
         assert not waiting, f"peers {waiting} wait for ever"
+
+
+def remembered(master: master_core.Master) -> dict[str, int]:
+    """How much a master has in each of its tables."""
+    return {
+        name: len(table)
+        for name, table in vars(master).items()
+        if isinstance(table, dict | list | set | OpenRounds)
+    }
+
+
+__all__ = ["Program", "Run", "SimPeer", "Thread", "remembered"]

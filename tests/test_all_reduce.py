@@ -170,10 +170,6 @@ def test_bad_arguments_are_refused_before_anything_happens() -> None:
             comm.all_reduce(array, array, op=pccl.ReduceOp.SUM, tag=-1)
         with pytest.raises(AssertionError):
             comm.all_reduce(array, np.ones(11, np.float32), op=pccl.ReduceOp.SUM)
-        with pytest.raises(pccl.UnsupportedError, match="quantisation"):
-            comm.all_reduce(
-                array, array, op=pccl.ReduceOp.SUM, quantization_options=pccl.QuantizationOptions()
-            )
         with pytest.raises(pccl.PCCLError, match="descriptor"):
             comm.all_reduce(
                 array,

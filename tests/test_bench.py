@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from pccl.cli.bench import data, options, table
-from pccl.cli.bench.all_reduce import BenchError, _collect
-from pccl.cli.bench.peer import IN_PLACE, OUT_OF_PLACE, Measured
+from pccl.cli.bench.collectives import BenchError, _collect
+from pccl.cli.bench.peer import Measured
+from pccl.cli.bench.ways import IN_PLACE, OUT_OF_PLACE, Trial
 from pccl.types import DataType, ReduceOp
 
 SIZES = [4096, 16384, 65536]
@@ -67,6 +68,47 @@ def test_all_reduce_prints_the_table_of_nccl_tests(tmp_path: Path, transport: st
             assert row[way]["nwrong"] == 0
 
 
+@pytest.mark.parametrize(("what", "redop"), [("all_gather", "none"), ("reduce_scatter", "max")])
+def test_gather_and_scatter_count_as_nccl_tests_do(tmp_path: Path, what: str, redop: str) -> None:
+    file = tmp_path / "results.json"
+    words = ["-o", "max"] if redop == "max" else []
+    sizes = ("-b", "96K", "-e", "96K", "-n", 1, "-w", 0, "--peers", 3, "--json", file)
+    ended = bench(what, *words, *sizes, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    (row,) = rows(ended.stdout)
+    assert row[:5] == [str(96 << 10), str(8 << 10), "float", redop, "-1"]
+    assert row[8] == row[12] == "0"
+    (result,) = json.loads(file.read_text())["results"]
+    for way in ("out_of_place", "in_place"):
+        assert result[way]["bus_bw"] == pytest.approx(result[way]["alg_bw"] * 2 / 3)
+
+
+def test_broadcast_is_in_place_only(tmp_path: Path) -> None:
+    ended = bench("broadcast", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    (row,) = rows(ended.stdout)
+    assert row[:9] == ["65536", "16384", "float", "none", "0", "N/A", "N/A", "N/A", "N/A"]
+    assert row[10] == row[11]
+    assert row[12:14] == ["0", "N/A"]
+
+
+def test_what_comes_out_wrong_is_counted() -> None:
+    """Each collective's check, on results that no other peer has had a part in."""
+
+    class Alone:
+        rank, world_size = 1, 3
+
+        def nothing(self, *arrays: object, **settings: object) -> None:
+            pass
+
+        all_reduce = all_gather = reduce_scatter = broadcast = nothing
+
+    for what in table.FACTORS:
+        trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000)  # type: ignore[arg-type]
+        for way in trial.ways(gloo=False).values():
+            assert trial.check(way) > 4000
+
+
 def test_gloo_takes_turns(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     ended = bench(
@@ -85,12 +127,30 @@ def test_gloo_takes_turns(tmp_path: Path) -> None:
 def test_kernels_are_right(tmp_path: Path) -> None:
     ended = bench("kernels", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0, cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
-    assert [(row[1], row[-1]) for row in rows(ended.stdout)] == [
-        ("float", "0"),
-        ("double", "0"),
-        ("half", "0"),
-        ("bfloat16", "0"),
-    ]
+    kernels = [f"{name}{kind}" for name in ("int8", "int4", "uint8") for kind in ("", "->", "+")]
+    names = ["float", "double", "half", "bfloat16", *kernels]
+    assert [(row[1], row[-1]) for row in rows(ended.stdout)] == [(name, "0") for name in names]
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "uint8"])
+def test_quantised_elements_are_near(tmp_path: Path, quantization: str) -> None:
+    ended = bench(
+        *("all_reduce", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0, "--peers", 3),
+        *("-d", "half", "-o", "avg", "--quantize", quantization),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"quantised to {quantization}" in ended.stdout
+    (row,) = rows(ended.stdout)
+    assert row[8] == row[12] == "0"
+
+
+def test_far_elements_are_counted() -> None:
+    table = np.arange(data.PERIOD, dtype=np.float32)
+    bits = data.tiled(table, 3 * data.PERIOD + 7)
+    bits[[0, data.PERIOD + 5, -1]] += (0.4, 0.6, -0.6)
+    bits[100] = np.nan
+    assert data.count_far(bits, table, DataType.FLOAT, 0.5) == 3
 
 
 @pytest.mark.parametrize(
@@ -98,6 +158,8 @@ def test_kernels_are_right(tmp_path: Path) -> None:
     [
         (["--against", "gloo", "-d", "uint32"], "gloo has no uint32"),
         (["--against", "gloo", "-o", "avg"], "gloo has no avg"),
+        (["--quantize", "int8", "-o", "max"], "sums and means"),
+        (["--quantize", "int4", "-d", "int32"], "sums and means"),
         (["-b", "8K", "-e", "4K"], "-b no more than -e"),
         (["-b", "4X"], "is no size"),
         (["--peers", "1"], "at least 2"),
@@ -149,7 +211,7 @@ def test_every_wrong_element_counts() -> None:
 def test_wrong_elements_of_any_peer_fail_the_table() -> None:
     times = {OUT_OF_PLACE: [2e-6, 4e-6], IN_PLACE: [4e-6, 8e-6]}
     peers = [Measured(times, {OUT_OF_PLACE: wrong, IN_PLACE: 0}) for wrong in (0, 7)]
-    row = table.Row.of(1000, 4, "float", "sum", peers)
+    row = table.Row.of("all_reduce", 1000, 4, "float", "sum", peers)
     assert row.timings[OUT_OF_PLACE] == table.Timing(pytest.approx(3), pytest.approx(2), 7)
     assert row.algbw(IN_PLACE) == pytest.approx(4000 / 6e3)
     assert "7 FAILED" in table.foot([row])

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,12 +28,12 @@ PATIENCE_S = 40.0
 class Worker:
     """A peer process and what it has reported."""
 
-    def __init__(self, master: str, slot: int, count: int) -> None:
+    def __init__(self, master: str, slot: int, count: int, what: str = "all_reduce") -> None:
         self.slot = slot
-        self.reports: list[dict[str, int]] = []
-        self.news: queue.Queue[dict[str, int] | None] = queue.Queue()
+        self.reports: list[dict[str, Any]] = []
+        self.news: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), master, str(slot), str(count)],
+            [sys.executable, str(WORKER), master, str(slot), str(count), what],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -45,7 +46,7 @@ class Worker:
             self.news.put(json.loads(line))
         self.news.put(None)
 
-    def wait_for(self, wanted: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+    def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The next report that is wanted."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -68,12 +69,15 @@ class Worker:
             self.reports.append(report)
 
 
+Start = Callable[..., Worker]
+
+
 @pytest.fixture
-def workers(filling: str) -> Iterator[Callable[[str, int, int], Worker]]:
+def workers(filling: str) -> Iterator[Start]:
     started: list[Worker] = []
 
-    def start(master: str, slot: int, count: int) -> Worker:
-        started.append(Worker(master, slot, count))
+    def start(master: str, slot: int, count: int, what: str = "all_reduce") -> Worker:
+        started.append(Worker(master, slot, count, what))
         return started[-1]
 
     yield start
@@ -82,11 +86,11 @@ def workers(filling: str) -> Iterator[Callable[[str, int, int], Worker]]:
             worker.kill()
 
 
-def churn(start: Callable[[str, int, int], Worker], kills: int, count: int, seed: int) -> None:
+def churn(start: Start, kills: int, count: int, seed: int, what: str = "all_reduce") -> None:
     """Kills one of three peers at a random moment and lets a fresh one join, again and again."""
     rng = random.Random(seed)
     with pccl.MasterNode("127.0.0.1:0") as master:
-        alive = [start(master.address, slot, count) for slot in range(3)]
+        alive = [start(master.address, slot, count, what) for slot in range(3)]
         everyone = list(alive)
         for slot in range(3, 3 + kills):
             for worker in alive:
@@ -97,7 +101,7 @@ def churn(start: Callable[[str, int, int], Worker], kills: int, count: int, seed
             victim.kill()
             for worker in alive:
                 worker.wait_for(lambda r: r.get("world") == 2)
-            alive.append(start(master.address, slot, count))
+            alive.append(start(master.address, slot, count, what))
             everyone.append(alive[-1])
         for worker in alive:
             worker.wait_for(lambda r: r.get("world") == 3)
@@ -114,25 +118,37 @@ def agree(workers: list[Worker]) -> None:
                 continue
             outcome = report["world"], report["value"]
             assert outcomes.setdefault(report["step"], outcome) == outcome
+            if report["what"] == "broadcast":
+                assert report["value"].bit_count() == 1, report
+                continue
             assert report["value"].bit_count() == report["world"], report
             assert report["value"] >> worker.slot & 1, "its own contribution is missing"
 
 
 @pytest.mark.timeout(150)
-def test_kill_one_of_three_again_and_again(workers: Callable[[str, int, int], Worker]) -> None:
+def test_kill_one_of_three_again_and_again(workers: Start) -> None:
     churn(workers, kills=6, count=100_003, seed=int(time.time()))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_kill_one_of_three_fifty_times(workers: Callable[[str, int, int], Worker]) -> None:
+def test_kill_one_of_three_fifty_times(workers: Start) -> None:
     churn(workers, kills=50, count=500_009, seed=int(time.time()))
 
 
+@pytest.mark.timeout(150)
+def test_kill_one_of_three_in_any_collective(workers: Start) -> None:
+    churn(workers, kills=5, count=300_007, seed=int(time.time()), what="all")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_kill_one_of_three_fifty_times_in_any_collective(workers: Start) -> None:
+    churn(workers, kills=50, count=500_009, seed=int(time.time()), what="all")
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
-def test_a_frozen_peer_is_dropped(
-    workers: Callable[[str, int, int], Worker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frozen_peer_is_dropped(workers: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PCCL_HEARTBEAT_MS", "200")
     monkeypatch.setenv("PCCL_HEARTBEAT_TIMEOUT_MS", "1000")
     with pccl.MasterNode("127.0.0.1:0") as master:

@@ -6,9 +6,10 @@ import random
 from pathlib import Path
 
 import pytest
-from hostile import Blow, draw_script, pack, remembered, siege, unpack
+from hostile import Blow, draw_script, pack, siege, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulator import remembered
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import BACKLOG_MAX, OPEN_MAX, Action, Drop, Journal, Master, Note, Send

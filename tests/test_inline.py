@@ -157,7 +157,7 @@ def test_the_engine_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("the engine was asked")
 
-    monkeypatch.setattr(client_module.Engine, "register_all_reduce", refuse)
+    monkeypatch.setattr(client_module.Engine, "register_collective", refuse)
     with Cluster(2) as cluster:
         sums = cluster.each(lambda _, comm: _sum_of_ones(comm, 4096))
         assert sums == [2.0, 2.0]

@@ -283,7 +283,7 @@ def test_every_build_gives_the_same_bits(level: str, tmp_path: Path) -> None:
     if not needed <= processor_flags():
         pytest.skip(f"this processor lacks {needed - processor_flags()}")
     library = tmp_path / "kernels.so"
-    sources = [str(C_DIR / name) for name in ("reduce.c", "outer.c", "selftest.c")]
+    sources = [str(C_DIR / name) for name in ("reduce.c", "quantize.c", "outer.c", "selftest.c")]
     build = [compiler, "-std=c99", "-ffp-contract=off", "-fPIC", "-shared", "-DPCCL_CLONES="]
     subprocess.run([*build, *arguments, *sources, "-o", str(library)], check=True, timeout=50)
     function = ctypes.CDLL(str(library)).pccl_self_test

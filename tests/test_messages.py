@@ -15,7 +15,7 @@ FROM_PEER: list[m.PeerMessage] = [
     m.Hello(1, "0.1.0", 2, "", 4000, "/tmp/x", "abc", b"\7"),
     m.TopologyVote(5),
     m.PendingVote(6),
-    m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000)),
+    m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000, 1, 2)),
     m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1), b"data", 6),
     m.FinishVote(9, True),
     m.FinishVote(9, False, "a stream was lost"),
@@ -72,7 +72,7 @@ def test_master_messages_survive(message: m.MasterMessage) -> None:
 def test_golden_bytes() -> None:
     # Changing these breaks every older peer: raise PROTOCOL_VERSION if you must.
     start = m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000))
-    assert m.encode(start).hex() == "9604070394aa616c6c5f726564756365000acd03e8c000"
+    assert m.encode(start).hex() == "9704070399aa616c6c5f726564756365000acd03e80000000090c000c2"
     assert m.encode(m.FinishVote(9, True)).hex() == "940509c3a0"
     assert m.encode(m.Finished(9, True)).hex() == "944909c3a0"
 

@@ -34,7 +34,8 @@ MEMBERS = {
     ),
     types.DeviceType: "CPU 0, CUDA 1",
     types.DistributionHint: "NONE 0, NORMAL 1, UNIFORM 2",
-    types.QuantizationAlgorithm: "NONE 0, MIN_MAX 1, ZERO_POINT_SCALE 2",
+    types.QuantizationAlgorithm: "NONE 0, MIN_MAX 1, ZERO_POINT_SCALE 2, "
+    "BLOCKWISE_INT8 3, BLOCKWISE_INT4 4",
 }
 
 PARAMETERS = {

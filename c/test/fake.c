@@ -211,12 +211,14 @@ static struct socket *find_bound(const void *context, const char *name)
 
 static void notify(const struct socket *push, uint16_t event, const char *endpoint)
 {
-    unsigned char frame[6] = {0};
+    unsigned char frame[6];
+    const int32_t value = -1;    /* where libzmq says which file descriptor: there is none here */
     struct message *message;
     if (push->monitor == NULL || push->monitor->peer == NULL)
         return;
     message = new_message();
     memcpy(frame, &event, sizeof event);
+    memcpy(frame + sizeof event, &value, sizeof value);
     add_frame(message, frame, sizeof frame);
     add_frame(message, endpoint, strlen(endpoint));
     append(&push->monitor->peer->in, message);
@@ -322,8 +324,7 @@ static int connect_socket(void *handle, const char *endpoint)
     assert(socket->type == ZMQ_PUSH && socket->n_lanes < LANES_MAX);
     socket->lanes[socket->n_lanes].to = to;
     (void)snprintf(socket->lanes[socket->n_lanes++].endpoint, NAME_MAX_BYTES, "%s", endpoint);
-    if (to == NULL)
-        notify(socket, ZMQ_EVENT_CLOSED, endpoint);
+    notify(socket, to != NULL ? ZMQ_EVENT_CONNECTED : ZMQ_EVENT_CLOSED, endpoint);
     return 0;
 }
 
@@ -559,4 +560,14 @@ void fake_inject(const char *endpoint, const void *header, size_t header_bytes, 
 unsigned fake_open(void)
 {
     return world.n_sockets + world.n_contexts;
+}
+
+unsigned fake_lanes(void)
+{
+    unsigned i, lanes = 0;
+    int j;
+    for (i = 0; i < world.n_sockets; i++)
+        for (j = 0; j < world.sockets[i]->n_lanes; j++)
+            lanes += world.sockets[i]->lanes[j].to != NULL;
+    return lanes;
 }

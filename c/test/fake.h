@@ -45,6 +45,9 @@ void fake_fail_second_frame(int nth);
 void fake_inject(const char *endpoint, const void *header, size_t header_bytes, const void *payload,
                  size_t payload_bytes);
 
+/* Lanes that stand. */
+unsigned fake_lanes(void);
+
 /* Sockets and contexts that are open. */
 unsigned fake_open(void);
 

@@ -24,9 +24,13 @@ pccl_options peers_options(void)
 
 void peers_open(struct peers *peers, int n, const pccl_options *options, uint64_t seed)
 {
-    const pccl_zmq *zmq = fake_table();
-    int i, error;
     fake_reset(seed);
+    peers_open_by(peers, n, options, fake_table());
+}
+
+void peers_open_by(struct peers *peers, int n, const pccl_options *options, const pccl_zmq *zmq)
+{
+    int i, error;
     memset(peers, 0, sizeof *peers);
     peers->n = n;
     for (i = 0; i < n; i++) {
@@ -87,7 +91,7 @@ void peers_end(struct peers *peers, int who, enum pccl_order_kind kind, uint64_t
     peers_order(peers, who, &order);
 }
 
-static void read_events(struct peer *peer)
+void peers_read(struct peer *peer)
 {
     pccl_msg message;
     fake_table()->msg_init(&message);
@@ -110,7 +114,7 @@ bool peers_step(struct peers *peers)
         if (status < 0)
             peer->error = status;
         moved |= status > 0;
-        read_events(peer);
+        peers_read(peer);
     }
     return moved;
 }
@@ -142,143 +146,4 @@ const pccl_event *peers_event(const struct peers *peers, int who, enum pccl_even
             && (kind == PCCL_STREAM_LOST ? peer->events[i].stream : peer->events[i].op) == op)
             return &peer->events[i];
     return NULL;
-}
-
-/* ---- jobs ---- */
-
-/* The small whole number `value` as an element: exact in every type, so that any order of
- * reducing is right. */
-static void put_element(int dtype, unsigned char *at, unsigned value)
-{
-    static const uint16_t f16[] = {0x0000, 0x3c00, 0x4000, 0x4200, 0x4400};
-    static const uint16_t bf16[] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080};
-    float f32 = (float)value;
-    double f64 = (double)value;
-    uint64_t whole = value;
-    unsigned i;
-    switch (dtype) {
-    case PCCL_F16: memcpy(at, &f16[value], 2); break;
-    case PCCL_BF16: memcpy(at, &bf16[value], 2); break;
-    case PCCL_F32: memcpy(at, &f32, 4); break;
-    case PCCL_F64: memcpy(at, &f64, 8); break;
-    default: {
-        const uint16_t one = 1;
-        bool little = *(const unsigned char *)&one == 1;
-        size_t width = pccl_dtype_size(dtype);
-        for (i = 0; i < width; i++)
-            at[little ? i : width - 1 - i] = (unsigned char)(whole >> 8 * i);
-    }
-    }
-}
-
-static unsigned char *allocate(size_t bytes)
-{
-    unsigned char *memory = malloc(bytes + 1);
-    if (memory == NULL)
-        abort();
-    return memory + 1;               /* odd: buffers may have any alignment */
-}
-
-void job_make(struct job *job, int n)
-{
-    size_t width = pccl_dtype_size(job->dtype);
-    uint64_t j;
-    int i;
-    job->bytes = (size_t)job->count * width;
-    job->expected = allocate(job->bytes);
-    for (i = 0; i < n; i++) {
-        job->given[i] = allocate(job->bytes);
-        job->send[i] = allocate(job->bytes);
-        for (j = 0; j < job->count; j++)
-            put_element(job->dtype, job->given[i] + j * width,
-                        1 + (unsigned)(j * 7 + (unsigned)i * 3 + j / 5) % 2);
-        memcpy(job->send[i], job->given[i], job->bytes);
-        job->recv[i] = job->in_place ? job->send[i] : allocate(job->bytes);
-        if (!job->in_place)
-            memset(job->recv[i], 0xee, job->bytes);
-        if (i == 0)
-            memcpy(job->expected, job->given[0], job->bytes);
-        else
-            (void)pccl_reduce(job->dtype, job->redop, job->expected, job->expected, job->given[i],
-                              (size_t)job->count, i == n - 1 ? (uint32_t)n : 1);
-    }
-}
-
-void job_free(struct job *job)
-{
-    int i;
-    free(job->expected - 1);
-    for (i = 0; i < TEST_PEERS_MAX && job->given[i] != NULL; i++) {
-        free(job->given[i] - 1);
-        free(job->send[i] - 1);
-        if (!job->in_place)
-            free(job->recv[i] - 1);
-    }
-}
-
-void job_register(struct peers *peers, int who, const struct job *job)
-{
-    pccl_order order = {0};
-    order.kind = PCCL_REGISTER;
-    order.op = job->op;
-    order.op_kind = PCCL_ALL_REDUCE;
-    order.run = TEST_RUN;
-    order.tag = job->tag;
-    order.min_seq = job->seq - 1;
-    order.dtype = (uint32_t)job->dtype;
-    order.redop = (uint32_t)job->redop;
-    order.count = job->count;
-    order.send = job->send[who];
-    order.recv = job->recv[who];
-    peers_order(peers, who, &order);
-}
-
-void job_start(struct peers *peers, int who, const struct job *job)
-{
-    pccl_order order = {0};
-    order.kind = PCCL_START;
-    order.op = job->op;
-    order.seq = job->seq;
-    order.epoch = TEST_EPOCH;
-    order.chunk_bytes = job->chunk_bytes;
-    order.n_rings = 1;
-    order.rings[0].stream = 1;
-    order.rings[0].members = (uint32_t)peers->n;
-    order.rings[0].position = (uint32_t)who;
-    order.rings[0].count = job->count;
-    peers_order(peers, who, &order);
-}
-
-bool job_is_right(const struct peers *peers, const struct job *job)
-{
-    int i;
-    for (i = 0; i < peers->n; i++)
-        if (peers_count(peers, i, PCCL_COMPLETE, job->op) != 1
-            || peers_count(peers, i, PCCL_FAILED, job->op) != 0
-            || memcmp(job->recv[i], job->expected, job->bytes) != 0
-            || (!job->in_place && memcmp(job->send[i], job->given[i], job->bytes) != 0))
-            return false;
-    return true;
-}
-
-bool job_is_restored(const struct job *job, int who)
-{
-    return memcmp(job->send[who], job->given[who], job->bytes) == 0;
-}
-
-bool job_commit(struct peers *peers, const struct job *job)
-{
-    bool settled = true;
-    int i;
-    for (i = 0; i < peers->n; i++) {
-        const pccl_event *event = peers_event(peers, i, PCCL_COMPLETE, job->op);
-        if (event != NULL && !event->settled)
-            peers_end(peers, i, PCCL_COMMIT, job->op);
-    }
-    peers_run(peers);
-    for (i = 0; i < peers->n; i++) {
-        const pccl_event *event = peers_event(peers, i, PCCL_COMPLETE, job->op);
-        settled &= event != NULL && peers_count(peers, i, PCCL_SETTLED, job->op) == !event->settled;
-    }
-    return settled;
 }

@@ -1,23 +1,9 @@
 /* test_allreduce.c - all-reduces on the fake network: what comes out, whatever the network does
  * meanwhile. */
 #include "check.h"
-#include "peers.h"
+#include "job.h"
 
 #include <string.h>
-
-static struct job plain_job(uint64_t op, uint64_t count, bool in_place)
-{
-    struct job job = {0};
-    job.op = op;
-    job.tag = 100 + op;
-    job.seq = 10;
-    job.dtype = PCCL_F32;
-    job.redop = PCCL_SUM;
-    job.count = count;
-    job.in_place = in_place;
-    job.chunk_bytes = 1024;
-    return job;
-}
 
 /* Runs one all-reduce in a world of its own. */
 static void run_one(struct job *job, int n, const pccl_options *options, unsigned refuse_percent,
@@ -56,7 +42,7 @@ static void test_sizes(void)
         uint64_t counts[] = {0, 1, n - 1, n, n + 1, 63, 64, 65, 1000, 64 * n, 64 * n + 1};
         for (j = 0; j < sizeof counts / sizeof *counts; j++)
             for (in_place = 0; in_place < 2; in_place++) {
-                struct job job = plain_job(1, counts[j], in_place);
+                struct job job = job_plain(counts[j], in_place);
                 run_one(&job, ns[i], &options, in_place ? 40 : 0, seed++);
             }
     }
@@ -68,7 +54,7 @@ static void test_large(void)
     struct job job;
     int n;
     for (n = 2; n <= 8; n += 3) {
-        job = plain_job(1, 203530, n != 5);
+        job = job_plain(203530, n != 5);
         job.chunk_bytes = 65536;
         run_one(&job, n, &options, 10, 7);
     }
@@ -80,11 +66,34 @@ static void test_types(void)
     int dtype, redop;
     for (dtype = PCCL_U8; dtype <= PCCL_F64; dtype++)
         for (redop = PCCL_SUM; redop <= PCCL_MIN; redop++) {
-            struct job job = plain_job(1, 777, (dtype + redop) % 2);
+            struct job job = job_plain(777, (dtype + redop) % 2);
             job.dtype = dtype;
             job.redop = redop;
             run_one(&job, 3, &options, 0, (uint64_t)(dtype * 5 + redop + 1));
         }
+}
+
+/* Quantised: every format, with chunks of one block and of several, with and without partial
+ * results, all-reduced and scattered. */
+static void test_quantized(void)
+{
+    static const uint64_t counts[] = {0, 1, 4, 65, 1000, 64 * 5 + 1, 5003};
+    pccl_options options = peers_options();
+    uint64_t seed = 1;
+    size_t i;
+    int format, n;
+    for (format = PCCL_BLOCK_8; format <= PCCL_ZERO_POINT_16; format++)
+        for (n = 1; n <= 5; n += n < 3 ? 1 : 2)
+            for (i = 0; i < sizeof counts / sizeof *counts; i++, seed++) {
+                struct job job = job_plain(counts[i], seed % 2);
+                job.format = format;
+                job.what = seed % 3 ? PCCL_ALL_REDUCE : PCCL_REDUCE_SCATTER;
+                job.dtype = PCCL_F16 + (int)(seed % 4);
+                job.redop = seed / 2 % 2 ? PCCL_AVG : PCCL_SUM;
+                job.chunk_bytes = seed % 3 ? 700 : 1;
+                options.forward_max = 1 + (uint32_t)(seed % 4);
+                run_one(&job, n, &options, seed % 5 ? 30 : 0, seed);
+            }
 }
 
 /* The narrowest settings there can be, and settings under which everything or nothing is copied. */
@@ -93,7 +102,7 @@ static void test_limits(void)
     pccl_options options = peers_options();
     uint64_t seed;
     for (seed = 1; seed <= 24; seed++) {
-        struct job job = plain_job(1, 5000, seed % 2);
+        struct job job = job_plain(5000, seed % 2);
         options.forward_max = 1 + (uint32_t)(seed % 2);
         options.copy_max = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 256 : 1 << 20;
         job.chunk_bytes = seed % 4 == 0 ? 1 : 700;
@@ -115,7 +124,9 @@ static void test_concurrent(void)
         fake_refuse(20);
         peers_connect_ring(&peers, 2, 2);
         for (j = 0; j < JOBS; j++) {
-            jobs[j] = plain_job((uint64_t)(j + 1), (uint64_t)(j * 400), j % 2);
+            jobs[j] = job_plain((uint64_t)(j * 400), j % 2);
+            jobs[j].op = (uint64_t)(j + 1);
+            jobs[j].tag = 100 + (uint64_t)j;
             jobs[j].seq = 20 + (uint64_t)j;
             job_make(&jobs[j], N);
             for (i = 0; i < N; i++)
@@ -143,8 +154,9 @@ static void test_early_chunks(void)
     uint64_t seed;
     int i, n;
     for (seed = 1; seed <= 40; seed++) {
-        struct job job = plain_job(1, seed % 7 * 150, seed % 2);
+        struct job job = job_plain(seed % 7 * 150, seed % 2);
         n = 2 + (int)(seed % 4);
+        job.format = seed % 8 < 4 ? PCCL_UNQUANTIZED : PCCL_BLOCK_8;
         job.chunk_bytes = seed % 3 ? 4096 : 256;
         job_make(&job, n);
         peers_open(&peers, n, &options, seed);
@@ -179,28 +191,15 @@ static void test_two_rings(void)
     int i;
     options.forward_max = 1;
     for (seed = 1; seed <= 40; seed++) {
-        struct job job = plain_job(1, 30000 + seed, seed % 2);
+        struct job job = job_plain(30000 + seed, seed % 2);
+        job.chunk_bytes = 512;
         job_make(&job, N);
         peers_open(&peers, N, &options, seed);
         peers_connect_ring(&peers, 1, 1);
         for (i = 0; i < N; i++) {
-            pccl_order order = {0};
             peers_stream(&peers, i, (i + N - 1) % N, 2, 1, 1);
             job_register(&peers, i, &job);
-            order.kind = PCCL_START;
-            order.op = job.op;
-            order.seq = job.seq;
-            order.epoch = TEST_EPOCH;
-            order.chunk_bytes = 512;
-            order.n_rings = 2;
-            order.rings[0].stream = 1;
-            order.rings[0].position = (uint32_t)i;
-            order.rings[1].stream = 2;
-            order.rings[1].position = (uint32_t)(N - 1 - i);
-            order.rings[0].members = order.rings[1].members = N;
-            order.rings[0].count = order.rings[1].begin = 64 * 217;
-            order.rings[1].count = job.count - 64 * 217;
-            peers_order(&peers, i, &order);
+            job_start_rings(&peers, i, &job, 2);
         }
         peers_run(&peers);
         CHECK(job_is_right(&peers, &job));
@@ -215,7 +214,7 @@ static void test_byte_counts(void)
 {
     static struct peers peers;
     pccl_options options = peers_options();
-    struct job job = plain_job(1, 64 * 4, true);
+    struct job job = job_plain(64 * 4, true);
     int i;
     job_make(&job, 4);
     peers_open(&peers, 4, &options, 3);
@@ -240,6 +239,7 @@ int main(void)
     test_sizes();
     test_large();
     test_types();
+    test_quantized();
     test_limits();
     test_concurrent();
     test_early_chunks();

@@ -1,7 +1,7 @@
 /* test_faults.c - aborts, lost lanes, hostile messages and wrong orders: buffers come back,
  * nothing leaks. */
 #include "check.h"
-#include "peers.h"
+#include "job.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -9,17 +9,14 @@
 #include "wire.h"
 
 static struct peers peers;
+static int format;                   /* of the jobs: all this happens to quantised ones too */
 
 static struct job make_job(uint64_t count, bool in_place, int n)
 {
-    struct job job = {0};
+    struct job job = job_plain(count, in_place);
     job.op = 5;
     job.tag = 9;
-    job.seq = 10;
-    job.dtype = PCCL_F32;
-    job.count = count;
-    job.in_place = in_place;
-    job.chunk_bytes = 1024;
+    job.format = format;
     job_make(&job, n);
     return job;
 }
@@ -172,7 +169,7 @@ static void test_commit_after_loss(void)
     peers_run(&peers);
     for (i = 0; i < 3; i++) {
         CHECK(peers_count(&peers, i, PCCL_SETTLED, job.op) == 1);
-        CHECK(memcmp(job.recv[i], job.expected, job.bytes) == 0);
+        CHECK(job_has_result(&job, i));
     }
     peers_close(&peers);
     job_free(&job);
@@ -270,7 +267,8 @@ static void try_message(const struct wire_header *header, size_t payload_bytes, 
 #define TRY(before, after, change) \
     do { \
         struct wire_header header = good_chunk(); \
-        size_t bytes = 64 * sizeof(float); \
+        size_t bytes = format ? (size_t)pccl_quantized_size(format, PCCL_F32, 64) \
+                              : 64 * sizeof(float); \
         change; \
         try_message(&header, bytes, false, false, before, #change); \
         try_message(&header, bytes, true, true, after, #change); \
@@ -310,6 +308,24 @@ static void test_hostile_messages(void)
     TRY(FATAL, FATAL, bytes--);
     TRY(FATAL, FATAL, bytes++);
     TRY(FATAL, FATAL, bytes = 0);
+}
+
+/* What a quantised payload says is some numbers, whatever its bytes; its size must be right. */
+static void test_hostile_payloads(void)
+{
+    format = PCCL_BLOCK_8;
+    TRY(TAKEN, TAKEN, (void)0);
+    TRY(FATAL, FATAL, bytes = 64 * sizeof(float));
+    TRY(FATAL, FATAL, bytes--);
+    TRY(FATAL, FATAL, bytes++);
+    TRY(FATAL, FATAL, bytes = 0);
+    TRY(FATAL, FATAL, bytes = 64);
+    TRY(FATAL, FATAL, header.length = 128);
+    TRY(FATAL, FATAL, header.length = UINT32_MAX);
+    TRY(FATAL, FATAL, header.length = 0);
+    TRY(TAKEN, TAKEN, header.length = 320; header.offset = 0; bytes = 320 + 2 * sizeof(float));
+    TRY(FATAL, FATAL, header.length = 320; header.offset = 0; bytes = 320 + 5 * sizeof(float));
+    format = PCCL_UNQUANTIZED;
 }
 
 /* The REGISTER of a chunk's op has been sent, but other orders are still before it. */
@@ -461,12 +477,17 @@ static void expect_failed(const pccl_order *order, int status, const char *what)
     do { \
         float memory[128] = {0}; \
         pccl_order order = {0}; \
+        pccl_part part = {0}; \
         order.kind = PCCL_REGISTER; \
         order.op = 1; \
-        order.op_kind = PCCL_ALL_REDUCE; \
-        order.dtype = PCCL_F32; \
-        order.count = 64; \
-        order.send = order.recv = memory; \
+        order.op_kind = PCCL_COLLECTIVE; \
+        order.collective = PCCL_ALL_REDUCE; \
+        order.members = 2; \
+        order.parts = &part; \
+        order.n_parts = 1; \
+        part.dtype = PCCL_F32; \
+        part.count = 64; \
+        part.send = part.recv = memory; \
         change; \
         expect_failed(&order, PCCL_EINVAL, #change); \
     } while (0)
@@ -474,32 +495,57 @@ static void expect_failed(const pccl_order *order, int status, const char *what)
 static void test_wrong_orders(void)
 {
     EXPECT_EINVAL(order.op_kind = 9);
-    EXPECT_EINVAL(order.dtype = 12);
+    EXPECT_EINVAL(order.collective = 5);
     EXPECT_EINVAL(order.redop = 5);
-    EXPECT_EINVAL(order.count = UINT64_MAX / 2);
-    EXPECT_EINVAL(order.recv = NULL);
-    EXPECT_EINVAL(order.recv = memory + 63);
-    EXPECT_EINVAL(order.send = memory + 63);
+    EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
+    EXPECT_EINVAL(part.dtype = 12);
+    EXPECT_EINVAL(order.format = PCCL_ZERO_POINT_16 + 1);
+    EXPECT_EINVAL(order.format = UINT32_MAX);
+    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.redop = PCCL_MAX);
+    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.collective = PCCL_BROADCAST);
+    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; part.dtype = PCCL_I32);
+    EXPECT_EINVAL(part.count = UINT64_MAX / 2);
+    EXPECT_EINVAL(part.recv = NULL);
+    EXPECT_EINVAL(part.recv = memory + 63);
+    EXPECT_EINVAL(part.send = memory + 63);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = 0);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = PCCL_PEERS_MAX + 1);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; part.send = memory + 32);
+    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; order.members = 0);
+    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; part.recv = memory + 127);
 }
 
 static void test_wrong_starts(void)
 {
     static const char *const names[] = {"members", "position", "begin", "share",
-                                        "stream", "seq", "rings", "none"};
+                                        "stream", "seq", "rings", "none", "root", "blocks",
+                                        "another block", "no rank", "two ranks"};
+    static const uint16_t ranks[] = {1, 2}, swapped[] = {1, 0};
     int variant;
-    for (variant = 0; variant < 8; variant++) {
-        struct job job = make_job(1000, true, 2);
+    for (variant = 0; variant < 13; variant++) {
+        struct job job = job_plain(1024, true);
         pccl_order order = {0};
+        if (variant >= 8)
+            job.what = variant == 8 ? PCCL_BROADCAST : PCCL_ALL_GATHER;
+        job_make(&job, 2);
         open_ring(&job, 2, 1);
         order.kind = PCCL_START;
         order.op = job.op;
         order.seq = variant == 5 ? job.seq - 1 : job.seq;
         order.n_rings = variant == 6 ? 9 : variant == 7 ? 0 : 1;
         order.rings[0].stream = variant == 4 ? 2 : 1;
-        order.rings[0].members = variant == 0 ? 4097 : 2;
-        order.rings[0].position = variant == 1 ? 2 : 0;
+        order.rings[0].members = variant == 0 ? 4097 : variant == 9 ? 3 : 2;
+        order.rings[0].position = variant == 1 ? 2 : variant == 10 ? 1 : 0;
+        order.rings[0].root = variant == 8 ? 2 : 0;
+        order.rings[0].ranks = variant == 11 ? ranks : NULL;
         order.rings[0].begin = variant == 2 ? 64 : 0;
-        order.rings[0].count = variant == 3 ? 999 : 1000;
+        order.rings[0].count = variant == 3 ? 1023 : 1024;
+        if (variant == 12) {
+            order.n_rings = 2;
+            order.rings[1] = order.rings[0];
+            order.rings[0].count = order.rings[1].begin = order.rings[1].count = 512;
+            order.rings[1].ranks = swapped;
+        }
         peers_order(&peers, 0, &order);
         peers_run(&peers);
         if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1))
@@ -588,10 +634,11 @@ static void test_no_stream(void)
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 4) == 1);
     order.stream = 5;
-    order.lanes = 0;
+    order.hwm = 0;
     peers_order(&peers, 0, &order);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 5) == 1);
+    order.hwm = 1;
     for (nth = 0; nth < 15; nth++) {
         order.stream = 100 + (uint32_t)nth;
         order.lanes = 3;
@@ -606,6 +653,32 @@ static void test_no_stream(void)
     peers_order(&peers, 0, &order);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == 0);
+    peers_close(&peers);
+}
+
+/* A stream that may choose: the first lane says how many more. One that cannot be had loses it. */
+static void test_automatic_lanes(void)
+{
+    pccl_options options = peers_options();
+    pccl_order order = {0};
+    peers_open(&peers, 1, &options, 1);
+    order.kind = PCCL_OPEN_STREAM;
+    order.stream = 4;
+    order.hwm = 1;
+    strcpy(order.endpoint, peers.peer[0].endpoint);
+    peers_order(&peers, 0, &order);
+    peers_run(&peers);
+    CHECK(fake_lanes() == 8);
+    order.stream = 5;
+    peers_order(&peers, 0, &order);
+    while (fake_lanes() == 8)
+        (void)pccl_engine_step(peers.peer[0].engine);
+    fake_fail_call(0);
+    peers_run(&peers);
+    fake_fail_call(-1);
+    CHECK(fake_lanes() == 8);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 4) == 0);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 5) == 1);
     peers_close(&peers);
 }
 
@@ -637,22 +710,27 @@ static void test_no_engine(void)
 
 int main(void)
 {
-    test_abort_anywhere();
+    for (format = PCCL_BLOCK_8; format >= PCCL_UNQUANTIZED; format--) {
+        test_abort_anywhere();
+        test_lose_lane_anywhere();
+        test_free_unsettled();
+        test_fuzz();
+    }
+    format = PCCL_UNQUANTIZED;
     test_abort_takes_along();
-    test_lose_lane_anywhere();
     test_commit_after_loss();
     test_torn_message();
-    test_free_unsettled();
     test_hostile_messages();
+    test_hostile_payloads();
     test_chunk_overtakes_register();
     test_contradictions();
     test_final_twice();
-    test_fuzz();
     test_wrong_orders();
     test_wrong_starts();
     test_wrong_ends();
     test_tag_again();
     test_no_stream();
+    test_automatic_lanes();
     test_no_engine();
     return check_report("faults");
 }

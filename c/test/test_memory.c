@@ -1,7 +1,7 @@
-/* test_memory.c - every allocation of an all-reduce fails in turn. The linker puts these before
+/* test_memory.c - every allocation of a collective fails in turn. The linker puts these before
  * libc's. */
 #include "check.h"
-#include "peers.h"
+#include "job.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -53,20 +53,15 @@ int __wrap_pccl_engine_step(pccl_engine *engine)
 
 /* The nth allocation of the engines fails: the op fails or the engine stops, or it was not
  * needed; an abort or the end of the engine gives the buffers back. */
-static bool run(int nth, uint32_t forward_max)
+static bool run(int nth, enum pccl_collective what, bool in_place, int format)
 {
     static struct peers peers;
     pccl_options options = peers_options();
-    struct job job = {0};
+    struct job job = job_plain(2000, in_place);
     int i, told = 0;
-    job.op = 1;
-    job.seq = 10;
-    job.dtype = PCCL_F32;
-    job.count = 2000;
-    job.in_place = true;
-    job.chunk_bytes = 1024;
+    job.what = what;
+    job.format = format;
     job_make(&job, 3);
-    options.forward_max = forward_max;
     peers_open(&peers, 3, &options, 2);
     peers_connect_ring(&peers, 2, 1);
     for (i = 0; i < 3; i++) {
@@ -97,8 +92,16 @@ static bool run(int nth, uint32_t forward_max)
 
 int main(void)
 {
-    int nth = 0;
-    while (run(nth, 8))
+    int what, in_place, nth;
+    for (what = PCCL_ALL_REDUCE; what <= PCCL_BROADCAST; what++)
+        for (in_place = 0; in_place < 2; in_place++) {
+            nth = 0;
+            while (run(nth, (enum pccl_collective)what, in_place, PCCL_UNQUANTIZED))
+                nth++;
+            CHECK(nth > 20);
+        }
+    nth = 0;
+    while (run(nth, PCCL_ALL_REDUCE, true, PCCL_BLOCK_8))
         nth++;
     CHECK(nth > 20);
     return check_report("memory");

@@ -267,7 +267,8 @@ static void start_again(void)
     peers_run(&peers);
 }
 
-/* Both lanes go: the fetch waits, and goes on in another round where it was. */
+/* Both lanes go: the fetch waits, and goes on in another round where it was, unless all that it
+ * lacks is on its way already. */
 static void test_all_holders_lost(void)
 {
     bool done = false;
@@ -279,13 +280,15 @@ static void test_all_holders_lost(void)
             const pccl_event *failed;
             peers_run(&peers);
             failed = peers_event(&peers, 0, PCCL_FAILED, FETCH_OP);
-            CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 1 && !is_complete());
-            CHECK(failed->status == PCCL_ESTREAM && failed->seq == SEQ);
-            kept += failed->rx_bytes > 0;
-            start_again();
+            CHECK((failed != NULL) == !is_complete());
+            if (failed != NULL) {
+                CHECK(failed->status == PCCL_ESTREAM && failed->seq == SEQ);
+                kept += failed->rx_bytes > 0;
+                start_again();
+                hits++;
+            }
             CHECK(is_complete() && has_arrived());
             CHECK(peers_event(&peers, 0, PCCL_COMPLETE, FETCH_OP)->rx_bytes == total());
-            hits++;
         }
         peers_close(&peers);
     }
@@ -464,7 +467,7 @@ static void test_allowance(void)
     order.min_seq = SEQ - 1;
     order.pieces = offered;
     order.n_pieces = PIECES;
-    order.count = 1000;
+    order.limit = 1000;
     peers_order(&peers, 1, &order);
     start(1, SERVE_OP, 1, 7);
     start(0, FETCH_OP, 1, 7);
@@ -473,7 +476,7 @@ static void test_allowance(void)
     memset(&order, 0, sizeof order);
     order.kind = PCCL_ALLOW;
     order.op = SERVE_OP;
-    order.count = 1000;
+    order.limit = 1000;
     for (i = 1; i < 100 && !is_complete(); i++) {
         peers_order(&peers, 1, &order);
         peers_run(&peers);

@@ -14,10 +14,14 @@ _REDOPS = {op.value for op in ReduceOp}
 def fits(work: m.Work, data: bytes) -> bool:
     """Whether these can be the bytes of a contribution that the master is to reduce."""
     return (
-        work.what == "all_reduce"
+        work.what in ("all_reduce", "barrier")
+        and not work.parts
         and work.redop in _REDOPS
         and len(data) == work.count * _ITEM_BYTES.get(work.dtype, -1)
     )
+
+
+REACH_ATTEMPTS_MAX = 3  # to open a stream between two peers that have both been reached before
 
 
 class Collectives(Ledger):
@@ -40,6 +44,11 @@ class Collectives(Ledger):
             why = f"this peer is alone in its group: {lost}"
             for number, vote in round_.votes.items():
                 self._fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
+            return
+        work = next(iter(round_.votes.values())).payload
+        assert isinstance(work, m.Work)
+        if work.members not in (0, len(round_.votes)):
+            self._fail_outdated(round_)
             return
         data = self._combined(round_)
         group = self._groups[group_number]
@@ -67,6 +76,14 @@ class Collectives(Ledger):
         parts = [round_.votes[number].data for number in sorted(round_.votes)]
         given = [part for part in parts if part is not None]
         return self._combine(work, given) if given else None
+
+    def _fail_outdated(self, round_: Round[object]) -> None:
+        """Ends a start round in which ranks matter, and not all know who has which by now."""
+        size = self._size(round_.id.group)
+        lost = "".join(f"; {title}" for title in round_.lost)
+        why = f"the group has {size} peers by now, and ranks have changed: call again{lost}"
+        for number, vote in round_.votes.items():
+            self._fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
 
     def _run(self, running: Running) -> None:
         self._running[running.seq] = running
@@ -101,12 +118,35 @@ class Collectives(Ledger):
                     self._send(number, m.Interrupt(running.seq, why))
             self._settle(running)
 
+    def _unreached(self, number: int, accused: int, epoch: int) -> None:
+        """No stream from one peer to another could be opened: one of them has to go.
+
+        That is the accused, if no collective with it has ever committed. Otherwise it may just have
+        died, which is known soon: they get more attempts, and then the one that came last goes.
+        """
+        group = self._groups[self.peers[number].info.group]
+        if epoch != group.epoch or accused not in self._accepted(self.peers[number].info.group):
+            return  # it has gone meanwhile
+        pair = frozenset((number, accused))
+        group.unreached[pair] += 1
+        fresh = not self.peers[accused].proven
+        if fresh or group.unreached[pair] >= REACH_ATTEMPTS_MAX:
+            guilty = accused if fresh else max(pair)
+            why = (
+                f"{self.peers[number].info} could not reach {self.peers[accused].info}: open that "
+                "port to the other peers, or set PCCL_ADVERTISE to a host at which they reach it"
+            )
+            self._remove(guilty, why, Result.RANK_CONNECTION_FAILED)
+
     def _settle(self, running: Running) -> None:
         """The one outcome, once all surviving members have voted."""
         if len(running.votes) == len(running.members):  # only members vote
             del self._running[running.seq]
             ok = all(running.votes.values())
+            if ok:
+                self._groups[running.group].unreached.clear()
             finished = m.Finished(running.seq, ok, "" if ok else running.why)
             for number in sorted(running.members):
                 self.peers[number].running -= 1
+                self.peers[number].proven |= ok
                 self._send(number, finished)

@@ -6,7 +6,7 @@ The actions that it returns, the records that it keeps, and what all its parts d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -98,6 +98,11 @@ class Recovery:
     said: dict[bytes, int] = field(default_factory=dict)  # by each connection, in the backlog
     began_s: float | None = None
 
+    def gone(self, conns: list[bytes]) -> None:
+        """Who has come back on one of these has to come back once more."""
+        for number in [number for number, conn in self.conns.items() if conn in conns]:
+            del self.resumes[number], self.conns[number]
+
 
 @dataclass(slots=True)
 class Peer:
@@ -108,6 +113,7 @@ class Peer:
     accepted: bool = False
     running: int = 0  # collectives it has started and whose outcome is not known
     heard: int = 0  # the greatest seq that it has certainly heard of
+    proven: bool = False  # a collective with it has committed: it can be reached
 
 
 @dataclass(slots=True)
@@ -120,6 +126,16 @@ class Running:
     title: str
     votes: dict[int, bool] = field(default_factory=dict)
     why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Doom:
+    """What a peer is told, once, that comes to one of these rounds after their end."""
+
+    rounds: frozenset[RoundId]
+    result: Result
+    why: str
+    cause: m.Cause
 
 
 @dataclass(slots=True)
@@ -146,6 +162,8 @@ class Group:
     holders: set[int] = field(default_factory=set)
     sync: Sync | None = None
     small: deque[int] = field(default_factory=deque)  # seqs of results that somebody may lack
+    # of two peers, how often no stream could be opened since the last collective that committed
+    unreached: Counter[frozenset[int]] = field(default_factory=Counter)
 
 
 class Ledger(ABC):
@@ -175,7 +193,7 @@ class Ledger(ABC):
         self._groups: dict[int, Group] = {}
         self._rounds = OpenRounds()
         self._running: dict[int, Running] = {}
-        self._doomed: dict[int, tuple[frozenset[RoundId], Result, str]] = {}
+        self._doomed: dict[int, list[Doom]] = {}
         self._arithmetic = b""
         self._topology_rounds = 0
         self._pending_rounds = 0

@@ -41,6 +41,7 @@ from pccl.protocol.ledger import (
     NAMES_MAX,
     WITHDRAWN,
     Action,
+    Doom,
     Drop,
     Forget,
     Group,
@@ -79,7 +80,9 @@ __all__ = [
 
 RECOVERY_S = 5.0  # a restarted master waits so long for peers, who try several times a second
 UNJOURNALED_RECOVERY_S = 1.0  # without a journal nobody knows the other groups: they may be slower
+OTHER_RUN = "the master has started another run: connect again"
 GIVEN_UP = "it was given up as lost, or did not come back in time: connect again"
+GONE = Result.MASTER_CONNECTION_FAILED  # what peers raise MasterLostError for
 OPEN_MAX = 4096  # rounds and collectives in which one peer stands at the same time
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
 HOST = re.compile(r"[A-Za-z0-9._:%-]{1,200}")  # a name or an address: it becomes an endpoint
@@ -137,6 +140,7 @@ class Master(Collectives, Synchronisations):
     def all_disconnected(self, conns: list[bytes], why: str) -> list[Action]:
         """Several connections are gone: the others hear of it once."""
         if self._recovery is not None:
+            self._recovery.gone(conns)
             self._recovery.backlog.append(lambda: self.all_disconnected(conns, why))
         else:
             self._remove_all({self._by_conn[c]: why for c in conns if c in self._by_conn})
@@ -146,7 +150,7 @@ class Master(Collectives, Synchronisations):
         """The master ends for good: nobody needs to wait for it."""
         for number in self.peers:
             why = "the master was stopped"
-            self._send(number, m.Kicked(Result.MASTER_CONNECTION_FAILED.value, why))
+            self._send(number, m.Kicked(GONE.value, why))
         return self._take()
 
     def rejected(self, conn: bytes, why: str) -> list[Action]:
@@ -203,7 +207,7 @@ class Master(Collectives, Synchronisations):
             self._register(conn, info, resume.arithmetic)  # it was pending: nothing is lost
             return self._take()
         if resume.run != self.run:
-            why = why or "the master has started another run: connect again"
+            why = why or OTHER_RUN
         elif (
             recovery is None
             or number in recovery.resumes
@@ -212,7 +216,7 @@ class Master(Collectives, Synchronisations):
         ):
             why = why or GIVEN_UP
         if why or recovery is None:
-            self._refuse(conn, why)
+            self._refuse(conn, why, GONE if why == OTHER_RUN else Result.RANK_CONNECTION_FAILED)
             return self._take()
         resume = msgspec.structs.replace(resume, info=info)
         recovery.resumes[number] = resume
@@ -225,9 +229,7 @@ class Master(Collectives, Synchronisations):
             self._recover()
         return self._take()
 
-    def _refuse(
-        self, conn: bytes, why: str, result: Result = Result.MASTER_CONNECTION_FAILED
-    ) -> None:
+    def _refuse(self, conn: bytes, why: str, result: Result) -> None:
         why = plain(why)
         self._out.append(Send(conn, m.Refused(result.value, why)))
         self._out.append(Drop(conn, why))
@@ -241,7 +243,7 @@ class Master(Collectives, Synchronisations):
             self._note(f"peer {number} did not come back")
         for number in sorted(outdated(recovery.resumes)):
             del recovery.resumes[number]
-            self._refuse(recovery.conns[number], GIVEN_UP)
+            self._refuse(recovery.conns[number], GIVEN_UP, Result.RANK_CONNECTION_FAILED)
         if recovery.resumes:
             self._restore(reconstruct(recovery.resumes), recovery.conns)
         else:
@@ -271,6 +273,7 @@ class Master(Collectives, Synchronisations):
             )
             if not was.holders:
                 self._note(f"the last holder of group {group_number}'s shared state is gone")
+        self._epoch = max((was.epoch for was in before.groups.values()), default=self._epoch)
         self._publish_world()
         for group_number in before.groups:
             self._new_epoch(group_number)
@@ -278,7 +281,6 @@ class Master(Collectives, Synchronisations):
             self._send(number, m.Admitted(self._done(before.accepted[number].group)))
         for seq in sorted(before.collectives):
             self._resolve(seq, before.collectives[seq])
-        self._epoch = max(self._epoch, *(group.epoch for group in self._groups.values()))
         for number, small in before.missed:
             self._send(number, m.Missed(small))
         for number in self.peers:
@@ -287,6 +289,9 @@ class Master(Collectives, Synchronisations):
 
     def _resolve(self, seq: int, was: Unresolved) -> None:
         why = "the master was restarted"
+        start = frozenset((RoundId(Kind.START, was.group, was.tag),))
+        for number in sorted(was.unheard):  # its vote to start is void, as it is for the others
+            self._forbid(number, Doom(start, Result.RANK_CONNECTION_LOST, why, m.Cause.OTHER))
         if was.outcome is not None:
             for number in sorted(was.open):
                 self._send(number, m.Finished(seq, was.outcome, "" if was.outcome else why))
@@ -435,36 +440,35 @@ class Master(Collectives, Synchronisations):
         group = self.peers[number].info.group
         match message:
             case m.TopologyVote(call):
-                self._enter(number, RoundId(Kind.TOPOLOGY, None), call, None)
-            case m.PendingVote(call):
-                self._enter(number, RoundId(Kind.PENDING, None), call, None)
-            case m.StartVote(call, tag, work, data, heard) if data is None or fits(work, data):
+                self._enter(number, RoundId(Kind.TOPOLOGY, None), Vote(call, None))
+            case m.PendingVote(call, stuck):
+                self._enter(number, RoundId(Kind.PENDING, None), Vote(call, None, None, stuck))
+            case m.StartVote(call, tag, work, data, heard, stuck) if data is None or fits(
+                work, data
+            ):
                 self.peers[number].heard = max(self.peers[number].heard, heard)
-                self._enter(number, RoundId(Kind.START, group, tag), call, work, data)
+                vote: Vote[object] = Vote(call, work, data, stuck)
+                self._enter(number, RoundId(Kind.START, group, tag), vote)
             case m.SyncVote(call, offer) if not self._synchronises(number):
-                self._enter(number, RoundId(Kind.SYNC, group), call, offer)
+                self._enter(number, RoundId(Kind.SYNC, group), Vote(call, offer))
             case m.FinishVote(seq, ok, why):
                 self._finish(number, seq, ok, why)
             case m.FetchedVote():
                 self._fetched(number, message)
+            case m.Unreached(accused, epoch):
+                self._unreached(number, accused, epoch)
             case m.Withdraw(call, seq):
                 self._withdraw(number, call, seq)
             case _:
                 why = f"it sent a {type(message).__name__} out of turn"
                 self._remove(number, why, Result.INTERNAL_ERROR)
 
-    def _enter(
-        self,
-        number: int,
-        round_id: RoundId,
-        call: int,
-        payload: object,
-        data: bytes | None = None,
-    ) -> None:
-        doom = self._doomed.get(number)
-        if doom is not None and round_id in doom[0]:
-            del self._doomed[number]
-            self._fail(number, call, doom[1], doom[2], m.Cause.MISMATCH)
+    def _enter(self, number: int, round_id: RoundId, vote: Vote[object]) -> None:
+        dooms = self._doomed.get(number, ())
+        doom = next((doom for doom in dooms if round_id in doom.rounds), None)
+        if doom is not None:
+            self._doomed[number].remove(doom)
+            self._fail(number, vote.call, doom.result, doom.why, doom.cause)
             return
         stands_in = self._rounds.of(number)
         if round_id in stands_in:
@@ -472,24 +476,32 @@ class Master(Collectives, Synchronisations):
             self._remove(number, why, Result.INVALID_USAGE)
             return
         if len(stands_in) + self.peers[number].running >= OPEN_MAX:
-            self._fail(number, call, Result.INVALID_USAGE, f"{OPEN_MAX} calls wait already")
+            why = f"{OPEN_MAX} calls wait already"
+            self._fail(number, vote.call, Result.INVALID_USAGE, why)
             return
         group = self.peers[number].info.group
-        round_ = self._rounds.vote(number, group, round_id, Vote(call, payload, data))
+        round_ = self._rounds.vote(number, group, round_id, vote)
         if not (self._mismatch(round_) or self._conflict(number, round_)):
             self._evaluate(round_)
 
     def _mismatch(self, round_: Round[object]) -> bool:
-        """Fails a start round whose votes ask for different work."""
+        """Fails a start round whose votes ask for different work, or go by different ranks."""
         if round_.id.kind is not Kind.START:
             return False
         first, mine = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
-        if first.payload != mine.payload:
-            why = "the peers do not ask for the same: " + self._who([round_])
-        elif (first.data is None) != (mine.data is None):
+        asked, wanted = first.payload, mine.payload
+        assert isinstance(asked, m.Work) and isinstance(wanted, m.Work)
+        if asked == wanted and (first.data is None) == (mine.data is None):
+            return False
+        if asked.sees_others_than(wanted):
+            self._rounds.close(round_)
+            self._fail_outdated(round_)
+            return True
+        if asked == wanted:
             why = "PCCL_INLINE_BYTES is not the same for all: " + self._who([round_])
         else:
-            return False
+            why = "the peers do not ask for the same: " + self._who([round_])
+            why += asked.difference(wanted)
         self._doom([round_], Result.INVALID_ARGUMENT, why)
         return True
 
@@ -518,6 +530,7 @@ class Master(Collectives, Synchronisations):
         why = plain(why)
         self._note(why)
         ids = frozenset(round_.id for round_ in rounds)
+        doom = Doom(ids, result, why, m.Cause.MISMATCH)
         voters = {number for round_ in rounds for number in round_.votes}
         for round_ in rounds:
             self._rounds.close(round_)
@@ -525,7 +538,13 @@ class Master(Collectives, Synchronisations):
                 self._fail(number, vote.call, result, why, m.Cause.MISMATCH)
             for number in self._accepted(round_.id.group):
                 if number not in voters:
-                    self._doomed[number] = (ids, result, why)
+                    self._forbid(number, doom)
+
+    def _forbid(self, number: int, doom: Doom) -> None:
+        """A peer is told of the end of a round when it comes to it."""
+        dooms = self._doomed.setdefault(number, [])
+        dooms[:] = [old for old in dooms if old.rounds != doom.rounds][-OPEN_MAX:]
+        dooms.append(doom)
 
     def _evaluate(self, round_: Round[object]) -> None:
         if len(round_.votes) == self._size(round_.id.group):
@@ -586,7 +605,7 @@ class Master(Collectives, Synchronisations):
             waited.add(round_.id)
             if now_s - self._waiting_since.setdefault(round_.id, now_s) > self._straggler_s:
                 for number in self._absent(round_):
-                    stragglers[number] = f"{round_.id.kind.value}()"
+                    stragglers[number] = round_.describe(next(iter(round_.votes)))
         for running in self._running.values():
             waited.add(running.seq)
             late = running.members - running.votes.keys()

@@ -19,6 +19,7 @@ from msgspec import Meta, Struct
 
 PROTOCOL_VERSION = 1
 DIFFERENCES_MAX = 100  # entries described when content has diverged
+PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
 
@@ -80,16 +81,60 @@ class World(Struct, array_like=True, frozen=True):
     largest: U32
 
 
+class Part(Struct, array_like=True, frozen=True):
+    """One tensor of a collective over several; `name` is its key, if it has one."""
+
+    dtype: U16
+    count: U64
+    name: Name = ""
+
+    def __str__(self) -> str:
+        return f"{self.name or 'a tensor'} of {self.count} elements, dtype {self.dtype}"
+
+
 class Work(Struct, array_like=True, frozen=True):
-    """What a collective does, the same on all peers. `what` is the API call's name."""
+    """What a collective does, the same on all peers. `what` is the API call's name.
+
+    `algorithm` and `quantized` are values of QuantizationAlgorithm and, where that leaves a choice,
+    of DataType. `count` elements are those that each member gives, or gets of a reduce_scatter.
+    `root` is a rank. `members` is the size of the group as the caller knows it, where ranks matter,
+    else 0. `parts` are those of a list or dict of tensors, and `count` and `dtype` are 0 then.
+    """
 
     what: Name
     redop: U16
     dtype: U16
     count: U64
+    algorithm: U16 = 0
+    quantized: U16 = 0
+    root: U32 = 0
+    members: U32 = 0
+    parts: Annotated[tuple[Part, ...], Meta(max_length=PARTS_MAX)] = ()
 
     def __str__(self) -> str:
-        return f"{self.what}({self.count} elements, dtype {self.dtype}, op {self.redop})"
+        if self.what == "barrier":
+            return "barrier()"
+        more = f", root {self.root}" if self.what == "broadcast" else ""
+        if self.algorithm:
+            more += f", quantisation {self.algorithm} to dtype {self.quantized}"
+        if self.parts:
+            total = sum(part.count for part in self.parts)
+            data = f"{len(self.parts)} tensors, {total} elements"
+        else:
+            data = f"{self.count} elements, dtype {self.dtype}"
+        return f"{self.what}({data}, op {self.redop}{more})"
+
+    def sees_others_than(self, other: Work) -> bool:
+        """Whether both are the same call, of peers that differ on who is in the group."""
+        return self.what == other.what and self.members != other.members
+
+    def difference(self, other: Work) -> str:
+        """Of two lists of tensors of the same length the first two that differ, or nothing."""
+        if len(self.parts) == len(other.parts):
+            for index, (mine, others) in enumerate(zip(self.parts, other.parts, strict=True)):
+                if mine != others:
+                    return f"; tensor {index} is {mine}, and {others}"
+        return ""
 
 
 class Entry(Struct, array_like=True, frozen=True):
@@ -158,6 +203,7 @@ class Open(Struct, array_like=True, frozen=True):
     seq: U64
     members: tuple[U64, ...]
     vote: bool | None
+    tag: U64 = 0
 
 
 class Small(Struct, array_like=True, frozen=True):
@@ -196,15 +242,17 @@ class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
 
 
 class PendingVote(Struct, array_like=True, frozen=True, tag=3):
-    """Enters `are_peers_pending`."""
+    """Enters `are_peers_pending`. `stuck`: this peer can enter nothing else until it returns."""
 
     call: U64
+    stuck: bool = False
 
 
 class StartVote(Struct, array_like=True, frozen=True, tag=4):
     """Enters a collective: its engine knows the buffers already, or `data` is the contribution.
 
-    `heard` is the greatest seq the peer has heard of: it lacks no result up to there.
+    `heard` is the greatest seq the peer has heard of: it lacks no result up to there. `stuck`: as
+    in `PendingVote`.
     """
 
     call: U64
@@ -212,6 +260,7 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
     work: Work
     data: Data | None = None
     heard: U64 = 0
+    stuck: bool = False
 
 
 class FinishVote(Struct, array_like=True, frozen=True, tag=5):
@@ -253,6 +302,13 @@ class Withdraw(Struct, array_like=True, frozen=True, tag=9):
 
     call: U64
     seq: U64 = 0
+
+
+class Unreached(Struct, array_like=True, frozen=True, tag=11):
+    """In `epoch`, no stream to `peer` could be opened."""
+
+    peer: U64
+    epoch: U32
 
 
 class Resume(Struct, array_like=True, frozen=True, tag=10):
@@ -435,6 +491,7 @@ PeerMessage: TypeAlias = (
     | FetchedVote
     | Leave
     | Withdraw
+    | Unreached
     | Resume
 )
 MasterMessage: TypeAlias = (

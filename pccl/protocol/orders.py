@@ -33,13 +33,19 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class RingPart:
-    """One ring of a start order: a stream to the successor, our position, a range of elements."""
+    """One ring of a start order: a stream to the successor, our position, a range of offsets.
+
+    For collectives that tell members apart: the root's position, the ranks by position (empty: they
+    are the positions).
+    """
 
     stream: int
     members: int
     position: int
     begin: int
     count: int
+    root: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

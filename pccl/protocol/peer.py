@@ -36,8 +36,7 @@ running or all are interrupted.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import replace
 
 import msgspec
 
@@ -51,6 +50,7 @@ from pccl.errors import (
     PeerLostError,
 )
 from pccl.protocol import messages as m
+from pccl.protocol.calls import Collective, State
 from pccl.protocol.orders import (
     AbortOp,
     Action,
@@ -69,7 +69,7 @@ from pccl.protocol.orders import (
     Store,
     Synced,
 )
-from pccl.protocol.ring import shares
+from pccl.protocol.ring import places
 from pccl.protocol.transfers import Transfers
 from pccl.types import Result
 
@@ -104,65 +104,28 @@ _ERRORS: dict[int, type[PCCLError]] = {
 }
 
 
-class State(Enum):
-    """Of a collective; see above."""
-
-    VOTING = auto()
-    RUNNING = auto()
-    COMPLETE = auto()
-    ABORTING = auto()
-
-
-@dataclass(slots=True)
-class Collective:
-    """A collective in which we have voted."""
-
-    call: int
-    tag: int
-    work: m.Work
-    data: bytes | None = None  # our contribution where it travels with the vote, then the result
-    state: State = State.VOTING
-    seq: int = 0
-    members: tuple[int, ...] = ()
-    settled: bool = False
-    outcome: Fail | bool | None = None
-    impatient: bool = False  # the caller waits no longer
-    tx_bytes: int = 0
-    rx_bytes: int = 0
-
-    @property
-    def unstarted(self) -> bool:
-        """Whether it waits for its start round."""
-        return self.seq == 0 and self.outcome is None
-
-
 class Peer(Transfers):
     """One peer of a run."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = 0
         self.run = 0
         self.accepted = False
         self.over: Fail | None = None  # why this peer is no longer in the run, if it is not
         self.world = m.World(0, 0, 0, 0)
-        self.plan = m.Plan(0, (), (), 0)
         self._hello: m.Hello | None = None
         self._joining: int | None = None
         self._linked = True  # to the master
-        self._done = m.Done()
         self._outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES_KEPT)
         self._calls: dict[int, m.PeerMessage] = {}  # simple calls that wait, and their votes
-        self._withdrawn: set[int] = set()  # calls whose time ran out while the master was away
+        self._withdrawn: set[int] = set()  # calls whose time ran out
         self._unvoted: set[int] = set()  # collectives that Resume reported without our vote
         self._collectives: dict[int, Collective] = {}
         self._by_seq: dict[int, Collective] = {}
-        self._last_seq = 0
         self._small: deque[m.Small] = deque()  # results that others may lack
         self._streams: tuple[int, ...] = ()  # to our successors, one for each ring
         self._streams_epoch = 0
         self._next_stream = 1
-        self._out: list[Action] = []
 
     # ---- calls ----
 
@@ -178,24 +141,24 @@ class Peer(Transfers):
         """Answered with None when pending peers have been accepted."""
         return self._simple(call, m.TopologyVote(call))
 
-    def are_peers_pending(self, call: int) -> list[Action]:
-        """Answered with a bool."""
-        return self._simple(call, m.PendingVote(call))
+    def are_peers_pending(self, call: int, stuck: bool = False) -> list[Action]:
+        """Answered with a bool. `stuck`: until then this peer makes no other call."""
+        return self._simple(call, m.PendingVote(call, stuck))
 
     def collective(
-        self, call: int, tag: int, work: m.Work, data: bytes | None = None
+        self, call: int, tag: int, work: m.Work, data: bytes | None = None, stuck: bool = False
     ) -> list[Action]:
-        """Answered with a `Reduced`.
+        """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
 
         With `data`, the contribution, the master reduces and the engine has no part in it.
         """
         if self._dead(call):
             return self._take()
         inline = data is not None
-        self._collectives[call] = Collective(call, tag, work, data, settled=inline)
+        self._collectives[call] = Collective(call, tag, work, data, stuck, settled=inline)
         if not inline:
             self._out.append(RegisterOp(call, self.run, tag, self._last_seq))
-        self._say(m.StartVote(call, tag, work, data, self._last_seq))
+        self._say(m.StartVote(call, tag, work, data, self._last_seq, stuck))
         return self._take()
 
     def withdraw(self, call: int, why: str) -> list[Action]:
@@ -209,9 +172,11 @@ class Peer(Transfers):
             collective.impatient = True
         if collective is not None and collective.state is State.RUNNING:
             self._give_up(collective, why)
-        elif not self._linked:
-            self._withdrawn.add(call)
-        else:
+        elif self.over is None:
+            waiting = self._calls.keys() | self._collectives.keys()
+            if self._syncing is not None:
+                waiting |= {self._syncing.call}
+            self._withdrawn = (self._withdrawn | {call}) & waiting
             self._say_withdraw(call)
         return self._take()
 
@@ -328,6 +293,11 @@ class Peer(Transfers):
             self._transfer_failed(op, why, starved)
         return self._take()
 
+    def unreached(self, info: m.PeerInfo) -> list[Action]:
+        """No stream to a peer could be opened. The ops that wanted it fail, as ever."""
+        self._say(m.Unreached(info.peer, self.plan.epoch))
+        return self._take()
+
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Action]:
         """The engine has let go of an op."""
         collective = self._collectives.get(op)
@@ -364,14 +334,8 @@ class Peer(Transfers):
             return
         collective.state = State.RUNNING
         self._renew_streams(epoch)
-        parts = shares(collective.work.count, self.plan.rings)
-        rings = tuple(
-            RingPart(stream, len(ring.order), ring.order.index(self.number), begin, count)
-            for stream, ring, (begin, count) in zip(
-                self._streams, self.plan.rings, parts, strict=True
-            )
-        )
-        self._out.append(StartOp(call, seq, epoch, rings))
+        parts = places(collective.work, self.plan.rings, self.number, self._streams)
+        self._out.append(StartOp(call, seq, epoch, parts))
 
     def _reduced(self, started: m.Started) -> None:
         """A small collective has its result, final or to be voted on."""
@@ -465,9 +429,8 @@ class Peer(Transfers):
         if isinstance(collective.outcome, Fail):
             self._out.append(collective.outcome)
         else:
-            size = len(collective.members)
-            reduced = Reduced(size, collective.tx_bytes, collective.rx_bytes)
-            self._out.append(Answer(collective.call, reduced))
+            end = Reduced(len(collective.members), collective.tx_bytes, collective.rx_bytes)
+            self._out.append(Answer(collective.call, end))
 
     # ---- the link to the master ----
 
@@ -489,7 +452,7 @@ class Peer(Transfers):
         )
         votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
         open_ = tuple(
-            m.Open(seq, c.members, votes[c.state]) for seq, c in sorted(self._by_seq.items())
+            m.Open(seq, c.members, votes[c.state], c.tag) for seq, c in sorted(self._by_seq.items())
         )
         self._unvoted = {o.seq for o in open_ if o.vote is None}
         done = msgspec.structs.replace(
@@ -535,12 +498,11 @@ class Peer(Transfers):
         for collective in self._collectives.values():
             if collective.unstarted:
                 c = collective
-                self._say(m.StartVote(c.call, c.tag, c.work, c.data, self._last_seq))
+                self._say(m.StartVote(c.call, c.tag, c.work, c.data, self._last_seq, c.stuck))
         for seq, collective in self._by_seq.items():
             if seq in self._unvoted and collective.state is not State.RUNNING:
                 self._say(m.FinishVote(seq, collective.state is State.COMPLETE))
-        withdrawn, self._withdrawn = self._withdrawn, set()
-        for call in sorted(withdrawn):
+        for call in sorted(self._withdrawn):  # what was said of it may have been lost
             self._say_withdraw(call)
 
     def _say(self, message: m.PeerMessage) -> None:
@@ -562,14 +524,10 @@ class Peer(Transfers):
             self._out.append(Answer(call, value))
 
     def _refused(self, refusal: m.CallError) -> None:
-        result = Result(refusal.result)
-        lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
-        error = _ERRORS.get(refusal.cause, lost)
-        self._refuse(Fail(refusal.call, result, refusal.why, error))
-
-    def _refuse(self, fail: Fail) -> None:
         """A call failed before anything happened."""
-        call = fail.call
+        call, result = refusal.call, Result(refusal.result)
+        lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
+        fail = Fail(call, result, refusal.why, _ERRORS.get(refusal.cause, lost))
         if call in self._calls:
             del self._calls[call]
             self._out.append(fail)
@@ -598,6 +556,8 @@ class Peer(Transfers):
         for call in sorted(self._calls):
             self._out.append(replace(over, call=call))
         self._calls.clear()
+        self._by_seq.clear()
+        self._withdrawn.clear()
         for collective in list(self._collectives.values()):
             if collective.outcome is None:
                 self._abort(collective, replace(over, call=collective.call))

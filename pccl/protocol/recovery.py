@@ -28,8 +28,10 @@ class Unresolved:
     """A collective of the time before."""
 
     group: int
+    tag: int
     members: set[int]  # that have come back
     open: set[int]  # of those, who do not know the outcome
+    unheard: set[int] = field(default_factory=set)  # who have never heard of its start
     votes: dict[int, bool] = field(default_factory=dict)
     outcome: bool | None = None
 
@@ -88,9 +90,9 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
     return Before(
         accepted,
         pending,
-        _groups(resumes),
-        _collectives({n: r for n, r in resumes.items() if n in accepted}),
-        _missed({n: r for n, r in resumes.items() if n in accepted}),
+        _groups({number: resumes[number] for number in accepted}),
+        _collectives({number: resumes[number] for number in accepted}),
+        _missed({number: resumes[number] for number in accepted}),
         topology=max(resume.done.topology for resume in resumes.values()),
         pendings=asked.pending,
         were_pending=asked.were_pending,
@@ -152,7 +154,7 @@ def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
     for number, resume in resumes.items():
         group = resume.info.group
         for open_ in resume.open:
-            unresolved = found.setdefault(open_.seq, Unresolved(group, set(), set()))
+            unresolved = found.setdefault(open_.seq, Unresolved(group, open_.tag, set(), set()))
             if number not in open_.members or unresolved.group != group:
                 continue  # that cannot be
             members = set(open_.members) & resumes.keys()
@@ -164,7 +166,9 @@ def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
         for seq, ok in resume.finished:
             if seq in found:
                 found[seq].outcome = ok
-    for unresolved in found.values():
+    for seq, unresolved in found.items():
         for number in unresolved.members - unresolved.open:
-            unresolved.votes[number] = False  # it has never heard of the start
+            unresolved.votes[number] = False
+            if resumes[number].last_seq < seq:
+                unresolved.unheard.add(number)
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from pccl.protocol.messages import PeerInfo, Ring
+from pccl.protocol.messages import PeerInfo, Ring, Work
+from pccl.protocol.orders import RingPart
 
 QUANTUM = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl.h)
 
@@ -24,8 +25,14 @@ def plan_rings(peers: Sequence[PeerInfo]) -> tuple[Ring, ...]:
     return (Ring(tuple(peers[i].peer for i in order), 1),)
 
 
+def span(work: Work) -> int:
+    """The offsets of a collective's data: its tensors one after the other, in whole quanta."""
+    counts = [part.count for part in work.parts] or [work.count]
+    return sum(-(-count // QUANTUM) * QUANTUM for count in counts)
+
+
 def shares(count: int, rings: Sequence[Ring]) -> list[tuple[int, int]]:
-    """(begin, count) of each ring's part of `count` elements, in proportion to weight."""
+    """(begin, count) of each ring's part of `count` offsets, in proportion to weight."""
     quanta = -(-count // QUANTUM)
     total = sum(ring.weight for ring in rings)
     bounds, weight = [0], 0
@@ -33,3 +40,20 @@ def shares(count: int, rings: Sequence[Ring]) -> list[tuple[int, int]]:
         weight += ring.weight
         bounds.append(min(count, QUANTUM * (quanta * weight // total)))
     return [(begin, end - begin) for begin, end in pairwise(bounds)]
+
+
+def places(
+    work: Work, rings: Sequence[Ring], number: int, streams: Sequence[int]
+) -> tuple[RingPart, ...]:
+    """A peer's place in each ring of a collective, where a stream leads to its successor.
+
+    A rank is a position in the first of the rings.
+    """
+    rank = {peer: index for index, peer in enumerate(rings[0].order)} if rings else {}
+    parts = []
+    for stream, ring, share in zip(streams, rings, shares(span(work), rings), strict=True):
+        ranks = tuple(rank[peer] for peer in ring.order)
+        position, root = ring.order.index(number), ranks.index(work.root)
+        named = () if ring is rings[0] else ranks
+        parts.append(RingPart(stream, len(ring.order), position, *share, root, named))
+    return tuple(parts)

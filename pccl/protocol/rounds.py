@@ -7,7 +7,12 @@ vote until the round ends.
 
 Some rounds exclude each other: a peer that stands in an exclusive call cannot enter another call
 before that returns, so when two peers of one scope wait in two such rounds, neither round can ever
-complete.
+complete. Other calls may stand next to each other, for a peer has several threads; but a peer that
+has one thread only, which waits in such a call, says that it is *stuck* there. Two peers of one
+group that are stuck in two rounds can never meet either.
+
+No more than pairs have to be looked at: whoever is waited for and can never come is stuck
+elsewhere, and what is waited for there is of the same group, or of the whole run like this.
 """
 
 from __future__ import annotations
@@ -15,19 +20,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Generic, TypeVar
+from enum import StrEnum
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """What is agreed on; the value is the API call's name, as errors quote it."""
 
     TOPOLOGY = "update_topology"
     PENDING = "are_peers_pending"
     SYNC = "sync_shared_state"
-    START = "all_reduce"
+    START = "a collective"
 
 
 # Pairs of kinds that may be waited for at the same time: collectives with different tags are
@@ -45,8 +50,7 @@ EXCLUDED = {
 RUN_WIDE = frozenset((Kind.TOPOLOGY, Kind.PENDING))
 
 
-@dataclass(frozen=True, slots=True)
-class RoundId:
+class RoundId(NamedTuple):
     """Kind, group (None: the whole run), and tag for collectives."""
 
     kind: Kind
@@ -61,6 +65,7 @@ class Vote(Generic[T]):
     call: int
     payload: T
     data: bytes | None = None
+    stuck: bool = False
 
 
 @dataclass(slots=True)
@@ -100,6 +105,7 @@ class OpenRounds:
         self._voters: dict[int, _Voter] = {}
         # votes of each kind by the peers of a group, and under None by all
         self._waiting: Counter[tuple[int | None, Kind]] = Counter()
+        self._stuck: dict[int, Counter[RoundId]] = {}  # how many peers of a group, in which rounds
 
     def __iter__(self) -> Iterator[Round[object]]:
         return iter(list(self._rounds.values()))
@@ -122,12 +128,14 @@ class OpenRounds:
         voter = self._voters.setdefault(peer, _Voter(group))
         voter.rounds[round_id] = round_
         self._count(voter, round_id.kind, 1)
+        if vote.stuck:
+            self._stuck.setdefault(group, Counter())[round_id] += 1
         return round_
 
     def take_back(self, peer: int, round_: Round[object]) -> None:
         """A peer no longer waits in an open round. A round in which nobody waits is closed."""
-        del round_.votes[peer]
         self._forget(peer, round_)
+        del round_.votes[peer]
         if not round_.votes:
             del self._rounds[round_.id]
 
@@ -151,6 +159,19 @@ class OpenRounds:
                     for other in self._rounds.values()
                     if other.id.kind is kind and self._others(peer, scope, other)
                 )
+        if mine.votes[peer].stuck:
+            return self._stuck_elsewhere(peer, voter.group, mine)
+        return None
+
+    def _stuck_elsewhere(self, peer: int, group: int, mine: Round[object]) -> Round[object] | None:
+        """A round without `peer`, in which another peer of its group is stuck, not in `mine`."""
+        for round_id in self._stuck[group]:
+            other = self._rounds[round_id]
+            if peer not in other.votes and any(
+                vote.stuck and voter not in mine.votes and self._voters[voter].group == group
+                for voter, vote in other.votes.items()
+            ):
+                return other
         return None
 
     def _others(self, peer: int, scope: int | None, round_: Round[object]) -> bool:
@@ -159,6 +180,13 @@ class OpenRounds:
 
     def _forget(self, peer: int, round_: Round[object]) -> None:
         voter = self._voters[peer]
+        if round_.votes[peer].stuck:
+            stuck = self._stuck[voter.group]
+            stuck[round_.id] -= 1
+            if not stuck[round_.id]:
+                del stuck[round_.id]
+            if not stuck:
+                del self._stuck[voter.group]
         del voter.rounds[round_.id]
         self._count(voter, round_.id.kind, -1)
         if not voter.rounds:

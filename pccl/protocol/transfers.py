@@ -8,11 +8,11 @@ content is still what is wanted goes on with the new holders where it was; any o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
 
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.protocol.calls import Syncing
 from pccl.protocol.orders import (
     AbortOp,
     Action,
@@ -29,37 +29,18 @@ from pccl.protocol.orders import (
 )
 
 
-@dataclass(slots=True)
-class Syncing:
-    """The synchronisation we stand in: its ops, its streams, the plan that counts."""
-
-    call: int
-    serve_op: int
-    offer: m.Offer
-    plan: m.SyncPlan | None = None
-    group: m.Plan | None = None  # the group as it was when the plan was made: slots count in it
-    fetch_op: int = 0
-    fetched: bool = False  # it has all that it was to fetch
-    streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
-    ops: set[int] = field(default_factory=set)  # not settled yet
-    ending: set[int] = field(default_factory=set)  # told to commit or abort
-    outcome: m.SyncResult | Fail | None = None
-    tx_bytes: int = 0
-    rx_bytes: int = 0
-
-
 class Transfers(ABC):
     """What a peer knows of the synchronisation it stands in, and does in it."""
 
-    number: int
     run: int
-    plan: m.Plan
-    _out: list[Action]
-    _last_seq: int
-    _done: m.Done
 
     def __init__(self) -> None:
+        self.number = 0
+        self.plan = m.Plan(0, (), (), 0)
+        self._done = m.Done()
         self._syncing: Syncing | None = None
+        self._last_seq = 0
+        self._out: list[Action] = []
 
     @abstractmethod
     def _say(self, message: m.PeerMessage) -> None:

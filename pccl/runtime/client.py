@@ -24,7 +24,7 @@ import zmq
 from pccl.arrays import Buffer
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.config import MIB, Config, chunk_bytes, lanes
+from pccl.runtime.config import MIB, Config, chunk_bytes, high_water_mark, lanes
 from pccl.runtime.curve import require_curve, secure_client
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.engine import (
@@ -33,21 +33,21 @@ from pccl.runtime.engine import (
     LEAF,
     SETTLED,
     STARVED,
+    UNREACHABLE,
     Engine,
     EngineOptions,
+    Part,
     Ring,
 )
 from pccl.runtime.inline import contribution, store
 from pccl.runtime.link import Link, LinkEvent
+from pccl.runtime.quantization import wire_bytes, wire_format
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
 from pccl.types import Result
 
 log = logging.getLogger("pccl")
 
-STREAM_HWM = (
-    4  # messages under way on one lane: enough to keep it busy, few enough to stay in the caches
-)
 SERVE_INTERVAL_S = 0.02  # a limit on what is served is kept in each such time
 RETRY_S = 0.2  # between attempts to reach a master that is gone
 
@@ -120,12 +120,35 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
-    """The buffers of an all-reduce; holds them alive until the engine has let go."""
+class Operand:
+    """One array of a collective: what it gives, where the result goes, elements of one block."""
 
     send: Buffer
     recv: Buffer
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The arrays of a collective; holds them alive until the engine has let go."""
+
     work: m.Work
+    each: tuple[Operand, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reduced, or gathered, as they go over the wire."""
+        sends = (wire_bytes(self.work, each.send.dtype, each.send.count) for each in self.each)
+        recvs = (wire_bytes(self.work, each.recv.dtype, each.recv.count) for each in self.each)
+        return max(sum(sends), sum(recvs))
+
+    def inline(self, limit: int) -> bytes | None:
+        """The contribution, if it is to travel with the vote: few bytes of one array, or none."""
+        if self.work.what not in ("all_reduce", "barrier") or self.work.parts:
+            return None
+        if sum(operand.send.nbytes for operand in self.each) > limit:
+            return None
+        return b"".join(contribution(operand.send) for operand in self.each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +194,8 @@ class Client:
         self._core = core.Peer()
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
-        self._memory: dict[int, Reduce | Pool] = {}  # op -> what the engine refers to
+        self._memory: dict[int, Operands | Pool] = {}  # op -> what the engine refers to
+        self._opened: dict[int, m.PeerInfo] = {}  # streams, and to whom
         self._inbox: deque[Callable[[], None]] = deque()
         self._closed = threading.Event()
         self._leaving = self._failed = False
@@ -208,7 +232,7 @@ class Client:
             core.AbortOp: lambda action: self._engine.abort(action.op),
             core.Store: self._store,
             core.OpenStream: self._open_stream,
-            core.CloseStream: lambda action: self._engine.close_stream(action.stream),
+            core.CloseStream: self._close_stream,
             core.Answer: self._answer,
             core.Fail: self._answer,
             core.Plan: self._note,
@@ -267,18 +291,17 @@ class Client:
         """Enters the round that admits pending peers."""
         return self._begin(self._core.update_topology)
 
-    def are_peers_pending(self) -> Call:
-        """Asks, with all others."""
-        return self._begin(self._core.are_peers_pending)
+    def are_peers_pending(self, stuck: bool = False) -> Call:
+        """Asks, with all others. `stuck`: until the answer the caller makes no other call."""
+        return self._begin(lambda call: self._core.are_peers_pending(call, stuck))
 
-    def all_reduce(self, tag: int, reduce: Reduce) -> Call:
-        """Enters an all-reduce."""
-        inline = reduce.send.nbytes <= self._config.inline_bytes
-        data = contribution(reduce.send) if inline else None
+    def collective(self, tag: int, operands: Operands, stuck: bool = False) -> Call:
+        """Enters a collective. `stuck`: until the answer the caller makes no other call."""
+        data = operands.inline(self._config.inline_bytes)
 
         def begin(call: int) -> list[core.Action]:
-            self._memory[call] = reduce
-            return self._core.collective(call, tag, reduce.work, data)
+            self._memory[call] = operands
+            return self._core.collective(call, tag, operands.work, data, stuck)
 
         return self._begin(begin)
 
@@ -460,6 +483,9 @@ class Client:
                 actions = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
             else:
                 log.info("peer %d: %s", self._core.number, event.text)
+                to = self._opened.pop(event.stream, None)
+                if event.status == UNREACHABLE and to is not None:
+                    self._perform(self._core.unreached(to))
                 continue
             if event.settled or event.kind == SETTLED:
                 self._memory.pop(event.op, None)
@@ -553,14 +579,17 @@ class Client:
         ids = {"run": action.run, "tag": action.tag, "min_seq": action.min_seq}
         if isinstance(memory, Pool):
             ids["first_counted"] = memory.first_counted
-        if isinstance(memory, Reduce):
-            self._engine.register_all_reduce(
+        if isinstance(memory, Operands):
+            self._engine.register_collective(
                 action.op,
-                dtype=memory.work.dtype,
+                what=memory.work.what,
                 redop=memory.work.redop,
-                send=memory.send.address,
-                recv=memory.recv.address,
-                count=memory.work.count,
+                members=memory.work.members,
+                parts=[
+                    Part(each.send.address, each.recv.address, each.count, each.send.dtype.value)
+                    for each in memory.each
+                ],
+                format=wire_format(memory.work),
                 **ids,
             )
         elif memory.reader is None:
@@ -576,13 +605,16 @@ class Client:
         memory = self._memory[action.op]
         local = all(self._local(info) for info in self._core.plan.peers)
         members = action.rings[0].members if action.rings else 1
-        total = memory.send.nbytes if isinstance(memory, Reduce) else members * 4 * MIB
+        total = memory.nbytes if isinstance(memory, Operands) else members * 4 * MIB
         self._engine.start(
             action.op,
             seq=action.seq,
             epoch=action.epoch,
             chunk_bytes=chunk_bytes(total, members, local),
-            rings=[Ring(r.stream, r.members, r.position, r.begin, r.count) for r in action.rings],
+            rings=[
+                Ring(r.stream, r.members, r.position, r.begin, r.count, r.root, r.ranks)
+                for r in action.rings
+            ],
         )
 
     def _local(self, info: m.PeerInfo) -> bool:
@@ -590,20 +622,26 @@ class Client:
 
     def _open_stream(self, action: core.OpenStream) -> None:
         to, local = action.to, self._local(action.to)
+        self._opened[action.stream] = to
         host = f"[{to.host}]" if ":" in to.host else to.host
         endpoint = f"ipc://{to.ipc}" if local else f"tcp://{host}:{to.port}"
         self._engine.open_stream(
             action.stream,
             endpoint,
             lanes=lanes(local, self._pool_size, self._config),
-            hwm=STREAM_HWM,
+            hwm=high_water_mark(local),
             curve_server=to.curve,
         )
 
     def _store(self, action: core.Store) -> None:
         memory = self._memory[action.call]
-        assert isinstance(memory, Reduce)
-        store(memory.recv, action.data)
+        assert isinstance(memory, Operands)
+        for operand in memory.each:
+            store(operand.recv, action.data)
+
+    def _close_stream(self, action: core.CloseStream) -> None:
+        self._opened.pop(action.stream, None)
+        self._engine.close_stream(action.stream)
 
     def _answer(self, action: core.Answer | core.Fail) -> None:
         self._memory.pop(action.call, None)  # no op of the engine needs it any more

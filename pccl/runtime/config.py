@@ -30,7 +30,8 @@ class Config:
         straggler_s: a master drops peers that keep others waiting for so long; None: never.
         sync_mbits: a peer sends shared state to others at no more than so many Mbit/s; None: no
             limit.
-        lanes: connections to a neighbour on another machine where the user does not say.
+        lanes: connections to a neighbour on another machine where the user does not say; 0: as
+            many as the round trip asks for.
         inline_bytes: all-reduces of up to so many go with the votes and are reduced by the master:
             two round trips to it, instead of these and twice around the ring.
     """
@@ -43,7 +44,7 @@ class Config:
     master_patience_s: float = 60.0
     straggler_s: float | None = None
     sync_mbits: int | None = None
-    lanes: int = 8
+    lanes: int = 0
     inline_bytes: int = 16384
 
     @staticmethod
@@ -114,5 +115,15 @@ def chunk_bytes(total: int, members: int, local: bool) -> int:
 
 
 def lanes(local: bool, pool_size: int, config: Config) -> int:
-    """Connections to a neighbour: as the user chose, else one if it is on this machine."""
+    """Connections to a neighbour: as the user chose, else one if it is on this machine; 0: the
+    engine chooses."""
     return pool_size or (1 if local else config.lanes)
+
+
+def high_water_mark(local: bool) -> int:
+    """Messages queued for one lane.
+
+    Four keep a lane on this machine busy and stay in the caches. Elsewhere the kernel has more to
+    send, and what is queued for a slow lane is what the end of a collective waits for.
+    """
+    return 4 if local else 2

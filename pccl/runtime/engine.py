@@ -29,6 +29,15 @@ SETTLED: int = lib.PCCL_SETTLED
 STREAM_LOST: int = lib.PCCL_STREAM_LOST
 LEAF: int = lib.PCCL_LEAF
 STARVED: int = lib.PCCL_ESTREAM  # status of a FETCH that FAILED but lives
+UNREACHABLE: int = lib.PCCL_EREACH  # status of a STREAM_LOST
+
+COLLECTIVES: dict[str, int] = {  # by the API call's name
+    "all_reduce": lib.PCCL_ALL_REDUCE,
+    "reduce_scatter": lib.PCCL_REDUCE_SCATTER,
+    "all_gather": lib.PCCL_ALL_GATHER,
+    "broadcast": lib.PCCL_BROADCAST,
+    "barrier": lib.PCCL_ALL_REDUCE,  # of nothing
+}
 
 _EVENT = struct.Struct("@IiQIIQQQII160s")  # a pccl_event
 assert _EVENT.size == ffi.sizeof("pccl_event")
@@ -54,7 +63,7 @@ class EngineOptions:
     """
 
     io_threads: int = 1
-    forward_max: int = 64
+    forward_max: int = 256
     recv_hwm: int = 4
     heartbeat_ms: int = 1000
     heartbeat_timeout_ms: int = 5000
@@ -69,7 +78,8 @@ class EngineOptions:
 class Ring:
     """A peer's place in one ring, as START says it; SERVE and FETCH use stream and position (slot).
 
-    `begin` and `count` are the ring's share of the data, in elements.
+    `begin` and `count` are the ring's share of the data, in offsets. `root` is the position of a
+    broadcast's root. `ranks` are the members' ranks by position; empty: the positions.
     """
 
     stream: int
@@ -77,6 +87,18 @@ class Ring:
     position: int
     begin: int = 0
     count: int = 0
+    root: int = 0
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An array of a collective: addresses, elements of a block, a pccl.DataType value."""
+
+    send: int
+    recv: int
+    count: int
+    dtype: int
 
 
 class Event(NamedTuple):
@@ -133,7 +155,7 @@ class Engine:
         self._order = ffi.new("pccl_order *")
         self._order_bytes = ffi.buffer(self._order)
         self._blank = bytes(self._order_bytes)
-        self._pieces: dict[int, Any] = {}
+        self._arrays: dict[int, list[Any]] = {}  # op -> what the engine reads until it is settled
         self._status = 0
         self._closed = False
         self.filling = self._filling.name
@@ -216,7 +238,7 @@ class Engine:
         Args:
             stream: a number that was never used before.
             endpoint: tcp://host:port or ipc://path.
-            lanes: connections, at least 1.
+            lanes: connections; 0: as many as the round trip asks for.
             hwm: messages queued for each of them, at least 1.
             curve_server: the neighbour's public key, if this engine has keys.
 
@@ -236,36 +258,40 @@ class Engine:
         self._blank_order(lib.PCCL_CLOSE_STREAM).stream = stream
         self._send()
 
-    def register_all_reduce(
+    def register_collective(
         self,
         op: int,
         *,
         run: int,
         tag: int,
         min_seq: int,
-        dtype: int,
+        what: str,
         redop: int,
-        send: int,
-        recv: int,
-        count: int,
+        members: int,
+        parts: Sequence[Part],
+        format: int = 0,
     ) -> None:
-        """Announces an all-reduce. The buffers belong to the engine until the op is settled.
+        """Announces a collective. The buffers belong to the engine until the op is settled.
 
         Args:
             op: a number that was never used before.
             run: the run's number, 64 bits.
             tag: the collective's tag.
             min_seq: its sequence number will be greater.
-            dtype: element type, a pccl.DataType value.
+            what: a name of COLLECTIVES.
             redop: operation, a pccl.ReduceOp value.
-            send: address of the contribution.
-            recv: address of the result; equal to `send`: in place.
-            count: elements.
+            members: blocks of the larger buffers of reduce_scatter and all_gather.
+            parts: the arrays, which complete or fail together.
+            format: how they are quantised, a pccl_format; 0: not.
         """
-        order = self._register(lib.PCCL_ALL_REDUCE, op, run, tag, min_seq)
-        order.dtype, order.redop, order.count = dtype, redop, count
-        order.send = ffi.cast("void *", send)
-        order.recv = ffi.cast("void *", recv)
+        array = ffi.new("pccl_part[]", len(parts))
+        for slot, part in zip(array, parts, strict=True):
+            slot.send, slot.recv = ffi.cast("void *", part.send), ffi.cast("void *", part.recv)
+            slot.count, slot.dtype = part.count, part.dtype
+        order = self._register(lib.PCCL_COLLECTIVE, op, run, tag, min_seq)
+        order.collective, order.redop, order.members = COLLECTIVES[what], redop, members
+        order.format = format
+        order.parts, order.n_parts = self._keep(op, array), len(parts)
         self._send()
 
     def register_serve(
@@ -320,11 +346,15 @@ class Engine:
         leaf_bytes: int,
         limit: int = 0,
     ) -> None:
-        self._pieces[op] = array
         order = self._register(kind, op, *identity)
-        order.count = limit
-        order.pieces, order.n_pieces, order.leaf_bytes = array, len(array), leaf_bytes
+        order.pieces, order.n_pieces = self._keep(op, array), len(array)
+        order.leaf_bytes, order.limit = leaf_bytes, limit
         self._send()
+
+    def _keep(self, op: int, array: Any) -> Any:
+        """Holds an array alive that the engine reads until the op is settled."""
+        self._arrays.setdefault(op, []).append(array)
+        return array
 
     def _register(self, kind: int, op: int, run: int, tag: int, min_seq: int) -> Any:
         order = self._blank_order(lib.PCCL_REGISTER, op)
@@ -352,7 +382,9 @@ class Engine:
             order.n_rings = len(part)
             for slot, ring in zip(order.rings, part, strict=False):
                 slot.stream, slot.members, slot.position = ring.stream, ring.members, ring.position
-                slot.begin, slot.count = ring.begin, ring.count
+                slot.begin, slot.count, slot.root = ring.begin, ring.count, ring.root
+                if ring.ranks:
+                    slot.ranks = self._keep(op, ffi.new("uint16_t[]", ring.ranks))
             self._send()
 
     def judge(self, op: int, piece: int, leaf: int, good: bool) -> None:
@@ -363,7 +395,7 @@ class Engine:
 
     def allow(self, op: int, nbytes: int) -> None:
         """Lets a limited serve op send about so many bytes more."""
-        self._blank_order(lib.PCCL_ALLOW, op).count = nbytes
+        self._blank_order(lib.PCCL_ALLOW, op).limit = nbytes
         self._send()
 
     def commit(self, op: int) -> None:
@@ -391,12 +423,11 @@ class Engine:
             except zmq.Again:
                 break
             kind, status, op, stream, settled, tx, rx, seq, piece, leaf, text = _EVENT.unpack(data)
+            if kind == SETTLED or settled:
+                self._arrays.pop(op, None)
             text = text.partition(b"\0")[0].decode(errors="replace") if status else ""
             where = (seq, piece, leaf, text)
-            event = Event(kind, status, op, stream, bool(settled), tx, rx, *where)
-            if event.kind == SETTLED or event.settled:
-                self._pieces.pop(event.op, None)
-            found.append(event)
+            found.append(Event(kind, status, op, stream, bool(settled), tx, rx, *where))
         if self._status < 0 and not found:
             raise RuntimeError(f"the lane engine stopped on error {self._status}")
         return found
@@ -411,7 +442,7 @@ class Engine:
         self._thread.join()
         self.socket.close()
         self._free()
-        self._pieces.clear()
+        self._arrays.clear()
 
 
 def _pieces(pieces: Sequence[tuple[int, int, int]], first_counted: int) -> Any:

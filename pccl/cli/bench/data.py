@@ -15,6 +15,7 @@ from pccl.arrays import Array
 from pccl.types import DataType, ReduceOp
 
 PERIOD = 8191
+VALUE_MAX = 15  # of what a peer brings to a sum
 PEERS_MAX = 16  # sums of so many values below 16 are exact in bfloat16
 
 Bits = NDArray[Any]  # elements as numpy knows them; bfloat16 as the upper halves of float32
@@ -23,7 +24,7 @@ Bits = NDArray[Any]  # elements as numpy knows them; bfloat16 as the upper halve
 def contribution(dtype: DataType, op: ReduceOp, number: int) -> Bits:
     """What peer `number` brings: PERIOD elements."""
     table = np.random.default_rng(number)
-    low, high = (1, 3) if op is ReduceOp.PROD else (0, 16)
+    low, high = (1, 3) if op is ReduceOp.PROD else (0, VALUE_MAX + 1)
     return _store(table.integers(low, high, PERIOD).astype(np.float32), dtype)
 
 
@@ -64,6 +65,36 @@ def count_wrong(bits: Bits, table: Bits) -> int:
     whole = bits.size // PERIOD * PERIOD
     body, rest = bits[:whole].reshape(-1, PERIOD), bits[whole:]
     return int(np.count_nonzero(body != table) + np.count_nonzero(rest != table[: rest.size]))
+
+
+def error_max(dtype: DataType, op: ReduceOp, peers: int, quantization: str) -> float:
+    """How far a quantised sum or mean may be from `expected`.
+
+    Half a step for each of the `peers` times that it is quantised; a step is at most the largest
+    magnitude there, over the codes on one side of zero. As much again for rounding in `dtype`.
+    """
+    codes = 7 if quantization == "int4" else 127
+    largest = [VALUE_MAX * contributors for contributors in range(1, peers + 1)]
+    error = sum(largest) / codes / 2
+    digits = {DataType.FLOAT16: 10, DataType.BFLOAT16: 7}.get(dtype, 23)
+    error += largest[-1] * 2.0**-digits
+    return error / peers if op is ReduceOp.AVG else error
+
+
+def count_far(bits: Bits, table: Bits, dtype: DataType, distance: float) -> int:
+    """Elements that are farther than `distance` from those of the repeated table."""
+    table = _values(table, dtype)
+    far = 0
+    for begin in range(0, bits.size, PERIOD):
+        part = _values(bits[begin : begin + PERIOD], dtype)
+        far += int(np.count_nonzero(~(np.abs(part - table[: part.size]) <= distance)))
+    return far
+
+
+def _values(bits: Bits, dtype: DataType) -> NDArray[Any]:
+    if dtype is DataType.BFLOAT16:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits
 
 
 def _store(values: NDArray[Any], dtype: DataType) -> Bits:

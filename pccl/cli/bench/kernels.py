@@ -1,7 +1,8 @@
-"""Measures the reduce kernels on one core against numpy's add of float32, in memory traffic.
+"""Measures the kernels on one core against numpy's add of float32, in memory traffic.
 
-An addition reads two arrays and writes one: GB/s count all three. The kernel and numpy take turns,
-iteration by iteration; the table shows medians.
+GB/s count all that is read and written: an addition reads two arrays and writes one. The kernel and
+numpy take turns, iteration by iteration; the table shows medians. Sizes are those of the arrays
+that are not quantised; "int8+" is a step of a ring: dequantise, add, quantise.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +20,10 @@ from pccl.cli.bench import data, options
 from pccl.ext import ffi, lib
 from pccl.types import DataType, ReduceOp
 
+if TYPE_CHECKING:
+    from pccl.ext._core import CData
+
+_FORMATS = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4, "uint8": lib.PCCL_MIN_MAX_8}
 _DTYPES = {
     "float": DataType.FLOAT,
     "double": DataType.DOUBLE,
@@ -37,38 +44,104 @@ def run(args: argparse.Namespace) -> int:
     print(f"# {'(B)':>10}  {'':>8}  {'(GB/s)':>6}  {'(GB/s)':>6}")
     all_wrong = 0
     for nbytes in options.sizes(args):
-        for name, dtype in _DTYPES.items():
-            ours, numpys, wrong = _measure(dtype, nbytes, args.iters, args.warmup_iters)
+        kernels = [_add(name, dtype, nbytes) for name, dtype in _DTYPES.items()]
+        for name in _FORMATS:
+            kernels += _quantized(name, nbytes)
+        for kernel in kernels:
+            ours, numpys = _measure(kernel, nbytes, args.iters, args.warmup_iters)
+            wrong = kernel.count_wrong()
             all_wrong += wrong
             print(
-                f"{nbytes:12d}  {name:>8}  {ours:6.2f}  {numpys:6.2f}"
+                f"{nbytes:12d}  {kernel.name:>8}  {ours:6.2f}  {numpys:6.2f}"
                 f"  {ours / numpys:6.2f}  {wrong:6d}",
                 flush=True,
             )
     return 1 if all_wrong else 0
 
 
-def _measure(
-    dtype: DataType, nbytes: int, iterations: int, warmups: int
-) -> tuple[float, float, int]:
-    """GB/s of the kernel and of numpy over the same number of bytes, and wrong elements."""
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One row.
+
+    Attributes:
+        call: what is timed.
+        traffic: bytes that a call reads and writes.
+        count_wrong: wrong elements in what the calls have left.
+    """
+
+    name: str
+    call: Callable[[], object]
+    traffic: int
+    count_wrong: Callable[[], int]
+
+
+def _add(name: str, dtype: DataType, nbytes: int) -> Kernel:
     a, b = _operands(dtype, nbytes)
-    x, y = _operands(DataType.FLOAT, nbytes)
-    out, z = np.zeros_like(a), np.zeros_like(x)
-    to, left, right = (ffi.cast("void *", array.ctypes.data) for array in (out, a, b))
+    out = np.zeros_like(a)
+    to, left, right = _pointers(out, a, b)
 
     def add() -> None:
         lib.pccl_reduce(dtype.value, ReduceOp.SUM.value, to, left, right, a.size, 1)
 
-    calls: list[Callable[[], object]] = [add, lambda: np.add(x, y, out=z)]
+    wanted = data.expected(dtype, ReduceOp.SUM, 2)
+    return Kernel(name, add, 3 * nbytes, lambda: data.count_wrong(out, wanted))
+
+
+def _quantized(name: str, nbytes: int) -> list[Kernel]:
+    """Quantise, dequantise, and a step of a ring, of float32."""
+    dtype, how = DataType.FLOAT, (_FORMATS[name], DataType.FLOAT.value)
+    a, b = _operands(dtype, nbytes)
+    out = np.zeros_like(a)
+    size = lib.pccl_quantized_size(*how, a.size)
+    codes, total = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
+    to_codes, to_total, to_a, to_b, to_out = _pointers(codes, total, a, b, out)
+
+    def quantize() -> None:
+        lib.pccl_quantize(*how, to_codes, to_a, a.size)
+
+    def dequantize() -> None:
+        lib.pccl_dequantize(*how, to_out, to_codes, a.size)
+
+    def step() -> None:
+        lib.pccl_quantized_add(*how, to_total, to_b, a.size, 1, ffi.NULL)
+
+    def far(codes: Any, peers: int) -> int:
+        lib.pccl_dequantize(*how, to_out, codes, a.size)
+        distance = data.error_max(dtype, ReduceOp.SUM, peers, name)
+        return data.count_far(out, data.expected(dtype, ReduceOp.SUM, peers), dtype, distance)
+
+    def far_after_step() -> int:
+        lib.pccl_quantize(*how, to_total, to_a, a.size)
+        step()
+        return far(to_total, 2)
+
+    quantize()  # for who dequantises, and so that the sums below stay finite
+    lib.pccl_quantize(*how, to_total, to_a, a.size)
+    return [
+        Kernel(name, quantize, nbytes + size, lambda: far(to_codes, 1)),
+        Kernel(f"{name}->", dequantize, nbytes + size, lambda: far(to_codes, 1)),
+        Kernel(f"{name}+", step, nbytes + 2 * size, far_after_step),
+    ]
+
+
+def _measure(kernel: Kernel, nbytes: int, iterations: int, warmups: int) -> tuple[float, float]:
+    """GB/s of the kernel, and of numpy's add of float32 arrays of `nbytes`."""
+    x, y = _operands(DataType.FLOAT, nbytes)
+    z = np.zeros_like(x)
+    calls: list[Callable[[], object]] = [kernel.call, lambda: np.add(x, y, out=z)]
     times_s: list[list[float]] = [[], []]
     for _ in range(warmups + iterations):
         for call, times in zip(calls, times_s, strict=True):
             began = time.perf_counter()
             call()
             times.append(time.perf_counter() - began)
-    ours, numpys = (3 * nbytes / median(times[warmups:]) / 1e9 for times in times_s)
-    return ours, numpys, data.count_wrong(out, data.expected(dtype, ReduceOp.SUM, 2))
+    ours, numpys = (median(times[warmups:]) for times in times_s)
+    return kernel.traffic / ours / 1e9, 3 * nbytes / numpys / 1e9
+
+
+def _pointers(*arrays: data.Bits) -> list[CData]:
+    """The memory of arrays, which it keeps alive."""
+    return [ffi.from_buffer("unsigned char[]", array) for array in arrays]
 
 
 def _operands(dtype: DataType, nbytes: int) -> list[data.Bits]:

@@ -1,4 +1,4 @@
-"""One process of `pccl bench all_reduce`: joins the run, and measures one size after the other.
+"""One process of `pccl bench` for collectives: joins the run, measures one size after the other.
 
 All ways of one size take turns in each iteration, so that whatever else happens on the machine hits
 them alike. Before each timed call the peers meet in an untimed all-reduce of one element, of the
@@ -12,25 +12,17 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
-import numpy as np
-
 import pccl
-from pccl.arrays import Array
-from pccl.cli.bench import data
+from pccl.cli.bench import ways
 from pccl.types import DataType, ReduceOp
 
-OUT_OF_PLACE = "out_of_place"
-IN_PLACE = "in_place"
-GLOO = "gloo"
-
 _GLOO_TIMEOUT = timedelta(seconds=60)
-_TAG = 1  # of what is timed; the meetings before it have tag 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +30,15 @@ class Job:
     """What all processes do.
 
     Attributes:
-        counts: elements, one size after the other.
+        what: the collective, by its name.
+        counts: elements, one size after the other; of the smaller buffer.
         warmups: iterations that are not timed.
         check: whether to verify every element of one more call of each way.
+        quantization: as `Communicator.all_reduce` takes it.
         gloo: whether torch.distributed with gloo takes its turns too.
     """
 
+    what: str
     peers: int
     counts: tuple[int, ...]
     dtype: DataType
@@ -52,6 +47,7 @@ class Job:
     warmups: int
     check: bool
     gloo: bool
+    quantization: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +61,6 @@ class Measured:
 
     times_s: dict[str, list[float]]
     wrong: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to reduce the buffers of one size."""
-
-    meet: Callable[[], object]
-    reduce: Callable[[], object]
 
 
 def serve(job: Job, number: int, address: str, store: str, results: Connection) -> None:
@@ -91,7 +79,7 @@ def serve(job: Job, number: int, address: str, store: str, results: Connection) 
                 if comm.are_peers_pending():
                     comm.update_topology()
             for count in job.counts:
-                results.send(_measure(comm, job, number, count))
+                results.send(_measure(comm, job, count))
     except pccl.PCCLError as error:
         results.send(str(error))
 
@@ -119,63 +107,20 @@ def _gloo(job: Job, number: int, store: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _measure(comm: pccl.Communicator, job: Job, number: int, count: int) -> Measured:
-    send = data.tiled(data.contribution(job.dtype, job.op, number), count)
-    recv = np.zeros_like(send)
-    ways = _ways(comm, job, send, recv)
-    times_s: dict[str, list[float]] = {name: [] for name in ways}
+def _measure(comm: pccl.Communicator, job: Job, count: int) -> Measured:
+    trial = ways.Trial(comm, job.what, job.dtype, job.op, count, job.quantization)
+    found = trial.ways(job.gloo)
+    times_s: dict[str, list[float]] = {name: [] for name in found}
     for iteration in range(job.warmups + job.iterations):
-        for name, way in ways.items():
+        for name, way in found.items():
             way.meet()
             began = time.perf_counter()
-            way.reduce()
+            way.run()
             elapsed = time.perf_counter() - began
             if iteration >= job.warmups:
                 times_s[name].append(elapsed)
-    return Measured(times_s, _check(job, ways, send, recv) if job.check else {})
-
-
-def _ways(comm: pccl.Communicator, job: Job, send: data.Bits, recv: data.Bits) -> dict[str, Way]:
-    source, target = data.as_array(send, job.dtype), data.as_array(recv, job.dtype)
-    one = np.zeros(1, np.float32)
-
-    def meet() -> None:
-        comm.all_reduce(one, one, op=ReduceOp.MAX)
-
-    ways = {
-        OUT_OF_PLACE: Way(meet, lambda: comm.all_reduce(source, target, op=job.op, tag=_TAG)),
-        IN_PLACE: Way(meet, lambda: comm.all_reduce(target, target, op=job.op, tag=_TAG)),
-    }
-    if job.gloo:
-        ways[GLOO] = _gloo_way(job.op, target)
-    return ways
-
-
-def _gloo_way(op: ReduceOp, target: Array) -> Way:
-    import torch
-    import torch.distributed as dist
-
-    tensor = torch.as_tensor(target)  # the same memory
-    one = torch.zeros(1)
-    gloo_op = {
-        ReduceOp.SUM: dist.ReduceOp.SUM,
-        ReduceOp.PROD: dist.ReduceOp.PRODUCT,
-        ReduceOp.MAX: dist.ReduceOp.MAX,
-        ReduceOp.MIN: dist.ReduceOp.MIN,
-    }[op]
-    return Way(lambda: dist.all_reduce(one), lambda: dist.all_reduce(tensor, gloo_op))
-
-
-def _check(job: Job, ways: dict[str, Way], send: data.Bits, recv: data.Bits) -> dict[str, int]:
-    """Reduces once more in both of our ways, from known contents, and counts what is wrong."""
-    table = data.expected(job.dtype, job.op, job.peers)
-    before = {
-        OUT_OF_PLACE: ~data.tiled(table, recv.size).view(np.uint8),  # right in no element
-        IN_PLACE: send.view(np.uint8),
-    }
     wrong = {}
-    for name, content in before.items():
-        recv.view(np.uint8)[:] = content
-        ways[name].reduce()
-        wrong[name] = data.count_wrong(recv, table)
-    return wrong
+    for name, way in found.items():
+        if job.check and name != ways.GLOO:
+            wrong[name] = trial.check(way)
+    return Measured(times_s, wrong)

@@ -1,4 +1,4 @@
-"""The table and the JSON of `pccl bench all_reduce`, in the formats of nccl-tests.
+"""The table and the JSON of `pccl bench` for collectives, in the formats of nccl-tests.
 
 Their columns come first and unchanged, so that what reads nccl-tests reads this; ours follow at
 the right. GB are 10**9 bytes.
@@ -6,15 +6,22 @@ the right. GB are 10**9 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from pccl.cli.bench.peer import GLOO, IN_PLACE, OUT_OF_PLACE, Measured
+from pccl.cli.bench.peer import Measured
+from pccl.cli.bench.ways import GLOO, IN_PLACE, OUT_OF_PLACE
 
 _WAYS = (OUT_OF_PLACE, IN_PLACE)
-_NO_ROOT = -1
+_ROOTS = {"broadcast": 0}  # -1 for the others
+FACTORS: dict[str, Callable[[int], float]] = {  # busbw / algbw for n peers
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +41,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One size: what all peers measured."""
+    """One size: what all peers measured.
 
+    Attributes:
+        nbytes: of the larger buffer.
+        count: elements of the smaller one.
+    """
+
+    what: str
     nbytes: int
     count: int
     dtype: str
@@ -45,7 +58,13 @@ class Row:
 
     @classmethod
     def of(
-        cls, count: int, itemsize: int, dtype: str, op: str, all_measured: Sequence[Measured]
+        cls,
+        what: str,
+        count: int,
+        itemsize: int,
+        dtype: str,
+        op: str,
+        all_measured: Sequence[Measured],
     ) -> Row:
         """Combines what the peers measured of `count` elements."""
         timings = {}
@@ -54,7 +73,9 @@ class Row:
             means_us = [fmean(times) * 1e6 for times in each]
             wrong = [measured.wrong[name] for measured in all_measured if name in measured.wrong]
             timings[name] = Timing(median(means_us), min(means_us), sum(wrong) if wrong else None)
-        return cls(count * itemsize, count, dtype, op, len(all_measured), timings)
+        peers = len(all_measured)
+        nbytes = count * itemsize * blocks(what, peers)
+        return cls(what, nbytes, count, dtype, op, peers, timings)
 
     def algbw(self, way: str) -> float:
         """Bytes of the buffer over the median time, in GB/s."""
@@ -62,23 +83,41 @@ class Row:
 
     def busbw(self, way: str) -> float:
         """What an ideal ring would have carried on each link meanwhile, in GB/s."""
-        return self.algbw(way) * 2 * (self.peers - 1) / self.peers
+        return self.algbw(way) * FACTORS[self.what](self.peers)
+
+    @property
+    def ways(self) -> list[str]:
+        """Those of ours that this collective has."""
+        return [way for way in _WAYS if way in self.timings]
+
+    @property
+    def root(self) -> int:
+        """As nccl-tests has it: -1 where there is none."""
+        return _ROOTS.get(self.what, -1)
 
     def text(self) -> str:
         """A line of the table."""
         cells = [
-            f"{self.nbytes:12d}  {self.count:12d}  {self.dtype:>8}  {self.op:>6}  {_NO_ROOT:6d}"
+            f"{self.nbytes:12d}  {self.count:12d}  {self.dtype:>8}  {self.op:>6}  {self.root:6d}"
         ]
         for way in _WAYS:
+            if way not in self.timings:
+                cells.append(f"{'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>5}")
+                continue
             timing = self.timings[way]
             wrong = "N/A" if timing.wrong is None else str(timing.wrong)
             rates = f"{_number(self.algbw(way), 6)}  {_number(self.busbw(way), 6)}"
             cells.append(f"{_number(timing.median_us, 7)}  {rates}  {wrong:>5}")
-        cells.extend(_number(self.timings[way].min_us, 7) for way in _WAYS)
+        for way in _WAYS:
+            known = way in self.timings
+            cells.append(_number(self.timings[way].min_us, 7) if known else f"{'N/A':>7}")
         if GLOO in self.timings:
             gloo = self.timings[GLOO]
             cells += [_number(gloo.median_us, 7), _number(gloo.min_us, 7)]
-            cells += [f"{gloo.median_us / self.timings[way].median_us:6.2f}" for way in _WAYS]
+            for way in _WAYS:
+                known = way in self.timings
+                ratio = gloo.median_us / self.timings[way].median_us if known else None
+                cells.append(f"{ratio:6.2f}" if ratio is not None else f"{'N/A':>6}")
         return "  ".join(cells)
 
     def json(self) -> dict[str, Any]:
@@ -88,7 +127,7 @@ class Row:
             "count": self.count,
             "type": self.dtype,
             "redop": self.op,
-            "root": _NO_ROOT,
+            "root": self.root,
         }
         for way, timing in self.timings.items():
             found[way] = {
@@ -99,6 +138,11 @@ class Row:
                 "nwrong": timing.wrong,
             }
         return found
+
+
+def blocks(what: str, peers: int) -> int:
+    """How many times as large the larger buffer of a collective is."""
+    return peers if what in ("all_gather", "reduce_scatter") else 1
 
 
 def head(gloo: bool) -> str:
@@ -133,7 +177,7 @@ def out_of_bounds(rows: Sequence[Row]) -> int:
 
 def average_busbw(rows: Sequence[Row]) -> float:
     """The mean over rows and ways, in GB/s."""
-    return fmean(row.busbw(way) for row in rows for way in _WAYS)
+    return fmean(row.busbw(way) for row in rows for way in row.ways)
 
 
 def _number(value: float, width: int) -> str:

@@ -1,9 +1,11 @@
-"""Measures all-reduce over processes of this machine, and verifies every result.
+"""Measures a collective over processes of this machine, and verifies every result.
 
 Prints the table of nccl-tests: time is the median over the iterations of the mean over the peers,
-and busbw = algbw * 2 (n-1) / n. `--against gloo` lets torch.distributed take turns with pccl,
-iteration by iteration, in the same processes on the same memory; the last columns say how many
-times as fast pccl is.
+algbw is the size over the time, and busbw = algbw * 2 (n-1) / n for all-reduce, (n-1) / n for
+all-gather and reduce-scatter, whose size is that of the larger buffer, and algbw for broadcast,
+which is in place only. `--against gloo` lets torch.distributed take turns with pccl, iteration by
+iteration, in the same processes on the same memory; the last columns say how many times as fast
+pccl is.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import pccl
 from pccl.cli.bench import options, table
 from pccl.cli.bench.data import PEERS_MAX
 from pccl.cli.bench.peer import Job, Measured, serve
+from pccl.cli.bench.table import FACTORS, blocks
+from pccl.cli.bench.ways import REDUCING
 from pccl.types import DataType, ReduceOp
 
 _DTYPES = {  # by nccl-tests' names
@@ -39,6 +43,8 @@ _DTYPES = {  # by nccl-tests' names
     "bfloat16": DataType.BFLOAT16,
 }
 _OPS = {op.name.lower(): op for op in ReduceOp}
+NAMES = tuple(FACTORS)
+_FLOATS = ("half", "float", "double", "bfloat16")
 _NOT_IN_GLOO = {"uint32", "uint64", "avg"}
 _LEAVE_S = 10.0  # for the processes to end by themselves after the last size
 
@@ -47,14 +53,24 @@ class BenchError(Exception):
     """A process could not measure; the text says why."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `pccl bench all_reduce`."""
+def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
+    """The options of `pccl bench all_reduce` and so on."""
     options.add_sizes(parser, "4K", "256M", 2)
     options.add_iterations(parser, 20, 5)
     parser.add_argument(
         "-d", "--datatype", choices=_DTYPES, default="float", help="element type (%(default)s)"
     )
-    parser.add_argument("-o", "--op", choices=_OPS, default="sum", help="operation (%(default)s)")
+    if what in REDUCING:
+        parser.add_argument(
+            "-o", "--op", choices=_OPS, default="sum", help="operation (%(default)s)"
+        )
+        parser.add_argument(
+            "--quantize",
+            choices=["int8", "int4", "uint8"],
+            help="quantise: elements are verified to be as near as they must",
+        )
+    else:
+        parser.set_defaults(op="none", quantize=None)
     parser.add_argument(
         "-c",
         "--check",
@@ -86,20 +102,26 @@ def run(args: argparse.Namespace) -> int:
         return 2
     dtype = _DTYPES[args.datatype]
     job = Job(
+        what=args.measurement,
         peers=args.peers,
-        counts=tuple(nbytes // dtype.itemsize for nbytes in options.sizes(args)),
+        counts=tuple(
+            nbytes // dtype.itemsize // blocks(args.measurement, args.peers)
+            for nbytes in options.sizes(args)
+        ),
         dtype=dtype,
-        op=_OPS[args.op],
+        op=_OPS.get(args.op, ReduceOp.MAX),
         iterations=args.iters,
         warmups=args.warmup_iters,
         check=bool(args.check),
         gloo=args.against == "gloo",
+        quantization=args.quantize,
     )
     print(
-        f"# pccl {pccl.__version__} bench all_reduce: {job.peers} processes on "
+        f"# pccl {pccl.__version__} bench {job.what}: {job.peers} processes on "
         f"{os.cpu_count()} cores, transport {os.environ.get('PCCL_TRANSPORT', 'auto')}\n"
         f"# medians of {job.iterations} iterations after {job.warmups} warm-ups"
         + (", pccl and gloo in turns" if job.gloo else "")
+        + (f", pccl quantised to {job.quantization}" if job.quantization else "")
         + f"\n{table.head(job.gloo)}",
         flush=True,
     )
@@ -122,8 +144,11 @@ def _problem(args: argparse.Namespace) -> str:
     for asked in (args.datatype, args.op):
         if args.against == "gloo" and asked in _NOT_IN_GLOO:
             return f"gloo has no {asked}"
-    if not dtype.itemsize <= args.minbytes <= args.maxbytes:
-        return f"sizes must be at least {dtype.itemsize} bytes, and -b no more than -e"
+    if args.quantize and (args.datatype not in _FLOATS or args.op not in ("sum", "avg")):
+        return f"--quantize is for sums and means of {', '.join(_FLOATS)}"
+    least = dtype.itemsize * blocks(args.measurement, args.peers)
+    if not least <= args.minbytes <= args.maxbytes:
+        return f"sizes must be at least {least} bytes, and -b no more than -e"
     return ""
 
 
@@ -131,7 +156,7 @@ def _rows(job: Job, dtype: str, op: str) -> list[table.Row]:
     rows = []
     with pccl.MasterNode("127.0.0.1:0") as master, _processes(job, master.address) as results:
         for count in job.counts:
-            row = table.Row.of(count, job.dtype.itemsize, dtype, op, _collect(results))
+            row = table.Row.of(job.what, count, job.dtype.itemsize, dtype, op, _collect(results))
             print(row.text(), flush=True)
             rows.append(row)
     return rows

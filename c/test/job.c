@@ -1,0 +1,315 @@
+/* job.c - see job.h. */
+#include "job.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "ring.h"
+
+struct job job_plain(uint64_t count, bool in_place)
+{
+    struct job job = {0};
+    job.op = 1;
+    job.tag = 101;
+    job.seq = 10;
+    job.what = PCCL_ALL_REDUCE;
+    job.dtype = PCCL_F32;
+    job.redop = PCCL_SUM;
+    job.count = count;
+    job.in_place = in_place;
+    job.chunk_bytes = 1024;
+    return job;
+}
+
+/* The small whole number `value` as an element: exact in every type, so that any order of
+ * reducing is right. */
+static void put_element(int dtype, unsigned char *at, unsigned value)
+{
+    static const uint16_t f16[] = {0x0000, 0x3c00, 0x4000, 0x4200, 0x4400};
+    static const uint16_t bf16[] = {0x0000, 0x3f80, 0x4000, 0x4040, 0x4080};
+    float f32 = (float)value;
+    double f64 = (double)value;
+    uint64_t whole = value;
+    unsigned i;
+    switch (dtype) {
+    case PCCL_F16: memcpy(at, &f16[value], 2); break;
+    case PCCL_BF16: memcpy(at, &bf16[value], 2); break;
+    case PCCL_F32: memcpy(at, &f32, 4); break;
+    case PCCL_F64: memcpy(at, &f64, 8); break;
+    default: {
+        const uint16_t one = 1;
+        bool little = *(const unsigned char *)&one == 1;
+        size_t width = pccl_dtype_size(dtype);
+        for (i = 0; i < width; i++)
+            at[little ? i : width - 1 - i] = (unsigned char)(whole >> 8 * i);
+    }
+    }
+}
+
+static unsigned char *allocate(size_t bytes)
+{
+    unsigned char *memory = malloc(bytes + 1);
+    if (memory == NULL)
+        abort();
+    memset(memory, 0xee, bytes + 1);
+    return memory + 1;               /* odd: buffers may have any alignment */
+}
+
+/* Blocks of send, and of recv. */
+static size_t send_blocks(const struct job *job)
+{
+    return job->what == PCCL_REDUCE_SCATTER ? (size_t)job->n : 1;
+}
+
+static size_t recv_blocks(const struct job *job)
+{
+    return job->what == PCCL_ALL_GATHER ? (size_t)job->n : 1;
+}
+
+static size_t block_bytes(const struct job *job, int k)
+{
+    return (size_t)job->part[k].count * pccl_dtype_size(job->part[k].dtype);
+}
+
+static size_t send_bytes(const struct job *job, int k)
+{
+    return block_bytes(job, k) * send_blocks(job);
+}
+
+static size_t recv_bytes(const struct job *job, int k)
+{
+    return block_bytes(job, k) * recv_blocks(job);
+}
+
+/* Whether send and recv of a part are separate memory. */
+static bool is_apart(const struct job *job)
+{
+    return !job->in_place && job->what != PCCL_BROADCAST;
+}
+
+/* The buffers of one part of one peer; in place, the smaller one lies in the larger one. */
+static void make_part(struct job *job, int who, int k)
+{
+    pccl_part *part = &job->parts[who][k];
+    size_t width = pccl_dtype_size(job->part[k].dtype), bytes = send_bytes(job, k), j;
+    size_t mine = block_bytes(job, k) * (size_t)who;
+    unsigned char *send, *recv;
+    if (is_apart(job)) {
+        send = allocate(bytes);
+        recv = allocate(recv_bytes(job, k));
+    } else if (job->what == PCCL_ALL_GATHER) {
+        recv = allocate(recv_bytes(job, k));
+        send = recv + mine;
+    } else {
+        send = allocate(bytes);
+        recv = job->what == PCCL_REDUCE_SCATTER ? send + mine : send;
+    }
+    job->given[who][k] = allocate(bytes);
+    for (j = 0; j < bytes / width; j++)
+        put_element(job->part[k].dtype, job->given[who][k] + j * width,
+                    1 + (unsigned)(j * 7 + (unsigned)who * 3 + j / 5 + (unsigned)k) % 2);
+    memcpy(send, job->given[who][k], bytes);
+    part->send = send;
+    part->recv = recv;
+    part->count = job->part[k].count;
+    part->dtype = (uint32_t)job->part[k].dtype;
+}
+
+/* The reduction of one part over all peers. */
+static unsigned char *reduced(const struct job *job, int k)
+{
+    size_t bytes = send_bytes(job, k);
+    int dtype = job->part[k].dtype, i;
+    unsigned char *sum = allocate(bytes);
+    memcpy(sum, job->given[0][k], bytes);
+    for (i = 1; i < job->n; i++)
+        (void)pccl_reduce(dtype, job->redop, sum, sum, job->given[i][k],
+                          bytes / pccl_dtype_size(dtype),
+                          i == job->n - 1 ? (uint32_t)job->n : 1);
+    return sum;
+}
+
+/* What a ring of quantised chunks makes of the one segment from element `begin` on, which goes
+ * round from position s on. */
+static void reduce_quantized(const struct job *job, unsigned char *sum, int s, uint64_t begin,
+                             uint64_t count)
+{
+    int dtype = job->part[0].dtype, hop;
+    size_t at = (size_t)begin * pccl_dtype_size(dtype);
+    unsigned char *data = allocate((size_t)pccl_quantized_size(job->format, dtype, count));
+    (void)pccl_quantize(job->format, dtype, data, job->given[s][0] + at, (size_t)count);
+    for (hop = 0; hop < job->n - 1; hop++) {
+        bool last = hop == job->n - 2;
+        (void)pccl_quantized_add(job->format, dtype, data,
+                                 job->given[(s + hop + 1) % job->n][0] + at, (size_t)count,
+                                 last && job->redop == PCCL_AVG ? (uint32_t)job->n : 1,
+                                 last ? sum + at : NULL);
+    }
+    free(data - 1);
+}
+
+/* The quantised reduction of a job of one part, whose segments are those of one ring. */
+static void expect_quantized(const struct job *job, unsigned char *sum)
+{
+    uint32_t n = (uint32_t)job->n, s;
+    for (s = 0; s < n; s++) {
+        uint64_t count = job->part[0].count, begin = (s + n - 1) % n * count;
+        if (job->what == PCCL_ALL_REDUCE) {
+            begin = ring_bound(count, n, s);
+            count = ring_bound(count, n, s + 1) - begin;
+        }
+        reduce_quantized(job, sum, (int)s, begin, count);
+    }
+}
+
+static void expect_part(struct job *job, int k)
+{
+    size_t block = block_bytes(job, k);
+    unsigned char *sum = reduced(job, k);
+    int i, j;
+    if (job->format != PCCL_UNQUANTIZED && job->n > 1)
+        expect_quantized(job, sum);
+    for (i = 0; i < job->n; i++) {
+        unsigned char *expected = job->expected[i][k] = allocate(recv_bytes(job, k));
+        if (job->what == PCCL_ALL_GATHER)
+            for (j = 0; j < job->n; j++)
+                memcpy(expected + block * (size_t)j, job->given[j][k], block);
+        else if (job->what == PCCL_BROADCAST)
+            memcpy(expected, job->given[job->root][k], block);
+        else
+            memcpy(expected, sum + (job->what == PCCL_REDUCE_SCATTER ? block * (size_t)i : 0),
+                   block);
+    }
+    free(sum - 1);
+}
+
+void job_make(struct job *job, int n)
+{
+    int i, k;
+    job->n = n;
+    job->span = 0;
+    if (job->n_parts == 0) {
+        job->n_parts = 1;
+        job->part[0].dtype = job->dtype;
+        job->part[0].count = job->count;
+    }
+    for (k = 0; k < job->n_parts; k++) {
+        job->span += (job->part[k].count + 63) / 64 * 64;
+        for (i = 0; i < n; i++)
+            make_part(job, i, k);
+        expect_part(job, k);
+    }
+}
+
+void job_free(struct job *job)
+{
+    int i, k;
+    for (i = 0; i < job->n; i++)
+        for (k = 0; k < job->n_parts; k++) {
+            unsigned char *send = (unsigned char *)job->parts[i][k].send;
+            unsigned char *recv = job->parts[i][k].recv;
+            free(job->given[i][k] - 1);
+            free(job->expected[i][k] - 1);
+            if (is_apart(job) || job->what == PCCL_ALL_GATHER)
+                free(recv - 1);
+            if (is_apart(job) || job->what != PCCL_ALL_GATHER)
+                free(send - 1);
+        }
+}
+
+void job_register(struct peers *peers, int who, const struct job *job)
+{
+    pccl_order order = {0};
+    order.kind = PCCL_REGISTER;
+    order.op = job->op;
+    order.op_kind = PCCL_COLLECTIVE;
+    order.collective = job->what;
+    order.run = TEST_RUN;
+    order.tag = job->tag;
+    order.min_seq = job->seq - 1;
+    order.redop = (uint32_t)job->redop;
+    order.format = (uint32_t)job->format;
+    order.parts = job->parts[who];
+    order.n_parts = (uint32_t)job->n_parts;
+    order.members = (uint32_t)job->n;
+    peers_order(peers, who, &order);
+}
+
+void job_start(struct peers *peers, int who, const struct job *job)
+{
+    job_start_rings(peers, who, job, 1);
+}
+
+void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings)
+{
+    static const uint16_t backwards[TEST_PEERS_MAX][TEST_PEERS_MAX] = {
+        {0}, {0}, {1, 0}, {2, 1, 0}, {3, 2, 1, 0}, {4, 3, 2, 1, 0}};
+    uint32_t n = (uint32_t)job->n;
+    pccl_order order = {0};
+    assert(rings == 1 || n < 6);
+    order.kind = PCCL_START;
+    order.op = job->op;
+    order.seq = job->seq;
+    order.epoch = TEST_EPOCH;
+    order.chunk_bytes = job->chunk_bytes;
+    order.n_rings = rings;
+    order.rings[0].stream = 1;
+    order.rings[0].members = order.rings[1].members = n;
+    order.rings[0].position = (uint32_t)who;
+    order.rings[0].root = job->root;
+    order.rings[0].count = rings == 1 ? job->span : job->span / 128 * 64;
+    order.rings[1].stream = 2;
+    order.rings[1].position = n - 1 - (uint32_t)who;
+    order.rings[1].root = n - 1 - job->root;
+    order.rings[1].ranks = backwards[n % TEST_PEERS_MAX];
+    order.rings[1].begin = order.rings[0].count;
+    order.rings[1].count = job->span - order.rings[0].count;
+    peers_order(peers, who, &order);
+}
+
+bool job_has_result(const struct job *job, int who)
+{
+    int k;
+    for (k = 0; k < job->n_parts; k++)
+        if (memcmp(job->parts[who][k].recv, job->expected[who][k], recv_bytes(job, k)) != 0)
+            return false;
+    return true;
+}
+
+bool job_is_restored(const struct job *job, int who)
+{
+    int k;
+    for (k = 0; k < job->n_parts; k++)
+        if (memcmp(job->parts[who][k].send, job->given[who][k], send_bytes(job, k)) != 0)
+            return false;
+    return true;
+}
+
+bool job_is_right(const struct peers *peers, const struct job *job)
+{
+    int i;
+    for (i = 0; i < peers->n; i++)
+        if (peers_count(peers, i, PCCL_COMPLETE, job->op) != 1
+            || peers_count(peers, i, PCCL_FAILED, job->op) != 0 || !job_has_result(job, i)
+            || (is_apart(job) && !job_is_restored(job, i)))
+            return false;
+    return true;
+}
+
+bool job_commit(struct peers *peers, const struct job *job)
+{
+    bool settled = true;
+    int i;
+    for (i = 0; i < peers->n; i++) {
+        const pccl_event *event = peers_event(peers, i, PCCL_COMPLETE, job->op);
+        if (event != NULL && !event->settled)
+            peers_end(peers, i, PCCL_COMMIT, job->op);
+    }
+    peers_run(peers);
+    for (i = 0; i < peers->n; i++) {
+        const pccl_event *event = peers_event(peers, i, PCCL_COMPLETE, job->op);
+        settled &= event != NULL && peers_count(peers, i, PCCL_SETTLED, job->op) == !event->settled;
+    }
+    return settled;
+}

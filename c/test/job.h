@@ -1,0 +1,53 @@
+/* job.h - a collective on all peers of the fake network: its buffers, and what must come out. */
+#ifndef PCCL_JOB_H
+#define PCCL_JOB_H
+
+#include "peers.h"
+
+enum { TEST_PARTS_MAX = 4 };
+
+struct job {
+    uint64_t op, tag, seq;
+    enum pccl_collective what;
+    int redop, format;
+    uint32_t root;
+    bool in_place;
+    uint32_t chunk_bytes;
+    int n_parts;                             /* 0: one of this type and count */
+    struct { int dtype; uint64_t count; } part[TEST_PARTS_MAX];
+    int dtype;
+    uint64_t count;
+    int n;
+    uint64_t span;                           /* offsets of a block */
+    pccl_part parts[TEST_PEERS_MAX][TEST_PARTS_MAX];
+    unsigned char *given[TEST_PEERS_MAX][TEST_PARTS_MAX];   /* what send held in the beginning */
+    unsigned char *expected[TEST_PEERS_MAX][TEST_PARTS_MAX];
+};
+
+/* An all-reduce of `count` floats under op 1. */
+struct job job_plain(uint64_t count, bool in_place);
+
+/* Makes buffers with small whole numbers, at odd addresses, and what must come out. */
+void job_make(struct job *job, int n);
+void job_free(struct job *job);
+
+void job_register(struct peers *peers, int who, const struct job *job);
+
+/* START in one ring over stream 1; with `rings` 2 in another one over stream 2 as well, in the
+ * opposite direction. */
+void job_start(struct peers *peers, int who, const struct job *job);
+void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings);
+
+/* Whether every peer holds the result, and send is as it was where it must be. */
+bool job_is_right(const struct peers *peers, const struct job *job);
+
+/* Whether what an aborted op must leave alone is as it was. */
+bool job_is_restored(const struct job *job, int who);
+
+/* Whether the peer's recv holds the result. */
+bool job_has_result(const struct job *job, int who);
+
+/* Commits the op where that is asked for, and says whether all is settled. */
+bool job_commit(struct peers *peers, const struct job *job);
+
+#endif

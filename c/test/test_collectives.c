@@ -1,0 +1,229 @@
+/* test_collectives.c - every collective, of one array and of several, on the fake network: what
+ * comes out, and what comes back after an abort at any moment. */
+#include "check.h"
+#include "job.h"
+
+static const enum pccl_collective WHATS[] = {PCCL_ALL_REDUCE, PCCL_REDUCE_SCATTER, PCCL_ALL_GATHER,
+                                             PCCL_BROADCAST};
+enum { WHATS_N = sizeof WHATS / sizeof *WHATS };
+
+static struct peers peers;
+
+static struct job make_job(enum pccl_collective what, uint64_t count, bool in_place)
+{
+    struct job job = job_plain(count, in_place);
+    job.what = what;
+    return job;
+}
+
+/* Arrays of several types and sizes, an empty one in between. */
+static struct job make_list(enum pccl_collective what, uint64_t count, bool in_place)
+{
+    struct job job = make_job(what, count, in_place);
+    static const int dtypes[] = {PCCL_F32, PCCL_U8, PCCL_F64, PCCL_BF16};
+    int k;
+    job.n_parts = TEST_PARTS_MAX;
+    for (k = 0; k < job.n_parts; k++) {
+        job.part[k].dtype = dtypes[k];
+        job.part[k].count = k == 1 ? 0 : count / (uint64_t)(4 - k) + (uint64_t)k;
+    }
+    return job;
+}
+
+static void open_rings(const struct job *job, int n, uint64_t seed, uint32_t rings)
+{
+    pccl_options options = peers_options();
+    int i;
+    options.forward_max = 1 + (uint32_t)(seed % 8);
+    peers_open(&peers, n, &options, seed);
+    if (n > 1)
+        peers_connect_ring(&peers, 1 + (uint32_t)(seed % 3), 1 + (uint32_t)(seed % 4));
+    for (i = 0; i < n; i++) {
+        if (rings > 1)
+            peers_stream(&peers, i, (i + n - 1) % n, 2, 1, 1);
+        job_register(&peers, i, job);
+    }
+}
+
+/* Runs one collective in a world of its own. */
+static void run_one(struct job *job, int n, uint64_t seed, uint32_t rings)
+{
+    int i;
+    job->root = (uint32_t)(seed % (uint64_t)n);
+    job_make(job, n);
+    open_rings(job, n, seed, rings);
+    fake_refuse(seed % 3 == 0 ? 30 : 0);
+    for (i = 0; i < n; i++)
+        job_start_rings(&peers, i, job, rings);
+    peers_run(&peers);
+    if (!CHECK(job_is_right(&peers, job)))
+        fprintf(stderr, "  what %d n %d count %lu parts %d in place %d rings %u seed %lu\n",
+                (int)job->what, n, (unsigned long)job->count, job->n_parts, job->in_place, rings,
+                (unsigned long)seed);
+    CHECK(job_commit(&peers, job));
+    CHECK(job_is_right(&peers, job));
+    peers_close(&peers);
+    job_free(job);
+}
+
+static void test_sizes(void)
+{
+    static const int ns[] = {1, 2, 3, 5, 8};
+    uint64_t seed = 1;
+    int what, i, j, in_place;
+    for (what = 0; what < WHATS_N; what++)
+        for (i = 0; i < 5; i++) {
+            uint64_t n = (uint64_t)ns[i];
+            uint64_t counts[] = {0, 1, n - 1, n + 1, 63, 64, 65, 997, 64 * n + 1};
+            for (j = 0; j < 9; j++)
+                for (in_place = 0; in_place < 2; in_place++) {
+                    struct job job = make_job(WHATS[what], counts[j], in_place);
+                    run_one(&job, ns[i], seed++, 1);
+                    job = make_list(WHATS[what], counts[j], in_place);
+                    run_one(&job, ns[i], seed++, 1);
+                }
+        }
+}
+
+static void test_types(void)
+{
+    int what, dtype, redop;
+    for (what = 0; what < WHATS_N; what++)
+        for (dtype = PCCL_U8; dtype <= PCCL_F64; dtype++)
+            for (redop = PCCL_SUM; redop <= PCCL_MIN; redop++) {
+                struct job job = make_job(WHATS[what], 400, dtype % 2);
+                job.dtype = dtype;
+                job.redop = redop;
+                run_one(&job, 3, (uint64_t)(dtype * 5 + redop + 1), 1);
+            }
+}
+
+/* Two rings in opposite directions, in the second of which positions are not ranks. */
+static void test_two_rings(void)
+{
+    uint64_t seed;
+    int what;
+    for (what = 0; what < WHATS_N; what++)
+        for (seed = 1; seed <= 12; seed++) {
+            struct job job = make_list(WHATS[what], 3000 + seed, seed % 2);
+            job.chunk_bytes = 512;
+            run_one(&job, 2 + (int)(seed % 4), seed, 2);
+        }
+}
+
+/* START reaches some peers only when the others can do no more without them. */
+static void test_early_chunks(void)
+{
+    uint64_t seed;
+    int what, i, n;
+    for (what = 0; what < WHATS_N; what++)
+        for (seed = 1; seed <= 24; seed++) {
+            struct job job = make_list(WHATS[what], seed % 7 * 150, seed % 2);
+            uint32_t rings = 1 + (uint32_t)(seed % 3 == 0);
+            n = 2 + (int)(seed % 4);
+            job.root = (uint32_t)(seed / 4 % (uint64_t)n);
+            job.chunk_bytes = seed % 3 ? 4096 : 256;
+            job_make(&job, n);
+            open_rings(&job, n, seed, rings);
+            for (i = 0; i < n; i++)
+                if (!(seed >> i & 1))
+                    job_start_rings(&peers, i, &job, rings);
+            peers_run(&peers);
+            for (i = 0; i < n; i++)
+                if (seed >> i & 1) {
+                    CHECK(peers.peer[i].n_events == 0);
+                    job_start_rings(&peers, i, &job, rings);
+                    peers_run(&peers);
+                }
+            CHECK(job_is_right(&peers, &job));
+            CHECK(job_commit(&peers, &job));
+            peers_close(&peers);
+            job_free(&job);
+        }
+}
+
+/* After every possible number of passes a lane is cut or not, and all abort: what each peer gave is
+ * as it was, unless its op was complete and settled. */
+static void abort_anywhere(struct job job, bool cut)
+{
+    bool done = false;
+    int i, k, rescued = 0;
+    for (k = 0; !done; k++) {
+        job_make(&job, 3);
+        open_rings(&job, 3, (uint64_t)k + 1, 1);
+        for (i = 0; i < 3; i++)
+            job_start(&peers, i, &job);
+        for (i = 0; i < k; i++)
+            (void)peers_step(&peers);
+        done = true;
+        for (i = 0; i < 3; i++)
+            done &= peers_count(&peers, i, PCCL_COMPLETE, job.op) == 1;
+        if (cut && fake_cut(peers.peer[1].endpoint))
+            peers_run(&peers);
+        for (i = 0; i < 3; i++)
+            peers_end(&peers, i, PCCL_ABORT, job.op);
+        peers_run(&peers);
+        for (i = 0; i < 3; i++) {
+            const pccl_event *complete = peers_event(&peers, i, PCCL_COMPLETE, job.op);
+            bool settled = complete != NULL && complete->settled;
+            CHECK(peers_count(&peers, i, PCCL_SETTLED, job.op) == 1);
+            CHECK(settled || job_is_restored(&job, i));
+            rescued += complete == NULL && job.in_place;
+        }
+        peers_close(&peers);
+        job_free(&job);
+        job.n_parts = job.n_parts == 1 ? 0 : job.n_parts;
+    }
+    CHECK(rescued > 0 || !job.in_place);
+}
+
+static void test_aborts(void)
+{
+    int what, in_place, cut;
+    for (what = 0; what < WHATS_N; what++)
+        for (in_place = 0; in_place < 2; in_place++)
+            for (cut = 0; cut < 2; cut++) {
+                abort_anywhere(make_job(WHATS[what], 2000, in_place), cut);
+                abort_anywhere(make_list(WHATS[what], 1500, in_place), cut);
+            }
+}
+
+/* Payload bytes in and out of each position, for 4 peers and blocks of 64 floats. */
+static void test_byte_counts(void)
+{
+    static const uint64_t blocks[WHATS_N][2] = {{6, 6}, {12, 12}, {12, 12}, {4, 4}};
+    int what, i;
+    for (what = 0; what < WHATS_N; what++) {
+        struct job job = make_job(WHATS[what], 256, true);
+        job.root = 3;
+        job_make(&job, 4);
+        open_rings(&job, 4, 3, 1);
+        for (i = 0; i < 4; i++)
+            job_start(&peers, i, &job);
+        peers_run(&peers);
+        CHECK(job_commit(&peers, &job));
+        for (i = 0; i < 4; i++) {
+            const pccl_event *event = peers_event(&peers, i, PCCL_SETTLED, job.op);
+            bool root = WHATS[what] == PCCL_BROADCAST && i == 3;
+            bool last = WHATS[what] == PCCL_BROADCAST && i == 2;
+            if (event == NULL)
+                event = peers_event(&peers, i, PCCL_COMPLETE, job.op);
+            CHECK(event->tx_bytes == (last ? 0 : blocks[what][0] * 256));
+            CHECK(event->rx_bytes == (root ? 0 : blocks[what][1] * 256));
+            CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
+        }
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+int main(void)
+{
+    test_sizes();
+    test_types();
+    test_two_rings();
+    test_early_chunks();
+    test_aborts();
+    test_byte_counts();
+    return check_report("collectives");
+}

@@ -1,0 +1,133 @@
+"""How far a quantised all-reduce is from the exact sum: the table and the plot of
+docs/quantization.md.
+
+    python examples/quantization.py [PLOT.svg]
+
+Peers are threads of this process, each with its own communicator; what goes between them is
+what would go over a network. Takes some seconds. The plot needs matplotlib.
+"""
+
+import sys
+import threading
+
+import numpy as np
+
+import pccl
+
+COUNT = 1 << 18
+PEERS = (2, 4, 8)
+Algorithm = pccl.QuantizationAlgorithm
+WAYS = {
+    "BLOCKWISE_INT8": pccl.QuantizationOptions(algorithm=Algorithm.BLOCKWISE_INT8),
+    "BLOCKWISE_INT4": pccl.QuantizationOptions(algorithm=Algorithm.BLOCKWISE_INT4),
+    "MIN_MAX, UINT8": pccl.QuantizationOptions(pccl.DataType.UINT8, Algorithm.MIN_MAX),
+    "MIN_MAX, UINT16": pccl.QuantizationOptions(pccl.DataType.UINT16, Algorithm.MIN_MAX),
+    "ZERO_POINT_SCALE, UINT8": pccl.QuantizationOptions(
+        pccl.DataType.UINT8, Algorithm.ZERO_POINT_SCALE
+    ),
+    "ZERO_POINT_SCALE, UINT16": pccl.QuantizationOptions(
+        pccl.DataType.UINT16, Algorithm.ZERO_POINT_SCALE
+    ),
+}
+
+
+def normal(rng: np.random.Generator) -> np.ndarray:
+    """Numbers as gradients have them within a layer."""
+    return rng.standard_normal(COUNT).astype(np.float32)
+
+
+def outliers(rng: np.random.Generator) -> np.ndarray:
+    """The same, but one in a thousand is a hundred times as large."""
+    return normal(rng) * np.where(rng.random(COUNT) < 0.001, np.float32(100), np.float32(1))
+
+
+def positive(rng: np.random.Generator) -> np.ndarray:
+    """Numbers between 10 and 11: far from 0, and near each other."""
+    return rng.uniform(10, 11, COUNT).astype(np.float32)
+
+
+INPUTS = {"normal": normal, "with outliers": outliers, "10 to 11": positive}
+
+
+def reduce(address: str, arrays: list[np.ndarray]) -> dict[str, tuple[np.ndarray, float]]:
+    """The sum of arrays, one for each peer, and the bytes sent for an element, in every way."""
+    found: dict[str, tuple[np.ndarray, float]] = {}
+
+    def work(number: int) -> None:
+        with pccl.Communicator(address) as comm:
+            while comm.world_size < len(arrays):
+                if comm.are_peers_pending():
+                    comm.update_topology()
+            for name, options in WAYS.items():
+                out = np.empty_like(arrays[number])
+                info = comm.all_reduce(
+                    arrays[number], out, op=pccl.ReduceOp.SUM, quantization_options=options
+                )
+                if number == 0:
+                    sent = COUNT * 2 * (info.world_size - 1) / info.world_size
+                    found[name] = out, info.tx_bytes / sent
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(arrays))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def relative_error(result: np.ndarray, exact: np.ndarray) -> float:
+    """Root mean square of the error, over that of the exact sum."""
+    return float(np.sqrt(np.mean((result - exact) ** 2) / np.mean(exact**2)))
+
+
+def measure() -> tuple[dict[tuple[str, str, int], float], dict[str, float]]:
+    """The error by (way, input, peers), and bytes for an element by way."""
+    errors: dict[tuple[str, str, int], float] = {}
+    sent: dict[str, float] = {}
+    for kind, make in INPUTS.items():
+        for peers in PEERS:
+            rng = np.random.default_rng(peers)
+            arrays = [make(rng) for _ in range(peers)]
+            exact = np.sum(arrays, axis=0, dtype=np.float64)
+            with pccl.MasterNode("127.0.0.1:0") as master:
+                for name, (result, nbytes) in reduce(master.address, arrays).items():
+                    errors[name, kind, peers] = relative_error(result, exact)
+                    sent[name] = nbytes
+    return errors, sent
+
+
+def print_table(errors: dict[tuple[str, str, int], float], sent: dict[str, float]) -> None:
+    """The table in Markdown: errors in percent."""
+    columns = [f"{kind}, {peers} peers" for kind in INPUTS for peers in PEERS]
+    print("|", " | ".join(["", "bytes", *columns]), "|")
+    print("|", " | ".join("---" for _ in range(2 + len(columns))), "|")
+    for name in WAYS:
+        cells = [f"{100 * errors[name, kind, peers]:.2g}" for kind in INPUTS for peers in PEERS]
+        print("|", " | ".join([name, f"{sent[name]:.3f}", *cells]), "|")
+
+
+def plot(path: str, errors: dict[tuple[str, str, int], float]) -> None:
+    """One panel for each kind of input."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams["svg.fonttype"] = "none"
+    figure, panels = plt.subplots(1, len(INPUTS), figsize=(11, 3.8), sharey=True)
+    for panel, kind in zip(panels, INPUTS, strict=True):
+        for name in WAYS:
+            values = [100 * errors[name, kind, peers] for peers in PEERS]
+            panel.plot(PEERS, values, marker="o", label=name)
+        panel.set(title=kind, xlabel="peers", xscale="log", yscale="log")
+        panel.set_xticks(PEERS, [str(peers) for peers in PEERS])
+        panel.minorticks_off()
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel("error of the sum, % (root mean square)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="lower center", ncols=3)
+    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    measured = measure()
+    print_table(*measured)
+    if len(sys.argv) > 1:
+        plot(sys.argv[1], measured[0])

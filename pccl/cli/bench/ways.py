@@ -1,0 +1,152 @@
+"""The ways of one collective of one size: what is called, from what, and what must come out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import pccl
+from pccl.cli.bench import data
+from pccl.types import DataType, ReduceOp
+
+OUT_OF_PLACE = "out_of_place"
+IN_PLACE = "in_place"
+GLOO = "gloo"
+REDUCING = ("all_reduce", "reduce_scatter")
+
+_TAG = 1  # of what is timed; the meetings before it have tag 0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to do it.
+
+    Attributes:
+        meet: lets all peers begin together.
+        run: what is timed.
+        reset: gives the buffers known contents.
+        result: where the result is.
+    """
+
+    meet: Callable[[], object]
+    run: Callable[[], object]
+    reset: Callable[[], None]
+    result: data.Bits
+
+
+class Trial:
+    """A collective of `count` elements for each peer, on buffers of its own.
+
+    Args:
+        comm: of this peer, whose rank decides what it brings.
+        what: a name of `pccl.cli.bench.table.FACTORS`.
+        dtype: of the elements.
+        op: if it reduces.
+        count: elements of the smaller buffer.
+        quantization: as `Communicator.all_reduce` takes it.
+    """
+
+    def __init__(
+        self,
+        comm: pccl.Communicator,
+        what: str,
+        dtype: DataType,
+        op: ReduceOp,
+        count: int,
+        quantization: str | None = None,
+    ) -> None:
+        self._quantization = quantization
+        self._comm, self._what, self._dtype, self._op = comm, what, dtype, op
+        self._rank, self._peers, self._count = comm.rank, comm.world_size, count
+        send = count * (self._peers if what == "reduce_scatter" else 1)
+        recv = count * (self._peers if what == "all_gather" else 1)
+        self._content = data.tiled(data.contribution(dtype, op, self._rank), send)
+        self._send = self._content.copy()
+        self._recv = np.zeros(recv, self._send.dtype)
+
+    def ways(self, gloo: bool) -> dict[str, Way]:
+        """All of them by name."""
+        found = {IN_PLACE: self._in_place()}
+        if self._what != "broadcast":
+            found = {OUT_OF_PLACE: self._way(self._send, self._recv)} | found
+        if gloo:
+            found[GLOO] = self._gloo()
+        return found
+
+    def check(self, way: Way) -> int:
+        """Does it once more, from known contents, and counts the wrong elements."""
+        way.reset()
+        way.run()
+        count, size = self._count, self._peers
+        if self._what == "all_gather":
+            rows = way.result.reshape(size, count)
+            return sum(data.count_wrong(rows[r], self._brought(r)) for r in range(size))
+        if self._what == "broadcast":
+            return data.count_wrong(way.result, self._brought(0))
+        table = data.expected(self._dtype, self._op, size)
+        if self._what == "reduce_scatter":  # our part begins somewhere in the table
+            table = np.roll(table, -(self._rank * count % data.PERIOD))
+        if self._quantization is None:
+            return data.count_wrong(way.result, table)
+        distance = data.error_max(self._dtype, self._op, size, self._quantization)
+        return data.count_far(way.result, table, self._dtype, distance)
+
+    def _brought(self, rank: int) -> data.Bits:
+        return data.contribution(self._dtype, self._op, rank)
+
+    def _in_place(self) -> Way:
+        own = slice(self._rank * self._count, (self._rank + 1) * self._count)
+        if self._what == "all_gather":
+            return self._way(self._recv[own], self._recv)
+        if self._what == "reduce_scatter":
+            return self._way(self._send, self._send[own])
+        return self._way(self._recv, self._recv)
+
+    def _way(self, send: data.Bits, recv: data.Bits) -> Way:
+        one = np.zeros(1, np.float32)
+
+        def meet() -> None:
+            self._comm.all_reduce(one, op=ReduceOp.MAX)
+
+        def reset() -> None:
+            np.invert(recv.view(np.uint8), out=recv.view(np.uint8))  # right in no element
+            send[:] = self._content
+
+        return Way(meet, self._call(send, recv), reset, recv)
+
+    def _call(self, send: data.Bits, recv: data.Bits) -> Callable[[], object]:
+        comm = self._comm
+        how: dict[str, Any] = {"op": self._op, "tag": _TAG, "quantization": self._quantization}
+        source, target = (data.as_array(bits, self._dtype) for bits in (send, recv))
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: comm.all_reduce(source, target, **how),
+            "reduce_scatter": lambda: comm.reduce_scatter(source, target, **how),
+            "all_gather": lambda: comm.all_gather(source, target, tag=_TAG),
+            "broadcast": lambda: comm.broadcast(target, tag=_TAG),
+        }
+        return calls[self._what]
+
+    def _gloo(self) -> Way:
+        import torch
+        import torch.distributed as dist
+
+        send, recv = (
+            torch.as_tensor(data.as_array(bits, self._dtype)) for bits in (self._send, self._recv)
+        )
+        one = torch.zeros(1)
+        op = {
+            ReduceOp.SUM: dist.ReduceOp.SUM,
+            ReduceOp.PROD: dist.ReduceOp.PRODUCT,
+            ReduceOp.MAX: dist.ReduceOp.MAX,
+            ReduceOp.MIN: dist.ReduceOp.MIN,
+        }[self._op]
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(recv, op),
+            "reduce_scatter": lambda: dist.reduce_scatter(recv, list(send.chunk(self._peers)), op),
+            "all_gather": lambda: dist.all_gather(list(recv.chunk(self._peers)), send),
+            "broadcast": lambda: dist.broadcast(recv, 0),
+        }
+        return Way(lambda: dist.all_reduce(one), calls[self._what], lambda: None, self._recv)

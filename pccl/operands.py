@@ -1,0 +1,279 @@
+"""The arguments of collectives as memory: one array, or a list or dict of them, is what goes round.
+
+What is wrong with them is said here, before anybody else is involved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar, cast
+
+from pccl.arrays import Array, Buffer, is_numpy, is_torch, new, pair, same_kind
+from pccl.errors import error_for
+from pccl.protocol import messages as m
+from pccl.runtime.client import Operand, Operands
+from pccl.runtime.quantization import fingerprint
+from pccl.types import QuantizationOptions, ReduceOp, Result
+
+Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
+A = TypeVar("A", bound="Arrays")
+
+NAME_MAX = 256  # characters of a key
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who a peer is among the members of its group, as far as it knows."""
+
+    rank: int
+    members: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Several:
+    """Arrays in the order in which they go round, and their names if they have any.
+
+    `is_list` is False for an array that was given as such.
+    """
+
+    arrays: list[Array]
+    names: list[str]
+    is_list: bool = True
+
+
+def all_reduce(
+    send: Arrays,
+    recv: Arrays | None,
+    op: ReduceOp | str,
+    options: QuantizationOptions | None = None,
+) -> Operands:
+    """The operands of an all-reduce; in place where `recv` is None.
+
+    Raises:
+        ValueError, AssertionError: the arrays do not fit each other, or there is no such operation.
+        PCCLError: INVALID_ARGUMENT: they cannot be quantised so.
+    """
+    given = _several(send)
+    targets = given if recv is None else _matching(given, recv)
+    each = []
+    for source, target in zip(given.arrays, targets.arrays, strict=True):
+        sent, received = pair(source, target)
+        each.append(Operand(sent, received, sent.count))
+    return _operands("all_reduce", given, each, op=reduce_op(op), options=options)
+
+
+def described(
+    send: Buffer, recv: Buffer, op: ReduceOp, options: QuantizationOptions | None
+) -> Operands:
+    """The operands of an all-reduce of memory that the caller vouches for.
+
+    Raises:
+        PCCLError: INVALID_ARGUMENT: it cannot be quantised so.
+    """
+    each = [Operand(send, recv, send.count)]
+    return _operands("all_reduce", _Several([], [], False), each, op=op, options=options)
+
+
+def broadcast(arrays: Arrays, root: int, ranks: Ranks) -> Operands:
+    """The operands of a broadcast, which is in place.
+
+    Raises:
+        ValueError: no member has the rank `root`; or an array cannot be written.
+        AssertionError: an array is not contiguous.
+    """
+    if not 0 <= root < ranks.members:
+        raise ValueError(f"root is {root}: ranks are 0 to {ranks.members - 1}")
+    given = _several(arrays)
+    buffers = [Buffer.of(array, writable=True) for array in given.arrays]
+    each = [Operand(buffer, buffer, buffer.count) for buffer in buffers]
+    return _operands("broadcast", given, each, root=root, members=ranks.members)
+
+
+def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
+    """The operands of an all-gather, and what receives: new arrays where `recv` is None.
+
+    Raises:
+        ValueError, AssertionError: the arrays do not fit each other.
+    """
+    given = _several(send)
+    if recv is None:
+        made = [new((ranks.members, *array.shape), array) for array in given.arrays]
+        recv = _in_the_form_of(send, given, made)
+    targets = _matching(given, recv)
+    each = []
+    for source, target in zip(given.arrays, targets.arrays, strict=True):
+        same_kind(source, target)
+        block, whole = Buffer.of(source), Buffer.of(target, writable=True)
+        _check_block("recv", whole, "send", block, ranks)
+        each.append(Operand(block, whole, block.count))
+    return _operands("all_gather", given, each, members=ranks.members), recv
+
+
+def reduce_scatter(
+    send: A,
+    recv: A | None,
+    op: ReduceOp | str,
+    options: QuantizationOptions | None,
+    ranks: Ranks,
+) -> tuple[Operands, A]:
+    """The operands of a reduce-scatter, and what receives: new arrays where `recv` is None.
+
+    Raises:
+        ValueError, AssertionError: the arrays do not fit each other.
+        PCCLError: INVALID_ARGUMENT: they cannot be quantised so.
+    """
+    given = _several(send)
+    if recv is None:
+        made = [new(_scattered(array, ranks.members), array) for array in given.arrays]
+        recv = _in_the_form_of(send, given, made)
+    targets = _matching(given, recv)
+    each = []
+    for source, target in zip(given.arrays, targets.arrays, strict=True):
+        same_kind(source, target)
+        whole, block = Buffer.of(source), Buffer.of(target, writable=True)
+        _check_block("send", whole, "recv", block, ranks)
+        each.append(Operand(whole, block, block.count))
+    chosen, members = reduce_op(op), ranks.members
+    work = _operands("reduce_scatter", given, each, op=chosen, options=options, members=members)
+    return work, recv
+
+
+def barrier() -> Operands:
+    """The operands of a barrier: none."""
+    return Operands(m.Work("barrier", 0, 0, 0), ())
+
+
+def reduce_op(op: ReduceOp | str) -> ReduceOp:
+    """An operation by its name too, in any case. Raises ValueError for an unknown one."""
+    if isinstance(op, ReduceOp):
+        return op
+    try:
+        return ReduceOp[op.upper()]
+    except (KeyError, AttributeError):
+        names = ", ".join(each.name.lower() for each in ReduceOp)
+        raise ValueError(f"op is {op!r}: it may be {names}") from None
+
+
+def _several(arrays: Arrays) -> _Several:
+    if is_torch(arrays) or is_numpy(arrays):
+        return _Several([arrays], [], False)
+    if isinstance(arrays, Mapping):
+        names = sorted(arrays)
+        if any(not isinstance(name, str) or len(name) > NAME_MAX for name in names):
+            raise ValueError(
+                f"the keys of a dict of arrays are texts of up to {NAME_MAX} characters"
+            )
+        found = [arrays[name] for name in names]
+    elif isinstance(arrays, list | tuple):
+        found, names = list(arrays), []
+    else:
+        raise ValueError(
+            f"{type(arrays).__name__} is neither a numpy.ndarray nor a torch.Tensor, nor a list or "
+            "dict of them"
+        )
+    for array in found:
+        if not (is_torch(array) or is_numpy(array)):
+            raise ValueError(
+                f"{type(array).__name__} is neither a numpy.ndarray nor a torch.Tensor"
+            )
+    if not 0 < len(found) <= m.PARTS_MAX:
+        raise ValueError(f"{len(found)} arrays: it must be 1 to {m.PARTS_MAX}")
+    return _Several(found, names)
+
+
+def _matching(given: _Several, recv: Arrays) -> _Several:
+    found = _several(recv)
+    if found.names != given.names:
+        raise AssertionError("send and recv must be dicts with the same keys, or neither a dict")
+    if len(found.arrays) != len(given.arrays):
+        raise AssertionError(f"send has {len(given.arrays)} arrays, recv {len(found.arrays)}")
+    return found
+
+
+def _in_the_form_of(form: A, given: _Several, arrays: list[Array]) -> A:
+    """Arrays as one array, a list or a dict, as `form` is."""
+    if isinstance(form, Mapping):
+        by_name = dict(zip(given.names, arrays, strict=True))
+        return cast(A, {name: by_name[name] for name in form})
+    if isinstance(form, list | tuple):
+        return cast(A, arrays)
+    return cast(A, arrays[0])
+
+
+def _scattered(array: Array, members: int) -> tuple[int, ...]:
+    """The shape of one member's part of an array."""
+    if len(array.shape) == 0 or array.shape[0] % members:
+        raise AssertionError(
+            f"send has the shape {tuple(array.shape)}: its first dimension must be a multiple of "
+            f"the {members} peers of the group"
+        )
+    return (array.shape[0] // members, *array.shape[1:])
+
+
+def _check_block(
+    whole_name: str, whole: Buffer, block_name: str, block: Buffer, ranks: Ranks
+) -> None:
+    """Whether one buffer has as many elements as the other for each member, and lies right."""
+    if whole.dtype is not block.dtype:
+        raise AssertionError(
+            f"{whole_name} is {whole.dtype.name}, {block_name} is {block.dtype.name}"
+        )
+    if whole.count != ranks.members * block.count:
+        raise AssertionError(
+            f"{whole_name} has {whole.count} elements, {block_name} {block.count}: it must be "
+            f"{ranks.members} times as many, one for each peer of the group"
+        )
+    place = whole.address + ranks.rank * block.nbytes
+    if whole.overlaps(block) and block.address != place:
+        raise ValueError(
+            f"{block_name} overlaps {whole_name}, and is not the part of it of rank {ranks.rank}"
+        )
+
+
+def _check_apart(each: Sequence[Operand]) -> None:
+    """What is written must be apart from everything else, but for its own operand."""
+    stretches = []  # (begin, end, whether it is written)
+    for operand in each:
+        send, recv = operand.send, operand.recv
+        if send.overlaps(recv) or send.address == recv.address:  # in place: one contains the other
+            larger = max(send, recv, key=lambda buffer: buffer.nbytes)
+            stretches.append((larger.address, larger.address + larger.nbytes, True))
+        else:
+            stretches.append((send.address, send.address + send.nbytes, False))
+            stretches.append((recv.address, recv.address + recv.nbytes, True))
+    end = written_end = 0
+    for begin, stop, written in sorted(stretch for stretch in stretches if stretch[0] < stretch[1]):
+        if begin < written_end or (written and begin < end):
+            raise ValueError("arrays of the list or dict overlap, and one of them is written to")
+        end = max(end, stop)
+        written_end = max(written_end, stop) if written else written_end
+
+
+def _operands(
+    what: str,
+    given: _Several,
+    each: list[Operand],
+    *,
+    op: ReduceOp | None = None,
+    options: QuantizationOptions | None = None,
+    root: int = 0,
+    members: int = 0,
+) -> Operands:
+    quantized = 0, 0
+    for dtype in {operand.send.dtype for operand in each}:
+        try:
+            quantized = fingerprint(options, dtype, op or ReduceOp.SUM)
+        except ValueError as error:
+            raise error_for(Result.INVALID_ARGUMENT, what, str(error)) from None
+    dtypes = [operand.send.dtype.value for operand in each]
+    counts = [operand.count for operand in each]
+    parts: tuple[m.Part, ...] = ()
+    if given.is_list:
+        _check_apart(each)
+        names = given.names or [""] * len(each)
+        parts = tuple(map(m.Part, dtypes, counts, names))
+        dtypes, counts = [0], [0]
+    redop = 0 if op is None else op.value
+    work = m.Work(what, redop, dtypes[0], counts[0], *quantized, root, members, parts)
+    return Operands(work, tuple(each))

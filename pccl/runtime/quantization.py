@@ -1,0 +1,57 @@
+"""Which quantised format of the C core does what `QuantizationOptions` ask for."""
+
+from __future__ import annotations
+
+from pccl.ext import lib
+from pccl.protocol.messages import Work
+from pccl.types import DataType, QuantizationAlgorithm, QuantizationOptions, ReduceOp
+
+_BY_BITS = {
+    QuantizationAlgorithm.MIN_MAX: {8: lib.PCCL_MIN_MAX_8, 16: lib.PCCL_MIN_MAX_16},
+    QuantizationAlgorithm.ZERO_POINT_SCALE: {8: lib.PCCL_ZERO_POINT_8, 16: lib.PCCL_ZERO_POINT_16},
+}
+_BLOCKWISE = {
+    QuantizationAlgorithm.BLOCKWISE_INT8: lib.PCCL_BLOCK_8,
+    QuantizationAlgorithm.BLOCKWISE_INT4: lib.PCCL_BLOCK_4,
+}
+_SOURCES = {DataType.FLOAT16, DataType.BFLOAT16, DataType.FLOAT, DataType.DOUBLE}
+_TARGETS = {DataType.UINT8, DataType.INT8, DataType.UINT16, DataType.INT16}
+
+
+def fingerprint(
+    options: QuantizationOptions | None, dtype: DataType, op: ReduceOp
+) -> tuple[int, int]:
+    """`Work.algorithm` and `Work.quantized` of a collective of `dtype` elements.
+
+    Raises:
+        ValueError: it cannot be quantised so; the text says why.
+    """
+    if options is None or options.algorithm is QuantizationAlgorithm.NONE:
+        return 0, 0
+    if dtype not in _SOURCES:
+        raise ValueError(f"elements of {dtype.name} cannot be quantised: only floats can")
+    if op not in (ReduceOp.SUM, ReduceOp.AVG):
+        raise ValueError(f"{op.name} cannot be quantised: only SUM and AVG can")
+    if options.algorithm in _BLOCKWISE:
+        return options.algorithm.value, 0
+    if options.quantized_datatype not in _TARGETS:
+        raise ValueError(
+            f"{options.algorithm.name} cannot quantise to {options.quantized_datatype.name}: "
+            "only to UINT8, INT8, UINT16 and INT16"
+        )
+    return options.algorithm.value, options.quantized_datatype.value
+
+
+def wire_format(work: Work) -> int:
+    """The pccl_format of a collective; 0 where it is not quantised."""
+    algorithm = QuantizationAlgorithm(work.algorithm)
+    if algorithm in _BY_BITS:
+        return int(_BY_BITS[algorithm][8 * DataType(work.quantized).itemsize])
+    return int(_BLOCKWISE.get(algorithm, lib.PCCL_UNQUANTIZED))
+
+
+def wire_bytes(work: Work, dtype: DataType, count: int) -> int:
+    """Bytes of so many elements of a collective as they go over the wire."""
+    if not work.algorithm:
+        return count * dtype.itemsize
+    return int(lib.pccl_quantized_size(wire_format(work), dtype.value, count))

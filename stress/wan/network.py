@@ -1,0 +1,133 @@
+"""Emulated long-distance networks of several hosts on one Linux machine; needs root.
+
+A host is a network namespace. Where the module `wanem` can be imported it carries the packets, else
+the kernel's own netem does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+QUEUE_MS = 50  # what may wait for a link, as time at its rate
+SYSCTLS = {  # the usual limits of a socket's buffers; wanem sets the others itself
+    "net.ipv4.tcp_wmem": "4096 16384 4194304",
+    "net.ipv4.tcp_rmem": "4096 131072 6291456",
+}
+_MTU = 1500
+_names = itertools.count()
+
+
+@dataclass(frozen=True)
+class Link:
+    """What lies between any two hosts.
+
+    Attributes:
+        mbit: rate of each direction, Mbit/s.
+        rtt_ms: round-trip time.
+        loss: percentage of packets lost at random.
+    """
+
+    mbit: int
+    rtt_ms: int
+    loss: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.mbit} Mbit/s, {self.rtt_ms} ms, {self.loss:g} %"
+
+    def bound_s(self, nbytes: int) -> float:
+        """The least time in which a peer sends `nbytes` and agrees with a distant master."""
+        return nbytes * 8 / (self.mbit * 1e6) + 2 * self.rtt_ms / 1e3
+
+
+class Network:
+    """Hosts that stand. `addresses` has those of all hosts."""
+
+    def __init__(self, prefix: str, addresses: dict[str, str]) -> None:
+        self.addresses = addresses
+        self._prefix = prefix
+
+    def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+        """Starts a command on a host; the process is the command's own."""
+        enter = ["nsenter", f"--net=/run/netns/{self._prefix}.{host}", "--"]
+        return subprocess.Popen([*enter, *argv], text=True, **options)
+
+
+def kind() -> str:
+    """What carries the packets here."""
+    return "wanem" if importlib.util.find_spec("wanem") else "netem"
+
+
+@contextlib.contextmanager
+def network(link: Link, hosts: Sequence[str]) -> Iterator[Network]:
+    """Hosts with that link between any two; they and all that runs there end with the block.
+
+    Raises:
+        RuntimeError: the machine cannot emulate a network; the text says what is missing.
+    """
+    with _wanem(link, hosts) if kind() == "wanem" else _netem(link, hosts) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def _wanem(link: Link, hosts: Sequence[str]) -> Iterator[Network]:
+    from wanem import Wan  # type: ignore[import-not-found]
+
+    values = {"rate": f"{link.mbit}mbit", "delay": f"{link.rtt_ms / 2}ms", "loss": f"{link.loss}%"}
+    config = {
+        "hosts": list(hosts),
+        "congestion": "cubic",
+        "sysctl": SYSCTLS,
+        "default": {**values, "queue": f"{QUEUE_MS}ms"},
+    }
+    with Wan(config, name=f"pccl{next(_names)}") as wan:
+        yield Network(wan.name, dict(wan.hosts))
+
+
+@contextlib.contextmanager
+def _netem(link: Link, hosts: Sequence[str]) -> Iterator[Network]:
+    """A bridge in a namespace of its own; each host's delay, rate and loss lie on what it sends."""
+    prefix = f"pccl{next(_names)}"
+    addresses = {host: f"10.78.0.{number}" for number, host in enumerate(hosts, 1)}
+    switch = f"{prefix}.switch"
+    packets = QUEUE_MS * link.mbit * 1000 // (8 * _MTU) + link.rtt_ms * link.mbit * 125 // _MTU
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "br0", "up", "type", "bridge")
+        for host, address in addresses.items():
+            name = f"{prefix}.{host}"
+            _ip("netns", "add", name)
+            peer = ("peer", "name", f"to-{host}", "netns", switch)
+            _ip("-n", name, "link", "add", "wan0", "type", "veth", *peer)
+            _ip("-n", switch, "link", "set", f"to-{host}", "master", "br0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", "wan0", "up")
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "wan0")
+            _ip("-n", name, "route", "change", "10.78.0.0/24", "dev", "wan0", "congctl", "cubic")
+            for key, value in {**SYSCTLS, "net.ipv4.tcp_no_metrics_save": "1"}.items():
+                _run("ip", "netns", "exec", name, "sysctl", "-q", "-w", f"{key}={value}")
+            netem = f"delay {link.rtt_ms / 2}ms rate {link.mbit}mbit loss {link.loss}%"
+            _run(*f"tc -n {name} qdisc add dev wan0 root netem limit {packets} {netem}".split())
+        yield Network(prefix, addresses)
+    finally:
+        for host in [*addresses, "switch"]:
+            with contextlib.suppress(RuntimeError):  # it was not made
+                for pid in _run("ip", "netns", "pids", f"{prefix}.{host}").split():
+                    _run("kill", "-9", pid)
+                _ip("netns", "delete", f"{prefix}.{host}")
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*argv: str) -> str:
+    done = subprocess.run(argv, text=True, capture_output=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,452 @@
+"""Random programs for the simulator: any calls in any order, and what befalls those who make them.
+
+A *scenario* is plain data, drawn from a seed: what each peer calls, in one or two threads; when
+peers join, die, freeze, are cut off; when the master is killed; what strangers say in between.
+`play` plays it to the end and demands of every call that it ends, and of every round that it has
+one outcome. Programs that do not fit together are legal: then nobody may wait for what can never
+happen, and who waits for what still may happen gives up when nothing does.
+
+A scenario that fails is made small by `shrink`: it takes parts away as long as it still fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+
+from hostile import OUTVOTED, Blow, Siege, draw_script
+from simpeer import WORK, End, Program, SimPeer, Thread
+
+from pccl.errors import MismatchError, PCCLTimeoutError, PeerLostError
+from pccl.protocol import messages as m
+from pccl.protocol import peer as peer_core
+
+CALLS = (
+    "all_reduce",
+    "small",
+    "launch",
+    "wait",
+    "insist",
+    "sync",
+    "update_topology",
+    "are_peers_pending",
+)
+EVENTS = ("kill", "freeze", "thaw", "sever", "restart", "impatience", "withdraw")
+RETRIES_MAX = 20
+STEPS_MAX = 20_000
+OTHER_WORK = (
+    m.Work("all_reduce", 0, 10, 999),
+    m.Work("all_reduce", 0, 11, 1000),
+    m.Work("all_reduce", 3, 10, 1000),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a program. `variant` 0 is what everybody does; others differ in what they ask."""
+
+    what: str
+    tag: int = 0
+    variant: int = 0
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens after some steps, to a peer, where it is about one."""
+
+    wait: int
+    what: str
+    peer: int = 0
+    blow: Blow | None = None
+
+
+Calls = tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A peer: its group, and the calls of its threads."""
+
+    group: int
+    threads: tuple[Calls, ...]
+    walled: bool = False  # nobody can open a stream to it
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A whole run. `schedule` is the seed of what happens in which order."""
+
+    schedule: int
+    peers: tuple[Script, ...]
+    events: tuple[Event, ...] = ()
+    journaled: bool = True
+    straggler_s: float | None = None
+    failure_rate: float = 0.0
+    lawful: bool = False  # all peers make the same calls: nothing may ever fail to meet
+
+
+# ---- scenarios from seeds ----
+
+
+def draw(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(seed)
+    groups = rng.choice([1, 1, 1, 2, 3])
+    lawful = rng.random() < 0.4
+    tags = rng.choice([1, 2, 5])
+    shared = tuple(rng.choice(CALLS[:2] + CALLS[2:]) for _ in range(rng.randint(2, 10)))
+    scripts = []
+    for _ in range(rng.randint(1, 6)):
+        threads = []
+        for _ in range(1 if rng.random() < 0.7 else 2):
+            if lawful or rng.random() < 0.3:
+                calls = [Call(what, i % tags) for i, what in enumerate(shared)]
+                if not lawful and rng.random() < 0.5:
+                    rng.shuffle(calls)
+            else:
+                calls = [_call(rng, tags) for _ in range(rng.randint(1, 10))]
+            threads.append(tuple(calls))
+        chosen = tuple(threads[:1] if lawful else threads)
+        scripts.append(Script(rng.randrange(groups), chosen, rng.random() < 0.05))
+    joins = [i for i in range(1, len(scripts)) if rng.random() < 0.4]
+    events = [Event(rng.randint(0, 60), "join", i) for i in joins]
+    for _ in range(rng.choice([0, 0, 1, 2, 4, 8])):
+        what = rng.choice(EVENTS[:6] if lawful else EVENTS)
+        events.append(Event(rng.randint(0, 60), what, rng.randrange(len(scripts))))
+    if rng.random() < 0.15 and not lawful:
+        script = draw_script(rng, rng.randint(3, 20))
+        events += [Event(blow.wait, "blow", 0, blow) for blow in script]
+    rng.shuffle(events)
+    if rng.random() < 0.15:  # it comes back to a master that has not seen it go
+        late = rng.randrange(len(scripts))
+        for what in ("freeze", "sever", "restart", "thaw"):
+            events.append(Event(rng.randint(0, 30), what, late))
+    return Scenario(
+        rng.getrandbits(32),
+        tuple(scripts),
+        tuple(events),
+        journaled=rng.random() < 0.7,
+        straggler_s=rng.choice([None, None, 10.0]),
+        failure_rate=rng.choice([0.0, 0.0, 0.02, 0.1]),
+        lawful=lawful,
+    )
+
+
+def _call(rng: random.Random, tags: int) -> Call:
+    odd = rng.random() < 0.05
+    return Call(rng.choice(CALLS), rng.randrange(tags), rng.randint(1, 3) if odd else 0)
+
+
+# ---- what a script does ----
+
+
+class Facade:
+    """The rules that `Communicator` keeps before it says anything to anybody."""
+
+    def __init__(self, peer: SimPeer, calls: tuple[Calls, ...], play: Play) -> None:
+        self.peer, self.play = peer, play
+        self.lawful, self.positions = play.scenario.lawful, play.positions
+        self.threads = len(calls)
+        peer.programs = tuple(self.program(thread) for thread in calls)
+
+    def program(self, calls: Calls) -> Program:
+        """One thread of the peer; the last one to end leaves."""
+
+        def thread(peer: SimPeer) -> Thread:
+            handles: list[tuple[int, int]] = []
+            try:
+                for call in self._from_here(calls):
+                    yield from self._perform(call, handles)
+                yield from self._wait(handles)
+            finally:
+                self.threads -= 1
+            if self.threads == 0:
+                peer.leave()
+
+        return thread
+
+    def _from_here(self, calls: Calls) -> Iterator[Call]:
+        """All calls; of a lawful newcomer, those that come after the one that admitted it."""
+        positions, core = self.positions, self.peer.core
+        begin = positions.get((core.run, core._done.topology), 0) if self.lawful else 0
+        for i in range(begin, len(calls)):
+            if calls[i].what == "update_topology":
+                positions[core.run, core._done.topology + 1] = i + 1
+            yield calls[i]
+
+    def _perform(self, call: Call, handles: list[tuple[int, int]]) -> Generator[int, None, None]:
+        peer = self.peer
+        exclusive = {"sync": "sync_shared_state"}.get(call.what, call.what)
+        stands_in = {what for what, _ in peer.stands_in}
+        if stands_in & {"update_topology", "sync_shared_state", exclusive} - {"all_reduce"}:
+            return  # INVALID_USAGE: another thread stands there
+        if self.lawful and call.what in ("sync", "update_topology"):
+            yield from self._wait(handles)
+        match call.what:
+            case "wait":
+                yield from self._wait(handles)
+            case "update_topology" | "sync" if peer.tags:
+                pass  # PENDING_ASYNC_OPS
+            case "update_topology":
+                self._check((yield from peer.update_topology()))
+            case "are_peers_pending":
+                self._check((yield from peer.are_peers_pending()))
+            case "sync":
+                yield from self._sync(call)
+            case _ if call.tag in peer.tags or peer.core.world.local_size < 2:
+                pass  # INVALID_ARGUMENT or TOO_FEW_PEERS
+            case "launch":
+                handles.append((peer.launch(call.tag, self._work(call)), call.tag))
+            case "small" if not call.variant:
+                self._check((yield from peer.all_reduce(call.tag, data=b"%8d" % call.tag)))
+            case "all_reduce" | "small":
+                self._check((yield from peer.all_reduce(call.tag, self._work(call))))
+            case "insist":
+                for _ in range(RETRIES_MAX):
+                    end = yield from peer.all_reduce(call.tag, self._work(call))
+                    self._check(end)
+                    lost = isinstance(end, peer_core.Fail) and end.error is PeerLostError
+                    if not lost or call.tag in peer.tags or peer.core.world.local_size < 2:
+                        break
+
+    def _wait(self, handles: list[tuple[int, int]]) -> Generator[int, None, None]:
+        while handles:
+            self._check((yield from self.peer.awaits(*handles.pop(0))))
+
+    def _sync(self, call: Call) -> Generator[int, None, None]:
+        peer = self.peer
+        revision, text = peer.content
+        if call.tag % 2:
+            text = f"of peer {peer.name} at {revision}"
+        peer.content = (revision + (call.variant != 1), text)  # the same again is an error
+        end = yield from peer.sync("y" if call.variant == 2 else "x")
+        self._check(end)
+
+    def _work(self, call: Call) -> m.Work:
+        return OTHER_WORK[call.variant - 1] if call.variant else WORK
+
+    def _check(self, end: End) -> None:
+        if self.lawful and isinstance(end, peer_core.Fail) and not self.play.forgetful:
+            assert end.error is not MismatchError, end
+        if isinstance(end, peer_core.Fail) and not self.play.given_up:
+            assert end.error is not PCCLTimeoutError, end
+        if isinstance(end, peer_core.Fail) and end.error is PeerLostError:
+            assert self.play.lossy(self.peer.group), end
+
+
+class Play(Siege):
+    """A run of a scenario."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        super().__init__(scenario.schedule, [], scenario.journaled, scenario.straggler_s)
+        self.scenario = scenario
+        self.patience, self.failure_rate = [0], scenario.failure_rate
+        self.given_up = False  # whether any caller has ever given up
+        self.positions: dict[tuple[int, int], int] = {}  # in lawful calls, after an admission
+        self._of: dict[int, SimPeer] = {}  # peers by their number in the scenario
+        self._events = list(reversed(scenario.events))
+        self._in = self._events[-1].wait if self._events else 0
+        late = {event.peer for event in scenario.events if event.what == "join"}
+        for index in range(len(scenario.peers)):
+            if index not in late:
+                self._join(index)
+
+    def _join(self, index: int) -> None:
+        if index in self._of or index >= len(self.scenario.peers):
+            return
+        script = self.scenario.peers[index]
+        peer = self.add(group=script.group)
+        peer.walled = script.walled
+        Facade(peer, script.threads, self)
+        self._of[index] = peer
+
+    @property
+    def forgetful(self) -> bool:
+        """Whether a restarted master may take back a peer that was given up before.
+
+        Without a journal, when of its group nobody else is back in time, nobody knows that it was.
+        """
+        return bool(self.incarnation) and not self.journaled and any(p.severed for p in self.peers)
+
+    def lossy(self, group: int) -> bool:
+        """Whether a collective of the group may have lost a peer, or its data."""
+        others = [p for p in self.peers if p.group == group]
+        return bool(
+            self.failure_rate
+            or self.given_up
+            or self.incarnation
+            or self.members_max
+            or any(p.left or not p.alive or p.core.over or p.severed or p.walled for p in others)
+            or any(p.core.number and not self.master.knows(p.conn) for p in others)
+        )
+
+    def step(self) -> bool:
+        """As ever, and the next event when its time has come."""
+        moved = super().step()
+        self._in -= 1
+        if self._events and (self._in <= 0 or not moved):
+            self._happens(self._events.pop())
+            return True
+        return moved
+
+    def _happens(self, event: Event) -> None:
+        self._in = self._events[-1].wait if self._events else 0
+        peer = self._of.get(event.peer)
+        match event.what:
+            case "join":
+                self._join(event.peer)
+            case "restart":
+                self.restart_master()
+            case "impatience":
+                self.impatience()
+            case "blow":
+                assert event.blow is not None
+                self._strike(event.blow)
+            case _ if peer is None or not peer.alive or peer.left:
+                pass
+            case "kill":
+                self.kill(peer)
+            case "freeze":
+                self.freeze(peer)
+            case "thaw":
+                self.thaw(peer)
+            case "sever":
+                self.sever(peer)
+            case "withdraw":
+                self._give_up([peer])
+        if not self._events:
+            self.hang_up()
+
+    def unblock(self) -> bool:
+        """Somebody thaws, or gives up."""
+        frozen = self.frozen
+        if frozen and self.random.random() < 0.5:
+            self.sever(self.random.choice(frozen))
+        return super().unblock() or self._give_up([p for p in self.peers if p.present])
+
+    def _give_up(self, peers: list[SimPeer]) -> bool:
+        """A caller waits no longer, if there is one whose patience is limited."""
+        calls = [
+            (peer, call)
+            for peer in peers
+            for call in peer.waiters
+            if not peer.frozen and call not in peer.given_up | peer.stuck
+        ]
+        calls = [(peer, call) for peer, call in calls if peer.standing[call][0] != "connect"]
+        if calls:
+            self.given_up = True
+            peer, call = self.random.choice(calls)
+            peer.withdraw(call)
+        return bool(calls)
+
+
+def play(scenario: Scenario, trace: list[str] | None = None) -> Play:
+    """Plays a scenario to the end.
+
+    Raises:
+        AssertionError: a rule was broken; so too where the cores themselves fail.
+    """
+    run = Play(scenario)
+    run.trace = trace
+    run.finish(STEPS_MAX)
+    run.check_empty()
+    return run
+
+
+# ---- making a failure small ----
+
+
+def smaller(scenario: Scenario) -> Iterator[Scenario]:
+    """The scenario with one part less, large parts first."""
+    for i in range(len(scenario.peers)):
+        peers = scenario.peers[:i] + scenario.peers[i + 1 :]
+        events = tuple(
+            replace(e, peer=e.peer - (e.peer > i)) for e in scenario.events if e.peer != i or e.blow
+        )
+        yield replace(scenario, peers=peers, events=events)
+    size = len(scenario.events)
+    while size:
+        for begin in range(0, len(scenario.events), size):
+            events = scenario.events[:begin] + scenario.events[begin + size :]
+            yield replace(scenario, events=events)
+        size //= 2
+    if scenario.lawful:  # all scripts are the same, and must stay so
+        for threads in _shorter(scenario.peers[0].threads if scenario.peers else ()):
+            peers = tuple(replace(script, threads=threads) for script in scenario.peers)
+            yield replace(scenario, peers=peers)
+    for i, script in enumerate(scenario.peers):
+        smaller = [] if scenario.lawful else [*_shorter(script.threads)]
+        changed = [replace(script, threads=threads) for threads in smaller]
+        if script.group:
+            changed.append(replace(script, group=0))
+        if script.walled:
+            changed.append(replace(script, walled=False))
+        for one in changed:
+            yield replace(scenario, peers=(*scenario.peers[:i], one, *scenario.peers[i + 1 :]))
+    if scenario.failure_rate:
+        yield replace(scenario, failure_rate=0.0)
+
+
+def _shorter(threads: tuple[Calls, ...]) -> Iterator[tuple[Calls, ...]]:
+    for i, calls in enumerate(threads):
+        if len(threads) > 1:
+            yield threads[:i] + threads[i + 1 :]
+        for j in range(len(calls)):
+            yield (*threads[:i], calls[:j] + calls[j + 1 :], *threads[i + 1 :])
+
+
+def failure(scenario: Scenario) -> str:
+    """What is wrong with a run of the scenario; empty when nothing is."""
+    try:
+        play(scenario)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def shrink(
+    scenario: Scenario, tries: int = 20, told: Callable[[Scenario], None] = lambda _: None
+) -> Scenario:
+    """A small scenario that fails too, if perhaps in another way.
+
+    A part less is another schedule, so each candidate gets `tries` of them.
+    """
+    assert failure(scenario)
+    while True:
+        for candidate in smaller(scenario):
+            found = next(
+                (
+                    again
+                    for again in (replace(candidate, schedule=n) for n in range(tries))
+                    if failure(again)
+                ),
+                None,
+            )
+            if found is not None:
+                scenario = found
+                told(scenario)
+                break
+        else:
+            return scenario
+
+
+def describe(scenario: Scenario) -> str:
+    """The scenario in words."""
+    lines = [
+        f"schedule {scenario.schedule}, {'with' if scenario.journaled else 'without'} a journal, "
+        f"straggler limit {scenario.straggler_s}, failure rate {scenario.failure_rate}"
+    ]
+    for i, script in enumerate(scenario.peers):
+        for calls in script.threads:
+            told = ", ".join(
+                f"{c.what}({c.tag}{', variant ' + str(c.variant) if c.variant else ''})"
+                for c in calls
+            )
+            wall = ", which nobody can reach" if script.walled else ""
+            lines.append(f"peer {i} of group {script.group}{wall}: {told or 'nothing'}")
+    lines += [f"after {e.wait} steps: {e.what} {e.blow or e.peer}" for e in scenario.events]
+    return "\n".join(lines)
+
+
+__all__ = ["OUTVOTED", "Scenario", "describe", "draw", "failure", "play", "shrink", "smaller"]

@@ -1,0 +1,128 @@
+"""A peer process that makes the calls it is told to: one line of JSON each, in and out.
+
+python puppet.py MASTER GROUP POOL_SIZE
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+
+import numpy as np
+
+import pccl
+
+
+class Puppet:
+    """What can be asked of it; every array is filled with `value`."""
+
+    def __init__(self, address: str, group: int, pool_size: int) -> None:
+        self.comm = pccl.Communicator(address, group, pool_size)
+        self.launched: list[tuple[np.ndarray, pccl.AsyncReduceHandle]] = []
+
+    def connect(self) -> None:
+        self.comm.connect()
+
+    def gather(self, size: int) -> None:
+        while self.comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE) < size:
+            if self.comm.are_peers_pending():
+                self.comm.update_topology()
+
+    def update_topology(self) -> None:
+        self.comm.update_topology()
+
+    def are_peers_pending(self) -> bool:
+        return self.comm.are_peers_pending()
+
+    def world(self) -> list[int]:
+        return [self.comm.get_attribute(attribute) for attribute in pccl.Attribute]
+
+    def close(self) -> None:
+        self.comm.close()
+
+    def all_reduce(
+        self,
+        value: float = 1.0,
+        count: int = 1000,
+        dtype: str = "float32",
+        op: str = "SUM",
+        tag: int = 0,
+    ) -> float:
+        array = np.full(count, value, dtype)
+        try:
+            self.comm.all_reduce(array, array, op=pccl.ReduceOp[op], tag=tag)
+        except pccl.PCCLError:
+            assert (array == value).all(), "the buffer was not restored"
+            raise
+        assert (array == array[0]).all(), "elements differ"
+        return float(array[0])
+
+    def insist(self, value: float, count: int = 1000) -> float:
+        while True:
+            try:
+                return self.all_reduce(value, count)
+            except pccl.PeerLostError:
+                pass
+
+    def launch(self, value: float, count: int, tag: int) -> None:
+        array = np.full(count, value, np.float32)
+        handle = self.comm.all_reduce_async(array, array, op=pccl.ReduceOp.SUM, tag=tag)
+        self.launched.append((array, handle))
+
+    def wait(self) -> list[float]:
+        ends = [(array, handle.wait()) for array, handle in self.launched]
+        self.launched.clear()
+        return [float(array[0]) if ok else -1.0 for array, (ok, _, _) in ends]
+
+    def retry(self, value: float, count: int, tags: int, max_in_flight: int) -> list[float]:
+        arrays = [np.full(count, value, np.float32) for _ in range(tags)]
+        work = pccl.ReduceOperandDescriptor(pccl.DataType.FLOAT)
+        descriptors = [
+            pccl.ReduceOpDescriptor.from_numpy(
+                array, array, pccl.ReduceDescriptor(count, pccl.ReduceOp.SUM, tag, work, None)
+            )
+            for tag, array in enumerate(arrays)
+        ]
+        self.comm.all_reduce_multiple_with_retry(descriptors, max_in_flight=max_in_flight)
+        assert all((array == array[0]).all() for array in arrays), "elements differ"
+        return [float(array[0]) for array in arrays]
+
+    def threads(self, value: float, count: int, threads: int, rounds: int) -> float:
+        """Threads that make blocking calls, each with a tag of its own, again and again."""
+        sums: list[float] = []
+
+        def loop(tag: int) -> None:
+            for _ in range(rounds):
+                sums.append(self.all_reduce(value, count, tag=tag))
+
+        running = [threading.Thread(target=loop, args=(tag,)) for tag in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        assert len(sums) == threads * rounds, "a thread has failed"
+        return sum(sums)
+
+    def sync(self, revision: int, value: float, count: int = 10) -> list[float]:
+        array = np.full(count, value)
+        shared = pccl.SharedState.from_tensors({"x": array})
+        shared.revision = revision
+        self.comm.sync_shared_state(shared)
+        return [shared.revision, float(array[0])]
+
+
+def main() -> None:
+    puppet = Puppet(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    for line in sys.stdin:
+        what, arguments = json.loads(line)
+        try:
+            answer = {"value": getattr(puppet, what)(**arguments)}
+        except pccl.PCCLError as error:
+            names = {"error": type(error).__name__, "result": error.result.name}
+            answer = {**names, "text": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""What quantisation must give, in numpy, to the bit: docs/quantization.md in code.
+
+Formats go by the names of c/pccl.h's pccl_format, without the prefix, and in its order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import oracle
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the map of a block is found, the bits of a code, the elements of a block."""
+
+    rule: str
+    bits: int
+    block: int = 256
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+
+FORMATS = {
+    "BLOCK_8": Format("symmetric", 8),
+    "BLOCK_4": Format("symmetric", 4, 64),
+    "MIN_MAX_8": Format("min_max", 8),
+    "MIN_MAX_16": Format("min_max", 16),
+    "ZERO_POINT_8": Format("zero_point", 8),
+    "ZERO_POINT_16": Format("zero_point", 16),
+}
+
+
+def real(dtype: str) -> np.dtype[Any]:
+    """What is computed in, and the type of the numbers in a header."""
+    return np.dtype("float64" if dtype == "float64" else "float32")
+
+
+def step(reach: Any, codes: Any) -> Any:
+    """The number below `reach / codes`, but at least the least normal one."""
+    least = np.finfo(reach.dtype).tiny
+    quotient = reach / codes if reach > 0 else reach
+    return np.nextafter(quotient, reach.dtype.type(0)) if quotient > least else least
+
+
+def measure(x: Array, format: Format) -> tuple[Any, Any, Any]:
+    """(offset, zero, step) of one block: element = offset + (code - zero) * step."""
+    kind = x.dtype.type
+    if not np.isfinite(x).all():
+        return kind(0), kind(0), kind(np.nan)
+    half = kind(0.5)
+    reach = kind(format.middle - 1)
+    middle = kind(format.middle)
+    low, high = x.min(), x.max()
+    if format.rule == "symmetric":
+        return kind(0), middle, step(np.abs(x).max(), reach)
+    if format.rule == "min_max":
+        offset = low * half + high * half
+        return offset, middle, step(max(offset - low, high - offset), reach)
+    last = kind(2 * format.middle - 1)
+    below, above = max(-low, kind(0)), max(high, kind(0))
+    zero = kind(0)
+    if below > 0:
+        share = below * half / (below * half + above * half)
+        zero = max(np.rint(last * share), kind(1))
+    if above > 0:
+        zero = min(zero, last - kind(1))
+    return (
+        kind(0),
+        zero,
+        max(step(reach, codes) for reach, codes in ((below, zero), (above, last - zero))),
+    )
+
+
+def blocks(n: int, format: Format) -> list[slice]:
+    return [slice(i, min(n, i + format.block)) for i in range(0, n, format.block)]
+
+
+def quantize(x: Array, format: Format) -> bytes:
+    """The bytes of numbers, which are float32 or float64."""
+    out = b""
+    for part in blocks(x.size, format):
+        with np.errstate(all="ignore"):
+            out += _block(x[part], format)
+    return out
+
+
+def _block(x: Array, format: Format) -> bytes:
+    offset, zero, step = measure(x, format)
+    header = {"symmetric": [step], "min_max": [step, offset], "zero_point": [step, zero]}
+    codes = np.zeros(x.size, np.uint32)
+    if step == step:
+        inverse = x.dtype.type(1) / step
+        exact = np.float64 if x.dtype == np.float32 else np.longdouble
+        codes = np.rint(((x - offset) * inverse).astype(exact) + zero).astype(np.uint32)
+    head = np.array(header[format.rule], x.dtype)
+    if step != step:
+        head.view(f"u{x.itemsize}")[0] = np.array(np.nan, x.dtype).view(f"u{x.itemsize}")
+    if format.bits == 4:
+        half = (x.size + 1) // 2
+        middle = format.middle if step == step else 0
+        codes = np.append(codes, np.full(x.size % 2, middle, np.uint32))
+        return head.tobytes() + (codes[:half] | codes[half:] << 4).astype(np.uint8).tobytes()
+    return head.tobytes() + codes.astype(f"<u{format.bits // 8}").tobytes()
+
+
+def dequantize(data: bytes, n: int, format: Format, dtype: str) -> Array:
+    """The n numbers, in `real(dtype)`, that bytes stand for."""
+    kind = real(dtype)
+    out = np.empty(n, kind)
+    at = 0
+    for part in blocks(n, format):
+        count = part.stop - part.start
+        numbers = 1 if format.rule == "symmetric" else 2
+        head = np.frombuffer(data, kind, numbers, at)
+        at += head.nbytes
+        nbytes = (count * format.bits + 7) // 8
+        codes = np.frombuffer(data, np.uint8, nbytes, at)
+        at += nbytes
+        if format.bits == 4:
+            codes = np.append(codes & 15, codes >> 4)[:count]
+        elif format.bits == 16:
+            codes = codes.view("<u2")
+        offset = head[1] if format.rule == "min_max" else kind.type(0)
+        zero = head[1] if format.rule == "zero_point" else kind.type(format.middle)
+        with np.errstate(all="ignore"):
+            out[part] = offset + (codes.astype(kind) - zero) * head[0]
+    assert at == len(data)
+    return out
+
+
+def add(
+    data: bytes, own: Array, format: Format, dtype: str, divisor: int = 1
+) -> tuple[bytes, Array]:
+    """One step of a ring: the new bytes, and the elements that they stand for."""
+    with np.errstate(all="ignore"):
+        x = dequantize(data, own.size, format, dtype) + oracle.decode(own, dtype)
+        if divisor > 1:
+            x = x / x.dtype.type(divisor)
+    out = quantize(x, format)
+    return out, oracle.encode(dequantize(out, own.size, format, dtype), dtype)
+
+
+def all_reduce(inputs: list[Array], op: str, dtype: str, format: Format) -> Array:
+    """What every member of one ring holds after a quantised all-reduce: as oracle.all_reduce."""
+    members = len(inputs)
+    result = inputs[0].copy()
+    cuts = oracle.bounds(inputs[0].size, members)
+    for s in range(members):
+        part = slice(cuts[s], cuts[s + 1])
+        data = quantize(oracle.decode(inputs[s][part], dtype), format)
+        for hop in range(members - 1):
+            divisor = members if op == "avg" and hop == members - 2 else 1
+            own = inputs[(s + hop + 1) % members][part]
+            data, result[part] = add(data, own, format, dtype, divisor)
+    return result

@@ -1,0 +1,400 @@
+"""A simulated peer: the real core, and around it what the facade, runtime and engine would do."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from pccl.protocol import messages as m
+from pccl.protocol import peer as peer_core
+
+if TYPE_CHECKING:
+    from simulator import Run
+
+End = peer_core.Answer | peer_core.Fail
+Key = tuple[int, int]  # a run and a seq: only together they never repeat
+Thread = Generator[int, None, Any]  # yields the call that it waits for
+Program = Callable[["SimPeer"], Thread]
+WORK = m.Work("all_reduce", 0, 10, 1000)
+IDLE_TABLES = ("_calls", "_collectives", "_by_seq", "_withdrawn", "_streams")  # of an idle core
+
+
+class Ended(Exception):
+    """This peer is out of the run: its threads end."""
+
+
+@dataclass
+class SimOp:
+    """An op of a modelled engine."""
+
+    kind: str  # "collective", "serve" or "fetch"
+    seq: Key | None = None  # None: registered, not started
+    holders: tuple[int, ...] = ()
+    members: int = 0
+    complete: bool = False
+    ending: bool = False  # told to commit or abort
+    walled: m.PeerInfo | None = None  # it needs a stream to this peer, which cannot be reached
+
+
+@dataclass
+class SimPeer:
+    """A peer: its program, its core, its engine, and its connection's two queues."""
+
+    name: int
+    conn: bytes
+    run: Run
+    group: int = 0
+    programs: tuple[Program, ...] = ()
+    core: peer_core.Peer = field(default_factory=peer_core.Peer)
+    up: deque[bytes] = field(default_factory=deque)
+    down: deque[bytes] = field(default_factory=deque)
+    alive: bool = True
+    frozen: bool = False
+    severed: bool = False  # cut off once: the master may have dropped it
+    left: bool = False  # by its own will
+    link: str = "up"  # "up"; "breaking": the master is dead; "down": and this peer knows
+    links: int = 1
+    threads: set[Thread] = field(default_factory=set)  # that have not ended
+    ready: deque[Thread] = field(default_factory=deque)
+    waiters: dict[int, Thread] = field(default_factory=dict)
+    answers: dict[int, End] = field(default_factory=dict)
+    standing: dict[int, tuple[str, int, m.Work | None]] = field(default_factory=dict)
+    stuck: set[int] = field(default_factory=set)  # calls besides which it makes no other
+    tags: set[int] = field(default_factory=set)  # launched and not awaited
+    deadlines: dict[int, int] = field(default_factory=dict)  # call -> step at which it is withdrawn
+    given_up: set[int] = field(default_factory=set)  # calls that were withdrawn
+    calls: int = 0
+    ops: dict[int, SimOp] = field(default_factory=dict)
+    kinds: dict[int, str] = field(default_factory=dict)
+    streams: dict[int, m.PeerInfo] = field(default_factory=dict)
+    walled: bool = False  # nobody can open a stream to it
+    content: tuple[int, str] = (0, "")  # revision and content of the shared state
+    plan: m.SyncPlan | None = None
+    staged: str | None = None  # content fetched by that plan
+    failed_fetches: int = 0
+
+    # ---- threads ----
+
+    def start_thread(self, thread: Thread) -> None:
+        self.threads.add(thread)
+        self.ready.append(thread)
+
+    def run_threads(self) -> bool:
+        """Lets threads go on as far as they can; whether any could."""
+        late = [c for c, step in self.deadlines.items() if step <= self.run.steps]
+        for call in late:
+            self.withdraw(call)
+        if not self.ready:
+            return bool(late)
+        while self.ready:
+            thread = self.ready.popleft()
+            try:
+                call = next(thread)
+                while call in self.answers:
+                    call = next(thread)
+                self.waiters[call] = thread
+            except (StopIteration, Ended):
+                self.threads.discard(thread)
+        return True
+
+    def withdraw(self, call: int) -> None:
+        """The caller gives up."""
+        self.run.say(f"peer {self.name} gives up", *self.standing[call][:1])
+        self.deadlines.pop(call, None)
+        self.given_up.add(call)
+        self.perform(self.core.withdraw(call, "its caller gave up"))
+
+    @property
+    def single(self) -> bool:
+        """Whether it has one thread, which never gives up."""
+        return len(self.programs) == 1 and not any(self.run.patience)
+
+    # ---- calls, for programs ----
+
+    def number(self, kind: str = "") -> int:
+        self.calls += 1
+        self.kinds[self.calls] = kind
+        return self.calls
+
+    def begin(
+        self, call: int, what: str, actions: list[peer_core.Action], tag: int = 0, work: Any = None
+    ) -> int:
+        self.run.say(f"peer {self.name} calls {what}", f"tag {tag}" if work else "")
+        self.standing[call] = (what, tag, work)
+        patience = self.run.random.choice(self.run.patience)
+        if patience:
+            self.deadlines[call] = self.run.steps + patience
+        self.perform(actions)
+        return call
+
+    def wait(self, call: int) -> Generator[int, None, End]:
+        while call not in self.answers:
+            yield call
+        end = self.answers.pop(call)
+        if self.core.over is not None and isinstance(end, peer_core.Fail):
+            self.run.check_over(self, self.core.over.why)
+            raise Ended
+        return end
+
+    def join(self, hello: m.Hello) -> Generator[int, None, End]:
+        call = self.number()
+        return (yield from self.wait(self.begin(call, "connect", self.core.join(call, hello))))
+
+    def launch(
+        self, tag: int = 0, work: m.Work = WORK, stuck: bool = False, data: bytes | None = None
+    ) -> int:
+        """With `data`, which must be the same for all peers, a small one of `len(data)` bytes."""
+        call = self.number("collective")
+        if data is not None:
+            work = m.Work("all_reduce", 0, 0, len(data))
+        self.tags.add(tag)
+        self.stuck |= {call} if stuck else set()
+        actions = self.core.collective(call, tag, work, data, stuck)
+        return self.begin(call, work.what, actions, tag, work)
+
+    def awaits(self, call: int, tag: int) -> Generator[int, None, End]:
+        end = yield from self.wait(call)
+        self.tags.discard(tag)
+        return end
+
+    def all_reduce(
+        self, tag: int = 0, work: m.Work = WORK, data: bytes | None = None
+    ) -> Generator[int, None, End]:
+        return (yield from self.awaits(self.launch(tag, work, self.single, data), tag))
+
+    def broadcast(self, members: int) -> Generator[int, None, End]:
+        parts = (m.Part(10, 7, "b"), m.Part(3, 1000, "w"))
+        work = m.Work("broadcast", 0, 0, 0, root=members - 1, members=members, parts=parts)
+        end = yield from self.all_reduce(work=work)
+        if isinstance(end, peer_core.Answer):
+            assert isinstance(end.value, peer_core.Reduced)
+            assert end.value.world_size == members, "ranks had changed, and nobody was told"
+        return end
+
+    def update_topology(self) -> Generator[int, None, End]:
+        call = self.number()
+        actions = self.core.update_topology(call)
+        return (yield from self.wait(self.begin(call, "update_topology", actions)))
+
+    def are_peers_pending(self) -> Generator[int, None, End]:
+        call = self.number()
+        self.stuck |= {call} if self.single else set()
+        actions = self.core.are_peers_pending(call, self.single)
+        return (yield from self.wait(self.begin(call, "are_peers_pending", actions)))
+
+    def sync(self, entry: str = "x", strategy: int = 0) -> Generator[int, None, End]:
+        revision, text = self.content
+        offer = m.Offer(revision, strategy, (m.Entry(entry, 10, 4, False, text.encode()),))
+        call, serve = self.number(), self.number("serve")
+        actions = self.core.sync(call, serve, offer)
+        end = yield from self.wait(self.begin(call, "sync_shared_state", actions))
+        if isinstance(end, peer_core.Answer):
+            assert isinstance(end.value, peer_core.Synced)
+            if self.plan is not None and self.plan.fetch:
+                assert self.staged is not None, "synchronised without what was to be fetched"
+                text = self.staged
+            self.content = (end.value.revision, text)
+            self.run.check_content(self)
+        self.plan, self.failed_fetches = None, 0
+        return end
+
+    def leave(self) -> None:
+        self.left = True
+        self.perform(self.core.leave("done"))
+
+    # ---- what it stands in ----
+
+    @property
+    def present(self) -> bool:
+        """Whether it is an accepted peer that lives, as far as it knows itself."""
+        return self.alive and self.core.accepted and self.core.over is None
+
+    @property
+    def stuck_in(self) -> set[tuple[str, int]]:
+        """Where it has said that it makes no other call."""
+        return {self.standing[call][:2] for call in self.stuck & self.standing.keys()}
+
+    @property
+    def stands_in(self) -> set[tuple[str, int]]:
+        """The rounds that it has entered and that have not ended."""
+        return {(what, tag) for what, tag, _ in self.standing.values()}
+
+    def waits(self) -> list[tuple[str, int, bool]]:
+        """What it waits for: call, tag, and whether its round has ended and more is to come."""
+        syncing = self.core._syncing
+        started = {c.call for c in self.core._by_seq.values()}
+        if syncing is not None and syncing.plan is not None:
+            started.add(syncing.call)
+        return [(what, tag, call in started) for call, (what, tag, _) in self.standing.items()]
+
+    def check_empty(self) -> None:
+        """Its threads have ended, so nothing may be left of any call."""
+        left = {t: len(getattr(self.core, t)) for t in IDLE_TABLES if len(getattr(self.core, t))}
+        assert not left and self.core._syncing is None, f"peer {self.name} still has {left}"
+        assert not self.ops, f"the engine of peer {self.name} still has ops {self.ops}"
+        assert not self.streams, f"peer {self.name} has left streams {self.streams} open"
+        assert not self.standing, f"peer {self.name} still stands in {self.stands_in}"
+
+    # ---- what the runtime would do ----
+
+    def perform(self, actions: list[peer_core.Action]) -> None:
+        for action in actions:
+            match action:
+                case peer_core.Send(message):
+                    self.up.append(m.encode(message))
+                case peer_core.RegisterOp(op):
+                    assert op not in self.ops
+                    self.ops[op] = SimOp(self.kinds[op])
+                case peer_core.StartOp(op, seq, _, rings):
+                    self.start(self.ops[op], seq, rings)
+                case peer_core.CommitOp(op) | peer_core.AbortOp(op):
+                    self.end(op, isinstance(action, peer_core.AbortOp))
+                case peer_core.OpenStream(stream, to):
+                    assert stream not in self.streams
+                    self.streams[stream] = to
+                case peer_core.CloseStream(stream):
+                    del self.streams[stream]
+                case peer_core.Store(_, data):
+                    assert data in self.run.combined
+                case peer_core.Answer(call) | peer_core.Fail(call):
+                    self.answered(call, action)
+                case peer_core.Plan(_, plan, resumed):
+                    self.plan = plan
+                    if not resumed:
+                        self.staged = None
+                    if plan.fetch and not resumed:
+                        self.perform(self.core.fetch(self.number("fetch"), plan.seq))
+                case peer_core.Fetched(_, seq, ok, why):
+                    if ok and self.plan is not None and self.plan.seq == seq:
+                        self.staged = self.plan.digests[0].decode()
+                    self.perform(self.core.fetched(seq, ok, why))
+
+    def answered(self, call: int, end: End) -> None:
+        assert call not in self.answers
+        assert call not in self.ops, "answered while the engine refers to its memory"
+        what, tag, _ = self.standing.pop(call)
+        self.run.say(f"peer {self.name} returns from {what} (tag {tag}):", end)
+        self.deadlines.pop(call, None)
+        self.answers[call] = end
+        if call in self.waiters:
+            self.ready.append(self.waiters.pop(call))
+
+    def start(self, op: SimOp, seq: int, rings: tuple[peer_core.RingPart, ...]) -> None:
+        assert all(ring.stream in self.streams for ring in rings), "a stream that is not open"
+        op.seq = key = (self.core.run, seq)
+        ends = [self.streams[ring.stream] for ring in rings]
+        op.walled = next((to for to in ends if self.run.walled(to.peer)), None)
+        if op.kind == "collective":
+            if op.walled is not None:
+                self.run.cut_to[key] = set()
+            op.members = rings[0].members
+            self.run.starters.setdefault(key, set()).add(self.name)
+        elif op.kind == "fetch":
+            assert self.plan is not None
+            op.holders = tuple(h for h in self.plan.holders if not self.run.walled(h))
+            op.complete = False
+
+    def end(self, number: int, abort: bool) -> None:
+        op = self.ops.get(number)
+        if op is None:
+            return  # settled meanwhile: the order and the event crossed
+        assert not op.ending
+        op.ending = True
+        if abort:
+            self.run.cut(op.seq)
+
+    # ---- what can happen to the engine ----
+
+    def engine_choices(self) -> list[tuple[Callable[..., None], Any]]:
+        """What the engine may do now."""
+        choices: list[tuple[Callable[..., None], Any]] = []
+        for number, op in self.ops.items():
+            if op.ending:
+                choices.append((self.settle, number))
+                continue
+            if self.can_complete(op):
+                choices.append((self.complete, number))
+            if self.can_fail(op):
+                choices.append((self.fail, number))
+        return choices
+
+    def can_complete(self, op: SimOp) -> bool:
+        if not op.seq or op.complete:
+            return False
+        if op.kind == "collective":
+            allowed = self.run.cut_to.get(op.seq)
+            everyone = len(self.run.starters[op.seq]) == op.members
+            return everyone and (allowed is None or self.name in allowed)
+        return op.kind == "fetch" and any(self.run.serves(h, op.seq) for h in op.holders)
+
+    def can_fail(self, op: SimOp) -> bool:
+        if not op.seq or op.complete or op.kind == "serve":
+            return False
+        if op.walled is not None:
+            return True
+        if op.kind == "fetch":
+            # the master hears of a death, too, before a peer has tried three times
+            tries = self.failed_fetches < 2 or not self.run.broken
+            return tries and not any(self.run.lives(h) for h in op.holders)
+        return self.run.random.random() < self.run.failure_rate
+
+    def complete(self, number: int) -> None:
+        op = self.ops[number]
+        self.run.say(f"the engine of peer {self.name} completes", op.kind, str(op.seq))
+        op.complete = True
+        settled = op.kind == "collective" and self.run.random.random() < 0.5
+        if settled:
+            del self.ops[number]
+        self.run.completed.setdefault(op.seq, set()).add(self.name)
+        self.perform(self.core.engine_complete(number, settled, 0, 0))
+
+    def fail(self, number: int) -> None:
+        op = self.ops[number]
+        self.run.say(f"the engine of peer {self.name} loses a stream of {op.seq}")
+        wall, op.walled = op.walled, None
+        if wall is not None:
+            self.perform(self.core.unreached(wall))
+            if op.kind == "fetch" and op.holders:
+                return  # it goes on with them
+        self.failed_fetches += op.kind == "fetch"
+        self.run.cut(op.seq)
+        op.complete = True  # says no more until it is aborted, or started again
+        starves = op.kind == "fetch" and self.run.random.random() < 0.8
+        starved = op.seq[1] if op.seq is not None and starves else 0
+        self.perform(self.core.engine_failed(number, "a stream was lost", starved))
+
+    def settle(self, number: int) -> None:
+        del self.ops[number]
+        self.perform(self.core.engine_settled(number, 0, 0))
+
+    def deliver(self) -> None:
+        message = m.decode_from_master(self.down.popleft())
+        self.run.say(f"master -> peer {self.name}:", message)
+        self.run.check_told(self, message)
+        if isinstance(message, m.Started) and message.data is not None:
+            self.run.completed.setdefault((self.core.run, message.seq), set()).add(self.name)
+        self.perform(self.core.received(message))
+
+
+def brief(value: object) -> str:
+    """A message or an answer on one line, without what all have in common."""
+    if isinstance(value, m.PeerInfo):
+        return str(value.peer)
+    if isinstance(value, msgspec.Struct):
+        fields = [
+            f"{f.name}={brief(getattr(value, f.name))}"
+            for f in msgspec.structs.fields(value)
+            if f.name not in ("protocol", "version", "machine", "arithmetic", "port", "host", "ipc")
+        ]
+        return f"{type(value).__name__}({', '.join(fields)})"
+    if isinstance(value, tuple):
+        return f"({' '.join(map(brief, value))})"
+    if isinstance(value, peer_core.Answer):
+        return str(value.value)
+    if isinstance(value, peer_core.Fail):
+        return f"{value.error.__name__} {value.result.name}: {value.why}"
+    return str(value)

@@ -1,0 +1,45 @@
+"""Random programs: every call ends, every round has one outcome, and nothing is left of any."""
+
+from __future__ import annotations
+
+import programs
+import pytest
+
+from pccl.protocol.master import Master
+
+SEEDS = 4000
+PART = 250
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, PART))
+def test_every_call_ends_and_every_round_has_one_outcome(first: int) -> None:
+    for seed in range(first, first + PART):
+        why = programs.failure(programs.draw(seed))
+        assert not why, f"seed {seed} (python stress/simulate.py --shrink {seed}): {why}"
+
+
+def test_a_seed_replays_exactly() -> None:
+    traces: list[list[str]] = [[], []]
+    for trace in traces:
+        programs.play(programs.draw(7), trace)
+    assert traces[0] == traces[1]
+    assert len(traces[0]) > 10
+
+
+def test_every_kind_of_event_and_call_is_drawn() -> None:
+    scenarios = [programs.draw(seed) for seed in range(300)]
+    events = {event.what for scenario in scenarios for event in scenario.events}
+    assert events == {*programs.EVENTS, "join", "blow"}
+    scripts = [script for scenario in scenarios for script in scenario.peers]
+    calls = {call.what for s in scripts for calls in s.threads for call in calls}
+    assert calls == set(programs.CALLS)
+
+
+def test_a_failure_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A master that does not notice calls that can never meet: two peers and two calls show it."""
+    monkeypatch.setattr(Master, "_conflict", lambda *_: False)
+    seed = next(s for s in range(1000) if programs.failure(programs.draw(s)))
+    small = programs.shrink(programs.draw(seed))
+    assert programs.failure(small)
+    assert len(small.peers) == 2
+    assert sum(len(calls) for script in small.peers for calls in script.threads) <= 4

@@ -1,0 +1,39 @@
+"""The script behind docs/quantization.md gives what is printed there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def rows(text: str) -> dict[str, list[float]]:
+    """The rows of the Markdown table of numbers, by their first cells."""
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+    table = [row for row in cells if len(row) == 11 and row[0] and set(row[1]) != {"-"}]
+    return {name: [float(number) for number in numbers] for name, *numbers in table}
+
+
+@pytest.mark.slow
+def test_the_table_in_the_documentation(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "plot.svg"
+    ended = subprocess.run(
+        [sys.executable, ROOT / "examples" / "quantization.py", plot],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    measured = rows(ended.stdout)
+    documented = rows((ROOT / "docs" / "quantization.md").read_text(encoding="utf-8"))
+    assert len(measured) == 6
+    assert measured.keys() == documented.keys()
+    for name, numbers in measured.items():  # who is where in the ring changes them a little
+        assert numbers == pytest.approx(documented[name], rel=0.12), name
+    assert "<svg" in plot.read_text(encoding="utf-8")

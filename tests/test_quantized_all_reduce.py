@@ -1,0 +1,247 @@
+"""Quantised all_reduce end to end: bit for bit what the oracle says, on every peer alike."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import quantized
+from cluster import Cluster
+from quantized import FORMATS
+
+import pccl
+from pccl.ext import lib
+
+DTYPES = dict(zip(oracle.DTYPES, pccl.DataType, strict=True))
+OPS = {"sum": pccl.ReduceOp.SUM, "avg": pccl.ReduceOp.AVG}
+Algorithm = pccl.QuantizationAlgorithm
+OPTIONS = {  # what asks for a format, and its name
+    pccl.QuantizationOptions: "MIN_MAX_8",
+    lambda: pccl.QuantizationOptions(algorithm=Algorithm.BLOCKWISE_INT8): "BLOCK_8",
+    lambda: pccl.QuantizationOptions(algorithm=Algorithm.BLOCKWISE_INT4): "BLOCK_4",
+    lambda: pccl.QuantizationOptions(pccl.DataType.INT8): "MIN_MAX_8",
+    lambda: pccl.QuantizationOptions(pccl.DataType.UINT16): "MIN_MAX_16",
+    lambda: pccl.QuantizationOptions(pccl.DataType.INT16): "MIN_MAX_16",
+    lambda: pccl.QuantizationOptions(algorithm=Algorithm.ZERO_POINT_SCALE): "ZERO_POINT_8",
+    lambda: pccl.QuantizationOptions(pccl.DataType.INT8, Algorithm.ZERO_POINT_SCALE): (
+        "ZERO_POINT_8"
+    ),
+    lambda: pccl.QuantizationOptions(pccl.DataType.UINT16, Algorithm.ZERO_POINT_SCALE): (
+        "ZERO_POINT_16"
+    ),
+    lambda: pccl.QuantizationOptions(pccl.DataType.INT16, Algorithm.ZERO_POINT_SCALE): (
+        "ZERO_POINT_16"
+    ),
+}
+ALL = [(make(), name) for make, name in OPTIONS.items()]
+BEST = [case for case in ALL if "BLOCK" in case[1]]
+
+Case = tuple[str, str, int, pccl.QuantizationOptions, str]  # dtype, op, count, options, format
+
+
+@pytest.fixture(autouse=True)
+def over_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small arrays too: what travels with the votes is not quantised."""
+    monkeypatch.setenv("PCCL_INLINE_BYTES", "0")
+
+
+def make(dtype: str, count: int, seed: int) -> np.ndarray[Any, Any]:
+    values = np.random.default_rng(seed).standard_normal(count)
+    return oracle.encode(values.astype(quantized.real(dtype)), dtype)
+
+
+def check(cluster: Cluster, cases: list[Case], in_place: bool) -> None:
+    """Runs all cases, many at a time, and compares every peer's bits with the oracle's."""
+    size = len(cluster.comms)
+    sends = [
+        [make(dtype, count, 1000 * peer + i) for i, (dtype, _, count, _, _) in enumerate(cases)]
+        for peer in range(size)
+    ]
+    before = [[array.copy() for array in arrays] for arrays in sends]
+    recvs = sends if in_place else [[np.empty_like(a) for a in arrays] for arrays in sends]
+
+    def describe(peer: int, i: int) -> pccl.ReduceOpDescriptor:
+        dtype, op, count, options, _ = cases[i]
+        operand = pccl.ReduceOperandDescriptor(DTYPES[dtype])
+        work = pccl.ReduceDescriptor(count, OPS[op], i, operand, options)
+        send, recv = sends[peer][i], recvs[peer][i]
+        return pccl.ReduceOpDescriptor(send.ctypes.data, recv.ctypes.data, work, (send, recv))
+
+    def job(index: int, comm: pccl.Communicator) -> int:
+        descriptors = [describe(index, i) for i in range(len(cases))]
+        assert comm.all_reduce_multiple_with_retry(descriptors, max_in_flight=16).world_size == size
+        return comm.rank
+
+    ranks = cluster.each(job)
+    for i, (dtype, op, count, _, name) in enumerate(cases):
+        in_ring_order = [before[ranks.index(position)][i] for position in range(size)]
+        expected = quantized.all_reduce(in_ring_order, op, dtype, FORMATS[name])
+        for peer in range(size):
+            assert recvs[peer][i].tobytes() == expected.tobytes(), (dtype, op, count, name)
+            assert in_place or sends[peer][i].tobytes() == before[peer][i].tobytes()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_dtype_format_and_operation(cluster: Cluster, in_place: bool) -> None:
+    size = len(cluster.comms)
+    counts = [0, 1, size - 1, size + 1, 1009]
+    cases = itertools.product(oracle.FLOATS, OPS, counts, ALL)
+    check(cluster, [(d, op, n, *options) for d, op, n, options in cases], in_place)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_several_chunks_to_a_segment(cluster: Cluster, in_place: bool) -> None:
+    cases = itertools.product(["float32"], ["avg"], [300_007], BEST)
+    check(cluster, [(d, op, n, *options) for d, op, n, options in cases], in_place)
+
+
+@pytest.mark.parametrize(
+    ("name", "format"), [("int8", "BLOCK_8"), ("int4", "BLOCK_4"), ("uint8", "MIN_MAX_8")]
+)
+def test_by_its_short_name(name: str, format: str) -> None:
+    with Cluster(2) as cluster:
+        inputs = [make("float32", 1000, i) for i in range(2)]
+
+        def job(index: int, comm: pccl.Communicator) -> tuple[np.ndarray[Any, Any], int]:
+            out = np.empty_like(inputs[index])
+            info = comm.all_reduce(inputs[index], out, op=pccl.ReduceOp.SUM, quantization=name)
+            # both segments go out of each of the two peers and come in once
+            number = getattr(lib, f"PCCL_{format}")
+            nbytes = sum(lib.pccl_quantized_size(number, 10, n) for n in (512, 488))
+            assert (info.tx_bytes, info.rx_bytes) == (nbytes, nbytes)
+            handle = comm.all_reduce_async(
+                inputs[index], np.empty_like(out), op=pccl.ReduceOp.SUM, quantization=name
+            )
+            assert handle.wait() == (True, 0, info)
+            return out, comm.rank
+
+        results = cluster.each(job)
+        order = sorted(range(2), key=lambda i: results[i][1])
+        expected = quantized.all_reduce(
+            [inputs[i] for i in order], "sum", "float32", FORMATS[format]
+        )
+        assert all(out.tobytes() == expected.tobytes() for out, _ in results)
+
+
+def test_torch_tensors() -> None:
+    torch = pytest.importorskip("torch")
+    with Cluster(3) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> Any:
+            x = torch.linspace(-1, 1, 1000, dtype=torch.bfloat16) * (index + 1)
+            comm.all_reduce(x, x, op=pccl.ReduceOp.AVG, quantization="int8")
+            return x
+
+        first, *others = cluster.each(job)
+        exact = torch.linspace(-1, 1, 1000, dtype=torch.bfloat16).float() * 2
+        assert (first.float() - exact).abs().max() < 0.06
+        assert all(torch.equal(first, other) for other in others)
+
+
+def test_what_travels_with_the_votes_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCCL_INLINE_BYTES", "4000")
+    with Cluster(2) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> np.ndarray[Any, Any]:
+            x = np.linspace(0, 1, 1000, dtype=np.float32)
+            comm.all_reduce(x, x, op=pccl.ReduceOp.AVG, quantization="int4")
+            return x
+
+        for x in cluster.each(job):
+            np.testing.assert_array_equal(x, np.linspace(0, 1, 1000, dtype=np.float32))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_everybody(bad: float) -> None:
+    with Cluster(3) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> np.ndarray[Any, Any]:
+            x = np.ones(5000, np.float32)
+            x[700 if index == 1 else 0] = bad if index == 1 else 1
+            comm.all_reduce(x, x, op=pccl.ReduceOp.SUM, quantization="int8")
+            return x
+
+        results = cluster.each(job)
+        for x in results:
+            assert np.isnan(x[700])
+            assert np.isnan(x).sum() == 256
+            assert np.abs(x[~np.isnan(x)] - 3).max() < 0.1
+            assert x.tobytes() == results[0].tobytes()
+
+
+def test_a_peer_that_leaves_in_the_middle() -> None:
+    """The others hold either the sum of three or, in place, what they held; and go on as two."""
+    with Cluster(3) as cluster:
+        count = 1 << 21
+        given = [make("float32", count, i) for i in range(3)]
+
+        def job(index: int, comm: pccl.Communicator) -> tuple[int, np.ndarray[Any, Any]]:
+            x = given[index].copy()
+            handle = comm.all_reduce_async(x, x, op=pccl.ReduceOp.SUM, quantization="int8")
+            if index == 2:
+                comm.close()
+                return 0, x
+            if not handle.wait()[0]:
+                assert x.tobytes() == given[index].tobytes(), "the input was not restored"
+                comm.all_reduce(x, x, op=pccl.ReduceOp.SUM, quantization="int8")
+            return comm.world_size, x
+
+        results = cluster.each(job)[:2]
+        assert results[0][1].tobytes() == results[1][1].tobytes()
+        sums = [np.sum(given[:n], axis=0) for n in (2, 3)]
+        assert min(np.abs(results[0][1] - exact).max() for exact in sums) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        ({}, "quantisation 3 to dtype 0"),
+        ({"quantization": "int4"}, "quantisation 4 to dtype 0"),
+        (
+            {"quantization_options": pccl.QuantizationOptions(pccl.DataType.INT8)},
+            "quantisation 1 to dtype 1",
+        ),
+    ],
+)
+def test_another_quantisation_is_an_error_on_both(second: dict[str, Any], words: str) -> None:
+    with Cluster(2) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            wish = second if index else {"quantization": "int8"}
+            array = np.ones(1000, np.float32)
+            with pytest.raises(pccl.MismatchError, match="INVALID_ARGUMENT") as caught:
+                comm.all_reduce(array, array, op=pccl.ReduceOp.SUM, **wish)
+            assert words in str(caught.value)
+            assert "quantisation 3 to dtype 0" in str(caught.value)
+            assert (array == 1).all()
+            comm.all_reduce(array, array, op=pccl.ReduceOp.SUM, quantization="int8")
+            assert np.abs(array - 2).max() < 0.02
+
+        cluster.each(job)
+
+
+def test_what_cannot_be_quantised() -> None:
+    with Cluster(2) as cluster:
+        comm = cluster.comms[0]
+        floats, integers = np.ones(10, np.float32), np.ones(10, np.int32)
+        wide = pccl.QuantizationOptions(pccl.DataType.UINT32)
+        for array, op, options, words in (
+            (integers, pccl.ReduceOp.SUM, pccl.QuantizationOptions(), "INT32.*only floats"),
+            (floats, pccl.ReduceOp.MAX, pccl.QuantizationOptions(), "MAX.*only SUM and AVG"),
+            (floats, pccl.ReduceOp.SUM, wide, "cannot quantise to UINT32"),
+        ):
+            with pytest.raises(pccl.PCCLError, match=f"INVALID_ARGUMENT.*{words}"):
+                comm.all_reduce(array, array, op=op, quantization_options=options)
+        with pytest.raises(ValueError, match="int8, int4, uint8"):
+            comm.all_reduce(floats, floats, op=pccl.ReduceOp.SUM, quantization="int2")
+        with pytest.raises(ValueError, match="not both"):
+            comm.all_reduce(
+                floats,
+                floats,
+                op=pccl.ReduceOp.SUM,
+                quantization="int8",
+                quantization_options=pccl.QuantizationOptions(),
+            )
