@@ -236,6 +236,23 @@ void job_register(struct peers *peers, int who, const struct job *job)
     peers_order(peers, who, &order);
 }
 
+void job_open_ring(struct peers *peers, const struct job *job, int n, uint64_t seed)
+{
+    pccl_options options = peers_options();
+    int i;
+    peers_open(peers, n, &options, seed);
+    peers_connect_ring(peers, 2, 2);
+    for (i = 0; i < n; i++)
+        job_register(peers, i, job);
+}
+
+void job_start_all(struct peers *peers, const struct job *job)
+{
+    int i;
+    for (i = 0; i < peers->n; i++)
+        job_start(peers, i, job);
+}
+
 void job_start(struct peers *peers, int who, const struct job *job)
 {
     job_start_rings(peers, who, job, 1);

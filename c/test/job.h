@@ -33,9 +33,13 @@ void job_free(struct job *job);
 
 void job_register(struct peers *peers, int who, const struct job *job);
 
+/* Makes `n` engines in one ring of two lanes, all of which know of the job. */
+void job_open_ring(struct peers *peers, const struct job *job, int n, uint64_t seed);
+
 /* START in one ring over stream 1; with `rings` 2 in another one over stream 2 as well, in the
  * opposite direction. */
 void job_start(struct peers *peers, int who, const struct job *job);
+void job_start_all(struct peers *peers, const struct job *job);
 void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings);
 
 /* Whether every peer holds the result, and send is as it was where it must be. */

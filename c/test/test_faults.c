@@ -1,5 +1,4 @@
-/* test_faults.c - aborts, lost lanes, hostile messages and wrong orders: buffers come back,
- * nothing leaks. */
+/* test_faults.c - aborts, lost lanes and hostile messages: buffers come back, nothing leaks. */
 #include "check.h"
 #include "job.h"
 
@@ -19,23 +18,6 @@ static struct job make_job(uint64_t count, bool in_place, int n)
     job.format = format;
     job_make(&job, n);
     return job;
-}
-
-static void open_ring(const struct job *job, int n, uint64_t seed)
-{
-    pccl_options options = peers_options();
-    int i;
-    peers_open(&peers, n, &options, seed);
-    peers_connect_ring(&peers, 2, 2);
-    for (i = 0; i < n; i++)
-        job_register(&peers, i, job);
-}
-
-static void start_all(const struct job *job)
-{
-    int i;
-    for (i = 0; i < peers.n; i++)
-        job_start(&peers, i, job);
 }
 
 /* Aborts the op everywhere: all of it must settle, and the buffers be as before. */
@@ -71,8 +53,8 @@ static void test_abort_anywhere(void)
         for (k = 0, done = false; !done; k++) {
             struct job job = make_job(3000, in_place, 3), next;
             bool intact = true;
-            open_ring(&job, 3, (uint64_t)k + 1);
-            start_all(&job);
+            job_open_ring(&peers, &job, 3, (uint64_t)k + 1);
+            job_start_all(&peers, &job);
             for (i = 0; i < k; i++)
                 (void)peers_step(&peers);
             done = all_complete(&job);
@@ -85,7 +67,7 @@ static void test_abort_anywhere(void)
                 next.seq = 11;
                 for (i = 0; i < 3; i++)
                     job_register(&peers, i, &next);
-                start_all(&next);
+                job_start_all(&peers, &next);
                 peers_run(&peers);
                 CHECK(job_is_right(&peers, &next));
                 CHECK(job_commit(&peers, &next));
@@ -104,7 +86,7 @@ static void test_abort_takes_along(void)
     struct job job = make_job(6000, true, 2), other = make_job(6000, true, 2);
     other.op = 6;
     other.tag = 10;
-    open_ring(&job, 2, 1);
+    job_open_ring(&peers, &job, 2, 1);
     job_register(&peers, 0, &other);
     job_start(&peers, 0, &job);
     job_start(&peers, 0, &other);
@@ -133,8 +115,8 @@ static void test_lose_lane_anywhere(void)
     int k, i, hits = 0;
     for (k = 0; !done; k++) {
         struct job job = make_job(3000, true, 3);
-        open_ring(&job, 3, (uint64_t)k + 1);
-        start_all(&job);
+        job_open_ring(&peers, &job, 3, (uint64_t)k + 1);
+        job_start_all(&peers, &job);
         for (i = 0; i < k; i++)
             (void)peers_step(&peers);
         done = all_complete(&job);
@@ -157,8 +139,8 @@ static void test_commit_after_loss(void)
 {
     struct job job = make_job(3000, true, 3);
     int i;
-    open_ring(&job, 3, 4);
-    start_all(&job);
+    job_open_ring(&peers, &job, 3, 4);
+    job_start_all(&peers, &job);
     peers_run(&peers);
     CHECK(job_is_right(&peers, &job));
     CHECK(fake_cut(peers.peer[1].endpoint));
@@ -179,8 +161,8 @@ static void test_commit_after_loss(void)
 static void test_torn_message(void)
 {
     struct job job = make_job(6000, true, 2);
-    open_ring(&job, 2, 3);
-    start_all(&job);
+    job_open_ring(&peers, &job, 2, 3);
+    job_start_all(&peers, &job);
     fake_fail_second_frame(1);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1)
@@ -195,8 +177,8 @@ static void test_free_unsettled(void)
     int k, i;
     for (k = 0; k < 30; k++) {
         struct job job = make_job(6000, true, 3);
-        open_ring(&job, 3, (uint64_t)k + 1);
-        start_all(&job);
+        job_open_ring(&peers, &job, 3, (uint64_t)k + 1);
+        job_start_all(&peers, &job);
         for (i = 0; i < k; i++)
             (void)peers_step(&peers);
         if (k % 3 == 0)
@@ -400,7 +382,7 @@ static void test_final_twice(void)
     struct wire_header header = good_chunk();
     unsigned char bytes[WIRE_HEADER_BYTES + 64 * sizeof(float)] = {0};
     int i;
-    open_ring(&job, 2, 1);
+    job_open_ring(&peers, &job, 2, 1);
     job_start(&peers, 1, &job);
     peers_run(&peers);
     header.members = 2;
@@ -426,9 +408,9 @@ static void test_fuzz(void)
     int i, j;
     for (seed = 1; seed <= 150; seed++) {
         struct job job = make_job(3000, true, 3);
-        open_ring(&job, 3, seed);
+        job_open_ring(&peers, &job, 3, seed);
         if (seed % 3)
-            start_all(&job);
+            job_start_all(&peers, &job);
         for (i = 0; i < 30; i++) {
             struct wire_header header = good_chunk();
             size_t head = fake_random(4) ? WIRE_HEADER_BYTES : fake_random(130);
@@ -456,258 +438,6 @@ static void test_fuzz(void)
     }
 }
 
-/* ---- orders ---- */
-
-static void expect_failed(const pccl_order *order, int status, const char *what)
-{
-    pccl_options options = peers_options();
-    peers_open(&peers, 1, &options, 1);
-    peers_order(&peers, 0, order);
-    peers_run(&peers);
-    if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, order->op) == 1
-               && peers_event(&peers, 0, PCCL_FAILED, order->op)->status == status))
-        fprintf(stderr, "  %s\n", what);
-    peers_end(&peers, 0, PCCL_ABORT, order->op);
-    peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_SETTLED, order->op) == 1);
-    peers_close(&peers);
-}
-
-#define EXPECT_EINVAL(change) \
-    do { \
-        float memory[128] = {0}; \
-        pccl_order order = {0}; \
-        pccl_part part = {0}; \
-        order.kind = PCCL_REGISTER; \
-        order.op = 1; \
-        order.op_kind = PCCL_COLLECTIVE; \
-        order.collective = PCCL_ALL_REDUCE; \
-        order.members = 2; \
-        order.parts = &part; \
-        order.n_parts = 1; \
-        part.dtype = PCCL_F32; \
-        part.count = 64; \
-        part.send = part.recv = memory; \
-        change; \
-        expect_failed(&order, PCCL_EINVAL, #change); \
-    } while (0)
-
-static void test_wrong_orders(void)
-{
-    EXPECT_EINVAL(order.op_kind = 9);
-    EXPECT_EINVAL(order.collective = 5);
-    EXPECT_EINVAL(order.redop = 5);
-    EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
-    EXPECT_EINVAL(part.dtype = 12);
-    EXPECT_EINVAL(order.format = PCCL_ZERO_POINT_16 + 1);
-    EXPECT_EINVAL(order.format = UINT32_MAX);
-    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.redop = PCCL_MAX);
-    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.collective = PCCL_BROADCAST);
-    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; part.dtype = PCCL_I32);
-    EXPECT_EINVAL(part.count = UINT64_MAX / 2);
-    EXPECT_EINVAL(part.recv = NULL);
-    EXPECT_EINVAL(part.recv = memory + 63);
-    EXPECT_EINVAL(part.send = memory + 63);
-    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = 0);
-    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = PCCL_PEERS_MAX + 1);
-    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; part.send = memory + 32);
-    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; order.members = 0);
-    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; part.recv = memory + 127);
-}
-
-static void test_wrong_starts(void)
-{
-    static const char *const names[] = {"members", "position", "begin", "share",
-                                        "stream", "seq", "rings", "none", "root", "blocks",
-                                        "another block", "no rank", "two ranks"};
-    static const uint16_t ranks[] = {1, 2}, swapped[] = {1, 0};
-    int variant;
-    for (variant = 0; variant < 13; variant++) {
-        struct job job = job_plain(1024, true);
-        pccl_order order = {0};
-        if (variant >= 8)
-            job.what = variant == 8 ? PCCL_BROADCAST : PCCL_ALL_GATHER;
-        job_make(&job, 2);
-        open_ring(&job, 2, 1);
-        order.kind = PCCL_START;
-        order.op = job.op;
-        order.seq = variant == 5 ? job.seq - 1 : job.seq;
-        order.n_rings = variant == 6 ? 9 : variant == 7 ? 0 : 1;
-        order.rings[0].stream = variant == 4 ? 2 : 1;
-        order.rings[0].members = variant == 0 ? 4097 : variant == 9 ? 3 : 2;
-        order.rings[0].position = variant == 1 ? 2 : variant == 10 ? 1 : 0;
-        order.rings[0].root = variant == 8 ? 2 : 0;
-        order.rings[0].ranks = variant == 11 ? ranks : NULL;
-        order.rings[0].begin = variant == 2 ? 64 : 0;
-        order.rings[0].count = variant == 3 ? 1023 : 1024;
-        if (variant == 12) {
-            order.n_rings = 2;
-            order.rings[1] = order.rings[0];
-            order.rings[0].count = order.rings[1].begin = order.rings[1].count = 512;
-            order.rings[1].ranks = swapped;
-        }
-        peers_order(&peers, 0, &order);
-        peers_run(&peers);
-        if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1))
-            fprintf(stderr, "  %s\n", names[variant]);
-        abort_all(&job);
-        peers_close(&peers);
-        job_free(&job);
-    }
-}
-
-/* Ends that come too soon, too late or twice. */
-static void test_wrong_ends(void)
-{
-    struct job job = make_job(1000, true, 2);
-    pccl_order short_order = {0};
-    pccl_msg message;
-    open_ring(&job, 2, 1);
-    peers_run(&peers);
-    job_register(&peers, 1, &job);               /* the number again */
-    peers_end(&peers, 0, PCCL_COMMIT, job.op);   /* before COMPLETE */
-    peers_end(&peers, 0, PCCL_ABORT, 999);       /* unknown: settled, as far as we know */
-    short_order.kind = 99;
-    peers_order(&peers, 0, &short_order);
-    if (fake_table()->msg_init_size(&message, 3) == 0)
-        (void)fake_table()->msg_send(&message, peers.peer[0].pair, 1);
-    peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1);
-    CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == 1);
-    CHECK(peers_count(&peers, 0, PCCL_SETTLED, 999) == 1);
-    CHECK(pccl_engine_dropped(peers.peer[0].engine) == 2);
-    peers_end(&peers, 0, PCCL_ABORT, job.op);
-    peers_run(&peers);
-    peers_end(&peers, 0, PCCL_ABORT, job.op);
-    peers_end(&peers, 0, PCCL_STOP, 0);
-    CHECK(pccl_engine_step(peers.peer[0].engine) == 2);
-    peers_close(&peers);
-    CHECK(job_is_restored(&job, 0));
-    job_free(&job);
-}
-
-/* A tag is free again for the next op as soon as the first has been told to end. */
-static void test_tag_again(void)
-{
-    struct job job = make_job(3000, true, 2), next = make_job(700, true, 2);
-    struct job twin = make_job(700, true, 2);
-    int i;
-    next.op = 6;
-    next.seq = 11;
-    twin.op = 7;
-    open_ring(&job, 2, 2);
-    job_register(&peers, 0, &twin);
-    start_all(&job);
-    peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_FAILED, twin.op) == 1);
-    for (i = 0; i < 2; i++) {
-        peers_end(&peers, i, PCCL_COMMIT, job.op);
-        job_register(&peers, i, &next);
-        job_start(&peers, i, &next);
-    }
-    peers_run(&peers);
-    CHECK(job_is_right(&peers, &job) && job_is_right(&peers, &next));
-    CHECK(job_commit(&peers, &next));
-    peers_end(&peers, 0, PCCL_ABORT, twin.op);
-    peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_SETTLED, twin.op) == 1);
-    peers_close(&peers);
-    job_free(&job);
-    job_free(&next);
-    job_free(&twin);
-}
-
-/* ---- streams ---- */
-
-static void test_no_stream(void)
-{
-    pccl_options options = peers_options();
-    pccl_order order = {0};
-    int nth;
-    peers_open(&peers, 1, &options, 1);
-    order.kind = PCCL_OPEN_STREAM;
-    order.stream = 4;
-    order.lanes = 3;
-    order.hwm = 1;
-    strcpy(order.endpoint, "tcp://nobody:1");
-    peers_order(&peers, 0, &order);
-    peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 4) == 1);
-    order.stream = 5;
-    order.hwm = 0;
-    peers_order(&peers, 0, &order);
-    peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 5) == 1);
-    order.hwm = 1;
-    for (nth = 0; nth < 15; nth++) {
-        order.stream = 100 + (uint32_t)nth;
-        order.lanes = 3;
-        strcpy(order.endpoint, peers.peer[0].endpoint);
-        peers_order(&peers, 0, &order);
-        fake_fail_call(nth);
-        peers_run(&peers);
-        fake_fail_call(-1);
-        CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == (nth < 14));
-    }
-    order.kind = PCCL_CLOSE_STREAM;
-    peers_order(&peers, 0, &order);
-    peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == 0);
-    peers_close(&peers);
-}
-
-/* A stream that may choose: the first lane says how many more. One that cannot be had loses it. */
-static void test_automatic_lanes(void)
-{
-    pccl_options options = peers_options();
-    pccl_order order = {0};
-    peers_open(&peers, 1, &options, 1);
-    order.kind = PCCL_OPEN_STREAM;
-    order.stream = 4;
-    order.hwm = 1;
-    strcpy(order.endpoint, peers.peer[0].endpoint);
-    peers_order(&peers, 0, &order);
-    peers_run(&peers);
-    CHECK(fake_lanes() == 8);
-    order.stream = 5;
-    peers_order(&peers, 0, &order);
-    while (fake_lanes() == 8)
-        (void)pccl_engine_step(peers.peer[0].engine);
-    fake_fail_call(0);
-    peers_run(&peers);
-    fake_fail_call(-1);
-    CHECK(fake_lanes() == 8);
-    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 4) == 0);
-    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 5) == 1);
-    peers_close(&peers);
-}
-
-static void test_no_engine(void)
-{
-    pccl_options options = peers_options();
-    pccl_engine *engine;
-    char bound[64];
-    int nth, error = 0, tries = 0;
-    fake_reset(1);
-    for (nth = 0; ; nth++) {
-        fake_fail_call(nth);
-        engine = pccl_engine_new(fake_table(), &options, &error);
-        if (engine != NULL)
-            break;
-        CHECK(error == PCCL_EZMQ && fake_open() == 0);
-        tries++;
-    }
-    CHECK(tries > 5);
-    fake_fail_call(1);
-    CHECK(pccl_engine_bind(engine, "tcp://*:*", bound, sizeof bound) == PCCL_EZMQ);
-    CHECK(pccl_engine_errno(engine) != 0);
-    pccl_engine_free(engine);
-    pccl_engine_free(NULL);
-    options.forward_max = 0;
-    CHECK(pccl_engine_new(fake_table(), &options, &error) == NULL && error == PCCL_EINVAL);
-    CHECK(fake_open() == 0);
-}
-
 int main(void)
 {
     for (format = PCCL_BLOCK_8; format >= PCCL_UNQUANTIZED; format--) {
@@ -725,12 +455,5 @@ int main(void)
     test_chunk_overtakes_register();
     test_contradictions();
     test_final_twice();
-    test_wrong_orders();
-    test_wrong_starts();
-    test_wrong_ends();
-    test_tag_again();
-    test_no_stream();
-    test_automatic_lanes();
-    test_no_engine();
     return check_report("faults");
 }

@@ -1,0 +1,280 @@
+/* test_orders.c - orders that cannot be, and streams that cannot: each says so, nothing leaks. */
+#include "check.h"
+#include "job.h"
+
+#include <string.h>
+
+static struct peers peers;
+
+static struct job make_job(uint64_t count, int n)
+{
+    struct job job = job_plain(count, true);
+    job.op = 5;
+    job.tag = 9;
+    job_make(&job, n);
+    return job;
+}
+
+/* ---- orders ---- */
+
+static void expect_failed(const pccl_order *order, int status, const char *what)
+{
+    pccl_options options = peers_options();
+    peers_open(&peers, 1, &options, 1);
+    peers_order(&peers, 0, order);
+    peers_run(&peers);
+    if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, order->op) == 1
+               && peers_event(&peers, 0, PCCL_FAILED, order->op)->status == status))
+        fprintf(stderr, "  %s\n", what);
+    peers_end(&peers, 0, PCCL_ABORT, order->op);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_SETTLED, order->op) == 1);
+    peers_close(&peers);
+}
+
+#define EXPECT_EINVAL(change) \
+    do { \
+        float memory[128] = {0}; \
+        pccl_order order = {0}; \
+        pccl_part part = {0}; \
+        order.kind = PCCL_REGISTER; \
+        order.op = 1; \
+        order.op_kind = PCCL_COLLECTIVE; \
+        order.collective = PCCL_ALL_REDUCE; \
+        order.members = 2; \
+        order.parts = &part; \
+        order.n_parts = 1; \
+        part.dtype = PCCL_F32; \
+        part.count = 64; \
+        part.send = part.recv = memory; \
+        change; \
+        expect_failed(&order, PCCL_EINVAL, #change); \
+    } while (0)
+
+static void test_wrong_orders(void)
+{
+    EXPECT_EINVAL(order.op_kind = 9);
+    EXPECT_EINVAL(order.collective = 5);
+    EXPECT_EINVAL(order.redop = 5);
+    EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
+    EXPECT_EINVAL(part.dtype = 12);
+    EXPECT_EINVAL(order.format = PCCL_ZERO_POINT_16 + 1);
+    EXPECT_EINVAL(order.format = UINT32_MAX);
+    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.redop = PCCL_MAX);
+    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.collective = PCCL_BROADCAST);
+    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; part.dtype = PCCL_I32);
+    EXPECT_EINVAL(part.count = UINT64_MAX / 2);
+    EXPECT_EINVAL(part.recv = NULL);
+    EXPECT_EINVAL(part.recv = memory + 63);
+    EXPECT_EINVAL(part.send = memory + 63);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = 0);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = PCCL_PEERS_MAX + 1);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; part.send = memory + 32);
+    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; order.members = 0);
+    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; part.recv = memory + 127);
+}
+
+static void test_wrong_starts(void)
+{
+    static const char *const names[] = {"members", "position", "begin", "share",
+                                        "stream", "seq", "rings", "none", "root", "blocks",
+                                        "another block", "no rank", "two ranks"};
+    static const uint16_t ranks[] = {1, 2}, swapped[] = {1, 0};
+    int variant;
+    for (variant = 0; variant < 13; variant++) {
+        struct job job = job_plain(1024, true);
+        pccl_order order = {0};
+        if (variant >= 8)
+            job.what = variant == 8 ? PCCL_BROADCAST : PCCL_ALL_GATHER;
+        job_make(&job, 2);
+        job_open_ring(&peers, &job, 2, 1);
+        order.kind = PCCL_START;
+        order.op = job.op;
+        order.seq = variant == 5 ? job.seq - 1 : job.seq;
+        order.n_rings = variant == 6 ? 9 : variant == 7 ? 0 : 1;
+        order.rings[0].stream = variant == 4 ? 2 : 1;
+        order.rings[0].members = variant == 0 ? 4097 : variant == 9 ? 3 : 2;
+        order.rings[0].position = variant == 1 ? 2 : variant == 10 ? 1 : 0;
+        order.rings[0].root = variant == 8 ? 2 : 0;
+        order.rings[0].ranks = variant == 11 ? ranks : NULL;
+        order.rings[0].begin = variant == 2 ? 64 : 0;
+        order.rings[0].count = variant == 3 ? 1023 : 1024;
+        if (variant == 12) {
+            order.n_rings = 2;
+            order.rings[1] = order.rings[0];
+            order.rings[0].count = order.rings[1].begin = order.rings[1].count = 512;
+            order.rings[1].ranks = swapped;
+        }
+        peers_order(&peers, 0, &order);
+        peers_run(&peers);
+        if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1))
+            fprintf(stderr, "  %s\n", names[variant]);
+        abort_all(&job);
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+/* Ends that come too soon, too late or twice. */
+static void test_wrong_ends(void)
+{
+    struct job job = make_job(1000, 2);
+    pccl_order short_order = {0};
+    pccl_msg message;
+    job_open_ring(&peers, &job, 2, 1);
+    peers_run(&peers);
+    job_register(&peers, 1, &job);               /* the number again */
+    peers_end(&peers, 0, PCCL_COMMIT, job.op);   /* before COMPLETE */
+    peers_end(&peers, 0, PCCL_ABORT, 999);       /* unknown: settled, as far as we know */
+    short_order.kind = 99;
+    peers_order(&peers, 0, &short_order);
+    if (fake_table()->msg_init_size(&message, 3) == 0)
+        (void)fake_table()->msg_send(&message, peers.peer[0].pair, 1);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1);
+    CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == 1);
+    CHECK(peers_count(&peers, 0, PCCL_SETTLED, 999) == 1);
+    CHECK(pccl_engine_dropped(peers.peer[0].engine) == 2);
+    peers_end(&peers, 0, PCCL_ABORT, job.op);
+    peers_run(&peers);
+    peers_end(&peers, 0, PCCL_ABORT, job.op);
+    peers_end(&peers, 0, PCCL_STOP, 0);
+    CHECK(pccl_engine_step(peers.peer[0].engine) == 2);
+    peers_close(&peers);
+    CHECK(job_is_restored(&job, 0));
+    job_free(&job);
+}
+
+/* A tag is free again for the next op as soon as the first has been told to end. */
+static void test_tag_again(void)
+{
+    struct job job = make_job(3000, 2), next = make_job(700, 2);
+    struct job twin = make_job(700, 2);
+    int i;
+    next.op = 6;
+    next.seq = 11;
+    twin.op = 7;
+    job_open_ring(&peers, &job, 2, 2);
+    job_register(&peers, 0, &twin);
+    job_start_all(&peers, &job);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_FAILED, twin.op) == 1);
+    for (i = 0; i < 2; i++) {
+        peers_end(&peers, i, PCCL_COMMIT, job.op);
+        job_register(&peers, i, &next);
+        job_start(&peers, i, &next);
+    }
+    peers_run(&peers);
+    CHECK(job_is_right(&peers, &job) && job_is_right(&peers, &next));
+    CHECK(job_commit(&peers, &next));
+    peers_end(&peers, 0, PCCL_ABORT, twin.op);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_SETTLED, twin.op) == 1);
+    peers_close(&peers);
+    job_free(&job);
+    job_free(&next);
+    job_free(&twin);
+}
+
+/* ---- streams ---- */
+
+static void test_no_stream(void)
+{
+    pccl_options options = peers_options();
+    pccl_order order = {0};
+    int nth;
+    peers_open(&peers, 1, &options, 1);
+    order.kind = PCCL_OPEN_STREAM;
+    order.stream = 4;
+    order.lanes = 3;
+    order.hwm = 1;
+    strcpy(order.endpoint, "tcp://nobody:1");
+    peers_order(&peers, 0, &order);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 4) == 1);
+    order.stream = 5;
+    order.hwm = 0;
+    peers_order(&peers, 0, &order);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 5) == 1);
+    order.hwm = 1;
+    for (nth = 0; nth < 15; nth++) {
+        order.stream = 100 + (uint32_t)nth;
+        order.lanes = 3;
+        strcpy(order.endpoint, peers.peer[0].endpoint);
+        peers_order(&peers, 0, &order);
+        fake_fail_call(nth);
+        peers_run(&peers);
+        fake_fail_call(-1);
+        CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == (nth < 14));
+    }
+    order.kind = PCCL_CLOSE_STREAM;
+    peers_order(&peers, 0, &order);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == 0);
+    peers_close(&peers);
+}
+
+/* A stream that may choose: the first lane says how many more. One that cannot be had loses it. */
+static void test_automatic_lanes(void)
+{
+    pccl_options options = peers_options();
+    pccl_order order = {0};
+    peers_open(&peers, 1, &options, 1);
+    order.kind = PCCL_OPEN_STREAM;
+    order.stream = 4;
+    order.hwm = 1;
+    strcpy(order.endpoint, peers.peer[0].endpoint);
+    peers_order(&peers, 0, &order);
+    peers_run(&peers);
+    CHECK(fake_lanes() == 8);
+    order.stream = 5;
+    peers_order(&peers, 0, &order);
+    while (fake_lanes() == 8)
+        (void)pccl_engine_step(peers.peer[0].engine);
+    fake_fail_call(0);
+    peers_run(&peers);
+    fake_fail_call(-1);
+    CHECK(fake_lanes() == 8);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 4) == 0);
+    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 5) == 1);
+    peers_close(&peers);
+}
+
+static void test_no_engine(void)
+{
+    pccl_options options = peers_options();
+    pccl_engine *engine;
+    char bound[64];
+    int nth, error = 0, tries = 0;
+    fake_reset(1);
+    for (nth = 0; ; nth++) {
+        fake_fail_call(nth);
+        engine = pccl_engine_new(fake_table(), &options, &error);
+        if (engine != NULL)
+            break;
+        CHECK(error == PCCL_EZMQ && fake_open() == 0);
+        tries++;
+    }
+    CHECK(tries > 5);
+    fake_fail_call(1);
+    CHECK(pccl_engine_bind(engine, "tcp://*:*", bound, sizeof bound) == PCCL_EZMQ);
+    CHECK(pccl_engine_errno(engine) != 0);
+    pccl_engine_free(engine);
+    pccl_engine_free(NULL);
+    options.forward_max = 0;
+    CHECK(pccl_engine_new(fake_table(), &options, &error) == NULL && error == PCCL_EINVAL);
+    CHECK(fake_open() == 0);
+}
+
+int main(void)
+{
+    test_wrong_orders();
+    test_wrong_starts();
+    test_wrong_ends();
+    test_tag_again();
+    test_no_stream();
+    test_automatic_lanes();
+    test_no_engine();
+    return check_report("orders");
+}
