@@ -330,3 +330,18 @@ bool job_commit(struct peers *peers, const struct job *job)
     }
     return settled;
 }
+
+bool job_abort(struct peers *peers, const struct job *job)
+{
+    bool good = true;
+    int i;
+    for (i = 0; i < peers->n; i++)
+        peers_end(peers, i, PCCL_ABORT, job->op);
+    peers_run(peers);
+    for (i = 0; i < peers->n; i++) {
+        const pccl_event *complete = peers_event(peers, i, PCCL_COMPLETE, job->op);
+        good &= peers_count(peers, i, PCCL_SETTLED, job->op) == 1
+            && ((complete != NULL && complete->settled) || job_is_restored(job, i));
+    }
+    return good;
+}

@@ -54,4 +54,7 @@ bool job_has_result(const struct job *job, int who);
 /* Commits the op where that is asked for, and says whether all is settled. */
 bool job_commit(struct peers *peers, const struct job *job);
 
+/* Aborts the op on all peers, and says whether all is settled and as it was. */
+bool job_abort(struct peers *peers, const struct job *job);
+
 #endif

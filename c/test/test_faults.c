@@ -20,20 +20,6 @@ static struct job make_job(uint64_t count, bool in_place, int n)
     return job;
 }
 
-/* Aborts the op everywhere: all of it must settle, and the buffers be as before. */
-static void abort_all(const struct job *job)
-{
-    int i;
-    for (i = 0; i < peers.n; i++)
-        peers_end(&peers, i, PCCL_ABORT, job->op);
-    peers_run(&peers);
-    for (i = 0; i < peers.n; i++) {
-        const pccl_event *complete = peers_event(&peers, i, PCCL_COMPLETE, job->op);
-        CHECK(peers_count(&peers, i, PCCL_SETTLED, job->op) == 1);
-        CHECK((complete != NULL && complete->settled) || job_is_restored(job, i));
-    }
-}
-
 static bool all_complete(const struct job *job)
 {
     int i;
@@ -58,7 +44,7 @@ static void test_abort_anywhere(void)
             for (i = 0; i < k; i++)
                 (void)peers_step(&peers);
             done = all_complete(&job);
-            abort_all(&job);
+            CHECK(job_abort(&peers, &job));
             for (i = 0; i < 3; i++)
                 intact &= peers_count(&peers, i, PCCL_STREAM_LOST, 1) == 0;
             if (intact) {
@@ -127,7 +113,7 @@ static void test_lose_lane_anywhere(void)
             CHECK(peers_event(&peers, 0, PCCL_FAILED, job.op)->status == PCCL_ESTREAM);
             hits++;
         }
-        abort_all(&job);
+        CHECK(job_abort(&peers, &job));
         peers_close(&peers);
         job_free(&job);
     }
@@ -167,7 +153,7 @@ static void test_torn_message(void)
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1)
           + peers_count(&peers, 1, PCCL_STREAM_LOST, 1) == 1);
-    abort_all(&job);
+    CHECK(job_abort(&peers, &job));
     peers_close(&peers);
     job_free(&job);
 }
@@ -394,7 +380,7 @@ static void test_final_twice(void)
         peers_run(&peers);
         CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == i);
     }
-    abort_all(&job);
+    CHECK(job_abort(&peers, &job));
     peers_close(&peers);
     job_free(&job);
 }
@@ -432,7 +418,7 @@ static void test_fuzz(void)
         }
         peers_run(&peers);
         CHECK(peers.peer[0].error == 0 && peers.peer[1].error == 0 && peers.peer[2].error == 0);
-        abort_all(&job);
+        CHECK(job_abort(&peers, &job));
         peers_close(&peers);
         job_free(&job);
     }

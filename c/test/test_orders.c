@@ -109,7 +109,7 @@ static void test_wrong_starts(void)
         peers_run(&peers);
         if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1))
             fprintf(stderr, "  %s\n", names[variant]);
-        abort_all(&job);
+        CHECK(job_abort(&peers, &job));
         peers_close(&peers);
         job_free(&job);
     }

@@ -324,7 +324,8 @@ static void judge(uint32_t piece, uint32_t leaf, bool good)
     peers_order(&peers, 0, &order);
 }
 
-/* Judges all leaves that have come since the last time by what peer 1 holds. How many were wrong. */
+/* Judges all leaves that have come since the last time by what peer 1 holds; how many were
+ * wrong. */
 static int judge_all(int *seen, uint32_t leaf_bytes)
 {
     int wrong = 0;
