@@ -350,8 +350,12 @@ class Communicator(Collectives):
         divergence = tuple(_divergence(end, regions, client))
         for one in divergence:
             log.warning("content has diverged at revision %d: %s", end.revision, one)
-        return SharedStateSyncInfo(
-            end.tx_bytes, end.rx_bytes, outcome.hashed_bytes, outcome.hash_seconds, divergence
+        return SharedStateSyncInfo._found(
+            end.tx_bytes,
+            end.rx_bytes,
+            hashed_bytes=outcome.hashed_bytes,
+            hash_seconds=outcome.hash_seconds,
+            divergence=divergence,
         )
 
     @property

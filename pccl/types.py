@@ -386,9 +386,17 @@ class SharedStateSyncInfo:
 
     tx_bytes: int
     rx_bytes: int
-    hashed_bytes: int = field(default=0, compare=False)
-    hash_seconds: float = field(default=0.0, compare=False)
-    divergence: tuple[EntryDivergence, ...] = field(default=(), compare=False)
+    hashed_bytes: int = field(default=0, init=False, compare=False)
+    hash_seconds: float = field(default=0.0, init=False, compare=False)
+    divergence: tuple[EntryDivergence, ...] = field(default=(), init=False, compare=False)
+
+    @classmethod
+    def _found(cls, tx_bytes: int, rx_bytes: int, **more: object) -> SharedStateSyncInfo:
+        """One with all attributes: pypccl's constructor takes the first two alone."""
+        info = cls(tx_bytes, rx_bytes)
+        for name, value in more.items():
+            object.__setattr__(info, name, value)
+        return info
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ LEAVES = [
     errors.KickedError,
     errors.MasterLostError,
     errors.PCCLTimeoutError,
+    errors.DivergenceError,
     errors.UnsupportedError,
 ]
 
