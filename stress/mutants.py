@@ -186,8 +186,8 @@ MUTANTS = [
     ),
     Mutant(
         "the same tag with other work is noticed",
-        "if first.payload == mine.payload:",
-        "if True:",
+        "asked, wanted = first.payload, mine.payload",
+        "asked = wanted = mine.payload",
     ),
     Mutant(
         "calls that can never meet are noticed",
@@ -226,8 +226,7 @@ MUTANTS = [
     ),
     Mutant(
         "epochs do not begin anew with the master",
-        "        self._epoch = max((was.epoch for was in before.groups.values()), "
-        "default=self._epoch)\n",
+        "        self._epoch = incarnation << EPOCH_SHIFT\n",
         "",
     ),
     Mutant(

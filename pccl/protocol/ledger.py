@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol.election import Transfer
-from pccl.protocol.recovery import INCARNATION_SHIFT
+from pccl.protocol.recovery import EPOCH_SHIFT, INCARNATION_SHIFT
 from pccl.protocol.rounds import Kind, OpenRounds, Round, RoundId, Vote
 from pccl.types import Result
 
@@ -198,10 +198,10 @@ class Ledger(ABC):
         self._topology_rounds = 0
         self._pending_rounds = 0
         self._were_pending = False
-        self._epoch = 0  # the latest one of any group
         self._next_peer = 1 if journal is None else journal.next_peer
         incarnation = 0 if journal is None else journal.incarnation
         self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
+        self._epoch = incarnation << EPOCH_SHIFT  # the latest one of any group
         self._recovery: Recovery | None = None
         if journal is not None and journal.accepted:
             self._recovery = Recovery(set(journal.accepted), journaled=True)

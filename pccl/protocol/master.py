@@ -55,6 +55,7 @@ from pccl.protocol.ledger import (
     plain,
 )
 from pccl.protocol.recovery import (
+    EPOCH_SHIFT,
     INCARNATION_SHIFT,
     Before,
     Unresolved,
@@ -265,6 +266,7 @@ class Master(Collectives, Synchronisations):
         self._next_peer = max(self._next_peer, before.next_peer)
         incarnation = max(self._next_seq >> INCARNATION_SHIFT, before.incarnation + 1)
         self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
+        self._epoch = incarnation << EPOCH_SHIFT
         self._topology_rounds, self._pending_rounds = before.topology, before.pendings
         self._were_pending = before.were_pending
         for group_number, was in before.groups.items():
@@ -273,7 +275,6 @@ class Master(Collectives, Synchronisations):
             )
             if not was.holders:
                 self._note(f"the last holder of group {group_number}'s shared state is gone")
-        self._epoch = max((was.epoch for was in before.groups.values()), default=self._epoch)
         self._publish_world()
         for group_number in before.groups:
             self._new_epoch(group_number)

@@ -20,7 +20,8 @@ from pccl.protocol import messages as m
 
 NUMBER_MAX = 1 << 62  # of peers, collectives and rounds, by far
 EPOCH_MAX = 1 << 31
-INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number
+INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number,
+EPOCH_SHIFT = 16  # and its epochs too: the last ones may be known to nobody who comes back
 
 
 @dataclass(slots=True)
@@ -97,7 +98,10 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
         pendings=asked.pending,
         were_pending=asked.were_pending,
         next_peer=max(known | resumes.keys()) + 1,
-        incarnation=max(resume.last_seq for resume in resumes.values()) >> INCARNATION_SHIFT,
+        incarnation=max(
+            max(resume.last_seq >> INCARNATION_SHIFT, resume.epoch >> EPOCH_SHIFT)
+            for resume in resumes.values()
+        ),
     )
 
 
