@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_hostile import Hall, resume
+from test_hostile import WORK, Hall, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.collectives import REACH_ATTEMPTS_MAX
@@ -98,3 +98,34 @@ def test_who_comes_back_to_a_run_that_has_gone_on_is_told_so() -> None:
         hall.perform(hall.master.tick(now_s))
     assert isinstance(hall.last(b"late"), m.Refused)
     assert sorted(hall.master.peers) == [1]
+
+
+def test_stragglers_are_those_that_others_wait_for() -> None:
+    hall = Hall(0)
+    hall.master = Master(1, combine, 5.0)
+    for conn in (b"1", b"2", b"3"):
+        hall.join(conn)
+    hall.say(b"1", m.TopologyVote(1))
+    for conn in (b"1", b"3"):
+        hall.say(conn, m.StartVote(2, 0, WORK))
+    for now_s in (0.0, 4.0, 6.0):
+        assert sorted(hall.master.peers) == [1, 2, 3]
+        hall.perform(hall.master.tick(now_s))
+    assert sorted(hall.master.peers) == [1, 3]
+
+
+def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
+    hall = Hall(2)
+
+    def reduce(*heard: int) -> m.Started:
+        for conn, seq in zip((b"1", b"2"), heard, strict=True):
+            hall.say(conn, m.StartVote(2, 0, m.Work("all_reduce", 0, 0, 4), b"abcd", seq))
+        started = hall.last(b"1")
+        assert isinstance(started, m.Started)
+        return started
+
+    first = reduce(0, 0)
+    assert first.stable == 0
+    second = reduce(first.seq, 0)
+    assert second.stable == 0
+    assert reduce(second.seq, first.seq).stable == first.seq
