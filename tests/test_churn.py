@@ -1,0 +1,21 @@
+"""The harness of random kills, freezes, joins and restarts finds nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHURN = Path(__file__).resolve().parents[1] / "stress" / "churn.py"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_run_survives_churn(seed: int) -> None:
+    command = [sys.executable, str(CHURN), "--seconds", "30", "--seed", str(seed)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "steps; longest stand-still" in ended.stdout
