@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from conversation import Conversation
 
 from pccl.protocol import messages as m
 from pccl.protocol import peer as peer_core
@@ -76,6 +77,7 @@ class SimPeer:
     plan: m.SyncPlan | None = None
     staged: str | None = None  # content fetched by that plan
     failed_fetches: int = 0
+    conversation: Conversation = field(default_factory=Conversation)
 
     # ---- threads ----
 
@@ -245,6 +247,7 @@ class SimPeer:
         for action in actions:
             match action:
                 case peer_core.Send(message):
+                    self.conversation.said(message)
                     self.up.append(m.encode(message))
                 case peer_core.RegisterOp(op):
                     assert op not in self.ops
@@ -374,6 +377,7 @@ class SimPeer:
     def deliver(self) -> None:
         message = m.decode_from_master(self.down.popleft())
         self.run.say(f"master -> peer {self.name}:", message)
+        self.conversation.heard(message)
         self.run.check_told(self, message)
         if isinstance(message, m.Started) and message.data is not None:
             self.run.completed.setdefault((self.core.run, message.seq), set()).add(self.name)

@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import Enum
 
 from pccl.protocol import messages as m
 from pccl.protocol.orders import Fail
 
 
 class State(Enum):
-    """Of a collective; see above."""
+    """Of a collective; the value says what is so there."""
 
-    VOTING = auto()
-    RUNNING = auto()
-    COMPLETE = auto()
-    ABORTING = auto()
+    VOTING = "registered with the engine, start vote sent"
+    RUNNING = "the master said Started; the engine works"
+    COMPLETE = "this peer holds the whole result, and has voted so"
+    ABORTING = "this peer cannot or must not complete: what it has overwritten is restored"
+
+
+class Event(Enum):
+    """What moves a collective; the value says it in words."""
+
+    STARTED = "Started"
+    RESULT = "Started, with a result that is not final"
+    HELD = "the engine holds the whole result"
+    BROKEN = "the engine cannot complete it"
+    STOPPED = "Interrupt, or the caller's time is up"
+    FAILED = "Finished(no), CallError, or the end of the run"
+
+
+# Whatever is not in the table changes nothing: it has crossed something that came before it.
+TRANSITIONS: dict[State, dict[Event, State]] = {
+    State.VOTING: {
+        Event.STARTED: State.RUNNING,
+        Event.RESULT: State.COMPLETE,
+        Event.BROKEN: State.ABORTING,  # an impossible chunk came early: Started will get a no
+        Event.FAILED: State.ABORTING,
+    },
+    State.RUNNING: {
+        Event.HELD: State.COMPLETE,
+        Event.BROKEN: State.ABORTING,
+        Event.STOPPED: State.ABORTING,
+        Event.FAILED: State.ABORTING,
+    },
+    State.COMPLETE: {
+        Event.FAILED: State.ABORTING,
+    },
+    State.ABORTING: {},
+}
 
 
 @dataclass(slots=True)
@@ -35,6 +67,12 @@ class Collective:
     impatient: bool = False  # the caller waits no longer
     tx_bytes: int = 0
     rx_bytes: int = 0
+
+    def move(self, event: Event) -> bool:
+        """Goes on by the table; whether the event means anything in this state."""
+        after = TRANSITIONS[self.state].get(event)
+        self.state = after or self.state
+        return after is not None
 
     @property
     def unstarted(self) -> bool:

@@ -10,12 +10,8 @@ works on. On the next connection `Resume` says all that the master may need, and
 `Resumed` the calls that still wait for a round are voted on anew: votes and answers under way were
 lost with the connection.
 
-A collective goes through these states; its call number is also the engine's op number.
-
-    VOTING     registered with the engine, start vote sent
-    RUNNING    the master said Started; the engine works
-    COMPLETE   the engine holds the whole result; we voted to finish
-    ABORTING   we voted that we cannot complete (an interrupt, a lost stream, a malformed chunk)
+A collective goes through the states of calls.py, by the table there; its call number is also the
+engine's op number.
 
 A small one has nothing to do with the engine: its contribution travels with the start vote and the
 result comes with Started. Mostly it has committed herewith: the master has sent the result to all,
@@ -50,7 +46,7 @@ from pccl.errors import (
     PeerLostError,
 )
 from pccl.protocol import messages as m
-from pccl.protocol.calls import Collective, State
+from pccl.protocol.calls import Collective, Event, State
 from pccl.protocol.orders import (
     AbortOp,
     Action,
@@ -171,7 +167,7 @@ class Peer(Transfers):
         if collective is not None:
             collective.impatient = True
         if collective is not None and collective.state is State.RUNNING:
-            self._give_up(collective, why)
+            self._give_up(collective, Event.STOPPED, why)
         elif self.over is None:
             waiting = self._calls.keys() | self._collectives.keys()
             if self._syncing is not None:
@@ -182,7 +178,11 @@ class Peer(Transfers):
 
     def _say_withdraw(self, call: int) -> None:
         collective = self._collectives.get(call)
-        syncing = self._syncing is not None and self._syncing.call == call
+        syncing = (
+            self._syncing is not None
+            and self._syncing.call == call
+            and self._syncing.outcome is None
+        )
         if call in self._calls or syncing:
             self._say(m.Withdraw(call))
         elif collective is not None and collective.outcome is None:
@@ -223,8 +223,8 @@ class Peer(Transfers):
                 self._finished(seq, ok, why)
             case m.Interrupt(seq, why):
                 collective = self._by_seq.get(seq)
-                if collective is not None and collective.state is State.RUNNING:
-                    self._give_up(collective, why)
+                if collective is not None:
+                    self._give_up(collective, Event.STOPPED, why)
             case m.Welcome(peer, run):
                 self.number, self.run, self._linked = peer, run, True
             case m.Admitted(done):
@@ -268,8 +268,7 @@ class Peer(Transfers):
         if collective is not None:
             collective.tx_bytes, collective.rx_bytes = tx, rx
             collective.settled = settled
-            if collective.state is State.RUNNING:
-                collective.state = State.COMPLETE
+            if collective.move(Event.HELD):
                 self._say(m.FinishVote(collective.seq, True))
             self._conclude(collective)
         else:
@@ -284,13 +283,12 @@ class Peer(Transfers):
         sequence number of the plan in which that happened.
         """
         collective = self._collectives.get(op)
-        if collective is not None and collective.state is State.RUNNING:
-            self._give_up(collective, why)
-        elif collective is not None and collective.state is State.VOTING:
-            collective.state = State.ABORTING  # an impossible early chunk: Started will get a no
-            self._out.append(AbortOp(op))
-        elif collective is None:
+        if collective is None:
             self._transfer_failed(op, why, starved)
+        elif collective.state is State.VOTING and collective.move(Event.BROKEN):
+            self._out.append(AbortOp(op))
+        else:
+            self._give_up(collective, Event.BROKEN, why)
         return self._take()
 
     def unreached(self, info: m.PeerInfo) -> list[Action]:
@@ -326,13 +324,12 @@ class Peer(Transfers):
             return
         call, seq, epoch = started.call, started.seq, started.epoch
         self._by_seq[seq] = collective
-        if collective.state is State.ABORTING:
+        if not collective.move(Event.STARTED):
             self._say(m.FinishVote(seq, False, "a malformed chunk arrived early"))
             return
         if collective.impatient:  # it started while the vote was being withdrawn
-            self._give_up(collective, "the caller waited no longer")
+            self._give_up(collective, Event.STOPPED, "the caller waited no longer")
             return
-        collective.state = State.RUNNING
         self._renew_streams(epoch)
         parts = places(collective.work, self.plan.rings, self.number, self._streams)
         self._out.append(StartOp(call, seq, epoch, parts))
@@ -350,7 +347,7 @@ class Peer(Transfers):
             )
             return
         collective.data = started.data
-        collective.state = State.COMPLETE
+        collective.move(Event.RESULT)
         self._by_seq[started.seq] = collective
         self._say(m.FinishVote(started.seq, True))
 
@@ -392,11 +389,11 @@ class Peer(Transfers):
         self._out.append(OpenStream(stream, info))
         return stream
 
-    def _give_up(self, collective: Collective, why: str) -> None:
-        collective.state = State.ABORTING
-        if not collective.settled:
-            self._out.append(AbortOp(collective.call))
-        self._say(m.FinishVote(collective.seq, False, why[:1000]))
+    def _give_up(self, collective: Collective, event: Event, why: str) -> None:
+        if collective.move(event):
+            if not collective.settled:
+                self._out.append(AbortOp(collective.call))
+            self._say(m.FinishVote(collective.seq, False, why[:1000]))
 
     def _finished(self, seq: int, ok: bool, why: str) -> None:
         collective = self._by_seq.pop(seq, None)
@@ -417,8 +414,7 @@ class Peer(Transfers):
 
     def _abort(self, collective: Collective, outcome: Fail) -> None:
         collective.outcome = outcome
-        if not collective.settled and collective.state is not State.ABORTING:
-            collective.state = State.ABORTING
+        if collective.move(Event.FAILED) and not collective.settled:
             self._out.append(AbortOp(collective.call))
 
     def _conclude(self, collective: Collective) -> None:

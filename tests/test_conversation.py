@@ -1,0 +1,189 @@
+"""The tables of states: the simulation keeps to them, and every line of them happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import conversation
+import programs
+import pytest
+from simpeer import SimPeer
+from simulator import Run, Thread
+from test_simulation import simulate, trainer
+
+from pccl.protocol import messages as m
+from pccl.protocol.calls import TRANSITIONS, Collective, Event, State
+from pccl.protocol.peer import Action, Peer, Send
+
+SEEDS_MAX = 4000
+
+
+def storm(seed: int) -> Run:
+    """Peers of which some are killed, at a master that is killed again and again."""
+    run = Run(seed)
+    draw = run.random
+    for _ in range(draw.randint(2, 4)):
+        run.add(trainer(4)).content = (0, "same")
+    for _ in range(3):
+        for _ in range(draw.randint(0, 80)):
+            run.step()
+        alive = [peer for peer in run.peers if peer.alive]
+        if draw.random() < 0.6 and len(alive) > 2:
+            run.kill(draw.choice(alive))
+        for _ in range(draw.randint(0, 12)):
+            run.step()
+        run.restart_master()
+    run.finish()
+    return run
+
+
+def idle(peer: SimPeer) -> Thread:
+    yield 0
+
+
+def founded() -> Run:
+    """A run whose first peer does nothing."""
+    run = Run(0)
+    founder = run.add(idle)
+    while not founder.core.accepted:
+        run.step()
+    return run
+
+
+def arrive(run: Run, protocol: int = m.PROTOCOL_VERSION) -> SimPeer:
+    """One more peer says hello, and hears the answer."""
+    name = len(run.peers) + 1
+    peer = SimPeer(name, b"c%d" % name, run)
+    run.peers.append(peer)
+    call = peer.number()
+    hello = m.Hello(protocol, "1", 0, "", 1000 + name, "", f"m{name}", b"")
+    peer.begin(call, "connect", peer.core.join(call, hello))
+    while run.step():
+        pass
+    return peer
+
+
+def arrivals() -> Iterator[SimPeer]:
+    """Newcomers to whom something happens before they are accepted."""
+    yield arrive(founded(), protocol=m.PROTOCOL_VERSION + 1)  # refused
+
+    run = founded()
+    kicked = arrive(run)
+    run.perform(run.master.farewell())
+    kicked.deliver()
+    yield kicked
+
+    left = arrive(founded())
+    left.leave()
+    yield left
+
+    for leaves in (True, False):
+        run = founded()
+        back = arrive(run)
+        run.run += 0 if leaves else 1  # to the master of another run
+        run.restart_master()
+        run._break_link(back)
+        run._new_link(back)
+        if leaves:
+            back.leave()
+        while run.step():
+            pass
+        yield back
+
+
+def cut_off(script: str) -> conversation.Conversation:
+    """What happens to a peer whose collective runs, while its master dies and comes back."""
+    core, talk = Peer(), conversation.Conversation()
+
+    def perform(actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                talk.said(action.message)
+
+    def hear(message: m.MasterMessage) -> None:
+        talk.heard(message)
+        perform(core.received(message))
+
+    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
+    perform(core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b"")))
+    hear(m.Welcome(1, 7))
+    hear(m.Plan(1, infos, (m.Ring((1, 2), 1),), 0))
+    hear(m.Admitted(m.Done()))
+    perform(core.collective(2, 0, m.Work("all_reduce", 0, 10, 1)))
+    hear(m.Started(2, 1, 1))
+    happens: dict[str, Callable[[], None]] = {
+        "lost": lambda: perform(core.link_lost("the master died")),
+        "back": lambda: perform(core.linked()),
+        "held": lambda: perform(core.engine_complete(2, False, 0, 0)),
+        "failed": lambda: perform(core.engine_failed(2, "a stream was lost")),
+        "interrupt": lambda: hear(m.Interrupt(1, "the master was restarted")),
+        "resumed": lambda: hear(m.Resumed(m.Done())),
+    }
+    for word in script.split():
+        happens[word]()
+    perform(core.leave("done"))
+    return talk
+
+
+def used() -> Iterator[set[conversation.Line]]:
+    """The lines that happen: in what is rare, then in one simulated run after the other."""
+    yield cut_off("lost failed back").used
+    yield cut_off("lost back interrupt lost back").used
+    yield cut_off("lost back held interrupt lost back").used
+    yield cut_off("lost back held interrupt resumed").used
+    for peer in arrivals():
+        yield peer.conversation.used
+    for run in runs():
+        for peer in run.peers:
+            yield peer.conversation.used
+
+
+def runs() -> Iterator[Run]:
+    for seed in range(SEEDS_MAX):
+        yield simulate(seed)
+        yield storm(seed)
+        yield programs.play(programs.draw(seed))
+
+
+def test_every_line_of_the_tables_happens() -> None:
+    missing = conversation.lines()
+    for happened in used():
+        missing -= happened
+        if not missing:
+            break
+    assert not missing
+
+
+def test_every_transition_of_a_collective_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {(state, event) for state, events in TRANSITIONS.items() for event in events}
+    move = Collective.move
+
+    def watched(collective: Collective, event: Event) -> bool:
+        before = collective.state
+        moved = move(collective, event)
+        missing.discard((before, event))
+        return moved
+
+    monkeypatch.setattr(Collective, "move", watched)
+    peer = arrive(founded())  # the engine gives up before the start: no simulated one does
+    peer.perform(peer.core.collective(peer.number("collective"), 0, m.Work("all_reduce", 0, 10, 1)))
+    peer.perform(peer.core.engine_failed(peer.calls, "an impossible chunk"))
+    for _ in runs():
+        if not missing:
+            break
+    assert not missing
+
+
+def test_what_is_not_in_the_table_changes_nothing() -> None:
+    for state in State:
+        for event in Event:
+            collective = Collective(1, 0, m.Work("barrier", 0, 0, 0), state=state)
+            assert collective.move(event) == (event in TRANSITIONS[state])
+            assert collective.state is TRANSITIONS[state].get(event, state)
+
+
+def test_a_message_out_of_turn_is_noticed() -> None:
+    talk = conversation.Conversation()
+    talk.said(m.Hello(1, "1", 0, "", 1, "", "", b""))
+    with pytest.raises(AssertionError, match="Admitted in a membership that is asking"):
+        talk.heard(m.Admitted(m.Done()))
