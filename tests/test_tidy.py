@@ -19,7 +19,9 @@ FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 700
 
 PYTHON = [
-    path for top in ("pccl", "tests", "examples", "stress") for path in (ROOT / top).rglob("*.py")
+    path
+    for top in ("pccl", "tests", "examples", "stress", "docs")
+    for path in (ROOT / top).rglob("*.py")
 ]
 C = [path for path in (ROOT / "c").rglob("*.[ch]") if "build" not in path.parts]
 PROSE = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

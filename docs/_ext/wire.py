@@ -1,0 +1,83 @@
+"""The messages of the control protocol in Markdown, read from the structures themselves."""
+
+from __future__ import annotations
+
+import re
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pccl.protocol import messages as m
+
+# The names of the types that stand for numbers and texts within limits.
+_NAMES = {
+    m.U16: "unsigned, 16 bits",
+    m.U32: "unsigned, 32 bits",
+    m.U64: "unsigned, 64 bits",
+    m.Text: "text of at most 4,096 characters",
+    m.Name: "text of at most 256 characters",
+    m.Data: f"at most {m.INLINE_BYTES_MAX:,} bytes",
+    bool: "true or false",
+    bytes: "bytes",
+    types.NoneType: "nil",
+}
+
+
+def messages(sender: str) -> str:
+    """All messages of "peer" or "master", by tag."""
+    union = {"peer": m.PeerMessage, "master": m.MasterMessage}[sender]
+    structs = sorted(typing.get_args(union), key=lambda one: one.__struct_config__.tag)
+    return "\n".join(_struct(one, f", tag {one.__struct_config__.tag}") for one in structs)
+
+
+def values() -> str:
+    """All structures inside messages."""
+    said = {*typing.get_args(m.PeerMessage), *typing.get_args(m.MasterMessage)}
+    kinds = [one for one in vars(m).values() if isinstance(one, type)]
+    inner = [one for one in kinds if issubclass(one, msgspec.Struct) and one not in said]
+    return "\n".join(_struct(one, "") for one in inner if one is not msgspec.Struct)
+
+
+def limits() -> str:
+    """The constants of the module that defines the messages, with their comments."""
+    text = Path(m.__file__).read_text(encoding="utf-8")
+    rows = ["| name | value | of |", "| --- | --- | --- |"]
+    for name, why in re.findall(r"^([A-Z_]+) = \d[^#\n]*(?:# (.*))?$", text, re.MULTILINE):
+        rows.append(f"| `{name}` | {getattr(m, name):,} | {why} |")
+    return "\n".join(rows)
+
+
+def _struct(struct: Any, more: str) -> str:
+    lines = [f"**{struct.__name__}**{more}", "", _plain(struct.__doc__), ""]
+    fields = msgspec.structs.fields(struct)
+    if fields:
+        lines += ["| field | type | default |", "| --- | --- | --- |"]
+    hints = typing.get_type_hints(struct, include_extras=True)
+    for field in fields:
+        default = "" if field.required else f"`{field.default!r}`"
+        lines.append(f"| `{field.name}` | {_type(hints[field.name])} | {default} |")
+    return "\n".join([*lines, ""])
+
+
+def _plain(doc: str | None) -> str:
+    return "\n".join(line.strip() for line in (doc or "").strip().splitlines())
+
+
+def _type(hint: Any) -> str:
+    for known, name in _NAMES.items():
+        if hint == known:
+            return name
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        inner, meta = args[0], args[1]
+        return f"{_type(inner)}, at most {meta.max_length:,}"
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"array of {_type(args[0])}"
+    if origin is tuple:
+        return "array of (" + ", ".join(map(_type, args)) + ")"
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_type, args))
+    return str(hint.__name__)

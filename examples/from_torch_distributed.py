@@ -1,0 +1,66 @@
+"""Data-parallel training as one writes it with torch.distributed;
+docs/migrate/torch_distributed.md.
+
+    pccl master &
+    python examples/from_torch_distributed.py --seed 1 &
+    python examples/from_torch_distributed.py --seed 2 &
+
+All peers begin together. One that dies costs the others a retry.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+import pccl
+
+
+def with_survivors(call: Callable[[], object]) -> None:
+    """Makes a call again without those who were lost in it."""
+    while True:
+        try:
+            call()
+            return
+        except pccl.PeerLostError as error:
+            print(f"again: {error}", flush=True)  # nothing has changed
+        except pccl.TooFewPeersError:
+            return  # nobody else is left: a mean over one
+
+
+def main() -> None:
+    """Trains for a number of steps."""
+    parser = argparse.ArgumentParser(description="Gradient averaging.")
+    parser.add_argument("--master", default="127.0.0.1:48148", help="address of the master")
+    parser.add_argument("--peers", type=int, default=2, help="that begin together")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="of this peer's data")
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with pccl.Communicator(args.master) as comm:
+        while comm.world_size < args.peers:
+            if comm.are_peers_pending():
+                comm.update_topology()
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        with_survivors(lambda: comm.broadcast(parameters, root=0))
+        for step in range(1, args.steps + 1):
+            inputs = torch.randn(32, 8)
+            loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+            optimizer.zero_grad()
+            loss.backward()
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            with_survivors(lambda grads=gradients: comm.all_reduce(grads))
+            optimizer.step()
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)
+        print(f"weights {sum(p.sum().item() for p in parameters.values())!r}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Data-parallel training with peers that come and go, as one writes it with torchft;
+docs/migrate/torchft.md.
+
+    pccl master &
+    python examples/from_torchft.py --seed 1 &
+    python examples/from_torchft.py --seed 2 &
+    python examples/from_torchft.py --seed 3 &
+
+Kill any of them, start more of them. A newcomer gets the weights, the optimizer's state and the
+step; all who print the same step have the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch import nn
+
+import pccl
+
+
+def allocate_state(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimizer's tensors, which it makes in its first step: one with gradients of zero."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return {
+        f"optimizer.{index}.{key}": tensor
+        for index, state in enumerate(optimizer.state.values())
+        for key, tensor in state.items()
+    }
+
+
+def average(comm: pccl.Communicator, gradients: dict[str, torch.Tensor]) -> int:
+    """Averages over all peers, or over those who survive it: how many they are."""
+    while True:
+        try:
+            return comm.all_reduce(gradients).world_size
+        except pccl.PeerLostError:
+            pass  # nothing has changed: again, without it
+        except pccl.TooFewPeersError:
+            return 1
+
+
+def main() -> None:
+    """Trains until the run has taken `--steps` steps."""
+    parser = argparse.ArgumentParser(description="Elastic gradient averaging.")
+    parser.add_argument("--master", default="127.0.0.1:48148", help="address of the master")
+    parser.add_argument("--min-peers", type=int, default=2, help="wait for so many to begin")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of this peer's data")
+    args = parser.parse_args()
+
+    torch.manual_seed(args.seed)
+    model = nn.Linear(8, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step = torch.zeros(1, dtype=torch.int64)
+    shared = pccl.SharedState.from_tensors(
+        {"step": step, **model.state_dict(), **allocate_state(optimizer)}
+    )
+    with pccl.Communicator(args.master) as comm:
+        while comm.world_size < args.min_peers:
+            if comm.are_peers_pending():
+                comm.update_topology()
+        comm.sync_shared_state(shared)  # a newcomer meets the others in their call below
+        while step < args.steps:
+            inputs = torch.randn(32, 8)
+            loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+            optimizer.zero_grad()
+            loss.backward()
+            peers = average(comm, {name: p.grad for name, p in model.named_parameters()})
+            optimizer.step()
+            step += 1
+            if step % 10 == 0:
+                weights = sum(p.sum().item() for p in model.parameters())
+                print(f"step {step.item()}: {peers} peers, weights {weights!r}", flush=True)
+            if comm.are_peers_pending():
+                comm.update_topology()
+                shared.push_revision()
+                comm.sync_shared_state(shared)
+
+
+if __name__ == "__main__":
+    main()

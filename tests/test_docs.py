@@ -1,0 +1,88 @@
+"""The documentation builds without warnings, and what it says of the code is so."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import simpeer
+import simulator
+
+import pccl
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = [path for path in [ROOT / "README.md", *DOCS.rglob("*.md")] if "_build" not in path.parts]
+
+
+def read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def test_it_builds_without_warnings(tmp_path: Path) -> None:
+    missing = [m for m in ("sphinx", "furo", "myst_parser") if not importlib.util.find_spec(m)]
+    if missing:
+        pytest.skip(f'{missing} not installed: pip install -e ".[docs]"')
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    ended = subprocess.run(
+        [*command, "-d", tmp_path / "doctrees", DOCS, tmp_path / "html"],
+        capture_output=True,
+        text=True,
+        timeout=55,
+    )
+    assert ended.returncode == 0, ended.stderr
+    page = read(tmp_path / "html" / "protocol.html")
+    assert page.count('<svg class="chart"') == 6
+    elsewhere = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:https?:)?//')
+    loads = [p.name for p in (tmp_path / "html").rglob("*.html") if elsewhere.search(read(p))]
+    assert not loads, "pages load something from elsewhere"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    dead = [
+        f"{page.name}: {target}"
+        for page in [*PAGES, ROOT / "CONTRIBUTING.md"]
+        for target in re.findall(r"\]\(([^)#:]+)\)", read(page))
+        if not (page.parent / target).exists()
+    ]
+    assert not dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_programs_in_pages_use_what_exists(page: Path) -> None:
+    """Each ```python block parses, and its names of pccl and of a communicator exist."""
+    for program in re.findall(r"```python\n(.*?)^ *```", read(page), re.DOTALL | re.MULTILINE):
+        for node in ast.walk(ast.parse(dedent(program))):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                if node.value.id == "pccl":
+                    assert node.attr in pccl.__all__
+                elif node.value.id == "comm":
+                    assert hasattr(pccl.Communicator, node.attr)
+
+
+def test_all_settings_are_listed() -> None:
+    listed = set(re.findall(r"^\| `(PCCL_\w+)`", read(DOCS / "settings.md"), re.MULTILINE))
+    used = {
+        name
+        for path in (ROOT / "pccl").rglob("*.py")
+        for name in re.findall(r'"(PCCL_[A-Z_]+)"', read(path))
+    }
+    assert len(used) > 10
+    assert used == listed
+
+
+def test_what_checks_the_invariants_exists() -> None:
+    table = read(DOCS / "protocol.md").split("## Invariants")[1]
+    homes = {"Run": simulator.Run, "SimPeer": simpeer.SimPeer}
+    named = re.findall(r"`(Run|SimPeer)\.(\w+)`", table)
+    assert len(named) > 5
+    assert all(hasattr(homes[home], name) for home, name in named)
+    assert all(
+        (ROOT / path).exists() for path in re.findall(r"`((?:tests|stress)/\w+\.py)`", table)
+    )
