@@ -107,9 +107,8 @@ class Communicator(Collectives):
         Raises:
             PCCLTimeoutError: not admitted in time; this peer has left again.
             PCCLError: MASTER_CONNECTION_FAILED after the last attempt; INVALID_USAGE when already
-            connected,
-                when the master refuses this peer, or when keys are missing or unsafe (the message
-                says why).
+                connected, when the master refuses this peer, or when keys are missing or unsafe
+                (the message says why).
             ValueError: `n_attempts` is not positive, or a PCCL_ environment variable is malformed.
         """
         if n_attempts < 1:
@@ -256,8 +255,7 @@ class Communicator(Collectives):
 
         Raises:
             PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
-            this
-                one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
+                this one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
         """
         client = self._exclusive("update_topology")
         self._vote("update_topology", client, client.update_topology, timeout)
@@ -270,7 +268,7 @@ class Communicator(Collectives):
 
         Raises:
             PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
-            this one).
+                this one).
         """
         client = self._connected("are_peers_pending")
         stuck = self._single_threaded() and timeout is None

@@ -150,8 +150,7 @@ class DiLoCo:
 
     Raises:
         ValueError: a setting is out of range, nothing requires a gradient, `state` belongs to
-            another model, or
-            the run's settings are not this peer's.
+            another model, or the run's settings are not this peer's.
         PCCLError: the communicator cannot go on (not connected, kicked, master lost, another model
             in the run).
     """

@@ -184,8 +184,6 @@ class Run:
 
     def agree(self, what: object, value: object, peer: SimPeer) -> None:
         """All who hear of `what` and are still in the run have heard the same."""
-        if self.journaled and peer.core.number not in self.journal:
-            return  # the run has gone on without it: it hears what was sent before
         known, peers = self.told.get(what, (value, []))
         survivors = [
             other for other in peers if other.present and not self.given_up_by_master(other)

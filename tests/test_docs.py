@@ -25,6 +25,7 @@ def read(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
+@pytest.mark.timeout(120)
 def test_it_builds_without_warnings(tmp_path: Path) -> None:
     missing = [m for m in ("sphinx", "furo", "myst_parser") if not importlib.util.find_spec(m)]
     if missing:
@@ -34,7 +35,7 @@ def test_it_builds_without_warnings(tmp_path: Path) -> None:
         [*command, "-d", tmp_path / "doctrees", DOCS, tmp_path / "html"],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=110,
     )
     assert ended.returncode == 0, ended.stderr
     page = read(tmp_path / "html" / "protocol.html")
