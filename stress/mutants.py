@@ -245,6 +245,21 @@ MUTANTS = [
         "guilty = number",
     ),
     Mutant(
+        "who is told to stop, or has no more time, gives up what runs",
+        "        Event.STOPPED: State.ABORTING,\n",
+        "",
+    ),
+    Mutant(
+        "a peer votes that it holds the result once it does",
+        "        Event.HELD: State.COMPLETE,\n",
+        "",
+    ),
+    Mutant(
+        "who knows of the end of its synchronisation takes nothing back",
+        "            and self._syncing.outcome is None\n",
+        "",
+    ),
+    Mutant(
         "stragglers are those that others wait for",
         "                for number in self._absent(round_):\n",
         "                for number in round_.votes:\n",
