@@ -21,6 +21,7 @@ _NAMES = {
     m.Name: "text of at most 256 characters",
     m.Data: f"at most {m.INLINE_BYTES_MAX:,} bytes",
     bool: "true or false",
+    float: "number, 64-bit floating point",
     bytes: "bytes",
     types.NoneType: "nil",
 }
