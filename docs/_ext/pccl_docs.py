@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import typing
 from collections.abc import Iterable, Sequence
 
@@ -138,10 +140,10 @@ class Limits(_Drawn):
 
 class Command(_Drawn):
     def run(self) -> list[nodes.Node]:
-        parser = cli.parser()
-        commands = next(a for a in parser._actions if a.dest == "command").choices
-        assert commands is not None
-        text = commands[self.arguments[0]].format_help()
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            cli.main([self.arguments[0], "--help"])
+        text = shown.getvalue()
         return [nodes.literal_block(text, text, language="text")]
 
 
