@@ -95,7 +95,7 @@ class Communicator(Collectives):
 
     # ---- joining and leaving ----
 
-    def connect(self, n_attempts: int = 5, timeout: float | None = None) -> None:
+    def connect(self, n_attempts: int = 5, *, timeout: float | None = None) -> None:
         """Joins the run; returns when all accepted peers have admitted this one.
 
         They admit it by `update_topology`; the first peer of a run is accepted at once.
@@ -248,7 +248,7 @@ class Communicator(Collectives):
 
     # ---- rounds of the run ----
 
-    def update_topology(self, timeout: float | None = None) -> None:
+    def update_topology(self, *, timeout: float | None = None) -> None:
         """Admits pending peers. Returns when all accepted peers of all groups have called it.
 
         Args:
@@ -263,7 +263,7 @@ class Communicator(Collectives):
         self._vote("update_topology", client, client.update_topology, timeout)
         self._see_ranks(client)
 
-    def are_peers_pending(self, timeout: float | None = None) -> bool:
+    def are_peers_pending(self, *, timeout: float | None = None) -> bool:
         """Whether peers wait to be admitted: the same answer for all.
 
         All accepted peers of all groups must ask. Collectives may run in other threads meanwhile.
@@ -294,8 +294,8 @@ class Communicator(Collectives):
         self,
         shared_state: SharedState,
         strategy: SharedStateSyncStrategy = SharedStateSyncStrategy.ENFORCE_POPULAR,
-        timeout: float | None = None,
         *,
+        timeout: float | None = None,
         progress: Callable[[SharedStateProgress], None] | None = None,
         raise_on_divergence: bool = False,
     ) -> SharedStateSyncInfo:

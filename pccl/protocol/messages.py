@@ -11,11 +11,14 @@ master gives to one committed collective or synchronisation; it never repeats wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+
+from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 PROTOCOL_VERSION = 1
 DIFFERENCES_MAX = 100  # entries described when content has diverged
@@ -42,6 +45,28 @@ class Cause(IntEnum):
     MISMATCH = 1  # calls that can never meet
     TIMEOUT = 2  # withdrawn
     DIVERGENCE = 3  # content that had diverged, and a peer that wants an error then
+
+
+# ---- how values are told ----
+
+_DTYPE_NAMES = {dtype.value: dtype.common_name for dtype in DataType}
+_OP_NAMES = {op.value: op.name.lower() for op in ReduceOp}
+_ALGORITHM_NAMES = {each.value: each.name for each in QuantizationAlgorithm}
+_WITH_DTYPE = {QuantizationAlgorithm.MIN_MAX.value, QuantizationAlgorithm.ZERO_POINT_SCALE.value}
+
+
+def _named(names: Mapping[int, str], value: int, what: str) -> str:
+    """A value by its name, if it has one: what a peer sends may be any number."""
+    return names.get(value, f"{what} {value}")
+
+
+def dtype_name(dtype: int) -> str:
+    """What numpy and torch call a `DataType`'s value."""
+    return _named(_DTYPE_NAMES, dtype, "dtype")
+
+
+def _elements(count: int, dtype: int) -> str:
+    return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}"
 
 
 # ---- values inside messages ----
@@ -89,7 +114,7 @@ class Part(Struct, array_like=True, frozen=True):
     name: Name = ""
 
     def __str__(self) -> str:
-        return f"{self.name or 'a tensor'} of {self.count} elements, dtype {self.dtype}"
+        return f"{self.name or 'a tensor'} of {_elements(self.count, self.dtype)}"
 
 
 class Work(Struct, array_like=True, frozen=True):
@@ -114,15 +139,21 @@ class Work(Struct, array_like=True, frozen=True):
     def __str__(self) -> str:
         if self.what == "barrier":
             return "barrier()"
-        more = f", root {self.root}" if self.what == "broadcast" else ""
-        if self.algorithm:
-            more += f", quantisation {self.algorithm} to dtype {self.quantized}"
         if self.parts:
             total = sum(part.count for part in self.parts)
-            data = f"{len(self.parts)} tensors, {total} elements"
+            words = [f"{len(self.parts)} tensors of {total} elements"]
         else:
-            data = f"{self.count} elements, dtype {self.dtype}"
-        return f"{self.what}({data}, op {self.redop}{more})"
+            words = [_elements(self.count, self.dtype)]
+        if self.what in ("all_reduce", "reduce_scatter"):
+            words.append(_named(_OP_NAMES, self.redop, "op"))
+        if self.what == "broadcast":
+            words.append(f"root {self.root}")
+        if self.algorithm:
+            quantised = "quantised by " + _named(_ALGORITHM_NAMES, self.algorithm, "algorithm")
+            if self.algorithm in _WITH_DTYPE:
+                quantised += " to " + dtype_name(self.quantized)
+            words.append(quantised)
+        return f"{self.what}({', '.join(words)})"
 
     def sees_others_than(self, other: Work) -> bool:
         """Whether both are the same call, of peers that differ on who is in the group."""
