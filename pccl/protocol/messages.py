@@ -342,6 +342,15 @@ class Unreached(Struct, array_like=True, frozen=True, tag=11):
     epoch: U32
 
 
+class Examine(Struct, array_like=True, frozen=True, tag=12):
+    """Asks what a Hello would lead to, without joining; see Hello."""
+
+    protocol: U32
+    version: Name
+    host: Name
+    port: U16
+
+
 class Resume(Struct, array_like=True, frozen=True, tag=10):
     """Comes back to a master that has lost its connections, and says all it knows.
 
@@ -369,10 +378,11 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
 
 
 class Welcome(Struct, array_like=True, frozen=True, tag=64):
-    """Registered: a pending peer of this run until `Admitted`."""
+    """Registered: a pending peer of this run until `Admitted`. `warning` is for its user."""
 
     peer: U64
     run: U64
+    warning: Text = ""
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=65):
@@ -505,6 +515,22 @@ class Missed(Struct, array_like=True, frozen=True, tag=79):
     small: Small
 
 
+class Report(Struct, array_like=True, frozen=True, tag=80):
+    """The answer to Examine.
+
+    `host` is where the master sees the peer, `unreached` why it cannot reach it, if so. `unix_s` is
+    the master's clock. `arithmetic` is that of the run's peers, of whom there are `peers`.
+    """
+
+    protocol: U32
+    version: Name
+    host: Name
+    unreached: Text
+    unix_s: float
+    arithmetic: Annotated[bytes, Meta(max_length=32)]
+    peers: U32
+
+
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
     """Dropped from the run."""
 
@@ -523,6 +549,7 @@ PeerMessage: TypeAlias = (
     | Leave
     | Withdraw
     | Unreached
+    | Examine
     | Resume
 )
 MasterMessage: TypeAlias = (
@@ -542,6 +569,7 @@ MasterMessage: TypeAlias = (
     | Kicked
     | Resumed
     | Missed
+    | Report
 )
 T = TypeVar("T")
 

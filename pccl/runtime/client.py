@@ -44,6 +44,7 @@ from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.quantization import wire_bytes, wire_format
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
+from pccl.text import address_text
 from pccl.types import Result
 
 log = logging.getLogger("pccl")
@@ -70,6 +71,7 @@ class Call:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.began_s = time.monotonic()
         self.serve_op = 0  # of a synchronisation
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
 
@@ -100,13 +102,17 @@ class Deadline:
 
     def next(self, client: Client, call: Call) -> Note:
         """The call's next note."""
-        if self._at is not None:
-            try:
-                return call.next(self._at - time.monotonic())
-            except queue.Empty:
-                self._at = None
-                client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
-        return call.next()
+        try:
+            if self._at is not None:
+                try:
+                    return call.next(self._at - time.monotonic())
+                except queue.Empty:
+                    self._at = None
+                    client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
+            return call.next()
+        except KeyboardInterrupt:  # nobody waits for its answer: others must not wait for us
+            client.withdraw(call, "its caller was interrupted")
+            raise
 
     def next_within(self, client: Client, call: Call, seconds: float) -> Note | None:
         """The call's next note, or None when none came for so many seconds."""
@@ -174,6 +180,7 @@ class Client:
         pool_size: lanes to each neighbour; 0: choose.
         config: timings and limits.
         security: whose keys to use; None: nothing is encrypted.
+        ipv6: whether the master is reached by IPv6, as others then reach this peer.
 
     Raises:
         OSError: no lane engine can listen here.
@@ -188,8 +195,10 @@ class Client:
         pool_size: int,
         config: Config,
         security: Security | None = None,
+        ipv6: bool = False,
     ) -> None:
         self._config = config
+        self._ipv6 = ipv6
         self._pool_size = pool_size
         self._core = core.Peer()
         self._numbers = itertools.count(1)
@@ -212,7 +221,7 @@ class Client:
                 curve_public=self._keys.public.encode(),
                 curve_secret=self._keys.secret.encode(),
             )
-        self._engine = Engine(options)
+        self._engine = Engine(options, host="::" if ipv6 else "0.0.0.0", ports=config.ports)
         self._hello = hello(self._engine.port, self._engine.ipc if config.ipc else "")
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
@@ -242,7 +251,7 @@ class Client:
         self._thread.start()
 
     def _open_link(self) -> Link:
-        link = Link(self._context, *self._master, self._config, self._secure)
+        link = Link(self._context, *self._master, self._config, self._secure, self._ipv6)
         self._waiter.add(link.socket, self._read_link)
         self._waiter.add(link.monitor, self._read_monitor)
         return link
@@ -257,6 +266,11 @@ class Client:
             secure_client(dealer, self._keys, self._master_key)
 
     # ---- for the threads of the user ----
+
+    @property
+    def master(self) -> str:
+        """`host:port` of the master."""
+        return address_text(*self._master)
 
     @property
     def world(self) -> m.World:
@@ -465,6 +479,8 @@ class Client:
             if isinstance(message, m.Welcome):
                 for call in self._calls.values():
                     call.put(message)
+                if message.warning:
+                    log.warning("peer %d: %s", message.peer, message.warning)
             self._perform(actions)
 
     def _read_engine(self) -> None:
@@ -513,7 +529,7 @@ class Client:
                     self._perform(self._core.linked())
             case LinkEvent.BROKEN:
                 self._read_link()  # what came last says why, if the master ended in good order
-                self._break("the connection to the master broke")
+                self._break(f"the connection to the master at {self.master} broke")
             case LinkEvent.NOT_ALLOWED if self._keys is not None:
                 why = f"its list `allowed` does not have this peer's key, {self._keys.public}"
                 refused = m.Refused(Result.INVALID_USAGE.value, why)
@@ -618,13 +634,13 @@ class Client:
         )
 
     def _local(self, info: m.PeerInfo) -> bool:
-        return bool(self._hello.ipc and info.ipc) and info.machine == self._hello.machine
+        hello = self._hello
+        return bool(hello.ipc and info.ipc) and info.machine == hello.machine
 
     def _open_stream(self, action: core.OpenStream) -> None:
         to, local = action.to, self._local(action.to)
         self._opened[action.stream] = to
-        host = f"[{to.host}]" if ":" in to.host else to.host
-        endpoint = f"ipc://{to.ipc}" if local else f"tcp://{host}:{to.port}"
+        endpoint = f"ipc://{to.ipc}" if local else f"tcp://{address_text(to.host, to.port)}"
         self._engine.open_stream(
             action.stream,
             endpoint,
