@@ -31,7 +31,8 @@ from pccl.errors import PeerLostError, error_for
 from pccl.handle import AsyncReduceHandle, info
 from pccl.operands import A, Arrays, Ranks
 from pccl.protocol import peer as core
-from pccl.runtime.client import Client, Operands
+from pccl.runtime.client import Client
+from pccl.runtime.memory import Operands
 from pccl.types import (
     QuantizationOptions,
     ReduceInfo,

@@ -179,7 +179,7 @@ class Communicator(Collectives):
         try:
             client = Client(*where, hello, self._pool_size, config, security, ipv6)
         except OSError as error:
-            why = f"this peer cannot listen for bulk data: {error.strerror or error}{_cure(config)}"
+            why = f"for bulk data this peer {error.strerror or error}{_cure(config)}"
             raise error_for(Result.INVALID_USAGE, "connect", why) from None
         try:
             call = client.join()

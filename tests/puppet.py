@@ -21,16 +21,16 @@ class Puppet:
         self.comm = pccl.Communicator(address, group, pool_size)
         self.launched: list[tuple[np.ndarray, pccl.AsyncReduceHandle]] = []
 
-    def connect(self) -> None:
-        self.comm.connect()
+    def connect(self, n_attempts: int = 5, timeout: float | None = None) -> None:
+        self.comm.connect(n_attempts, timeout=timeout)
 
     def gather(self, size: int) -> None:
         while self.comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE) < size:
             if self.comm.are_peers_pending():
                 self.comm.update_topology()
 
-    def update_topology(self) -> None:
-        self.comm.update_topology()
+    def update_topology(self, timeout: float | None = None) -> None:
+        self.comm.update_topology(timeout=timeout)
 
     def are_peers_pending(self) -> bool:
         return self.comm.are_peers_pending()

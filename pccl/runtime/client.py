@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import queue
+import re
 import socket
 import threading
 import time
@@ -21,7 +22,6 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from pccl.arrays import Buffer
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.config import MIB, Config, chunk_bytes, high_water_mark, lanes
@@ -39,9 +39,10 @@ from pccl.runtime.engine import (
     Part,
     Ring,
 )
-from pccl.runtime.inline import contribution, store
+from pccl.runtime.inline import store
 from pccl.runtime.link import Link, LinkEvent
-from pccl.runtime.quantization import wire_bytes, wire_format
+from pccl.runtime.memory import Operands, Pieces, Pool
+from pccl.runtime.quantization import wire_format
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
 from pccl.text import address_text
@@ -63,7 +64,6 @@ class Leaf:
 
 
 Note = core.Answer | core.Fail | core.Plan | core.Fetched | m.Welcome | Leaf
-Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
 
 class Call:
@@ -123,51 +123,6 @@ class Deadline:
             return call.next(seconds)
         except queue.Empty:
             return None
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """One array of a collective: what it gives, where the result goes, elements of one block."""
-
-    send: Buffer
-    recv: Buffer
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """The arrays of a collective; holds them alive until the engine has let go."""
-
-    work: m.Work
-    each: tuple[Operand, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are reduced, or gathered, as they go over the wire."""
-        sends = (wire_bytes(self.work, each.send.dtype, each.send.count) for each in self.each)
-        recvs = (wire_bytes(self.work, each.recv.dtype, each.recv.count) for each in self.each)
-        return max(sum(sends), sum(recvs))
-
-    def inline(self, limit: int) -> bytes | None:
-        """The contribution, if it is to travel with the vote: few bytes of one array, or none."""
-        if self.work.what not in ("all_reduce", "barrier") or self.work.parts:
-            return None
-        if sum(operand.send.nbytes for operand in self.each) > limit:
-            return None
-        return b"".join(contribution(operand.send) for operand in self.each)
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """The memory of a serve or fetch op, held alive by `owner`.
-
-    Pieces below `first_counted` are not payload. `reader` hears of the leaves of a fetch.
-    """
-
-    pieces: Pieces
-    first_counted: int
-    owner: object
-    reader: Call | None = None
 
 
 class Client:
@@ -491,7 +446,7 @@ class Client:
                 )
             elif event.kind == FAILED:
                 starved = event.seq if event.status == STARVED else 0
-                actions = self._core.engine_failed(event.op, event.text, starved)
+                actions = self._core.engine_failed(event.op, self._named(event.text), starved)
             elif event.kind == LEAF:
                 self._leaf(Leaf(event.op, event.piece, event.leaf))
                 continue
@@ -499,13 +454,21 @@ class Client:
                 actions = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
             else:
                 log.info("peer %d: %s", self._core.number, event.text)
-                to = self._opened.pop(event.stream, None)
+                to = self._opened.get(event.stream)
                 if event.status == UNREACHABLE and to is not None:
                     self._perform(self._core.unreached(to))
                 continue
             if event.settled or event.kind == SETTLED:
                 self._memory.pop(event.op, None)
             self._perform(actions)
+
+    def _named(self, text: str) -> str:
+        """What the engine says of a stream, with the name of who is at its other end."""
+        found = re.match(r"stream (\d+)", text)
+        to = self._opened.get(int(found[1])) if found else None
+        return (
+            text if found is None or to is None else f"its connection to {to}{text[found.end() :]}"
+        )
 
     def _leaf(self, leaf: Leaf) -> None:
         memory = self._memory.get(leaf.op)
@@ -529,7 +492,11 @@ class Client:
                     self._perform(self._core.linked())
             case LinkEvent.BROKEN:
                 self._read_link()  # what came last says why, if the master ended in good order
-                self._break(f"the connection to the master at {self.master} broke")
+                self._break(
+                    f"the connection to the master at {self.master} broke"
+                    if self._core.number
+                    else "it closed the connection without an answer: it is no pccl master"
+                )
             case LinkEvent.NOT_ALLOWED if self._keys is not None:
                 why = f"its list `allowed` does not have this peer's key, {self._keys.public}"
                 refused = m.Refused(Result.INVALID_USAGE.value, why)
@@ -557,7 +524,8 @@ class Client:
         patience_s = self._config.master_patience_s
         if not self._give_up_at:
             self._give_up_at = now + patience_s
-            log.warning("peer %d: %s; trying for %g s", self._core.number, why, patience_s)
+            if self._core.number:
+                log.warning("peer %d: %s; trying for %g s", self._core.number, why, patience_s)
             self._perform(self._core.link_lost(why))
         if now >= self._give_up_at:
             self._perform(

@@ -198,7 +198,7 @@ class Engine:
                     raise
             else:
                 return int(bound.rpartition(":")[2])
-        why = f"none of the ports {ports[0]} to {ports[-1]} is free"
+        why = f"cannot listen on any of the ports {ports[0]} to {ports[-1]}: none is free"
         raise OSError(errno.EADDRINUSE, why)
 
     def _bind(self, endpoint: str) -> str:
