@@ -6,8 +6,10 @@ python puppet.py MASTER GROUP POOL_SIZE
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +59,15 @@ class Puppet:
             raise
         assert (array == array[0]).all(), "elements differ"
         return float(array[0])
+
+    def interruptible(self, call: str, **arguments: Any) -> str:
+        """A call that Ctrl-C ends, so that the answer is sent in two parts."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+        print(json.dumps({"value": "begins"}), flush=True)
+        try:
+            return str(getattr(self, call)(**arguments))
+        except KeyboardInterrupt:
+            return "interrupted"
 
     def insist(self, value: float, count: int = 1000) -> float:
         while True:
