@@ -139,9 +139,10 @@ def _all_reduce() -> Finding:
         first.connect()
         joining = threading.Thread(target=second.connect, daemon=True)
         joining.start()
-        while joining.is_alive():
+        while joining.is_alive() and first.world_size < 2:
             if first.are_peers_pending():
                 first.update_topology()
+        joining.join()
         other = threading.Thread(target=_sum, args=(second, values[1]), daemon=True)
         other.start()
         _sum(first, values[0])
