@@ -18,6 +18,7 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from pccl.text import address_text
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 PROTOCOL_VERSION = 1
@@ -87,7 +88,7 @@ class PeerInfo(Struct, array_like=True, frozen=True):
     curve: Name = ""
 
     def __str__(self) -> str:
-        return f"peer {self.peer} ({self.host}:{self.port})"
+        return f"peer {self.peer} ({address_text(self.host, self.port)})"
 
 
 class Ring(Struct, array_like=True, frozen=True):
