@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from pccl.errors import UnsupportedError
-from pccl.types import DataType, Result
+from pccl.types import DataType, DeviceType, Result
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,19 +27,21 @@ Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A contiguous stretch of elements in host memory.
+    """A contiguous stretch of elements.
 
     Attributes:
         address: of the first element; of any alignment.
         count: elements.
         dtype: of an element.
         owner: keeps the memory alive.
+        device_type: where it is.
     """
 
     address: int
     count: int
     dtype: DataType
     owner: object = field(repr=False, compare=False)
+    device_type: DeviceType = DeviceType.CPU
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +56,14 @@ class Buffer:
         )
 
     @classmethod
-    def at(cls, address: int, count: int, dtype: DataType, owner: object) -> Buffer:
+    def at(
+        cls,
+        address: int,
+        count: int,
+        dtype: DataType,
+        owner: object,
+        device_type: DeviceType = DeviceType.CPU,
+    ) -> Buffer:
         """Memory that the caller vouches for.
 
         Raises:
@@ -64,35 +73,37 @@ class Buffer:
             raise ValueError(f"count is {count}: it must not be negative")
         if address <= 0 and count > 0:
             raise ValueError(f"{count} elements at address {address}")
-        return cls(address, count, dtype, owner)
+        return cls(address, count, dtype, owner, device_type)
 
     @classmethod
-    def of(cls, array: Array, *, writable: bool = False) -> Buffer:
+    def of(cls, array: Array, *, writable: bool = False, devices: bool = False) -> Buffer:
         """The memory of an array.
 
         Args:
             array: of any shape, contiguous in C order.
             writable: whether it is going to be written.
+            devices: whether it may be in GPU memory.
 
         Raises:
             ValueError: not a numpy array or torch tensor with memory of its own, of an element type
                 that is not supported, or read-only although it is to be written.
             AssertionError: it is not contiguous.
-            UnsupportedError: it is not in host memory.
+            UnsupportedError: it is not in memory where it may be.
         """
         if is_torch(array):
-            return cls._of_torch(array)
+            return cls._of_torch(array, devices)
         if is_numpy(array):
             return cls._of_numpy(array, writable)
         raise ValueError(f"{type(array).__name__} is neither a numpy.ndarray nor a torch.Tensor")
 
     @classmethod
-    def _of_torch(cls, tensor: torch.Tensor) -> Buffer:
+    def _of_torch(cls, tensor: torch.Tensor, devices: bool) -> Buffer:
         if hasattr(tensor, "to_local"):
             raise ValueError("a DTensor lies on several machines: pass tensor.to_local()")
         if str(tensor.layout) != "torch.strided":
             raise ValueError(f"a {tensor.layout} tensor is not a dense array")
-        if tensor.device.type != "cpu":
+        device_type = DeviceType.from_torch_device_type(tensor.device.type)
+        if device_type is None or (device_type is not DeviceType.CPU and not devices):
             raise UnsupportedError(
                 Result.INVALID_ARGUMENT,
                 "arrays",
@@ -101,7 +112,7 @@ class Buffer:
         dtype = _torch_dtype(tensor.dtype)
         if not tensor.is_contiguous() or tensor.is_neg():
             raise AssertionError("the tensor is not contiguous: pass tensor.contiguous()")
-        return cls(tensor.data_ptr(), tensor.numel(), dtype, tensor)
+        return cls(tensor.data_ptr(), tensor.numel(), dtype, tensor, device_type)
 
     @classmethod
     def _of_numpy(cls, array: np.ndarray[Any, Any], writable: bool) -> Buffer:

@@ -160,11 +160,12 @@ class Staging:
             lib.pccl_compare(region.dtype, user, entry.content, region.count, found)
             yield m.Difference(index, found.bytes, found.ulp, found.nans_a, found.nans_b)
 
-    def install(self) -> None:
-        """Overwrites the user's memory."""
+    def install(self) -> tuple[int, ...]:
+        """Overwrites the user's memory. Returns which regions that were, by index."""
         for entry in self._entries.values():
             user = ffi.cast("void *", entry.region.address)
             lib.memcpy(user, entry.content, entry.region.nbytes)
+        return tuple(self._entries)
 
 
 def _reserve(nbytes: int) -> Any:
