@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pccl.arrays import Array, Buffer, is_numpy, is_torch
+from pccl.protocol.messages import ENTRY_BYTES_MAX, MESSAGE_BYTES_MAX
 from pccl.runtime import checkpoint
 from pccl.runtime.devices import HostView
 from pccl.runtime.staging import Region
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME_CHARS_MAX = 256  # as the master accepts
+OFFER_BYTES_MAX = MESSAGE_BYTES_MAX - 1024  # of the entries: the rest of the message is small
 REVISION_MAX = (1 << 64) - 1
 
 
@@ -149,7 +151,8 @@ class SharedState:
 
     Raises:
         AssertionError: there is none.
-        ValueError: two entries have the same name.
+        ValueError: two entries have the same name, or there are more than fit in one message to the
+            master: some hundred thousand.
     """
 
     def __init__(self, tensor_infos: Sequence[TensorInfo]) -> None:
@@ -159,6 +162,12 @@ class SharedState:
         twice = [name for name, uses in names.items() if uses > 1]
         if twice:
             raise ValueError(f"several entries are named {', '.join(map(repr, twice))}")
+        nbytes = sum(len(name.encode()) + ENTRY_BYTES_MAX for name in names)
+        if nbytes > OFFER_BYTES_MAX:
+            raise ValueError(
+                f"{len(names)} entries take {nbytes} bytes of a message to the master, with their "
+                f"names: it must be at most {OFFER_BYTES_MAX}. Make it fewer, larger tensors"
+            )
         self.tensor_infos = list(tensor_infos)
         self._revision = 0
 
