@@ -116,7 +116,7 @@ def test_holders_are_lost_in_the_middle(
             assert judged >= 5
             if victims == 1:
                 assert (array == 1).all() and shared.revision == 1
-                assert array.nbytes <= info.rx_bytes  # more, if what was asked for again came too
+                assert info.rx_bytes == array.nbytes  # what is asked for again comes once
                 out, _ = running[1].communicate(timeout=30)
                 assert 0 < int(out)
             else:

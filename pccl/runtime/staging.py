@@ -85,7 +85,7 @@ class Staging:
         for index, elected in zip(plan.fetch, plan.digests, strict=True):
             region = regions[index]
             leaves = leaf_count(region.nbytes)
-            content = _reserve(region.nbytes)
+            content = reserve(region.nbytes)
             table = _allocate("char[]", leaves * DIGEST_BYTES) if leaves > 1 else None
             self._entries[index] = _Entry(region, elected, content, table)
         self.bytes_total = sum(entry.region.nbytes for entry in self._entries.values())
@@ -168,9 +168,9 @@ class Staging:
         return tuple(self._entries)
 
 
-def _reserve(nbytes: int) -> Any:
-    """A char array. In huge pages where that goes: first touches of small ones cost as much time as
-    the transfer on a fast link.
+def reserve(nbytes: int) -> Any:
+    """A char array of any content. In huge pages where that goes: first touches of small ones cost
+    as much time as the transfer on a fast link.
     """
     if nbytes < HUGE_PAGES_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return _allocate("char[]", nbytes)
