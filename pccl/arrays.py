@@ -76,34 +76,33 @@ class Buffer:
         return cls(address, count, dtype, owner, device_type)
 
     @classmethod
-    def of(cls, array: Array, *, writable: bool = False, devices: bool = False) -> Buffer:
+    def of(cls, array: Array, *, writable: bool = False) -> Buffer:
         """The memory of an array.
 
         Args:
             array: of any shape, contiguous in C order.
             writable: whether it is going to be written.
-            devices: whether it may be in GPU memory.
 
         Raises:
             ValueError: not a numpy array or torch tensor with memory of its own, of an element type
                 that is not supported, or read-only although it is to be written.
             AssertionError: it is not contiguous.
-            UnsupportedError: it is not in memory where it may be.
+            UnsupportedError: it is neither in host memory nor on a CUDA device.
         """
         if is_torch(array):
-            return cls._of_torch(array, devices)
+            return cls._of_torch(array)
         if is_numpy(array):
             return cls._of_numpy(array, writable)
         raise ValueError(f"{type(array).__name__} is neither a numpy.ndarray nor a torch.Tensor")
 
     @classmethod
-    def _of_torch(cls, tensor: torch.Tensor, devices: bool) -> Buffer:
+    def _of_torch(cls, tensor: torch.Tensor) -> Buffer:
         if hasattr(tensor, "to_local"):
             raise ValueError("a DTensor lies on several machines: pass tensor.to_local()")
         if str(tensor.layout) != "torch.strided":
             raise ValueError(f"a {tensor.layout} tensor is not a dense array")
         device_type = DeviceType.from_torch_device_type(tensor.device.type)
-        if device_type is None or (device_type is not DeviceType.CPU and not devices):
+        if device_type is None:
             raise UnsupportedError(
                 Result.INVALID_ARGUMENT,
                 "arrays",
@@ -161,7 +160,7 @@ def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
         ValueError: one is of torch and one of numpy, or neither; an element type is not supported;
             `recv` is read-only; or they overlap without being the same memory.
         AssertionError: one is not contiguous, or dtypes or element counts differ.
-        UnsupportedError: one is not in host memory.
+        UnsupportedError: one is neither in host memory nor on a CUDA device.
     """
     same_kind(send, recv)
     source = Buffer.of(send)

@@ -22,6 +22,7 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.client import Call, Client, Deadline, Note
 from pccl.runtime.config import Config, machine_id
+from pccl.runtime.devices import HostView
 from pccl.runtime.staging import Region
 from pccl.runtime.sync import Wish, synchronise
 from pccl.security import Security
@@ -330,7 +331,7 @@ class Communicator(Collectives):
         """
         client = self._exclusive("sync_shared_state")
         with self._once("sync_shared_state"):
-            memory = shared_state._on_host()
+            memory = HostView(shared_state._buffers)
             regions = shared_state._regions(memory)
             wish = Wish(strategy.value, raise_on_divergence, progress, Deadline(timeout))
             owner = shared_state, memory

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_available() -> bool:
-    """Whether shared state may lie in GPU memory: torch is installed, and finds a GPU.
+    """Whether arrays may lie in GPU memory: torch is installed, and finds a GPU.
 
     Imports torch.
     """
@@ -73,8 +73,9 @@ class Cuda:
 
     def _bytes(self, buffer: Buffer) -> torch.Tensor:
         """The memory of a buffer as a tensor of bytes."""
-        if is_torch(buffer.owner):
-            return buffer.owner.detach().reshape(-1).view(self._torch.uint8)
+        owner = buffer.owner
+        if is_torch(owner) and owner.data_ptr() == buffer.address:
+            return owner.detach().reshape(-1).view(self._torch.uint8)[: buffer.nbytes]
         made: torch.Tensor = self._torch.as_tensor(_Stretch(buffer), device="cuda")
         if made.data_ptr() != buffer.address:  # torch has copied it from there
             why = f"the memory at {buffer.address:#x} is not on the current CUDA device"

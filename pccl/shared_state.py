@@ -124,7 +124,7 @@ class TensorInfo:
     @classmethod
     def _from_array(cls, array: Array, name: str, allow_content_inequality: bool) -> TensorInfo:
         try:
-            buffer = Buffer.of(array, writable=True, devices=True)
+            buffer = Buffer.of(array, writable=True)
         except (ValueError, AssertionError) as error:
             raise type(error)(f"{name!r}: {error}") from None
         made = cls(
@@ -197,7 +197,7 @@ class SharedState:
             OSError: it cannot be written.
             ValueError: an entry is named __metadata__.
         """
-        checkpoint.save(path, self._entries(self._on_host()), self._revision)
+        checkpoint.save(path, self._entries(HostView(self._buffers)), self._revision)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Fills the entries' memory, and the revision, from a file that `save` has written.
@@ -210,13 +210,14 @@ class SharedState:
             ValueError: it is damaged or holds other entries; the message names the first
                 difference. Memory and revision are as they were.
         """
-        memory = self._on_host(read=False)
+        memory = HostView(self._buffers, range(len(self._buffers)))
         revision = checkpoint.load(path, self._entries(memory))
-        memory.write_back(range(len(self.tensor_infos)))
+        memory.write_back(range(len(self._buffers)))
         self.revision = revision
 
-    def _on_host(self, *, read: bool = True) -> HostView:
-        return HostView([info._buffer for info in self.tensor_infos], read=read)
+    @property
+    def _buffers(self) -> list[Buffer]:
+        return [info._buffer for info in self.tensor_infos]
 
     def _entries(self, memory: HostView) -> list[checkpoint.Entry]:
         return [

@@ -1,4 +1,4 @@
-"""Shared state in the memory of devices: on a stand-in everywhere, on CUDA where there is a GPU."""
+"""The memory of devices: on a stand-in everywhere, on CUDA where there is a GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 from cluster import Cluster
 
 import pccl
-from pccl import cuda
+from pccl import cuda, operands
 from pccl.arrays import Buffer
 from pccl.errors import UnsupportedError
+from pccl.protocol import messages as m
+from pccl.runtime.client import Operand, Operands
 from pccl.runtime.devices import HostView
 
 
@@ -34,7 +36,7 @@ class Gpu:
         self.written_addresses: list[int] = []
 
     def hold(self, content: np.ndarray) -> int:
-        """The address of a copy of the content."""
+        """The address of a copy of the content: where a buffer begins that is read or written."""
         address = (1 << 60) + (len(self._memory) << 40)
         self._memory[address] = content.copy().view(np.uint8)
         return address
@@ -163,6 +165,78 @@ def test_files(gpu: Gpu, tmp_path: Path) -> None:
     assert gpu.written_addresses == [other]
 
 
+# ---- collectives ----
+
+FLOAT = pccl.DataType.FLOAT
+
+
+def on_gpu(address: int, count: int) -> Buffer:
+    return Buffer.at(address, count, FLOAT, None, pccl.DeviceType.CUDA)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_all_reduce(gpu: Gpu, in_place: bool, filling: str) -> None:
+    count = 5000
+    sends = [gpu.hold(np.full(count, 1 + index, np.float32)) for index in range(2)]
+    recvs = sends if in_place else [gpu.hold(np.zeros(count, np.float32)) for _ in range(2)]
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        send, recv = on_gpu(sends[index], count), on_gpu(recvs[index], count)
+        work = operands.described(send, recv, pccl.ReduceOp.SUM, None)
+        assert comm._run("all_reduce", work, 0, None).world_size == 2
+
+    with Cluster(2) as cluster:
+        cluster.each(job)
+    assert sorted(gpu.read_addresses) == sorted(sends)
+    assert sorted(gpu.written_addresses) == sorted(recvs)
+    for address in recvs:
+        assert (gpu.content(address).view(np.float32) == 3).all()
+
+
+def test_a_block_in_place_in_a_larger_buffer(gpu: Gpu) -> None:
+    """An all-gather, whose send is a part of what it receives: it is seen in one copy."""
+    count = 5000
+    recvs = [gpu.hold(np.repeat(np.float32([1, 2]), count)) for _ in range(2)]
+    for index, address in enumerate(recvs):
+        gpu.content(address).view(np.float32).reshape(2, count)[1 - index] = 0
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        rank = comm.rank
+        assert rank == index
+        send, recv = on_gpu(recvs[rank] + 4 * count * rank, count), on_gpu(recvs[rank], 2 * count)
+        work = m.Work("all_gather", 0, FLOAT.value, count, members=2)
+        comm._run("all_gather", Operands(work, (Operand(send, recv, count),)), 0, None)
+
+    with Cluster(2) as cluster:
+        cluster.each(job)
+    assert sorted(gpu.read_addresses) == sorted(recvs) == sorted(gpu.written_addresses)
+    for address in recvs:
+        found = gpu.content(address).view(np.float32).reshape(2, count)
+        assert (found[0] == 1).all() and (found[1] == 2).all()
+
+
+def test_a_collective_that_fails_writes_nothing(gpu: Gpu) -> None:
+    address = gpu.hold(np.ones(5000, np.float32))
+    with Cluster(2) as cluster:
+        both = on_gpu(address, 5000)
+        work = operands.described(both, both, pccl.ReduceOp.SUM, None)
+        with pytest.raises(pccl.PCCLTimeoutError):
+            cluster.comms[0]._run("all_reduce", work, 0, 0.05)
+    assert gpu.written_addresses == []
+
+
+@pytest.mark.skipif(cuda.is_available(), reason="there is a GPU")
+def test_a_tag_is_free_again_when_there_is_no_gpu() -> None:
+    with Cluster(2) as cluster:
+        comm, both = cluster.comms[0], on_gpu(1 << 40, 100)
+        work = operands.described(both, both, pccl.ReduceOp.SUM, None)
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="torch with CUDA"):
+                comm._run("all_reduce", work, 7, None)
+        results = cluster.each(lambda i, comm: comm.all_reduce(np.ones(3), op="sum", tag=7))
+        assert [one.world_size for one in results] == [2, 2]
+
+
 @pytest.mark.skipif(cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_said_before_anybody_is_involved() -> None:
     with Cluster(1) as cluster:
@@ -226,3 +300,37 @@ def test_tensors_on_cuda(by_address: bool, tmp_path: Path) -> None:
     share(fresh).load(tmp_path / "f")
     for name, tensor in fresh.items():
         assert torch.equal(tensor, sets[0][name])
+
+
+@needs_gpu
+def test_collectives_on_cuda() -> None:
+    import torch
+
+    count = 100_003
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        def full(fill: float, *shape: int) -> torch.Tensor:
+            return torch.full(shape or (count,), fill, device="cuda")
+
+        x, y = full(1.0 + index), full(0.0)
+        comm.all_reduce(x, y, op="sum")
+        assert bool((y == 3).all()) and bool((x == 1 + index).all())
+        comm.all_reduce({"a": x, "b": y})
+        assert bool((x == 1.5).all()) and bool((y == 3).all())
+        descriptor = pccl.ReduceDescriptor(
+            count // 2, pccl.ReduceOp.MAX, 3, pccl.ReduceOperandDescriptor(FLOAT), None
+        )
+        x = full(float(index))
+        comm.all_reduce_multiple_with_retry([pccl.ReduceOpDescriptor.from_torch(x, x, descriptor)])
+        assert bool((x[: count // 2] == 1).all()) and bool((x[count // 2 :] == index).all())
+        gathered = comm.all_gather(full(comm.rank))
+        assert gathered.device.type == "cuda" and gathered.shape == (2, count)
+        assert gathered.mean(1).tolist() == [0, 1]
+        part = comm.reduce_scatter(full(2.0, 2, count), op="sum")
+        assert part.shape == (1, count) and bool((part == 4).all())
+        x = full(comm.rank)
+        comm.broadcast(x, root=1)
+        assert bool((x == 1).all())
+
+    with Cluster(2) as cluster:
+        cluster.each(job)

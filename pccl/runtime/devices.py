@@ -7,11 +7,13 @@ read and write it by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from pccl import cuda
 from pccl.arrays import Buffer
+from pccl.runtime.client import Operand, Operands
 from pccl.types import DeviceType
 
 
@@ -43,13 +45,13 @@ class HostView:
 
     Args:
         buffers: what to see.
-        read: whether the copies begin with what is on the device, or with anything.
+        unread: those, by index, of which copies may begin with anything.
 
     Raises:
         UnsupportedError: one is on a device that is not there.
     """
 
-    def __init__(self, buffers: Sequence[Buffer], *, read: bool = True) -> None:
+    def __init__(self, buffers: Sequence[Buffer], unread: Container[int] = ()) -> None:
         self._buffers = buffers
         self._copies: dict[int, HostMemory] = {}
         self._device: Device | None = None
@@ -59,7 +61,7 @@ class HostView:
             if self._device is None:
                 self._device = cuda.device()
             self._copies[index] = host = self._device.allocate(buffer.nbytes)
-            if read:
+            if index not in unread:
                 self._device.read(host, buffer)
         if self._device is not None:
             self._device.wait()
@@ -78,3 +80,42 @@ class HostView:
             if index in self._copies:
                 self._device.write(self._buffers[index], self._copies[index])
         self._device.wait()
+
+
+def on_host(work: Operands) -> tuple[Operands, Callable[[], None]]:
+    """The same collective over host memory, and what brings its result to where it belongs.
+
+    Raises:
+        UnsupportedError: an array is on a device that is not there.
+    """
+    buffers = [buffer for operand in work.each for buffer in (operand.send, operand.recv)]
+    if all(buffer.device_type is DeviceType.CPU for buffer in buffers):
+        return work, _nothing
+    seen: list[Buffer] = []
+    results: list[int] = []
+    pairs: list[tuple[int, int]] = []  # of an operand: indices into `seen`
+    for operand in work.each:
+        first = len(seen)
+        if operand.send.address == operand.recv.address or operand.send.overlaps(operand.recv):
+            seen.append(max(operand.send, operand.recv, key=lambda buffer: buffer.nbytes))
+        else:
+            seen += [operand.send, operand.recv]
+        pairs.append((first, len(seen) - 1))
+        results.append(len(seen) - 1)
+    apart = {recv for send, recv in pairs if send != recv}
+    view = HostView(seen, apart)
+
+    def moved(buffer: Buffer, index: int) -> Buffer:
+        address = view.address(index) + buffer.address - seen[index].address
+        owner = view, buffer.owner
+        return replace(buffer, address=address, owner=owner, device_type=DeviceType.CPU)
+
+    each = tuple(
+        Operand(moved(operand.send, send), moved(operand.recv, recv), operand.count)
+        for operand, (send, recv) in zip(work.each, pairs, strict=True)
+    )
+    return Operands(work.work, each), lambda: view.write_back(results)
+
+
+def _nothing() -> None:
+    pass
