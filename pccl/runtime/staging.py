@@ -25,6 +25,7 @@ from pccl.runtime.digest import (
     leaf_digest,
     root_digest,
 )
+from pccl.runtime.spans import each_span
 
 # Not cleared: staging memory is written whole or not used, and touching it twice costs time.
 _allocate = ffi.new_allocator(should_clear_after_alloc=False)
@@ -162,9 +163,14 @@ class Staging:
 
     def install(self) -> tuple[int, ...]:
         """Overwrites the user's memory. Returns which regions that were, by index."""
-        for entry in self._entries.values():
-            user = ffi.cast("void *", entry.region.address)
-            lib.memcpy(user, entry.content, entry.region.nbytes)
+        entries = list(self._entries.values())
+
+        def copy(index: int, begin: int, end: int) -> None:
+            entry = entries[index]
+            user = ffi.cast("char *", entry.region.address)
+            lib.memcpy(user + begin, entry.content + begin, end - begin)
+
+        each_span([entry.region.nbytes for entry in entries], copy)
         return tuple(self._entries)
 
 
