@@ -384,11 +384,11 @@ class Collectives:
             raise
 
         def release(end: core.Answer | core.Fail) -> None:
-            if isinstance(end, core.Answer):
-                bring_back()
             communicator = known()
             if communicator is not None:
                 communicator._ended(client, tag, end)
+            if isinstance(end, core.Answer):
+                bring_back()
 
         return AsyncReduceHandle(client, client.collective(tag, work, stuck), release, target)
 

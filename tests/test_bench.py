@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pccl.cli.bench import data, options, table
+from pccl.cli.bench import data, options, state, table
 from pccl.cli.bench.peer import Measured
 from pccl.cli.bench.processes import BenchError, collect
 from pccl.cli.bench.ways import IN_PLACE, OUT_OF_PLACE, Trial
@@ -244,6 +244,13 @@ def test_state_reaches_a_newcomer(tmp_path: Path) -> None:
         assert row["nwrong"] == 0
         for way in ("newcomer", "equal", "lanes", "hash", "copy"):
             assert 0 < row[way]["time_min"] <= row[way]["time"]
+
+
+def test_bytes_of_the_state_that_are_wrong_count() -> None:
+    found = np.zeros(5000, np.uint8)
+    expected = found.copy()
+    expected[[0, 77, -1]] = 1
+    assert state.count_wrong(found, expected) == 3
 
 
 def test_state_has_a_byte_for_each_entry(tmp_path: Path) -> None:

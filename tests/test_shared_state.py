@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -236,10 +238,25 @@ def test_the_last_holder_is_gone_and_another_history_begins() -> None:
         assert shared.revision == 2
 
 
-def test_the_latest_checkpoint_wins() -> None:
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_the_latest_checkpoint_wins_whoever_votes_first(order: tuple[int, ...]) -> None:
     with Cluster(3) as cluster:
+        turns = [threading.Event() for _ in range(4)]
+        turns[0].set()
 
         def job(index: int, comm: pccl.Communicator) -> None:
+            client = comm._client
+            assert client is not None
+            place = order.index(index)
+            turns[place].wait()
+            enter = client.sync
+
+            def vote(*arguments: Any) -> Any:
+                entered = enter(*arguments)
+                turns[place + 1].set()
+                return entered
+
+            client.sync = vote  # type: ignore[method-assign]
             array = np.full(9, float(index))
             shared = state(array, revision=[10, 12, 11][index])
             comm.sync_shared_state(shared)

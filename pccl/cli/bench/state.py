@@ -57,7 +57,7 @@ class Measured:
 
     Attributes:
         times_s: seconds of each timed iteration, by way.
-        wrong: bytes of the last newcomer that are not those of the holders.
+        wrong: bytes that were not those of the holders, after all synchronisations.
     """
 
     times_s: dict[str, list[float]] = field(default_factory=dict)
@@ -157,7 +157,8 @@ def _hold(job: Job, address: str, results: Connection) -> None:
                 while comm.world_size > job.holders:  # the last newcomer is about to leave
                     comm.are_peers_pending()
                 _admit(comm, job.holders + 1)
-                _iterate(comm, _state(content, job.entries, revision), content, measured)
+                shared = _state(content, job.entries, revision)
+                _iterate(comm, shared, content, measured)
                 _meet(comm)
                 revision += 2
             results.send(measured.without(job.warmups))
@@ -175,20 +176,25 @@ def _come(job: Job, address: str, results: Connection) -> None:
             with pccl.Communicator(address) as comm:
                 _admit(comm, job.holders + 1)
                 measured.time("memory", partial(_touch, nbytes))
-                _iterate(comm, _state(own, job.entries, 0), own, measured)
+                _iterate(comm, _state(own, job.entries, 0), own, measured, expected)
                 measured.time("hash", partial(digests, [(own.ctypes.data, nbytes)]))
                 measured.time("copy", partial(_copy, copied, own))
                 _meet(comm)
-        measured.wrong = int(np.count_nonzero(own != expected))
         results.send(measured.without(job.warmups))
 
 
 def _iterate(
-    comm: pccl.Communicator, shared: pccl.SharedState, content: np.ndarray, measured: Measured
+    comm: pccl.Communicator,
+    shared: pccl.SharedState,
+    content: np.ndarray,
+    measured: Measured,
+    expected: np.ndarray | None = None,
 ) -> None:
-    """What all peers do together."""
+    """What all peers do together. A newcomer knows what is `expected`."""
     _meet(comm)
     measured.time("newcomer", lambda: comm.sync_shared_state(shared))
+    if expected is not None:  # before the broadcast, which repairs it
+        measured.wrong += count_wrong(content, expected)
     shared.push_revision()
     _meet(comm)
     measured.time("equal", lambda: comm.sync_shared_state(shared))
@@ -212,6 +218,14 @@ def _admit(comm: pccl.Communicator, size: int) -> None:
 def _meet(comm: pccl.Communicator) -> None:
     """Lets all peers begin together."""
     comm.all_reduce(np.zeros(1, np.float32), op=pccl.ReduceOp.MAX)
+
+
+def count_wrong(found: np.ndarray, expected: np.ndarray) -> int:
+    """Bytes that differ."""
+    difference = ffi.new("pccl_difference *")
+    a, b = (ffi.from_buffer("char[]", array) for array in (found, expected))
+    lib.pccl_compare(pccl.DataType.UINT8.value, a, b, expected.nbytes, difference)
+    return int(difference.bytes)
 
 
 def _content(nbytes: int) -> np.ndarray:
