@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from pccl.errors import UnsupportedError
-from pccl.types import DataType, Result
+from pccl.types import DataType, DeviceType, Result
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,19 +27,21 @@ Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A contiguous stretch of elements in host memory.
+    """A contiguous stretch of elements.
 
     Attributes:
         address: of the first element; of any alignment.
         count: elements.
         dtype: of an element.
         owner: keeps the memory alive.
+        device_type: where it is.
     """
 
     address: int
     count: int
     dtype: DataType
     owner: object = field(repr=False, compare=False)
+    device_type: DeviceType = DeviceType.CPU
 
     @property
     def nbytes(self) -> int:
@@ -54,7 +56,14 @@ class Buffer:
         )
 
     @classmethod
-    def at(cls, address: int, count: int, dtype: DataType, owner: object) -> Buffer:
+    def at(
+        cls,
+        address: int,
+        count: int,
+        dtype: DataType,
+        owner: object,
+        device_type: DeviceType = DeviceType.CPU,
+    ) -> Buffer:
         """Memory that the caller vouches for.
 
         Raises:
@@ -64,7 +73,7 @@ class Buffer:
             raise ValueError(f"count is {count}: it must not be negative")
         if address <= 0 and count > 0:
             raise ValueError(f"{count} elements at address {address}")
-        return cls(address, count, dtype, owner)
+        return cls(address, count, dtype, owner, device_type)
 
     @classmethod
     def of(cls, array: Array, *, writable: bool = False) -> Buffer:
@@ -78,7 +87,7 @@ class Buffer:
             ValueError: not a numpy array or torch tensor with memory of its own, of an element type
                 that is not supported, or read-only although it is to be written.
             AssertionError: it is not contiguous.
-            UnsupportedError: it is not in host memory.
+            UnsupportedError: it is neither in host memory nor on a CUDA device.
         """
         if is_torch(array):
             return cls._of_torch(array)
@@ -92,7 +101,8 @@ class Buffer:
             raise ValueError("a DTensor lies on several machines: pass tensor.to_local()")
         if str(tensor.layout) != "torch.strided":
             raise ValueError(f"a {tensor.layout} tensor is not a dense array")
-        if tensor.device.type != "cpu":
+        device_type = DeviceType.from_torch_device_type(tensor.device.type)
+        if device_type is None:
             raise UnsupportedError(
                 Result.INVALID_ARGUMENT,
                 "arrays",
@@ -101,7 +111,7 @@ class Buffer:
         dtype = _torch_dtype(tensor.dtype)
         if not tensor.is_contiguous() or tensor.is_neg():
             raise AssertionError("the tensor is not contiguous: pass tensor.contiguous()")
-        return cls(tensor.data_ptr(), tensor.numel(), dtype, tensor)
+        return cls(tensor.data_ptr(), tensor.numel(), dtype, tensor, device_type)
 
     @classmethod
     def _of_numpy(cls, array: np.ndarray[Any, Any], writable: bool) -> Buffer:
@@ -150,7 +160,7 @@ def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
         ValueError: one is of torch and one of numpy, or neither; an element type is not supported;
             `recv` is read-only; or they overlap without being the same memory.
         AssertionError: one is not contiguous, or dtypes or element counts differ.
-        UnsupportedError: one is not in host memory.
+        UnsupportedError: one is neither in host memory nor on a CUDA device.
     """
     same_kind(send, recv)
     source = Buffer.of(send)

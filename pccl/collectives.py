@@ -26,14 +26,16 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pccl import operands
-from pccl.arrays import Buffer
+from pccl.arrays import Buffer, is_torch
 from pccl.errors import PeerLostError, error_for
 from pccl.handle import AsyncReduceHandle, info
 from pccl.operands import A, Arrays, Ranks
 from pccl.protocol import peer as core
 from pccl.runtime.client import Client
+from pccl.runtime.devices import on_host
 from pccl.runtime.memory import Operands
 from pccl.types import (
+    DeviceType,
     QuantizationOptions,
     ReduceInfo,
     ReduceOp,
@@ -203,9 +205,18 @@ class Collectives:
     def _launch_descriptor(self, name: str, descriptor: ReduceOpDescriptor) -> AsyncReduceHandle:
         work = descriptor.reduce_descriptor
         dtype = work.operand_descriptor.datatype
-        send = Buffer.at(descriptor.sendbuf_ptr, work.count, dtype, descriptor)
-        recv = Buffer.at(descriptor.recvbuf_ptr, work.count, dtype, descriptor)
-        asked = operands.described(send, recv, work.op, work.quantization_options)
+
+        def at(address: int, owner: object) -> Buffer:
+            where = Buffer.of(owner).device_type if is_torch(owner) else DeviceType.CPU
+            return Buffer.at(address, work.count, dtype, owner, where)
+
+        send, recv = descriptor._owners or (None, None)
+        asked = operands.described(
+            at(descriptor.sendbuf_ptr, send),
+            at(descriptor.recvbuf_ptr, recv),
+            work.op,
+            work.quantization_options,
+        )
         return self._launch(name, asked, work.tag)
 
     # ---- the others ----
@@ -382,11 +393,19 @@ class Collectives:
                 raise error_for(Result.INVALID_ARGUMENT, name, why)
             self._tags.add(tag)
         known = weakref.ref(self)
+        try:
+            work, bring_back = on_host(work)
+        except BaseException:
+            with self._lock:
+                self._tags.discard(tag)
+            raise
 
         def release(end: core.Answer | core.Fail) -> None:
             communicator = known()
             if communicator is not None:
                 communicator._ended(client, tag, end)
+            if isinstance(end, core.Answer):
+                bring_back()
 
         call = client.collective(tag, work, stuck)
         return AsyncReduceHandle(name, client, call, release, target)

@@ -25,6 +25,7 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.client import Call, Client, Deadline, Note
 from pccl.runtime.config import Config, machine_id
+from pccl.runtime.devices import HostView
 from pccl.runtime.staging import Region
 from pccl.runtime.sync import Wish, synchronise
 from pccl.security import Security
@@ -355,25 +356,21 @@ class Communicator(Collectives):
                 ENFORCE_POPULAR where others have that.
         """
         client = self._exclusive("sync_shared_state")
-        regions = [
-            Region(
-                info.name,
-                info.dtype.value,
-                info.numel,
-                info.allow_content_inequality,
-                info.data_ptr,
-                info.nbytes,
-            )
-            for info in shared_state.tensor_infos
-        ]
         began_s = time.monotonic()
         with self._once("sync_shared_state"):
+            memory = HostView(shared_state._buffers)
+            regions = shared_state._regions(memory)
             wish = Wish(strategy.value, raise_on_divergence, progress, Deadline(timeout))
-            outcome = synchronise(client, regions, shared_state.revision, wish, shared_state)
+            owner = shared_state, memory
+            outcome = synchronise(client, regions, shared_state.revision, wish, owner)
+            memory.write_back(outcome.overwritten)
         end = outcome.end
+        if isinstance(end, core.Synced):
+            shared_state.revision = self._shared_revision = end.revision
+        if outcome.error is not None:
+            raise outcome.error
         if isinstance(end, core.Fail):
             self._raise("sync_shared_state", end, began_s)
-        shared_state.revision = self._shared_revision = end.revision
         divergence = tuple(_divergence(end, regions, client))
         for one in divergence:
             log.warning("content has diverged at revision %d: %s", end.revision, one)

@@ -1,8 +1,95 @@
-"""Whether collectives take CUDA tensors."""
+"""Memory of NVIDIA GPUs, as far as torch reaches it."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from pccl.arrays import Buffer, is_torch
+from pccl.errors import UnsupportedError
+from pccl.types import Result
+
+if TYPE_CHECKING:
+    import torch
+
 
 def is_available() -> bool:
-    """False: this version moves and reduces host memory only, whatever torch can do."""
-    return False
+    """Whether arrays may lie in GPU memory: torch is installed, and finds a GPU.
+
+    Imports torch.
+    """
+    if importlib.util.find_spec("torch") is None:
+        return False
+    return bool(importlib.import_module("torch").cuda.is_available())
+
+
+def device() -> Cuda:
+    """Copies to and from the GPUs of this machine.
+
+    Raises:
+        UnsupportedError: INVALID_ARGUMENT: there is none, or no torch that can use it.
+    """
+    if not is_available():
+        why = "memory on CUDA needs torch with CUDA, and a GPU: neither is at hand here"
+        raise UnsupportedError(Result.INVALID_ARGUMENT, "cuda", why)
+    return Cuda()
+
+
+class Cuda:
+    """A `pccl.runtime.devices.Device`: copies on torch's current streams, over pinned memory.
+
+    torch keeps pinned memory that is freed for the next use, as pinning takes long.
+    """
+
+    def __init__(self) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._used: set[torch.device] = set()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Pinned memory, uninitialised."""
+        made: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+        return made
+
+    def read(self, host: Any, buffer: Buffer) -> None:
+        """Begins to copy `buffer`, when all work on its device is done, to `host`."""
+        source = self._bytes(buffer)
+        if source.device not in self._used:
+            self._used.add(source.device)
+            self._torch.cuda.synchronize(source.device)
+        host.copy_(source, non_blocking=True)
+
+    def write(self, buffer: Buffer, host: Any) -> None:
+        """Begins to copy `host` to `buffer`."""
+        target = self._bytes(buffer)
+        self._used.add(target.device)
+        target.copy_(host, non_blocking=True)
+
+    def wait(self) -> None:
+        """Waits for the devices that were used."""
+        for used in self._used:
+            self._torch.cuda.synchronize(used)
+        self._used.clear()
+
+    def _bytes(self, buffer: Buffer) -> torch.Tensor:
+        """The memory of a buffer as a tensor of bytes."""
+        owner = buffer.owner
+        if is_torch(owner) and owner.data_ptr() == buffer.address:
+            return owner.detach().reshape(-1).view(self._torch.uint8)[: buffer.nbytes]
+        made: torch.Tensor = self._torch.as_tensor(_Stretch(buffer), device="cuda")
+        if made.data_ptr() != buffer.address:  # torch has copied it from there
+            why = f"the memory at {buffer.address:#x} is not on the current CUDA device"
+            raise UnsupportedError(Result.INVALID_ARGUMENT, "cuda", why)
+        return made
+
+
+class _Stretch:
+    """Bytes on a GPU, by https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (buffer.nbytes,),
+            "typestr": "|u1",
+            "data": (buffer.address, False),
+            "version": 2,
+        }

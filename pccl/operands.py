@@ -104,7 +104,8 @@ def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
     each = []
     for source, target in zip(given.arrays, targets.arrays, strict=True):
         same_kind(source, target)
-        block, whole = Buffer.of(source), Buffer.of(target, writable=True)
+        block = Buffer.of(source)
+        whole = Buffer.of(target, writable=True)
         _check_block("recv", whole, "send", block, ranks)
         each.append(Operand(block, whole, block.count))
     return _operands("all_gather", given, each, members=ranks.members), recv
@@ -131,7 +132,8 @@ def reduce_scatter(
     each = []
     for source, target in zip(given.arrays, targets.arrays, strict=True):
         same_kind(source, target)
-        whole, block = Buffer.of(source), Buffer.of(target, writable=True)
+        whole = Buffer.of(source)
+        block = Buffer.of(target, writable=True)
         _check_block("send", whole, "recv", block, ranks)
         each.append(Operand(whole, block, block.count))
     chosen, members = reduce_op(op), ranks.members

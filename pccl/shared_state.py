@@ -12,15 +12,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pccl.arrays import Array, Buffer, is_numpy, is_torch
-from pccl.errors import UnsupportedError
+from pccl.protocol.messages import ENTRY_BYTES_MAX, MESSAGE_BYTES_MAX
 from pccl.runtime import checkpoint
-from pccl.types import DataType, DeviceType, Result
+from pccl.runtime.devices import HostView
+from pccl.runtime.staging import Region
+from pccl.types import DataType, DeviceType
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
 NAME_CHARS_MAX = 256  # as the master accepts
+OFFER_BYTES_MAX = MESSAGE_BYTES_MAX - 1024  # of the entries: the rest of the message is small
 REVISION_MAX = (1 << 64) - 1
 
 
@@ -32,7 +35,8 @@ class TensorInfo:
         data_ptr: address of the first element; may be 0 if there is none.
         numel: elements.
         dtype: of an element.
-        device_type: where the memory is; so far it must be CPU.
+        device_type: where the memory is. What is on CUDA (the current device, for an address) is
+            copied to pinned host memory for each use, and what has changed is copied back.
         allow_content_inequality: peers may differ in this entry. It is not compared, and only a
             newcomer, or a peer that is behind in revision, receives it.
 
@@ -41,7 +45,6 @@ class TensorInfo:
 
     Raises:
         ValueError: elements at address 0, a negative count, or a name that is empty or too long.
-        UnsupportedError: the memory is not host memory.
     """
 
     def __init__(
@@ -56,19 +59,12 @@ class TensorInfo:
     ) -> None:
         if not 0 < len(name) <= NAME_CHARS_MAX:
             raise ValueError(f"a name has 1 to {NAME_CHARS_MAX} characters, not {len(name)}")
-        if device_type is not DeviceType.CPU:
-            raise UnsupportedError(
-                Result.INVALID_ARGUMENT,
-                "TensorInfo",
-                f"{name!r}: memory on {device_type.name} is not supported yet: use host memory",
-            )
         try:
-            self._buffer = Buffer.at(data_ptr, numel, dtype, None)
+            self._buffer = Buffer.at(data_ptr, numel, dtype, None, device_type)
         except ValueError as error:
             raise ValueError(f"{name!r}: {error}") from None
         self.name = name
         self.shape: tuple[int, ...] = (numel,)
-        self.device_type = device_type
         self.allow_content_inequality = allow_content_inequality
 
     @property
@@ -87,6 +83,11 @@ class TensorInfo:
         return self._buffer.dtype
 
     @property
+    def device_type(self) -> DeviceType:
+        """Where the memory is."""
+        return self._buffer.device_type
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return self._buffer.nbytes
@@ -100,7 +101,7 @@ class TensorInfo:
         Raises:
             ValueError: not a torch tensor, a DTensor, or of an element type that is not supported.
             AssertionError: it is not contiguous.
-            UnsupportedError: it is not in host memory.
+            UnsupportedError: it is neither in host memory nor on a CUDA device.
         """
         if not is_torch(tensor):
             raise ValueError(f"{name!r}: {type(tensor).__name__} is not a torch.Tensor")
@@ -131,7 +132,7 @@ class TensorInfo:
             buffer.address,
             numel=buffer.count,
             dtype=buffer.dtype,
-            device_type=DeviceType.CPU,
+            device_type=buffer.device_type,
             allow_content_inequality=allow_content_inequality,
         )
         made._buffer = buffer  # with the owner
@@ -150,7 +151,8 @@ class SharedState:
 
     Raises:
         AssertionError: there is none.
-        ValueError: two entries have the same name.
+        ValueError: two entries have the same name, or there are more than fit in one message to the
+            master: some hundred thousand.
     """
 
     def __init__(self, tensor_infos: Sequence[TensorInfo]) -> None:
@@ -160,6 +162,12 @@ class SharedState:
         twice = [name for name, uses in names.items() if uses > 1]
         if twice:
             raise ValueError(f"several entries are named {', '.join(map(repr, twice))}")
+        nbytes = sum(len(name.encode()) + ENTRY_BYTES_MAX for name in names)
+        if nbytes > OFFER_BYTES_MAX:
+            raise ValueError(
+                f"{len(names)} entries take {nbytes} bytes of a message to the master, with their "
+                f"names: it must be at most {OFFER_BYTES_MAX}. Make it fewer, larger tensors"
+            )
         self.tensor_infos = list(tensor_infos)
         self._revision = 0
 
@@ -189,7 +197,7 @@ class SharedState:
             OSError: it cannot be written.
             ValueError: an entry is named __metadata__.
         """
-        checkpoint.save(path, self._saved(), self._revision)
+        checkpoint.save(path, self._entries(HostView(self._buffers)), self._revision)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Fills the entries' memory, and the revision, from a file that `save` has written.
@@ -202,12 +210,32 @@ class SharedState:
             ValueError: it is damaged or holds other entries; the message names the first
                 difference. Memory and revision are as they were.
         """
-        self.revision = checkpoint.load(path, self._saved())
+        memory = HostView(self._buffers, range(len(self._buffers)))
+        revision = checkpoint.load(path, self._entries(memory))
+        memory.write_back(range(len(self._buffers)))
+        self.revision = revision
 
-    def _saved(self) -> list[checkpoint.Entry]:
+    @property
+    def _buffers(self) -> list[Buffer]:
+        return [info._buffer for info in self.tensor_infos]
+
+    def _entries(self, memory: HostView) -> list[checkpoint.Entry]:
         return [
-            checkpoint.Entry(info.name, info.dtype, info.shape, info.data_ptr, info.nbytes)
-            for info in self.tensor_infos
+            checkpoint.Entry(info.name, info.dtype, info.shape, memory.address(i), info.nbytes)
+            for i, info in enumerate(self.tensor_infos)
+        ]
+
+    def _regions(self, memory: HostView) -> list[Region]:
+        return [
+            Region(
+                info.name,
+                info.dtype.value,
+                info.numel,
+                info.allow_content_inequality,
+                memory.address(i),
+                info.nbytes,
+            )
+            for i, info in enumerate(self.tensor_infos)
         ]
 
     @classmethod

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pccl.cli.bench import data, options, table
-from pccl.cli.bench.collectives import BenchError, _collect
+from pccl.cli.bench import data, options, state, table
 from pccl.cli.bench.peer import Measured
+from pccl.cli.bench.processes import BenchError, collect
 from pccl.cli.bench.ways import IN_PLACE, OUT_OF_PLACE, Trial
 from pccl.types import DataType, ReduceOp
 
@@ -221,7 +221,7 @@ def test_a_process_that_ends_early_is_noticed() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     sender.close()
     with receiver, pytest.raises(BenchError, match="process 0 ended"):
-        _collect([receiver])
+        collect([receiver])
 
 
 def test_sizes_are_read_with_their_suffixes() -> None:
@@ -229,3 +229,31 @@ def test_sizes_are_read_with_their_suffixes() -> None:
     for text in ("", "K", "-4K", "0", "1.5M"):
         with pytest.raises(argparse.ArgumentTypeError):
             options.size(text)
+
+
+def test_state_reaches_a_newcomer(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    ended = bench(
+        *("state", "-b", "256K", "-e", "1M", "-f", 4, "-n", 2, "-w", 1),
+        *("--entries", 7, "--holders", 2, "--json", file),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert [row[0] for row in rows(ended.stdout)] == [str(256 << 10), str(1 << 20)]
+    for row in json.loads(file.read_text())["results"]:
+        assert row["nwrong"] == 0
+        for way in ("newcomer", "equal", "lanes", "hash", "copy"):
+            assert 0 < row[way]["time_min"] <= row[way]["time"]
+
+
+def test_bytes_of_the_state_that_are_wrong_count() -> None:
+    found = np.zeros(5000, np.uint8)
+    expected = found.copy()
+    expected[[0, 77, -1]] = 1
+    assert state.count_wrong(found, expected) == 3
+
+
+def test_state_has_a_byte_for_each_entry(tmp_path: Path) -> None:
+    ended = bench("state", "-b", "4", "-e", "4", "--entries", 5, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert "a byte at least" in ended.stderr

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -166,6 +168,22 @@ def test_late_joiners_receive_and_the_others_send(filling: str) -> None:
         assert sum(info.tx_bytes for info in infos) == 800_016
 
 
+def test_a_newcomer_receives_where_the_others_are(filling: str) -> None:
+    """The pattern of asynchronous DiLoCo: who joins late gets the revision that is there."""
+    with Cluster(2) as cluster:
+        cluster.each(lambda i, comm: comm.sync_shared_state(state(np.ones(9)), SEND_ONLY))
+        cluster.join()
+        arrays = [np.ones(9), np.ones(9), np.zeros(9)]
+
+        def job(index: int, comm: pccl.Communicator) -> int:
+            shared = state(arrays[index], revision=5 if index == 2 else 0)
+            comm.sync_shared_state(shared, RECEIVE_ONLY if index == 2 else SEND_ONLY)
+            return shared.revision
+
+        assert cluster.each(job) == [0, 0, 0]
+        assert (arrays[2] == 1).all()
+
+
 def test_nobody_has_anything_to_offer() -> None:
     with Cluster(2) as cluster:
 
@@ -220,10 +238,25 @@ def test_the_last_holder_is_gone_and_another_history_begins() -> None:
         assert shared.revision == 2
 
 
-def test_the_latest_checkpoint_wins() -> None:
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)
+def test_the_latest_checkpoint_wins_whoever_votes_first(order: tuple[int, ...]) -> None:
     with Cluster(3) as cluster:
+        turns = [threading.Event() for _ in range(4)]
+        turns[0].set()
 
         def job(index: int, comm: pccl.Communicator) -> None:
+            client = comm._client
+            assert client is not None
+            place = order.index(index)
+            turns[place].wait()
+            enter = client.sync
+
+            def vote(*arguments: Any) -> Any:
+                entered = enter(*arguments)
+                turns[place + 1].set()
+                return entered
+
+            client.sync = vote  # type: ignore[method-assign]
             array = np.full(9, float(index))
             shared = state(array, revision=[10, 12, 11][index])
             comm.sync_shared_state(shared)
@@ -232,7 +265,86 @@ def test_the_latest_checkpoint_wins() -> None:
         cluster.each(job)
 
 
+def test_a_revision_too_high_is_an_error_and_the_run_goes_on() -> None:
+    with Cluster(2) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            shared = state(np.ones(10), revision=4)
+            comm.sync_shared_state(shared)
+            shared.revision = 6 if index else 5
+            with pytest.raises(pccl.PCCLError, match="peer 2 offers revision 6, but") as caught:
+                comm.sync_shared_state(shared)
+            assert caught.value.result is pccl.Result.INVALID_ARGUMENT
+            assert shared.revision == (6 if index else 5)
+            shared.revision = 5
+            comm.sync_shared_state(shared)
+            assert comm.revision == 5
+
+        cluster.each(job)
+
+
+def test_memory_that_rots_between_two_synchronisations_is_seen(filling: str) -> None:
+    """Content that was verified is hashed again each time."""
+    with Cluster(3) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> pccl.SharedStateSyncInfo:
+            array = np.full(3 << 20, 5, np.uint32)
+            shared = state(array, np.ones(3))
+            comm.sync_shared_state(shared)
+            if index == 1:
+                array[-1] ^= 1 << 30
+            shared.push_revision()
+            info = comm.sync_shared_state(shared)
+            assert (array == 5).all()
+            return info
+
+        infos = cluster.each(job)
+        assert [info.rx_bytes for info in infos] == [0, 12 << 20, 0]
+        assert {info.hashed_bytes for info in infos} == {(12 << 20) + 24}
+        (found,) = infos[0].divergence
+        assert (found.name, found.differing_bytes) == ("t0", 1)
+
+
+# ---- groups ----
+
+
+def test_a_group_that_waits_holds_up_no_other() -> None:
+    with Cluster(3, groups=[0, 0, 1]) as cluster:
+        first, second, other = cluster.comms
+        done = threading.Event()
+
+        def wait() -> None:
+            first.sync_shared_state(state(np.ones(3)))
+            assert done.is_set()
+
+        def go_on() -> None:
+            assert other.sync_shared_state(state(np.zeros(5), revision=9)).rx_bytes == 0
+            done.set()
+            second.sync_shared_state(state(np.ones(3)))
+
+        in_threads([wait, go_on])
+        assert (first.revision, other.revision) == (0, 9)
+
+
 # ---- entries of all kinds ----
+
+
+def test_entries_that_may_differ_are_received_by_newcomers_alone(filling: str) -> None:
+    def offered(array: np.ndarray, revision: int) -> pccl.SharedState:
+        same = pccl.TensorInfo.from_numpy(np.ones(3), "same")
+        own = pccl.TensorInfo.from_numpy(array, "own", allow_content_inequality=True)
+        made = pccl.SharedState([same, own])
+        made.revision = revision
+        return made
+
+    with Cluster(2) as cluster:
+        arrays = [np.full(1000, index, np.int16) for index in range(3)]
+        infos = cluster.each(lambda i, comm: comm.sync_shared_state(offered(arrays[i], 7)))
+        assert infos == [pccl.SharedStateSyncInfo(0, 0)] * 2
+        cluster.join()
+        infos = cluster.each(lambda i, comm: comm.sync_shared_state(offered(arrays[i], 7)))
+    assert [info.rx_bytes for info in infos] == [0, 0, 2000]
+    assert [array[0] for array in arrays] == [0, 1, 0]  # of the peer that was accepted first
 
 
 @pytest.mark.parametrize("dtype", list(pccl.DataType), ids=lambda dtype: dtype.name)

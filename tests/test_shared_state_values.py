@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from pccl.errors import UnsupportedError
-from pccl.shared_state import SharedState, TensorInfo
+from pccl.protocol import messages as m
+from pccl.protocol.messages import ENTRY_BYTES_MAX
+from pccl.shared_state import OFFER_BYTES_MAX, SharedState, TensorInfo
 from pccl.types import DataType, DeviceType
 
 torch = pytest.importorskip("torch", reason="half of the entries are torch's")
@@ -91,8 +93,7 @@ def test_an_entry_may_be_empty() -> None:
 
 
 def test_entries_elsewhere_than_in_host_memory() -> None:
-    with pytest.raises(UnsupportedError, match=r"'x'.*CUDA"):
-        info(device_type=DeviceType.CUDA)
+    assert info(device_type=DeviceType.CUDA).device_type is DeviceType.CUDA
     with pytest.raises(UnsupportedError, match="meta"):
         TensorInfo.from_torch(torch.empty(3, device="meta"), "x")
 
@@ -118,6 +119,19 @@ def test_a_shared_state_has_entries_with_different_names() -> None:
         SharedState([])
     with pytest.raises(ValueError, match="'b'"):
         SharedState([info("a"), info("b"), info("c"), info("b")])
+
+
+def test_as_many_entries_as_fit_in_a_message() -> None:
+    """What is accepted can be sent, of the longest names and numbers."""
+    entries = [info(f"{i:0256}", numel=1 << 60, dtype=DataType.UINT8) for i in range(60_000)]
+    with pytest.raises(ValueError, match="60000 entries take"):
+        SharedState(entries)
+    fewer = SharedState(entries[: OFFER_BYTES_MAX // (256 + ENTRY_BYTES_MAX)])
+    made = tuple(
+        m.Entry(one.name, one.dtype.value, one.numel, True, bytes(16)) for one in fewer.tensor_infos
+    )
+    vote = m.SyncVote(1 << 60, m.Offer((1 << 64) - 1, 2, made, True))
+    assert len(m.encode(vote)) <= m.MESSAGE_BYTES_MAX
 
 
 def test_a_shared_state_keeps_the_order_of_its_own_list() -> None:

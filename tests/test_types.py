@@ -118,7 +118,11 @@ def test_bfloat16_has_no_numpy_dtype() -> None:
 def test_device_types() -> None:
     found = [DeviceType.from_torch_device_type(name) for name in ("cpu", "cuda", "mps")]
     assert found == [DeviceType.CPU, DeviceType.CUDA, None]
-    assert cuda.is_available() is False
+
+
+def test_cuda_is_there_when_torch_finds_it() -> None:
+    torch = pytest.importorskip("torch")
+    assert cuda.is_available() is torch.cuda.is_available()
 
 
 def test_the_world_size_has_two_names() -> None:

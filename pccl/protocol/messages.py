@@ -26,6 +26,7 @@ DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
+ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name
 
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]

@@ -9,20 +9,17 @@ defence against malice.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
 
 from pccl.ext import ffi
+from pccl.runtime.spans import SPAN_BYTES, each_span
 
 LEAF_BYTES = 4 << 20
 DIGEST_BYTES = 16
-THREADS_MAX = 8  # they saturate the memory of any machine
-SPAN_LEAVES = 4  # that one thread hashes at a stretch
-ALONE_BYTES = 8 * LEAF_BYTES  # below this, starting threads costs more than they save
+assert SPAN_BYTES % LEAF_BYTES == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +59,12 @@ def digests(memory: Sequence[tuple[int, int]], threads: int | None = None) -> li
     """
     tables = [bytearray(DIGEST_BYTES * leaf_count(nbytes)) for _, nbytes in memory]
 
-    def hash_span(span: tuple[int, int]) -> None:
-        index, first = span
-        address, nbytes = memory[index]
-        end = min(first + SPAN_LEAVES * LEAF_BYTES, nbytes)
+    def hash_span(index: int, first: int, end: int) -> None:
+        address, _ = memory[index]
         for begin in range(first, end, LEAF_BYTES):
             at = begin // LEAF_BYTES * DIGEST_BYTES
             found = leaf_digest(address + begin, min(LEAF_BYTES, end - begin))
             tables[index][at : at + DIGEST_BYTES] = found
 
-    if threads is None:
-        total = sum(nbytes for _, nbytes in memory)
-        threads = 1 if total < ALONE_BYTES else min(_cores(), THREADS_MAX)
-    if threads == 1:
-        for span in _spans(memory):
-            hash_span(span)
-    else:
-        with ThreadPoolExecutor(threads, "pccl-digest") as pool:
-            for _ in pool.map(hash_span, _spans(memory)):
-                pass
+    each_span([nbytes for _, nbytes in memory], hash_span, threads)
     return [Digest(root_digest(table), bytes(table)) for table in tables]
-
-
-def _spans(memory: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Where each span begins: an index and an offset."""
-    for index, (_, nbytes) in enumerate(memory):
-        for first in range(0, nbytes, SPAN_LEAVES * LEAF_BYTES):
-            yield index, first
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

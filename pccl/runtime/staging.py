@@ -25,6 +25,7 @@ from pccl.runtime.digest import (
     root_digest,
 )
 from pccl.runtime.memory import Pieces
+from pccl.runtime.spans import each_span
 
 # Not cleared: staging memory is written whole or not used, and touching it twice costs time.
 _allocate = ffi.new_allocator(should_clear_after_alloc=False)
@@ -85,7 +86,7 @@ class Staging:
         for index, elected in zip(plan.fetch, plan.digests, strict=True):
             region = regions[index]
             leaves = leaf_count(region.nbytes)
-            content = _reserve(region.nbytes)
+            content = reserve(region.nbytes)
             table = _allocate("char[]", leaves * DIGEST_BYTES) if leaves > 1 else None
             self._entries[index] = _Entry(region, elected, content, table)
         self.bytes_total = sum(entry.region.nbytes for entry in self._entries.values())
@@ -160,16 +161,22 @@ class Staging:
             lib.pccl_compare(region.dtype, user, entry.content, region.count, found)
             yield m.Difference(index, found.bytes, found.ulp, found.nans_a, found.nans_b)
 
-    def install(self) -> None:
-        """Overwrites the user's memory."""
-        for entry in self._entries.values():
-            user = ffi.cast("void *", entry.region.address)
-            lib.memcpy(user, entry.content, entry.region.nbytes)
+    def install(self) -> tuple[int, ...]:
+        """Overwrites the user's memory. Returns which regions that were, by index."""
+        entries = list(self._entries.values())
+
+        def copy(index: int, begin: int, end: int) -> None:
+            entry = entries[index]
+            user = ffi.cast("char *", entry.region.address)
+            lib.memcpy(user + begin, entry.content + begin, end - begin)
+
+        each_span([entry.region.nbytes for entry in entries], copy)
+        return tuple(self._entries)
 
 
-def _reserve(nbytes: int) -> Any:
-    """A char array. In huge pages where that goes: first touches of small ones cost as much time as
-    the transfer on a fast link.
+def reserve(nbytes: int) -> Any:
+    """A char array of any content. In huge pages where that goes: first touches of small ones cost
+    as much time as the transfer on a fast link.
     """
     if nbytes < HUGE_PAGES_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return _allocate("char[]", nbytes)

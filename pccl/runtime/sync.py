@@ -48,9 +48,17 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a synchronisation ended, and what it cost to hash what this peer has."""
+    """How a synchronisation ended, and what it cost to hash what this peer has.
+
+    Attributes:
+        overwritten: the regions that have other content now, by index.
+        error: what the caller's callback has raised. It ends the synchronisation, unless that was
+            past the point of no return.
+    """
 
     end: core.Synced | core.Fail
+    overwritten: tuple[int, ...]
+    error: Exception | None
     hashed_bytes: int
     hash_seconds: float
 
@@ -66,9 +74,6 @@ def synchronise(
         revision: of the shared state, as this peer has it.
         wish: what else there is to ask for.
         owner: kept alive as long as the engine refers to the memory.
-
-    Raises:
-        Exception: whatever `wish.progress` has raised; the synchronisation has failed then.
     """
     began = time.monotonic()
     found = digests([(region.address, region.nbytes) for region in regions])
@@ -80,8 +85,10 @@ def synchronise(
     )
     offer = m.Offer(revision, wish.strategy, entries, wish.strict)
     call = client.sync(offer, pieces, (owner, found, tables))
-    end = _Receiver(client, call, regions, wish).receive()
-    return Outcome(end, sum(region.nbytes for region in regions), hash_seconds)
+    receiver = _Receiver(client, call, regions, wish)
+    end = receiver.receive()
+    hashed_bytes = sum(region.nbytes for region in regions)
+    return Outcome(end, receiver.overwritten, receiver.error, hashed_bytes, hash_seconds)
 
 
 class _Receiver:
@@ -101,6 +108,12 @@ class _Receiver:
         self._failures = 0
         self._verdicts: list[Verdict] = []
         self._progress = _Progress(wish.progress)
+        self.overwritten: tuple[int, ...] = ()  # regions, at the end
+
+    @property
+    def error(self) -> Exception | None:
+        """What the caller's callback has raised."""
+        return self._progress.error
 
     def receive(self) -> core.Synced | core.Fail:
         """Until the end, with the caller's memory overwritten if that is a success."""
@@ -119,11 +132,9 @@ class _Receiver:
                 case core.Answer(_, core.Synced() as synced):
                     if self._staging is not None:
                         assert self._complete, "the master kept what this peer has not proven"
-                        self._staging.install()
-                    self._progress.end()
+                        self.overwritten = self._staging.install()
                     return synced
                 case core.Fail() as fail:
-                    self._progress.end()
                     return fail
             if self._verdicts and not (self._call.has_notes and len(self._verdicts) < BATCH):
                 self._client.judge(self._op, self._verdicts)
@@ -188,7 +199,7 @@ class _Progress:
         self._staging: Staging | None = None
         self._began = self._reported = self._logged = 0.0
         self._told = -1  # bytes, in the last call of the callback
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     def begin(self, staging: Staging) -> None:
         """A transfer begins."""
@@ -218,11 +229,6 @@ class _Progress:
             try:
                 self._callback(progress)
             except Exception as error:  # raised at the end: others wait for this peer meanwhile
-                self._error, self._callback = error, None
+                self.error, self._callback = error, None
                 return False
         return True
-
-    def end(self) -> None:
-        """Raises what the callback has raised."""
-        if self._error is not None:
-            raise self._error

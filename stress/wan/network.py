@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,18 +65,26 @@ def kind() -> str:
 
 
 @contextlib.contextmanager
-def network(link: Link, hosts: Sequence[str]) -> Iterator[Network]:
+def network(
+    link: Link, hosts: Sequence[str], slow: Mapping[str, int] | None = None
+) -> Iterator[Network]:
     """Hosts with that link between any two; they and all that runs there end with the block.
+
+    Args:
+        link: what lies between them.
+        hosts: their names.
+        slow: hosts that send at another rate, in Mbit/s.
 
     Raises:
         RuntimeError: the machine cannot emulate a network; the text says what is missing.
     """
-    with _wanem(link, hosts) if kind() == "wanem" else _netem(link, hosts) as made:
+    emulate = _wanem if kind() == "wanem" else _netem
+    with emulate(link, hosts, slow or {}) as made:
         yield made
 
 
 @contextlib.contextmanager
-def _wanem(link: Link, hosts: Sequence[str]) -> Iterator[Network]:
+def _wanem(link: Link, hosts: Sequence[str], slow: Mapping[str, int]) -> Iterator[Network]:
     from wanem import Wan  # type: ignore[import-not-found]
 
     values = {"rate": f"{link.mbit}mbit", "delay": f"{link.rtt_ms / 2}ms", "loss": f"{link.loss}%"}
@@ -84,18 +93,18 @@ def _wanem(link: Link, hosts: Sequence[str]) -> Iterator[Network]:
         "congestion": "cubic",
         "sysctl": SYSCTLS,
         "default": {**values, "queue": f"{QUEUE_MS}ms"},
+        "links": [{"from": host, "to": "*", "rate": f"{mbit}mbit"} for host, mbit in slow.items()],
     }
-    with Wan(config, name=f"pccl{next(_names)}") as wan:
+    with Wan(config, name=_name()) as wan:
         yield Network(wan.name, dict(wan.hosts))
 
 
 @contextlib.contextmanager
-def _netem(link: Link, hosts: Sequence[str]) -> Iterator[Network]:
+def _netem(link: Link, hosts: Sequence[str], slow: Mapping[str, int]) -> Iterator[Network]:
     """A bridge in a namespace of its own; each host's delay, rate and loss lie on what it sends."""
-    prefix = f"pccl{next(_names)}"
+    prefix = _name()
     addresses = {host: f"10.78.0.{number}" for number, host in enumerate(hosts, 1)}
     switch = f"{prefix}.switch"
-    packets = QUEUE_MS * link.mbit * 1000 // (8 * _MTU) + link.rtt_ms * link.mbit * 125 // _MTU
     try:
         _ip("netns", "add", switch)
         _ip("-n", switch, "link", "add", "br0", "up", "type", "bridge")
@@ -111,7 +120,9 @@ def _netem(link: Link, hosts: Sequence[str]) -> Iterator[Network]:
             _ip("-n", name, "route", "change", "10.78.0.0/24", "dev", "wan0", "congctl", "cubic")
             for key, value in {**SYSCTLS, "net.ipv4.tcp_no_metrics_save": "1"}.items():
                 _run("ip", "netns", "exec", name, "sysctl", "-q", "-w", f"{key}={value}")
-            netem = f"delay {link.rtt_ms / 2}ms rate {link.mbit}mbit loss {link.loss}%"
+            mbit = slow.get(host, link.mbit)
+            packets = (QUEUE_MS + link.rtt_ms) * mbit * 125 // _MTU
+            netem = f"delay {link.rtt_ms / 2}ms rate {mbit}mbit loss {link.loss}%"
             _run(*f"tc -n {name} qdisc add dev wan0 root netem limit {packets} {netem}".split())
         yield Network(prefix, addresses)
     finally:
@@ -120,6 +131,11 @@ def _netem(link: Link, hosts: Sequence[str]) -> Iterator[Network]:
                 for pid in _run("ip", "netns", "pids", f"{prefix}.{host}").split():
                     _run("kill", "-9", pid)
                 _ip("netns", "delete", f"{prefix}.{host}")
+
+
+def _name() -> str:
+    """Of a network: one of that name that stands elsewhere on the machine would be removed."""
+    return f"pccl{os.getpid()}_{next(_names)}"
 
 
 def _ip(*arguments: str) -> None:

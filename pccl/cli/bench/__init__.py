@@ -1,10 +1,13 @@
-"""`pccl bench`: measures collectives and kernels on this machine, in the manner of nccl-tests."""
+"""`pccl bench`: measures collectives, shared state and kernels on this machine.
+
+Collectives in the manner of nccl-tests.
+"""
 
 from __future__ import annotations
 
 import argparse
 
-from pccl.cli.bench import collectives, kernels
+from pccl.cli.bench import collectives, kernels, state
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,6 +18,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         measurement = measurements.add_parser(name, help=text, description=collectives.__doc__)
         collectives.add_arguments(measurement, name)
         measurement.set_defaults(measure=collectives.run)
+    text = "shared state to a newcomer, and already equal"
+    measurement = measurements.add_parser("state", help=text, description=state.__doc__)
+    state.add_arguments(measurement)
+    measurement.set_defaults(measure=state.run)
     text = "reduce kernels against numpy's add"
     measurement = measurements.add_parser("kernels", help=text, description=kernels.__doc__)
     kernels.add_arguments(measurement)

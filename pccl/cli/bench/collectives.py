@@ -13,19 +13,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
+from collections.abc import Sequence
 from pathlib import Path
 
 import pccl
 from pccl.cli.bench import options, table
 from pccl.cli.bench.data import PEERS_MAX
-from pccl.cli.bench.peer import Job, Measured, serve
+from pccl.cli.bench.peer import Job, serve
+from pccl.cli.bench.processes import BenchError, collect, processes
 from pccl.cli.bench.table import FACTORS, blocks
 from pccl.cli.bench.ways import REDUCING
 from pccl.types import DataType, ReduceOp
@@ -46,11 +44,6 @@ _OPS = {op.name.lower(): op for op in ReduceOp}
 NAMES = tuple(FACTORS)
 _FLOATS = ("half", "float", "double", "bfloat16")
 _NOT_IN_GLOO = {"uint32", "uint64", "avg"}
-_LEAVE_S = 10.0  # for the processes to end by themselves after the last size
-
-
-class BenchError(Exception):
-    """A process could not measure; the text says why."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
@@ -154,57 +147,17 @@ def _problem(args: argparse.Namespace) -> str:
 
 def _rows(job: Job, dtype: str, op: str) -> list[table.Row]:
     rows = []
-    with pccl.MasterNode("127.0.0.1:0") as master, _processes(job, master.address) as results:
+    with (
+        tempfile.TemporaryDirectory(prefix="pccl-bench-") as scratch,
+        pccl.MasterNode("127.0.0.1:0") as master,
+        processes(job.peers, serve, job, master.address, Path(scratch, "gloo").as_uri()) as results,
+    ):
         for count in job.counts:
-            row = table.Row.of(job.what, count, job.dtype.itemsize, dtype, op, _collect(results))
+            measured = collect(results)
+            row = table.Row.of(job.what, count, job.dtype.itemsize, dtype, op, measured)
             print(row.text(), flush=True)
             rows.append(row)
     return rows
-
-
-@contextmanager
-def _processes(job: Job, address: str) -> Iterator[list[Connection]]:
-    """Starts the peers; what each of them measures comes over its connection."""
-    context = multiprocessing.get_context("spawn")
-    processes = []
-    results = []
-    with tempfile.TemporaryDirectory(prefix="pccl-bench-") as scratch:
-        store = Path(scratch, "gloo").as_uri()
-        try:
-            for number in range(job.peers):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=serve, args=(job, number, address, store, sender), daemon=True
-                )
-                process.start()
-                sender.close()  # the process has its own, so that its end is the end of the pipe
-                processes.append(process)
-                results.append(receiver)
-            yield results
-            for process in processes:
-                process.join(_LEAVE_S)
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
-
-
-def _collect(results: Sequence[Connection]) -> list[Measured]:
-    """One measurement of every peer. Raises BenchError if one of them cannot give it."""
-    found: dict[int, Measured] = {}
-    waiting = dict(enumerate(results))
-    while waiting:
-        ready = wait(waiting.values())
-        for number in [number for number, result in waiting.items() if result in ready]:
-            try:
-                message = waiting.pop(number).recv()
-            except EOFError:
-                raise BenchError(f"process {number} ended before it had measured all") from None
-            if isinstance(message, str):
-                raise BenchError(f"process {number}: {message}")
-            found[number] = message
-    return [found[number] for number in range(len(results))]
 
 
 def _json(rows: Sequence[table.Row]) -> str:

@@ -7,10 +7,6 @@ same library: all begin together, and none pays for how another library let its 
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +16,7 @@ from multiprocessing.connection import Connection
 
 import pccl
 from pccl.cli.bench import ways
+from pccl.cli.bench.processes import follow_parent
 from pccl.types import DataType, ReduceOp
 
 _GLOO_TIMEOUT = timedelta(seconds=60)
@@ -63,7 +60,7 @@ class Measured:
     wrong: dict[str, int]
 
 
-def serve(job: Job, number: int, address: str, store: str, results: Connection) -> None:
+def serve(number: int, job: Job, address: str, store: str, results: Connection) -> None:
     """The life of process `number`.
 
     Args:
@@ -71,8 +68,7 @@ def serve(job: Job, number: int, address: str, store: str, results: Connection) 
         store: URL of a file in which gloo's processes find each other.
         results: gets a `Measured` for each size, or why there is none, as text.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    follow_parent()
     try:
         with _gloo(job, number, store), pccl.Communicator(address) as comm:
             while comm.world_size < job.peers:
@@ -82,13 +78,6 @@ def serve(job: Job, number: int, address: str, store: str, results: Connection) 
                 results.send(_measure(comm, job, count))
     except pccl.PCCLError as error:
         results.send(str(error))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 @contextmanager

@@ -1,0 +1,285 @@
+"""Measures the synchronisation of shared state over processes of this machine, and verifies it.
+
+In each iteration a peer joins the run (untimed), receives everything from the holders, and then all
+synchronise the same content once more. What that can be compared with takes its turn in the same
+iteration: the lanes, in a broadcast of the same bytes from one holder to all; on the newcomer alone
+the hashing of its state, a copy of it in memory, and beforehand a first touch of as much memory as
+it is about to receive into. That is the operating system's work, and much of it on a virtual
+machine whose host takes back what is not in use: so a newcomer that finds such memory cold waits
+for the sum of the two. Times are medians, of the newcomer, and where nothing moves of the slowest
+peer; GB/s are of the state's bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import pccl
+from pccl.cli.bench import options
+from pccl.cli.bench.data import PEERS_MAX
+from pccl.cli.bench.processes import BenchError, collect, follow_parent, processes
+from pccl.ext import ffi, lib
+from pccl.runtime.digest import digests
+from pccl.runtime.staging import reserve
+
+_WAYS = ("newcomer", "equal", "lanes", "hash", "copy", "memory")
+_RATIOS = {"new/lanes": ("lanes", "newcomer"), "hash/copy": ("copy", "hash")}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all processes do: sizes in bytes, one after the other, of so many entries."""
+
+    sizes: tuple[int, ...]
+    entries: int
+    holders: int
+    iterations: int
+    warmups: int
+
+
+@dataclass(slots=True)
+class Measured:
+    """One size by one peer.
+
+    Attributes:
+        times_s: seconds of each timed iteration, by way.
+        wrong: bytes that were not those of the holders, after all synchronisations.
+    """
+
+    times_s: dict[str, list[float]] = field(default_factory=dict)
+    wrong: int = 0
+
+    def time(self, way: str, call: Callable[[], object]) -> None:
+        """Calls once."""
+        began = time.perf_counter()
+        call()
+        self.times_s.setdefault(way, []).append(time.perf_counter() - began)
+
+    def without(self, warmups: int) -> Measured:
+        """The same without the first iterations."""
+        timed = {way: times[warmups:] for way, times in self.times_s.items()}
+        return Measured(timed, self.wrong)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pccl bench state`."""
+    options.add_sizes(parser, "256M", "256M", 2)
+    options.add_iterations(parser, 7, 2)
+    parser.add_argument(
+        "--entries",
+        type=options.whole_number(1),
+        default=16,
+        metavar="N",
+        help="into which the state is cut (%(default)s)",
+    )
+    parser.add_argument(
+        "--holders",
+        type=options.whole_number(1, PEERS_MAX),
+        default=2,
+        metavar="N",
+        help="peers that have what the newcomer lacks (%(default)s)",
+    )
+    parser.add_argument(
+        "-J", "--json", type=Path, metavar="FILE", help="write the results here too"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures and prints; 1 if a byte was wrong or a process failed, 2 if it cannot start."""
+    if not args.entries <= args.minbytes <= args.maxbytes:
+        print(
+            "pccl bench: an entry has a byte at least, and -b is no more than -e", file=sys.stderr
+        )
+        return 2
+    job = Job(tuple(options.sizes(args)), args.entries, args.holders, args.iters, args.warmup_iters)
+    print(
+        f"# pccl {pccl.__version__} bench state: {job.holders} holders and a newcomer on "
+        f"{os.cpu_count()} cores, {job.entries} entries, transport "
+        f"{os.environ.get('PCCL_TRANSPORT', 'auto')}\n# medians (minima) of {job.iterations} "
+        f"iterations after {job.warmups} warm-ups\n{_head()}",
+        flush=True,
+    )
+    results = []
+    try:
+        with (
+            pccl.MasterNode("127.0.0.1:0") as master,
+            processes(job.holders + 1, take_part, job, master.address) as connections,
+        ):
+            for nbytes in job.sizes:
+                results.append(_row(nbytes, collect(connections)))
+                print(_text(results[-1]), flush=True)
+    except BenchError as error:
+        print(f"pccl bench: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        found = {"version": pccl.__version__, "entries": job.entries, "holders": job.holders}
+        args.json.write_text(json.dumps({**found, "results": results}, indent=2) + "\n", "utf-8")
+    return 1 if any(row["nwrong"] for row in results) else 0
+
+
+# ---- the peers ----
+
+
+def take_part(number: int, job: Job, address: str, results: Connection) -> None:
+    """The life of process `number`; the last one is the newcomer."""
+    follow_parent()
+    try:
+        if number < job.holders:
+            _hold(job, address, results)
+        else:
+            _come(job, address, results)
+    except pccl.PCCLError as error:
+        results.send(str(error))
+
+
+def _hold(job: Job, address: str, results: Connection) -> None:
+    with pccl.Communicator(address) as comm:
+        _gather(comm, job)
+        revision = 1
+        for nbytes in job.sizes:
+            content = _content(nbytes)
+            measured = Measured()
+            for _ in range(job.warmups + job.iterations):
+                while comm.world_size > job.holders:  # the last newcomer is about to leave
+                    comm.are_peers_pending()
+                _admit(comm, job.holders + 1)
+                shared = _state(content, job.entries, revision)
+                _iterate(comm, shared, content, measured)
+                _meet(comm)
+                revision += 2
+            results.send(measured.without(job.warmups))
+
+
+def _come(job: Job, address: str, results: Connection) -> None:
+    with pccl.Communicator(address) as comm:
+        _gather(comm, job)
+    for nbytes in job.sizes:
+        expected = _content(nbytes)
+        own, copied = np.empty_like(expected), np.empty_like(expected)
+        measured = Measured()
+        for _ in range(job.warmups + job.iterations):
+            np.invert(expected, out=own)
+            with pccl.Communicator(address) as comm:
+                _admit(comm, job.holders + 1)
+                measured.time("memory", partial(_touch, nbytes))
+                _iterate(comm, _state(own, job.entries, 0), own, measured, expected)
+                measured.time("hash", partial(digests, [(own.ctypes.data, nbytes)]))
+                measured.time("copy", partial(_copy, copied, own))
+                _meet(comm)
+        results.send(measured.without(job.warmups))
+
+
+def _iterate(
+    comm: pccl.Communicator,
+    shared: pccl.SharedState,
+    content: np.ndarray,
+    measured: Measured,
+    expected: np.ndarray | None = None,
+) -> None:
+    """What all peers do together. A newcomer knows what is `expected`."""
+    _meet(comm)
+    measured.time("newcomer", lambda: comm.sync_shared_state(shared))
+    if expected is not None:  # before the broadcast, which repairs it
+        measured.wrong += count_wrong(content, expected)
+    shared.push_revision()
+    _meet(comm)
+    measured.time("equal", lambda: comm.sync_shared_state(shared))
+    comm.broadcast(content, tag=1)  # the first one on new lanes needs memory for what it overwrites
+    _meet(comm)
+    measured.time("lanes", lambda: comm.broadcast(content, tag=1))
+
+
+def _gather(comm: pccl.Communicator, job: Job) -> None:
+    """All join; then the newcomer leaves, so that it is always the last one accepted."""
+    _admit(comm, job.holders + 1)
+    _meet(comm)
+
+
+def _admit(comm: pccl.Communicator, size: int) -> None:
+    while comm.world_size < size:
+        if comm.are_peers_pending():
+            comm.update_topology()
+
+
+def _meet(comm: pccl.Communicator) -> None:
+    """Lets all peers begin together."""
+    comm.all_reduce(np.zeros(1, np.float32), op=pccl.ReduceOp.MAX)
+
+
+def count_wrong(found: np.ndarray, expected: np.ndarray) -> int:
+    """Bytes that differ."""
+    difference = ffi.new("pccl_difference *")
+    a, b = (ffi.from_buffer("char[]", array) for array in (found, expected))
+    lib.pccl_compare(pccl.DataType.UINT8.value, a, b, expected.nbytes, difference)
+    return int(difference.bytes)
+
+
+def _content(nbytes: int) -> np.ndarray:
+    return np.random.default_rng(nbytes).integers(0, 256, nbytes, np.uint8)
+
+
+def _state(content: np.ndarray, entries: int, revision: int) -> pccl.SharedState:
+    parts = np.array_split(content, entries)
+    shared = pccl.SharedState.from_tensors({f"entry {i}": part for i, part in enumerate(parts)})
+    shared.revision = revision
+    return shared
+
+
+def _touch(nbytes: int) -> None:
+    """Takes as much memory from the operating system as a receiver does, and gives it back."""
+    np.frombuffer(ffi.buffer(reserve(nbytes)), np.uint8)[:: mmap.PAGESIZE] = 1
+
+
+def _copy(to: np.ndarray, source: np.ndarray) -> None:
+    target, origin = (ffi.from_buffer("char[]", array) for array in (to, source))
+    lib.memcpy(target, origin, source.nbytes)
+
+
+# ---- the table ----
+
+
+def _row(nbytes: int, all_measured: list[Measured]) -> dict[str, Any]:
+    """A size as the JSON has it: seconds, and GB/s of the state's bytes."""
+    times_s = dict(all_measured[-1].times_s)
+    times_s["equal"] = [
+        max(each) for each in zip(*(m.times_s["equal"] for m in all_measured), strict=True)
+    ]
+    row: dict[str, Any] = {"size": nbytes, "nwrong": all_measured[-1].wrong}
+    for way in _WAYS:
+        row[way] = {
+            "time": median(times_s[way]),
+            "time_min": min(times_s[way]),
+            "bw": nbytes / median(times_s[way]) / 1e9,
+        }
+    for name, (slow, fast) in _RATIOS.items():
+        row[name] = row[slow]["time"] / row[fast]["time"]
+    return row
+
+
+def _head() -> str:
+    names = f"# {'size':>10}" + "".join(f"  {way:^25}" for way in _WAYS)
+    units = f"# {'(B)':>10}" + f"  {'(ms)':>15}  {'(GB/s)':>8}" * len(_WAYS)
+    return f"{names}  {'  '.join(_RATIOS)}  #wrong\n{units}"
+
+
+def _text(row: dict[str, Any]) -> str:
+    cells = [f"{row['size']:12d}"]
+    for way in _WAYS:
+        times = f"{row[way]['time'] * 1e3:.1f} ({row[way]['time_min'] * 1e3:.1f})"
+        cells.append(f"{times:>15}  {row[way]['bw']:8.2f}")
+    cells += [f"{row[name]:9.2f}" for name in _RATIOS]
+    return "  ".join([*cells, f"{row['nwrong']:6d}"])

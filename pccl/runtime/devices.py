@@ -1,0 +1,121 @@
+"""Memory of devices, which neither the hashing nor the engine can reach, by way of host memory.
+
+What lies on a device is copied to the host before it is used, and what has changed there is copied
+back afterwards. Host memory of the same size is needed meanwhile: pinned, so that the device can
+read and write it by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from pccl import cuda
+from pccl.arrays import Buffer
+from pccl.runtime.memory import Operand, Operands
+from pccl.types import DeviceType
+
+
+class HostMemory(Protocol):
+    """Memory that a device copies from and to; it lives as long as this does."""
+
+    def data_ptr(self) -> int:
+        """Its address."""
+
+
+class Device(Protocol):
+    """Copies between host memory and a kind of device. What they begin is done after `wait`."""
+
+    def allocate(self, nbytes: int) -> HostMemory:
+        """Host memory."""
+
+    def read(self, host: HostMemory, buffer: Buffer) -> None:
+        """Begins to copy from the device, after all work that the program has given it."""
+
+    def write(self, buffer: Buffer, host: HostMemory) -> None:
+        """Begins to copy to the device."""
+
+    def wait(self) -> None:
+        """Returns when all that was begun is done."""
+
+
+class HostView:
+    """Buffers as host memory: those on a device as copies, the others as they are.
+
+    Args:
+        buffers: what to see.
+        unread: those, by index, of which copies may begin with anything.
+
+    Raises:
+        UnsupportedError: one is on a device that is not there.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], unread: Container[int] = ()) -> None:
+        self._buffers = buffers
+        self._copies: dict[int, HostMemory] = {}
+        self._device: Device | None = None
+        for index, buffer in enumerate(buffers):
+            if buffer.device_type is DeviceType.CPU or buffer.nbytes == 0:
+                continue
+            if self._device is None:
+                self._device = cuda.device()
+            self._copies[index] = host = self._device.allocate(buffer.nbytes)
+            if index not in unread:
+                self._device.read(host, buffer)
+        if self._device is not None:
+            self._device.wait()
+
+    def address(self, index: int) -> int:
+        """Where the buffer of that index is seen."""
+        if index in self._copies:
+            return self._copies[index].data_ptr()
+        return self._buffers[index].address
+
+    def write_back(self, changed: Iterable[int]) -> None:
+        """Makes the devices have what the host has of the buffers with these indices."""
+        if self._device is None:
+            return
+        for index in changed:
+            if index in self._copies:
+                self._device.write(self._buffers[index], self._copies[index])
+        self._device.wait()
+
+
+def on_host(work: Operands) -> tuple[Operands, Callable[[], None]]:
+    """The same collective over host memory, and what brings its result to where it belongs.
+
+    Raises:
+        UnsupportedError: an array is on a device that is not there.
+    """
+    buffers = [buffer for operand in work.each for buffer in (operand.send, operand.recv)]
+    if all(buffer.device_type is DeviceType.CPU for buffer in buffers):
+        return work, _nothing
+    seen: list[Buffer] = []
+    results: list[int] = []
+    pairs: list[tuple[int, int]] = []  # of an operand: indices into `seen`
+    for operand in work.each:
+        first = len(seen)
+        if operand.send.address == operand.recv.address or operand.send.overlaps(operand.recv):
+            seen.append(max(operand.send, operand.recv, key=lambda buffer: buffer.nbytes))
+        else:
+            seen += [operand.send, operand.recv]
+        pairs.append((first, len(seen) - 1))
+        results.append(len(seen) - 1)
+    apart = {recv for send, recv in pairs if send != recv}
+    view = HostView(seen, apart)
+
+    def moved(buffer: Buffer, index: int) -> Buffer:
+        address = view.address(index) + buffer.address - seen[index].address
+        owner = view, buffer.owner
+        return replace(buffer, address=address, owner=owner, device_type=DeviceType.CPU)
+
+    each = tuple(
+        Operand(moved(operand.send, send), moved(operand.recv, recv), operand.count)
+        for operand, (send, recv) in zip(work.each, pairs, strict=True)
+    )
+    return Operands(work.work, each), lambda: view.write_back(results)
+
+
+def _nothing() -> None:
+    pass

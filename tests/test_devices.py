@@ -1,0 +1,336 @@
+"""The memory of devices: on a stand-in everywhere, on CUDA where there is a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import Cluster
+
+import pccl
+from pccl import cuda, operands
+from pccl.arrays import Buffer
+from pccl.errors import UnsupportedError
+from pccl.protocol import messages as m
+from pccl.runtime.client import Operand, Operands
+from pccl.runtime.devices import HostView
+
+
+class Host:
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = np.full(nbytes, 0xEE, np.uint8)
+
+    def data_ptr(self) -> int:
+        return self.bytes.ctypes.data
+
+
+class Gpu:
+    """A device whose addresses no host can touch, and whose copies are not done before `wait`."""
+
+    def __init__(self) -> None:
+        self._memory: dict[int, np.ndarray] = {}
+        self._begun: list[Callable[[], object]] = []
+        self.read_addresses: list[int] = []
+        self.written_addresses: list[int] = []
+
+    def hold(self, content: np.ndarray) -> int:
+        """The address of a copy of the content: where a buffer begins that is read or written."""
+        address = (1 << 60) + (len(self._memory) << 40)
+        self._memory[address] = content.copy().view(np.uint8)
+        return address
+
+    def content(self, address: int) -> np.ndarray:
+        return self._memory[address]
+
+    def allocate(self, nbytes: int) -> Host:
+        return Host(nbytes)
+
+    def read(self, host: Host, buffer: Buffer) -> None:
+        self.read_addresses.append(buffer.address)
+        source = self._memory[buffer.address]
+        assert source.nbytes == buffer.nbytes == host.bytes.nbytes
+        self._begun.append(lambda: np.copyto(host.bytes, source))
+
+    def write(self, buffer: Buffer, host: Host) -> None:
+        self.written_addresses.append(buffer.address)
+        target = self._memory[buffer.address]
+        self._begun.append(lambda: np.copyto(target, host.bytes))
+
+    def wait(self) -> None:
+        for copy in self._begun:
+            copy()
+        self._begun.clear()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    made = Gpu()
+    monkeypatch.setattr(cuda, "device", lambda: made)
+    return made
+
+
+def entry(
+    name: str, address: int, numel: int, dtype: pccl.DataType, *, any_content: bool = False
+) -> pccl.TensorInfo:
+    return pccl.TensorInfo(
+        name,
+        address,
+        numel=numel,
+        dtype=dtype,
+        device_type=pccl.DeviceType.CUDA,
+        allow_content_inequality=any_content,
+    )
+
+
+def test_a_view_copies_what_is_elsewhere_and_back_what_has_changed(gpu: Gpu) -> None:
+    here = np.arange(3, dtype=np.float32)
+    there = [gpu.hold(np.full(4, fill, np.uint8)) for fill in (1, 2)]
+    buffers = [
+        Buffer.of(here),
+        *(
+            Buffer.at(address, 4, pccl.DataType.UINT8, None, pccl.DeviceType.CUDA)
+            for address in there
+        ),
+        Buffer.at(0, 0, pccl.DataType.UINT8, None, pccl.DeviceType.CUDA),
+    ]
+    view = HostView(buffers)
+    assert view.address(0) == here.ctypes.data
+    assert view.address(3) == 0
+    assert gpu.read_addresses == there
+    seen = [np.ctypeslib.as_array(host.bytes) for host in view._copies.values()]
+    assert [list(one) for one in seen] == [[1] * 4, [2] * 4]
+    for one in seen:
+        one[:] = 9
+    view.write_back([0, 2, 3])
+    assert gpu.written_addresses == there[1:]
+    assert list(gpu.content(there[0])) == [1] * 4
+    assert list(gpu.content(there[1])) == [9] * 4
+
+
+def test_memory_of_the_host_needs_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cuda, "device")
+    view = HostView([Buffer.of(np.ones(3))])
+    view.write_back([0])
+
+
+def test_a_receiver_writes_what_has_changed_alone(gpu: Gpu) -> None:
+    """Of three entries one differs, and one that may differ is received by who is behind."""
+    contents = [np.full(1000, 7, np.float32), np.arange(5, dtype=np.int64), np.ones(9, np.float16)]
+    dtypes = [pccl.DataType.FLOAT, pccl.DataType.INT64, pccl.DataType.FLOAT16]
+    with Cluster(2) as cluster:
+        held: list[list[int]] = [[], []]
+        for index in range(2):
+            mine = [contents[0] + index, contents[1], contents[2] * (1 + index)]
+            held[index] = [gpu.hold(content) for content in mine]
+
+        def job(index: int, comm: pccl.Communicator) -> pccl.SharedStateSyncInfo:
+            infos = [
+                entry(f"t{i}", held[index][i], contents[i].size, dtypes[i], any_content=i == 2)
+                for i in range(3)
+            ]
+            shared = pccl.SharedState(infos)
+            shared.revision = 1 - index
+            return comm.sync_shared_state(shared)
+
+        infos = cluster.each(job)
+    assert [info.rx_bytes for info in infos] == [0, 4000 + 18]
+    assert sorted(gpu.written_addresses) == [held[1][0], held[1][2]]
+    for content, address in zip(contents, held[1], strict=True):
+        np.testing.assert_array_equal(gpu.content(address), content.view(np.uint8))
+
+
+def test_a_call_that_fails_writes_nothing(gpu: Gpu) -> None:
+    """Content has diverged, which one peer does not want to be repaired."""
+    held = [gpu.hold(np.full(8, fill, np.uint8)) for fill in (0, 1)]
+    with Cluster(2) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            shared = pccl.SharedState([entry("x", held[index], 8, pccl.DataType.UINT8)])
+            shared.revision = 5
+            with pytest.raises(pccl.DivergenceError):
+                comm.sync_shared_state(shared, raise_on_divergence=True)
+
+        cluster.each(job)
+    assert gpu.written_addresses == []
+
+
+def test_files(gpu: Gpu, tmp_path: Path) -> None:
+    address, other = gpu.hold(np.arange(8, dtype=np.uint8)), gpu.hold(np.zeros(8, np.uint8))
+    pccl.SharedState([entry("x", address, 8, pccl.DataType.UINT8)]).save(tmp_path / "f")
+    pccl.SharedState([entry("x", other, 8, pccl.DataType.UINT8)]).load(tmp_path / "f")
+    np.testing.assert_array_equal(gpu.content(other), np.arange(8))
+    assert gpu.read_addresses == [address]
+    assert gpu.written_addresses == [other]
+
+
+# ---- collectives ----
+
+FLOAT = pccl.DataType.FLOAT
+
+
+def on_gpu(address: int, count: int) -> Buffer:
+    return Buffer.at(address, count, FLOAT, None, pccl.DeviceType.CUDA)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_all_reduce(gpu: Gpu, in_place: bool, filling: str) -> None:
+    count = 5000
+    sends = [gpu.hold(np.full(count, 1 + index, np.float32)) for index in range(2)]
+    recvs = sends if in_place else [gpu.hold(np.zeros(count, np.float32)) for _ in range(2)]
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        send, recv = on_gpu(sends[index], count), on_gpu(recvs[index], count)
+        work = operands.described(send, recv, pccl.ReduceOp.SUM, None)
+        assert comm._run("all_reduce", work, 0, None).world_size == 2
+
+    with Cluster(2) as cluster:
+        cluster.each(job)
+    assert sorted(gpu.read_addresses) == sorted(sends)
+    assert sorted(gpu.written_addresses) == sorted(recvs)
+    for address in recvs:
+        assert (gpu.content(address).view(np.float32) == 3).all()
+
+
+def test_a_block_in_place_in_a_larger_buffer(gpu: Gpu) -> None:
+    """An all-gather, whose send is a part of what it receives: it is seen in one copy."""
+    count = 5000
+    recvs = [gpu.hold(np.repeat(np.float32([1, 2]), count)) for _ in range(2)]
+    for index, address in enumerate(recvs):
+        gpu.content(address).view(np.float32).reshape(2, count)[1 - index] = 0
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        rank = comm.rank
+        assert rank == index
+        send, recv = on_gpu(recvs[rank] + 4 * count * rank, count), on_gpu(recvs[rank], 2 * count)
+        work = m.Work("all_gather", 0, FLOAT.value, count, members=2)
+        comm._run("all_gather", Operands(work, (Operand(send, recv, count),)), 0, None)
+
+    with Cluster(2) as cluster:
+        cluster.each(job)
+    assert sorted(gpu.read_addresses) == sorted(recvs) == sorted(gpu.written_addresses)
+    for address in recvs:
+        found = gpu.content(address).view(np.float32).reshape(2, count)
+        assert (found[0] == 1).all() and (found[1] == 2).all()
+
+
+def test_a_collective_that_fails_writes_nothing(gpu: Gpu) -> None:
+    address = gpu.hold(np.ones(5000, np.float32))
+    with Cluster(2) as cluster:
+        both = on_gpu(address, 5000)
+        work = operands.described(both, both, pccl.ReduceOp.SUM, None)
+        with pytest.raises(pccl.PCCLTimeoutError):
+            cluster.comms[0]._run("all_reduce", work, 0, 0.05)
+    assert gpu.written_addresses == []
+
+
+@pytest.mark.skipif(cuda.is_available(), reason="there is a GPU")
+def test_a_tag_is_free_again_when_there_is_no_gpu() -> None:
+    with Cluster(2) as cluster:
+        comm, both = cluster.comms[0], on_gpu(1 << 40, 100)
+        work = operands.described(both, both, pccl.ReduceOp.SUM, None)
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match="torch with CUDA"):
+                comm._run("all_reduce", work, 7, None)
+        results = cluster.each(lambda i, comm: comm.all_reduce(np.ones(3), op="sum", tag=7))
+        assert [one.world_size for one in results] == [2, 2]
+
+
+@pytest.mark.skipif(cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_said_before_anybody_is_involved() -> None:
+    with Cluster(1) as cluster:
+        shared = pccl.SharedState([entry("x", 1 << 40, 8, pccl.DataType.UINT8)])
+        with pytest.raises(UnsupportedError, match="torch with CUDA"):
+            cluster.comms[0].sync_shared_state(shared)
+        with pytest.raises(UnsupportedError, match="torch with CUDA"):
+            shared.save("never written")
+        shared = pccl.SharedState.from_tensors({"x": np.ones(3)})
+        assert cluster.comms[0].sync_shared_state(shared).hashed_bytes == 24
+
+
+# ---- a real GPU ----
+
+needs_gpu = pytest.mark.skipif(not cuda.is_available(), reason="torch finds no CUDA device here")
+
+
+@needs_gpu
+@pytest.mark.parametrize("by_address", [False, True])
+def test_tensors_on_cuda(by_address: bool, tmp_path: Path) -> None:
+    import torch
+
+    dtypes = [dtype.to_torch_dtype() for dtype in pccl.DataType]
+    count = 100_003
+
+    def make(fill: int) -> dict[str, torch.Tensor]:
+        """On the GPU, but for one."""
+        made = {str(dtype): torch.full((count,), fill, device="cuda").to(dtype) for dtype in dtypes}
+        return made | {"here": torch.full((5,), fill), "scalar": torch.tensor(fill, device="cuda")}
+
+    def share(tensors: dict[str, torch.Tensor]) -> pccl.SharedState:
+        if not by_address:
+            return pccl.SharedState.from_tensors(tensors)
+        infos = [pccl.TensorInfo.from_torch(tensor, name) for name, tensor in tensors.items()]
+        return pccl.SharedState(
+            [
+                pccl.TensorInfo(
+                    info.name,
+                    info.data_ptr,
+                    numel=info.numel,
+                    dtype=info.dtype,
+                    device_type=info.device_type,
+                    allow_content_inequality=False,
+                )
+                for info in infos
+            ]
+        )
+
+    sets = [make(1), make(2)]
+    with Cluster(2) as cluster:
+        states = [share(tensors) for tensors in sets]
+        kinds = {info.device_type for info in states[0].tensor_infos}
+        assert kinds == {pccl.DeviceType.CPU, pccl.DeviceType.CUDA}
+        states[0].revision = 1
+        infos = cluster.each(lambda i, comm: comm.sync_shared_state(states[i]))
+    assert infos[1].rx_bytes == sum(info.nbytes for info in states[0].tensor_infos)
+    for name, tensor in sets[1].items():
+        assert torch.equal(tensor, sets[0][name])
+    states[1].save(tmp_path / "f")
+    fresh = make(3)
+    share(fresh).load(tmp_path / "f")
+    for name, tensor in fresh.items():
+        assert torch.equal(tensor, sets[0][name])
+
+
+@needs_gpu
+def test_collectives_on_cuda() -> None:
+    import torch
+
+    count = 100_003
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        def full(fill: float, *shape: int) -> torch.Tensor:
+            return torch.full(shape or (count,), fill, device="cuda")
+
+        x, y = full(1.0 + index), full(0.0)
+        comm.all_reduce(x, y, op="sum")
+        assert bool((y == 3).all()) and bool((x == 1 + index).all())
+        comm.all_reduce({"a": x, "b": y})
+        assert bool((x == 1.5).all()) and bool((y == 3).all())
+        descriptor = pccl.ReduceDescriptor(
+            count // 2, pccl.ReduceOp.MAX, 3, pccl.ReduceOperandDescriptor(FLOAT), None
+        )
+        x = full(float(index))
+        comm.all_reduce_multiple_with_retry([pccl.ReduceOpDescriptor.from_torch(x, x, descriptor)])
+        assert bool((x[: count // 2] == 1).all()) and bool((x[count // 2 :] == index).all())
+        gathered = comm.all_gather(full(comm.rank))
+        assert gathered.device.type == "cuda" and gathered.shape == (2, count)
+        assert gathered.mean(1).tolist() == [0, 1]
+        part = comm.reduce_scatter(full(2.0, 2, count), op="sum")
+        assert part.shape == (1, count) and bool((part == 4).all())
+        x = full(comm.rank)
+        comm.broadcast(x, root=1)
+        assert bool((x == 1).all())
+
+    with Cluster(2) as cluster:
+        cluster.each(job)
