@@ -240,8 +240,7 @@ static void forward(struct op *op, uint8_t index)
     packet->op = op;
     packet->ring = index;
     packets_append(stream != NULL ? &stream->forwards : &op->collective.early, packet);
-    op->queued++;
-    engine->forwards++;
+    packet_await(op, packet);
 }
 
 static bool is_last_hop(const struct op *op, const struct wire_header *chunk)

@@ -316,9 +316,7 @@ void collective_drop_early(struct op *op)
 {
     struct packet *packet;
     while ((packet = packets_take(&op->collective.early)) != NULL) {
-        assert(op->queued > 0 && op->engine->forwards > 0);
-        op->queued--;
-        op->engine->forwards--;
+        packet_unawait(op, packet);
         packet_free(op->engine->zmq, packet);
     }
 }

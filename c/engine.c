@@ -16,6 +16,7 @@ enum {
     ORDER_BATCH = 64,        /* in one pass */
     RECEIVE_BATCH = 16,      /* messages in one pass, */
     RECEIVE_BYTES = 1 << 20, /* or so many bytes: reducing them takes as long as sending them */
+    FORWARD_BYTES = 32 << 20, /* that may wait to be sent on, but for what lies in ops' memory */
     LISTEN_INTERVAL = 16,    /* busy passes between looks at the monitors: system calls */
     RELEASE_WAIT_MS = 1,     /* libzmq releases what it has written at once, but does not say so */
     SOCKETS_MAX = 8192       /* of the context; a stream takes three */
@@ -305,7 +306,8 @@ static void dispatch(pccl_engine *engine)
  * the first can take, which is full of what only the next of the second can take, and so round. */
 static bool has_room(const pccl_engine *engine)
 {
-    return engine->spread_ops > 0 || engine->forwards < engine->options.forward_max;
+    return engine->spread_ops > 0 || (engine->forwards < engine->options.forward_max
+                                      && engine->forward_bytes < FORWARD_BYTES);
 }
 
 static bool receive(pccl_engine *engine)

@@ -53,6 +53,8 @@ struct packet {
     struct packet *next;
     struct op *op;           /* whose it is while it waits */
     uint64_t bytes;          /* of payload */
+    bool refers;             /* to op's memory: the payload is none of its own */
+    uint64_t held;           /* bytes of its own while it waits to be sent on */
     uint8_t ring;            /* of a chunk that waits */
     int frames;              /* so many of `frame` are open */
     pccl_msg frame[2];
@@ -88,6 +90,10 @@ int packet_reserve(struct op *op, struct packet *packet, const struct wire_heade
 /* The payload of a packet that is not empty, and its encoded header. */
 unsigned char *packet_payload(const pccl_zmq *zmq, struct packet *packet);
 unsigned char *packet_header(const pccl_zmq *zmq, struct packet *packet);
+
+/* Counts a packet of `op` among those that wait to be sent on; takes it back. */
+void packet_await(struct op *op, struct packet *packet);
+void packet_unawait(struct op *op, struct packet *packet);
 
 /* A FIFO of packets: append one; take the first, or NULL; move those of `op` to another FIFO. */
 void packets_append(struct packets *queue, struct packet *packet);
@@ -405,8 +411,9 @@ struct pccl_engine {
     int error;               /* errno of the last call that failed */
     uint64_t dropped;
     uint32_t passes;
-    uint32_t forwards;       /* packets that wait to be sent on, anywhere */
-    uint32_t spread_ops;     /* while there are any, forward_max does not hold */
+    uint32_t forwards;       /* packets that wait to be sent on, anywhere, */
+    uint64_t forward_bytes;  /* and what they hold */
+    uint32_t spread_ops;     /* while there are any, neither is limited */
     struct packet *inbox;    /* the message at hand */
     struct stream *streams;
     struct op *ops, *ending;

@@ -19,6 +19,7 @@ void packet_clear(const pccl_zmq *zmq, struct packet *packet)
     while (packet->frames > 0)
         zmq->msg_close(&packet->frame[--packet->frames]);
     packet->bytes = 0;
+    packet->refers = false;
     packet->op = NULL;
 }
 
@@ -112,6 +113,7 @@ static int refer(struct op *op, struct packet *packet, const void *data, uint64_
         return PCCL_ENOMEM;
     }
     packet->frames = 2;
+    packet->refers = true;
     return PCCL_OK;
 }
 
@@ -163,6 +165,23 @@ unsigned char *packet_payload(const pccl_zmq *zmq, struct packet *packet)
     if (packet->frames == 2)
         return zmq->msg_data(&packet->frame[1]);
     return packet_header(zmq, packet) + WIRE_HEADER_BYTES;
+}
+
+void packet_await(struct op *op, struct packet *packet)
+{
+    packet->held = packet->refers ? 0 : packet->bytes;
+    op->queued++;
+    op->engine->forwards++;
+    op->engine->forward_bytes += packet->held;
+}
+
+void packet_unawait(struct op *op, struct packet *packet)
+{
+    assert(op->queued > 0 && op->engine->forwards > 0);
+    assert(op->engine->forward_bytes >= packet->held);
+    op->queued--;
+    op->engine->forwards--;
+    op->engine->forward_bytes -= packet->held;
 }
 
 void packets_append(struct packets *queue, struct packet *packet)

@@ -86,10 +86,10 @@
  * only ever sees segment (p - h - 1) mod n at hop h. There is no barrier: each chunk is handled
  * when it comes, over whichever lane. Sends on a stream: what was received and is to be sent on
  * comes first; a chunk of one's own is sent only when no forward waits. Own chunks of several ops
- * take turns. When `forward_max` messages wait, the engine stops receiving; as own chunks enter
- * only an empty queue, the ring always keeps a bubble and cannot deadlock on its own back-pressure.
- * Several rings could block each other, so the limit does not hold while an op has rings that lead
- * to different neighbours.
+ * take turns. When `forward_max` messages wait, or 32 MiB that are not the ops' own memory, the
+ * engine stops receiving; as own chunks enter only an empty queue, the ring always keeps a bubble
+ * and cannot deadlock on its own back-pressure. Several rings could block each other, so the limits
+ * do not hold while an op has rings that lead to different neighbours.
  *
  * Quantised (order's format), a payload is a chunk's elements by pccl_quantize(). Each partial
  * result is quantised anew; what is final is quantised once and then sent on as it is, and all

@@ -5,12 +5,13 @@
  * and differs in how the map is found and how many bits a code has.
  *
  * Everything goes strip by strip through a buffer of fp32 or fp64 numbers that stays in the first
- * level of the cache: elements are loaded into it, or decoded blocks; a contribution is added; it
- * is encoded and stored. So a step of a ring is one pass over memory, and types of elements and
+ * level of the cache: blocks are decoded into it while a contribution is added, and it is encoded.
+ * So a step of a ring is one pass over memory. Elements that are fp32 or fp64 are used where they
+ * are, others are loaded and stored by functions of their own, so that types of elements and
  * formats need not be multiplied with each other.
  *
- * A block with an element that is not finite has a NaN for a step: all its elements are read as
- * NaN.
+ * A block with an element that is not finite has a NaN for a step; one whose header is not finite
+ * is read as all NaN.
  * Steps are never below the least normal number, so that their inverses are finite and a processor
  * that flushes subnormals computes the same bits. */
 #include "pccl.h"
@@ -21,7 +22,7 @@
 #include "half.h"
 
 enum {
-    STRIP = 512,             /* numbers; a multiple of every format's block */
+    STRIP = 1024,            /* numbers; a multiple of every format's block */
     BLOCK_LEAST = 64
 };
 
@@ -53,7 +54,31 @@ static PCCL_INLINE size_t block_bytes(const struct format *format, size_t real, 
     return (format->rule == SYMMETRIC ? 1 : 2) * real + code_bytes(format, n);
 }
 
+static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, uint64_t n)
+{
+    size_t rest = (size_t)(n % format->block);
+    return n / format->block * block_bytes(format, real, format->block)
+        + (rest > 0 ? block_bytes(format, real, rest) : 0);
+}
+
 /* ---- blocks ---- */
+
+/* BLOCKS(format, block) for n numbers. Where blocks are whole the compiler knows the format and how
+ * long the loops are. */
+#define EACH_FORMAT(number, n)                                                                     \
+    do {                                                                                           \
+        if (n < formats[number].block)                                                             \
+            BLOCKS(&formats[number], n);                                                           \
+        else                                                                                       \
+            switch (number) {                                                                      \
+            case 0: BLOCKS(&formats[0], formats[0].block); break;                                  \
+            case 1: BLOCKS(&formats[1], formats[1].block); break;                                  \
+            case 2: BLOCKS(&formats[2], formats[2].block); break;                                  \
+            case 3: BLOCKS(&formats[3], formats[3].block); break;                                  \
+            case 4: BLOCKS(&formats[4], formats[4].block); break;                                  \
+            case 5: BLOCKS(&formats[5], formats[5].block); break;                                  \
+            }                                                                                      \
+    } while (0)
 
 #define T(name) name##_f32
 #define REAL float
@@ -82,7 +107,7 @@ static PCCL_INLINE size_t block_bytes(const struct format *format, size_t real, 
 
 /* ---- elements ---- */
 
-/* From elements to numbers; a contribution added to numbers; from numbers to elements. */
+/* From elements to numbers, and from numbers to elements. */
 #define DEFINE_ELEMENTS(type, storage, real, decode, encode)                                       \
     PCCL_CLONES static void load_##type(void *numbers, const unsigned char *in, size_t n)          \
     {                                                                                              \
@@ -93,19 +118,6 @@ static PCCL_INLINE size_t block_bytes(const struct format *format, size_t real, 
             memcpy(&bits, in + i * sizeof bits, sizeof bits);                                      \
             x[i] = decode(bits);                                                                   \
         }                                                                                          \
-    }                                                                                              \
-    PCCL_CLONES static void add_##type(void *numbers, const unsigned char *own, size_t n,          \
-                                       uint32_t divisor)                                           \
-    {                                                                                              \
-        real *x = numbers;                                                                         \
-        size_t i;                                                                                  \
-        for (i = 0; i < n; i++) {                                                                  \
-            storage bits;                                                                          \
-            memcpy(&bits, own + i * sizeof bits, sizeof bits);                                     \
-            x[i] += decode(bits);                                                                  \
-        }                                                                                          \
-        for (i = 0; divisor > 1 && i < n; i++)                                                     \
-            x[i] /= (real)divisor;                                                                 \
     }                                                                                              \
     PCCL_CLONES static void store_##type(unsigned char *out, const void *numbers, size_t n)        \
     {                                                                                              \
@@ -130,17 +142,20 @@ union numbers {
 struct type {
     size_t element, number;  /* bytes */
     void (*load)(void *numbers, const unsigned char *in, size_t n);
-    void (*add)(void *numbers, const unsigned char *own, size_t n, uint32_t divisor);
     void (*store)(unsigned char *out, const void *numbers, size_t n);
-    void (*write)(const struct format *format, unsigned char *out, const void *numbers, size_t n);
-    void (*read)(const struct format *format, const unsigned char *in, void *numbers, size_t n);
+    void (*divide)(void *numbers, size_t n, uint32_t divisor);
+    void (*write)(int format, unsigned char *out, const void *numbers, size_t n);
+    void (*read)(int format, const unsigned char *in, void *numbers, size_t n);
+    void (*read_add)(int format, const unsigned char *in, const void *own, void *numbers, size_t n);
 };
 
+#define NUMBERS(real) divide_##real, write_##real, read_##real, read_add_##real
+
 static const struct type types[] = {     /* from PCCL_F16 on */
-    {2, sizeof(float), load_f16, add_f16, store_f16, write_f32, read_f32},
-    {2, sizeof(float), load_bf16, add_bf16, store_bf16, write_f32, read_f32},
-    {4, sizeof(float), load_f32, add_f32, store_f32, write_f32, read_f32},
-    {8, sizeof(double), load_f64, add_f64, store_f64, write_f64, read_f64},
+    {2, sizeof(float), load_f16, store_f16, NUMBERS(f32)},
+    {2, sizeof(float), load_bf16, store_bf16, NUMBERS(f32)},
+    {4, sizeof(float), load_f32, store_f32, NUMBERS(f32)},
+    {8, sizeof(double), load_f64, store_f64, NUMBERS(f64)},
 };
 
 static const struct format *find_format(int format)
@@ -162,24 +177,48 @@ size_t pccl_quantized_block(int format)
     return found != NULL ? found->block : 0;
 }
 
-static uint64_t bytes_of(const struct format *format, const struct type *type, uint64_t n)
+uint64_t pccl_quantized_size(int format, int dtype, uint64_t n)
 {
-    size_t rest = (size_t)(n % format->block);
-    return n / format->block * block_bytes(format, type->number, format->block)
-        + (rest > 0 ? block_bytes(format, type->number, rest) : 0);
+    const struct format *how = find_format(format);
+    const struct type *type = find_type(dtype);
+    return how != NULL && type != NULL ? bytes_of(how, type->number, n) : 0;
 }
 
-/* Whether elements are what is computed with, where they are: then they need not be loaded. */
+/* How many of n elements make up the next strip: some whole blocks, or the last, shorter one. */
+static size_t strip(const struct format *format, size_t n)
+{
+    if (n < format->block)
+        return n;
+    return n < STRIP ? n - n % format->block : STRIP;
+}
+
+/* Whether elements are what is computed with, where they are: then they need not be copied. */
 static bool is_number(const struct type *type, const unsigned char *element)
 {
     return type->element == type->number && (uintptr_t)element % type->number == 0;
 }
 
-uint64_t pccl_quantized_size(int format, int dtype, uint64_t n)
+/* Elements as numbers: where they are, or in x. */
+static const void *numbers_of(const struct type *type, const unsigned char *elements,
+                              union numbers *x, size_t n)
 {
-    const struct format *how = find_format(format);
-    const struct type *type = find_type(dtype);
-    return how != NULL && type != NULL ? bytes_of(how, type, n) : 0;
+    if (is_number(type, elements))
+        return elements;
+    type->load(x, elements, n);
+    return x;
+}
+
+/* Elements from quantised ones. */
+static void read_elements(const struct type *type, int format, const unsigned char *in,
+                          unsigned char *out, size_t n)
+{
+    union numbers x;
+    if (is_number(type, out)) {
+        type->read(format, in, out, n);
+        return;
+    }
+    type->read(format, in, &x, n);
+    type->store(out, &x, n);
 }
 
 int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n)
@@ -193,15 +232,10 @@ int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n)
     if (how == NULL || type == NULL)
         return PCCL_EINVAL;
     for (; n > 0; n -= m) {
-        m = n < STRIP ? n : STRIP;
-        if (is_number(type, from)) {
-            type->write(how, to, from, m);
-        } else {
-            type->load(&x, from, m);
-            type->write(how, to, &x, m);
-        }
+        m = strip(how, n);
+        type->write(format - 1, to, numbers_of(type, from, &x, m), m);
         from += m * type->element;
-        to += bytes_of(how, type, m);
+        to += bytes_of(how, type->number, m);
     }
     return PCCL_OK;
 }
@@ -212,15 +246,13 @@ int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n)
     const struct type *type = find_type(dtype);
     unsigned char *to = out;
     const unsigned char *from = in;
-    union numbers x;
     size_t m;
     if (how == NULL || type == NULL)
         return PCCL_EINVAL;
     for (; n > 0; n -= m) {
-        m = n < STRIP ? n : STRIP;
-        type->read(how, from, &x, m);
-        type->store(to, &x, m);
-        from += bytes_of(how, type, m);
+        m = strip(how, n);
+        read_elements(type, format - 1, from, to, m);
+        from += bytes_of(how, type->number, m);
         to += m * type->element;
     }
     return PCCL_OK;
@@ -233,21 +265,21 @@ int pccl_quantized_add(int format, int dtype, void *sum, const void *own, size_t
     const struct type *type = find_type(dtype);
     unsigned char *data = sum, *to = out;
     const unsigned char *ours = own;
-    union numbers x;
+    union numbers x, y;
     size_t m;
     if (how == NULL || type == NULL || divisor == 0)
         return PCCL_EINVAL;
     for (; n > 0; n -= m) {
-        m = n < STRIP ? n : STRIP;
-        type->read(how, data, &x, m);
-        type->add(&x, ours, m, divisor);
-        type->write(how, data, &x, m);
+        m = strip(how, n);
+        type->read_add(format - 1, data, numbers_of(type, ours, &y, m), &x, m);
+        if (divisor > 1)
+            type->divide(&x, m, divisor);
+        type->write(format - 1, data, &x, m);
         if (to != NULL) {
-            type->read(how, data, &x, m);
-            type->store(to, &x, m);
+            read_elements(type, format - 1, data, to, m);
             to += m * type->element;
         }
-        data += bytes_of(how, type, m);
+        data += bytes_of(how, type->number, m);
         ours += m * type->element;
     }
     return PCCL_OK;

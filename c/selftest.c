@@ -2,11 +2,13 @@
  *
  * DESIGN. Two peers compare (a hash of) these bytes before they share a run. Elements are drawn
  * from a fixed integer sequence: a few special values, some arbitrary bit patterns, and mostly
- * numbers near 1, whose sums and products have to be rounded. Bytes are those of memory, so that a
- * machine of the other byte order, with which the data plane could not talk, differs as well. */
+ * numbers near 1, whose sums and products have to be rounded. Results are written with the least
+ * byte first, so that they can be compared everywhere; the last four bytes are those of memory, so
+ * that a machine of the other byte order, with which the data plane could not talk, differs. */
 #include "pccl.h"
 
 #include <assert.h>
+#include <stdbool.h>
 #include <string.h>
 
 enum {
@@ -20,14 +22,18 @@ typedef struct {
     size_t used;
 } sink;
 
-/* Appends what fits, and counts all. */
-static void sink_write(sink *to, const void *data, size_t n)
+static const uint32_t BYTE_ORDER_MARK = 0x01020304;
+
+/* The bytes of `n` words of `width` bytes, least byte first. Appends what fits, and counts all. */
+static void sink_write(sink *to, const void *data, size_t n, size_t width)
 {
-    size_t room = to->used < to->size ? to->size - to->used : 0;
-    size_t fits = n < room ? n : room;
-    if (fits > 0)
-        memcpy(to->out + to->used, data, fits);
-    to->used += n;
+    unsigned char first;
+    const unsigned char *bytes = data;
+    size_t i;
+    memcpy(&first, &BYTE_ORDER_MARK, 1);
+    for (i = 0; i < n * width; i++, to->used++)
+        if (to->used < to->size)
+            to->out[to->used] = bytes[first == 1 ? i / width * width + width - 1 - i % width : i];
 }
 
 /* The i-th of a fixed sequence of well mixed words (splitmix64). */
@@ -118,7 +124,7 @@ static void test_reduce(sink *to)
             int status = pccl_reduce(dtype, redop, out, a, b, ELEMENTS, 3);
             assert(status == PCCL_OK);
             (void)status;
-            sink_write(to, out, ELEMENTS * pccl_dtype_size(dtype));
+            sink_write(to, out, ELEMENTS, pccl_dtype_size(dtype));
         }
     }
 }
@@ -135,12 +141,29 @@ static void test_outer(sink *to)
         fill(sample, PCCL_F32, v, ELEMENTS, ELEMENTS);
         fill(sample, PCCL_F32, g, ELEMENTS, 2 * ELEMENTS);
         pccl_outer_sgd(theta, v, g, ELEMENTS, 0.7f, 0.9f, nesterov);
-        sink_write(to, theta, sizeof theta);
-        sink_write(to, v, sizeof v);
+        sink_write(to, theta, ELEMENTS, sizeof *theta);
+        sink_write(to, v, ELEMENTS, sizeof *v);
     }
     fill(sample, PCCL_F32, g, ELEMENTS, 0);
     pccl_subtract_f32(theta, v, g, ELEMENTS);
-    sink_write(to, theta, sizeof theta);
+    sink_write(to, theta, ELEMENTS, sizeof *theta);
+}
+
+/* Blocks are headers of one or two numbers and codes of one byte or two. */
+static void sink_blocks(sink *to, int format, int dtype, const unsigned char *data)
+{
+    const size_t real = pccl_dtype_size(dtype) == 8 ? 8 : 4, block = pccl_quantized_block(format);
+    const bool symmetric = format == PCCL_BLOCK_8 || format == PCCL_BLOCK_4;
+    const bool wide = format == PCCL_MIN_MAX_16 || format == PCCL_ZERO_POINT_16;
+    const size_t width = wide ? 2 : 1, header = symmetric ? 1 : 2;
+    size_t i, n, codes;
+    for (i = 0; i < QUANTIZED; i += n) {
+        n = QUANTIZED - i < block ? QUANTIZED - i : block;
+        codes = (size_t)pccl_quantized_size(format, dtype, n) - header * real;
+        sink_write(to, data, header, real);
+        sink_write(to, data + header * real, codes / width, width);
+        data += header * real + codes;
+    }
 }
 
 /* Quantises, reads that, adds to it as a ring does, and reads that. */
@@ -149,18 +172,17 @@ static void test_format(sink *to, int format, int dtype, const unsigned char *a,
 {
     unsigned char data[10 * QUANTIZED];
     unsigned char out[8 * QUANTIZED];
-    const size_t bytes = QUANTIZED * pccl_dtype_size(dtype);
-    const size_t size = (size_t)pccl_quantized_size(format, dtype, QUANTIZED);
+    const size_t width = pccl_dtype_size(dtype);
     int status = pccl_quantize(format, dtype, data, a, QUANTIZED);
-    assert(size > 0 && size <= sizeof data);
-    sink_write(to, data, size);
+    assert(pccl_quantized_size(format, dtype, QUANTIZED) <= sizeof data);
+    sink_blocks(to, format, dtype, data);
     status |= pccl_dequantize(format, dtype, out, data, QUANTIZED);
-    sink_write(to, out, bytes);
+    sink_write(to, out, QUANTIZED, width);
     status |= pccl_quantized_add(format, dtype, data, b, QUANTIZED, 3, out);
     assert(status == PCCL_OK);
     (void)status;
-    sink_write(to, data, size);
-    sink_write(to, out, bytes);
+    sink_blocks(to, format, dtype, data);
+    sink_write(to, out, QUANTIZED, width);
 }
 
 static void test_quantized(sink *to)
@@ -182,9 +204,12 @@ static void test_quantized(sink *to)
 
 size_t pccl_self_test(unsigned char *out, size_t size)
 {
+    unsigned char memory_order[sizeof BYTE_ORDER_MARK];
     sink to = {out, size, 0};
+    memcpy(memory_order, &BYTE_ORDER_MARK, sizeof memory_order);
     test_reduce(&to);
     test_outer(&to);
     test_quantized(&to);
+    sink_write(&to, memory_order, sizeof memory_order, 1);
     return to.used;
 }

@@ -172,9 +172,7 @@ static void free_packets(pccl_engine *engine, struct packets *queue)
 {
     struct packet *packet;
     while ((packet = packets_take(queue)) != NULL) {
-        assert(packet->op->queued > 0 && engine->forwards > 0);
-        packet->op->queued--;
-        engine->forwards--;
+        packet_unawait(packet->op, packet);
         packet_free(engine->zmq, packet);
     }
 }
@@ -453,9 +451,7 @@ static bool pump_forwards(struct stream *stream)
     if (stream_send(stream, op, packet) == BLOCKED)
         return false;
     (void)packets_take(&stream->forwards);
-    assert(op->queued > 0 && engine->forwards > 0);
-    op->queued--;
-    engine->forwards--;
+    packet_unawait(op, packet);
     packet_free(engine->zmq, packet);
     return true;
 }

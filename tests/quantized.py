@@ -127,10 +127,13 @@ def dequantize(data: bytes, n: int, format: Format, dtype: str) -> Array:
             codes = np.append(codes & 15, codes >> 4)[:count]
         elif format.bits == 16:
             codes = codes.view("<u2")
-        offset = head[1] if format.rule == "min_max" else kind.type(0)
         zero = head[1] if format.rule == "zero_point" else kind.type(format.middle)
         with np.errstate(all="ignore"):
-            out[part] = offset + (codes.astype(kind) - zero) * head[0]
+            out[part] = (codes.astype(kind) - zero) * head[0]
+            if format.rule == "min_max":
+                out[part] += head[1]
+        if not np.isfinite(head).all():
+            out[part] = np.nan
     assert at == len(data)
     return out
 

@@ -8,11 +8,13 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import pccl
 from pccl.cli.bench import data, options, state, table
 from pccl.cli.bench.peer import Measured
 from pccl.cli.bench.processes import BenchError, collect
@@ -57,7 +59,8 @@ def test_all_reduce_prints_the_table_of_nccl_tests(tmp_path: Path, transport: st
         assert row[1:5] == [str(int(row[0]) // 4), "float", "sum", "-1"]
         assert float(row[5]) > 0 < float(row[9])
         assert row[8] == row[12] == "0"
-        assert len(row) == 15
+        assert len(row) == 16
+        assert int(row[15]) >= int(row[0])  # each of two peers sends half of it twice
     results = json.loads(file.read_text())
     assert results["out_of_bounds"] == {"count": 0, "okay": True}
     assert [row["size"] for row in results["results"]] == SIZES
@@ -66,6 +69,7 @@ def test_all_reduce_prints_the_table_of_nccl_tests(tmp_path: Path, transport: st
             assert row[way]["time_min"] <= row[way]["time"]
             assert row[way]["alg_bw"] == row[way]["bus_bw"]  # 2 (n-1) / n is 1 for two peers
             assert row[way]["nwrong"] == 0
+            assert row[way]["wire"] == row["size"]
 
 
 @pytest.mark.parametrize(("what", "redop"), [("all_gather", "none"), ("reduce_scatter", "max")])
@@ -102,10 +106,11 @@ def test_what_comes_out_wrong_is_counted() -> None:
             pass
 
         all_reduce = all_gather = reduce_scatter = broadcast = nothing
+        all_reduce_async = all_gather_async = reduce_scatter_async = broadcast_async = nothing
 
     for what in table.FACTORS:
         trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000)  # type: ignore[arg-type]
-        for way in trial.ways(gloo=False).values():
+        for way in trial.ways(None).values():
             assert trial.check(way) > 4000
 
 
@@ -120,7 +125,7 @@ def test_gloo_takes_turns(tmp_path: Path) -> None:
     (row,) = rows(ended.stdout)
     assert row[:4] == ["4096", "2048", "bfloat16", "max"]
     assert row[8] == row[12] == "0"
-    assert len(row) == 19
+    assert len(row) == 20
     assert float(row[15]) / float(row[5]) == pytest.approx(float(row[17]), abs=0.006)
 
 
@@ -130,6 +135,48 @@ def test_kernels_are_right(tmp_path: Path) -> None:
     kernels = [f"{name}{kind}" for name in ("int8", "int4", "uint8") for kind in ("", "->", "+")]
     names = ["float", "double", "half", "bfloat16", *kernels]
     assert [(row[1], row[-1]) for row in rows(ended.stdout)] == [(name, "0") for name in names]
+
+
+def test_peers_of_several_machines_print_one_table(tmp_path: Path) -> None:
+    words = ("-b", "64K", "-e", "256K", "-f", 4, "-n", 2, "-w", 0, "--lanes", 2, "--json", "out")
+    with pccl.MasterNode("127.0.0.1:0") as master, ThreadPoolExecutor() as pool:
+        dirs = [tmp_path / "a", tmp_path / "b"]
+        started = []
+        for cwd in dirs:
+            cwd.mkdir()
+            command = ("all_gather", *words, "--master", master.address)
+            started.append(pool.submit(bench, *command, cwd=cwd))
+        ended = [future.result() for future in started]
+    for one in ended:
+        assert one.returncode == 0, one.stderr
+        assert f"by the master {master.address}" in one.stdout and "lanes 2" in one.stdout
+    assert ended[0].stdout == ended[1].stdout
+    assert (dirs[0] / "out").read_text() == (dirs[1] / "out").read_text()
+    for row, size in zip(rows(ended[0].stdout), [64 << 10, 256 << 10], strict=True):
+        assert row[0] == str(size)
+        assert row[8] == row[12] == "0"
+        assert row[15] == str(size // 2)
+
+
+def test_quantised_takes_turns_with_unquantised(tmp_path: Path) -> None:
+    ended = bench(
+        *("all_reduce", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0),
+        *("--quantize", "int8", "--against", "unquantized"),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "0 OK" in ended.stdout
+    (row,) = rows(ended.stdout)
+    assert float(row[15]) / float(row[5]) == pytest.approx(float(row[17]), abs=0.006)
+    assert int(row[19]) < int(row[0]) / 3
+
+
+def test_digest(tmp_path: Path) -> None:
+    ended = bench("digest", "-b", "40M", "-e", "40M", "-n", 1, "-w", 0, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    (row,) = rows(ended.stdout)
+    assert row[0] == str(40 << 20)
+    assert float(row[-1]) > 0 < float(row[-2])
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "uint8"])
@@ -158,6 +205,8 @@ def test_far_elements_are_counted() -> None:
     [
         (["--against", "gloo", "-d", "uint32"], "gloo has no uint32"),
         (["--against", "gloo", "-o", "avg"], "gloo has no avg"),
+        (["--against", "gloo", "--master", "x"], "leave out --master"),
+        (["--against", "unquantized"], "needs --quantize"),
         (["--quantize", "int8", "-o", "max"], "sums and means"),
         (["--quantize", "int4", "-d", "int32"], "sums and means"),
         (["-b", "8K", "-e", "4K"], "-b no more than -e"),
@@ -210,7 +259,7 @@ def test_every_wrong_element_counts() -> None:
 
 def test_wrong_elements_of_any_peer_fail_the_table() -> None:
     times = {OUT_OF_PLACE: [2e-6, 4e-6], IN_PLACE: [4e-6, 8e-6]}
-    peers = [Measured(times, {OUT_OF_PLACE: wrong, IN_PLACE: 0}) for wrong in (0, 7)]
+    peers = [Measured(times, {OUT_OF_PLACE: wrong, IN_PLACE: 0}, {}) for wrong in (0, 7)]
     row = table.Row.of("all_reduce", 1000, 4, "float", "sum", peers)
     assert row.timings[OUT_OF_PLACE] == table.Timing(pytest.approx(3), pytest.approx(2), 7)
     assert row.algbw(IN_PLACE) == pytest.approx(4000 / 6e3)

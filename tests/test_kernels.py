@@ -1,13 +1,7 @@
-"""The kernels against numpy, to the bit: types, operations, sizes, alignments, values, builds."""
+"""The kernels against numpy, to the bit: types, operations, sizes, alignments, values."""
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +10,6 @@ import pytest
 
 from pccl.ext import ffi, lib
 
-C_DIR = Path(__file__).resolve().parents[1] / "c"
 SIZES = range(131)
 SPECIAL = {  # bits: zeros, subnormals, around 1, the largest, infinities, NaNs
     "float16": [0, 1, 0x3FF, 0x400, 0x3BFF, 0x3C00, 0x3C01, 0x7BFF, 0x7C00, 0x7C01, 0x7E01],
@@ -243,52 +236,3 @@ def test_the_oracle_is_a_mean() -> None:
     inputs = [np.random.default_rng(i).standard_normal(1000).astype(np.float32) for i in range(5)]
     mean = np.mean(np.stack(inputs, dtype=np.float64), axis=0)
     np.testing.assert_allclose(oracle.all_reduce(inputs, "avg", "float32"), mean, atol=1e-6)
-
-
-# ---- the same bits from every build ----
-
-LEVELS = {  # compiler arguments, and the processor flags that they need
-    "O0": (["-O0"], set()),
-    "O2": (["-O2"], set()),
-    "O3": (["-O3"], set()),
-    "avx2": (["-O3", "-mavx2"], {"avx2"}),
-    "avx2-fma": (["-O3", "-mavx2", "-mfma"], {"avx2", "fma"}),
-    "x86-64-v4": (
-        ["-O3", "-march=x86-64-v4"],
-        {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"},
-    ),
-}
-
-
-def self_test() -> bytes:
-    size = lib.pccl_self_test(ffi.NULL, 0)
-    out = ffi.new("unsigned char[]", size)
-    assert lib.pccl_self_test(out, size) == size
-    return bytes(ffi.buffer(out))
-
-
-def processor_flags() -> set[str]:
-    info = Path("/proc/cpuinfo")
-    return set(info.read_text().split()) if info.exists() else set()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_every_build_gives_the_same_bits(level: str, tmp_path: Path) -> None:
-    compiler = shutil.which("cc")
-    if compiler is None or sys.platform == "win32":
-        pytest.skip("no cc here")
-    arguments, needed = LEVELS[level]
-    if needed and platform.machine() != "x86_64":
-        pytest.skip(f"{platform.machine()} is not x86_64")
-    if not needed <= processor_flags():
-        pytest.skip(f"this processor lacks {needed - processor_flags()}")
-    library = tmp_path / "kernels.so"
-    sources = [str(C_DIR / name) for name in ("reduce.c", "quantize.c", "outer.c", "selftest.c")]
-    build = [compiler, "-std=c99", "-ffp-contract=off", "-fPIC", "-shared", "-DPCCL_CLONES="]
-    subprocess.run([*build, *arguments, *sources, "-o", str(library)], check=True, timeout=50)
-    function = ctypes.CDLL(str(library)).pccl_self_test
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t], ctypes.c_size_t
-    wanted = self_test()
-    out = ctypes.create_string_buffer(len(wanted))
-    assert function(out, len(wanted)) == len(wanted)
-    assert out.raw == wanted

@@ -589,12 +589,15 @@ class Client:
         memory = self._memory[action.op]
         local = all(self._local(info) for info in self._core.plan.peers)
         members = action.rings[0].members if action.rings else 1
-        total = memory.nbytes if isinstance(memory, Operands) else members * 4 * MIB
+        total, quantized = members * 4 * MIB, False
+        if isinstance(memory, Operands):
+            total = memory.nbytes
+            quantized = bool(memory.work.algorithm)
         self._engine.start(
             action.op,
             seq=action.seq,
             epoch=action.epoch,
-            chunk_bytes=chunk_bytes(total, members, local),
+            chunk_bytes=chunk_bytes(total, members, local, quantized),
             rings=[
                 Ring(r.stream, r.members, r.position, r.begin, r.count, r.root, r.ranks)
                 for r in action.rings

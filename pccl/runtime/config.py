@@ -107,14 +107,16 @@ def machine_id() -> str:
     return xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
 
 
-def chunk_bytes(total: int, members: int, local: bool) -> int:
-    """The size of a chunk of an all-reduce of `total` bytes.
+def chunk_bytes(total: int, members: int, local: bool, quantized: bool) -> int:
+    """The size of a message with a chunk of an all-reduce of `total` bytes.
 
     Several chunks to a segment let the hops of a ring overlap; above 1 MiB a chunk no longer fits
     the caches (measured: half the speed at 4 MiB), and on slow links the last chunks on slow lanes
-    hold up everyone.
+    hold up everyone. A quantised chunk has about four times as many bytes in memory as on the wire.
     """
     segment = total // max(1, members)
+    if quantized:
+        return max(32 << 10, min(segment // 16, MIB // 4))
     return max(32 << 10, min(segment // 4, MIB if local else MIB // 4))
 
 

@@ -1,11 +1,14 @@
-"""Measures a collective over processes of this machine, and verifies every result.
+"""Measures a collective over processes of this machine, or of several, and verifies every result.
 
 Prints the table of nccl-tests: time is the median over the iterations of the mean over the peers,
 algbw is the size over the time, and busbw = algbw * 2 (n-1) / n for all-reduce, (n-1) / n for
 all-gather and reduce-scatter, whose size is that of the larger buffer, and algbw for broadcast,
-which is in place only. `--against gloo` lets torch.distributed take turns with pccl, iteration by
-iteration, in the same processes on the same memory; the last columns say how many times as fast
-pccl is.
+which is in place only; wire is what a peer sends. `--against` lets torch.distributed with gloo, or
+the same without `--quantize`, take turns with it, iteration by iteration, in the same processes on
+the same memory, and says how many times as fast pccl is, or quantised pccl.
+
+Between machines: start `pccl master` on one, and this with the same arguments and `--master HOST`
+once for each of the `--peers`, anywhere. All of them print the table.
 """
 
 from __future__ import annotations
@@ -16,16 +19,16 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pccl
-from pccl.cli.bench import options, table
+from pccl.cli.bench import machines, options, table
 from pccl.cli.bench.data import PEERS_MAX
-from pccl.cli.bench.peer import Job, serve
+from pccl.cli.bench.peer import Job, Measured, serve
 from pccl.cli.bench.processes import BenchError, collect, processes
 from pccl.cli.bench.table import FACTORS, blocks
-from pccl.cli.bench.ways import REDUCING
+from pccl.cli.bench.ways import OTHERS, REDUCING
 from pccl.types import DataType, ReduceOp
 
 _DTYPES = {  # by nccl-tests' names
@@ -80,7 +83,19 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         help="processes (%(default)s)",
     )
     parser.add_argument(
-        "--against", choices=["gloo"], help="measure this library in turns with pccl"
+        "--lanes",
+        type=options.whole_number(1, 256),
+        default=0,
+        metavar="N",
+        help="connections to the next peer (one on this machine, else by the round trip)",
+    )
+    parser.add_argument(
+        "--master",
+        metavar="HOST[:PORT]",
+        help="be one of the peers of a run on several machines, whose master is there",
+    )
+    parser.add_argument(
+        "--against", choices=OTHERS, help="measure this in turns with it, on this machine"
     )
     parser.add_argument(
         "-J", "--json", type=Path, metavar="FILE", help="write the results here too"
@@ -106,20 +121,19 @@ def run(args: argparse.Namespace) -> int:
         iterations=args.iters,
         warmups=args.warmup_iters,
         check=bool(args.check),
-        gloo=args.against == "gloo",
+        against=args.against,
         quantization=args.quantize,
+        lanes=args.lanes,
     )
-    print(
-        f"# pccl {pccl.__version__} bench {job.what}: {job.peers} processes on "
-        f"{os.cpu_count()} cores, transport {os.environ.get('PCCL_TRANSPORT', 'auto')}\n"
-        f"# medians of {job.iterations} iterations after {job.warmups} warm-ups"
-        + (", pccl and gloo in turns" if job.gloo else "")
-        + (f", pccl quantised to {job.quantization}" if job.quantization else "")
-        + f"\n{table.head(job.gloo)}",
-        flush=True,
-    )
+    print(f"{_title(job, args.master)}\n{table.head(job.against)}", flush=True)
+    rows = []
     try:
-        rows = _rows(job, args.datatype, args.op)
+        all_measured = machines.measured(args.master, job) if args.master else _measured(job)
+        for count, measured in zip(job.counts, all_measured, strict=True):
+            rows.append(
+                table.Row.of(job.what, count, dtype.itemsize, args.datatype, args.op, measured)
+            )
+            print(rows[-1].text(), flush=True)
     except BenchError as error:
         print(f"pccl bench: {error}", file=sys.stderr)
         return 1
@@ -137,6 +151,10 @@ def _problem(args: argparse.Namespace) -> str:
     for asked in (args.datatype, args.op):
         if args.against == "gloo" and asked in _NOT_IN_GLOO:
             return f"gloo has no {asked}"
+    if args.master and args.against == "gloo":
+        return "--against gloo measures processes of this machine: leave out --master"
+    if args.against == "unquantized" and not args.quantize:
+        return "--against unquantized needs --quantize"
     if args.quantize and (args.datatype not in _FLOATS or args.op not in ("sum", "avg")):
         return f"--quantize is for sums and means of {', '.join(_FLOATS)}"
     least = dtype.itemsize * blocks(args.measurement, args.peers)
@@ -145,19 +163,26 @@ def _problem(args: argparse.Namespace) -> str:
     return ""
 
 
-def _rows(job: Job, dtype: str, op: str) -> list[table.Row]:
-    rows = []
+def _title(job: Job, master: str | None) -> str:
+    where = f"by the master {master}" if master else f"on {os.cpu_count()} cores"
+    return (
+        f"# pccl {pccl.__version__} bench {job.what}: {job.peers} processes {where}, "
+        f"transport {os.environ.get('PCCL_TRANSPORT', 'auto')}, lanes {job.lanes or 'auto'}\n"
+        f"# medians of {job.iterations} iterations after {job.warmups} warm-ups"
+        + (f", quantised to {job.quantization}" if job.quantization else "")
+        + (f", in turns with {job.against}" if job.against else "")
+    )
+
+
+def _measured(job: Job) -> Iterator[list[Measured]]:
+    """What processes of this machine measure, for one size after the other."""
     with (
         tempfile.TemporaryDirectory(prefix="pccl-bench-") as scratch,
         pccl.MasterNode("127.0.0.1:0") as master,
         processes(job.peers, serve, job, master.address, Path(scratch, "gloo").as_uri()) as results,
     ):
-        for count in job.counts:
-            measured = collect(results)
-            row = table.Row.of(job.what, count, job.dtype.itemsize, dtype, op, measured)
-            print(row.text(), flush=True)
-            rows.append(row)
-    return rows
+        for _ in job.counts:
+            yield collect(results)
 
 
 def _json(rows: Sequence[table.Row]) -> str:

@@ -32,7 +32,8 @@ class Job:
         warmups: iterations that are not timed.
         check: whether to verify every element of one more call of each way.
         quantization: as `Communicator.all_reduce` takes it.
-        gloo: whether torch.distributed with gloo takes its turns too.
+        against: what takes its turns too, of `ways.OTHERS`.
+        lanes: connections to the next peer; 0: as pccl chooses.
     """
 
     what: str
@@ -43,8 +44,9 @@ class Job:
     iterations: int
     warmups: int
     check: bool
-    gloo: bool
+    against: str | None = None
     quantization: str | None = None
+    lanes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,12 @@ class Measured:
     Attributes:
         times_s: seconds of each timed iteration, by way.
         wrong: wrong elements by way; empty when not checked.
+        sent: bytes that the peer sends in a call, by way; none of gloo.
     """
 
     times_s: dict[str, list[float]]
     wrong: dict[str, int]
+    sent: dict[str, int]
 
 
 def serve(number: int, job: Job, address: str, store: str, results: Connection) -> None:
@@ -70,19 +74,26 @@ def serve(number: int, job: Job, address: str, store: str, results: Connection) 
     """
     follow_parent()
     try:
-        with _gloo(job, number, store), pccl.Communicator(address) as comm:
-            while comm.world_size < job.peers:
-                if comm.are_peers_pending():
-                    comm.update_topology()
+        with _gloo(job, number, store), join(address, job) as comm:
             for count in job.counts:
-                results.send(_measure(comm, job, count))
+                results.send(measure(comm, job, count))
     except pccl.PCCLError as error:
         results.send(str(error))
 
 
 @contextmanager
+def join(address: str, job: Job) -> Iterator[pccl.Communicator]:
+    """A communicator of a run of `job.peers`, which it waits for."""
+    with pccl.Communicator(address, p2p_connection_pool_size=job.lanes) as comm:
+        while comm.world_size < job.peers:
+            if comm.are_peers_pending():
+                comm.update_topology()
+        yield comm
+
+
+@contextmanager
 def _gloo(job: Job, number: int, store: str) -> Iterator[None]:
-    if not job.gloo:
+    if job.against != ways.GLOO:
         yield
         return
     import torch.distributed as dist
@@ -96,9 +107,10 @@ def _gloo(job: Job, number: int, store: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _measure(comm: pccl.Communicator, job: Job, count: int) -> Measured:
+def measure(comm: pccl.Communicator, job: Job, count: int) -> Measured:
+    """One size, of `count` elements."""
     trial = ways.Trial(comm, job.what, job.dtype, job.op, count, job.quantization)
-    found = trial.ways(job.gloo)
+    found = trial.ways(job.against)
     times_s: dict[str, list[float]] = {name: [] for name in found}
     for iteration in range(job.warmups + job.iterations):
         for name, way in found.items():
@@ -108,8 +120,7 @@ def _measure(comm: pccl.Communicator, job: Job, count: int) -> Measured:
             elapsed = time.perf_counter() - began
             if iteration >= job.warmups:
                 times_s[name].append(elapsed)
-    wrong = {}
-    for name, way in found.items():
-        if job.check and name != ways.GLOO:
-            wrong[name] = trial.check(way)
-    return Measured(times_s, wrong)
+    ours = {name: way for name, way in found.items() if name != ways.GLOO}
+    sent = {name: way.sent() for name, way in ours.items()}
+    wrong = {name: trial.check(way) for name, way in ours.items()} if job.check else {}
+    return Measured(times_s, wrong, sent)

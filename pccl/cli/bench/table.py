@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from pccl.cli.bench.peer import Measured
-from pccl.cli.bench.ways import GLOO, IN_PLACE, OUT_OF_PLACE
+from pccl.cli.bench.ways import IN_PLACE, OTHERS, OUT_OF_PLACE
 
 _WAYS = (OUT_OF_PLACE, IN_PLACE)
 _ROOTS = {"broadcast": 0}  # -1 for the others
@@ -32,11 +32,13 @@ class Timing:
         median_us: microseconds.
         min_us: microseconds.
         wrong: wrong elements over all peers; None when not checked.
+        wire: bytes that a peer sends in a call, at most; None when not known.
     """
 
     median_us: float
     min_us: float
     wrong: int | None
+    wire: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,13 @@ class Row:
             each = zip(*(measured.times_s[name] for measured in all_measured), strict=True)
             means_us = [fmean(times) * 1e6 for times in each]
             wrong = [measured.wrong[name] for measured in all_measured if name in measured.wrong]
-            timings[name] = Timing(median(means_us), min(means_us), sum(wrong) if wrong else None)
+            sent = [measured.sent[name] for measured in all_measured if name in measured.sent]
+            timings[name] = Timing(
+                median(means_us),
+                min(means_us),
+                sum(wrong) if wrong else None,
+                max(sent) if sent else None,
+            )
         peers = len(all_measured)
         nbytes = count * itemsize * blocks(what, peers)
         return cls(what, nbytes, count, dtype, op, peers, timings)
@@ -89,6 +97,11 @@ class Row:
     def ways(self) -> list[str]:
         """Those of ours that this collective has."""
         return [way for way in _WAYS if way in self.timings]
+
+    @property
+    def other(self) -> str | None:
+        """What was measured beside ours."""
+        return next((way for way in OTHERS if way in self.timings), None)
 
     @property
     def root(self) -> int:
@@ -111,13 +124,14 @@ class Row:
         for way in _WAYS:
             known = way in self.timings
             cells.append(_number(self.timings[way].min_us, 7) if known else f"{'N/A':>7}")
-        if GLOO in self.timings:
-            gloo = self.timings[GLOO]
-            cells += [_number(gloo.median_us, 7), _number(gloo.min_us, 7)]
+        if self.other:
+            other = self.timings[self.other]
+            cells += [_number(other.median_us, 7), _number(other.min_us, 7)]
             for way in _WAYS:
                 known = way in self.timings
-                ratio = gloo.median_us / self.timings[way].median_us if known else None
+                ratio = other.median_us / self.timings[way].median_us if known else None
                 cells.append(f"{ratio:6.2f}" if ratio is not None else f"{'N/A':>6}")
+        cells.append(f"{self.timings[self.ways[0]].wire:12d}")
         return "  ".join(cells)
 
     def json(self) -> dict[str, Any]:
@@ -136,6 +150,7 @@ class Row:
                 "alg_bw": self.algbw(way),
                 "bus_bw": self.busbw(way),
                 "nwrong": timing.wrong,
+                "wire": timing.wire,
             }
         return found
 
@@ -145,7 +160,7 @@ def blocks(what: str, peers: int) -> int:
     return peers if what in ("all_gather", "reduce_scatter") else 1
 
 
-def head(gloo: bool) -> str:
+def head(other: str | None) -> str:
     """The lines above the rows."""
     groups = f"#{'':56}{'out-of-place':^32}{'in-place':^32}{'minimum':^18}"
     names = f"# {'size':>10}  {'count':>12}  {'type':>8}  {'redop':>6}  {'root':>6}"
@@ -154,10 +169,12 @@ def head(gloo: bool) -> str:
     units += f"  {'(us)':>7}  {'(GB/s)':>6}  {'(GB/s)':>6}  {'':>5}" * len(_WAYS)
     names += f"  {'out':>7}  {'in':>7}"
     units += f"  {'(us)':>7}" * len(_WAYS)
-    if gloo:
-        groups += f"{'gloo':^18}{'gloo / pccl':^16}"
+    if other:
+        groups += f"{other:^18}{'times as fast':^16}"
         names += f"  {'time':>7}  {'min':>7}  {'out':>6}  {'in':>6}"
-        units += f"  {'(us)':>7}  {'(us)':>7}"
+        units += f"  {'(us)':>7}  {'(us)':>7}  {'':>6}  {'':>6}"
+    names += f"  {'wire':>12}"
+    units += f"  {'(B)':>12}"
     return "\n".join(line.rstrip() for line in ("#", groups, names, units))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from pccl.types import DataType, ReduceOp
 OUT_OF_PLACE = "out_of_place"
 IN_PLACE = "in_place"
 GLOO = "gloo"
+UNQUANTIZED = "unquantized"
+OTHERS = (GLOO, UNQUANTIZED)  # what pccl may be measured against
 REDUCING = ("all_reduce", "reduce_scatter")
 
 _TAG = 1  # of what is timed; the meetings before it have tag 0
@@ -27,14 +30,18 @@ class Way:
     Attributes:
         meet: lets all peers begin together.
         run: what is timed.
+        sent: does it once more; the bytes that this peer sent.
         reset: gives the buffers known contents.
         result: where the result is.
+        quantization: of the result; None: it is exact.
     """
 
     meet: Callable[[], object]
     run: Callable[[], object]
+    sent: Callable[[], int]
     reset: Callable[[], None]
     result: data.Bits
+    quantization: str | None = None
 
 
 class Trial:
@@ -67,13 +74,15 @@ class Trial:
         self._send = self._content.copy()
         self._recv = np.zeros(recv, self._send.dtype)
 
-    def ways(self, gloo: bool) -> dict[str, Way]:
-        """All of them by name."""
+    def ways(self, against: str | None) -> dict[str, Way]:
+        """All of them by name, and one of OTHERS."""
         found = {IN_PLACE: self._in_place()}
         if self._what != "broadcast":
-            found = {OUT_OF_PLACE: self._way(self._send, self._recv)} | found
-        if gloo:
+            found = {OUT_OF_PLACE: self._way(self._send, self._recv, self._quantization)} | found
+        if against == GLOO:
             found[GLOO] = self._gloo()
+        elif against == UNQUANTIZED:
+            found[UNQUANTIZED] = self._way(self._send, self._recv, None)
         return found
 
     def check(self, way: Way) -> int:
@@ -89,9 +98,9 @@ class Trial:
         table = data.expected(self._dtype, self._op, size)
         if self._what == "reduce_scatter":  # our part begins somewhere in the table
             table = np.roll(table, -(self._rank * count % data.PERIOD))
-        if self._quantization is None:
+        if way.quantization is None:
             return data.count_wrong(way.result, table)
-        distance = data.error_max(self._dtype, self._op, size, self._quantization)
+        distance = data.error_max(self._dtype, self._op, size, way.quantization)
         return data.count_far(way.result, table, self._dtype, distance)
 
     def _brought(self, rank: int) -> data.Bits:
@@ -100,12 +109,12 @@ class Trial:
     def _in_place(self) -> Way:
         own = slice(self._rank * self._count, (self._rank + 1) * self._count)
         if self._what == "all_gather":
-            return self._way(self._recv[own], self._recv)
+            return self._way(self._recv[own], self._recv, None)
         if self._what == "reduce_scatter":
-            return self._way(self._send, self._send[own])
-        return self._way(self._recv, self._recv)
+            return self._way(self._send, self._send[own], self._quantization)
+        return self._way(self._recv, self._recv, self._quantization)
 
-    def _way(self, send: data.Bits, recv: data.Bits) -> Way:
+    def _way(self, send: data.Bits, recv: data.Bits, quantization: str | None) -> Way:
         one = np.zeros(1, np.float32)
 
         def meet() -> None:
@@ -115,19 +124,14 @@ class Trial:
             np.invert(recv.view(np.uint8), out=recv.view(np.uint8))  # right in no element
             send[:] = self._content
 
-        return Way(meet, self._call(send, recv), reset, recv)
-
-    def _call(self, send: data.Bits, recv: data.Bits) -> Callable[[], object]:
-        comm = self._comm
-        how: dict[str, Any] = {"op": self._op, "tag": _TAG, "quantization": self._quantization}
         source, target = (data.as_array(bits, self._dtype) for bits in (send, recv))
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda: comm.all_reduce(source, target, **how),
-            "reduce_scatter": lambda: comm.reduce_scatter(source, target, **how),
-            "all_gather": lambda: comm.all_gather(source, target, tag=_TAG),
-            "broadcast": lambda: comm.broadcast(target, tag=_TAG),
-        }
-        return calls[self._what]
+        arrays = (target,) if self._what == "broadcast" else (source, target)
+        how: dict[str, Any] = {"tag": _TAG}
+        if self._what in REDUCING:
+            how |= {"op": self._op, "quantization": quantization}
+        run = partial(getattr(self._comm, self._what), *arrays, **how)
+        launch = partial(getattr(self._comm, f"{self._what}_async"), *arrays, **how)
+        return Way(meet, run, lambda: launch().wait()[2].tx_bytes, reset, recv, quantization)
 
     def _gloo(self) -> Way:
         import torch
@@ -149,4 +153,5 @@ class Trial:
             "all_gather": lambda: dist.all_gather(list(recv.chunk(self._peers)), send),
             "broadcast": lambda: dist.broadcast(recv, 0),
         }
-        return Way(lambda: dist.all_reduce(one), calls[self._what], lambda: None, self._recv)
+        meet = partial(dist.all_reduce, one)
+        return Way(meet, calls[self._what], lambda: 0, lambda: None, self._recv)
