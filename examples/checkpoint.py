@@ -22,7 +22,7 @@ def reduced(comm: pccl.Communicator, x: np.ndarray) -> bool:
     """Sums over the peers that are left; False when there is nobody else."""
     while True:
         try:
-            comm.all_reduce(x, x, op=pccl.ReduceOp.SUM)
+            comm.all_reduce(x, op="sum")
             return True
         except pccl.PeerLostError:
             pass  # nothing has changed: again, without it

@@ -61,7 +61,7 @@ def reduce(address: str, arrays: list[np.ndarray]) -> dict[str, tuple[np.ndarray
             for name, options in WAYS.items():
                 out = np.empty_like(arrays[number])
                 info = comm.all_reduce(
-                    arrays[number], out, op=pccl.ReduceOp.SUM, quantization_options=options
+                    arrays[number], out, op="sum", quantization_options=options
                 )
                 if number == 0:
                     sent = COUNT * 2 * (info.world_size - 1) / info.world_size

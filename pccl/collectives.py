@@ -20,17 +20,19 @@ fails with `PeerLostError`, before anything happens.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import NoReturn
 
 from pccl import operands
 from pccl.arrays import Buffer
-from pccl.errors import error_for
+from pccl.errors import PeerLostError, error_for
 from pccl.handle import AsyncReduceHandle, info
 from pccl.operands import A, Arrays, Ranks
 from pccl.protocol import peer as core
-from pccl.runtime.client import Client, Operands
+from pccl.runtime.client import Client
+from pccl.runtime.memory import Operands
 from pccl.types import (
     QuantizationOptions,
     ReduceInfo,
@@ -52,7 +54,7 @@ class Collectives:
     def _connected(self, name: str) -> Client:
         raise NotImplementedError
 
-    def _raise(self, name: str, end: core.Fail) -> NoReturn:
+    def _raise(self, name: str, end: core.Fail, began_s: float | None = None) -> NoReturn:
         raise NotImplementedError
 
     def _may_enter(self, name: str) -> None:
@@ -137,7 +139,11 @@ class Collectives:
         return self._launch("all_reduce_async", work, tag, target)
 
     def all_reduce_multiple_with_retry(
-        self, descriptors: Sequence[ReduceOpDescriptor], *, max_in_flight: int = 4
+        self,
+        descriptors: Sequence[ReduceOpDescriptor],
+        *,
+        max_in_flight: int = 4,
+        timeout: float | None = None,
     ) -> ReduceInfo:
         """Runs several all-reduces, a few at a time, each again and again until it commits.
 
@@ -147,17 +153,24 @@ class Collectives:
         Args:
             descriptors: in the same order on all peers; their tags differ.
             max_in_flight: collectives under way at the same time.
+            timeout: seconds for all of them; those that have not committed then are given up.
 
         Returns:
             Contributors of the last one, payload bytes of all, failed attempts not counted.
 
         Raises:
+            PCCLTimeoutError: the time-out has passed; some may have committed.
             PCCLError: TOO_FEW_PEERS when all others are lost, INVALID_ARGUMENT, INVALID_USAGE.
             ValueError: `max_in_flight` is not positive.
         """
         name = "all_reduce_multiple_with_retry"
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight is {max_in_flight}: it must be at least 1")
+        began_s = time.monotonic()
+
+        def left_s() -> float | None:
+            return None if timeout is None else max(0.0, began_s + timeout - time.monotonic())
+
         waiting = list(range(len(descriptors)))
         in_flight: list[tuple[int, AsyncReduceHandle]] = []
         world_size = tx_bytes = rx_bytes = 0
@@ -166,21 +179,25 @@ class Collectives:
                 while waiting and len(in_flight) < max_in_flight:
                     index = waiting.pop(0)
                     in_flight.append((index, self._launch_descriptor(name, descriptors[index])))
-                index, handle = in_flight.pop(0)
-                end = handle._finish()
+                index, handle = in_flight[0]
+                end = handle._finish(left_s())
+                del in_flight[0]
                 if isinstance(end, core.Answer):
                     one = info(end)
                     world_size = one.local_world_size
                     tx_bytes += one.tx_bytes
                     rx_bytes += one.rx_bytes
-                elif end.result is Result.RANK_CONNECTION_LOST:
+                elif end.error is PeerLostError:
                     # in the order of the list, so that all peers' windows overlap
                     waiting = sorted([*waiting, index])
                 else:
-                    self._raise(name, end)
+                    self._raise(name, end, began_s)
+        except KeyboardInterrupt:
+            timeout = 0.0
+            raise
         finally:
             for _, handle in in_flight:
-                handle.wait()
+                handle.wait(timeout=left_s())
         return ReduceInfo(world_size, tx_bytes, rx_bytes)
 
     def _launch_descriptor(self, name: str, descriptor: ReduceOpDescriptor) -> AsyncReduceHandle:
@@ -348,7 +365,7 @@ class Collectives:
         client = self._connected(name)
         if client.world.local_size < 2:
             self._see_ranks(client)
-            why = "this peer is alone in its group: admit others by update_topology() first"
+            why = f"this peer is alone in its group of the run at {client.master}"
             raise error_for(Result.TOO_FEW_PEERS, name, why)
         return client
 
@@ -382,9 +399,16 @@ class Collectives:
     def _run(self, name: str, work: Operands, tag: int, timeout: float | None) -> ReduceInfo:
         """Launches and waits; raises what went wrong."""
         stuck = timeout is None and self._single_threaded()
-        end = self._launch(name, work, tag, stuck=stuck)._finish(timeout)
+        began_s = time.monotonic()
+        handle = self._launch(name, work, tag, stuck=stuck)
+        try:
+            end = handle._finish(timeout)
+        except KeyboardInterrupt:  # it is withdrawn, and nobody has the handle
+            with self._lock:
+                self._tags.discard(tag)
+            raise
         if isinstance(end, core.Fail):
-            self._raise(name, end)
+            self._raise(name, end, began_s)
         return info(end)
 
 

@@ -10,14 +10,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import xxhash
 
 from pccl.collectives import Collectives
 from pccl.errors import PCCLTimeoutError, error_for
 from pccl.ext import ffi, lib
+from pccl.logs import configure_logging
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.client import Call, Client, Deadline, Note
@@ -26,7 +28,12 @@ from pccl.runtime.staging import Region
 from pccl.runtime.sync import Wish, synchronise
 from pccl.security import Security
 from pccl.shared_state import SharedState
-from pccl.text import configure_logging, parse_address
+from pccl.text import (
+    address_text,
+    parse_address,
+    parse_advertised,
+    parse_ports,
+)
 from pccl.types import (
     Attribute,
     EntryDivergence,
@@ -61,6 +68,10 @@ class Communicator(Collectives):
         p2p_connection_pool_size: connections (lanes) to each neighbour; 0 chooses well.
         security: encrypts, with the keys in this directory (see `pccl keys`); None: in the
             directory PCCL_CURVE_DIR, and without that not at all.
+        advertise: the host at which other peers reach this one; None: PCCL_ADVERTISE, and without
+            that the address that the master sees.
+        port_range: "FIRST-LAST": the TCP ports on one of which this peer listens for bulk data;
+            None: PCCL_PORT_RANGE, and without that any.
 
     Raises:
         AssertionError: `address` has no colon.
@@ -74,6 +85,8 @@ class Communicator(Collectives):
         p2p_connection_pool_size: int = 0,
         *,
         security: Security | str | os.PathLike[str] | None = None,
+        advertise: str | None = None,
+        port_range: str | None = None,
     ) -> None:
         self._host, self._port = parse_address(address)
         if not 0 <= peer_group < 1 << 32:
@@ -85,7 +98,13 @@ class Communicator(Collectives):
         self._group = peer_group
         self._pool_size = p2p_connection_pool_size
         self._security = security
+        self._settings: dict[str, Any] = {}
+        if advertise is not None:
+            self._settings["advertise"] = parse_advertised(advertise, "advertise")
+        if port_range is not None:
+            self._settings["ports"] = parse_ports(port_range, "port_range")
         super().__init__()
+        self._master = address_text(self._host, self._port)
         self._client: Client | None = None
         self._voting: set[str] = set()  # rounds of the whole run or group that a thread stands in
         self._user: threading.Thread | None = None  # the thread that made the latest call
@@ -95,7 +114,7 @@ class Communicator(Collectives):
 
     # ---- joining and leaving ----
 
-    def connect(self, n_attempts: int = 5, timeout: float | None = None) -> None:
+    def connect(self, n_attempts: int = 5, *, timeout: float | None = None) -> None:
         """Joins the run; returns when all accepted peers have admitted this one.
 
         They admit it by `update_topology`; the first peer of a run is accepted at once.
@@ -118,8 +137,9 @@ class Communicator(Collectives):
         if self._client is not None and self._client.over is None:
             why = "this communicator is connected already"
             raise error_for(Result.INVALID_USAGE, "connect", why)
-        config = Config.from_env()
+        config = replace(Config.from_env(), **self._settings)
         security = Security.of(self._security)
+        began_s = time.monotonic()
         for attempt in range(1, n_attempts + 1):
             try:
                 self._join(config, security, timeout)
@@ -127,16 +147,19 @@ class Communicator(Collectives):
             except _Unreachable as error:
                 log.info("attempt %d of %d to reach the master: %s", attempt, n_attempts, error)
                 if attempt == n_attempts:
+                    seconds = time.monotonic() - began_s
                     why = (
-                        f"no pccl master answers at {self._host}:{self._port} after {n_attempts} "
-                        f"attempts ({error}): does it run, and does a firewall let us through?"
+                        f"no pccl master answers at {self._master} ({error}), "
+                        f"{_attempts(n_attempts)} in {seconds:.1f} s"
                     )
                     raise error_for(Result.MASTER_CONNECTION_FAILED, "connect", why) from None
             time.sleep(ATTEMPT_INTERVAL_S)
 
     def _join(self, config: Config, security: Security | None, timeout: float | None) -> None:
         try:  # for its errors: ZeroMQ would not say what is wrong with an address
-            socket.create_connection((self._host, self._port), config.connect_timeout_s).close()
+            where = (self._host, self._port)
+            with socket.create_connection(where, config.connect_timeout_s) as tried:
+                ipv6 = tried.family == socket.AF_INET6
         except OSError as error:
             raise _Unreachable(error.strerror or str(error)) from None
 
@@ -152,7 +175,11 @@ class Communicator(Collectives):
                 arithmetic_digest(),
             )
 
-        client = Client(self._host, self._port, hello, self._pool_size, config, security)
+        try:
+            client = Client(*where, hello, self._pool_size, config, security, ipv6)
+        except OSError as error:
+            why = f"for bulk data this peer {error.strerror or error}{_cure(config)}"
+            raise error_for(Result.INVALID_USAGE, "connect", why) from None
         try:
             call = client.join()
             try:
@@ -165,7 +192,7 @@ class Communicator(Collectives):
             if isinstance(note, core.Fail):
                 if note.result is Result.MASTER_CONNECTION_FAILED:
                     raise _Unreachable(note.why)
-                self._raise("connect", note)
+                self._raise("connect", note, call.began_s)
         except BaseException:
             client.close("connect failed")
             raise
@@ -180,7 +207,7 @@ class Communicator(Collectives):
             raise PCCLTimeoutError(
                 Result.MASTER_CONNECTION_FAILED,
                 "connect",
-                f"the peers of the run at {self._host}:{self._port} did not admit this one within "
+                f"the peers of the run at {self._master} did not admit this one within "
                 f"{timeout:g} s: each of them must call update_topology()",
             ) from None
 
@@ -247,7 +274,7 @@ class Communicator(Collectives):
 
     # ---- rounds of the run ----
 
-    def update_topology(self, timeout: float | None = None) -> None:
+    def update_topology(self, *, timeout: float | None = None) -> None:
         """Admits pending peers. Returns when all accepted peers of all groups have called it.
 
         Args:
@@ -261,7 +288,7 @@ class Communicator(Collectives):
         self._vote("update_topology", client, client.update_topology, timeout)
         self._see_ranks(client)
 
-    def are_peers_pending(self, timeout: float | None = None) -> bool:
+    def are_peers_pending(self, *, timeout: float | None = None) -> bool:
         """Whether peers wait to be admitted: the same answer for all.
 
         All accepted peers of all groups must ask. Collectives may run in other threads meanwhile.
@@ -292,8 +319,8 @@ class Communicator(Collectives):
         self,
         shared_state: SharedState,
         strategy: SharedStateSyncStrategy = SharedStateSyncStrategy.ENFORCE_POPULAR,
-        timeout: float | None = None,
         *,
+        timeout: float | None = None,
         progress: Callable[[SharedStateProgress], None] | None = None,
         raise_on_divergence: bool = False,
     ) -> SharedStateSyncInfo:
@@ -338,12 +365,13 @@ class Communicator(Collectives):
             )
             for info in shared_state.tensor_infos
         ]
+        began_s = time.monotonic()
         with self._once("sync_shared_state"):
             wish = Wish(strategy.value, raise_on_divergence, progress, Deadline(timeout))
             outcome = synchronise(client, regions, shared_state.revision, wish, shared_state)
         end = outcome.end
         if isinstance(end, core.Fail):
-            self._raise("sync_shared_state", end)
+            self._raise("sync_shared_state", end, began_s)
         shared_state.revision = self._shared_revision = end.revision
         divergence = tuple(_divergence(end, regions, client))
         for one in divergence:
@@ -409,14 +437,18 @@ class Communicator(Collectives):
     ) -> core.Answer:
         deadline = Deadline(timeout)
         with self._once(name):
-            end = deadline.next(client, begin())
+            call = begin()
+            end = deadline.next(client, call)
         if isinstance(end, core.Fail):
-            self._raise(name, end)
+            self._raise(name, end, call.began_s)
         assert isinstance(end, core.Answer)
         return end
 
-    def _raise(self, name: str, end: core.Fail) -> NoReturn:
-        raise end.error(end.result, name, end.why)
+    def _raise(self, name: str, end: core.Fail, began_s: float | None = None) -> NoReturn:
+        when = [end.phase] if end.phase else []
+        if began_s is not None:
+            when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
+        raise end.error(end.result, name, f"{end.why} ({', '.join(when)})" if when else end.why)
 
 
 class _Standing:
@@ -434,6 +466,14 @@ class _Standing:
     def __exit__(self, *exception: object) -> None:
         with self._communicator._lock:
             self._communicator._voting.discard(self._name)
+
+
+def _cure(config: Config) -> str:
+    return ": choose a wider PCCL_PORT_RANGE (port_range=)" if config.ports else ""
+
+
+def _attempts(number: int) -> str:
+    return "1 attempt" if number == 1 else f"{number} attempts"
 
 
 class _Unreachable(Exception):

@@ -10,10 +10,13 @@
     +-- DivergenceError       INVALID_ARGUMENT: shared state differs that should be equal
     +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: this version cannot do that
 
-All pickle, so they cross process boundaries.
+All pickle, so they cross process boundaries. docs/errors.md lists what can happen, with its cause
+and cure.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from pccl.types import Result
 
@@ -28,8 +31,11 @@ class PCCLError(Exception):
     Attributes:
         result: how the call ended.
         func_name: the call.
-        message: why, and who: peers, addresses, what to do.
+        message: why, and who: peers, addresses; in which phase of the call, and after how long.
+        remedy: what to do about errors of this class; the text ends with it.
     """
+
+    remedy: ClassVar[str] = ""
 
     def __init__(self, result: Result, func_name: str, message: str = "") -> None:
         # Not super(): OSError, a base of PCCLTimeoutError, would take the result for an errno.
@@ -39,8 +45,9 @@ class PCCLError(Exception):
         self.message = message
 
     def __str__(self) -> str:
-        text = f"{self.func_name}: {self.result.name}"
-        return f"{text}: {self.message}" if self.message else text
+        parts = [f"{self.func_name}: {self.result.name}"]
+        parts += [part for part in (self.message, self.remedy) if part]
+        return ": ".join(parts[:2]) + "".join(f" -> {part}" for part in parts[2:])
 
     def __reduce__(self) -> tuple[type[PCCLError], tuple[Result, str, str]]:
         return type(self), (self.result, self.func_name, self.message)
@@ -69,6 +76,8 @@ class PeerLostError(PCCLError):
     the collective again: it goes on with the peers that are left.
     """
 
+    remedy = "call again: inputs hold what they held, and the next attempt goes on without the lost"
+
 
 class TooFewPeersError(PCCLError):
     """This peer is alone in its group, and a collective needs two. Buffers are untouched.
@@ -76,6 +85,8 @@ class TooFewPeersError(PCCLError):
     The communicator is usable. Go on alone, and admit others when they come: `are_peers_pending`,
     then `update_topology`.
     """
+
+    remedy = "go on alone, and admit others by are_peers_pending() and update_topology()"
 
 
 class MismatchError(PCCLError):
@@ -86,6 +97,8 @@ class MismatchError(PCCLError):
     buffer has changed. Make all peers take the same calls in the same order.
     """
 
+    remedy = "make all peers take the same calls, with the same arguments, in the same order"
+
 
 class KickedError(PCCLError):
     """The master dropped this peer, for the reason that the message gives.
@@ -95,6 +108,8 @@ class KickedError(PCCLError):
     the cause, then make a new one and connect.
     """
 
+    remedy = "the run goes on without this peer: repair the cause, then connect a new Communicator"
+
 
 class MasterLostError(PCCLError):
     """The master cannot be reached: it is down, or the network between is.
@@ -103,12 +118,19 @@ class MasterLostError(PCCLError):
     one and connect.
     """
 
+    remedy = (
+        "check that the master runs and that its port is open (pccl doctor HOST:PORT), then "
+        "connect a new Communicator"
+    )
+
 
 class PCCLTimeoutError(PCCLError, TimeoutError):
     """The time limit that the caller gave has passed; the message says who was waited for.
 
     The communicator is usable. Call again, with more time or without the peers that are named.
     """
+
+    remedy = "nothing has changed: call again, with more time, or see what keeps the others"
 
 
 class DivergenceError(PCCLError):
@@ -117,6 +139,8 @@ class DivergenceError(PCCLError):
     The message names the peers and the entries. All peers of the group get it, the communicator is
     usable, and no memory has changed. Without `raise_on_divergence` the same call repairs it.
     """
+
+    remedy = "call again without raise_on_divergence, which repairs it"
 
 
 class UnsupportedError(PCCLError):

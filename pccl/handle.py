@@ -35,7 +35,7 @@ class AsyncReduceHandle:
         if call is None:
             self._end = core.Answer(0, core.Reduced(1, 0, 0))
 
-    def wait(self, timeout: float | None = None) -> tuple[bool, int, ReduceInfo]:
+    def wait(self, *, timeout: float | None = None) -> tuple[bool, int, ReduceInfo]:
         """Waits for the outcome; the same one every time, and never raises.
 
         Args:

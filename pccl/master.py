@@ -7,8 +7,8 @@ import logging
 import os
 import sys
 
+from pccl.logs import configure_logging
 from pccl.master_node import MasterNode, serve_until_signal
-from pccl.text import configure_logging
 
 DEFAULT_PORT = 48148
 

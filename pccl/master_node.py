@@ -14,7 +14,7 @@ from pccl.errors import error_for
 from pccl.runtime.config import Config
 from pccl.runtime.server import Server
 from pccl.security import Security
-from pccl.text import parse_address
+from pccl.text import address_text, parse_address
 from pccl.types import Result
 
 _running: set[MasterNode] = set()  # a running master outlives every other reference to it
@@ -62,7 +62,7 @@ class MasterNode:
         """`host:port` as peers on this machine reach it; the real port once it runs."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}.get(self._host, self._host)
         port = self._server.port if self._server is not None else self._port
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return address_text(host, port)
 
     def run(self) -> None:
         """Starts to serve in the background and returns.

@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar, cast
 from pccl.arrays import Array, Buffer, is_numpy, is_torch, new, pair, same_kind
 from pccl.errors import error_for
 from pccl.protocol import messages as m
-from pccl.runtime.client import Operand, Operands
+from pccl.runtime.memory import Operand, Operands
 from pccl.runtime.quantization import fingerprint
 from pccl.types import QuantizationOptions, ReduceOp, Result
 

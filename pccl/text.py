@@ -1,20 +1,9 @@
-"""Text at the edge: addresses as users write them, and the logger that PCCL_LOG_LEVEL sets."""
+"""Text at the edge: addresses and ports as users write them."""
 
 from __future__ import annotations
 
-import logging
-import os
-
-TRACE = 5
-LEVELS = {
-    "TRACE": TRACE,
-    "DEBUG": logging.DEBUG,
-    "INFO": logging.INFO,
-    "WARN": logging.WARNING,
-    "ERR": logging.ERROR,
-    "FATAL": logging.CRITICAL,
-    "NONE": logging.CRITICAL + 10,
-}
+import ipaddress
+import re
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -40,19 +29,36 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def configure_logging() -> None:
-    """Sets the level of the `pccl` logger from PCCL_LOG_LEVEL and sends it to stderr, once.
+def address_text(host: str, port: int) -> str:
+    """`host:port`, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    An unknown level is reported and otherwise ignored: nothing is fatal because of a log level.
+
+def parse_advertised(host: str, what: str) -> str:
+    """A host, or "", that `what` names. Raises ValueError for anything else, as one with a port."""
+    try:
+        ipaddress.ip_address(host or "::")
+    except ValueError:
+        if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", host):
+            raise ValueError(
+                f"{what} is {host!r}: it must be an address or a name, without brackets or a port"
+            ) from None
+    return host
+
+
+def parse_ports(text: str, what: str) -> range:
+    """The ports of FIRST-LAST, of which `what` is the source; none of "".
+
+    Raises:
+        ValueError: it is malformed.
     """
-    logger = logging.getLogger("pccl")
-    if logger.handlers:
-        return
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s pccl %(levelname)s %(message)s"))
-    logger.addHandler(handler)
-    logger.propagate = False
-    name = os.environ.get("PCCL_LOG_LEVEL", "WARN")
-    logger.setLevel(LEVELS.get(name.upper(), logging.WARNING))
-    if name.upper() not in LEVELS:
-        logger.warning("PCCL_LOG_LEVEL is %r: it may be %s", name, ", ".join(LEVELS))
+    if not text:
+        return range(0)
+    first, dash, last = text.partition("-")
+    numbers = [first, last if dash else first]
+    if not all(number.isascii() and number.isdecimal() for number in numbers):
+        raise ValueError(f"{what} is {text!r}: it must be FIRST-LAST, as in 50000-50100")
+    ports = range(int(numbers[0]), int(numbers[1]) + 1)
+    if not ports or not 0 < ports[0] <= ports[-1] < 1 << 16:
+        raise ValueError(f"{what} is {text!r}: ports are 1 to 65535, the lower one first")
+    return ports

@@ -89,6 +89,11 @@ class DataType(Enum):
         """Bytes of one element."""
         return _TRAITS[self][1]
 
+    @property
+    def common_name(self) -> str:
+        """What numpy and torch call it, such as "float32"."""
+        return _TRAITS[self][0]
+
     @classmethod
     def from_torch_dtype(cls, dtype: torch.dtype) -> DataType:
         """The element type of a torch tensor.

@@ -6,8 +6,10 @@ python puppet.py MASTER GROUP POOL_SIZE
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -21,16 +23,16 @@ class Puppet:
         self.comm = pccl.Communicator(address, group, pool_size)
         self.launched: list[tuple[np.ndarray, pccl.AsyncReduceHandle]] = []
 
-    def connect(self) -> None:
-        self.comm.connect()
+    def connect(self, n_attempts: int = 5, timeout: float | None = None) -> None:
+        self.comm.connect(n_attempts, timeout=timeout)
 
     def gather(self, size: int) -> None:
         while self.comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE) < size:
             if self.comm.are_peers_pending():
                 self.comm.update_topology()
 
-    def update_topology(self) -> None:
-        self.comm.update_topology()
+    def update_topology(self, timeout: float | None = None) -> None:
+        self.comm.update_topology(timeout=timeout)
 
     def are_peers_pending(self) -> bool:
         return self.comm.are_peers_pending()
@@ -57,6 +59,15 @@ class Puppet:
             raise
         assert (array == array[0]).all(), "elements differ"
         return float(array[0])
+
+    def interruptible(self, call: str, **arguments: Any) -> str:
+        """A call that Ctrl-C ends, so that the answer is sent in two parts."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+        print(json.dumps({"value": "begins"}), flush=True)
+        try:
+            return str(getattr(self, call)(**arguments))
+        except KeyboardInterrupt:
+            return "interrupted"
 
     def insist(self, value: float, count: int = 1000) -> float:
         while True:

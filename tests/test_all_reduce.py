@@ -113,8 +113,8 @@ def test_forty_tags_launched_in_opposite_orders(filling: str) -> None:
     ("second", "words"),
     [
         ({"count": 999}, "999 elements"),
-        ({"dtype": np.float64}, "dtype 11"),
-        ({"op": pccl.ReduceOp.MAX}, "op 3"),
+        ({"dtype": np.float64}, "1000 elements of float64"),
+        ({"op": pccl.ReduceOp.MAX}, "max"),
     ],
 )
 def test_another_size_dtype_or_operation_is_an_error_on_both(second, words: str) -> None:  # type: ignore[no-untyped-def]

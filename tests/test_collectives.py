@@ -263,7 +263,7 @@ MISMATCHES = {
     "other operation": (
         lambda c: c.reduce_scatter(X, op="sum"),
         lambda c: c.reduce_scatter(X, op="max"),
-        "op 3",
+        "max",
     ),
     "one or a list": (lambda c: c.all_reduce(X), lambda c: c.all_reduce([X]), "1 tensors"),
     "other tensor": (
@@ -274,7 +274,7 @@ MISMATCHES = {
     "other keys": (
         lambda c: c.all_reduce({"a": X[0], "b": X[1]}),
         lambda c: c.all_reduce({"a": X[0], "c": X[1]}),
-        "b of 8 elements, dtype 10",
+        "b of 8 elements of float32",
     ),
 }
 

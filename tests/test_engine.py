@@ -391,7 +391,7 @@ def test_what_an_engine_cannot_be(filling: str) -> None:
         Engine(EngineOptions(forward_max=0))
     engine = Engine(host="127.0.0.1")
     with pytest.raises(OSError, match="cannot listen"):
-        Engine(host="127.0.0.1", port=engine.port)
+        Engine(host="127.0.0.1", ports=[engine.port])
     engine.close()
 
 

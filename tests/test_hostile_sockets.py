@@ -27,7 +27,7 @@ from pccl.runtime.server import BATCH, RECEIVED_MAX, Server
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 READY_DEALER = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
 READY_PUSH = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
-HELLO = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "x", b"")
+HELLO = m.Hello(m.PROTOCOL_VERSION, "1", 0, "nowhere", 1, "", "x", b"")  # not dialled: a name
 PATIENCE_S = 20.0
 
 

@@ -1,78 +1,215 @@
-"""`pccl doctor`: what this installation runs on, and whether it works."""
+"""`pccl doctor`: whether this machine is fit for a run, and what to change if it is not.
+
+With the address of a master, also whether it can be reached, whether it and so the other peers can
+reach this machine, and whether versions, arithmetic and clocks agree. Nothing is joined.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import sys
+import threading
+from array import array
+from collections.abc import Iterator
+from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
-
-import numpy as np
+from pathlib import Path
+from typing import NamedTuple
 
 import pccl
 from pccl.communicator import arithmetic_digest
 from pccl.ext import tables
+from pccl.protocol.messages import PROTOCOL_VERSION
+from pccl.runtime.checkup import Examination, examine
+from pccl.runtime.config import Config
+from pccl.text import parse_address
 
 PACKAGES = ("pyzmq", "numpy", "cffi", "msgspec", "xxhash", "torch")
+CLOCK_MAX_S = 1.0  # so that the logs of several machines can be read together
+FILES_MIN = 1024
+SEND_BUFFER_MIN = 4 << 20  # what fills 1 Gbit/s over 100 ms with the lanes there are
+RECEIVE_BUFFER_MIN = 6 << 20
+
+
+class Verdict(StrEnum):
+    """What is to be made of a fact."""
+
+    FACT = ""
+    OK = "ok"
+    HINT = "hint"  # it works, and could work better
+    BAD = "BAD"
+
+
+class Finding(NamedTuple):
+    """One line: a fact, and what to change where it is not as it should be."""
+
+    title: str
+    fact: str
+    verdict: Verdict = Verdict.FACT
+    cure: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """`pccl doctor` has no options yet."""
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _all_reduce_works() -> str:
-    """An all-reduce between two communicators of this process; empty when its result is right."""
-    with pccl.MasterNode("127.0.0.1:0") as master:
-        with pccl.Communicator(master.address) as first:
-            second = pccl.Communicator(master.address)
-            thread = _Joining(second)
-            while not first.are_peers_pending():
-                pass
-            first.update_topology()
-            thread.join()
-            sends = [np.full(1000, 1.0, np.float32), np.full(1000, 2.0, np.float32)]
-            recvs = [np.empty_like(send) for send in sends]
-            handles = [
-                comm.all_reduce_async(send, recv, op=pccl.ReduceOp.SUM)
-                for comm, send, recv in zip((first, second), sends, recvs, strict=True)
-            ]
-            ends = [handle.wait() for handle in handles]
-            second.close()
-    if not all(ok for ok, _, _ in ends):
-        return f"all_reduce failed: {ends}"
-    return "" if all((recv == 3.0).all() for recv in recvs) else "all_reduce gave wrong values"
-
-
-class _Joining:
-    """A communicator that joins in a thread of its own, since admission needs the other's vote."""
-
-    def __init__(self, communicator: pccl.Communicator) -> None:
-        import threading
-
-        self._thread = threading.Thread(target=communicator.connect, daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
+    """The options of `pccl doctor`."""
+    parser.add_argument("master", nargs="?", metavar="HOST:PORT", help="of a master, to ask it too")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints a line for each fact; the exit code is 1 when something does not work."""
-    filling = tables.load()
-    print(f"pccl            {pccl.__version__}")
-    print(f"python          {platform.python_version()} on {platform.platform()}")
-    print(f"cores           {os.cpu_count()}")
+    """Prints a line for each finding; the exit code is 1 when something is bad."""
+    address = None if args.master is None else parse_address(args.master)
+    security = pccl.Security.of(None)
+    os.environ.pop("PCCL_CURVE_DIR", None)  # the master of this test needs none
+    bad = False
+    for finding in _findings(address, security):
+        print(f"{finding.verdict:<5}{finding.title:<16}{finding.fact}", flush=True)
+        if finding.cure and finding.verdict in (Verdict.HINT, Verdict.BAD):
+            print(f"{'':5}{'':16}-> {finding.cure}", flush=True)
+        bad |= finding.verdict is Verdict.BAD
+    return int(bad)
+
+
+def _findings(address: tuple[str, int] | None, security: pccl.Security | None) -> Iterator[Finding]:
+    yield from _software()
+    yield from _system()
+    yield _all_reduce()
+    if address is not None:
+        yield from _master(*address, security)
+
+
+# ---- this machine ----
+
+
+def _software() -> Iterator[Finding]:
+    yield Finding("pccl", f"{pccl.__version__}, protocol {PROTOCOL_VERSION}")
+    yield Finding("python", f"{platform.python_version()} on {platform.platform()}")
+    yield Finding("cores", str(os.cpu_count()))
     for package in PACKAGES:
-        print(f"{package:<15} {_version(package)}")
-    print(f"engine filling  {filling.name}" + (f" ({filling.reason})" if filling.reason else ""))
-    print(f"arithmetic      {arithmetic_digest().hex()} (must be equal on all peers)")
-    problem = _all_reduce_works()
-    print(f"all_reduce      {problem or 'works between two local peers'}")
-    return 1 if problem else 0
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            found = "not installed"
+        yield Finding(package, found)
+    filling = tables.load()
+    reason = f" ({filling.reason})" if filling.reason else ""
+    yield Finding("engine filling", filling.name + reason)
+    yield Finding("arithmetic", f"{arithmetic_digest().hex()} (must be equal on all peers)")
+
+
+def _system() -> Iterator[Finding]:
+    if sys.platform != "win32":
+        import resource
+
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        cure = f"ulimit -n {FILES_MIN}: each connection takes one"
+        yield _at_least("open files", soft, FILES_MIN, cure)
+    ipv4 = Path("/proc/sys/net/ipv4")
+    if not ipv4.exists():
+        return
+    for name, least in (("tcp_wmem", SEND_BUFFER_MIN), ("tcp_rmem", RECEIVE_BUFFER_MIN)):
+        low, default, most = (ipv4 / name).read_text().split()
+        cure = f'sysctl -w net.ipv4.{name}="{low} {default} {least}": or long links stay empty'
+        yield _at_least(name, int(most), least, cure)
+    scaling = (ipv4 / "tcp_window_scaling").read_text().strip()
+    cure = "sysctl -w net.ipv4.tcp_window_scaling=1: or long links stay empty"
+    yield Finding("window scaling", scaling, Verdict.OK if scaling != "0" else Verdict.HINT, cure)
+    idle = ipv4 / "tcp_slow_start_after_idle"
+    if idle.exists():  # it is not in every network namespace
+        cure = "sysctl -w net.ipv4.tcp_slow_start_after_idle=0: or each call begins slowly"
+        state = idle.read_text().strip()
+        yield Finding("slow after idle", state, Verdict.OK if state == "0" else Verdict.HINT, cure)
+    control = (ipv4 / "tcp_congestion_control").read_text().strip()
+    cure = "where links lose packets bbr is better: sysctl -w net.ipv4.tcp_congestion_control=bbr"
+    verdict = Verdict.OK if control == "bbr" else Verdict.HINT
+    yield Finding("congestion", control, verdict, cure)
+
+
+def _at_least(title: str, found: int, least: int, cure: str) -> Finding:
+    return Finding(title, str(found), Verdict.OK if found >= least else Verdict.HINT, cure)
+
+
+def _all_reduce() -> Finding:
+    """An all-reduce between two communicators of this process, whose result is known."""
+    values = [array("f", [float(i + 1)] * 100_000) for i in range(2)]
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        first, second = (
+            pccl.Communicator(master.address, advertise="", port_range="") for _ in range(2)
+        )
+        first.connect()
+        joining = threading.Thread(target=second.connect, daemon=True)
+        joining.start()
+        while joining.is_alive() and first.world_size < 2:
+            if first.are_peers_pending():
+                first.update_topology()
+        joining.join()
+        other = threading.Thread(target=_sum, args=(second, values[1]), daemon=True)
+        other.start()
+        _sum(first, values[0])
+        other.join()
+        first.close()
+        second.close()
+    if all(value == 3.0 for each in values for value in each):
+        return Finding("all_reduce", "works between two peers on this machine", Verdict.OK)
+    cure = "this build of pccl, or this machine, computes wrongly: install pccl anew"
+    return Finding("all_reduce", "gave wrong values", Verdict.BAD, cure)
+
+
+def _sum(comm: pccl.Communicator, values: array[float]) -> None:
+    """Without numpy and torch, of which one may be missing."""
+    address, count = values.buffer_info()
+    operand = pccl.ReduceOperandDescriptor(pccl.DataType.FLOAT)
+    work = pccl.ReduceDescriptor(count, pccl.ReduceOp.SUM, 0, operand, None)
+    comm.all_reduce_multiple_with_retry([pccl.ReduceOpDescriptor(address, address, work)])
+
+
+# ---- a master ----
+
+
+def _master(host: str, port: int, security: pccl.Security | None) -> Iterator[Finding]:
+    try:
+        found = examine(host, port, Config.from_env(), security)
+    except pccl.PCCLError as error:
+        yield Finding("master", error.message, Verdict.BAD, error.remedy or _KEYS)
+        return
+    except OSError as error:
+        cure = "choose a wider PCCL_PORT_RANGE"
+        yield Finding("own port", error.strerror or str(error), Verdict.BAD, cure)
+        return
+    report = found.report
+    milliseconds = found.round_trip_s * 1000
+    fact = f"answers in {milliseconds:.1f} ms; {report.peers} peers are in its run"
+    yield Finding("master", fact, Verdict.OK)
+    yield _versions(found)
+    yield _reached(found)
+    if report.arithmetic:
+        same = report.arithmetic == arithmetic_digest()
+        fact = "gives the same bits here as on the run's peers" if same else "gives other bits here"
+        cure = "install the same version of pccl as the peers have; results must be bit-identical"
+        yield Finding("kernels", fact, Verdict.OK if same else Verdict.BAD, cure)
+    fact = f"{found.clock_s:+.3f} s from the master's"
+    verdict = Verdict.OK if abs(found.clock_s) < CLOCK_MAX_S else Verdict.HINT
+    yield Finding("clock", fact, verdict, "synchronise it by NTP, or logs are hard to compare")
+
+
+_KEYS = "compare PCCL_CURVE_DIR here with the master's --curve-dir; `pccl keys` makes both"
+
+
+def _versions(found: Examination) -> Finding:
+    report = found.report
+    fact = f"pccl {report.version}, protocol {report.protocol}"
+    if report.protocol != PROTOCOL_VERSION:
+        return Finding("its version", fact, Verdict.BAD, "install the same version of pccl")
+    verdict = Verdict.OK if report.version == pccl.__version__ else Verdict.HINT
+    return Finding("its version", fact, verdict, "the same version everywhere is best")
+
+
+def _reached(found: Examination) -> Finding:
+    if not found.report.unreached:
+        return Finding("own port", f"the master reaches {found.address}", Verdict.OK)
+    fact = f"the master cannot reach {found.address}: {found.report.unreached}"
+    cure = (
+        "let the port through the firewall; behind NAT, forward ports to this machine and set "
+        "PCCL_PORT_RANGE to them and PCCL_ADVERTISE to the address that others see"
+    )
+    return Finding("own port", fact, Verdict.BAD, cure)

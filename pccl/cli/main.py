@@ -1,54 +1,60 @@
-"""The `pccl` command: mounts one module for each sub-command."""
+"""The `pccl` command: mounts one module for each sub-command, and imports only what is asked for.
+
+So a master starts quickly, and on a machine without numpy too.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from importlib import import_module
 
-from pccl import __version__, master
-from pccl.cli import bench, demo, doctor, keys
+from pccl import __version__
 from pccl.errors import PCCLError
 
-# name -> (help, module with add_arguments and run)
-COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callable[..., int]]] = {
-    "master": ("serve as the master of a run", master.add_arguments, master.run),
-    "keys": ("make the keys of an encrypted run", keys.add_arguments, keys.run),
+COMMANDS = {  # name -> help, and the module with add_arguments and run
+    "master": ("serve as the master of a run", "pccl.master"),
+    "keys": ("make the keys of an encrypted run", "pccl.cli.keys"),
     "demo": (
         "train a small GPT over several peers while one is killed and another joins",
-        demo.add_arguments,
-        demo.run,
+        "pccl.cli.demo",
     ),
-    "bench": ("measure collectives, in the manner of nccl-tests", bench.add_arguments, bench.run),
-    "doctor": ("say what this installation runs on, and test it", doctor.add_arguments, doctor.run),
+    "bench": ("measure collectives, in the manner of nccl-tests", "pccl.cli.bench"),
+    "doctor": ("check this machine, and the way to and from a master", "pccl.cli.doctor"),
 }
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+def parser(asked: str | None) -> argparse.ArgumentParser:
+    """The parser of the whole command line, with the options of the command that is asked for."""
     top = argparse.ArgumentParser(
         prog="pccl",
         description="Fault-tolerant collective communications for training over the internet.",
     )
     top.add_argument("--version", action="version", version=f"pccl {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (text, add_arguments, run) in COMMANDS.items():
+    for name, (text, module_name) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        add_arguments(command)
-        command.set_defaults(run=run)
+        if name == asked:
+            module = import_module(module_name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     return top
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one sub-command; the exit code is 1 where pccl has an error to tell."""
-    args = parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    asked = next((word for word in argv if not word.startswith("-")), None)
     try:
+        args = parser(asked).parse_args(argv)
         return int(args.run(args))
     except PCCLError as error:
-        print(f"pccl {args.command}: {error}", file=sys.stderr)
-        return 1
+        print(f"pccl {asked}: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        print(f"pccl {asked} needs {error.name}: pip install {error.name}", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
+    return 1
 
 
 if __name__ == "__main__":

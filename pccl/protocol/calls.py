@@ -8,6 +8,9 @@ from enum import Enum
 from pccl.protocol import messages as m
 from pccl.protocol.orders import Fail
 
+ENTERING = "while peers were still entering it"
+CONFIRMING = "when its result was here, but not yet on all peers"
+
 
 class State(Enum):
     """Of a collective; the value says what is so there."""
@@ -65,6 +68,7 @@ class Collective:
     settled: bool = False
     outcome: Fail | bool | None = None
     impatient: bool = False  # the caller waits no longer
+    whole: bool = False  # we hold, or held, the whole result
     tx_bytes: int = 0
     rx_bytes: int = 0
 
@@ -78,6 +82,13 @@ class Collective:
     def unstarted(self) -> bool:
         """Whether it waits for its start round."""
         return self.seq == 0 and self.outcome is None
+
+    @property
+    def phase(self) -> str:
+        """How far it has come, in words."""
+        if self.seq == 0:
+            return ENTERING
+        return CONFIRMING if self.whole else "while its data went around the ring"
 
 
 @dataclass(slots=True)
@@ -97,3 +108,12 @@ class Syncing:
     outcome: m.SyncResult | Fail | None = None
     tx_bytes: int = 0
     rx_bytes: int = 0
+
+    @property
+    def phase(self) -> str:
+        """How far it has come, in words."""
+        if self.plan is None:
+            return ENTERING
+        if self.plan.fetch and not self.fetched:
+            return "while this peer fetched the content that it lacks"
+        return "while peers fetched the content that they lack"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pccl.protocol import messages as m
+from pccl.protocol import reach
 from pccl.protocol.ledger import Group, Ledger, Running, plain
 from pccl.protocol.rounds import Round
 from pccl.types import DataType, ReduceOp, Result
@@ -132,10 +133,8 @@ class Collectives(Ledger):
         fresh = not self.peers[accused].proven
         if fresh or group.unreached[pair] >= REACH_ATTEMPTS_MAX:
             guilty = accused if fresh else max(pair)
-            why = (
-                f"{self.peers[number].info} could not reach {self.peers[accused].info}: open that "
-                "port to the other peers, or set PCCL_ADVERTISE to a host at which they reach it"
-            )
+            info = self.peers[accused].info
+            why = f"{self.peers[number].info} could not reach {info}: {reach.cure(info)}"
             self._remove(guilty, why, Result.RANK_CONNECTION_FAILED)
 
     def _settle(self, running: Running) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from pccl.protocol.messages import Entry, Offer
+from pccl.protocol.messages import Entry, Offer, dtype_name
 from pccl.types import Result, SharedStateSyncStrategy
 
 ENFORCE_POPULAR = SharedStateSyncStrategy.ENFORCE_POPULAR.value
@@ -199,7 +199,7 @@ def _difference(reference: Offer, offer: Offer) -> str:
     for i, (elected, own) in enumerate(zip(reference.entries, offer.entries, strict=False)):
         for what, a, b in (
             ("name", elected.name, own.name),
-            ("dtype", elected.dtype, own.dtype),
+            ("dtype", dtype_name(elected.dtype), dtype_name(own.dtype)),
             ("element count", elected.count, own.count),
             ("allow_content_inequality", elected.any_content, own.any_content),
         ):

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.protocol import reach
 from pccl.protocol.collectives import Collectives, fits
 from pccl.protocol.ledger import (
     NAMES_MAX,
@@ -67,6 +68,7 @@ from pccl.protocol.ring import plan_rings
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote
 from pccl.protocol.synchronisations import Synchronisations
 from pccl.types import Result
+from pccl.version import __version__
 
 __all__ = [
     "Action",
@@ -102,9 +104,12 @@ class Master(Collectives, Synchronisations):
 
     # ---- events ----
 
-    def hello(self, conn: bytes, hello: m.Hello, host: str) -> list[Action]:
-        """A peer's first message, from a connection whose other end is seen as `host`."""
-        if self._postponed(conn, lambda: self.hello(conn, hello, host)):
+    def hello(self, conn: bytes, hello: m.Hello, host: str, unreached: str = "") -> list[Action]:
+        """A peer's first message, from a connection whose other end is seen as `host`.
+
+        `unreached` says why it cannot be reached where it listens, if it has been dialled in vain.
+        """
+        if self._postponed(conn, lambda: self.hello(conn, hello, host, unreached)):
             return self._take()
         if conn in self._by_conn:
             self._remove(self._by_conn[conn], "it said hello twice", Result.INTERNAL_ERROR)
@@ -112,10 +117,31 @@ class Master(Collectives, Synchronisations):
         address = (hello.host or host, hello.port, hello.ipc, hello.machine, hello.curve)
         info = m.PeerInfo(0, hello.group, *address)
         why = self._refusal(hello.protocol, hello.version, hello.arithmetic, info)
+        group = [peer.info for peer in self.peers.values() if peer.info.group == info.group]
         if why:
             self._refuse(conn, why, Result.INVALID_USAGE)
+        elif unreached and reach.matters(info, host, group):
+            self._refuse(conn, reach.refusal(info, unreached), Result.RANK_CONNECTION_FAILED)
         else:
-            self._register(conn, info, hello.arithmetic)
+            warning = reach.warning(info, unreached) if unreached else ""
+            self._register(conn, info, hello.arithmetic, warning)
+        return self._take()
+
+    def examine(self, conn: bytes, host: str, unreached: str, unix_s: float) -> list[Action]:
+        """Somebody asks what a `hello` would lead to; arguments as there, and the time of day."""
+        if conn in self._by_conn:
+            self._remove(self._by_conn[conn], "it asked to be examined", Result.INTERNAL_ERROR)
+        else:
+            report = m.Report(
+                m.PROTOCOL_VERSION,
+                __version__,
+                host,
+                plain(unreached),
+                unix_s,
+                self._arithmetic if self.peers else b"",
+                self._size(),
+            )
+            self._out += [Send(conn, report), Drop(conn, "it has been examined")]
         return self._take()
 
     def received(self, conn: bytes, message: m.PeerMessage) -> list[Action]:
@@ -314,14 +340,16 @@ class Master(Collectives, Synchronisations):
 
     # ---- membership ----
 
-    def _register(self, conn: bytes, info: m.PeerInfo, arithmetic: bytes) -> None:
+    def _register(
+        self, conn: bytes, info: m.PeerInfo, arithmetic: bytes, warning: str = ""
+    ) -> None:
         number = self._next_peer
         self._next_peer += 1
         info = msgspec.structs.replace(info, peer=number)
         self.peers[number] = Peer(conn, info)
         self._by_conn[conn] = number
         self._arithmetic = arithmetic
-        self._send(number, m.Welcome(number, self.run))
+        self._send(number, m.Welcome(number, self.run, plain(warning)))
         self._note(f"{info} of group {info.group} registered")
         if not self._size():
             self._admit()
@@ -329,8 +357,8 @@ class Master(Collectives, Synchronisations):
     def _refusal(self, protocol: int, version: str, arithmetic: bytes, info: m.PeerInfo) -> str:
         if protocol != m.PROTOCOL_VERSION:
             return (
-                f"this peer (pccl {version}) speaks protocol version {protocol}, "
-                f"the master version {m.PROTOCOL_VERSION}: install the same version of pccl"
+                f"this peer (pccl {version}) speaks protocol version {protocol}, the master (pccl "
+                f"{__version__}) version {m.PROTOCOL_VERSION}: install the same version of pccl"
             )
         if self.peers and arithmetic != self._arithmetic:
             return (

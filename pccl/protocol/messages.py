@@ -11,11 +11,15 @@ master gives to one committed collective or synchronisation; it never repeats wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import IntEnum
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
+
+from pccl.text import address_text
+from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 PROTOCOL_VERSION = 1
 DIFFERENCES_MAX = 100  # entries described when content has diverged
@@ -44,6 +48,28 @@ class Cause(IntEnum):
     DIVERGENCE = 3  # content that had diverged, and a peer that wants an error then
 
 
+# ---- how values are told ----
+
+_DTYPE_NAMES = {dtype.value: dtype.common_name for dtype in DataType}
+_OP_NAMES = {op.value: op.name.lower() for op in ReduceOp}
+_ALGORITHM_NAMES = {each.value: each.name for each in QuantizationAlgorithm}
+_WITH_DTYPE = {QuantizationAlgorithm.MIN_MAX.value, QuantizationAlgorithm.ZERO_POINT_SCALE.value}
+
+
+def _named(names: Mapping[int, str], value: int, what: str) -> str:
+    """A value by its name, if it has one: what a peer sends may be any number."""
+    return names.get(value, f"{what} {value}")
+
+
+def dtype_name(dtype: int) -> str:
+    """What numpy and torch call a `DataType`'s value."""
+    return _named(_DTYPE_NAMES, dtype, "dtype")
+
+
+def _elements(count: int, dtype: int) -> str:
+    return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}"
+
+
 # ---- values inside messages ----
 
 
@@ -62,7 +88,7 @@ class PeerInfo(Struct, array_like=True, frozen=True):
     curve: Name = ""
 
     def __str__(self) -> str:
-        return f"peer {self.peer} ({self.host}:{self.port})"
+        return f"peer {self.peer} ({address_text(self.host, self.port)})"
 
 
 class Ring(Struct, array_like=True, frozen=True):
@@ -89,7 +115,7 @@ class Part(Struct, array_like=True, frozen=True):
     name: Name = ""
 
     def __str__(self) -> str:
-        return f"{self.name or 'a tensor'} of {self.count} elements, dtype {self.dtype}"
+        return f"{self.name or 'a tensor'} of {_elements(self.count, self.dtype)}"
 
 
 class Work(Struct, array_like=True, frozen=True):
@@ -114,15 +140,21 @@ class Work(Struct, array_like=True, frozen=True):
     def __str__(self) -> str:
         if self.what == "barrier":
             return "barrier()"
-        more = f", root {self.root}" if self.what == "broadcast" else ""
-        if self.algorithm:
-            more += f", quantisation {self.algorithm} to dtype {self.quantized}"
         if self.parts:
             total = sum(part.count for part in self.parts)
-            data = f"{len(self.parts)} tensors, {total} elements"
+            words = [f"{len(self.parts)} tensors of {total} elements"]
         else:
-            data = f"{self.count} elements, dtype {self.dtype}"
-        return f"{self.what}({data}, op {self.redop}{more})"
+            words = [_elements(self.count, self.dtype)]
+        if self.what in ("all_reduce", "reduce_scatter"):
+            words.append(_named(_OP_NAMES, self.redop, "op"))
+        if self.what == "broadcast":
+            words.append(f"root {self.root}")
+        if self.algorithm:
+            quantised = "quantised by " + _named(_ALGORITHM_NAMES, self.algorithm, "algorithm")
+            if self.algorithm in _WITH_DTYPE:
+                quantised += " to " + dtype_name(self.quantized)
+            words.append(quantised)
+        return f"{self.what}({', '.join(words)})"
 
     def sees_others_than(self, other: Work) -> bool:
         """Whether both are the same call, of peers that differ on who is in the group."""
@@ -311,6 +343,15 @@ class Unreached(Struct, array_like=True, frozen=True, tag=11):
     epoch: U32
 
 
+class Examine(Struct, array_like=True, frozen=True, tag=12):
+    """Asks what a Hello would lead to, without joining; see Hello."""
+
+    protocol: U32
+    version: Name
+    host: Name
+    port: U16
+
+
 class Resume(Struct, array_like=True, frozen=True, tag=10):
     """Comes back to a master that has lost its connections, and says all it knows.
 
@@ -338,10 +379,11 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
 
 
 class Welcome(Struct, array_like=True, frozen=True, tag=64):
-    """Registered: a pending peer of this run until `Admitted`."""
+    """Registered: a pending peer of this run until `Admitted`. `warning` is for its user."""
 
     peer: U64
     run: U64
+    warning: Text = ""
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=65):
@@ -474,6 +516,22 @@ class Missed(Struct, array_like=True, frozen=True, tag=79):
     small: Small
 
 
+class Report(Struct, array_like=True, frozen=True, tag=80):
+    """The answer to Examine.
+
+    `host` is where the master sees the peer, `unreached` why it cannot reach it, if so. `unix_s` is
+    the master's clock. `arithmetic` is that of the run's peers, of whom there are `peers`.
+    """
+
+    protocol: U32
+    version: Name
+    host: Name
+    unreached: Text
+    unix_s: float
+    arithmetic: Annotated[bytes, Meta(max_length=32)]
+    peers: U32
+
+
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
     """Dropped from the run."""
 
@@ -492,6 +550,7 @@ PeerMessage: TypeAlias = (
     | Leave
     | Withdraw
     | Unreached
+    | Examine
     | Resume
 )
 MasterMessage: TypeAlias = (
@@ -511,6 +570,7 @@ MasterMessage: TypeAlias = (
     | Kicked
     | Resumed
     | Missed
+    | Report
 )
 T = TypeVar("T")
 

@@ -100,12 +100,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A call failed; `error` is what the API raises."""
+    """A call failed; `error` is what the API raises, `phase` says how far the call had come."""
 
     call: int
     result: Result
     why: str
     error: type[PCCLError] = PCCLError
+    phase: str = ""
 
 
 @dataclass(frozen=True, slots=True)

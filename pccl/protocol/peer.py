@@ -46,7 +46,7 @@ from pccl.errors import (
     PeerLostError,
 )
 from pccl.protocol import messages as m
-from pccl.protocol.calls import Collective, Event, State
+from pccl.protocol.calls import ENTERING, Collective, Event, State
 from pccl.protocol.orders import (
     AbortOp,
     Action,
@@ -269,6 +269,7 @@ class Peer(Transfers):
             collective.tx_bytes, collective.rx_bytes = tx, rx
             collective.settled = settled
             if collective.move(Event.HELD):
+                collective.whole = True
                 self._say(m.FinishVote(collective.seq, True))
             self._conclude(collective)
         else:
@@ -348,6 +349,7 @@ class Peer(Transfers):
             return
         collective.data = started.data
         collective.move(Event.RESULT)
+        collective.whole = True
         self._by_seq[started.seq] = collective
         self._say(m.FinishVote(started.seq, True))
 
@@ -409,7 +411,7 @@ class Peer(Transfers):
         else:
             error = PCCLTimeoutError if collective.impatient else PeerLostError
             lost = Result.RANK_CONNECTION_LOST
-            self._abort(collective, Fail(collective.call, lost, why, error))
+            self._abort(collective, Fail(collective.call, lost, why, error, collective.phase))
         self._conclude(collective)
 
     def _abort(self, collective: Collective, outcome: Fail) -> None:
@@ -523,7 +525,8 @@ class Peer(Transfers):
         """A call failed before anything happened."""
         call, result = refusal.call, Result(refusal.result)
         lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
-        fail = Fail(call, result, refusal.why, _ERRORS.get(refusal.cause, lost))
+        error = _ERRORS.get(refusal.cause, lost)
+        fail = Fail(call, result, refusal.why, error, ENTERING)
         if call in self._calls:
             del self._calls[call]
             self._out.append(fail)
@@ -531,7 +534,7 @@ class Peer(Transfers):
             self._abort(self._collectives[call], fail)
             self._conclude(self._collectives[call])
         elif self._syncing is not None and self._syncing.call == call:
-            self._end_sync(self._syncing, fail)
+            self._end_sync(self._syncing, replace(fail, phase=self._syncing.phase))
 
     def _dead(self, call: int) -> bool:
         if self.over is not None:
@@ -550,16 +553,18 @@ class Peer(Transfers):
             self._out.append(replace(over, call=self._joining))
             self._joining = None
         for call in sorted(self._calls):
-            self._out.append(replace(over, call=call))
+            self._out.append(replace(over, call=call, phase=ENTERING))
         self._calls.clear()
         self._by_seq.clear()
         self._withdrawn.clear()
         for collective in list(self._collectives.values()):
             if collective.outcome is None:
-                self._abort(collective, replace(over, call=collective.call))
+                phase = collective.phase
+                self._abort(collective, replace(over, call=collective.call, phase=phase))
                 self._conclude(collective)
         if self._syncing is not None:
-            self._end_sync(self._syncing, replace(over, call=self._syncing.call))
+            syncing = self._syncing
+            self._end_sync(syncing, replace(over, call=syncing.call, phase=syncing.phase))
         for stream in self._streams:
             self._out.append(CloseStream(stream))
         self._streams = ()

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import queue
+import re
 import socket
 import threading
 import time
@@ -21,7 +22,6 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from pccl.arrays import Buffer
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.config import MIB, Config, chunk_bytes, high_water_mark, lanes
@@ -39,11 +39,13 @@ from pccl.runtime.engine import (
     Part,
     Ring,
 )
-from pccl.runtime.inline import contribution, store
+from pccl.runtime.inline import store
 from pccl.runtime.link import Link, LinkEvent
-from pccl.runtime.quantization import wire_bytes, wire_format
+from pccl.runtime.memory import Operands, Pieces, Pool
+from pccl.runtime.quantization import wire_format
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
+from pccl.text import address_text
 from pccl.types import Result
 
 log = logging.getLogger("pccl")
@@ -62,7 +64,6 @@ class Leaf:
 
 
 Note = core.Answer | core.Fail | core.Plan | core.Fetched | m.Welcome | Leaf
-Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
 
 class Call:
@@ -70,6 +71,7 @@ class Call:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.began_s = time.monotonic()
         self.serve_op = 0  # of a synchronisation
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
 
@@ -100,13 +102,17 @@ class Deadline:
 
     def next(self, client: Client, call: Call) -> Note:
         """The call's next note."""
-        if self._at is not None:
-            try:
-                return call.next(self._at - time.monotonic())
-            except queue.Empty:
-                self._at = None
-                client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
-        return call.next()
+        try:
+            if self._at is not None:
+                try:
+                    return call.next(self._at - time.monotonic())
+                except queue.Empty:
+                    self._at = None
+                    client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
+            return call.next()
+        except KeyboardInterrupt:  # nobody waits for its answer: others must not wait for us
+            client.withdraw(call, "its caller was interrupted")
+            raise
 
     def next_within(self, client: Client, call: Call, seconds: float) -> Note | None:
         """The call's next note, or None when none came for so many seconds."""
@@ -119,51 +125,6 @@ class Deadline:
             return None
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """One array of a collective: what it gives, where the result goes, elements of one block."""
-
-    send: Buffer
-    recv: Buffer
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Operands:
-    """The arrays of a collective; holds them alive until the engine has let go."""
-
-    work: m.Work
-    each: tuple[Operand, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are reduced, or gathered, as they go over the wire."""
-        sends = (wire_bytes(self.work, each.send.dtype, each.send.count) for each in self.each)
-        recvs = (wire_bytes(self.work, each.recv.dtype, each.recv.count) for each in self.each)
-        return max(sum(sends), sum(recvs))
-
-    def inline(self, limit: int) -> bytes | None:
-        """The contribution, if it is to travel with the vote: few bytes of one array, or none."""
-        if self.work.what not in ("all_reduce", "barrier") or self.work.parts:
-            return None
-        if sum(operand.send.nbytes for operand in self.each) > limit:
-            return None
-        return b"".join(contribution(operand.send) for operand in self.each)
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """The memory of a serve or fetch op, held alive by `owner`.
-
-    Pieces below `first_counted` are not payload. `reader` hears of the leaves of a fetch.
-    """
-
-    pieces: Pieces
-    first_counted: int
-    owner: object
-    reader: Call | None = None
-
-
 class Client:
     """One peer's membership in one run, from connect to the end.
 
@@ -174,6 +135,7 @@ class Client:
         pool_size: lanes to each neighbour; 0: choose.
         config: timings and limits.
         security: whose keys to use; None: nothing is encrypted.
+        ipv6: whether the master is reached by IPv6, as others then reach this peer.
 
     Raises:
         OSError: no lane engine can listen here.
@@ -188,8 +150,10 @@ class Client:
         pool_size: int,
         config: Config,
         security: Security | None = None,
+        ipv6: bool = False,
     ) -> None:
         self._config = config
+        self._ipv6 = ipv6
         self._pool_size = pool_size
         self._core = core.Peer()
         self._numbers = itertools.count(1)
@@ -212,7 +176,7 @@ class Client:
                 curve_public=self._keys.public.encode(),
                 curve_secret=self._keys.secret.encode(),
             )
-        self._engine = Engine(options)
+        self._engine = Engine(options, host="::" if ipv6 else "0.0.0.0", ports=config.ports)
         self._hello = hello(self._engine.port, self._engine.ipc if config.ipc else "")
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
@@ -242,7 +206,7 @@ class Client:
         self._thread.start()
 
     def _open_link(self) -> Link:
-        link = Link(self._context, *self._master, self._config, self._secure)
+        link = Link(self._context, *self._master, self._config, self._secure, self._ipv6)
         self._waiter.add(link.socket, self._read_link)
         self._waiter.add(link.monitor, self._read_monitor)
         return link
@@ -257,6 +221,11 @@ class Client:
             secure_client(dealer, self._keys, self._master_key)
 
     # ---- for the threads of the user ----
+
+    @property
+    def master(self) -> str:
+        """`host:port` of the master."""
+        return address_text(*self._master)
 
     @property
     def world(self) -> m.World:
@@ -465,6 +434,8 @@ class Client:
             if isinstance(message, m.Welcome):
                 for call in self._calls.values():
                     call.put(message)
+                if message.warning:
+                    log.warning("peer %d: %s", message.peer, message.warning)
             self._perform(actions)
 
     def _read_engine(self) -> None:
@@ -475,7 +446,7 @@ class Client:
                 )
             elif event.kind == FAILED:
                 starved = event.seq if event.status == STARVED else 0
-                actions = self._core.engine_failed(event.op, event.text, starved)
+                actions = self._core.engine_failed(event.op, self._named(event.text), starved)
             elif event.kind == LEAF:
                 self._leaf(Leaf(event.op, event.piece, event.leaf))
                 continue
@@ -483,13 +454,21 @@ class Client:
                 actions = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
             else:
                 log.info("peer %d: %s", self._core.number, event.text)
-                to = self._opened.pop(event.stream, None)
+                to = self._opened.get(event.stream)
                 if event.status == UNREACHABLE and to is not None:
                     self._perform(self._core.unreached(to))
                 continue
             if event.settled or event.kind == SETTLED:
                 self._memory.pop(event.op, None)
             self._perform(actions)
+
+    def _named(self, text: str) -> str:
+        """What the engine says of a stream, with the name of who is at its other end."""
+        found = re.match(r"stream (\d+)", text)
+        to = self._opened.get(int(found[1])) if found else None
+        return (
+            text if found is None or to is None else f"its connection to {to}{text[found.end() :]}"
+        )
 
     def _leaf(self, leaf: Leaf) -> None:
         memory = self._memory.get(leaf.op)
@@ -513,7 +492,11 @@ class Client:
                     self._perform(self._core.linked())
             case LinkEvent.BROKEN:
                 self._read_link()  # what came last says why, if the master ended in good order
-                self._break("the connection to the master broke")
+                self._break(
+                    f"the connection to the master at {self.master} broke"
+                    if self._core.number
+                    else "it closed the connection without an answer: it is no pccl master"
+                )
             case LinkEvent.NOT_ALLOWED if self._keys is not None:
                 why = f"its list `allowed` does not have this peer's key, {self._keys.public}"
                 refused = m.Refused(Result.INVALID_USAGE.value, why)
@@ -541,7 +524,8 @@ class Client:
         patience_s = self._config.master_patience_s
         if not self._give_up_at:
             self._give_up_at = now + patience_s
-            log.warning("peer %d: %s; trying for %g s", self._core.number, why, patience_s)
+            if self._core.number:
+                log.warning("peer %d: %s; trying for %g s", self._core.number, why, patience_s)
             self._perform(self._core.link_lost(why))
         if now >= self._give_up_at:
             self._perform(
@@ -618,13 +602,13 @@ class Client:
         )
 
     def _local(self, info: m.PeerInfo) -> bool:
-        return bool(self._hello.ipc and info.ipc) and info.machine == self._hello.machine
+        hello = self._hello
+        return bool(hello.ipc and info.ipc) and info.machine == hello.machine
 
     def _open_stream(self, action: core.OpenStream) -> None:
         to, local = action.to, self._local(action.to)
         self._opened[action.stream] = to
-        host = f"[{to.host}]" if ":" in to.host else to.host
-        endpoint = f"ipc://{to.ipc}" if local else f"tcp://{host}:{to.port}"
+        endpoint = f"ipc://{to.ipc}" if local else f"tcp://{address_text(to.host, to.port)}"
         self._engine.open_stream(
             action.stream,
             endpoint,

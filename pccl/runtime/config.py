@@ -12,6 +12,7 @@ from pathlib import Path
 import xxhash
 
 from pccl.protocol.messages import INLINE_BYTES_MAX
+from pccl.text import parse_advertised, parse_ports
 
 MIB = 1 << 20
 
@@ -22,6 +23,7 @@ class Config:
 
     Attributes:
         advertise: host that other peers reach this one at; empty: the address the master sees.
+        ports: on one of which a peer listens for bulk data; empty: any.
         ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
         heartbeat_ms: a ping on every connection that is silent for this long.
         heartbeat_timeout_ms: without an answer for this long, the other side counts as lost.
@@ -37,6 +39,7 @@ class Config:
     """
 
     advertise: str = ""
+    ports: range = range(0)
     ipc: bool = True
     heartbeat_ms: int = 1000
     heartbeat_timeout_ms: int = 5000
@@ -58,7 +61,8 @@ class Config:
         if transport not in ("auto", "tcp"):
             raise ValueError(f"PCCL_TRANSPORT is {transport!r}: it may be auto or tcp")
         return Config(
-            advertise=env.get("PCCL_ADVERTISE", ""),
+            advertise=parse_advertised(env.get("PCCL_ADVERTISE", ""), "PCCL_ADVERTISE"),
+            ports=parse_ports(env.get("PCCL_PORT_RANGE", ""), "PCCL_PORT_RANGE"),
             ipc=transport == "auto",
             heartbeat_ms=_positive(env, "PCCL_HEARTBEAT_MS", Config.heartbeat_ms),
             heartbeat_timeout_ms=_positive(

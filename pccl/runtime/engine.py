@@ -6,6 +6,7 @@ a PAIR socket of the engine's own context, so nothing here blocks but `close`.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -141,13 +142,22 @@ class Engine:
         socket: readable when there are events.
         zap: with keys, whoever may connect is asked here; None without.
 
+    Args:
+        options: its settings.
+        host: an address to listen at; "::" for IPv6 and IPv4.
+        ports: one of which it listens on; empty: any.
+
     Raises:
-        OSError: it cannot listen at that address.
+        OSError: it cannot listen at that address, or on none of these ports.
         MemoryError: there is no memory for it.
     """
 
     def __init__(
-        self, options: EngineOptions | None = None, *, host: str = "0.0.0.0", port: int = 0
+        self,
+        options: EngineOptions | None = None,
+        *,
+        host: str = "0.0.0.0",
+        ports: Sequence[int] = (),
     ) -> None:
         options = options or EngineOptions()
         self._filling = tables.load()
@@ -164,8 +174,7 @@ class Engine:
         context = self._filling.context(lib.pccl_engine_context(self._engine))
         try:
             self.zap = Zap(context) if options.curve_secret else None
-            bound = self._bind(f"tcp://{f'[{host}]' if ':' in host else host}:{port or '*'}")
-            self.port = int(bound.rpartition(":")[2])
+            self.port = self._bind_tcp(host, ports)
             self.ipc = self._bind_ipc()
         except OSError:
             self._free()
@@ -177,6 +186,20 @@ class Engine:
         self.socket.connect("inproc://pccl-engine")
         self._thread = threading.Thread(target=self._run, name="pccl-engine", daemon=True)
         self._thread.start()
+
+    def _bind_tcp(self, host: str, ports: Sequence[int]) -> int:
+        """Listens on the first of these ports that is free, or on any if there are none given."""
+        bracketed = f"[{host}]" if ":" in host else host
+        for port in ports or (0,):
+            try:
+                bound = self._bind(f"tcp://{bracketed}:{port or '*'}")
+            except OSError as error:
+                if not ports or error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+            else:
+                return int(bound.rpartition(":")[2])
+        why = f"cannot listen on any of the ports {ports[0]} to {ports[-1]}: none is free"
+        raise OSError(errno.EADDRINUSE, why)
 
     def _bind(self, endpoint: str) -> str:
         bound = ffi.new("char[]", 256)

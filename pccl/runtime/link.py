@@ -11,6 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pccl.protocol import messages as m
 from pccl.runtime.config import Config
+from pccl.text import address_text
 
 BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -39,6 +40,7 @@ class Link:
         port: of the master.
         config: timings and limits.
         secure: sets a socket's keys.
+        ipv6: whether the host is to be reached by IPv6.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Link:
         port: int,
         config: Config,
         secure: Callable[[zmq.Socket[bytes]], None],
+        ipv6: bool = False,
     ) -> None:
         self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         options = {
@@ -61,7 +64,7 @@ class Link:
             zmq.HANDSHAKE_IVL: int(config.connect_timeout_s * 1000),
             zmq.HEARTBEAT_IVL: config.heartbeat_ms,
             zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
-            zmq.IPV6: int(":" in host),
+            zmq.IPV6: int(ipv6),
         }
         for option, value in options.items():
             self.socket.setsockopt(option, value)
@@ -72,7 +75,7 @@ class Link:
             | HANDSHAKE_FAILED
             | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
-        self.socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
+        self.socket.connect(f"tcp://{address_text(host, port)}")
 
     def events(self) -> Iterator[LinkEvent]:
         """All that have come."""

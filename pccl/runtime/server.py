@@ -26,6 +26,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +39,7 @@ from pccl.protocol import master as core
 from pccl.protocol import messages as m
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
+from pccl.runtime.dial import Dialler
 from pccl.runtime.inline import combine
 from pccl.runtime.journal import Journal
 from pccl.runtime.waiter import Waiter
@@ -50,6 +52,7 @@ FAREWELL_MS = 200  # for the last messages of a master that ends
 BATCH = 100  # messages read before the dead are buried, however many more wait
 RECEIVED_MAX = 32  # messages of one connection that wait to be read; then TCP holds it back
 UNREAD_MAX = 10_000  # messages that wait for one connection to read them; then it is lost
+ARRIVING_MAX = 4  # messages of a connection that wait for its welcome
 GRACE_S = 1.0  # between the end of a connection and the end of all that may still come of it
 MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
 
@@ -93,6 +96,10 @@ class Server:
         run = secrets.randbits(62)
         self._journal = None if state is None else Journal(state)
         remembered = None if self._journal is None else self._journal.begin(run)
+        self._why_lost = (
+            "its connection broke, because its process ended or because nothing was heard of it "
+            f"for {config.heartbeat_timeout_ms / 1000:g} s"
+        )
         self._core = core.Master(run, combine, config.straggler_s, remembered)
         self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
         self._senders: dict[bytes, Sender] = {}
@@ -100,6 +107,10 @@ class Server:
         self._lost: list[bytes] = []  # connections that are gone, to be buried
         self._buried: dict[bytes, float] = {}  # when; what is read of them now is ignored
         self._dropped: dict[bytes, float] = {}  # when; they are open, but not listened to
+        # connections that are dialled back before their first message counts; what else they say
+        self._arriving: dict[bytes, list[list[bytes]]] = {}
+        self._waiter = Waiter()
+        self._dialler = Dialler(self._waiter)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         options = {
@@ -124,6 +135,7 @@ class Server:
             bracketed = f"[{host}]" if ":" in host else host
             self._router.bind(f"tcp://{bracketed}:{port or '*'}")
         except zmq.ZMQError as error:
+            self._waiter.close()
             self._close()
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {error}") from None
         self.host = host
@@ -145,7 +157,7 @@ class Server:
 
     def serve(self) -> None:
         """Serves until `stop`, then closes everything: the port can be bound again at once."""
-        waiter = Waiter()
+        waiter = self._waiter
         waiter.add(self._wake_in, lambda: None)
         waiter.add(self._router, lambda: None)  # it is read in any case
         waiter.add(self._monitor, self._read_monitor)
@@ -160,12 +172,14 @@ class Server:
                 now_s = time.monotonic()
                 self._bury(now_s, drained)
                 self._cut(now_s)
+                self._dialler.tick(now_s)
                 self._perform(self._core.tick(now_s))
         except Exception:
             log.exception("the master failed")
             raise
         finally:
             self._stop.set()
+            self._dialler.close()
             waiter.close()
             if self._journal is None:  # else it is expected to come back
                 self._perform(self._core.farewell())
@@ -184,7 +198,7 @@ class Server:
         self._context.term()
 
     def _patience_s(self) -> float | None:
-        often = self._core.recovering or self._dropped or self._buried
+        often = self._core.recovering or self._dropped or self._buried or self._dialler.busy
         return OFTEN_S if often else self._tick_s
 
     # ---- events ----
@@ -213,9 +227,10 @@ class Server:
         for conn in lost:
             self._senders.pop(conn, None)
             self._dropped.pop(conn, None)
+            self._arriving.pop(conn, None)
             self._buried[conn] = now_s
         if lost:
-            self._perform(self._core.all_disconnected(lost, "its connection broke"))
+            self._perform(self._core.all_disconnected(lost, self._why_lost))
         if drained:
             self._buried = {c: at for c, at in self._buried.items() if now_s - at < GRACE_S}
 
@@ -249,15 +264,45 @@ class Server:
             frames = [frame.bytes for frame in first]
             if conn not in self._buried and not self._learn(conn, first[-1]):
                 return True
+        self._deliver(conn, frames)
+        return True
+
+    def _deliver(self, conn: bytes, frames: list[bytes]) -> None:
+        """What a connection has said, to the core, unless it is too late or too early."""
         if conn in self._buried or conn in self._dropped:
-            return True
+            return
+        if conn not in self._arriving:
+            self._guarded(conn, lambda: self._hear(conn, frames))
+        elif len(self._arriving[conn]) < ARRIVING_MAX:
+            self._arriving[conn].append(frames)
+        else:
+            del self._arriving[conn]
+            self._perform(self._core.rejected(conn, "it said too much before it was welcome"))
+
+    def _guarded(self, conn: bytes, event: Callable[[], list[core.Action]]) -> None:
+        """Has the core handle what a connection says, which must not end the service for others."""
         try:
-            actions = self._hear(conn, frames)
+            actions = event()
         except Exception:
             log.exception("master: connection %s made the core fail", conn.hex())
             actions = self._core.rejected(conn, "an internal error of the master; its log has it")
         self._perform(actions)
-        return True
+
+    def _dial(
+        self, conn: bytes, host: str, port: int, event: Callable[[str], list[core.Action]]
+    ) -> None:
+        """Dials a connection's peer back; `event` handles its message when that has ended."""
+        self._arriving[conn] = []
+
+        def then(unreached: str) -> None:
+            held = self._arriving.pop(conn, None)
+            if held is None:
+                return  # it has gone
+            self._guarded(conn, lambda: event(unreached))
+            for frames in held:
+                self._deliver(conn, frames)
+
+        self._dialler.dial(host, port, time.monotonic(), then)
 
     def _hear(self, conn: bytes, frames: list[bytes]) -> list[core.Action]:
         """What the core makes of a message. A peer's public key is that of its connection."""
@@ -271,7 +316,15 @@ class Server:
             return self._core.rejected(conn, f"it sent bytes that are no message: {error}")
         if isinstance(message, m.Hello):
             _, host, key = self._senders[conn]
-            return self._core.hello(conn, msgspec.structs.replace(message, curve=key), host)
+            hello = msgspec.structs.replace(message, curve=key)
+            where = (hello.host or host, hello.port)
+            self._dial(conn, *where, lambda why: self._core.hello(conn, hello, host, why))
+            return []
+        if isinstance(message, m.Examine):
+            host = self._senders[conn].host
+            where = (message.host or host, message.port)
+            self._dial(conn, *where, lambda why: self._core.examine(conn, host, why, time.time()))
+            return []
         if isinstance(message, m.Resume):
             _, host, key = self._senders[conn]
             info = msgspec.structs.replace(message.info, curve=key)
@@ -287,7 +340,7 @@ class Server:
         self._read_monitor()
         try:
             fd = int(frame.get(zmq.SRCFD))
-            host = str(frame.get("Peer-Address"))
+            host = str(frame.get("Peer-Address")).removeprefix("::ffff:")  # IPv4 seen by IPv6
             key = str(frame.get("User-Id")) if self._zap is not None else ""
         except zmq.ZMQError:  # it speaks ZMTP 1 or 2, as random bytes seem to
             log.debug("master: connection %s is of no known kind", conn.hex())

@@ -16,7 +16,6 @@ from typing import Any
 
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
-from pccl.runtime.client import Pieces
 from pccl.runtime.digest import (
     DIGEST_BYTES,
     LEAF_BYTES,
@@ -25,6 +24,7 @@ from pccl.runtime.digest import (
     leaf_digest,
     root_digest,
 )
+from pccl.runtime.memory import Pieces
 
 # Not cleared: staging memory is written whole or not used, and touching it twice costs time.
 _allocate = ffi.new_allocator(should_clear_after_alloc=False)

@@ -1,0 +1,73 @@
+"""Whether peers can reach a newcomer: what the master makes of having dialled it. Pure functions.
+
+The master dials a newcomer once, where the others would have to. That it gets through proves little
+less than what they need. That it does not, proves nothing about peers on the same machine, who need
+no network, nor about an address of a private network that the master may not be in. In these cases
+the newcomer is told, and let in; whom its neighbours then cannot reach either is dropped later.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+from pccl.protocol import messages as m
+from pccl.text import address_text
+
+
+def local(one: m.PeerInfo, other: m.PeerInfo) -> bool:
+    """Whether two peers reach each other without a network."""
+    return bool(one.ipc and other.ipc) and one.machine == other.machine
+
+
+def matters(info: m.PeerInfo, seen: str, group: Iterable[m.PeerInfo]) -> bool:
+    """Whether a newcomer that the master cannot reach is of no use to its group.
+
+    Args:
+        info: the newcomer.
+        seen: the host that the master sees it at.
+        group: the others of its group.
+    """
+    return _judged(info.host, seen) and not all(local(info, other) for other in group)
+
+
+def _judged(host: str, seen: str) -> bool:
+    """Whether the master's view of an address counts for others."""
+    if host == seen:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_global
+    except ValueError:
+        return False  # a name, which may mean something else elsewhere
+
+
+def refusal(info: m.PeerInfo, why: str) -> str:
+    """What a newcomer is told that its group has no use for."""
+    where = address_text(info.host, info.port)
+    return f"it cannot be reached at {where}, where the master has tried ({why}): {cure(info)}"
+
+
+def warning(info: m.PeerInfo, why: str) -> str:
+    """What a newcomer is told that is let in all the same."""
+    where = address_text(info.host, info.port)
+    return (
+        f"this peer cannot be reached at {where}, where the master has tried ({why}). If peers on "
+        f"other machines are to come: {cure(info)}"
+    )
+
+
+def cure(info: m.PeerInfo) -> str:
+    """What to do about a peer that nobody reaches."""
+    try:
+        loopback = ipaddress.ip_address(info.host).is_loopback
+    except ValueError:
+        loopback = False
+    if loopback:
+        return (
+            f"{info.host} means another machine to each of them: connect to the master by an "
+            "address that all can reach, or set PCCL_ADVERTISE to this machine's"
+        )
+    return (
+        "let its port through the firewall; behind NAT, forward ports to it and set "
+        "PCCL_PORT_RANGE to them and PCCL_ADVERTISE to the address that the others see"
+    )

@@ -1,0 +1,107 @@
+"""Asks a master what it sees of this machine, without joining its run: for `pccl doctor`."""
+
+from __future__ import annotations
+
+import socket
+import time
+from dataclasses import dataclass
+
+import zmq
+
+from pccl.errors import MasterLostError, PCCLError
+from pccl.protocol import messages as m
+from pccl.runtime.config import Config
+from pccl.runtime.curve import require_curve, secure_client
+from pccl.runtime.engine import Engine, EngineOptions
+from pccl.runtime.link import Link, LinkEvent
+from pccl.security import Security
+from pccl.text import address_text
+from pccl.types import Result
+from pccl.version import __version__
+
+ANSWER_S = 10.0  # for all of it; the master may take 3 s to dial back
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """What came of it.
+
+    Attributes:
+        report: the master's.
+        address: `host:port` at which the master has tried to reach this machine.
+        round_trip_s: to the master, that of TCP's handshake.
+        clock_s: how far this machine's clock is ahead of the master's, within half a round trip.
+    """
+
+    report: m.Report
+    address: str
+    round_trip_s: float
+    clock_s: float
+
+
+def examine(host: str, port: int, config: Config, security: Security | None) -> Examination:
+    """Has the master at this address dial this machine back.
+
+    Raises:
+        MasterLostError: no master answers there.
+        OSError: nothing can listen here where PCCL_PORT_RANGE says.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe, or the master does not know ours.
+    """
+    where = address_text(host, port)
+    began_s = time.monotonic()
+    try:
+        with socket.create_connection((host, port), config.connect_timeout_s) as tried:
+            ipv6 = tried.family == socket.AF_INET6
+    except OSError as error:
+        why = f"nothing answers at {where} ({error.strerror or error})"
+        raise MasterLostError(Result.MASTER_CONNECTION_FAILED, "doctor", why) from None
+    round_trip_s = time.monotonic() - began_s
+    keys = None
+    if security is not None:
+        require_curve()
+        keys, master_key = security.peer_keys(), security.master_key()
+
+    def secure(dealer: zmq.Socket[bytes]) -> None:
+        if keys is not None:
+            secure_client(dealer, keys, master_key)
+
+    engine = Engine(EngineOptions(), host="::" if ipv6 else "0.0.0.0", ports=config.ports)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        link = Link(context, host, port, config, secure, ipv6)
+        try:
+            ask = m.Examine(m.PROTOCOL_VERSION, __version__, config.advertise, engine.port)
+            link.socket.send(m.encode(ask))
+            report = _answer(link, where)
+        finally:
+            link.close()
+    finally:
+        context.term()
+        engine.close()
+    address = address_text(config.advertise or report.host, engine.port)
+    clock_s = time.time() - report.unix_s - round_trip_s / 2
+    return Examination(report, address, round_trip_s, clock_s)
+
+
+def _answer(link: Link, where: str) -> m.Report:
+    poller = zmq.Poller()
+    poller.register(link.socket, zmq.POLLIN)
+    poller.register(link.monitor, zmq.POLLIN)
+    until_s = time.monotonic() + ANSWER_S
+    while poller.poll(max(0, int((until_s - time.monotonic()) * 1000))):
+        if link.socket.poll(0):
+            answer = m.decode_from_master(link.socket.recv())
+            if isinstance(answer, m.Report):
+                return answer
+        for event in link.events():
+            if event is LinkEvent.NOT_ALLOWED:
+                why = f"the master at {where} does not have this machine's key in `allowed`"
+                raise PCCLError(Result.INVALID_USAGE, "doctor", why)
+            if event is not LinkEvent.UP:
+                why = (
+                    f"what answers at {where} is no pccl master of this version, or one with other "
+                    "keys (PCCL_CURVE_DIR)"
+                )
+                raise MasterLostError(Result.MASTER_CONNECTION_FAILED, "doctor", why)
+    why = f"the master at {where} did not answer within {ANSWER_S:g} s"
+    raise MasterLostError(Result.MASTER_CONNECTION_FAILED, "doctor", why)

@@ -1,0 +1,61 @@
+"""The memory that the engine refers to on behalf of a call: of a collective, or of shared state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pccl.arrays import Buffer
+from pccl.protocol import messages as m
+from pccl.runtime.inline import contribution
+from pccl.runtime.quantization import wire_bytes
+
+if TYPE_CHECKING:
+    from pccl.runtime.client import Call
+
+Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One array of a collective: what it gives, where the result goes, elements of one block."""
+
+    send: Buffer
+    recv: Buffer
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """The arrays of a collective; holds them alive until the engine has let go."""
+
+    work: m.Work
+    each: tuple[Operand, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are reduced, or gathered, as they go over the wire."""
+        sends = (wire_bytes(self.work, each.send.dtype, each.send.count) for each in self.each)
+        recvs = (wire_bytes(self.work, each.recv.dtype, each.recv.count) for each in self.each)
+        return max(sum(sends), sum(recvs))
+
+    def inline(self, limit: int) -> bytes | None:
+        """The contribution, if it is to travel with the vote: few bytes of one array, or none."""
+        if self.work.what not in ("all_reduce", "barrier") or self.work.parts:
+            return None
+        if sum(operand.send.nbytes for operand in self.each) > limit:
+            return None
+        return b"".join(contribution(operand.send) for operand in self.each)
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """The memory of a serve or fetch op, held alive by `owner`.
+
+    Pieces below `first_counted` are not payload. `reader` hears of the leaves of a fetch.
+    """
+
+    pieces: Pieces
+    first_counted: int
+    owner: object
+    reader: Call | None = None

@@ -1,0 +1,254 @@
+"""The contract of the compatible names: what is there, how it is called, and what calls do.
+
+More of it: values and descriptors (test_types.py, test_shared_state_values.py, test_arrays.py),
+collectives (test_all_reduce.py), shared state (test_shared_state.py), and where others hang
+(test_never_hangs.py).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from test_hostile_sockets import wait_until
+from test_never_hangs import gathered, master, start  # noqa: F401  (fixtures)
+
+import pccl
+
+NAMES = """cuda Communicator MasterNode ReduceOp Attribute SharedStateSyncStrategy DataType
+DistributionHint QuantizationAlgorithm ReduceOperandDescriptor QuantizationOptions ReduceDescriptor
+TensorInfo SharedState SharedStateSyncInfo ReduceInfo ReduceOpDescriptor AsyncReduceHandle PCCLError
+Result DeviceType""".split()
+
+# As pypccl 1.0 has them. What this library adds is optional and by keyword only.
+SIGNATURES: dict[str, tuple[Any, str]] = {
+    "Communicator": (pccl.Communicator, "address, peer_group=0, p2p_connection_pool_size=0"),
+    "connect": (pccl.Communicator.connect, "self, n_attempts=5"),
+    "get_attribute": (pccl.Communicator.get_attribute, "self, attribute"),
+    "update_topology": (pccl.Communicator.update_topology, "self"),
+    "are_peers_pending": (pccl.Communicator.are_peers_pending, "self"),
+    "optimize_topology": (pccl.Communicator.optimize_topology, "self"),
+    "sync_shared_state": (
+        pccl.Communicator.sync_shared_state,
+        "self, shared_state, strategy=SharedStateSyncStrategy.ENFORCE_POPULAR",
+    ),
+    "all_reduce_multiple_with_retry": (
+        pccl.Communicator.all_reduce_multiple_with_retry,
+        "self, descriptors, *, max_in_flight=4",
+    ),
+    "MasterNode": (pccl.MasterNode, "listen_address"),
+    "run": (pccl.MasterNode.run, "self"),
+    "interrupt": (pccl.MasterNode.interrupt, "self"),
+    "wait": (pccl.AsyncReduceHandle.wait, "self"),
+    "SharedState": (pccl.SharedState, "tensor_infos"),
+    "push_revision": (pccl.SharedState.push_revision, "self"),
+    "TensorInfo": (
+        pccl.TensorInfo,
+        "name, data_ptr, *, numel, dtype, device_type, allow_content_inequality",
+    ),
+    "TensorInfo.from_torch": (
+        pccl.TensorInfo.from_torch,
+        "tensor, name, *, allow_content_inequality=False",
+    ),
+    "TensorInfo.from_numpy": (
+        pccl.TensorInfo.from_numpy,
+        "array, name, *, allow_content_inequality=False",
+    ),
+}
+
+
+def written(function: Any) -> str:
+    """The parameters of a callable; of those by keyword only, the ones that pypccl has."""
+    words, keyword_only = [], []
+    for parameter in inspect.signature(function).parameters.values():
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            keyword_only.append(parameter.name + default)
+        else:
+            assert parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            words.append(parameter.name + default)
+    return ", ".join([*words, "*", *keyword_only] if keyword_only else words)
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name: str) -> None:
+    function, contract = SIGNATURES[name]
+    positional, _, keywords = contract.partition(", *, ")
+    found, _, more = written(function).partition(", *, ")
+    assert found == positional
+    extras = dict(word.partition("=")[::2] for word in more.split(", ")) if more else {}
+    for keyword in filter(None, keywords.split(", ")):
+        keyword_name, _, default = keyword.partition("=")
+        assert extras.pop(keyword_name) == default
+    assert "" not in extras.values(), "what is added must be optional"
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_reduce_async"])
+def test_signature_of_all_reduce(name: str) -> None:
+    parameters = inspect.signature(getattr(pccl.Communicator, name)).parameters
+    assert list(parameters)[1:7] == [
+        *("send", "recv", "op", "tag", "operand_descriptor", "quantization_options"),
+    ]
+    kinds = [parameter.kind for parameter in parameters.values()]
+    assert kinds[1:3] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 2
+    assert set(kinds[3:]) == {inspect.Parameter.KEYWORD_ONLY}
+    defaults = [parameters[key].default for key in list(parameters)[4:7]]
+    assert defaults == [0, None, None]
+
+
+def test_names_of_the_module() -> None:
+    there: dict[str, Any] = {}
+    exec("from pccl import *", there)
+    assert set(NAMES) <= there.keys()
+    assert there["cuda"].is_available() in (True, False)
+    assert pccl.__version__ == importlib.metadata.version("pccl")
+
+
+def python(program: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, **env},
+    )
+
+
+def test_commands() -> None:
+    version = f"pccl {pccl.__version__}\n"
+    scripts = Path(sys.executable).parent
+    for command in ([sys.executable, "-m", "pccl"], [str(scripts / "pccl")]):
+        ended = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=50)
+        assert ended.stdout == version
+    for command in (
+        [sys.executable, "-m", "pccl.master"],
+        [str(scripts / "pccl_master")],
+        [str(scripts / "pccl"), "master"],
+    ):
+        ended = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=50)
+        assert "--listen-address" in ended.stdout and "0.0.0.0:48148" in ended.stdout
+
+
+@pytest.mark.parametrize("level", ["TRACE", "WARN", "NONE", "LOUD"])
+def test_log_levels(level: str) -> None:
+    program = """
+import pccl
+with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
+    print(comm.world_size)
+"""
+    ended = python(program, PCCL_LOG_LEVEL=level)
+    assert (ended.returncode, ended.stdout) == (0, "1\n")
+    assert ("registered" in ended.stderr) == (level == "TRACE")
+    assert ("PCCL_LOG_LEVEL is 'LOUD'" in ended.stderr) == (level == "LOUD")
+
+
+# ---- a world of one ----
+
+
+def descriptors(array: np.ndarray) -> list[pccl.ReduceOpDescriptor]:
+    work = pccl.ReduceDescriptor(
+        array.size, pccl.ReduceOp.SUM, 0, pccl.ReduceOperandDescriptor(pccl.DataType.FLOAT), None
+    )
+    return [pccl.ReduceOpDescriptor.from_numpy(array, array, work)]
+
+
+def test_alone() -> None:
+    with Cluster(1) as cluster:
+        comm, x = cluster.comms[0], np.arange(6, dtype=np.float32)
+        comm.update_topology()
+        assert comm.are_peers_pending() is False
+        shared = pccl.SharedState.from_tensors({"x": x})
+        assert comm.sync_shared_state(shared) == pccl.SharedStateSyncInfo(0, 0)
+        for collective in (
+            lambda: comm.all_reduce(x, x, op=pccl.ReduceOp.SUM),
+            lambda: comm.all_reduce_async(x, x, op=pccl.ReduceOp.SUM),
+            lambda: comm.all_reduce_multiple_with_retry(descriptors(x)),
+            lambda: comm.all_gather(x),
+            lambda: comm.reduce_scatter(x),
+            lambda: comm.broadcast(x),
+        ):
+            with pytest.raises(pccl.TooFewPeersError, match="TOO_FEW_PEERS"):
+                collective()
+        np.testing.assert_array_equal(x, np.arange(6))
+        with pytest.raises(pccl.PCCLError, match="INVALID_USAGE"):
+            comm.optimize_topology()
+        with pytest.raises(pccl.PCCLError, match=r"INVALID_USAGE.*connected already"):
+            comm.connect()
+
+
+def test_before_connect() -> None:
+    comm, x = pccl.Communicator("127.0.0.1:1"), np.zeros(3, np.float32)
+    for call in (
+        lambda: comm.sync_shared_state(pccl.SharedState.from_tensors({"x": x})),
+        lambda: comm.all_reduce_async(x, x, op=pccl.ReduceOp.SUM),
+        lambda: comm.all_reduce_multiple_with_retry(descriptors(x)),
+        comm.barrier,
+        lambda: comm.rank,
+    ):
+        with pytest.raises(pccl.PCCLError) as caught:
+            call()
+        assert caught.value.result is pccl.Result.INVALID_USAGE
+
+
+@pytest.mark.parametrize("name", ["update_topology", "optimize_topology", "sync_shared_state"])
+def test_a_collective_that_is_launched_and_not_awaited(name: str) -> None:
+    with Cluster(2) as cluster:
+        comm, x = cluster.comms[0], np.zeros(3, np.float32)
+        comm.all_reduce_async(x, x, op=pccl.ReduceOp.SUM)
+        words = [pccl.SharedState.from_tensors({"x": x})] if name == "sync_shared_state" else []
+        with pytest.raises(pccl.PCCLError) as caught:
+            getattr(comm, name)(*words)
+        assert caught.value.result is pccl.Result.PENDING_ASYNC_OPS
+
+
+def test_time_is_up_for_several() -> None:
+    with Cluster(2) as cluster:
+        comm, x = cluster.comms[0], np.ones(3, np.float32)
+        with pytest.raises(pccl.PCCLTimeoutError, match=r"waited for peer 2 \(127"):
+            comm.all_reduce_multiple_with_retry(descriptors(x), timeout=0.1)
+        assert (x == 1).all()
+        y = np.ones(3, np.float32)
+
+        def again(index: int, comm: pccl.Communicator) -> None:
+            comm.all_reduce_multiple_with_retry(descriptors(y if index else x), timeout=30)
+
+        cluster.each(again)
+        assert (x == 2).all() and (y == 2).all()
+
+
+# ---- interruptions ----
+
+
+def asleep(process: int) -> bool:
+    """Whether its main thread waits for something; where that is not known, it is assumed."""
+    stat = Path(f"/proc/{process}/stat")
+    return not stat.exists() or stat.read_text().rpartition(") ")[2].startswith("S")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for one process on Windows")
+@pytest.mark.parametrize("call", ["all_reduce", "update_topology", "sync", "retry"])
+def test_ctrl_c_interrupts_a_call(master, start, call: str) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
+    puppets = gathered(start, [0, 0], PCCL_LOG_LEVEL="NONE")
+    words: dict[str, dict[str, Any]] = {
+        "sync": {"revision": 0, "value": 1.0},
+        "retry": {"value": 1.0, "count": 10, "tags": 2, "max_in_flight": 2},
+    }
+    puppets[0].begin("interruptible", call=call, **words.get(call, {}))
+    assert puppets[0].value() == "begins"
+    votes = 2 if call == "retry" else 1
+    wait_until(lambda: len(master._server._core._rounds) == votes)
+    wait_until(lambda: asleep(puppets[0].process.pid))
+    puppets[0].process.send_signal(signal.SIGINT)
+    assert puppets[0].value() == "interrupted"
+    for puppet in puppets:  # nobody waits for it there, and it can make other calls
+        puppet.begin("all_reduce")
+    assert [puppet.value() for puppet in puppets] == [2.0, 2.0]

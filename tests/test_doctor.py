@@ -1,0 +1,168 @@
+"""`pccl doctor`, and the master's dialling back."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from test_hostile_sockets import wait_until
+
+import pccl
+from pccl.cli.main import main
+from pccl.protocol import messages as m
+from pccl.protocol.reach import cure, matters
+from pccl.runtime import dial as dial_module
+from pccl.runtime.dial import Dialler
+from pccl.runtime.waiter import Waiter
+
+
+def doctor(*words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "pccl", "doctor", *words]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50)
+    assert not ended.stderr, ended.stderr
+    return ended.returncode, ended.stdout
+
+
+def line(text: str, title: str) -> str:
+    """The finding of that title."""
+    return next(each for each in text.splitlines() if each[5:].startswith(title))
+
+
+def test_this_machine() -> None:
+    code, text = doctor()
+    assert code == 0
+    assert line(text, "all_reduce").startswith("ok")
+    for title in ("pccl", "python", "pyzmq", "numpy", "engine filling", "arithmetic"):
+        assert line(text, title)
+
+
+def test_a_master_that_reaches_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
+        code, text = doctor(master.address)
+        assert code == 0, text
+        assert "1 peers are in its run" in line(text, "master")
+        for title in ("its version", "own port", "kernels", "clock"):
+            assert line(text, title).startswith("ok"), text
+        assert "the master reaches 127.0.0.1:" in text
+        assert comm.are_peers_pending() is False, "it has joined"
+
+
+def test_a_master_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCCL_ADVERTISE", "240.0.0.1")
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        code, text = doctor(master.address)
+    assert code == 1
+    assert line(text, "own port").startswith("BAD")
+    assert "the master cannot reach 240.0.0.1:" in text and "PCCL_PORT_RANGE" in text
+
+
+def test_no_master_and_another_program() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert port
+    code, text = doctor(f"127.0.0.1:{port}")
+    assert code == 1
+    assert f"nothing answers at 127.0.0.1:{port}" in line(text, "master")
+
+
+def test_keys(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    for name in ("ours", "foreign"):
+        assert main(["keys", str(tmp_path / name)]) == 0
+    key = (tmp_path / "ours" / "master.key").read_bytes()
+    (tmp_path / "foreign" / "master.key").write_bytes(key)
+    with pccl.MasterNode("127.0.0.1:0", security=tmp_path / "ours") as master:
+        for name, expected in (("ours", 0), ("foreign", 1)):
+            monkeypatch.setenv("PCCL_CURVE_DIR", str(tmp_path / name))
+            code, text = doctor(master.address)
+            assert code == expected, text
+        assert "does not have this machine's key" in line(text, "master")
+
+
+# ---- dialling ----
+
+
+@pytest.fixture
+def waiter() -> Iterator[Waiter]:
+    made = Waiter()
+    yield made
+    made.close()
+
+
+def dialled(waiter: Waiter, host: str, port: int) -> str:
+    """What comes of a dial."""
+    dialler, said = Dialler(waiter), []
+    dialler.dial(host, port, time.monotonic(), said.append)
+
+    def ended() -> bool:
+        for read in waiter.wait(0.0):
+            read()
+        dialler.tick(time.monotonic())
+        return bool(said)
+
+    wait_until(ended)
+    assert not dialler.busy
+    return said[0]
+
+
+def test_what_comes_of_a_dial(waiter: Waiter, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        assert dialled(waiter, "127.0.0.1", int(master.address.split(":")[1])) == ""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setattr(dial_module, "LIMIT_S", 0.1)
+        assert "no answer within 0.1 s" in dialled(waiter, "127.0.0.1", port)
+    assert "connection refused" in dialled(waiter, "127.0.0.1", port)
+    assert dialled(waiter, "some.name", port) == "", "names are not resolved"
+
+
+def test_a_dial_reads_a_greeting(waiter: Waiter) -> None:
+    for said, why in ((b"SSH-2.0\r\n", "something else"), (b"", "closed as soon")):
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            dialler, found = Dialler(waiter), []
+            port = other.getsockname()[1]
+            dialler.dial("127.0.0.1", port, time.monotonic(), found.append)
+            with other.accept()[0] as connection:
+                connection.sendall(said)
+
+            def ended() -> bool:
+                for read in waiter.wait(0.0):
+                    read()
+                return bool(found)  # noqa: B023
+
+            wait_until(ended)
+            assert why in found[0]
+
+
+def test_dials_are_bounded(waiter: Waiter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial_module, "DIALS_MAX", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        dialler, said = Dialler(waiter), []
+        for _ in range(2):
+            dialler.dial("127.0.0.1", silent.getsockname()[1], time.monotonic(), said.append)
+        assert said == [""], "one too many counts as reached"
+        dialler.close()
+        assert said == [""] and not dialler.busy
+
+
+def peer(host: str, machine: str = "a", ipc: str = "x") -> m.PeerInfo:
+    return m.PeerInfo(1, 0, host, 5000, ipc, machine)
+
+
+def test_when_it_matters_that_a_peer_cannot_be_reached() -> None:
+    seen, elsewhere = "203.0.113.7", peer("198.51.100.2", "b")
+    assert matters(peer(seen), seen, [elsewhere])
+    assert not matters(peer(seen), seen, []), "nobody is there yet"
+    assert not matters(peer(seen), seen, [peer(seen)]), "all are on one machine"
+    assert matters(peer(seen), seen, [peer(seen, ipc="")]), "which speak TCP all the same"
+    assert matters(peer("1.1.1.1"), seen, [elsewhere]), "a public address is the same for all"
+    assert not matters(peer("192.168.1.5"), seen, [elsewhere]), "a network of their own"
+    assert not matters(peer("my.host"), seen, [elsewhere]), "a name is not resolved"
+
+
+def test_what_to_do_about_a_loopback_address() -> None:
+    assert "connect to the master by an address that all can reach" in cure(peer("127.0.0.1"))
+    assert "PCCL_PORT_RANGE" in cure(peer("203.0.113.7"))
