@@ -14,6 +14,7 @@ import pytest
 import pccl
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+pytestmark = pytest.mark.timeout(120)  # importing torch takes a busy machine its time
 
 
 class Process:
