@@ -347,7 +347,7 @@ class Collectives:
         """Enters `barrier`; the handle's `wait()` returns when all have."""
         client = self._connected("barrier")
         if client.world.local_size < 2:
-            return AsyncReduceHandle(client, None, lambda end: None, None)
+            return AsyncReduceHandle("barrier", client, None, lambda end: None, None)
         return self._launch("barrier", operands.barrier(), tag)
 
     # ---- helpers ----
@@ -388,7 +388,8 @@ class Collectives:
             if communicator is not None:
                 communicator._ended(client, tag, end)
 
-        return AsyncReduceHandle(client, client.collective(tag, work, stuck), release, target)
+        call = client.collective(tag, work, stuck)
+        return AsyncReduceHandle(name, client, call, release, target)
 
     def _ended(self, client: Client, tag: int, end: core.Answer | core.Fail) -> None:
         with self._lock:

@@ -19,6 +19,7 @@ import xxhash
 from pccl.collectives import Collectives
 from pccl.errors import PCCLTimeoutError, error_for
 from pccl.ext import ffi, lib
+from pccl.handle import error_of
 from pccl.logs import configure_logging
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
@@ -445,10 +446,7 @@ class Communicator(Collectives):
         return end
 
     def _raise(self, name: str, end: core.Fail, began_s: float | None = None) -> NoReturn:
-        when = [end.phase] if end.phase else []
-        if began_s is not None:
-            when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
-        raise end.error(end.result, name, f"{end.why} ({', '.join(when)})" if when else end.why)
+        raise error_of(name, end, began_s)
 
 
 class _Standing:

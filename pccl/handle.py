@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
+from pccl.errors import PCCLError
 from pccl.protocol import peer as core
 from pccl.runtime.client import Call, Client, Deadline
 from pccl.types import ReduceInfo, Result
@@ -20,6 +22,7 @@ class AsyncReduceHandle:
 
     def __init__(
         self,
+        name: str,
         client: Client,
         call: Call | None,
         release: Callable[[core.Answer | core.Fail], None],
@@ -27,6 +30,8 @@ class AsyncReduceHandle:
     ) -> None:
         """`call` is None where there is nothing to wait for; `release` is told the outcome."""
         self.result = result
+        self._name = name
+        self._error: PCCLError | None = None
         self._client = client
         self._call = call
         self._release = release
@@ -58,8 +63,26 @@ class AsyncReduceHandle:
                 note = deadline.next(self._client, self._call)
                 assert isinstance(note, core.Answer | core.Fail)
                 self._end = note
+                if isinstance(note, core.Fail):
+                    self._error = error_of(self._name, note, self._call.began_s)
                 self._release(note)
             return self._end
+
+    @property
+    def error(self) -> PCCLError | None:
+        """What the blocking call would raise: who, where, why and what to do.
+
+        None before `wait()` has returned, and when the collective has succeeded.
+        """
+        return self._error
+
+
+def error_of(name: str, end: core.Fail, began_s: float | None = None) -> PCCLError:
+    """The exception for a failed call, with its phase and how long it took."""
+    when = [end.phase] if end.phase else []
+    if began_s is not None:
+        when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
+    return end.error(end.result, name, f"{end.why} ({', '.join(when)})" if when else end.why)
 
 
 def info(end: core.Answer) -> ReduceInfo:

@@ -8,12 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from test_hostile_sockets import wait_until
 
 import pccl
 from pccl.cli.main import main
 from pccl.protocol import messages as m
+from pccl.protocol.master import Action, Master, Send
 from pccl.protocol.reach import cure, matters
 from pccl.runtime import dial as dial_module
 from pccl.runtime.dial import Dialler
@@ -161,6 +163,31 @@ def test_when_it_matters_that_a_peer_cannot_be_reached() -> None:
     assert matters(peer("1.1.1.1"), seen, [elsewhere]), "a public address is the same for all"
     assert not matters(peer("192.168.1.5"), seen, [elsewhere]), "a network of their own"
     assert not matters(peer("my.host"), seen, [elsewhere]), "a name is not resolved"
+
+
+def said(actions: list[Action]) -> list[m.MasterMessage]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def test_a_newcomer_that_is_not_reached_is_told_or_refused() -> None:
+    master = Master(1, lambda work, parts: b"")
+    hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 5000, "x", "a", b"")
+    first = said(master.hello(b"1", hello, "203.0.113.7", "no answer"))[0]
+    assert isinstance(first, m.Welcome)
+    assert "cannot be reached at 203.0.113.7:5000" in first.warning
+    near = said(master.hello(b"2", hello, "203.0.113.7", "no answer"))[0]
+    assert isinstance(near, m.Welcome), "it is on the same machine"
+    remote = msgspec.structs.replace(hello, machine="b")
+    (refused,) = said(master.hello(b"3", remote, "198.51.100.2", "no answer"))
+    assert isinstance(refused, m.Refused)
+    assert refused.result == pccl.Result.RANK_CONNECTION_FAILED.value
+    assert "198.51.100.2:5000" in refused.why and "PCCL_ADVERTISE" in refused.why
+    (other_group,) = said(
+        master.hello(b"4", msgspec.structs.replace(remote, group=7), "198.51.100.2", "no answer")
+    )
+    assert isinstance(other_group, m.Welcome), "nobody of its group needs to reach it"
+    (reached,) = said(master.hello(b"5", remote, "198.51.100.2"))
+    assert isinstance(reached, m.Welcome) and not reached.warning
 
 
 def test_what_to_do_about_a_loopback_address() -> None:

@@ -17,8 +17,10 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
+from cluster import Cluster
 from test_hostile_sockets import wait_until
 from test_never_hangs import Answer, Puppet, gathered
 
@@ -233,6 +235,19 @@ def test_what_cannot_be_called_now(stage: Stage, lone: Lone) -> None:
         says(puppet.end(), "PCCLError", "PENDING_ASYNC_OPS", r"tags \[3\]")
         puppet.begin("launch", value=1.0, count=10, tag=3)
         says(puppet.end(), "PCCLError", "INVALID_ARGUMENT", "tag 3 is launched and not awaited")
+
+
+def test_two_threads_in_two_rounds() -> None:
+    with Cluster(2) as cluster:
+        comm, other = cluster.comms
+        thread = threading.Thread(target=comm.update_topology)
+        thread.start()
+        wait_until(lambda: "update_topology" in comm._voting)
+        with pytest.raises(pccl.PCCLError, match=r"stands in update_topology\(\)") as caught:
+            comm.sync_shared_state(pccl.SharedState.from_tensors({"x": np.zeros(1)}))
+        listed(f"PCCLError: {caught.value}")
+        other.update_topology()
+        thread.join()
 
 
 # ---- the master ----

@@ -183,7 +183,10 @@ def test_the_last_survivor_is_told_that_it_is_alone(filling: str) -> None:
         array = np.arange(1000.0)
         handle = survivor.all_reduce_async(array, array, op=pccl.ReduceOp.SUM)
         victim.close()
+        assert handle.error is None
         assert handle.wait() == (False, 8, pccl.ReduceInfo(0, 0, 0))
+        assert isinstance(handle.error, pccl.PeerLostError)
+        assert "left" in str(handle.error) and "all_reduce_async" in str(handle.error)
         np.testing.assert_array_equal(array, np.arange(1000.0))
         with pytest.raises(pccl.TooFewPeersError):
             survivor.all_reduce(array, array, op=pccl.ReduceOp.SUM)
