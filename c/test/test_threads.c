@@ -16,7 +16,7 @@
 #include "check.h"
 #include "job.h"
 
-enum { N = 3, OPS = 8, ROUNDS = 60, PATIENCE_S = 60 };
+enum { N = 3, OPS = 8, ROUNDS = 60, PATIENCE_S = 240 };
 
 enum harm { NO_HARM, CUT_A_LANE, ABORT_AN_OP, CLOSE_A_STREAM, HARMS };
 
@@ -258,20 +258,29 @@ static void check(const bool *committed)
 
 /* ---- rounds ---- */
 
-/* Lets the engines work until it is so. Harm comes at a moment that chance picks. */
-static void wait_until(bool (*is_so)(void), enum harm harm)
+static int completions(void)
 {
-    int i, passes = 0, harm_at = 1;
+    int who, i, n = 0;
+    for (i = 0; i < OPS; i++)
+        for (who = 0; who < N; who++)
+            n += count(who, PCCL_COMPLETE, &jobs[i]);
+    return n;
+}
+
+/* Lets the engines work until it is so. Harm comes when so much is complete. */
+static void wait_until(bool (*is_so)(void), enum harm harm, int harm_at)
+{
     bool so = false;
+    int i;
     while (!so) {
         pthread_mutex_lock(&lock);
-        if (passes == 0)
-            harm_at += (int)fake_random(200);
         (void)fake_tick();
         for (i = 0; i < N; i++)
             peers_read(&peers.peer[i]);
-        if (++passes == harm_at)
+        if (harm != NO_HARM && completions() >= harm_at) {
             do_harm(harm);
+            harm = NO_HARM;
+        }
         so = is_so();
         pthread_mutex_unlock(&lock);
         sched_yield();
@@ -283,7 +292,7 @@ static void run_round(uint64_t seed, enum harm harm, const pccl_zmq *table)
     pthread_t threads[N];
     pccl_options options = peers_options();
     bool committed[OPS];
-    int i;
+    int i, harm_at;
     fake_reset(seed);
     over = false;
     aborted = NULL;
@@ -293,13 +302,18 @@ static void run_round(uint64_t seed, enum harm harm, const pccl_zmq *table)
     fake_refuse(10);
     make_jobs();
     launch();
+    harm_at = (int)(fake_random(2) * fake_random(OPS * N));
+    if (harm_at == 0) {              /* else a busy machine may complete all before we look */
+        do_harm(harm);
+        harm = NO_HARM;
+    }
     for (i = 0; i < N; i++)
         CHECK(pthread_create(&threads[i], NULL, run_engine, &peers.peer[i]) == 0);
-    wait_until(all_have_an_outcome, harm);
+    wait_until(all_have_an_outcome, harm, harm_at);
     pthread_mutex_lock(&lock);
     end_all(committed);
     pthread_mutex_unlock(&lock);
-    wait_until(all_are_settled, NO_HARM);
+    wait_until(all_are_settled, NO_HARM, 0);
     pthread_mutex_lock(&lock);
     over = true;
     pthread_mutex_unlock(&lock);
