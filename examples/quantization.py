@@ -60,9 +60,7 @@ def reduce(address: str, arrays: list[np.ndarray]) -> dict[str, tuple[np.ndarray
                     comm.update_topology()
             for name, options in WAYS.items():
                 out = np.empty_like(arrays[number])
-                info = comm.all_reduce(
-                    arrays[number], out, op="sum", quantization_options=options
-                )
+                info = comm.all_reduce(arrays[number], out, op="sum", quantization_options=options)
                 if number == 0:
                     sent = COUNT * 2 * (info.world_size - 1) / info.world_size
                     found[name] = out, info.tx_bytes / sent
