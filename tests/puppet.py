@@ -9,11 +9,13 @@ import json
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 import numpy as np
 
 import pccl
+from pccl.runtime.client import Call
 
 
 class Puppet:
@@ -61,9 +63,9 @@ class Puppet:
         return float(array[0])
 
     def interruptible(self, call: str, **arguments: Any) -> str:
-        """A call that Ctrl-C ends, so that the answer is sent in two parts."""
+        """A call that Ctrl-C ends as soon as it waits."""
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
-        print(json.dumps({"value": "begins"}), flush=True)
+        threading.Thread(target=interrupt, args=(threading.get_ident(),)).start()
         try:
             return str(getattr(self, call)(**arguments))
         except KeyboardInterrupt:
@@ -121,6 +123,13 @@ class Puppet:
         shared.revision = revision
         self.comm.sync_shared_state(shared)
         return [shared.revision, float(array[0])]
+
+
+def interrupt(thread: int) -> None:
+    """Ctrl-C for this process, once that thread waits for the answer to a call."""
+    while sys._current_frames()[thread].f_code is not Call.next.__code__:
+        time.sleep(0.001)
+    signal.pthread_kill(thread, signal.SIGINT)
 
 
 def main() -> None:

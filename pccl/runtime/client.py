@@ -51,6 +51,7 @@ from pccl.types import Result
 log = logging.getLogger("pccl")
 
 SERVE_INTERVAL_S = 0.02  # a limit on what is served is kept in each such time
+SLICE_S = 0.5  # of a wait without an end
 RETRY_S = 0.2  # between attempts to reach a master that is gone
 
 
@@ -81,7 +82,11 @@ class Call:
 
     def next(self, timeout_s: float | None = None) -> Note:
         """The next note. Raises queue.Empty after the time-out."""
-        return self._notes.get(timeout=None if timeout_s is None else max(0.0, timeout_s))
+        if timeout_s is not None:
+            return self._notes.get(timeout=max(0.0, timeout_s))
+        while True:  # in slices: a Ctrl-C that comes just before the wait does not end it
+            with contextlib.suppress(queue.Empty):
+                return self._notes.get(timeout=SLICE_S)
 
     @property
     def has_notes(self) -> bool:
