@@ -61,7 +61,7 @@ def test_slices_of_any_alignment() -> None:
         torch.zeros(3, dtype=torch.complex64),
         torch.eye(3).to_sparse(),
     ],
-    ids=repr,
+    ids=lambda array: repr(array).partition(" at 0x")[0],  # the same in every process
 )
 def test_what_is_no_array(array: Any) -> None:
     with pytest.raises(ValueError, match=r"neither|dtype|byte order|dense"):

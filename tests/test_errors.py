@@ -130,7 +130,8 @@ def test_a_peer_is_killed(stage: Stage) -> None:
         puppets[2].kill()
         # who is told depends on who hears of it first, the master or a neighbour
         broke = rf"lost {PEER}: its connection broke, because its process ended or because nothing"
-        lost = rf"{broke}|{PEER} could not complete: its connection to {PEER}: a lane was disconn"
+        lane = "a lane (was disconnected|could not be set up)"
+        lost = rf"{broke}|{PEER} could not complete: its connection to {PEER}: {lane}"
         around = "while its data went around the ring"
         for puppet in puppets[:2]:
             says(puppet.end(), "PeerLostError", "RANK_CONNECTION_LOST", lost, around, SECONDS)

@@ -52,6 +52,7 @@ log = logging.getLogger("pccl")
 
 SERVE_INTERVAL_S = 0.02  # a limit on what is served is kept in each such time
 SLICE_S = 0.5  # of a wait without an end
+INTERRUPTED_S = 1.0  # at most, for the master to hear of a Ctrl-C
 RETRY_S = 0.2  # between attempts to reach a master that is gone
 
 
@@ -88,6 +89,16 @@ class Call:
             with contextlib.suppress(queue.Empty):
                 return self._notes.get(timeout=SLICE_S)
 
+    def settle(self, timeout_s: float) -> None:
+        """Waits until the last note is there, which stays; for no longer than the time-out."""
+        give_up_at = time.monotonic() + timeout_s
+        with contextlib.suppress(queue.Empty):
+            while True:
+                note = self.next(give_up_at - time.monotonic())
+                if isinstance(note, core.Answer | core.Fail):
+                    self.put(note)
+                    return
+
     @property
     def has_notes(self) -> bool:
         """Whether `next` would return at once."""
@@ -115,8 +126,9 @@ class Deadline:
                     self._at = None
                     client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
             return call.next()
-        except KeyboardInterrupt:  # nobody waits for its answer: others must not wait for us
+        except KeyboardInterrupt:  # others must not wait for us, nor find us there any more
             client.withdraw(call, "its caller was interrupted")
+            call.settle(INTERRUPTED_S)
             raise
 
     def next_within(self, client: Client, call: Call, seconds: float) -> Note | None:
@@ -374,6 +386,10 @@ class Client:
                         return
             finally:
                 self._working.release()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Has the control thread look."""
         try:
             self._wake_out.send(b"\0")
         except BlockingIOError:
@@ -407,10 +423,17 @@ class Client:
                 self._sent = False
                 self._read_link()
                 self._read_engine()
-        except Exception:
-            log.exception("the control thread of peer %d failed", self._core.number)
-            self._perform(self._core.lost_master("an internal error of pccl; the log has it"))
+        except BaseException as error:  # Ctrl-C may come when a caller does this work
+            why = "an internal error of pccl; the log has it"
+            if isinstance(error, Exception):
+                log.exception("the control thread of peer %d failed", self._core.number)
+            else:
+                why = "it was interrupted in the middle of its work for pccl"
+            self._perform(self._core.lost_master(why))
             self._failed = True
+            if not isinstance(error, Exception):
+                self._wake()
+                raise
 
     def _read_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""One host's process of stress/wan/bench.py: takes turns in the ways to reduce, and reports times.
+"""One host's process of stress/wan/bench.py: reduces in one way after the other, and reports times.
 
 Arguments: a JSON object, see `main`. Prints one JSON object: seconds of each iteration, by way.
 """
@@ -94,14 +94,15 @@ def main() -> None:
                 comm.update_topology()
         made: dict[str, Callable[[], Way]] = {
             "pccl": lambda: lambda: comm.all_reduce(x, y, op=SUM, tag=1),
+            "pccl-int8": lambda: lambda: comm.all_reduce(x, y, op=SUM, tag=2, quantization="int8"),
             "pccl-16": lambda: parallel(comm, x, y),
             "tcp": lambda: one_stream(number, job["other"], 7100, nbytes),
             "gloo": lambda: gloo(number, f"{job['first']}:7200", job["other"], y.copy()),
         }
         ways = {name: made[name]() for name in job["ways"]}
         times: dict[str, list[float]] = {name: [] for name in ways}
-        for iteration in range(job["warmups"] + job["iterations"]):
-            for name, way in ways.items():
+        for name, way in ways.items():  # not in turns: connections that pause lose their windows
+            for iteration in range(job["warmups"] + job["iterations"]):
                 began = time.perf_counter()
                 way()
                 if iteration >= job["warmups"]:
