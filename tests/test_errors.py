@@ -452,16 +452,17 @@ def test_no_port_is_free(lone: Lone) -> None:
 
 
 def test_something_else_listens_at_the_masters_port(lone: Lone) -> None:
-    context = zmq.Context()
-    other = context.socket(zmq.PUB)
-    port = other.bind_to_random_port("tcp://127.0.0.1")
-    puppet = lone(f"127.0.0.1:{port}")
-    puppet.begin("connect", n_attempts=1)
-    says(
-        puppet.end(),
-        "MasterLostError",
-        "MASTER_CONNECTION_FAILED",
-        "it closed the connection without an answer",
-    )
-    other.close(linger=0)
-    context.term()
+    with zmq.Context() as context, context.socket(zmq.PUB) as other:
+        other.linger = 0
+        port = other.bind_to_random_port("tcp://127.0.0.1")
+        puppet = lone(f"127.0.0.1:{port}")
+        puppet.begin("connect", n_attempts=1)
+        # libzmq tells one or the other: its handshake stops at the wrong type of socket
+        closed = "it closed the connection without an answer"
+        refused = r"the handshake failed: .*, or it is no pccl master"
+        says(
+            puppet.end(),
+            "MasterLostError",
+            "MASTER_CONNECTION_FAILED",
+            f"{closed}|{refused}",
+        )
