@@ -85,7 +85,7 @@ class Peer:
 
 def wait(handle: pccl.AsyncReduceHandle) -> None:
     """The end of a collective that may not fail."""
-    ok, status, _ = handle.wait(LATE_S)
+    ok, status, _ = handle.wait(timeout=LATE_S)
     if not ok:
         raise RuntimeError(f"an all-reduce failed with status {status}")
 
