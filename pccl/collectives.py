@@ -22,13 +22,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NoReturn
 
 from pccl import operands
 from pccl.arrays import Buffer, is_torch
 from pccl.errors import PeerLostError, error_for
-from pccl.handle import AsyncReduceHandle, info
+from pccl.handle import AsyncReduceHandle, error_of, info
 from pccl.operands import A, Arrays, Ranks
 from pccl.protocol import peer as core
 from pccl.runtime.client import Client
@@ -45,7 +45,7 @@ from pccl.types import (
 )
 
 
-class Collectives:
+class Collectives(ABC):
     """What `Communicator` inherits."""
 
     def __init__(self) -> None:
@@ -53,17 +53,17 @@ class Collectives:
         self._tags: set[int] = set()  # of collectives that are launched and not awaited
         self._ranks: tuple[int, ...] = ()  # the ring as the program knows it: peers by rank
 
+    @abstractmethod
     def _connected(self, name: str) -> Client:
-        raise NotImplementedError
+        """The client of a peer that is in a run; raises INVALID_USAGE, or why it is in none."""
 
-    def _raise(self, name: str, end: core.Fail, began_s: float | None = None) -> NoReturn:
-        raise NotImplementedError
-
+    @abstractmethod
     def _may_enter(self, name: str) -> None:
-        raise NotImplementedError
+        """Raises, under the lock, if a call cannot stand next to those that this peer stands in."""
 
+    @abstractmethod
     def _single_threaded(self) -> bool:
-        raise NotImplementedError
+        """Whether this thread is the only one there that has ever made a call."""
 
     # ---- all-reduce ----
 
@@ -193,7 +193,7 @@ class Collectives:
                     # in the order of the list, so that all peers' windows overlap
                     waiting = sorted([*waiting, index])
                 else:
-                    self._raise(name, end, began_s)
+                    raise error_of(name, end, began_s)
         except KeyboardInterrupt:
             timeout = 0.0
             raise
@@ -428,7 +428,7 @@ class Collectives:
                 self._tags.discard(tag)
             raise
         if isinstance(end, core.Fail):
-            self._raise(name, end, began_s)
+            raise error_of(name, end, began_s)
         return info(end)
 
 

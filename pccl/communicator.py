@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import xxhash
 
@@ -194,7 +194,7 @@ class Communicator(Collectives):
             if isinstance(note, core.Fail):
                 if note.result is Result.MASTER_CONNECTION_FAILED:
                     raise _Unreachable(note.why)
-                self._raise("connect", note, call.began_s)
+                raise error_of("connect", note, call.began_s)
         except BaseException:
             client.close("connect failed")
             raise
@@ -370,7 +370,7 @@ class Communicator(Collectives):
         if outcome.error is not None:
             raise outcome.error
         if isinstance(end, core.Fail):
-            self._raise("sync_shared_state", end, began_s)
+            raise error_of("sync_shared_state", end, began_s)
         divergence = tuple(_divergence(end, regions, client))
         for one in divergence:
             log.warning("content has diverged at revision %d: %s", end.revision, one)
@@ -396,7 +396,7 @@ class Communicator(Collectives):
             why = "this communicator is not connected: call connect() first"
             raise error_for(Result.INVALID_USAGE, name, why)
         if client.over is not None:
-            self._raise(name, client.over)
+            raise error_of(name, client.over)
         return client
 
     def _exclusive(self, name: str) -> Client:
@@ -438,12 +438,9 @@ class Communicator(Collectives):
             call = begin()
             end = deadline.next(client, call)
         if isinstance(end, core.Fail):
-            self._raise(name, end, call.began_s)
+            raise error_of(name, end, call.began_s)
         assert isinstance(end, core.Answer)
         return end
-
-    def _raise(self, name: str, end: core.Fail, began_s: float | None = None) -> NoReturn:
-        raise error_of(name, end, began_s)
 
 
 class _Standing:
