@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import zmq
 from cluster import Cluster
+from processes import Master
 from test_hostile_sockets import wait_until
 from test_never_hangs import Answer, Puppet, gathered
 
@@ -34,24 +35,6 @@ LARGE = 1 << 22  # elements: such a collective goes around the ring
 PEER = r"peer \d+ \(127\.0\.0\.1:\d+\)"
 SECONDS = r"\d+\.\d s after the call began"
 POSIX = pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
-
-
-class Master:
-    """`python -m pccl.master` in a process of its own."""
-
-    def __init__(self, *options: str, **env: str) -> None:
-        command = [sys.executable, "-m", "pccl.master", "--listen-address", "127.0.0.1:0", *options]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, **env}
-        )
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().split()[-1]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @pytest.fixture

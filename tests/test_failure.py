@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from cluster import Cluster, in_threads
+from processes import Reporter
 
 import pccl
 
@@ -25,48 +21,12 @@ WORKER = Path(__file__).with_name("worker.py")
 PATIENCE_S = 40.0
 
 
-class Worker:
+class Worker(Reporter):
     """A peer process and what it has reported."""
 
     def __init__(self, master: str, slot: int, count: int, what: str = "all_reduce") -> None:
         self.slot = slot
-        self.reports: list[dict[str, Any]] = []
-        self.news: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self.process = subprocess.Popen(
-            [sys.executable, str(WORKER), master, str(slot), str(count), what],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.news.put(json.loads(line))
-        self.news.put(None)
-
-    def wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The next report that is wanted."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            report = self.news.get(timeout=max(0.0, deadline - time.monotonic()))
-            assert report is not None, f"worker {self.slot} ended ({self.process.wait()})"
-            self.reports.append(report)
-            if wanted(report):
-                return report
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        while True:
-            report = self.news.get_nowait()
-            if report is None:
-                return
-            self.reports.append(report)
+        super().__init__(WORKER, master, slot, count, what, patience_s=PATIENCE_S)
 
 
 Start = Callable[..., Worker]

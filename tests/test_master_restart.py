@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import Master
 from test_failure import Worker, agree
-
-
-class Master:
-    """`python -m pccl.master` at an address that stays the same."""
-
-    def __init__(self, state: Path | None) -> None:
-        self.address = "127.0.0.1:0"
-        self._options = [] if state is None else ["--state", str(state)]
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pccl.master", "--listen-address", self.address, *self._options],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.address = self.process.stdout.readline().split()[-1]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
 
 @pytest.fixture
@@ -56,7 +31,7 @@ def restart_again_and_again(
     team: Callable[[str, int], Worker], state: Path | None, times: int, pause_s: float
 ) -> None:
     rng = random.Random(time.time())
-    master = Master(state)
+    master = Master(*([] if state is None else ["--state", str(state)]))
     try:
         workers = [team(master.address, slot) for slot in range(3)]
         for _ in range(times):

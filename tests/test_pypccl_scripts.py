@@ -6,78 +6,28 @@ reports, for each step that it takes, the digest of its weights, which must be t
 
 from __future__ import annotations
 
-import json
-import queue
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from processes import Report, Reporter
 
 import pccl
 
 SCRIPTS = Path(__file__).with_name("pypccl")
 PATIENCE_S = 100.0
-Report = dict[str, Any]
-
-
-class Script:
-    """A script in a process of its own, and what it has reported."""
-
-    def __init__(self, name: str, *words: object) -> None:
-        self.reports: list[Report] = []
-        self._news: queue.Queue[Report | None] = queue.Queue()
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPTS / f"{name}.py"), *map(str, words)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self._news.put(json.loads(line))
-        self._news.put(None)
-
-    def wait_for(self, wanted: Callable[[Report], bool]) -> None:
-        """Until it has reported what is wanted."""
-        deadline = time.monotonic() + PATIENCE_S
-        while True:
-            report = self._news.get(timeout=max(0.0, deadline - time.monotonic()))
-            assert report is not None, f"the script has ended ({self.process.wait()})"
-            self.reports.append(report)
-            if wanted(report):
-                return
-
-    def kill(self) -> None:
-        if self.process.returncode is not None:
-            return
-        self.process.kill()
-        self.process.wait()
-        self._reader.join()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        while (report := self._news.get_nowait()) is not None:
-            self.reports.append(report)
-
-
-Start = Callable[..., Script]
+Start = Callable[..., Reporter]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """start(name, *words) starts a script at a fresh master; all are killed in the end."""
-    started: list[Script] = []
+    started: list[Reporter] = []
     with pccl.MasterNode("127.0.0.1:0") as master:
 
-        def one(name: str, *words: object) -> Script:
-            started.append(Script(name, master.address, *words))
+        def one(name: str, *words: object) -> Reporter:
+            path = SCRIPTS / f"{name}.py"
+            started.append(Reporter(path, master.address, *words, patience_s=PATIENCE_S))
             return started[-1]
 
         yield one
@@ -89,12 +39,12 @@ def whole(world: int) -> Callable[[Report], bool]:
     return lambda report: report["world"] == world
 
 
-def learnt(script: Script) -> None:
+def learnt(script: Reporter) -> None:
     """It goes on until its model is right."""
     script.wait_for(lambda report: report["loss"] < 0.05)
 
 
-def agree(scripts: list[Script]) -> None:
+def agree(scripts: list[Reporter]) -> None:
     """Whoever of a group has reported a step had the same weights then."""
     digests: dict[tuple[int, int], str] = {}
     steps = 0
