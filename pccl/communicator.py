@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -357,7 +358,7 @@ class Communicator(Collectives):
         """
         client = self._exclusive("sync_shared_state")
         began_s = time.monotonic()
-        with self._once("sync_shared_state"):
+        with self._standing("sync_shared_state"):
             memory = HostView(shared_state._buffers)
             regions = shared_state._regions(memory)
             wish = Wish(strategy.value, raise_on_divergence, progress, Deadline(timeout))
@@ -427,37 +428,29 @@ class Communicator(Collectives):
             self._shared |= user is not None and user is not self._user and user.is_alive()
             return not self._shared
 
-    def _once(self, name: str) -> _Standing:
-        return _Standing(self, name)
+    @contextmanager
+    def _standing(self, name: str) -> Iterator[None]:
+        """One thread at a time stands in a round of the whole run or group."""
+        with self._lock:
+            self._may_enter(name)
+            self._voting.add(name)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._voting.discard(name)
 
     def _vote(
         self, name: str, client: Client, begin: Callable[[], Call], timeout: float | None
     ) -> core.Answer:
         deadline = Deadline(timeout)
-        with self._once(name):
+        with self._standing(name):
             call = begin()
             end = deadline.next(client, call)
         if isinstance(end, core.Fail):
             raise error_of(name, end, call.began_s)
         assert isinstance(end, core.Answer)
         return end
-
-
-class _Standing:
-    """One thread at a time stands in a round of the whole run or group."""
-
-    def __init__(self, communicator: Communicator, name: str) -> None:
-        self._communicator = communicator
-        self._name = name
-
-    def __enter__(self) -> None:
-        with self._communicator._lock:
-            self._communicator._may_enter(self._name)
-            self._communicator._voting.add(self._name)
-
-    def __exit__(self, *exception: object) -> None:
-        with self._communicator._lock:
-            self._communicator._voting.discard(self._name)
 
 
 def _cure(config: Config) -> str:
