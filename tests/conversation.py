@@ -1,4 +1,4 @@
-"""What a peer and the master may say to each other, as the peer sees it: four tables.
+"""What a peer and the master may say to each other, as the peer sees it: five tables.
 
 The simulation checks every message of every run against them (`Conversation`), and a test demands
 that every line of them occurs. docs/protocol.md draws them.
@@ -124,11 +124,31 @@ SYNCHRONISATION: Table = {
     },
 }
 
+OPTIMISATION: Table = {
+    "outside": {"> OptimizeVote": "voting"},
+    "voting": {
+        "> OptimizeVote": "voting",  # anew, after Resumed
+        "> Withdraw": "voting",
+        "< Probe": "measuring",
+        "< OptimizeResult": OVER,
+        "< CallError": OVER,
+    },
+    "measuring": {
+        "< Probe": "measuring",
+        "> Measured": "measuring",
+        "> Withdraw": "measuring",
+        "> OptimizeVote": "voting",
+        "< OptimizeResult": OVER,
+        "< CallError": OVER,
+    },
+}
+
 TABLES = {
     "membership": MEMBERSHIP,
     "round": ROUND,
     "collective": COLLECTIVE,
     "synchronisation": SYNCHRONISATION,
+    "optimisation": OPTIMISATION,
 }
 Line: TypeAlias = tuple[str, str, str]  # table, state, what is said
 
@@ -174,12 +194,15 @@ class Conversation:
             case m.SyncVote(call):
                 talk = self.calls.setdefault(call, Talk("synchronisation", "outside"))
                 self._go(talk, "> SyncVote")
+            case m.OptimizeVote(call):
+                talk = self.calls.setdefault(call, Talk("optimisation", "outside"))
+                self._go(talk, "> OptimizeVote")
             case m.Withdraw(call):
                 self._go(self.calls[call], "> Withdraw")
             case m.FinishVote(seq, ok):
                 self._go(self.by_seq[seq], f"> {name} {'yes' if ok else 'no'}")
-            case m.FetchedVote(seq):
-                self._go(self.by_seq[seq], "> FetchedVote")
+            case m.FetchedVote(seq) | m.Measured(seq):
+                self._go(self.by_seq[seq], f"> {name}")
             case m.Resume():
                 self._go(self.membership, "> Resume")
                 self.returned = True
@@ -215,7 +238,10 @@ class Conversation:
             case m.SyncPlan(call, seq):
                 self.by_seq[seq] = self.calls[call]
                 self._go(self.calls[call], "< SyncPlan")
-            case m.SyncResult(call) | m.CallError(call):
+            case m.Probe(call, seq):
+                self.by_seq[seq] = self.calls[call]
+                self._go(self.calls[call], "< Probe")
+            case m.SyncResult(call) | m.OptimizeResult(call) | m.CallError(call):
                 self._go(self.calls[call], f"< {name}")
             case _:
                 self._go(self.membership, f"< {name}")

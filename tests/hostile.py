@@ -26,7 +26,7 @@ from pccl.protocol import peer as peer_core
 CONNECTIONS = 3
 WAIT_MAX = 15  # steps before one blow
 MIMIC = 0xC1  # never used by MessagePack
-MIMICRIES = 10
+MIMICRIES = 11
 RESTART = bytes((MIMIC, 0xFF))  # no stranger's doing: the master is killed and comes back
 _BLOW = struct.Struct(">BBH")  # connection, steps to wait, bytes
 
@@ -140,6 +140,8 @@ MESSAGES: list[tuple[int, Callable[[random.Random], m.PeerMessage]]] = [  # with
     (6, lambda draw: m.StartVote(number(draw), draw.choice([0, 0, number(draw)]), work(draw))),
     (8, lambda draw: m.FinishVote(number(draw), draw.random() < 0.7, text(draw, 4096))),
     (6, lambda draw: m.SyncVote(number(draw), offer(draw))),
+    (4, lambda draw: m.OptimizeVote(number(draw))),
+    (4, lambda draw: m.Measured(number(draw), number(draw), number(draw))),
     (4, lambda draw: m.FetchedVote(number(draw), draw.random() < 0.5, text(draw, 4096))),
     (1, lambda draw: m.Leave()),
     (4, lambda draw: m.Withdraw(number(draw), number(draw))),
@@ -220,6 +222,8 @@ def survivor(steps: int) -> Program:
     def program(peer: SimPeer) -> Thread:
         yield from insist(peer.sync)
         while peer.content[0] < steps:
+            if peer.content[0] % 3 == 0:
+                yield from insist(peer.optimize_topology)
             while peer.core.world.local_size > 1:
                 if isinstance((yield from peer.all_reduce()), peer_core.Answer):
                     break
@@ -309,6 +313,7 @@ class Siege(Run):
             m.Withdraw(getattr(self._heard[-1], "call", 0)),
             m.Withdraw(0, seq),
             self._resume(conn, seq),
+            m.Measured(seq, 1 << 63, 1 << 63),
         ][which % MIMICRIES]
 
     def _resume(self, conn: bytes, seq: int) -> m.Resume:
@@ -343,7 +348,7 @@ class Siege(Run):
                 self._ignored.add(conn)
             elif isinstance(action, master_core.Send):
                 sent = m.decode_from_master(m.encode(action.message))
-                if isinstance(sent, m.Started | m.SyncPlan | m.Interrupt):
+                if isinstance(sent, m.Started | m.SyncPlan | m.Probe | m.Interrupt):
                     self._told[conn] = sent.seq
                 if isinstance(sent, m.Plan):
                     self._plan = sent

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from hostile import OUTVOTED, Blow, Siege, draw_script
 from simpeer import WORK, End, Program, SimPeer, Thread
+from simulator import EXCLUSIVE
 
 from pccl.errors import MismatchError, PCCLTimeoutError, PeerLostError
 from pccl.protocol import messages as m
@@ -31,6 +32,7 @@ CALLS = (
     "sync",
     "update_topology",
     "are_peers_pending",
+    "optimize_topology",
 )
 EVENTS = ("kill", "freeze", "thaw", "sever", "restart", "impatience", "withdraw")
 RETRIES_MAX = 20
@@ -179,15 +181,19 @@ class Facade:
         peer = self.peer
         exclusive = {"sync": "sync_shared_state"}.get(call.what, call.what)
         stands_in = {what for what, _ in peer.stands_in}
-        if stands_in & {"update_topology", "sync_shared_state", exclusive} - {"all_reduce"}:
+        if stands_in & (EXCLUSIVE | {exclusive}) - {"all_reduce"}:
             return  # INVALID_USAGE: another thread stands there
-        if self.lawful and call.what in ("sync", "update_topology"):
+        if self.lawful and exclusive in EXCLUSIVE:
             yield from self._wait(handles)
         match call.what:
             case "wait":
                 yield from self._wait(handles)
-            case "update_topology" | "sync" if peer.tags:
+            case _ if exclusive in EXCLUSIVE and peer.tags:
                 pass  # PENDING_ASYNC_OPS
+            case "optimize_topology" if peer.core.world.global_size < 2:
+                pass  # INVALID_USAGE
+            case "optimize_topology":
+                self._check((yield from peer.optimize_topology()))
             case "update_topology":
                 self._check((yield from peer.update_topology()))
             case "are_peers_pending":

@@ -188,6 +188,13 @@ class SimPeer:
         actions = self.core.are_peers_pending(call, self.single)
         return (yield from self.wait(self.begin(call, "are_peers_pending", actions)))
 
+    def optimize_topology(self) -> Generator[int, None, End]:
+        call, serve = self.number(), self.number("serve")
+        actions = self.core.optimize(call, serve)
+        end = yield from self.wait(self.begin(call, "optimize_topology", actions))
+        self.plan, self.failed_fetches = None, 0
+        return end
+
     def sync(self, entry: str = "x", strategy: int = 0) -> Generator[int, None, End]:
         revision, text = self.content
         offer = m.Offer(revision, strategy, (m.Entry(entry, 10, 4, False, text.encode()),))
@@ -271,6 +278,9 @@ class SimPeer:
                         self.staged = None
                     if plan.fetch and not resumed:
                         self.perform(self.core.fetch(self.number("fetch"), plan.seq))
+                case peer_core.Fetched(_, seq, _, _) if self.probing:
+                    if self.probing == seq:
+                        self.measure(seq)
                 case peer_core.Fetched(_, seq, ok, why):
                     if ok and self.plan is not None and self.plan.seq == seq:
                         self.staged = self.plan.digests[0].decode()
@@ -315,6 +325,8 @@ class SimPeer:
     def engine_choices(self) -> list[tuple[Callable[..., None], Any]]:
         """What the engine may do now."""
         choices: list[tuple[Callable[..., None], Any]] = []
+        if self.probing:
+            choices.append((self.measure, self.probing))
         for number, op in self.ops.items():
             if op.ending:
                 choices.append((self.settle, number))
@@ -369,6 +381,19 @@ class SimPeer:
         starves = op.kind == "fetch" and self.run.random.random() < 0.8
         starved = op.seq[1] if op.seq is not None and starves else 0
         self.perform(self.core.engine_failed(number, "a stream was lost", starved))
+
+    @property
+    def probing(self) -> int:
+        """The seq of the probe under way, 0 if there is none."""
+        syncing = self.core._syncing
+        probes = syncing is not None and syncing.optimises and self.plan is not None
+        return self.plan.seq if probes and self.plan is not None and self.plan.fetch else 0
+
+    def measure(self, seq: int) -> None:
+        """Time is up, or everything is here, or nobody sends any more."""
+        rate = self.run.random.choice([0, 1, 10, 100]) * 1000
+        self.plan = None
+        self.perform(self.core.measured(seq, rate, rate))
 
     def settle(self, number: int) -> None:
         del self.ops[number]

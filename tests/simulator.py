@@ -25,8 +25,9 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as peer_core
 from pccl.protocol.rounds import OpenRounds
 
-EXCLUSIVE = {"update_topology", "sync_shared_state"}  # who stands in one can enter no other call
-RUN_WIDE = {"update_topology", "are_peers_pending"}
+# who stands in one of these can enter no other call
+EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
+RUN_WIDE = {"update_topology", "are_peers_pending", "optimize_topology"}
 
 
 class Run:
@@ -216,6 +217,9 @@ class Run:
                 self.agree(("plan", run, group, epoch), (peers, rings), peer)
             case m.PendingResult(_, pending, count):
                 self.agree(("are_peers_pending", run, count), pending, peer)
+            case m.OptimizeResult(_, count):
+                epoch, rings = peer.core.plan.epoch, peer.core.plan.rings
+                self.agree(("optimize_topology", run, group, count), (epoch, rings), peer)
             case m.SyncResult(_, revision, count, plan):
                 self.agree(("sync_shared_state", run, group, count), (revision, plan), peer)
 

@@ -23,6 +23,8 @@ FROM_PEER: list[m.PeerMessage] = [
     m.FetchedVote(11, False, "digest"),
     m.Leave(),
     m.Withdraw(7),
+    m.OptimizeVote(5),
+    m.Measured(12, 62_500_000, 1500),
     m.Resume(
         1,
         "0.1.0",
@@ -36,6 +38,7 @@ FROM_PEER: list[m.PeerMessage] = [
         m.Done(1, 2, True, 3, 4, 11, True),
         (m.Open(9, (1, 2), None), m.Open(8, (1, 2), False)),
         ((7, True),),
+        order=(2, 1),
     ),
 ]
 FROM_MASTER: list[m.MasterMessage] = [
@@ -56,6 +59,8 @@ FROM_MASTER: list[m.MasterMessage] = [
     m.CallError(8, 3, "no"),
     m.Kicked(4, "out of turn"),
     m.Resumed(m.Done()),
+    m.Probe(5, 12, 2),
+    m.OptimizeResult(5, 3),
 ]
 
 

@@ -47,6 +47,8 @@ def trainer(steps: int) -> Program:
     def program(peer: SimPeer) -> Thread:
         yield from insist(peer.sync)
         while peer.content[0] < steps:
+            if peer.content[0] % 3 == 2:
+                yield from insist(peer.optimize_topology)
             reduced = yield from reduce(peer)
             revision, text = peer.content
             # alone, a peer moves on too, so that every run comes to an end

@@ -93,11 +93,14 @@ class Collective:
 
 @dataclass(slots=True)
 class Syncing:
-    """The synchronisation we stand in: its ops, its streams, the plan that counts."""
+    """The synchronisation we stand in: its ops, its streams, the plan that counts.
+
+    An optimisation is one as well, of something that is sent to be measured only.
+    """
 
     call: int
     serve_op: int
-    offer: m.Offer
+    vote: m.SyncVote | m.OptimizeVote
     plan: m.SyncPlan | None = None
     group: m.Plan | None = None  # the group as it was when the plan was made: slots count in it
     fetch_op: int = 0
@@ -105,15 +108,22 @@ class Syncing:
     streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
     ops: set[int] = field(default_factory=set)  # not settled yet
     ending: set[int] = field(default_factory=set)  # told to commit or abort
-    outcome: m.SyncResult | Fail | None = None
+    outcome: m.SyncResult | m.OptimizeResult | Fail | None = None
     tx_bytes: int = 0
     rx_bytes: int = 0
+
+    @property
+    def optimises(self) -> bool:
+        """Whether it is an optimisation."""
+        return isinstance(self.vote, m.OptimizeVote)
 
     @property
     def phase(self) -> str:
         """How far it has come, in words."""
         if self.plan is None:
             return ENTERING
+        if self.optimises:
+            return "while links were measured"
         if self.plan.fetch and not self.fetched:
             return "while this peer fetched the content that it lacks"
         return "while peers fetched the content that they lack"

@@ -15,12 +15,14 @@ from pccl.protocol import messages as m
 from pccl.protocol.election import Transfer
 from pccl.protocol.recovery import EPOCH_SHIFT, INCARNATION_SHIFT
 from pccl.protocol.rounds import Kind, OpenRounds, Round, RoundId, Vote
+from pccl.protocol.topology import Link
 from pccl.types import Result
 
 # What a withdrawn call fails with: nothing happened, and it can be made again.
 WITHDRAWN = {
     Kind.TOPOLOGY: Result.UPDATE_TOPOLOGY_FAILED,
     Kind.PENDING: Result.RANK_CONNECTION_LOST,
+    Kind.OPTIMIZE: Result.TOPOLOGY_OPTIMIZATION_FAILED,
     Kind.SYNC: Result.RANK_CONNECTION_LOST,
     Kind.START: Result.RANK_CONNECTION_LOST,
 }
@@ -152,6 +154,17 @@ class Sync:
 
 
 @dataclass(slots=True)
+class Optimisation:
+    """Links that are measured, from the vote of all accepted peers to the choice of the rings."""
+
+    calls: dict[int, int]  # of its members
+    slots: deque[list[tuple[int, int]]]  # pairs that are still to be measured, at the same time
+    seq: int = 0
+    measuring: dict[int, int] = field(default_factory=dict)  # who measures the link from whom
+    links: dict[tuple[int, int], Link] = field(default_factory=dict)  # from whom to whom
+
+
+@dataclass(slots=True)
 class Group:
     """What the peers of one group share."""
 
@@ -161,6 +174,7 @@ class Group:
     last_plan: int = 0  # seq of the last plan of the last synchronisation
     holders: set[int] = field(default_factory=set)
     sync: Sync | None = None
+    order: tuple[int, ...] = ()  # of the ring, as it was optimised
     small: deque[int] = field(default_factory=deque)  # seqs of results that somebody may lack
     # of two peers, how often no stream could be opened since the last collective that committed
     unreached: Counter[frozenset[int]] = field(default_factory=Counter)
@@ -193,11 +207,13 @@ class Ledger(ABC):
         self._groups: dict[int, Group] = {}
         self._rounds = OpenRounds()
         self._running: dict[int, Running] = {}
+        self._optimisation: Optimisation | None = None
         self._doomed: dict[int, list[Doom]] = {}
         self._arithmetic = b""
         self._topology_rounds = 0
         self._pending_rounds = 0
         self._were_pending = False
+        self._optimize_rounds = 0
         self._next_peer = 1 if journal is None else journal.next_peer
         incarnation = 0 if journal is None else journal.incarnation
         self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1

@@ -5,7 +5,7 @@ and `disconnected`, each naming a connection, and performs the actions that come
 connection stands for one peer for ever: a peer that comes back is a new peer.
 
 A peer is *pending* from its Hello until the accepted peers admit it, then *accepted* until it
-leaves, is kicked or lost. Accepted peers vote in rounds (rounds.py). Two kinds of agreement last
+leaves, is kicked or lost. Accepted peers vote in rounds (rounds.py). Three kinds of agreement last
 longer than one vote:
 
 - A *running collective* begins when its start round commits and ends with one outcome for all. It
@@ -17,6 +17,8 @@ longer than one vote:
   receives what. It ends when all receivers have verified what they fetched. When a member is lost,
   or a fetch fails, the election is repeated over the offers of the survivors: nothing has been
   overwritten yet, so these still hold.
+- An *optimisation* begins when its round commits. Peers measure the links between them, pair by
+  pair; then the rings are chosen anew. Who is lost meanwhile is no longer measured.
 
 A master that is restarted has an empty state but for its journal: who was accepted. It waits until
 these have come back and have said what they know (`resume`), or until its patience ends, and goes
@@ -55,6 +57,7 @@ from pccl.protocol.ledger import (
     Send,
     plain,
 )
+from pccl.protocol.optimisations import Optimisations
 from pccl.protocol.recovery import (
     EPOCH_SHIFT,
     INCARNATION_SHIFT,
@@ -92,7 +95,7 @@ HOST = re.compile(r"[A-Za-z0-9._:%-]{1,200}")  # a name or an address: it become
 IPC_MAX = 100  # characters of a socket's path
 
 
-class Master(Collectives, Synchronisations):
+class Master(Collectives, Synchronisations, Optimisations):
     """The master of one run.
 
     Args:
@@ -294,10 +297,10 @@ class Master(Collectives, Synchronisations):
         self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
         self._epoch = incarnation << EPOCH_SHIFT
         self._topology_rounds, self._pending_rounds = before.topology, before.pendings
-        self._were_pending = before.were_pending
+        self._were_pending, self._optimize_rounds = before.were_pending, before.optimized
         for group_number, was in before.groups.items():
             self._groups[group_number] = Group(
-                was.epoch, was.revision, was.syncs, was.last_plan, was.holders
+                was.epoch, was.revision, was.syncs, was.last_plan, was.holders, order=was.order
             )
             if not was.holders:
                 self._note(f"the last holder of group {group_number}'s shared state is gone")
@@ -336,6 +339,7 @@ class Master(Collectives, Synchronisations):
             group.syncs,
             group.revision or 0,
             group.last_plan,
+            optimized=self._optimize_rounds,
         )
 
     # ---- membership ----
@@ -416,6 +420,7 @@ class Master(Collectives, Synchronisations):
                     self._rounds.take_back(number, round_)
         for group_number, titles in lost.items():
             self._leave_group(group_number, titles)
+        self._optimise_without({number for titles in lost.values() for number in titles})
         for round_ in self._rounds:
             groups = lost if round_.id.group is None else {round_.id.group} & lost.keys()
             round_.lost += [title for group in groups for title in lost[group].values()]
@@ -450,7 +455,7 @@ class Master(Collectives, Synchronisations):
         self._epoch += 1
         group.epoch = self._epoch
         peers = tuple(self.peers[number].info for number in self._accepted(group_number))
-        plan = m.Plan(group.epoch, peers, plan_rings(peers), self._topology_rounds)
+        plan = m.Plan(group.epoch, peers, plan_rings(peers, group.order), self._topology_rounds)
         for peer in peers:
             self._send(peer.peer, plan)
 
@@ -484,6 +489,10 @@ class Master(Collectives, Synchronisations):
                 self._finish(number, seq, ok, why)
             case m.FetchedVote():
                 self._fetched(number, message)
+            case m.OptimizeVote(call) if not self._optimises(number):
+                self._enter(number, RoundId(Kind.OPTIMIZE, None), Vote(call, None))
+            case m.Measured():
+                self._measured(number, message)
             case m.Unreached(accused, epoch):
                 self._unreached(number, accused, epoch)
             case m.Withdraw(call, seq):
@@ -591,6 +600,8 @@ class Master(Collectives, Synchronisations):
                     self._start(round_)
                 case Kind.SYNC:
                     self._begin_sync(round_)
+                case Kind.OPTIMIZE:
+                    self._begin_optimisation(round_)
 
     # ---- patience ----
 
@@ -604,6 +615,8 @@ class Master(Collectives, Synchronisations):
             self._interrupt([running], why)
         elif sync is not None and number in sync.members and sync.members[number].call == call:
             self._fail_sync(group_number, f"{self.peers[number].info} waited no longer")
+        elif self._optimises(number, call):
+            self._fail_optimisation(f"{self.peers[number].info} waited no longer")
         else:
             self._take_back(number, call)
 

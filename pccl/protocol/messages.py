@@ -228,6 +228,7 @@ class Done(Struct, array_like=True, frozen=True):
     revision: U64 = 0
     plan: U64 = 0  # seq of the last plan of that synchronisation, if it had any
     holds: bool = False  # it took part in synchronisation number `sync`, and holds its content
+    optimized: U64 = 0
 
 
 class Open(Struct, array_like=True, frozen=True):
@@ -353,12 +354,30 @@ class Examine(Struct, array_like=True, frozen=True, tag=12):
     port: U16
 
 
+class OptimizeVote(Struct, array_like=True, frozen=True, tag=13):
+    """Enters `optimize_topology`; its engine serves something to measure links with already."""
+
+    call: U64
+
+
+class Measured(Struct, array_like=True, frozen=True, tag=14):
+    """What a probe found of the link that leads to this peer.
+
+    `rate` is in bytes per second, 0 where nothing came. `delay_us` is how long the first bytes
+    took, with the connection that they needed.
+    """
+
+    seq: U64
+    rate: U64
+    delay_us: U64
+
+
 class Resume(Struct, array_like=True, frozen=True, tag=10):
     """Comes back to a master that has lost its connections, and says all it knows.
 
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
     known outcome (the latest ones: older ones are known to all), `small` those results that others
-    may lack.
+    may lack, `order` the first ring.
     """
 
     protocol: U32
@@ -374,6 +393,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     open: tuple[Open, ...]
     finished: tuple[tuple[U64, bool], ...]
     small: tuple[Small, ...] = ()
+    order: tuple[U64, ...] = ()
 
 
 # ---- from the master to a peer ----
@@ -533,6 +553,24 @@ class Report(Struct, array_like=True, frozen=True, tag=80):
     peers: U32
 
 
+class Probe(Struct, array_like=True, frozen=True, tag=81):
+    """Measure the link from `peer`, which does the same the other way, and say so by `Measured`.
+
+    Supersedes an earlier probe of the same call.
+    """
+
+    call: U64
+    seq: U64
+    peer: U64
+
+
+class OptimizeResult(Struct, array_like=True, frozen=True, tag=82):
+    """`optimize_topology` is done, and the rings are what they are to be; it was the `round`-th."""
+
+    call: U64
+    round: U64
+
+
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
     """Dropped from the run."""
 
@@ -552,6 +590,8 @@ PeerMessage: TypeAlias = (
     | Withdraw
     | Unreached
     | Examine
+    | OptimizeVote
+    | Measured
     | Resume
 )
 MasterMessage: TypeAlias = (
@@ -572,6 +612,8 @@ MasterMessage: TypeAlias = (
     | Resumed
     | Missed
     | Report
+    | Probe
+    | OptimizeResult
 )
 T = TypeVar("T")
 

@@ -250,6 +250,10 @@ class Peer(Transfers):
                 self._planned(message)
             case m.SyncResult():
                 self._synced(message)
+            case m.Probe(call, seq, peer):
+                self._planned(m.SyncPlan(call, seq, (peer,), (peer,), (0,), ()))
+            case m.OptimizeResult():
+                self._optimized(message)
             case m.Resumed(done):
                 self._resumed(done)
             case m.CallError():
@@ -293,8 +297,12 @@ class Peer(Transfers):
         return self._take()
 
     def unreached(self, info: m.PeerInfo) -> list[Action]:
-        """No stream to a peer could be opened. The ops that wanted it fail, as ever."""
-        self._say(m.Unreached(info.peer, self.plan.epoch))
+        """No stream to a peer could be opened. The ops that wanted it fail, as ever.
+
+        A probe that fails so has found what it is for: a ring may have other neighbours.
+        """
+        if self._syncing is None or not self._syncing.optimises:
+            self._say(m.Unreached(info.peer, self.plan.epoch))
         return self._take()
 
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Action]:
@@ -470,6 +478,7 @@ class Peer(Transfers):
             open_,
             tuple(self._outcomes),
             tuple(self._small),
+            self.plan.rings[0].order if self.plan.rings else (),
         )
         self._out.append(Send(resume))
         return self._take()
@@ -492,7 +501,7 @@ class Peer(Transfers):
             else:
                 self._say(vote)
         if self._syncing is not None and self._syncing.outcome is None:
-            self._resume_sync(self._syncing, missed.sync < done.sync, done)
+            self._resume_sync(self._syncing, missed, done)
         for collective in self._collectives.values():
             if collective.unstarted:
                 c = collective

@@ -46,6 +46,7 @@ class GroupBefore:
     revision: int | None = None
     last_plan: int = 0
     holders: set[int] = field(default_factory=set)
+    order: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class Before:
     topology: int
     pendings: int
     were_pending: bool
+    optimized: int
     next_peer: int
     incarnation: int
 
@@ -70,6 +72,7 @@ def plausible(resume: m.Resume) -> bool:
         resume.last_seq,
         resume.done.topology,
         resume.done.pending,
+        resume.done.optimized,
         resume.done.sync,
         resume.info.peer,
         *(info.peer for info in resume.known),
@@ -97,6 +100,7 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
         topology=max(resume.done.topology for resume in resumes.values()),
         pendings=asked.pending,
         were_pending=asked.were_pending,
+        optimized=max(resume.done.optimized for resume in resumes.values()),
         next_peer=max(known | resumes.keys()) + 1,
         incarnation=max(
             max(resume.last_seq >> INCARNATION_SHIFT, resume.epoch >> EPOCH_SHIFT)
@@ -138,7 +142,8 @@ def _groups(resumes: Mapping[int, m.Resume]) -> dict[int, GroupBefore]:
     groups: dict[int, GroupBefore] = {}
     for resume in resumes.values():
         group = groups.setdefault(resume.info.group, GroupBefore())
-        group.epoch = max(group.epoch, resume.epoch)
+        if resume.epoch >= group.epoch:
+            group.epoch, group.order = resume.epoch, resume.order
         group.syncs = max(group.syncs, resume.done.sync)
     for number, resume in resumes.items():
         group, done = groups[resume.info.group], resume.done

@@ -11,18 +11,30 @@ from pccl.protocol.orders import RingPart
 QUANTUM = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl.h)
 
 
-def plan_rings(peers: Sequence[PeerInfo]) -> tuple[Ring, ...]:
-    """One ring over all peers, those of one machine side by side; none for fewer than two peers.
+def plan_rings(peers: Sequence[PeerInfo], chosen: Sequence[int] = ()) -> tuple[Ring, ...]:
+    """One ring over all peers; none for fewer than two peers.
 
-    Peers are in the order of acceptance, which breaks ties, so every call gives the same plan.
+    Those that are in `chosen`, a ring that was optimised, go in that order, though it may also name
+    peers that have left. Others are side by side with those of their machine. Peers are in the
+    order of acceptance, which breaks ties, so every call gives the same plan.
     """
     if len(peers) < 2:
         return ()
-    first_of: dict[tuple[str, str], int] = {}
+    chosen_at = {number: index for index, number in enumerate(chosen)}
+    last_of: dict[tuple[str, str], int] = {}  # of a machine: where its peers end
+    for peer in sorted(peers, key=lambda peer: chosen_at.get(peer.peer, -1)):
+        if peer.peer in chosen_at:
+            last_of[peer.machine, peer.host] = chosen_at[peer.peer]
     for index, peer in enumerate(peers):
-        first_of.setdefault((peer.machine, peer.host), index)
-    order = sorted(range(len(peers)), key=lambda i: (first_of[peers[i].machine, peers[i].host], i))
-    return (Ring(tuple(peers[i].peer for i in order), 1),)
+        last_of.setdefault((peer.machine, peer.host), len(chosen) + index)
+
+    def place(index: int) -> tuple[int, int]:
+        peer = peers[index]
+        if peer.peer in chosen_at:
+            return chosen_at[peer.peer], -1
+        return last_of[peer.machine, peer.host], index
+
+    return (Ring(tuple(peers[i].peer for i in sorted(range(len(peers)), key=place)), 1),)
 
 
 def span(work: Work) -> int:

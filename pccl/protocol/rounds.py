@@ -31,6 +31,7 @@ class Kind(StrEnum):
 
     TOPOLOGY = "update_topology"
     PENDING = "are_peers_pending"
+    OPTIMIZE = "optimize_topology"
     SYNC = "sync_shared_state"
     START = "a collective"
 
@@ -47,7 +48,7 @@ COMPATIBLE = {
 EXCLUDED = {
     a: tuple(b for b in Kind if b is not a and frozenset((a, b)) not in COMPATIBLE) for a in Kind
 }
-RUN_WIDE = frozenset((Kind.TOPOLOGY, Kind.PENDING))
+RUN_WIDE = frozenset((Kind.TOPOLOGY, Kind.PENDING, Kind.OPTIMIZE))
 
 
 class RoundId(NamedTuple):

@@ -65,11 +65,30 @@ class Transfers(ABC):
 
         `serve_op` is a fresh op number under which the offered content is served.
         """
-        if self._dead(call):
-            return self._take()
-        self._syncing = Syncing(call, serve_op, offer, ops={serve_op})
-        self._out.append(RegisterOp(serve_op, self.run, 0, self._last_seq))
-        self._say(m.SyncVote(call, offer))
+        return self._enter(Syncing(call, serve_op, m.SyncVote(call, offer), ops={serve_op}))
+
+    def optimize(self, call: int, serve_op: int) -> list[Action]:
+        """Answered with None; zero or more `Plan` actions come before, each of a probe.
+
+        A probe's plan names no digests, for its content does not matter. `serve_op` is a fresh op
+        number under which as much is served as is to be fetched.
+        """
+        return self._enter(Syncing(call, serve_op, m.OptimizeVote(call), ops={serve_op}))
+
+    def _enter(self, syncing: Syncing) -> list[Action]:
+        if not self._dead(syncing.call):
+            self._syncing = syncing
+            self._out.append(RegisterOp(syncing.serve_op, self.run, 0, self._last_seq))
+            self._say(syncing.vote)
+        return self._take()
+
+    def measured(self, seq: int, rate: int, delay_us: int) -> list[Action]:
+        """The caller has what a probe was for: nothing more is fetched."""
+        syncing = self._syncing
+        plan = None if syncing is None or syncing.outcome is not None else syncing.plan
+        if syncing is not None and plan is not None and plan.seq == seq:
+            self._void_fetch(syncing)
+            self._say(m.Measured(seq, rate, delay_us))
         return self._take()
 
     def fetch(self, op: int, seq: int) -> list[Action]:
@@ -134,6 +153,7 @@ class Transfers(ABC):
         old = syncing.plan
         resumed = (
             bool(syncing.fetch_op)
+            and not syncing.optimises  # each probe begins anew
             and old is not None
             and (old.fetch, old.digests) == (plan.fetch, plan.digests)
         )
@@ -141,7 +161,6 @@ class Transfers(ABC):
             self._void_fetch(syncing)
         streams, syncing.streams = syncing.streams, {}
         syncing.plan, syncing.group = plan, self.plan
-        self._out.append(Plan(syncing.call, plan, resumed))  # also when it has nothing to fetch
         if plan.serve:
             ends = [(receiver, self._slot(syncing, receiver)) for receiver in plan.serve]
             self._start_transfer(syncing, syncing.serve_op, plan.seq, ends)
@@ -149,6 +168,8 @@ class Transfers(ABC):
             self._start_fetch(syncing, plan)
         for stream in streams.values():
             self._out.append(CloseStream(stream))
+        # when its streams are open; also when it has nothing to fetch
+        self._out.append(Plan(syncing.call, plan, resumed))
         self._last_seq = max(self._last_seq, plan.seq)
         if resumed and syncing.fetched:
             self._report_fetch(syncing, True, "")
@@ -204,13 +225,18 @@ class Transfers(ABC):
         if self._syncing is not None and self._syncing.call == result.call:
             self._end_sync(self._syncing, result)
 
-    def _end_sync(self, syncing: Syncing, outcome: m.SyncResult | Fail) -> None:
+    def _optimized(self, result: m.OptimizeResult) -> None:
+        self._done = msgspec.structs.replace(self._done, optimized=result.round)
+        if self._syncing is not None and self._syncing.call == result.call:
+            self._end_sync(self._syncing, result)
+
+    def _end_sync(self, syncing: Syncing, outcome: m.SyncResult | m.OptimizeResult | Fail) -> None:
         """The outcome is known: let go of everything, then answer."""
         if syncing.outcome is not None:
             return
         syncing.outcome = outcome
         for op in sorted(syncing.ops):
-            self._let_go(syncing, op, AbortOp if isinstance(outcome, Fail) else CommitOp)
+            self._let_go(syncing, op, CommitOp if isinstance(outcome, m.SyncResult) else AbortOp)
         for stream in syncing.streams.values():
             self._out.append(CloseStream(stream))
         self._conclude_sync(syncing)
@@ -223,14 +249,20 @@ class Transfers(ABC):
             result = syncing.outcome
             synced = Synced(result.revision, syncing.tx_bytes, syncing.rx_bytes, result.divergence)
             self._out.append(Answer(syncing.call, synced))
+        elif isinstance(syncing.outcome, m.OptimizeResult):
+            self._out.append(Answer(syncing.call, None))
         else:
             self._out.append(syncing.outcome)
 
-    def _resume_sync(self, syncing: Syncing, missed: bool, done: m.Done) -> None:
-        if not missed:
+    def _resume_sync(self, syncing: Syncing, before: m.Done, done: m.Done) -> None:
+        """Goes on with a master that knows what is `done`; we know what was done `before`."""
+        if syncing.optimises and before.optimized < done.optimized:
+            self._optimized(m.OptimizeResult(syncing.call, done.optimized))
+            return
+        if syncing.optimises or before.sync == done.sync:
             if syncing.plan is not None:  # whatever it said, the next election begins anew
                 self._planned(m.SyncPlan(syncing.call, 0, (), (), (), ()))
-            self._say(m.SyncVote(syncing.call, syncing.offer))
+            self._say(syncing.vote)
             return
         if syncing.plan is not None and syncing.plan.seq != done.plan:
             # the last plan was lost too: it had nothing to fetch for us, or we would have voted

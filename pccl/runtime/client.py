@@ -293,11 +293,19 @@ class Client:
 
     def sync(self, offer: m.Offer, pieces: Pieces, owner: object) -> Call:
         """Enters a synchronisation. Notes: Plan, Leaf, Fetched, any number, before the answer."""
+        pool = Pool(pieces, len(offer.entries), owner, limit=self.serve_limit)
+        return self._serve(pool, lambda call, serve: self._core.sync(call, serve, offer))
+
+    def optimize(self, pieces: Pieces, owner: object) -> Call:
+        """Enters an optimisation. Notes: Plan, Leaf, Fetched, any number, before the answer."""
+        return self._serve(Pool(pieces, 0, owner), self._core.optimize)
+
+    def _serve(self, pool: Pool, enter: Callable[[int, int], list[core.Action]]) -> Call:
         serve = next(self._numbers)
 
         def begin(call: int) -> list[core.Action]:
-            self._memory[serve] = Pool(pieces, len(offer.entries), owner)
-            return self._core.sync(call, serve, offer)
+            self._memory[serve] = pool
+            return enter(call, serve)
 
         entered = self._begin(begin)
         entered.serve_op = serve
@@ -345,6 +353,10 @@ class Client:
     ) -> None:
         """Says that what a plan wanted is here, or cannot be had; and what was here before."""
         self._post(lambda: self._perform(self._core.fetched(seq, ok, why, differences)))
+
+    def measured(self, seq: int, rate: int, delay_us: int) -> None:
+        """Says what a probe has found, and ends it; see `Measured`."""
+        self._post(lambda: self._perform(self._core.measured(seq, rate, delay_us)))
 
     def withdraw(self, call: Call, why: str) -> None:
         """Waits no longer for a call, which is answered soon, one way or the other."""
@@ -605,9 +617,7 @@ class Client:
                 **ids,
             )
         elif memory.reader is None:
-            self._engine.register_serve(
-                action.op, pieces=memory.pieces, limit=self.serve_limit, **ids
-            )
+            self._engine.register_serve(action.op, pieces=memory.pieces, limit=memory.limit, **ids)
         else:
             self._engine.register_fetch(
                 action.op, pieces=memory.pieces, leaf_bytes=LEAF_BYTES, **ids

@@ -52,10 +52,12 @@ class Operands:
 class Pool:
     """The memory of a serve or fetch op, held alive by `owner`.
 
-    Pieces below `first_counted` are not payload. `reader` hears of the leaves of a fetch.
+    Pieces below `first_counted` are not payload. `reader` hears of the leaves of a fetch. What
+    serves sends at most `limit` bytes until it is allowed more; 0: any number.
     """
 
     pieces: Pieces
     first_counted: int
     owner: object
     reader: Call | None = None
+    limit: int = 0
