@@ -39,6 +39,9 @@ class Puppet:
     def are_peers_pending(self) -> bool:
         return self.comm.are_peers_pending()
 
+    def optimize_topology(self, timeout: float | None = None) -> None:
+        self.comm.optimize_topology(timeout=timeout)
+
     def world(self) -> list[int]:
         return [self.comm.get_attribute(attribute) for attribute in pccl.Attribute]
 

@@ -227,7 +227,9 @@ def test_time_is_up_for_several() -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGINT for one process on Windows")
-@pytest.mark.parametrize("call", ["all_reduce", "update_topology", "sync", "retry"])
+@pytest.mark.parametrize(
+    "call", ["all_reduce", "update_topology", "optimize_topology", "sync", "retry"]
+)
 def test_ctrl_c_interrupts_a_call(start, call: str) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
     puppets = gathered(start, [0, 0], PCCL_LOG_LEVEL="NONE")
     words: dict[str, dict[str, Any]] = {

@@ -129,3 +129,142 @@ def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
     second = reduce(first.seq, 0)
     assert second.stable == 0
     assert reduce(second.seq, first.seq).stable == first.seq
+
+
+# ---- optimize_topology ----
+
+
+class Lab(Hall):
+    """Peers on different machines that measure links."""
+
+    def __init__(self, groups: str) -> None:
+        super().__init__(0)
+        for number, group in enumerate(groups, 1):
+            self.join(b"%d" % number, group=int(group), machine=f"m{number}")
+        self.everyone(m.TopologyVote(1))
+
+    def everyone(self, message: m.PeerMessage) -> None:
+        accepted = [peer.conn for peer in self.master.peers.values() if peer.accepted]
+        for conn in accepted:
+            self.say(conn, message)
+
+    def probes(self) -> dict[int, m.Probe]:
+        """What each peer was told to measure last, by its number."""
+        found = {}
+        for number, peer in self.master.peers.items():
+            told = [t for t in self.told[peer.conn] if isinstance(t, m.Probe)]
+            if told:
+                found[number] = told[-1]
+        return found
+
+    def pairs(self) -> set[frozenset[int]]:
+        """Who is being measured with whom."""
+        return {frozenset((number, probe.peer)) for number, probe in self.probes().items()}
+
+    def measure(self, *slow: int) -> int:
+        """All that is to be measured is, and fast but between `slow`; the number of slots."""
+        seqs: set[int] = set()
+        while self.master._optimisation is not None:
+            seq = self.master._optimisation.seq
+            seqs.add(seq)
+            for number, probe in self.probes().items():
+                if probe.seq == seq:
+                    rate = 1000 if {number, probe.peer} == set(slow) else 10**8
+                    self.say(self.master.peers[number].conn, m.Measured(seq, rate, 1000))
+        return len(seqs)
+
+    def order(self, conn: bytes) -> tuple[int, ...]:
+        """The ring that a peer was told of last."""
+        plans = [told for told in self.told[conn] if isinstance(told, m.Plan)]
+        return plans[-1].rings[0].order if plans[-1].rings else ()
+
+
+def test_the_ring_goes_around_a_slow_link_and_stays_so_for_those_who_stay() -> None:
+    lab = Lab("0000")
+    lab.everyone(m.OptimizeVote(7))
+    assert lab.pairs() == {frozenset((1, 4)), frozenset((2, 3))}
+    assert lab.measure(2, 3) == 3
+    assert isinstance(lab.last(b"1"), m.OptimizeResult)
+    assert lab.order(b"1") == lab.order(b"4") == (1, 2, 4, 3)
+    lab.join(b"5", machine="m5")
+    lab.everyone(m.TopologyVote(8))
+    assert lab.order(b"5") == (1, 2, 4, 3, 5)
+    lab.perform(lab.master.disconnected(b"2", "its connection broke"))
+    assert lab.order(b"5") == (1, 4, 3, 5)
+
+
+def test_groups_are_measured_at_the_same_time_and_only_within() -> None:
+    lab = Lab("01010")
+    lab.everyone(m.OptimizeVote(7))
+    assert frozenset((2, 4)) in lab.pairs()
+    assert len(lab.pairs()) == 2
+    assert lab.measure(1, 3) == 3
+
+
+def test_peers_of_one_machine_are_not_measured() -> None:
+    lab = Lab("0")
+    for conn in (b"2", b"3"):
+        lab.join(conn, machine="m1", ipc="/tmp/x")
+    lab.everyone(m.TopologyVote(1))
+    lab.everyone(m.OptimizeVote(7))
+    assert lab.pairs() in ({frozenset((1, 2))}, {frozenset((1, 3))})
+    assert lab.measure() == 2
+
+
+def test_nobody_waits_for_the_measurements_of_who_is_lost() -> None:
+    lab = Lab("0000")
+    lab.everyone(m.OptimizeVote(7))
+    probes = lab.probes()
+    lab.say(b"2", m.Measured(probes[2].seq, 1, 1))
+    lab.say(b"3", m.Measured(probes[3].seq, 1, 1))
+    assert lab.probes() == probes
+    lab.perform(lab.master.disconnected(b"4", "its connection broke"))
+    assert lab.probes()[1].seq > probes[1].seq
+    assert lab.measure() >= 1
+    for conn in (b"1", b"2", b"3"):
+        assert isinstance(lab.last(conn), m.OptimizeResult)
+
+
+def test_the_last_vote_is_not_waited_for_when_its_peer_leaves() -> None:
+    lab = Lab("000")
+    lab.say(b"1", m.OptimizeVote(7))
+    lab.say(b"3", m.OptimizeVote(7))
+    lab.say(b"2", m.Leave())
+    assert lab.measure() == 1
+    assert isinstance(lab.last(b"3"), m.OptimizeResult)
+
+
+def test_an_optimisation_that_one_gives_up_fails_for_all() -> None:
+    lab = Lab("000")
+    lab.everyone(m.OptimizeVote(7))
+    late = lab.probes()[2]
+    lab.say(b"2", m.Withdraw(7))
+    for conn in (b"1", b"2", b"3"):
+        error = lab.last(conn)
+        assert isinstance(error, m.CallError)
+        assert Result(error.result) is Result.TOPOLOGY_OPTIMIZATION_FAILED
+        assert "peer 2 (10.0.0.1:1) waited no longer" in error.why
+    lab.say(b"2", m.Measured(late.seq, 1, 1))  # it was on its way
+    assert sorted(lab.master.peers) == [1, 2, 3]
+    lab.everyone(m.OptimizeVote(8))
+    assert lab.measure() == 3
+
+
+def test_who_measures_what_nobody_asked_for_is_dropped() -> None:
+    lab = Lab("000")
+    lab.everyone(m.OptimizeVote(7))
+    lab.say(b"1", m.Measured(10**6, 1, 1))
+    assert sorted(lab.master.peers) == [2, 3]
+    assert lab.measure() >= 1
+
+
+def test_a_restarted_master_keeps_the_ring() -> None:
+    known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", f"m{number}") for number in (1, 2, 3, 4))
+    hall = Hall(0)
+    hall.master = Master(1, combine, journal=Journal(5, 1, 5, frozenset((1, 2, 3, 4))))
+    for number in (1, 2, 3, 4):
+        order = (1, 2, 3, 4) if number == 1 else (1, 3, 2, 4)  # it had not heard of the last plan
+        known_by = resume(number, known=known, epoch=2 + (number > 1), order=order)
+        hall.perform(hall.master.resume(b"%d" % number, known_by, "10.0.0.1"))
+    plans = [told for told in hall.told[b"1"] if isinstance(told, m.Plan)]
+    assert plans[-1].rings[0].order == (1, 3, 2, 4)

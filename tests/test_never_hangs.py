@@ -127,6 +127,7 @@ CALLS: dict[str, dict[str, object]] = {
     "all_reduce with tag 1": {"tag": 1},
     "update_topology": {},
     "are_peers_pending": {},
+    "optimize_topology": {},
     "sync_shared_state": {"revision": 0, "value": 1.0},
 }
 

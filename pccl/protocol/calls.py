@@ -9,6 +9,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.orders import Fail
 
 ENTERING = "while peers were still entering it"
+MEASURING = "while links were measured"
 CONFIRMING = "when its result was here, but not yet on all peers"
 
 
@@ -120,10 +121,10 @@ class Syncing:
     @property
     def phase(self) -> str:
         """How far it has come, in words."""
+        if self.optimises:
+            return MEASURING if self.plan is not None else f"{ENTERING}, or others measured links"
         if self.plan is None:
             return ENTERING
-        if self.optimises:
-            return "while links were measured"
         if self.plan.fetch and not self.fetched:
             return "while this peer fetched the content that it lacks"
         return "while peers fetched the content that they lack"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 NOMINAL_BYTES = 64 << 20  # that each link carries in the collective which an order is to suit
 CHUNK_BYTES = 256 << 10  # what a peer has of them before it sends on
 EXACT_MAX = 8  # peers; more have too many orders to look at all
-SEARCH_STEPS = 1_000_000  # links looked at by a local search: half a second, or so
+SEARCH_STEPS = 300_000  # links looked at by a local search: half a second, or so
 GAIN = 0.2  # of the time: for less no order is given up, since measurements vary
 
 

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import zmq
@@ -118,7 +118,7 @@ class Deadline:
 
     def next(self, client: Client, call: Call) -> Note:
         """The call's next note."""
-        try:
+        with _interruptible(client, call):
             if self._at is not None:
                 try:
                     return call.next(self._at - time.monotonic())
@@ -126,20 +126,26 @@ class Deadline:
                     self._at = None
                     client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
             return call.next()
-        except KeyboardInterrupt:  # others must not wait for us, nor find us there any more
-            client.withdraw(call, "its caller was interrupted")
-            call.settle(INTERRUPTED_S)
-            raise
 
     def next_within(self, client: Client, call: Call, seconds: float) -> Note | None:
         """The call's next note, or None when none came for so many seconds."""
         due = time.monotonic() + seconds
         if self._at is not None and self._at <= due:
             return self.next(client, call)
-        try:
+        with _interruptible(client, call), contextlib.suppress(queue.Empty):
             return call.next(seconds)
-        except queue.Empty:
-            return None
+        return None
+
+
+@contextlib.contextmanager
+def _interruptible(client: Client, call: Call) -> Iterator[None]:
+    """Withdraws the call at a Ctrl-C: others must not wait for us, nor find us there any more."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        client.withdraw(call, "its caller was interrupted")
+        call.settle(INTERRUPTED_S)
+        raise
 
 
 class Client:

@@ -66,7 +66,10 @@ def kind() -> str:
 
 @contextlib.contextmanager
 def network(
-    link: Link, hosts: Sequence[str], slow: Mapping[str, int] | None = None
+    link: Link,
+    hosts: Sequence[str],
+    slow: Mapping[str, int] | None = None,
+    between: Mapping[tuple[str, str], int] | None = None,
 ) -> Iterator[Network]:
     """Hosts with that link between any two; they and all that runs there end with the block.
 
@@ -74,17 +77,28 @@ def network(
         link: what lies between them.
         hosts: their names.
         slow: hosts that send at another rate, in Mbit/s.
+        between: pairs whose link has another rate, both ways; only `wanem` can do that.
 
     Raises:
         RuntimeError: the machine cannot emulate a network; the text says what is missing.
     """
-    emulate = _wanem if kind() == "wanem" else _netem
-    with emulate(link, hosts, slow or {}) as made:
-        yield made
+    if kind() == "wanem":
+        made = _wanem(link, hosts, slow or {}, between or {})
+    elif between:
+        raise RuntimeError("netem has one rate for each host: this needs the module wanem")
+    else:
+        made = _netem(link, hosts, slow or {})
+    with made as standing:
+        yield standing
 
 
 @contextlib.contextmanager
-def _wanem(link: Link, hosts: Sequence[str], slow: Mapping[str, int]) -> Iterator[Network]:
+def _wanem(
+    link: Link,
+    hosts: Sequence[str],
+    slow: Mapping[str, int],
+    between: Mapping[tuple[str, str], int],
+) -> Iterator[Network]:
     from wanem import Wan  # type: ignore[import-not-found]
 
     values = {"rate": f"{link.mbit}mbit", "delay": f"{link.rtt_ms / 2}ms", "loss": f"{link.loss}%"}
@@ -93,7 +107,10 @@ def _wanem(link: Link, hosts: Sequence[str], slow: Mapping[str, int]) -> Iterato
         "congestion": "cubic",
         "sysctl": SYSCTLS,
         "default": {**values, "queue": f"{QUEUE_MS}ms"},
-        "links": [{"from": host, "to": "*", "rate": f"{mbit}mbit"} for host, mbit in slow.items()],
+        "links": [
+            *({"from": host, "to": "*", "rate": f"{mbit}mbit"} for host, mbit in slow.items()),
+            *({"between": [*pair], "rate": f"{mbit}mbit"} for pair, mbit in between.items()),
+        ],
     }
     with Wan(config, name=_name()) as wan:
         yield Network(wan.name, dict(wan.hosts))

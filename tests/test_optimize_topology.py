@@ -1,0 +1,185 @@
+"""`optimize_topology` with real processes: it measures, installs, and outlives whoever goes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import numpy as np
+import pytest
+from cluster import Cluster
+from test_never_hangs import Puppet, Start, gathered, master, start, together  # noqa: F401
+
+import pccl
+from pccl.runtime.client import Client
+from pccl.runtime.probe import rate_of
+
+TCP = {"PCCL_TRANSPORT": "tcp"}  # or peers of one machine would have nothing to measure
+
+
+@pytest.fixture(autouse=True)
+def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in TCP.items():
+        monkeypatch.setenv(name, text)
+
+
+@pytest.fixture
+def slow_pairs(monkeypatch: pytest.MonkeyPatch) -> set[frozenset[int]]:
+    """Links that are said to be slow, whatever was measured; peers by number."""
+    pairs: set[frozenset[int]] = set()
+    measured = Client.measured
+
+    def lies(client: Client, seq: int, rate: int, delay_us: int) -> None:
+        assert rate > 0
+        syncing = client._core._syncing
+        assert syncing is not None
+        assert syncing.plan is not None
+        pair = frozenset((client.number, *syncing.plan.holders))
+        measured(client, seq, 10_000 if pair in pairs else 100_000_000, 100)
+
+    monkeypatch.setattr(Client, "measured", lies)
+    return pairs
+
+
+def ring(comm: pccl.Communicator) -> list[int]:
+    """The numbers of the peers, by rank."""
+    return [int(text.split()[1]) for text in comm.peers]
+
+
+def test_the_ring_that_was_chosen_is_the_one_that_is_used(
+    slow_pairs: set[frozenset[int]],
+) -> None:
+    slow_pairs.add(frozenset((2, 3)))
+    with Cluster(4) as cluster:
+        for _ in range(2):
+            cluster.each(lambda _, comm: comm.optimize_topology())
+            orders = [ring(comm) for comm in cluster.comms]
+            assert orders == [orders[0]] * 4
+            assert {2, 3} not in [{orders[0][i - 1], orders[0][i]} for i in range(4)]
+            assert sorted(comm.rank for comm in cluster.comms) == [0, 1, 2, 3]
+            arrays = [np.random.rand(100_003).astype(np.float32) for _ in range(4)]
+            cluster.each(lambda i, comm: comm.all_reduce(arrays[i], op="sum"))  # noqa: B023
+            assert all((array == arrays[0]).all() for array in arrays)
+        newcomer = cluster.join()
+        assert ring(newcomer)[:4] == orders[0]
+        cluster.comms.pop(1).close()
+        sums = cluster.each(lambda i, comm: float(comm_sum(comm)))
+        assert sums == [4.0] * 4
+        assert ring(newcomer) == [number for number in orders[0] if number != 2] + [5]
+
+
+def comm_sum(comm: pccl.Communicator) -> np.float32:
+    """An all-reduce of ones, again until nobody is lost in it."""
+    while True:
+        x = np.ones(50_000, np.float32)
+        try:
+            comm.all_reduce(x, op="sum")
+            return x[0]
+        except pccl.PeerLostError:
+            pass
+
+
+def test_peers_of_one_machine_have_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCCL_TRANSPORT", "auto")
+    monkeypatch.setattr(Client, "measured", lambda *_: pytest.fail("a link was measured"))
+    with Cluster(3) as cluster:
+        orders = cluster.each(lambda _, comm: (comm.optimize_topology(), ring(comm))[1])
+        assert orders == [[1, 2, 3]] * 3
+
+
+def test_one_peer_of_each_group_is_enough() -> None:
+    with Cluster(2, [0, 1]) as cluster:
+        cluster.each(lambda _, comm: comm.optimize_topology())
+
+
+def test_a_peer_leaves_or_is_killed_while_others_have_voted(start: Start) -> None:  # noqa: F811
+    puppets = gathered(start, [0, 0, 0, 0])
+    for puppet in puppets[:2]:
+        puppet.begin("optimize_topology")
+    puppets[3].call("close")
+    puppets[2].kill()
+    assert [puppet.end() for puppet in puppets[:2]] == [{"value": None}] * 2
+    assert together(puppets[:2], "all_reduce") == [2.0, 2.0]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGSTOP on Windows")
+@pytest.mark.parametrize("blow", ["SIGKILL", "SIGSTOP"])
+def test_a_peer_is_lost_while_links_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+    blow: str,
+) -> None:
+    for name, text in (("PCCL_HEARTBEAT_MS", "200"), ("PCCL_HEARTBEAT_TIMEOUT_MS", "1000")):
+        monkeypatch.setenv(name, text)
+    puppets: list[Puppet] = []
+    with pccl.MasterNode("127.0.0.1:0") as node:
+
+        def one(group: int = 0) -> Puppet:
+            puppets.append(Puppet(node.address, group))
+            return puppets[-1]
+
+        try:
+            gathered(one, [0, 0, 0])
+            for puppet in puppets:
+                puppet.begin("optimize_topology")
+            core = node._server._core  # type: ignore[union-attr]
+            while core._optimisation is None:
+                pass
+            os.kill(puppets[2].process.pid, getattr(signal, blow))
+            assert [puppet.end() for puppet in puppets[:2]] == [{"value": None}] * 2
+            assert together(puppets[:2], "insist", value=1.0) == [2.0, 2.0]
+        finally:
+            for puppet in puppets:
+                puppet.kill()
+
+
+def test_a_newcomer_waits_until_it_is_over(start: Start) -> None:  # noqa: F811
+    puppets = gathered(start, [0, 0])
+    for puppet in puppets:
+        puppet.begin("optimize_topology")
+    newcomer = start(0)
+    newcomer.begin("connect")
+    assert [puppet.end() for puppet in puppets] == [{"value": None}] * 2
+    while not all(together(puppets, "are_peers_pending")):
+        pass
+    together(puppets, "update_topology")
+    newcomer.value()
+    assert together([*puppets, newcomer], "optimize_topology") == [None] * 3
+    assert together([*puppets, newcomer], "all_reduce") == [3.0] * 3
+
+
+def test_who_waits_no_longer_ends_it_for_all(start: Start) -> None:  # noqa: F811
+    puppets = gathered(start, [0, 0, 0])
+    puppets[0].begin("optimize_topology", timeout=0.2)
+    alone = puppets[0].end()
+    assert (alone["error"], alone["result"]) == ("PCCLTimeoutError", "TOPOLOGY_OPTIMIZATION_FAILED")
+    assert "waited for peer 2 (" in alone["text"]
+    for puppet in puppets:  # one slot takes half a second, and there are three
+        puppet.begin("optimize_topology", timeout=0.4 if puppet is puppets[1] else None)
+    for puppet in puppets:
+        answer = puppet.end()
+        assert (answer["error"], answer["result"]) == (alone["error"], alone["result"])
+        assert "peer 2 (" in answer["text"]
+        assert "waited no longer" in answer["text"]
+        assert "measured links" in answer["text"] or "links were measured" in answer["text"]
+    assert together(puppets, "all_reduce") == [3.0] * 3
+
+
+def test_others_stand_elsewhere(start: Start) -> None:  # noqa: F811
+    puppets = gathered(start, [0, 0])
+    puppets[0].begin("optimize_topology")
+    puppets[1].begin("all_reduce")
+    for puppet in puppets:
+        answer = puppet.end()
+        assert answer["error"] == "MismatchError"
+        assert "called optimize_topology()" in answer["text"]
+        assert "called all_reduce(" in answer["text"]
+    assert together(puppets, "all_reduce") == [2.0, 2.0]
+
+
+def test_the_rate_is_that_of_the_second_half() -> None:
+    slow_start = [(0.1 * i, 1000) for i in range(5)]  # 10 kB/s, until 0.4 s
+    fast = [(0.4 + 0.01 * i, 1000) for i in range(1, 41)]  # 100 kB/s
+    assert rate_of(slow_start + fast) == pytest.approx(100_000, rel=0.01)
+    assert rate_of([(5.0, 1000)]) == 2000
+    assert rate_of([]) == 0

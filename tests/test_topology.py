@@ -1,0 +1,145 @@
+"""The order of a ring over links of different speed: against all orders, and where it is kept."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise, permutations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pccl.protocol import messages as m
+from pccl.protocol.ring import plan_rings
+from pccl.protocol.topology import (
+    EXACT_MAX,
+    GAIN,
+    LOCAL,
+    Link,
+    Links,
+    best_order,
+    seconds,
+    slowest,
+    tournament,
+)
+
+FAST, SLOW, DEAD = Link(60_000_000, 1000), Link(6_000_000, 1000), Link(0, 0)
+
+
+def apart(a: int, b: int) -> bool:
+    return False
+
+
+def mesh(size: int, odd: dict[tuple[int, int], Link]) -> Links:
+    """Fast links, but for some that are odd both ways."""
+    measured = dict.fromkeys(permutations(range(1, size + 1), 2), FAST)
+    return Links(measured | odd | {(b, a): link for (a, b), link in odd.items()}, apart)
+
+
+def hops(order: tuple[int, ...]) -> set[frozenset[int]]:
+    return {frozenset(hop) for hop in pairwise((*order, order[0]))}
+
+
+@pytest.mark.parametrize("size", range(2, 12))
+def test_a_tournament_has_every_pair_once_and_nobody_twice_in_a_slot(size: int) -> None:
+    slots = list(tournament(range(size)))
+    assert len(slots) == size - 1 + size % 2
+    for slot in slots:
+        assert len({peer for pair in slot for peer in pair}) == 2 * len(slot)
+    assert sorted(tuple(sorted(p)) for slot in slots for p in slot) == [
+        (a, b) for a in range(size) for b in range(a + 1, size)
+    ]
+
+
+@pytest.mark.parametrize("bad", [SLOW, DEAD])
+@pytest.mark.parametrize("pair", [(1, 2), (2, 3), (1, 4)])
+def test_a_slow_pair_is_not_in_the_ring(pair: tuple[int, int], bad: Link) -> None:
+    order = best_order((1, 2, 3, 4), mesh(4, {pair: bad}))
+    assert frozenset(pair) not in hops(order)
+    assert order[0] == 1
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(2, 6), st.randoms(use_true_random=False))
+def test_it_is_the_best_of_all_orders_or_the_old_one_is_nearly_as_good(
+    size: int, draw: random.Random
+) -> None:
+    current = draw.sample(range(1, size + 1), size)
+    measured = {
+        hop: Link(draw.choice([0, 10**5, 10**7, draw.randint(1, 10**9)]), draw.randint(0, 10**6))
+        for hop in permutations(current, 2)
+        if draw.random() < 0.9
+    }
+    links = Links(measured, lambda a, b: a + b == 3)
+    found = best_order(current, links)
+    best_s = min(seconds(order, links) for order in permutations(current))
+    if found == tuple(current):
+        assert best_s >= (1 - GAIN) * seconds(current, links) * (1 - 1e-9)
+    else:
+        assert seconds(found, links) == pytest.approx(best_s)
+        assert sorted(found) == sorted(current)
+
+
+def test_among_many_the_slow_links_are_avoided() -> None:
+    size, draw = 3 * EXACT_MAX, random.Random(1)
+    planted = draw.sample(range(1, size + 1), size)  # one ring of fast links, and few others
+    good = {*pairwise((*planted, planted[0]))}
+    measured = {
+        hop: FAST if hop in good or draw.random() < 0.3 else SLOW
+        for hop in permutations(range(1, size + 1), 2)
+    }
+    links = Links(measured, apart)
+    order = best_order(tuple(range(1, size + 1)), links)
+    assert sorted(order) == list(range(1, size + 1))
+    assert links[slowest(order, links)] == FAST
+
+
+def test_a_search_among_hundreds_ends() -> None:
+    draw = random.Random(2)
+    size = 300
+    measured = {hop: Link(draw.randint(1, 10**9), 1) for hop in next(tournament(range(size)))}
+    order = best_order(tuple(range(size)), Links(measured, apart))
+    assert sorted(order) == list(range(size))
+
+
+def test_a_small_gain_does_not_change_the_order() -> None:
+    nearly = FAST._replace(rate=int(FAST.rate * 0.9))
+    assert best_order((1, 3, 2, 4), mesh(4, {(1, 3): nearly})) == (1, 3, 2, 4)
+
+
+def test_machines_stay_together_where_the_network_is_the_same_everywhere_else() -> None:
+    measured = {(a, b): FAST for a, b in permutations(range(1, 7), 2) if a % 2 != b % 2}
+    links = Links(measured | {(1, 2): SLOW}, lambda a, b: a % 2 == b % 2)
+    order = best_order((1, 2, 3, 4, 5, 6), links)
+    assert sum(links[hop] is not LOCAL for hop in pairwise((*order, order[0]))) == 2
+
+
+def test_what_was_not_measured_is_as_bad_as_the_worst_at_its_ends() -> None:
+    links = Links({(1, 2): FAST, (2, 1): SLOW, (3, 4): Link(7_000_000, 9)}, apart)
+    assert links[1, 3] == Link(6_000_000, 1000)
+    assert links[4, 3] == Link(7_000_000, 9)
+    assert links[5, 1] == Link(0, 1000)
+
+
+# ---- plans ----
+
+
+def infos(*machines: str) -> list[m.PeerInfo]:
+    return [m.PeerInfo(n, 0, "10.0.0.1", n, "", name) for n, name in enumerate(machines, 1)]
+
+
+@pytest.mark.parametrize(
+    ("machines", "chosen", "order"),
+    [
+        ("abab", (), (1, 3, 2, 4)),
+        ("abcd", (1, 3, 2, 4), (1, 3, 2, 4)),
+        ("abcd", (4, 9, 2, 1), (4, 2, 1, 3)),  # 9 has left, 3 has come
+        ("abca", (1, 3, 2), (1, 4, 3, 2)),  # 4 came to the machine of 1
+        ("abcdd", (3, 2), (3, 2, 1, 4, 5)),
+        ("ab", (7, 8), (1, 2)),
+    ],
+)
+def test_a_chosen_order_holds_for_those_who_stay(
+    machines: str, chosen: tuple[int, ...], order: tuple[int, ...]
+) -> None:
+    assert plan_rings(infos(*machines), chosen) == (m.Ring(order, 1),)
