@@ -7,6 +7,7 @@
 #include "engine.h"
 
 #include <errno.h>
+#include <limits.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -18,6 +19,7 @@ enum {
     RECEIVE_BYTES = 1 << 20, /* or so many bytes: reducing them takes as long as sending them */
     FORWARD_BYTES = 32 << 20, /* that may wait to be sent on, but for what lies in ops' memory */
     LISTEN_INTERVAL = 16,    /* busy passes between looks at the monitors: system calls */
+    UNHEARD = 6,             /* heartbeat time-outs until what TCP has not delivered is lost */
     RELEASE_WAIT_MS = 1,     /* libzmq releases what it has written at once, but does not say so */
     SOCKETS_MAX = 8192       /* of the context; a stream takes three */
 };
@@ -58,6 +60,31 @@ static int set_curve_server(pccl_engine *engine)
     return failed;
 }
 
+int engine_unheard_ms(const pccl_options *options)
+{
+    const uint32_t most = INT_MAX / UNHEARD;
+    return (int)(UNHEARD * (options->heartbeat_timeout_ms < most ? options->heartbeat_timeout_ms
+                                                                 : most));
+}
+
+/* Pings whoever sends to us, for as long as it hears no ping for the time-out it is to take us for
+ * lost. Its answers do not matter: they come behind its data, which we may take slowly. What is
+ * lost in its direction only, TCP has to notice. 0, or -1 as setsockopt. */
+static int set_heartbeats(pccl_engine *engine)
+{
+    const pccl_zmq *zmq = engine->zmq;
+    const pccl_options *options = &engine->options;
+    int interval = (int)options->heartbeat_ms, ttl = (int)options->heartbeat_timeout_ms;
+    int unheard = engine_unheard_ms(options), never = 0, failed;
+    if (interval == 0)
+        return 0;
+    failed = zmq->setsockopt(engine->pull, ZMQ_HEARTBEAT_IVL, &interval, sizeof interval);
+    failed |= zmq->setsockopt(engine->pull, ZMQ_HEARTBEAT_TTL, &ttl, sizeof ttl);
+    failed |= zmq->setsockopt(engine->pull, ZMQ_HEARTBEAT_TIMEOUT, &never, sizeof never);
+    failed |= zmq->setsockopt(engine->pull, ZMQ_TCP_MAXRT, &unheard, sizeof unheard);
+    return failed;
+}
+
 /* The context, the PAIR for orders and the PULL for everything else: 0 or PCCL_EZMQ. */
 static int open_sockets(pccl_engine *engine)
 {
@@ -74,7 +101,7 @@ static int open_sockets(pccl_engine *engine)
     engine->pull = open_socket(engine, ZMQ_PULL, (int)engine->options.recv_hwm);
     if (engine->pull == NULL
         || zmq->setsockopt(engine->pull, ZMQ_MAXMSGSIZE, &message_max, sizeof message_max) < 0
-        || set_curve_server(engine) < 0)
+        || set_heartbeats(engine) < 0 || set_curve_server(engine) < 0)
         return PCCL_EZMQ;
     return PCCL_OK;
 }

@@ -424,6 +424,10 @@ struct pccl_engine {
     size_t items_room;
 };
 
+/* How long TCP may go on without hearing anything of the other side: long enough for one that takes
+ * nothing, since TCP does not always tell the two apart. */
+int engine_unheard_ms(const pccl_options *options);
+
 /* Sends an event to the caller. Cannot fail, but for memory: then the engine stops. */
 void engine_emit(pccl_engine *engine, const pccl_event *event);
 

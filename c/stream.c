@@ -3,7 +3,9 @@
  * libzmq gives each message to a lane that has room, so a slow lane carries less and nobody waits
  * for it. A lane that is lost may have swallowed messages, hence a stream that loses one is lost
  * as a whole and never repaired. The socket's monitor tells; connect and handshake time-outs and
- * heartbeats are libzmq's, so that no clock is needed here.
+ * heartbeats are libzmq's, so that no clock is needed here. It is the neighbour that pings, and
+ * says how long the next ping may take (engine.c): a ping of ours, or our answer, would stand
+ * behind all that the neighbour has not taken yet, which may be for long if its own is slow.
  *
  * Order of sending: what was received and is to be sent on; then requests and data; then first
  * chunks of our own. The latter two kinds are built only when it is their turn. After "no room"
@@ -82,10 +84,8 @@ static int set_options(struct stream *stream, const pccl_order *order)
     failed |= set_option(stream, ZMQ_CONNECT_TIMEOUT, (int)options->connect_timeout_ms);
     failed |= set_option(stream, ZMQ_HANDSHAKE_IVL, (int)options->connect_timeout_ms);
     failed |= set_curve_client(stream, order);
-    if (options->heartbeat_ms > 0) {
-        failed |= set_option(stream, ZMQ_HEARTBEAT_IVL, (int)options->heartbeat_ms);
-        failed |= set_option(stream, ZMQ_HEARTBEAT_TIMEOUT, (int)options->heartbeat_timeout_ms);
-    }
+    if (options->heartbeat_ms > 0)
+        failed |= set_option(stream, ZMQ_TCP_MAXRT, engine_unheard_ms(options));
     return failed;
 }
 

@@ -289,8 +289,8 @@ def test_connection_that_hangs(make: Make) -> None:
 
 
 ENGINE_ALONE = """
-from pccl.runtime.engine import Engine
-engine = Engine(host="127.0.0.1")
+from pccl.runtime.engine import Engine, EngineOptions
+engine = Engine(EngineOptions(heartbeat_ms=100, heartbeat_timeout_ms=400), host="127.0.0.1")
 print(engine.port, flush=True)
 input()
 engine.close()
@@ -299,20 +299,63 @@ engine.close()
 
 @pytest.mark.skipif(os.name != "posix", reason="needs SIGSTOP")
 def test_frozen_neighbour(make: Make) -> None:
-    (peer,) = make(1, heartbeat_ms=100, heartbeat_timeout_ms=400)
+    (peer,) = make(1)
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE_ALONE], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as frozen:
         assert frozen.stdout is not None
         port = int(frozen.stdout.readline())
         peer.engine.open_stream(2, f"tcp://127.0.0.1:{port}", lanes=1, hwm=1)
-        assert not peer.engine.socket.poll(600), "a healthy neighbour answers heartbeats"
+        assert not peer.engine.socket.poll(600), "a healthy neighbour pings"
         os.kill(frozen.pid, signal.SIGSTOP)
         try:
             assert peer.wait(STREAM_LOST, 2).status == lib.PCCL_ESTREAM
         finally:
             os.kill(frozen.pid, signal.SIGCONT)
             frozen.communicate(b"\n")
+
+
+ENGINE_THAT_TAKES_NOTHING_YET = """
+import threading
+from pccl.runtime.engine import Engine, EngineOptions
+run, go = Engine._run, threading.Event()
+Engine._run = lambda engine: (go.wait(), run(engine))
+engine = Engine(EngineOptions(heartbeat_ms=100, heartbeat_timeout_ms=400), host="127.0.0.1")
+print(engine.port, flush=True)
+input()
+go.set()
+input()
+engine.close()
+"""
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_neighbour_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: int) -> None:
+    """Its own successor may be slow: heartbeats must not wait behind what it has not taken."""
+    (peer,) = make(1, heartbeat_ms=100, heartbeat_timeout_ms=400)
+    with subprocess.Popen(
+        [sys.executable, "-c", ENGINE_THAT_TAKES_NOTHING_YET],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as busy:
+        assert busy.stdout is not None
+        assert busy.stdin is not None
+        port = int(busy.stdout.readline())
+        peer.engine.open_stream(2, f"tcp://127.0.0.1:{port}", lanes=lanes, hwm=4)
+        x = np.ones(16 << 20, np.float32)
+        part = Part(x.ctypes.data, x.ctypes.data, x.size, F32)
+        peer.engine.register_collective(
+            5, run=RUN, tag=5, min_seq=4, what="broadcast", redop=SUM, members=0, parts=[part]
+        )
+        peer.engine.start(
+            5, seq=5, epoch=EPOCH, chunk_bytes=1 << 18, rings=[Ring(2, 2, 0, 0, x.size)]
+        )
+        assert not peer.engine.socket.poll(1500), peer.engine.events()
+        busy.stdin.write(b"\n")
+        busy.stdin.flush()
+        assert peer.wait(COMPLETE, 5).tx_bytes == x.nbytes
+        assert not [event for event in peer.seen if event.kind == STREAM_LOST]
+        busy.communicate(b"\n")
 
 
 @pytest.mark.parametrize("holders", [1, 2, 11])

@@ -54,8 +54,8 @@ class EngineOptions:
         io_threads: libzmq's threads for the connections.
         forward_max: messages that may wait to be sent on; beyond that nothing is received.
         recv_hwm: messages queued for each incoming connection.
-        heartbeat_ms: a ping on each stream that is silent for this long; 0: none.
-        heartbeat_timeout_ms: without an answer for this long, a stream is lost.
+        heartbeat_ms: a ping so often to all that send to this engine; 0: none.
+        heartbeat_timeout_ms: whoever gets none for this long loses its stream to this engine.
         connect_timeout_ms: until a stream's first lane must stand.
         copy_max: bytes; larger payloads are sent from where they are.
         fetch_window: requests under way to one holder of a FETCH, at most.
