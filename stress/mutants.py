@@ -55,6 +55,56 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "nobody waits for the measurements of who is lost",
+        "            if number not in lost and other not in lost\n",
+        "            if number not in lost\n",
+    ),
+    Mutant(
+        "who is lost is no longer a member of an optimisation",
+        "            optimisation.calls.pop(number, None)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "an optimisation ends when all is measured",
+        "        if not optimisation.measuring:\n"
+        "            self._probe(optimisation)\n\n    def _opt",
+        "        self._probe(optimisation)\n\n    def _opt",
+    ),
+    Mutant(
+        "a measurement of an earlier probe does not count",
+        "            or optimisation.seq != measured.seq\n",
+        "",
+    ),
+    Mutant(
+        "the ring that was chosen is installed",
+        "            group.order = order\n",
+        "",
+    ),
+    Mutant(
+        "a restarted master goes on with the rings as they were",
+        "group.epoch, group.order = resume.epoch, resume.order",
+        "group.epoch = resume.epoch",
+    ),
+    Mutant(
+        "who missed the end of an optimisation is told it by the next master",
+        "if syncing.optimises and before.optimized < done.optimized:",
+        "if False:",
+    ),
+    Mutant(
+        "an optimisation that one gives up ends for all",
+        "        elif self._optimises(number, call):\n",
+        "        elif False:\n",
+    ),
+    Mutant(
+        "what is measured ends with its optimisation",
+        "plan = None if syncing is None or syncing.outcome is not None else syncing.plan\n"
+        "        if syncing is not None and plan is not None and plan.seq == seq:\n"
+        "            self._void_fetch(syncing)\n",
+        "plan = None if syncing is None else syncing.plan\n"
+        "        if syncing is not None and plan is not None and plan.seq == seq:\n"
+        "            self._void_fetch(syncing)\n",
+    ),
+    Mutant(
         "who missed a small result is told it by the next master",
         "        for number, small in before.missed:\n",
         "        for number, small in ():\n",

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from cluster import Cluster
+from test_hostile_sockets import wait_until
 from test_never_hangs import Puppet, Start, gathered, master, start, together  # noqa: F401
 
 import pccl
@@ -63,10 +64,12 @@ def test_the_ring_that_was_chosen_is_the_one_that_is_used(
             assert all((array == arrays[0]).all() for array in arrays)
         newcomer = cluster.join()
         assert ring(newcomer)[:4] == orders[0]
-        cluster.comms.pop(1).close()
+        leaver = cluster.comms.pop(1)
+        gone = orders[0][leaver.rank]
+        leaver.close()
         sums = cluster.each(lambda i, comm: float(comm_sum(comm)))
         assert sums == [4.0] * 4
-        assert ring(newcomer) == [number for number in orders[0] if number != 2] + [5]
+        assert ring(newcomer) == [number for number in orders[0] if number != gone] + [5]
 
 
 def comm_sum(comm: pccl.Communicator) -> np.float32:
@@ -123,8 +126,7 @@ def test_a_peer_is_lost_while_links_are_measured(
             for puppet in puppets:
                 puppet.begin("optimize_topology")
             core = node._server._core  # type: ignore[union-attr]
-            while core._optimisation is None:
-                pass
+            wait_until(lambda: core._optimisation is not None)
             os.kill(puppets[2].process.pid, getattr(signal, blow))
             assert [puppet.end() for puppet in puppets[:2]] == [{"value": None}] * 2
             assert together(puppets[:2], "insist", value=1.0) == [2.0, 2.0]
@@ -154,7 +156,7 @@ def test_who_waits_no_longer_ends_it_for_all(start: Start) -> None:  # noqa: F81
     alone = puppets[0].end()
     assert (alone["error"], alone["result"]) == ("PCCLTimeoutError", "TOPOLOGY_OPTIMIZATION_FAILED")
     assert "waited for peer 2 (" in alone["text"]
-    for puppet in puppets:  # one slot takes half a second, and there are three
+    for puppet in puppets:  # one slot takes 0.5 s, and there are three
         puppet.begin("optimize_topology", timeout=0.4 if puppet is puppets[1] else None)
     for puppet in puppets:
         answer = puppet.end()
@@ -177,9 +179,33 @@ def test_others_stand_elsewhere(start: Start) -> None:  # noqa: F811
     assert together(puppets, "all_reduce") == [2.0, 2.0]
 
 
-def test_the_rate_is_that_of_the_second_half() -> None:
-    slow_start = [(0.1 * i, 1000) for i in range(5)]  # 10 kB/s, until 0.4 s
-    fast = [(0.4 + 0.01 * i, 1000) for i in range(1, 41)]  # 100 kB/s
-    assert rate_of(slow_start + fast) == pytest.approx(100_000, rel=0.01)
-    assert rate_of([(5.0, 1000)]) == 2000
-    assert rate_of([]) == 0
+def arrivals(rates: list[float], first: float) -> list[tuple[float, int]]:
+    """A thousand bytes at a time, at these rates for 0.1 s each, from `first` on."""
+    found, at = [], first
+    for number, rate in enumerate(rates, 1):
+        while at < first + 0.1 * number - 1e-9:
+            found.append((at, 1000))
+            at += 1000 / rate
+    return found
+
+
+def test_the_rate_is_told_when_it_no_longer_grows() -> None:
+    slow_start = [1e5 * 2**i for i in range(5)]
+    growing = arrivals(slow_start, 0.5)
+    assert all(rate_of(growing, 0.0, 0.5 + 0.01 * i) is None for i in range(50))
+    steady = arrivals([*slow_start, *[1.6e6] * 6], 0.5)
+    assert rate_of(steady, 0.0, 1.6) == pytest.approx(1.6e6, rel=0.1)
+
+
+def test_the_rate_is_told_in_the_end() -> None:
+    endless = arrivals([1e5 * 1.3**i for i in range(25)], 0.5)
+    assert rate_of(endless, 0.0, 2.4) is None
+    assert rate_of(endless, 0.0, 2.6) is not None
+    assert rate_of([], 0.0, 4.9) is None
+    assert rate_of([], 0.0, 5.1) == 0
+    assert rate_of([], 0.0, 0.1, ended=True) == 0
+    assert rate_of(arrivals([1e6], 0.1), 0.0, 0.3, ended=True) == pytest.approx(1e6, rel=0.05)
+    bursts = [(2.0, 262144), (4.0, 262144)]  # 130 kB/s, in chunks that come together
+    for now in (3.61, 3.9, 4.5, 5.2):
+        rate = rate_of(bursts, 0.0, now)
+        assert rate is None or 50_000 < rate < 400_000

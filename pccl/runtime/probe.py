@@ -1,9 +1,8 @@
 """One peer's part in `optimize_topology`, in the thread of the caller: it measures links.
 
 For each probe that the master wants, a peer fetches from another one, over a stream as every
-collective uses it, what only exists to be sent, while the other does the same the other way. The
-rate is that of the second half of the time that this takes: in the first one TCP is still finding
-out what the link carries.
+collective uses it, what only exists to be sent, while the other does the same the other way. It
+takes as long as the rate grows: until then TCP is still finding out what the link carries.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import TypeAlias
 
 from pccl.ext import ffi
 from pccl.protocol import peer as core
@@ -19,10 +19,15 @@ from pccl.runtime.memory import Pieces
 
 log = logging.getLogger("pccl")
 
-PROBE_S = 0.5  # from the first bytes on
-CONNECT_S = 3.0  # for the first bytes; then nothing will come
+CONNECT_S = 5.0  # for the first bytes; then nothing will come
+WINDOW_S = 0.25  # in which bytes are counted, at least,
+WINDOW_SHARE = 0.4  # and of the time that the first ones take: some five round trips
+WINDOWS_MAX = 8  # after the first bytes; then it may grow as it will
+GROWTH = 1.25  # from one window to the next, that is more than chance
 # What is sent, in this order: a slow link has something to count, a fast one little to do.
-SIZES = (16 << 10,) * 64 + (256 << 10,) * 1024
+SIZES = (16 << 10,) * 64 + (64 << 10,) * 64 + (256 << 10,) * 1024
+CHECK_S = 0.03
+Arrivals: TypeAlias = list[tuple[float, int]]  # when, how many bytes
 BATCH = 64  # verdicts that are given at once
 
 
@@ -41,7 +46,7 @@ def optimise(client: Client, deadline: Deadline) -> core.Answer | core.Fail:
             case Leaf():
                 prober.take(note)
             case core.Fetched(_, seq) if seq == prober.seq:
-                prober.report()
+                prober.report(ended=True)
             case core.Answer() | core.Fail():
                 return note
         prober.work()
@@ -63,31 +68,27 @@ class _Prober:
     def __init__(self, client: Client, call: Call, pieces: Pieces, memory: object) -> None:
         self._client, self._call = client, call
         self._pieces, self._memory = pieces, memory
-        self._arrivals: list[tuple[float, int]] = []  # when, how many bytes
+        self._arrivals: Arrivals = []
         self._verdicts: list[tuple[int, int, bool]] = []
         self._op = self._sender = self.seq = 0
-        self._began = self._until = 0.0
+        self._began = self._check_at = 0.0
 
     @property
     def patience_s(self) -> float:
         """How long nothing but a note needs to be done."""
-        return max(0.0, self._until - time.perf_counter()) if self.seq else CONNECT_S
+        return max(0.0, self._check_at - time.perf_counter()) if self.seq else CONNECT_S
 
     def begin(self, seq: int, sender: int) -> None:
         """The next probe: how fast `sender` reaches us."""
         self.end()
         self.seq, self._sender = seq, sender
         self._began = time.perf_counter()
-        self._until = self._began + CONNECT_S
         self._op = self._client.fetch(self._call, seq, self._pieces, 0, self._memory)
 
     def take(self, leaf: Leaf) -> None:
         """Something has arrived."""
         if self.seq and leaf.op == self._op:
-            now = time.perf_counter()
-            if not self._arrivals:
-                self._until = now + PROBE_S
-            self._arrivals.append((now, SIZES[leaf.piece]))
+            self._arrivals.append((time.perf_counter(), SIZES[leaf.piece]))
             self._verdicts.append((leaf.piece, leaf.leaf, True))
 
     def work(self) -> None:
@@ -95,12 +96,16 @@ class _Prober:
         if self._verdicts and not (self._call.has_notes and len(self._verdicts) < BATCH):
             self._client.judge(self._op, self._verdicts)
             self._verdicts = []
-        if self.seq and time.perf_counter() >= self._until:
+        if self.seq and time.perf_counter() >= self._check_at:
             self.report()
 
-    def report(self) -> None:
-        """Tells the master, and ends the probe."""
-        rate = rate_of(self._arrivals)
+    def report(self, ended: bool = False) -> None:
+        """Tells the master if it is time to, which ends the probe; it is when no more will come."""
+        now = time.perf_counter()
+        self._check_at = now + CHECK_S
+        rate = rate_of(self._arrivals, self._began, now, ended)
+        if rate is None:
+            return
         first_s = self._arrivals[0][0] - self._began if self._arrivals else 0.0
         log.info("from peer %d: %.1f Mbit/s, %.3f s", self._sender, rate * 8e-6, first_s)
         self._client.measured(self.seq, int(rate), int(first_s * 1e6))
@@ -111,11 +116,26 @@ class _Prober:
         self._arrivals, self._verdicts, self.seq = [], [], 0
 
 
-def rate_of(arrivals: list[tuple[float, int]]) -> float:
-    """Bytes per second in the second half of the time between the first arrival and the last."""
-    if len(arrivals) < 2:
-        return sum(nbytes for _, nbytes in arrivals) / PROBE_S
-    middle = (arrivals[0][0] + arrivals[-1][0]) / 2
-    before = max(i for i, (at, _) in enumerate(arrivals) if at <= middle)
-    took_s = arrivals[-1][0] - arrivals[before][0]
-    return sum(nbytes for _, nbytes in arrivals[before + 1 :]) / max(took_s, 1e-6)
+def rate_of(arrivals: Arrivals, began: float, now: float, ended: bool = False) -> float | None:
+    """Bytes per second as of `now`, if it can be told by now, or must be.
+
+    Two windows are compared, of about two round trips each, as the first arrival tells, which a
+    connection has come before: when the later one has brought hardly more than the earlier one,
+    TCP has found out what the link carries.
+    """
+    if not arrivals:
+        return 0.0 if ended or now - began >= CONNECT_S else None
+    first = arrivals[0][0]
+    window = max(WINDOW_S, WINDOW_SHARE * (first - began))
+    if ended:
+        window = max(min(window, (arrivals[-1][0] - first) / 2), 1e-6)
+        now = arrivals[-1][0]
+    elif now - first < 2 * window:
+        return None
+    before = sum(nbytes for at, nbytes in arrivals if now - 2 * window < at <= now - window)
+    after = sum(nbytes for at, nbytes in arrivals if now - window < at)
+    if after > GROWTH * before and now - first < WINDOWS_MAX * window and not ended:
+        return None
+    if before + after == 0:  # a slow link, on which all that is under way arrives together
+        return sum(nbytes for _, nbytes in arrivals) / (now - began)
+    return (before + after) / (2 * window)
