@@ -24,7 +24,8 @@ from pccl.handle import error_of
 from pccl.logs import configure_logging
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.client import Call, Client, Deadline, Note
+from pccl.runtime.call import Call, Deadline, Note
+from pccl.runtime.client import Client
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.devices import HostView
 from pccl.runtime.probe import optimise

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from pccl.errors import PCCLError
 from pccl.protocol import peer as core
-from pccl.runtime.client import Call, Client, Deadline
+from pccl.runtime.call import Call, Deadline
+from pccl.runtime.client import Client
 from pccl.types import ReduceInfo, Result
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import pccl
-from pccl.runtime.client import Call
+from pccl.runtime.call import Call
 
 
 class Puppet:

@@ -181,6 +181,17 @@ def test_others_do_not_come_in_time(stage: Stage, lone: Lone) -> None:
         says(newcomer.end(), "PCCLTimeoutError", "MASTER_CONNECTION_FAILED", where, todo)
 
 
+def test_one_has_no_time_for_an_optimisation(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCCL_TRANSPORT", "tcp")  # or there would be nothing to measure
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        puppets = stage(master.address, [0, 0])
+        puppets[0].begin("optimize_topology")
+        puppets[1].begin("optimize_topology", timeout=0.2)
+        impatient = rf"optimize_topology: TOPOLOGY_OPTIMIZATION_FAILED: {PEER} waited no longer"
+        for puppet in puppets:
+            says(puppet.end(), "PCCLTimeoutError", "TOPOLOGY_OPTIMIZATION_FAILED", impatient)
+
+
 def test_a_straggler_is_dropped(stage: Stage) -> None:
     slow = Master(PCCL_STRAGGLER_S="1")
     try:

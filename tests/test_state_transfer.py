@@ -18,7 +18,8 @@ import pytest
 from cluster import Cluster, grow
 
 import pccl
-from pccl.runtime.client import Call, Client
+from pccl.runtime.call import Call
+from pccl.runtime.client import Client
 from pccl.runtime.staging import Staging, Verdict
 
 HERE = Path(__file__).resolve().parent

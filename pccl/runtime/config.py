@@ -25,8 +25,8 @@ class Config:
         advertise: host that other peers reach this one at; empty: the address the master sees.
         ports: on one of which a peer listens for bulk data; empty: any.
         ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
-        heartbeat_ms: a ping on every connection that is silent for this long.
-        heartbeat_timeout_ms: without an answer for this long, the other side counts as lost.
+        heartbeat_ms: a ping so often on every connection.
+        heartbeat_timeout_ms: where nothing is heard for this long, the other side counts as lost.
         connect_timeout_s: until a connection must stand.
         master_patience_s: how long a peer tries to get back to a master that is gone.
         straggler_s: a master drops peers that keep others waiting for so long; None: never.

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pccl.arrays import Buffer
 from pccl.protocol import messages as m
+from pccl.runtime.call import Call
 from pccl.runtime.inline import contribution
 from pccl.runtime.quantization import wire_bytes
-
-if TYPE_CHECKING:
-    from pccl.runtime.client import Call
 
 Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 

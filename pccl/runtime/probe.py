@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 from pccl.ext import ffi
 from pccl.protocol import peer as core
-from pccl.runtime.client import Call, Client, Deadline, Leaf
+from pccl.runtime.call import Call, Deadline, Leaf
+from pccl.runtime.client import Client
 from pccl.runtime.memory import Pieces
 
 log = logging.getLogger("pccl")

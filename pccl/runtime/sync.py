@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.client import SERVE_INTERVAL_S, Call, Client, Deadline, Leaf, Note
+from pccl.runtime.call import Call, Deadline, Leaf, Note
+from pccl.runtime.client import SERVE_INTERVAL_S, Client
 from pccl.runtime.digest import digests
 from pccl.runtime.staging import Region, Staging, Verdict, served
 from pccl.types import SharedStateProgress
