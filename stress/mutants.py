@@ -55,8 +55,18 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "who is told of a start that it had missed is told once",
+        "        self._last_seq = max(self._last_seq, refusal.seq)",
+        "        pass",
+    ),
+    Mutant(
+        "a link that is measured again, with all others, does not change",
+        "        if hop in optimisation.links:",
+        "        if False:",
+    ),
+    Mutant(
         "nobody waits for the measurements of who is lost",
-        "            if number not in lost and other not in lost\n",
+        "            if number not in lost and not lost >= {*senders}\n",
         "            if number not in lost\n",
     ),
     Mutant(
@@ -77,12 +87,12 @@ MUTANTS = [
     ),
     Mutant(
         "the ring that was chosen is installed",
-        "            group.order = order\n",
+        "            group.rings = rings\n",
         "",
     ),
     Mutant(
         "a restarted master goes on with the rings as they were",
-        "group.epoch, group.order = resume.epoch, resume.order",
+        "group.epoch, group.rings = resume.epoch, resume.rings",
         "group.epoch = resume.epoch",
     ),
     Mutant(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from test_hostile import WORK, Hall, resume
 
 from pccl.protocol import messages as m
+from pccl.protocol import peer as peer_core
 from pccl.protocol.collectives import REACH_ATTEMPTS_MAX
 from pccl.protocol.master import Journal, Master
 from pccl.runtime.inline import combine
@@ -131,6 +132,22 @@ def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
     assert reduce(second.seq, first.seq).stable == first.seq
 
 
+def test_who_was_told_of_a_start_that_it_had_missed_knows_of_it() -> None:
+    core = peer_core.Peer()
+    core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
+    known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
+    for told in (m.Welcome(1, 7), known, m.Admitted(m.Done())):
+        core.received(told)
+    core.collective(2, 0, WORK)
+    core.received(m.CallError(2, Result.RANK_CONNECTION_LOST.value, "a restart", 0, 9))
+    core.link_lost("the next restart")
+    (again,) = core.linked()
+    assert isinstance(again, peer_core.Send)
+    assert isinstance(again.message, m.Resume)
+    assert again.message.last_seq == 9
+
+
 # ---- optimize_topology ----
 
 
@@ -159,31 +176,39 @@ class Lab(Hall):
 
     def pairs(self) -> set[frozenset[int]]:
         """Who is being measured with whom."""
-        return {frozenset((number, probe.peer)) for number, probe in self.probes().items()}
+        return {frozenset((number, *probe.peers)) for number, probe in self.probes().items()}
 
-    def measure(self, *slow: int) -> int:
-        """All that is to be measured is, and fast but between `slow`; the number of slots."""
+    def measure(self, *slow: int, together: int = 10**8) -> int:
+        """All that is to be measured is, and fast but between `slow`; the number of slots.
+
+        `together`: what reaches a peer of all others at once.
+        """
         seqs: set[int] = set()
         while self.master._optimisation is not None:
             seq = self.master._optimisation.seq
             seqs.add(seq)
             for number, probe in self.probes().items():
                 if probe.seq == seq:
-                    rate = 1000 if {number, probe.peer} == set(slow) else 10**8
+                    rate = 10**8 if len(probe.peers) == 1 else together
+                    rate = 1000 if {number, *probe.peers} == set(slow) else rate
                     self.say(self.master.peers[number].conn, m.Measured(seq, rate, 1000))
         return len(seqs)
 
+    def rings(self, conn: bytes) -> tuple[m.Ring, ...]:
+        """The rings that a peer was told of last."""
+        return [told.rings for told in self.told[conn] if isinstance(told, m.Plan)][-1]
+
     def order(self, conn: bytes) -> tuple[int, ...]:
-        """The ring that a peer was told of last."""
-        plans = [told for told in self.told[conn] if isinstance(told, m.Plan)]
-        return plans[-1].rings[0].order if plans[-1].rings else ()
+        """The only ring that a peer was told of last."""
+        (ring,) = self.rings(conn)
+        return ring.order
 
 
 def test_the_ring_goes_around_a_slow_link_and_stays_so_for_those_who_stay() -> None:
     lab = Lab("0000")
     lab.everyone(m.OptimizeVote(7))
     assert lab.pairs() == {frozenset((1, 4)), frozenset((2, 3))}
-    assert lab.measure(2, 3) == 3
+    assert lab.measure(2, 3) == 4
     assert isinstance(lab.last(b"1"), m.OptimizeResult)
     assert lab.order(b"1") == lab.order(b"4") == (1, 2, 4, 3)
     lab.join(b"5", machine="m5")
@@ -193,12 +218,26 @@ def test_the_ring_goes_around_a_slow_link_and_stays_so_for_those_who_stay() -> N
     assert lab.order(b"5") == (1, 4, 3, 5)
 
 
+def test_links_that_carry_more_together_get_several_rings() -> None:
+    lab = Lab("0000")
+    lab.everyone(m.OptimizeVote(7))
+    assert lab.measure(together=3 * 10**8) == 4
+    rings = lab.rings(b"1")
+    assert len(rings) == 6
+    assert {ring.weight for ring in rings} == {rings[0].weight}
+    lab.join(b"5", machine="m5")
+    lab.everyone(m.TopologyVote(8))
+    assert all(sorted(ring.order) == [1, 2, 3, 4, 5] for ring in lab.rings(b"5"))
+    lab.perform(lab.master.disconnected(b"2", "its connection broke"))
+    assert len({ring.order for ring in lab.rings(b"1")}) == len(lab.rings(b"1")) > 1
+
+
 def test_groups_are_measured_at_the_same_time_and_only_within() -> None:
     lab = Lab("01010")
     lab.everyone(m.OptimizeVote(7))
     assert frozenset((2, 4)) in lab.pairs()
     assert len(lab.pairs()) == 2
-    assert lab.measure(1, 3) == 3
+    assert lab.measure(1, 3) == 4
 
 
 def test_peers_of_one_machine_are_not_measured() -> None:
@@ -208,7 +247,7 @@ def test_peers_of_one_machine_are_not_measured() -> None:
     lab.everyone(m.TopologyVote(1))
     lab.everyone(m.OptimizeVote(7))
     assert lab.pairs() in ({frozenset((1, 2))}, {frozenset((1, 3))})
-    assert lab.measure() == 2
+    assert lab.measure() == 3
 
 
 def test_nobody_waits_for_the_measurements_of_who_is_lost() -> None:
@@ -250,7 +289,7 @@ def test_an_optimisation_that_one_gives_up_fails_for_all() -> None:
     lab.say(b"2", m.Measured(late.seq, 1, 1))  # it was on its way
     assert sorted(lab.master.peers) == [1, 2, 3]
     lab.everyone(m.OptimizeVote(8))
-    assert lab.measure() == 3
+    assert lab.measure() == 4
 
 
 def test_who_measures_what_nobody_asked_for_is_dropped() -> None:
@@ -266,8 +305,9 @@ def test_a_restarted_master_keeps_the_ring() -> None:
     hall = Hall(0)
     hall.master = Master(1, combine, journal=Journal(5, 1, 5, frozenset((1, 2, 3, 4))))
     for number in (1, 2, 3, 4):
-        order = (1, 2, 3, 4) if number == 1 else (1, 3, 2, 4)  # it had not heard of the last plan
-        known_by = resume(number, known=known, epoch=2 + (number > 1), order=order)
+        # 1 had not heard of the last plan
+        rings = (m.Ring((1, 2, 3, 4) if number == 1 else (1, 3, 2, 4), 1),)
+        known_by = resume(number, known=known, epoch=2 + (number > 1), rings=rings)
         hall.perform(hall.master.resume(b"%d" % number, known_by, "10.0.0.1"))
     plans = [told for told in hall.told[b"1"] if isinstance(told, m.Plan)]
     assert plans[-1].rings[0].order == (1, 3, 2, 4)

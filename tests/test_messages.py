@@ -38,7 +38,7 @@ FROM_PEER: list[m.PeerMessage] = [
         m.Done(1, 2, True, 3, 4, 11, True),
         (m.Open(9, (1, 2), None), m.Open(8, (1, 2), False)),
         ((7, True),),
-        order=(2, 1),
+        rings=(m.Ring((2, 1), 1),),
     ),
 ]
 FROM_MASTER: list[m.MasterMessage] = [
@@ -59,7 +59,7 @@ FROM_MASTER: list[m.MasterMessage] = [
     m.CallError(8, 3, "no"),
     m.Kicked(4, "out of turn"),
     m.Resumed(m.Done()),
-    m.Probe(5, 12, 2),
+    m.Probe(5, 12, (2, 3)),
     m.OptimizeResult(5, 3),
 ]
 

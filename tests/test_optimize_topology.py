@@ -27,7 +27,10 @@ def tcp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def slow_pairs(monkeypatch: pytest.MonkeyPatch) -> set[frozenset[int]]:
-    """Links that are said to be slow, whatever was measured; peers by number."""
+    """Links that are said to be slow, whatever was measured; peers by number.
+
+    If there is none, links are said to carry more together.
+    """
     pairs: set[frozenset[int]] = set()
     measured = Client.measured
 
@@ -37,7 +40,8 @@ def slow_pairs(monkeypatch: pytest.MonkeyPatch) -> set[frozenset[int]]:
         assert syncing is not None
         assert syncing.plan is not None
         pair = frozenset((client.number, *syncing.plan.holders))
-        measured(client, seq, 10_000 if pair in pairs else 100_000_000, 100)
+        rate = 10**8 if pairs else 10**8 * len(syncing.plan.holders)
+        measured(client, seq, 10**4 if pair in pairs else rate, 100)
 
     monkeypatch.setattr(Client, "measured", lies)
     return pairs
@@ -70,6 +74,40 @@ def test_the_ring_that_was_chosen_is_the_one_that_is_used(
         sums = cluster.each(lambda i, comm: float(comm_sum(comm)))
         assert sums == [4.0] * 4
         assert ring(newcomer) == [number for number in orders[0] if number != gone] + [5]
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_several_rings_share_out_the_data(slow_pairs: set[frozenset[int]], size: int) -> None:
+    rng = np.random.default_rng(size)
+    with Cluster(size) as cluster:
+        cluster.each(lambda _, comm: comm.optimize_topology())
+        clients = [comm._client for comm in cluster.comms]
+        rings = {client.plan.rings for client in clients if client is not None}
+        assert len(rings) == 1
+        assert len(rings.pop()) == {3: 2, 4: 6}[size]
+        by_rank = sorted(cluster.comms, key=lambda comm: comm.rank)
+        for count in (0, 1, 63, 1000, 300_007):
+            given = [rng.integers(0, 1000, count) for _ in by_rank]
+            reduced = [x.copy() for x in given]
+            gathered = [np.zeros((size, count), np.int64) for _ in by_rank]
+            casted = [x.copy() for x in given]
+            floats = [x.astype(np.float32) for x in given]
+
+            def calls(index: int, comm: pccl.Communicator) -> None:
+                rank = comm.rank
+                comm.all_reduce(reduced[rank], op="sum")  # noqa: B023
+                comm.all_gather(given[rank], gathered[rank])  # noqa: B023
+                comm.broadcast(casted[rank], root=size - 1)  # noqa: B023
+                comm.all_reduce(floats[rank], op="sum", quantization="int8")  # noqa: B023
+
+            cluster.each(calls)
+            for rank in range(size):
+                np.testing.assert_array_equal(reduced[rank], sum(given))
+                np.testing.assert_array_equal(gathered[rank], given)
+                np.testing.assert_array_equal(casted[rank], given[-1])
+                assert floats[rank].tobytes() == floats[0].tobytes()
+        cluster.comms.pop().close()
+        assert cluster.each(lambda _, comm: float(comm_sum(comm))) == [size - 1.0] * (size - 1)
 
 
 def comm_sum(comm: pccl.Communicator) -> np.float32:

@@ -132,12 +132,16 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Doom:
-    """What a peer is told, once, that comes to one of these rounds after their end."""
+    """What a peer is told, once, that comes to one of these rounds after their end.
+
+    `seq` is that of a collective that began without this peer's knowledge.
+    """
 
     rounds: frozenset[RoundId]
     result: Result
     why: str
     cause: m.Cause
+    seq: int = 0
 
 
 @dataclass(slots=True)
@@ -158,10 +162,11 @@ class Optimisation:
     """Links that are measured, from the vote of all accepted peers to the choice of the rings."""
 
     calls: dict[int, int]  # of its members
-    slots: deque[list[tuple[int, int]]]  # pairs that are still to be measured, at the same time
+    slots: deque[dict[int, tuple[int, ...]]]  # who is still to measure what comes from whom
     seq: int = 0
-    measuring: dict[int, int] = field(default_factory=dict)  # who measures the link from whom
+    measuring: dict[int, tuple[int, ...]] = field(default_factory=dict)  # those that do so now
     links: dict[tuple[int, int], Link] = field(default_factory=dict)  # from whom to whom
+    inflow: dict[int, int] = field(default_factory=dict)  # bytes per second from all at once
 
 
 @dataclass(slots=True)
@@ -174,7 +179,7 @@ class Group:
     last_plan: int = 0  # seq of the last plan of the last synchronisation
     holders: set[int] = field(default_factory=set)
     sync: Sync | None = None
-    order: tuple[int, ...] = ()  # of the ring, as it was optimised
+    rings: tuple[m.Ring, ...] = ()  # as they were optimised
     small: deque[int] = field(default_factory=deque)  # seqs of results that somebody may lack
     # of two peers, how often no stream could be opened since the last collective that committed
     unreached: Counter[frozenset[int]] = field(default_factory=Counter)
@@ -270,8 +275,9 @@ class Ledger(ABC):
         result: Result,
         why: str,
         cause: m.Cause = m.Cause.OTHER,
+        seq: int = 0,
     ) -> None:
-        self._send(number, m.CallError(call, result.value, plain(why), cause))
+        self._send(number, m.CallError(call, result.value, plain(why), cause, seq))
 
     def _note(self, text: str) -> None:
         self._out.append(Note(plain(text)))

@@ -17,8 +17,8 @@ longer than one vote:
   receives what. It ends when all receivers have verified what they fetched. When a member is lost,
   or a fetch fails, the election is repeated over the offers of the survivors: nothing has been
   overwritten yet, so these still hold.
-- An *optimisation* begins when its round commits. Peers measure the links between them, pair by
-  pair; then the rings are chosen anew. Who is lost meanwhile is no longer measured.
+- An *optimisation* begins when its round commits. Peers measure the links between them, slot by
+  slot; then the rings are chosen anew. Who is lost meanwhile is no longer measured.
 
 A master that is restarted has an empty state but for its journal: who was accepted. It waits until
 these have come back and have said what they know (`resume`), or until its patience ends, and goes
@@ -300,7 +300,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         self._were_pending, self._optimize_rounds = before.were_pending, before.optimized
         for group_number, was in before.groups.items():
             self._groups[group_number] = Group(
-                was.epoch, was.revision, was.syncs, was.last_plan, was.holders, order=was.order
+                was.epoch, was.revision, was.syncs, was.last_plan, was.holders, rings=was.rings
             )
             if not was.holders:
                 self._note(f"the last holder of group {group_number}'s shared state is gone")
@@ -321,7 +321,8 @@ class Master(Collectives, Synchronisations, Optimisations):
         why = "the master was restarted"
         start = frozenset((RoundId(Kind.START, was.group, was.tag),))
         for number in sorted(was.unheard):  # its vote to start is void, as it is for the others
-            self._forbid(number, Doom(start, Result.RANK_CONNECTION_LOST, why, m.Cause.OTHER))
+            lost = Result.RANK_CONNECTION_LOST
+            self._forbid(number, Doom(start, lost, why, m.Cause.OTHER, seq))
         if was.outcome is not None:
             for number in sorted(was.open):
                 self._send(number, m.Finished(seq, was.outcome, "" if was.outcome else why))
@@ -455,7 +456,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         self._epoch += 1
         group.epoch = self._epoch
         peers = tuple(self.peers[number].info for number in self._accepted(group_number))
-        plan = m.Plan(group.epoch, peers, plan_rings(peers, group.order), self._topology_rounds)
+        plan = m.Plan(group.epoch, peers, plan_rings(peers, group.rings), self._topology_rounds)
         for peer in peers:
             self._send(peer.peer, plan)
 
@@ -506,7 +507,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         doom = next((doom for doom in dooms if round_id in doom.rounds), None)
         if doom is not None:
             self._doomed[number].remove(doom)
-            self._fail(number, vote.call, doom.result, doom.why, doom.cause)
+            self._fail(number, vote.call, doom.result, doom.why, doom.cause, doom.seq)
             return
         stands_in = self._rounds.of(number)
         if round_id in stands_in:

@@ -24,6 +24,7 @@ from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 PROTOCOL_VERSION = 1
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
+RINGS_MAX = 8  # of a group, as in c/pccl.h
 INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
 ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name
@@ -96,7 +97,10 @@ class Ring(Struct, array_like=True, frozen=True):
     """One ring: the peers in order, each sending to the next, and its share of the data."""
 
     order: tuple[U64, ...]
-    weight: U32
+    weight: Annotated[int, Meta(ge=1, lt=1 << 32)]
+
+
+Rings = Annotated[tuple[Ring, ...], Meta(max_length=RINGS_MAX)]
 
 
 class World(Struct, array_like=True, frozen=True):
@@ -361,7 +365,7 @@ class OptimizeVote(Struct, array_like=True, frozen=True, tag=13):
 
 
 class Measured(Struct, array_like=True, frozen=True, tag=14):
-    """What a probe found of the link that leads to this peer.
+    """What a probe found of the links that lead to this peer.
 
     `rate` is in bytes per second, 0 where nothing came. `delay_us` is how long the first bytes
     took, with the connection that they needed.
@@ -377,7 +381,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
 
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
     known outcome (the latest ones: older ones are known to all), `small` those results that others
-    may lack, `order` the first ring.
+    may lack, `rings` those of the last Plan.
     """
 
     protocol: U32
@@ -393,7 +397,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     open: tuple[Open, ...]
     finished: tuple[tuple[U64, bool], ...]
     small: tuple[Small, ...] = ()
-    order: tuple[U64, ...] = ()
+    rings: Rings = ()
 
 
 # ---- from the master to a peer ----
@@ -422,7 +426,7 @@ class Plan(Struct, array_like=True, frozen=True, tag=66):
 
     epoch: U32
     peers: tuple[PeerInfo, ...]
-    rings: tuple[Ring, ...]
+    rings: Rings
     topology: U64
 
 
@@ -514,12 +518,16 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
 
 
 class CallError(Struct, array_like=True, frozen=True, tag=76):
-    """A call failed before anything happened; `result` is a pccl.Result, `cause` a `Cause`."""
+    """A call failed before anything happened; `result` is a pccl.Result, `cause` a `Cause`.
+
+    `seq` is not 0 where it had begun all the same, with a master that could not tell this peer.
+    """
 
     call: U64
     result: U16
     why: Text
     cause: U16 = 0
+    seq: U64 = 0
 
 
 class Resumed(Struct, array_like=True, frozen=True, tag=78):
@@ -554,14 +562,14 @@ class Report(Struct, array_like=True, frozen=True, tag=80):
 
 
 class Probe(Struct, array_like=True, frozen=True, tag=81):
-    """Measure the link from `peer`, which does the same the other way, and say so by `Measured`.
+    """Measure what comes from `peers`, which do the same the other way, and say so by `Measured`.
 
     Supersedes an earlier probe of the same call.
     """
 
     call: U64
     seq: U64
-    peer: U64
+    peers: tuple[U64, ...]
 
 
 class OptimizeResult(Struct, array_like=True, frozen=True, tag=82):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Sequence, Set
 from itertools import islice, zip_longest
 
 from pccl.protocol import messages as m
@@ -11,7 +11,15 @@ from pccl.protocol import reach
 from pccl.protocol.ledger import WITHDRAWN, Ledger, Optimisation
 from pccl.protocol.ring import plan_rings
 from pccl.protocol.rounds import Kind, Round
-from pccl.protocol.topology import Link, Links, best_order, seconds, slowest, tournament
+from pccl.protocol.topology import (
+    SPREAD_MAX,
+    Link,
+    Links,
+    best_rings,
+    seconds,
+    slowest,
+    tournament,
+)
 from pccl.types import Result
 
 SLOTS_MAX = 16  # of pairs that are measured one after the other: the rest of many is not
@@ -27,35 +35,52 @@ class Optimisations(Ledger):
         groups = dict.fromkeys(self.peers[number].info.group for number in round_.votes)
         schedules = [self._schedule(self._accepted(group)) for group in groups]
         slots = deque(
-            [pair for pairs in slot for pair in pairs]
-            for slot in zip_longest(*schedules, fillvalue=[])
+            {number: senders for part in slot for number, senders in part.items()}
+            for slot in zip_longest(*schedules, fillvalue={})
         )
         calls = {number: vote.call for number, vote in round_.votes.items()}
         self._optimisation = Optimisation(calls, slots)
         self._probe(self._optimisation)
 
-    def _schedule(self, numbers: list[int]) -> list[list[tuple[int, int]]]:
-        """The pairs of a group that are to be measured, slot by slot."""
+    def _schedule(self, numbers: list[int]) -> list[dict[int, tuple[int, ...]]]:
+        """Who of a group is to measure what comes from whom, slot by slot.
+
+        First each link by itself; then, where there may be several rings, all at once.
+        """
         infos = {number: self.peers[number].info for number in numbers}
-        slots = (
+        pairs = (
             [(a, b) for a, b in slot if not reach.local(infos[a], infos[b])]
             for slot in tournament(numbers)
         )
-        return list(islice((slot for slot in slots if slot), SLOTS_MAX))
+        slots: list[dict[int, tuple[int, ...]]] = []
+        for slot in islice((slot for slot in pairs if slot), SLOTS_MAX):
+            slots.append(
+                {number: (sender,) for a, b in slot for number, sender in ((a, b), (b, a))}
+            )
+        if 2 < len(numbers) <= SPREAD_MAX and slots:
+            distant = {
+                number: tuple(
+                    n for n in numbers if n != number and not reach.local(infos[n], infos[number])
+                )
+                for number in numbers
+            }
+            slots.append({number: senders for number, senders in distant.items() if senders})
+        return slots
 
     def _probe(self, optimisation: Optimisation) -> None:
-        """Has the next pairs measured, or ends when there are none."""
+        """Has the next links measured, or ends when there are none."""
         calls = optimisation.calls
         while optimisation.slots and not optimisation.measuring:
-            for a, b in optimisation.slots.popleft():
-                if a in calls and b in calls:
-                    optimisation.measuring |= {a: b, b: a}
+            for number, senders in optimisation.slots.popleft().items():
+                left = tuple(sender for sender in senders if sender in calls)
+                if number in calls and left:
+                    optimisation.measuring[number] = left
         if not optimisation.measuring:
             self._end_optimisation(optimisation)
             return
         optimisation.seq = self._take_seq()
-        for number, other in optimisation.measuring.items():
-            self._send(number, m.Probe(calls[number], optimisation.seq, other))
+        for number, senders in optimisation.measuring.items():
+            self._send(number, m.Probe(calls[number], optimisation.seq, senders))
 
     def _measured(self, number: int, measured: m.Measured) -> None:
         optimisation = self._optimisation
@@ -68,8 +93,12 @@ class Optimisations(Ledger):
                 why = f"it measured in probe {measured.seq} out of turn"
                 self._remove(number, why, Result.INTERNAL_ERROR)
             return  # of a probe that has ended otherwise, while this was on its way
-        sender = optimisation.measuring.pop(number)
-        optimisation.links[sender, number] = Link(measured.rate, measured.delay_us)
+        senders = optimisation.measuring.pop(number)
+        hop = senders[0], number
+        if hop in optimisation.links:  # once more, with all others at once
+            optimisation.inflow[number] = measured.rate
+        else:
+            optimisation.links[hop] = Link(measured.rate, measured.delay_us)
         if not optimisation.measuring:
             self._probe(optimisation)
 
@@ -80,7 +109,7 @@ class Optimisations(Ledger):
             return False
         return call is None or optimisation.calls[number] == call
 
-    def _optimise_without(self, lost: Collection[int]) -> None:
+    def _optimise_without(self, lost: Set[int]) -> None:
         """Peers are lost: nobody waits for them, or measures links to them."""
         optimisation = self._optimisation
         if optimisation is None or not optimisation.calls.keys() & lost:
@@ -88,9 +117,9 @@ class Optimisations(Ledger):
         for number in lost:
             optimisation.calls.pop(number, None)
         optimisation.measuring = {
-            number: other
-            for number, other in optimisation.measuring.items()
-            if number not in lost and other not in lost
+            number: senders
+            for number, senders in optimisation.measuring.items()
+            if number not in lost and not lost >= {*senders}
         }
         if not optimisation.calls:
             self._optimisation = None
@@ -108,27 +137,38 @@ class Optimisations(Ledger):
         self._optimisation = None
         self._optimize_rounds += 1
         for group in dict.fromkeys(self.peers[n].info.group for n in optimisation.calls):
-            self._choose_order(group, optimisation)
+            self._choose_rings(group, optimisation)
         for number, call in optimisation.calls.items():
             self._send(number, m.OptimizeResult(call, self._optimize_rounds))
 
-    def _choose_order(self, group_number: int, optimisation: Optimisation) -> None:
-        """Installs the best order for a group, if it is better than the one that it has."""
+    def _choose_rings(self, group_number: int, optimisation: Optimisation) -> None:
+        """Installs the best rings for a group, if they are better than those that it has."""
         group, numbers = self._groups[group_number], self._accepted(group_number)
         infos = {number: self.peers[number].info for number in numbers}
-        rings = plan_rings(list(infos.values()), group.order)
-        if not rings:
+        current = plan_rings(list(infos.values()), group.rings)
+        if not current:
             return
-        links = Links(optimisation.links, lambda a, b: reach.local(infos[a], infos[b]))
-        current = rings[0].order
-        order = best_order(current, links)
-        for title, ring in (("was", current), ("is", order)):
-            a, b = slowest(ring, links)
-            self._note(
-                f"the ring of group {group_number} {title} {' -> '.join(map(str, ring))}: its "
-                f"slowest link, from peer {a} to peer {b}, carries {links[a, b].rate * 8e-6:.0f} "
-                f"Mbit/s, and 64 MiB on each link take about {seconds(ring, links):.2f} s"
-            )
-        if order != current:
-            group.order = order
+        links = Links(
+            optimisation.links,
+            lambda a, b: reach.local(infos[a], infos[b]),
+            optimisation.inflow,
+        )
+        rings = best_rings(current, links)
+        for title, found in (("were", current), ("are", rings)):
+            self._note(f"the rings of group {group_number} {title} {_describe(found, links)}")
+        if rings != current:
+            group.rings = rings
             self._new_epoch(group_number)
+
+
+def _describe(rings: Sequence[m.Ring], links: Links) -> str:
+    """Rings, and what is expected of them, in words."""
+    orders = "; ".join(
+        f"{' -> '.join(map(str, ring.order))} (weight {ring.weight})" for ring in rings
+    )
+    a, b = min((slowest(ring.order, links) for ring in rings), key=lambda hop: links[hop].rate)
+    return (
+        f"{orders}: the slowest link, from peer {a} to peer {b}, carries "
+        f"{links[a, b].rate * 8e-6:.0f} Mbit/s, and an all-reduce in which each peer sends 64 MiB "
+        f"takes about {seconds(rings, links):.2f} s"
+    )

@@ -250,8 +250,8 @@ class Peer(Transfers):
                 self._planned(message)
             case m.SyncResult():
                 self._synced(message)
-            case m.Probe(call, seq, peer):
-                self._planned(m.SyncPlan(call, seq, (peer,), (peer,), (0,), ()))
+            case m.Probe(call, seq, peers):
+                self._planned(m.SyncPlan(call, seq, peers, peers, (0,), ()))
             case m.OptimizeResult():
                 self._optimized(message)
             case m.Resumed(done):
@@ -478,7 +478,7 @@ class Peer(Transfers):
             open_,
             tuple(self._outcomes),
             tuple(self._small),
-            self.plan.rings[0].order if self.plan.rings else (),
+            self.plan.rings,
         )
         self._out.append(Send(resume))
         return self._take()
@@ -533,6 +533,7 @@ class Peer(Transfers):
     def _refused(self, refusal: m.CallError) -> None:
         """A call failed before anything happened."""
         call, result = refusal.call, Result(refusal.result)
+        self._last_seq = max(self._last_seq, refusal.seq)  # or another master would tell us again
         lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
         error = _ERRORS.get(refusal.cause, lost)
         fail = Fail(call, result, refusal.why, error, ENTERING)

@@ -46,7 +46,7 @@ class GroupBefore:
     revision: int | None = None
     last_plan: int = 0
     holders: set[int] = field(default_factory=set)
-    order: tuple[int, ...] = ()
+    rings: tuple[m.Ring, ...] = ()
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ def _groups(resumes: Mapping[int, m.Resume]) -> dict[int, GroupBefore]:
     for resume in resumes.values():
         group = groups.setdefault(resume.info.group, GroupBefore())
         if resume.epoch >= group.epoch:
-            group.epoch, group.order = resume.epoch, resume.order
+            group.epoch, group.rings = resume.epoch, resume.rings
         group.syncs = max(group.syncs, resume.done.sync)
     for number, resume in resumes.items():
         group, done = groups[resume.info.group], resume.done

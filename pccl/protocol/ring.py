@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -11,15 +12,22 @@ from pccl.protocol.orders import RingPart
 QUANTUM = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl.h)
 
 
-def plan_rings(peers: Sequence[PeerInfo], chosen: Sequence[int] = ()) -> tuple[Ring, ...]:
-    """One ring over all peers; none for fewer than two peers.
+def plan_rings(peers: Sequence[PeerInfo], chosen: Sequence[Ring] = ()) -> tuple[Ring, ...]:
+    """Rings over all peers: those that were chosen, else one; none for fewer than two peers.
 
-    Those that are in `chosen`, a ring that was optimised, go in that order, though it may also name
-    peers that have left. Others are side by side with those of their machine. Peers are in the
-    order of acceptance, which breaks ties, so every call gives the same plan.
+    Those that were chosen may also name peers that have left, and not yet name all. Peers are in
+    the order of acceptance, which breaks ties, so every call gives the same plan.
     """
     if len(peers) < 2:
         return ()
+    weights: Counter[tuple[int, ...]] = Counter()
+    for ring in chosen or (Ring((), 1),):
+        weights[_order(peers, ring.order)] += ring.weight
+    return tuple(Ring(order, weight) for order, weight in weights.items())
+
+
+def _order(peers: Sequence[PeerInfo], chosen: Sequence[int]) -> tuple[int, ...]:
+    """The peers in the chosen order, others of them side by side with those of their machine."""
     chosen_at = {number: index for index, number in enumerate(chosen)}
     last_of: dict[tuple[str, str], int] = {}  # of a machine: where its peers end
     for peer in sorted(peers, key=lambda peer: chosen_at.get(peer.peer, -1)):
@@ -34,7 +42,7 @@ def plan_rings(peers: Sequence[PeerInfo], chosen: Sequence[int] = ()) -> tuple[R
             return chosen_at[peer.peer], -1
         return last_of[peer.machine, peer.host], index
 
-    return (Ring(tuple(peers[i].peer for i in sorted(range(len(peers)), key=place)), 1),)
+    return tuple(peers[i].peer for i in sorted(range(len(peers)), key=place))
 
 
 def span(work: Work) -> int:

@@ -1,20 +1,28 @@
-"""Which order of a ring suits links of different speed. Pure functions.
+"""Which rings suit links of different speed. Pure functions.
 
 All links of a ring carry the same bytes at the same time, so the slowest decides how long a large
 collective takes, and how far it is around the ring twice is added to that. A ring that is best in
 this sense is a bottleneck travelling salesman's tour: found for certain among few peers, by local
 search (2-opt and or-opt: Croes, 1958; Or, 1976) among many.
+
+One ring leaves most links of a mesh idle. Where they do not share what leads to a peer, several
+rings that share out the data take a fraction of the time.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, permutations
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+from pccl.protocol.messages import RINGS_MAX, Ring
 
 NOMINAL_BYTES = 64 << 20  # that each link carries in the collective which an order is to suit
 CHUNK_BYTES = 256 << 10  # what a peer has of them before it sends on
 EXACT_MAX = 8  # peers; more have too many orders to look at all
+SPREAD_MAX = 6  # peers of a group that may have several rings: more take long to choose them
+PARTS = 8  # of the slowest link of the best ring, which are given to one ring or another
 SEARCH_STEPS = 300_000  # links looked at by a local search: half a second, or so
 GAIN = 0.2  # of the time: for less no order is given up, since measurements vary
 
@@ -34,28 +42,40 @@ class Link(NamedTuple):
 LOCAL = Link(8 << 30, 100)  # within a machine: more than any network, and not worth measuring
 
 
+class Hops(Protocol):
+    """Links, by hop."""
+
+    def __getitem__(self, hop: tuple[int, int], /) -> Link:
+        """The link of a hop: from whom, to whom."""
+
+
 class Links:
     """The links among some peers; one that is not known is as bad as the worst at its ends.
 
     Args:
         measured: by (from whom, to whom).
         local: whether two peers are on one machine.
+        inflow: bytes per second that reach a peer when all that are not on its machine send at
+            once, and so all to each other; of those peers of which it is known.
     """
 
     def __init__(
-        self, measured: Mapping[tuple[int, int], Link], local: Callable[[int, int], bool]
+        self,
+        measured: Mapping[tuple[int, int], Link],
+        local: Callable[[int, int], bool],
+        inflow: Mapping[int, int],
     ) -> None:
-        self._measured, self._local = measured, local
+        self._measured, self.local, self.inflow = measured, local, inflow
         self._worst: dict[int, Link] = {}
         for ends, link in measured.items():
             for end in ends:
                 self._worst[end] = _worse(self._worst.get(end, link), link)
 
-    def __getitem__(self, hop: tuple[int, int]) -> Link:
-        """The link of a hop: from whom, to whom."""
+    def __getitem__(self, hop: tuple[int, int], /) -> Link:
+        """The link of a hop."""
         if hop in self._measured:
             return self._measured[hop]
-        if self._local(*hop):
+        if self.local(*hop):
             return LOCAL
         one, other = (self._worst.get(end, Link(0, 0)) for end in hop)
         return _worse(one, other)
@@ -78,10 +98,58 @@ def tournament(peers: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         seats = [seats[0], seats[-1], *seats[1:-1]]
 
 
-def seconds(order: Sequence[int], links: Links) -> float:
-    """How long an all-reduce over a ring is expected to take, with NOMINAL_BYTES on each link."""
-    hops = [_hop_seconds(links[hop]) for hop in pairwise((*order, order[0]))]
-    return max(all_s for all_s, _ in hops) + sum(chunk_s for _, chunk_s in hops)
+def seconds(rings: Sequence[Ring], links: Links) -> float:
+    """How long an all-reduce of which each peer sends NOMINAL_BYTES is expected to take."""
+    total = sum(ring.weight for ring in rings)
+    load: Counter[tuple[int, int]] = Counter()  # weights of the rings over a link
+    received: Counter[int] = Counter()  # of those over the network to a peer
+    around_s = 0.0
+    for ring in rings:
+        for hop in hops(ring.order):
+            load[hop] += ring.weight
+            received[hop[1]] += 0 if links.local(*hop) else ring.weight
+        around_s = max(around_s, sum(_hop_seconds(links[hop])[1] for hop in hops(ring.order)))
+    busiest_s = max(_hop_seconds(links[hop])[0] * weight for hop, weight in load.items())
+    for peer, weight in received.items():
+        if peer in links.inflow:
+            busiest_s = max(busiest_s, NOMINAL_BYTES / (links.inflow[peer] or 1) * weight)
+    return busiest_s / total + around_s
+
+
+def best_rings(current: Sequence[Ring], links: Links) -> tuple[Ring, ...]:
+    """The rings that suit the links; those of now, if no others are clearly better.
+
+    Several only where it is known that the links to a peer carry more together than each alone. The
+    first begins with the lowest number, so that rank 0 stays with the same peer.
+
+    Args:
+        current: the rings as they are, of two peers or more.
+        links: all links among them.
+    """
+    order = best_order(current[0].order, links)
+    found: tuple[Ring, ...] = (Ring(order, 1),)
+    if len(order) <= SPREAD_MAX and links.inflow.keys() >= {*order}:
+        several = _spread(order, links)
+        if seconds(several, links) < (1 - GAIN) * seconds(found, links):
+            found = several
+    return found if seconds(found, links) < (1 - GAIN) * seconds(current, links) else (*current,)
+
+
+def hops(order: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The links of a ring: from whom to whom."""
+    return pairwise((*order, order[0]))
+
+
+def slowest(order: Sequence[int], links: Hops) -> tuple[int, int]:
+    """The slowest link of a ring."""
+    return min(hops(order), key=lambda hop: links[hop].rate)
+
+
+def best_order(current: Sequence[int], links: Hops) -> tuple[int, ...]:
+    """The best order of one ring over the peers of `current`; it begins with the lowest number."""
+    found = (_exact if len(current) <= EXACT_MAX else _search)(current, links)
+    first = found.index(min(found))
+    return (*found[first:], *found[:first])
 
 
 def _hop_seconds(link: Link) -> tuple[float, float]:
@@ -90,33 +158,33 @@ def _hop_seconds(link: Link) -> tuple[float, float]:
     return NOMINAL_BYTES / rate, 2 * (link.delay_us * 1e-6 + CHUNK_BYTES / rate)
 
 
-def slowest(order: Sequence[int], links: Links) -> tuple[int, int]:
-    """The slowest link of a ring: from whom to whom."""
-    return min(pairwise((*order, order[0])), key=lambda hop: links[hop].rate)
+def _order_seconds(order: Sequence[int], links: Hops) -> float:
+    """As `seconds`, of one ring, as far as that depends on its order."""
+    costs = [_hop_seconds(links[hop]) for hop in hops(order)]
+    return max(all_s for all_s, _ in costs) + sum(chunk_s for _, chunk_s in costs)
 
 
-def best_order(current: Sequence[int], links: Links) -> tuple[int, ...]:
-    """The order of a ring over the peers of `current`, which is kept if none is clearly better.
+def _spread(order: Sequence[int], links: Links) -> tuple[Ring, ...]:
+    """Rings that use the links together: a packing of Hamiltonian cycles, the heaviest first.
 
-    It begins with the lowest number, so that rank 0 stays with the same peer.
-
-    Args:
-        current: the ring as it is, two peers or more.
-        links: all links among them.
+    What is left of the links is given away in equal parts, each to the ring that is best then.
     """
-    if len(current) <= EXACT_MAX:
-        found = _exact(current, links)
-    else:
-        found = _search(current, links)
-    if seconds(found, links) > (1 - GAIN) * seconds(current, links):
-        return tuple(current)
-    first = found.index(min(found))
-    return (*found[first:], *found[:first])
+    left = {hop: links[hop] for hop in permutations(order, 2)}
+    part = left[slowest(order, left)].rate // PARTS
+    weights: Counter[tuple[int, ...]] = Counter()
+    for _ in range(PARTS * len(order)):
+        ring = best_order(order, left)
+        if left[slowest(ring, left)].rate < max(part, 1):
+            break
+        weights[ring] += 1
+        for hop in hops(ring):
+            left[hop] = left[hop]._replace(rate=left[hop].rate - part)
+    return tuple(Ring(*one) for one in weights.most_common(RINGS_MAX)) or (Ring((*order,), 1),)
 
 
-def _exact(current: Sequence[int], links: Links) -> tuple[int, ...]:
+def _exact(current: Sequence[int], links: Hops) -> tuple[int, ...]:
     """The best of all orders, by depth first; one that cannot beat the best so far is given up."""
-    best, best_s = tuple(current), seconds(current, links)
+    best, best_s = tuple(current), _order_seconds(current, links)
     cost, pace = {}, {}
     for hop in permutations(current, 2):
         pace[hop], cost[hop] = _hop_seconds(links[hop])
@@ -138,14 +206,14 @@ def _exact(current: Sequence[int], links: Links) -> tuple[int, ...]:
     return best
 
 
-def _search(current: Sequence[int], links: Links) -> tuple[int, ...]:
+def _search(current: Sequence[int], links: Hops) -> tuple[int, ...]:
     """The better of what local search makes of the current order and of a greedy one."""
     found = [_improved(start, links) for start in (list(current), _greedy(current, links))]
-    best = min(found, key=lambda order: seconds(order, links))
+    best = min(found, key=lambda order: _order_seconds(order, links))
     return tuple(best)
 
 
-def _greedy(current: Sequence[int], links: Links) -> list[int]:
+def _greedy(current: Sequence[int], links: Hops) -> list[int]:
     """From each peer on to the one that is reached at the best rate."""
     order, left = [current[0]], set(current[1:])
     while left:
@@ -155,16 +223,16 @@ def _greedy(current: Sequence[int], links: Links) -> list[int]:
     return order
 
 
-def _improved(order: list[int], links: Links) -> list[int]:
+def _improved(order: list[int], links: Hops) -> list[int]:
     """An order in which no change of one kind makes a better one, unless that takes too long."""
-    best_s, steps, better = seconds(order, links), 0, True
+    best_s, steps, better = _order_seconds(order, links), 0, True
     while better:
         better = False
         for changed in _changes(order):
             steps += len(order)
             if steps > SEARCH_STEPS // 2:
                 return order
-            changed_s = seconds(changed, links)
+            changed_s = _order_seconds(changed, links)
             if changed_s < best_s:
                 order, best_s, better = changed, changed_s, True
                 break
