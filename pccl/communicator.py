@@ -310,14 +310,15 @@ class Communicator(Collectives):
         return bool(end.value)
 
     def optimize_topology(self, *, timeout: float | None = None) -> None:
-        """Measures the links between the peers, and gives each group the ring that suits them.
+        """Measures the links between the peers, and gives each group the rings that suit them.
 
         All accepted peers of all groups must call it. Each pair of peers on different machines
-        sends to each other as fast as the link takes it for about half a second, several pairs at
-        once: n peers take about n - 1 times as long. The order of a ring, and with it each `rank`,
-        changes only if an all-reduce of 64 MiB would take at least a fifth less time; the new order
-        holds for whoever stays until it is optimised again. A pair that cannot connect is no
-        obstacle, as long as there is a ring without it.
+        sends to each other as fast as the link takes it for about half a second, or ten round
+        trips, several pairs at once: n peers take about n times as long. The order of a ring, and
+        with it each `rank`, changes only if an all-reduce of 64 MiB would take at least a fifth
+        less time; the new order holds for whoever stays until it is optimised again. A pair that
+        cannot connect is no obstacle, as long as there is a ring without it. Where links carry more
+        together than each alone, several rings share out the data (3 to 6 peers).
 
         Args:
             timeout: seconds to wait for the others, and for the measurements.

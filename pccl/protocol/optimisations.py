@@ -145,14 +145,15 @@ class Optimisations(Ledger):
         """Installs the best rings for a group, if they are better than those that it has."""
         group, numbers = self._groups[group_number], self._accepted(group_number)
         infos = {number: self.peers[number].info for number in numbers}
-        current = plan_rings(list(infos.values()), group.rings)
-        if not current:
+        measured = {hop: link for hop, link in optimisation.links.items() if infos.keys() >= {*hop}}
+        if not measured:
             return
-        links = Links(
-            optimisation.links,
-            lambda a, b: reach.local(infos[a], infos[b]),
-            optimisation.inflow,
-        )
+
+        def local(a: int, b: int) -> bool:
+            return reach.local(infos[a], infos[b])
+
+        links = Links(measured, local, optimisation.inflow)
+        current = plan_rings(list(infos.values()), group.rings)
         rings = best_rings(current, links)
         for title, found in (("were", current), ("are", rings)):
             self._note(f"the rings of group {group_number} {title} {_describe(found, links)}")

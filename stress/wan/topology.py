@@ -1,9 +1,11 @@
 """Measures what optimize_topology gains on a mesh with one slow pair. Needs Linux, root and wanem.
 
     python stress/wan/topology.py [--bytes 67108864] [--iterations 3] [--rtts 1 50 100]
+                                  [--mbit 500] [--slow 50]
 
 Hosts join in an order that makes neighbours of the slow pair, as the worst order does. Times are
-those of the slowest peer.
+those of the slowest peer. With the same rate for --mbit and --slow it is a mesh of equal links,
+which share nothing.
 """
 
 from __future__ import annotations
