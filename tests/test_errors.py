@@ -93,6 +93,13 @@ def listed(text: str) -> None:
 # ---- other peers ----
 
 
+def entered(master: pccl.MasterNode, votes: int = 1) -> None:
+    """Waits until so many peers stand in a round."""
+    assert master._server is not None
+    core = master._server._core
+    wait_until(lambda: sum(len(round_.votes) for round_ in core._rounds) == votes)
+
+
 def in_the_middle(master: pccl.MasterNode, puppets: list[Puppet]) -> None:
     """All have entered a collective, and the last one stands still."""
     assert master._server is not None
@@ -140,6 +147,7 @@ def test_all_others_are_gone(stage: Stage) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0])
         puppets[0].begin("all_reduce")
+        entered(master)
         puppets[1].kill()
         alone = rf"this peer is alone in its group: {PEER}: its connection broke"
         entering = "while peers were still entering it"
@@ -186,7 +194,8 @@ def test_one_has_no_time_for_an_optimisation(stage: Stage, monkeypatch: pytest.M
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0])
         puppets[0].begin("optimize_topology")
-        puppets[1].begin("optimize_topology", timeout=0.2)
+        entered(master)
+        puppets[1].begin("optimize_topology", timeout=0.35)  # to measure takes 0.5 s at least
         impatient = rf"optimize_topology: TOPOLOGY_OPTIMIZATION_FAILED: {PEER} waited no longer"
         for puppet in puppets:
             says(puppet.end(), "PCCLTimeoutError", "TOPOLOGY_OPTIMIZATION_FAILED", impatient)
@@ -276,6 +285,7 @@ def test_the_master_is_stopped(stage: Stage) -> None:
     master.run()
     puppets = stage(master.address, [0, 0])
     puppets[0].begin("all_reduce")
+    entered(master)
     master.interrupt()
     says(puppets[0].end(), "MasterLostError", "MASTER_CONNECTION_FAILED", "was stopped", SECONDS)
 
