@@ -16,6 +16,7 @@ from pccl.protocol import messages as m
 _NAMES = {
     m.U16: "unsigned, 16 bits",
     m.U32: "unsigned, 32 bits",
+    m.Weight: "unsigned, 32 bits, not 0",
     m.U64: "unsigned, 64 bits",
     m.Text: "text of at most 4,096 characters",
     m.Name: "text of at most 256 characters",

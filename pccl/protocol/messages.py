@@ -31,6 +31,7 @@ ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name
 
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Weight = Annotated[int, Meta(ge=1, lt=1 << 32)]
 U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 64 bits
 Text = Annotated[str, Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=256)]
@@ -97,7 +98,7 @@ class Ring(Struct, array_like=True, frozen=True):
     """One ring: the peers in order, each sending to the next, and its share of the data."""
 
     order: tuple[U64, ...]
-    weight: Annotated[int, Meta(ge=1, lt=1 << 32)]
+    weight: Weight
 
 
 Rings = Annotated[tuple[Ring, ...], Meta(max_length=RINGS_MAX)]
