@@ -39,7 +39,7 @@ def test_it_builds_without_warnings(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     page = read(tmp_path / "html" / "protocol.html")
-    assert page.count('<svg class="chart"') == 6
+    assert page.count('<svg class="chart"') == 7
     elsewhere = re.compile(r'<(?:script|link|img|iframe)[^>]*(?:src|href)="(?:https?:)?//')
     loads = [p.name for p in (tmp_path / "html").rglob("*.html") if elsewhere.search(read(p))]
     assert not loads, "pages load something from elsewhere"
