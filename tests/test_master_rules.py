@@ -311,3 +311,13 @@ def test_a_restarted_master_keeps_the_ring() -> None:
         hall.perform(hall.master.resume(b"%d" % number, known_by, "10.0.0.1"))
     plans = [told for told in hall.told[b"1"] if isinstance(told, m.Plan)]
     assert plans[-1].rings[0].order == (1, 3, 2, 4)
+
+
+def test_rings_that_no_message_could_carry_are_not_taken_up() -> None:
+    known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", f"m{number}") for number in (1, 2))
+    hall = Hall(0)
+    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))))
+    heavy = (m.Ring((1, 9, 2), (1 << 32) - 1), m.Ring((1, 2), (1 << 32) - 1))
+    liar = resume(1, known=known, epoch=9, rings=heavy)
+    hall.perform(hall.master.resume(b"liar", liar, "10.0.0.1"))
+    assert isinstance(hall.last(b"liar"), m.Refused)

@@ -20,6 +20,7 @@ from pccl.protocol import messages as m
 
 NUMBER_MAX = 1 << 62  # of peers, collectives and rounds, by far
 EPOCH_MAX = 1 << 31
+WEIGHTS_MAX = 1 << 31
 INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number,
 EPOCH_SHIFT = 16  # and its epochs too: the last ones may be known to nobody who comes back
 
@@ -78,7 +79,8 @@ def plausible(resume: m.Resume) -> bool:
         *(info.peer for info in resume.known),
         *(small.seq for small in resume.small),
     ]
-    return max(numbers) < NUMBER_MAX and resume.epoch < EPOCH_MAX
+    weights = sum(ring.weight for ring in resume.rings)  # of rings that may become one
+    return max(numbers) < NUMBER_MAX and resume.epoch < EPOCH_MAX and weights < WEIGHTS_MAX
 
 
 def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:

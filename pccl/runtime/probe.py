@@ -41,7 +41,7 @@ def optimise(client: Client, deadline: Deadline) -> core.Answer | core.Fail:
         note = deadline.next_within(client, call, prober.patience_s)
         match note:
             case core.Plan(_, plan) if plan.fetch:
-                prober.begin(plan.seq, plan.holders[0])
+                prober.begin(plan.seq, plan.holders)
             case core.Plan():  # a probe that is void: the master was restarted
                 prober.end()
             case Leaf():
@@ -71,7 +71,8 @@ class _Prober:
         self._pieces, self._memory = pieces, memory
         self._arrivals: Arrivals = []
         self._verdicts: list[tuple[int, int, bool]] = []
-        self._op = self._sender = self.seq = 0
+        self._senders: tuple[int, ...] = ()
+        self._op = self.seq = 0
         self._began = self._check_at = 0.0
 
     @property
@@ -79,10 +80,10 @@ class _Prober:
         """How long nothing but a note needs to be done."""
         return max(0.0, self._check_at - time.perf_counter()) if self.seq else CONNECT_S
 
-    def begin(self, seq: int, sender: int) -> None:
-        """The next probe: how fast `sender` reaches us."""
+    def begin(self, seq: int, senders: tuple[int, ...]) -> None:
+        """The next probe: how fast `senders` reach us, all at once."""
         self.end()
-        self.seq, self._sender = seq, sender
+        self.seq, self._senders = seq, senders
         self._began = time.perf_counter()
         self._op = self._client.fetch(self._call, seq, self._pieces, 0, self._memory)
 
@@ -108,7 +109,7 @@ class _Prober:
         if rate is None:
             return
         first_s = self._arrivals[0][0] - self._began if self._arrivals else 0.0
-        log.info("from peer %d: %.1f Mbit/s, %.3f s", self._sender, rate * 8e-6, first_s)
+        log.info("from peers %s: %.1f Mbit/s, %.3f s", self._senders, rate * 8e-6, first_s)
         self._client.measured(self.seq, int(rate), int(first_s * 1e6))
         self.end()
 
