@@ -43,7 +43,7 @@ from pccl.runtime.inline import store
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.memory import Operands, Pieces, Pool
 from pccl.runtime.quantization import wire_format
-from pccl.runtime.waiter import Waiter
+from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair, Security
 from pccl.text import address_text
 from pccl.types import Result
@@ -52,6 +52,7 @@ log = logging.getLogger("pccl")
 
 SERVE_INTERVAL_S = 0.02  # a limit on what is served is kept in each such time
 RETRY_S = 0.2  # between attempts to reach a master that is gone
+SILENT = (core.Store, core.Answer, core.Fail, core.Plan, core.Fetched)  # they touch no socket
 
 
 class Client:
@@ -372,12 +373,8 @@ class Client:
             command()
 
     def _read_link(self) -> None:
-        while True:
-            try:
-                data = self._link.socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                return
-            message = m.decode_from_master(data)
+        while readable(self._link.socket):
+            message = m.decode_from_master(self._link.socket.recv(zmq.DONTWAIT))
             actions = self._core.received(message)
             if isinstance(message, m.Plan):
                 self._answer_zap()
@@ -500,9 +497,10 @@ class Client:
     # ---- actions ----
 
     def _perform(self, actions: list[core.Action]) -> None:
-        self._sent |= bool(actions)
         for action in actions:
-            self._perform_by_type[type(action)](action)
+            kind = type(action)
+            self._sent |= kind not in SILENT
+            self._perform_by_type[kind](action)
 
     def _send(self, action: core.Send) -> None:
         try:

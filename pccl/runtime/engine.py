@@ -21,6 +21,7 @@ import zmq
 
 from pccl.ext import ffi, lib, tables
 from pccl.runtime.curve import Zap
+from pccl.runtime.waiter import readable
 
 log = logging.getLogger("pccl")
 
@@ -440,11 +441,8 @@ class Engine:
             RuntimeError: the engine has stopped on an error.
         """
         found: list[Event] = []
-        while True:
-            try:
-                data = self.socket.recv(zmq.DONTWAIT)
-            except zmq.Again:
-                break
+        while readable(self.socket):
+            data = self.socket.recv(zmq.DONTWAIT)
             kind, status, op, stream, settled, tx, rx, seq, piece, leaf, text = _EVENT.unpack(data)
             if kind == SETTLED or settled:
                 self._arrays.pop(op, None)

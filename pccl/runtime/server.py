@@ -42,7 +42,7 @@ from pccl.runtime.curve import Zap, require_curve, secure_server
 from pccl.runtime.dial import Dialler
 from pccl.runtime.inline import combine
 from pccl.runtime.journal import Journal
-from pccl.runtime.waiter import Waiter
+from pccl.runtime.waiter import Waiter, readable
 from pccl.security import Security
 
 log = logging.getLogger("pccl")
@@ -253,10 +253,9 @@ class Server:
 
     def _read_router(self) -> bool:
         self._sent = False
-        try:
-            conn = self._router.recv(zmq.DONTWAIT)
-        except zmq.Again:
+        if not readable(self._router):
             return False
+        conn = self._router.recv(zmq.DONTWAIT)
         if conn in self._senders:
             frames = self._router.recv_multipart()
         else:  # only a Frame tells from where it came, and it takes longer

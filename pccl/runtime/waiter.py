@@ -12,11 +12,17 @@ from __future__ import annotations
 import selectors
 import socket
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import zmq
 
 Source: TypeAlias = "zmq.Socket[Any] | socket.socket"
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
+
+
+def readable(source: zmq.Socket[Any]) -> bool:
+    """Whether a message can be read. To ask costs much less than zmq.Again does."""
+    return bool(cast(int, source.getsockopt(_EVENTS)) & _POLLIN)
 
 
 class Waiter:
