@@ -154,9 +154,7 @@ def _hold(job: Job, address: str, results: Connection) -> None:
             content = _content(nbytes)
             measured = Measured()
             for _ in range(job.warmups + job.iterations):
-                while comm.world_size > job.holders:  # the last newcomer is about to leave
-                    comm.are_peers_pending()
-                _admit(comm, job.holders + 1)
+                _let_in(comm)
                 shared = _state(content, job.entries, revision)
                 _iterate(comm, shared, content, measured)
                 _meet(comm)
@@ -213,6 +211,17 @@ def _admit(comm: pccl.Communicator, size: int) -> None:
     while comm.world_size < size:
         if comm.are_peers_pending():
             comm.update_topology()
+
+
+def _let_in(comm: pccl.Communicator) -> None:
+    """Of the holders: admits the next newcomer, when the last one has left.
+
+    By what all have agreed on alone: one may hear earlier than the other that somebody has left. A
+    peer that has not left yet is waited for in the round, so it is never still there afterwards.
+    """
+    while not comm.are_peers_pending():
+        pass
+    comm.update_topology()
 
 
 def _meet(comm: pccl.Communicator) -> None:
