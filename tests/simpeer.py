@@ -372,7 +372,7 @@ class SimPeer:
         self.run.say(f"the engine of peer {self.name} loses a stream of {op.seq}")
         wall, op.walled = op.walled, None
         if wall is not None:
-            self.perform(self.core.unreached(wall))
+            self.perform(self.core.unreached(wall, "a wall"))
             if op.kind == "fetch" and op.holders:
                 return  # it goes on with them
         self.failed_fetches += op.kind == "fetch"

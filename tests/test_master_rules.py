@@ -13,7 +13,7 @@ from pccl.types import Result
 
 
 def unreached(hall: Hall, by: bytes, peer: int) -> None:
-    hall.say(by, m.Unreached(peer, hall.master._groups[0].epoch))
+    hall.say(by, m.Unreached(peer, hall.master._groups[0].epoch, "timed out"))
 
 
 def commit(hall: Hall) -> None:
@@ -27,7 +27,7 @@ def test_a_fresh_peer_that_nobody_reaches_goes_at_once() -> None:
     unreached(hall, b"1", 2)
     kicked = next(t for t in hall.told[b"2"] if isinstance(t, m.Kicked))
     assert kicked.result == Result.RANK_CONNECTION_FAILED.value
-    assert "peer 1 (10.0.0.1:1) could not reach peer 2 (10.0.0.1:1)" in kicked.why
+    assert "peer 1 (10.0.0.1:1) could not reach peer 2 (10.0.0.1:1) (timed out)" in kicked.why
     assert sorted(hall.master.peers) == [1, 3]
 
 

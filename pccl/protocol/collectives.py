@@ -119,14 +119,17 @@ class Collectives(Ledger):
                     self._send(number, m.Interrupt(running.seq, why))
             self._settle(running)
 
-    def _unreached(self, number: int, accused: int, epoch: int) -> None:
+    def _unreached(self, number: int, unreached: m.Unreached) -> None:
         """No stream from one peer to another could be opened: one of them has to go.
 
         That is the accused, if no collective with it has ever committed. Otherwise it may just have
         died, which is known soon: they get more attempts, and then the one that came last goes.
         """
         group = self._groups[self.peers[number].info.group]
-        if epoch != group.epoch or accused not in self._accepted(self.peers[number].info.group):
+        accused = unreached.peer
+        if unreached.epoch != group.epoch or accused not in self._accepted(
+            self.peers[number].info.group
+        ):
             return  # it has gone meanwhile
         pair = frozenset((number, accused))
         group.unreached[pair] += 1
@@ -134,7 +137,8 @@ class Collectives(Ledger):
         if fresh or group.unreached[pair] >= REACH_ATTEMPTS_MAX:
             guilty = accused if fresh else max(pair)
             info = self.peers[accused].info
-            why = f"{self.peers[number].info} could not reach {info}: {reach.cure(info)}"
+            said = f" ({unreached.why})" if unreached.why else ""
+            why = f"{self.peers[number].info} could not reach {info}{said}: {reach.cure(info)}"
             self._remove(guilty, why, Result.RANK_CONNECTION_FAILED)
 
     def _settle(self, running: Running) -> None:

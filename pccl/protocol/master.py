@@ -494,8 +494,8 @@ class Master(Collectives, Synchronisations, Optimisations):
                 self._enter(number, RoundId(Kind.OPTIMIZE, None), Vote(call, None))
             case m.Measured():
                 self._measured(number, message)
-            case m.Unreached(accused, epoch):
-                self._unreached(number, accused, epoch)
+            case m.Unreached():
+                self._unreached(number, message)
             case m.Withdraw(call, seq):
                 self._withdraw(number, call, seq)
             case _:

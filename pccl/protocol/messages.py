@@ -344,10 +344,11 @@ class Withdraw(Struct, array_like=True, frozen=True, tag=9):
 
 
 class Unreached(Struct, array_like=True, frozen=True, tag=11):
-    """In `epoch`, no stream to `peer` could be opened."""
+    """In `epoch`, no stream to `peer` could be opened; `why` is what stood in the way."""
 
     peer: U64
     epoch: U32
+    why: Text = ""
 
 
 class Examine(Struct, array_like=True, frozen=True, tag=12):

@@ -296,13 +296,13 @@ class Peer(Transfers):
             self._give_up(collective, Event.BROKEN, why)
         return self._take()
 
-    def unreached(self, info: m.PeerInfo) -> list[Action]:
+    def unreached(self, info: m.PeerInfo, why: str) -> list[Action]:
         """No stream to a peer could be opened. The ops that wanted it fail, as ever.
 
         A probe that fails so has found what it is for: a ring may have other neighbours.
         """
         if self._syncing is None or not self._syncing.optimises:
-            self._say(m.Unreached(info.peer, self.plan.epoch))
+            self._say(m.Unreached(info.peer, self.plan.epoch, why[:1000]))
         return self._take()
 
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Action]:

@@ -405,7 +405,7 @@ class Client:
                 log.info("peer %d: %s", self._core.number, event.text)
                 to = self._opened.get(event.stream)
                 if event.status == UNREACHABLE and to is not None:
-                    self._perform(self._core.unreached(to))
+                    self._perform(self._core.unreached(to, event.text))
                 continue
             if event.settled or event.kind == SETTLED:
                 self._memory.pop(event.op, None)
