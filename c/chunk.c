@@ -117,11 +117,11 @@ enum turn collective_send(struct link *ring)
     header.segment = (uint16_t)ring_segment(ring->members, (ring->position + 1) % ring->members,
                                             header.hop);
     header.members = (uint16_t)ring->members;
-    header.epoch = op->epoch;
     header.length = (uint32_t)length;
     header.run = op->run;
     header.seq = op->seq;
     header.tag = op->tag;
+    header.nonce = op->nonce;
     header.offset = ring->cursor;
     made = build_own(ring, part, &packet, &header);
     if (made == TURN_FAILED)
@@ -175,15 +175,15 @@ static const char *check_claim(struct op *op, const struct wire_header *chunk)
     if (!collective->claimed) {
         collective->claimed = true;
         op->seq = chunk->seq;
-        op->epoch = chunk->epoch;
+        op->nonce = chunk->nonce;
     }
     if (!claim->made) {
         claim->made = true;
         claim->members = chunk->members;
         claim->position = position;
     }
-    if (op->seq != chunk->seq || op->epoch != chunk->epoch)
-        return "early chunks differ in sequence number or epoch";
+    if (op->seq != chunk->seq || op->nonce != chunk->nonce)
+        return "early chunks differ in sequence number or nonce";
     if (claim->members != chunk->members || claim->position != position)
         return "early chunks differ in their place in the ring";
     return NULL;
@@ -194,8 +194,8 @@ static const char *check_place(const struct op *op, const struct wire_header *ch
 {
     const struct link *ring;
     uint64_t from, to;
-    if (chunk->epoch != op->epoch || chunk->ring >= op->n_links)
-        return "a chunk has another epoch or ring";
+    if (chunk->ring >= op->n_links)
+        return "a chunk has another ring";
     ring = op->links[chunk->ring];
     if (chunk->members != ring->members
         || chunk->segment != ring_segment(ring->members, ring->position, chunk->hop))

@@ -388,8 +388,8 @@ static const char *check_claims(const struct op *op, const pccl_order *order)
     uint32_t i;
     if (!collective->claimed)
         return NULL;
-    if (op->seq != order->seq || op->epoch != order->epoch)
-        return "an early chunk has another sequence number or epoch";
+    if (op->seq != order->seq || op->nonce != order->nonce)
+        return "an early chunk has another sequence number or nonce";
     for (i = 0; i < PCCL_RINGS_MAX; i++) {
         const struct claim *claim = &collective->claims[i];
         if (claim->made
@@ -510,7 +510,7 @@ void collective_start(struct op *op, const pccl_order *order)
     op->engine->spread_ops += op->is_spread;
     op->started = true;
     op->seq = order->seq;
-    op->epoch = order->epoch;
+    op->nonce = order->nonce;
     collective->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
     if (order->rings[0].members == 1)
         finish_alone(collective);

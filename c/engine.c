@@ -292,13 +292,15 @@ static bool take_orders(pccl_engine *engine)
 
 /* ---- messages ---- */
 
-/* Whether an op can have a message of that sequence number. A SERVE may get requests of the next
- * round of its transfer before it hears of that round itself. */
-static bool is_current(const struct op *op, uint64_t seq)
+/* Whether an op can have a message of that call. A SERVE may get requests of the next round of its
+ * transfer before it hears of that round itself. */
+static bool is_current(const struct op *op, const struct wire_header *header)
 {
     if (!op->started)
-        return seq > op->min_seq;
-    return op->kind == PCCL_SERVE ? seq >= op->seq : seq == op->seq;
+        return header->seq > op->min_seq;
+    if (op->kind == PCCL_SERVE && header->seq > op->seq)
+        return true;
+    return header->seq == op->seq && header->nonce == op->nonce;
 }
 
 /* Gives the message in the inbox to the op it is for. */
@@ -316,7 +318,7 @@ static void dispatch(pccl_engine *engine)
             op = op_find_by_tag(engine, kinds[header.kind], header.run, header.tag);
         while (op == NULL && take_orders(engine));
     }
-    if (op == NULL || op->failed || !is_current(op, header.seq)) {
+    if (op == NULL || op->failed || !is_current(op, &header)) {
         engine->dropped++;
         return;
     }

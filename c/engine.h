@@ -231,15 +231,15 @@ struct collective {
     size_t shadow_bytes;     /* that it needs */
     size_t shadow_size;      /* that it has */
     struct packets early;    /* to be sent on once START names the stream */
-    bool claimed;            /* early chunks have fixed seq and epoch */
+    bool claimed;            /* early chunks have fixed seq and nonce */
     struct claim claims[PCCL_RINGS_MAX];
 };
 
 /* A request that waits to be answered. */
 struct request {
     struct request *next;
-    uint64_t seq;
-    uint32_t epoch, slot;
+    uint64_t seq, nonce;
+    uint32_t slot;
     uint32_t piece;          /* index into pieces */
     uint32_t length;
     uint64_t offset;
@@ -295,7 +295,7 @@ struct op {
     struct op *next_by_id, *next_by_tag;
     uint64_t id, run, tag;
     uint64_t min_seq, seq;
-    uint32_t epoch;
+    uint64_t nonce;          /* of the call, which no stranger can know */
     enum pccl_op_kind kind;
     enum ending ending;
     bool by_tag;             /* in the index: messages find it */

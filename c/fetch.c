@@ -228,7 +228,7 @@ void fetch_start(struct op *op, const pccl_order *order)
         transfer->chunk = chunk > 0 ? chunk : 1;
         op->started = true;
         op->seq = order->seq;
-        op->epoch = order->epoch;
+        op->nonce = order->nonce;
     }
     if (op->n_links + order->n_rings > UINT16_MAX || grow_wants(op, order->n_rings) != PCCL_OK) {
         op_fail(op, PCCL_ENOMEM, "no memory for requests");
@@ -443,7 +443,7 @@ void fetch_take(struct op *op, const struct wire_header *header)
         op->engine->dropped++;
         return;
     }
-    if (want == NULL || inbox->bytes != header->length || header->epoch != op->epoch) {
+    if (want == NULL || inbox->bytes != header->length) {
         op_fail(op, PCCL_EPROTO, "data came that nobody asked for");
         return;
     }

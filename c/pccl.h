@@ -104,15 +104,17 @@
  *
  * A message is a 64-byte header and a payload: one frame (header, payload) where the payload was
  * copied, two frames where it was not. Fields, with byte offsets:
- *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 1
- *      8 u64 run      16 u64 seq      24 u64 tag      32 u32 epoch
- *     36 u16 segment (chunk) or slot (request, data)   40 u16 members   42 u16 0
- *     38 u16 hop (chunk), or of a request any number, which its data repeats
- *     44 u32 piece (request, data)   48 u64 offset   56 u32 length   60 u32 0
+ *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 2
+ *      8 u64 run      16 u64 seq      24 u64 tag      32 u64 nonce
+ *     40 u16 segment (chunk) or slot (request, data)   44 u16 members   46 u16 0
+ *     42 u16 hop (chunk), or of a request any number, which its data repeats
+ *     48 u64 offset   56 u32 length   60 u32 piece (request, data)
  * Kinds: 1 chunk, 2 request, 3 data. What a kind does not use is 0.
  * A chunk's offset is one of its op's, its length counts elements; a
- * request's and data's bytes of a piece. Messages of another run, of no op that is known, or with
- * a sequence number that an op cannot have are stale or foreign: dropped and counted. A message
+ * request's and data's bytes of a piece. Messages of another run, of no op that is known, with a
+ * sequence number that an op cannot have, or with another nonce than that of its START are stale or
+ * foreign: dropped and counted. What came before START fixes sequence number and nonce; a START
+ * that contradicts fails a collective, and makes requests void. A message
  * for a known op whose position, size or alignment is impossible, or that repeats a chunk, fails
  * that op; an impossible request is dropped, as the others are to be served. */
 #ifndef PCCL_H
@@ -316,14 +318,15 @@ enum pccl_order_kind {
  *                 before the first ALLOW. FETCH: leaf_bytes, 0 or the size of the leaves
  *                 into which each piece is cut. Each that has arrived gives a LEAF event and
  *                 waits for its VERDICT.
- *   START         op, seq, epoch, n_rings, rings; COLLECTIVE and FETCH: chunk_bytes (of a message,
- *                 in whole quanta, or in whole blocks if it is quantised).
+ *   START         op, seq, nonce (of the call, the same for all who take part), n_rings, rings;
+ *                 COLLECTIVE and FETCH: chunk_bytes (of a message, in whole quanta, or in whole
+ *                 blocks if it is quantised).
  *                 COLLECTIVE: the rings, as said above, all with the same members. BROADCAST: the
  *                 position of the root in each. `ranks` are the ranks by position, valid until
  *                 SETTLED; NULL: the positions. A ring of one member needs no stream.
  *                 SERVE: rings[i].stream leads to the peer whose slot is rings[i].position.
  *                 FETCH: rings[i].stream leads to a holder, where our slot is rings[i].position.
- *                 For SERVE and FETCH any number of START orders add up; seq, epoch and
+ *                 For SERVE and FETCH any number of START orders add up; seq, nonce and
  *                 chunk_bytes are those of the first. Both can be started again with a greater
  *                 seq, for another round of their transfer: earlier requesters, or holders, are
  *                 forgotten; what has been fetched stays.
@@ -358,7 +361,7 @@ typedef struct pccl_order {
     uint32_t collective;
     uint32_t redop;
     uint32_t format;                 /* a pccl_format */
-    uint32_t epoch;
+    uint64_t nonce;
     uint64_t run;
     uint64_t tag;
     uint64_t min_seq;

@@ -85,7 +85,7 @@ static void claim_requests(struct op *op)
     transfer->unclaimed = NULL;
     while ((request = take_request(&all)) != NULL) {
         struct link *link = request->seq > op->seq ? NULL : find_slot(op, request->slot);
-        if (request->seq < op->seq || (request->seq == op->seq && request->epoch != op->epoch)) {
+        if (request->seq < op->seq || (request->seq == op->seq && request->nonce != op->nonce)) {
             op->engine->dropped++;
             transfer->n_requests--;
             free(request);
@@ -119,7 +119,7 @@ void serve_start(struct op *op, const pccl_order *order)
         forget_requesters(op);
         op->started = true;
         op->seq = order->seq;
-        op->epoch = order->epoch;
+        op->nonce = order->nonce;
     }
     for (i = 0; i < order->n_rings; i++) {
         const pccl_ring *ring = &order->rings[i];
@@ -160,8 +160,6 @@ static bool is_possible(const struct op *op, const struct wire_header *header, u
 {
     const struct transfer *transfer = &op->transfer;
     uint64_t bytes = index < transfer->n_pieces ? transfer->pieces[index].bytes : 0;
-    if (op->started && header->seq == op->seq && header->epoch != op->epoch)
-        return false;
     return op->engine->inbox->bytes == 0 && header->length > 0
         && header->length <= PCCL_CHUNK_MAX && header->offset <= bytes
         && header->length <= bytes - header->offset && transfer->n_requests < REQUESTS_MAX;
@@ -180,7 +178,7 @@ void serve_take(struct op *op, const struct wire_header *header)
         return;
     }
     request->seq = header->seq;
-    request->epoch = header->epoch;
+    request->nonce = header->nonce;
     request->slot = header->segment;
     request->echo = header->hop;
     request->piece = index;
@@ -201,10 +199,10 @@ struct wire_header transfer_header(const struct link *link, enum wire_kind kind,
     struct wire_header header = {0};
     header.kind = kind;
     header.segment = (uint16_t)link->position;
-    header.epoch = op->epoch;
     header.run = op->run;
     header.seq = op->seq;
     header.tag = op->tag;
+    header.nonce = op->nonce;
     header.piece = op->transfer.pieces[piece].piece;
     return header;
 }

@@ -1,13 +1,13 @@
 /* wire.c - encodes and decodes message headers byte by byte: any alignment, any byte order. */
 #include "wire.h"
 
-enum { WIRE_MAGIC = 0x4c434350, WIRE_VERSION = 1 };
+enum { WIRE_MAGIC = 0x4c434350, WIRE_VERSION = 2 };
 
 /* Byte offsets of the fields. */
 enum {
     AT_MAGIC = 0, AT_KIND = 4, AT_RING = 5, AT_VERSION = 6, AT_RUN = 8, AT_SEQ = 16, AT_TAG = 24,
-    AT_EPOCH = 32, AT_SEGMENT = 36, AT_HOP = 38, AT_MEMBERS = 40, AT_ZERO_16 = 42, AT_PIECE = 44,
-    AT_OFFSET = 48, AT_LENGTH = 56, AT_ZERO_32 = 60
+    AT_NONCE = 32, AT_SEGMENT = 40, AT_HOP = 42, AT_MEMBERS = 44, AT_ZERO = 46, AT_OFFSET = 48,
+    AT_LENGTH = 56, AT_PIECE = 60
 };
 
 static void put_u16(unsigned char *at, uint16_t value)
@@ -52,15 +52,14 @@ void wire_encode(const struct wire_header *header, unsigned char *bytes)
     put_u64(bytes + AT_RUN, header->run);
     put_u64(bytes + AT_SEQ, header->seq);
     put_u64(bytes + AT_TAG, header->tag);
-    put_u32(bytes + AT_EPOCH, header->epoch);
+    put_u64(bytes + AT_NONCE, header->nonce);
     put_u16(bytes + AT_SEGMENT, header->segment);
     put_u16(bytes + AT_HOP, header->hop);
     put_u16(bytes + AT_MEMBERS, header->members);
-    put_u16(bytes + AT_ZERO_16, 0);
-    put_u32(bytes + AT_PIECE, header->piece);
+    put_u16(bytes + AT_ZERO, 0);
     put_u64(bytes + AT_OFFSET, header->offset);
     put_u32(bytes + AT_LENGTH, header->length);
-    put_u32(bytes + AT_ZERO_32, 0);
+    put_u32(bytes + AT_PIECE, header->piece);
 }
 
 bool wire_decode(struct wire_header *header, const unsigned char *bytes)
@@ -70,14 +69,14 @@ bool wire_decode(struct wire_header *header, const unsigned char *bytes)
         return false;
     if (kind < WIRE_CHUNK || kind > WIRE_DATA)
         return false;
-    if (get_u16(bytes + AT_ZERO_16) != 0 || get_u32(bytes + AT_ZERO_32) != 0)
+    if (get_u16(bytes + AT_ZERO) != 0)
         return false;
     header->kind = (enum wire_kind)kind;
     header->ring = bytes[AT_RING];
     header->run = get_u64(bytes + AT_RUN);
     header->seq = get_u64(bytes + AT_SEQ);
     header->tag = get_u64(bytes + AT_TAG);
-    header->epoch = get_u32(bytes + AT_EPOCH);
+    header->nonce = get_u64(bytes + AT_NONCE);
     header->segment = get_u16(bytes + AT_SEGMENT);
     header->hop = get_u16(bytes + AT_HOP);
     header->members = get_u16(bytes + AT_MEMBERS);

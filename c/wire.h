@@ -16,12 +16,12 @@ struct wire_header {
     uint16_t segment;        /* of a chunk; the requester's slot in a request and in data */
     uint16_t hop;
     uint16_t members;
-    uint32_t epoch;
     uint32_t piece;
     uint32_t length;         /* elements of a chunk, else bytes */
     uint64_t run;
     uint64_t seq;
     uint64_t tag;
+    uint64_t nonce;
     uint64_t offset;         /* as length */
 };
 

@@ -276,7 +276,7 @@ MUTANTS = [
     ),
     Mutant(
         "a peer that was given up cannot come back",
-        "recovery.journaled and resume.known and number not in recovery.expected",
+        "recovery.journaled and number not in recovery.expected",
         "False",
     ),
     Mutant(
@@ -323,6 +323,36 @@ MUTANTS = [
         "stragglers are those that others wait for",
         "                for number in self._absent(round_):\n",
         "                for number in round_.votes:\n",
+    ),
+    Mutant(
+        "who is not admitted does not learn the run's number",
+        "m.Welcome(number, plain(warning))",
+        "m.Welcome(number, str(self.run))",
+    ),
+    Mutant(
+        "who comes back knows the run's number",
+        "        if resume.run != self.run:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "who was not accepted has nothing to come back to",
+        "        if not self.accepted:  # and so it",
+        "        if False:  # and so it",
+    ),
+    Mutant(
+        "each call has a nonce of its own",
+        'b"call %d" % seq',
+        'b"call"',
+    ),
+    Mutant(
+        "each epoch has a nonce of its own",
+        'b"epoch %d" % epoch',
+        'b"epoch"',
+    ),
+    Mutant(
+        "nonces cannot be computed without the master's secret",
+        "key=self._secret, ",
+        "",
     ),
 ]
 

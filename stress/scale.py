@@ -43,7 +43,7 @@ class Swarm:
     """Peers that vote blindly, and their master."""
 
     def __init__(self, peers: int, groups: int) -> None:
-        self.master = Master(1, combine)
+        self.master = Master(1, combine, secret=b"s")
         self.conns = [b"%d" % i for i in range(peers)]
         self.group_of = {conn: i % groups for i, conn in enumerate(self.conns)}
         self.seq: dict[bytes, int] = {}  # of the collective each peer is in

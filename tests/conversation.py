@@ -19,12 +19,17 @@ OVER = "over"
 
 MEMBERSHIP: Table = {
     "new": {"> Hello": "asking"},
-    "asking": {"< Welcome": "pending", "< Refused": OVER},
+    "asking": {
+        "< Welcome": "pending",
+        "< Refused": OVER,
+        "> Hello": "asking",  # again, as the connection broke before it was answered
+        "> Leave": OVER,
+    },
     "pending": {
         "< Plan": "pending",
         "< Membership": "pending",
         "< Admitted": "accepted",
-        "> Resume": "returning, pending",
+        "> Hello": "asking",  # again, on another connection: it has nothing to come back to
         "> Leave": OVER,
         "< Kicked": OVER,
     },
@@ -35,16 +40,6 @@ MEMBERSHIP: Table = {
         "> Resume": "returning",
         "> Leave": OVER,
         "< Kicked": OVER,
-    },
-    "returning, pending": {
-        "< Welcome": "pending",  # registered anew
-        "< Plan": "returning, pending",
-        "< Membership": "returning, pending",
-        "< Admitted": "returning",
-        "> Resume": "returning, pending",
-        "< Resumed": "pending",
-        "> Leave": OVER,
-        "< Refused": OVER,
     },
     "returning": {
         "< Plan": "returning",

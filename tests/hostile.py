@@ -114,7 +114,6 @@ def resume(draw: random.Random) -> m.Resume:
         arithmetic=draw.choice([b"", b"?"]),
         run=number(draw),
         info=info(draw),
-        accepted=draw.random() < 0.5,
         known=tuple(info(draw) for _ in range(draw.randint(0, 2))),
         epoch=draw.randint(0, 4),
         last_seq=number(draw),
@@ -320,7 +319,7 @@ class Siege(Run):
         """A member of before comes back. It knows enough to, and lies about its own vote only."""
         plan, me = self._plan, self._names.get(int(conn[1:2]), m.PeerInfo(9, 0, "", 1, "", "h"))
         open_ = m.Open(seq, tuple(info.peer for info in plan.peers), True)
-        known = (m.PROTOCOL_VERSION, "1", b"", self.run, me, True, plan.peers, plan.epoch, seq)
+        known = (m.PROTOCOL_VERSION, "1", b"", self.run, me, plan.peers, plan.epoch, seq)
         return m.Resume(*known, m.Done(), (open_,), ())
 
     def _hear(self, conn: bytes, data: bytes) -> list[master_core.Action]:

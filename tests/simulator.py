@@ -69,7 +69,8 @@ class Run:
     def _new_master(
         self, number: int, journal: master_core.Journal | None = None
     ) -> master_core.Master:
-        master = master_core.Master(number, self.combine, self.straggler_s, journal)
+        secret = self.random.randbytes(32)
+        master = master_core.Master(number, self.combine, self.straggler_s, journal, secret=secret)
         master.small_max = self.small_max
         return master
 
@@ -213,8 +214,15 @@ class Run:
             case m.Started(call, seq, epoch):
                 assert peer.core.plan.epoch == epoch, "a start in another epoch than the plan's"
                 self.agree(("start", run, seq), (group, epoch, peer.standing.get(call)), peer)
-            case m.Plan(epoch, peers, rings):
-                self.agree(("plan", run, group, epoch), (peers, rings), peer)
+                if message.data is None:
+                    self.check_nonce(message.nonce, ("call", run, seq), peer)
+            case m.SyncPlan(_, seq):
+                self.check_nonce(message.nonce, ("call", run, seq), peer)
+            case m.Probe(_, seq):
+                self.check_nonce(message.nonce, ("call", run, seq), peer)
+            case m.Plan(epoch, peers, rings):  # before Admitted a peer does not know the run
+                self.agree(("plan", message.nonce), (group, peers, rings), peer)
+                self.check_nonce(message.nonce, ("epoch", epoch, peers), peer)
             case m.PendingResult(_, pending, count):
                 self.agree(("are_peers_pending", run, count), pending, peer)
             case m.OptimizeResult(_, count):
@@ -222,6 +230,11 @@ class Run:
                 self.agree(("optimize_topology", run, group, count), (epoch, rings), peer)
             case m.SyncResult(_, revision, count, plan):
                 self.agree(("sync_shared_state", run, group, count), (revision, plan), peer)
+
+    def check_nonce(self, nonce: int, of: object, peer: SimPeer) -> None:
+        """One nonce for one thing, the same for all; no thing has that of another."""
+        self.agree(("nonce", nonce), of, peer)
+        self.agree(("nonce of", of), nonce, peer)
 
     def check_over(self, peer: SimPeer, why: str) -> None:
         """Why a peer may be out of the run."""

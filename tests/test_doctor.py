@@ -170,7 +170,7 @@ def said(actions: list[Action]) -> list[m.MasterMessage]:
 
 
 def test_a_newcomer_that_is_not_reached_is_told_or_refused() -> None:
-    master = Master(1, lambda work, parts: b"")
+    master = Master(1, lambda work, parts: b"", secret=b"s")
     hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 5000, "x", "a", b"")
     first = said(master.hello(b"1", hello, "203.0.113.7", "no answer"))[0]
     assert isinstance(first, m.Welcome)

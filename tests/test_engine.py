@@ -31,7 +31,7 @@ from pccl.runtime.engine import (
 
 F32, I64, SUM, AVG = 10, 7, 0, 1
 QUANTUM: int = lib.PCCL_QUANTUM
-RUN, EPOCH = 77, 3
+RUN, NONCE = 77, 3
 DEADLINE_S = 20.0
 OPTIONS = EngineOptions(heartbeat_ms=0, connect_timeout_ms=2000)
 
@@ -117,7 +117,7 @@ class AllReduce:
     def start(self, who: int, chunk_bytes: int = 1 << 18) -> None:
         rings = [Ring(1, len(self.peers), who, 0, -(-self.count // QUANTUM) * QUANTUM)]
         self.peers[who].engine.start(
-            self.op, seq=self.op, epoch=EPOCH, chunk_bytes=chunk_bytes, rings=rings
+            self.op, seq=self.op, nonce=NONCE, chunk_bytes=chunk_bytes, rings=rings
         )
 
     def finish(self) -> None:
@@ -161,7 +161,7 @@ def test_average_of_integers_truncates(make: Make) -> None:
             parts=[Part(send[who].ctypes.data, recv[who].ctypes.data, 3, I64)],
         )
         rings = [Ring(1, 2, who, 0, QUANTUM)]
-        peer.engine.start(1, seq=1, epoch=1, chunk_bytes=4096, rings=rings)
+        peer.engine.start(1, seq=1, nonce=1, chunk_bytes=4096, rings=rings)
     for who, peer in enumerate(peers):
         peer.wait(COMPLETE, 1)
         assert recv[who].tolist() == [4, -4, (2**40 + 1) // 2]
@@ -249,7 +249,7 @@ def test_closed_stream_fails_its_ops(make: Make) -> None:
     peers[0].engine.close_stream(1)
     assert peers[0].wait(FAILED, 1).status == lib.PCCL_ESTREAM
     again = AllReduce(peers[:1], 2, 1000)
-    peers[0].engine.start(2, seq=2, epoch=1, chunk_bytes=64, rings=[Ring(1, 2, 0, 0, 1024)])
+    peers[0].engine.start(2, seq=2, nonce=1, chunk_bytes=64, rings=[Ring(1, 2, 0, 0, 1024)])
     assert "not open" in peers[0].wait(FAILED, 2).text
     np.testing.assert_array_equal(again.send, again.given)
 
@@ -348,7 +348,7 @@ def test_a_neighbour_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: 
             5, run=RUN, tag=5, min_seq=4, what="broadcast", redop=SUM, members=0, parts=[part]
         )
         peer.engine.start(
-            5, seq=5, epoch=EPOCH, chunk_bytes=1 << 18, rings=[Ring(2, 2, 0, 0, x.size)]
+            5, seq=5, nonce=NONCE, chunk_bytes=1 << 18, rings=[Ring(2, 2, 0, 0, x.size)]
         )
         assert not peer.engine.socket.poll(1500), peer.engine.events()
         busy.stdin.write(b"\n")
@@ -370,10 +370,10 @@ def test_serve_and_fetch(make: Make, holders: int) -> None:
         pieces = [(number, piece.ctypes.data, piece.nbytes) for number, piece in enumerate(held)]
         holder.engine.open_stream(9, fetcher.endpoint("tcp"), lanes=2, hwm=2)
         holder.engine.register_serve(1, run=RUN, tag=4, min_seq=0, pieces=pieces)
-        holder.engine.start(1, seq=1, epoch=1, chunk_bytes=0, rings=[Ring(9, 0, 5)])
+        holder.engine.start(1, seq=1, nonce=1, chunk_bytes=0, rings=[Ring(9, 0, 5)])
         fetcher.engine.open_stream(20 + number, holder.endpoint("tcp"), lanes=1, hwm=8)
     rings = [Ring(20 + number, 0, 5) for number in range(holders)]
-    fetcher.engine.start(1, seq=1, epoch=1, chunk_bytes=1 << 16, rings=rings)
+    fetcher.engine.start(1, seq=1, nonce=1, chunk_bytes=1 << 16, rings=rings)
     complete = fetcher.wait(COMPLETE, 1)
     assert complete.settled
     assert complete.rx_bytes == sum(piece.nbytes for piece in held)

@@ -63,11 +63,15 @@ def test_a_script_survives_packing() -> None:
 # ---- one rule at a time ----
 
 
+RUN = 0x1234_5678_9ABC_DEF0  # large enough to be found in what is said
+SECRET = b"a secret"
+
+
 class Hall:
     """A master and accepted peers "1", "2", ... of group 0, spoken to without any queue."""
 
     def __init__(self, peers: int = 2) -> None:
-        self.master = Master(1, combine)
+        self.master = Master(RUN, combine, secret=SECRET)
         self.told: dict[bytes, list[m.MasterMessage]] = {}
         self.dropped: dict[bytes, str] = {}
         self.notes: list[str] = []
@@ -256,13 +260,13 @@ def resume(number: int, run: int = 5, **fields: object) -> m.Resume:
     info = m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x")
     told = {"known": (info,), "epoch": 1, "last_seq": 3, "done": m.Done(), "open": ()}
     head = {"protocol": m.PROTOCOL_VERSION, "version": "1", "arithmetic": b"", "run": run}
-    rest = {"info": info, "accepted": True, "finished": ()}
+    rest = {"info": info, "finished": ()}
     return m.Resume(**{**head, **rest, **told, **fields})  # type: ignore[arg-type]
 
 
 def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> None:
     hall = Hall()
-    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))))
+    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     hall.dropped.clear()
     for i in range(100):
         hall.say(b"stranger", m.SyncVote(i, m.Offer(0, 0, (ENTRY,) * 1000)))
@@ -280,10 +284,10 @@ def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> Non
 
 def test_nobody_comes_back_twice_on_one_connection() -> None:
     hall = Hall()
-    hall.perform(hall.master.resume(b"2", resume(9, run=1, accepted=False), "10.0.0.1"))
+    hall.perform(hall.master.resume(b"2", resume(9, run=RUN), "10.0.0.1"))
     assert "came back twice" in hall.dropped[b"2"]
     assert len(hall.master.peers) == 1
-    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))))
+    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     for number in (1, 2):
         hall.perform(hall.master.resume(b"both", resume(number), "10.0.0.1"))
     assert isinstance(hall.last(b"both"), m.Refused)
@@ -300,7 +304,7 @@ def test_nobody_comes_back_twice_on_one_connection() -> None:
 )
 def test_nobody_comes_back_with_numbers_that_would_overflow(fields: dict[str, object]) -> None:
     hall = Hall(0)
-    hall.master = Master(1, combine)
+    hall.master = Master(1, combine, secret=b"s")
     hall.perform(hall.master.resume(b"stranger", resume(1, **fields), "10.0.0.1"))  # type: ignore[arg-type]
     assert "impossible numbers" in hall.dropped[b"stranger"]
     assert not hall.master.recovering

@@ -27,7 +27,7 @@ class Table:
     """A master and its peers 1 and 2, whose connections are b"1" and b"2"."""
 
     def __init__(self, number: int = 2) -> None:
-        self.master = Master(1, combine)
+        self.master = Master(1, combine, secret=b"s")
         hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "x", b"")
         for index in range(1, number + 1):
             self.master.hello(b"%d" % index, hello, "10.0.0.1")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_hostile import WORK, Hall, resume
+from test_hostile import ENTRY, RUN, WORK, Hall, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol import peer as peer_core
@@ -53,7 +53,7 @@ def test_what_was_unreachable_in_another_epoch_does_not_count() -> None:
 
 def test_who_is_lost_again_while_the_master_recovers_may_come_back_once_more() -> None:
     hall = Hall(2)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))))
+    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     hall.perform(hall.master.resume(b"a", resume(1, known=known), "10.0.0.1"))
     hall.perform(hall.master.disconnected(b"a", "its connection broke"))
@@ -80,7 +80,7 @@ def test_who_comes_late_to_a_call_that_failed_is_told_once() -> None:
 
 def test_who_was_given_up_before_the_restart_is_told_so() -> None:
     hall = Hall(0)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1,))))
+    hall.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1,))), secret=b"s")
     hall.perform(hall.master.resume(b"late", resume(2), "10.0.0.1"))
     refused = hall.last(b"late")
     assert isinstance(refused, m.Refused)
@@ -91,7 +91,7 @@ def test_who_was_given_up_before_the_restart_is_told_so() -> None:
 def test_who_comes_back_to_a_run_that_has_gone_on_is_told_so() -> None:
     infos = [m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2)]
     hall = Hall(0)
-    hall.master = Master(1, combine)
+    hall.master = Master(1, combine, secret=b"s")
     late = resume(2, known=tuple(infos), epoch=3)
     hall.perform(hall.master.resume(b"late", late, "10.0.0.1"))
     hall.perform(hall.master.resume(b"one", resume(1, known=(infos[0],), epoch=4), "10.0.0.1"))
@@ -103,7 +103,7 @@ def test_who_comes_back_to_a_run_that_has_gone_on_is_told_so() -> None:
 
 def test_stragglers_are_those_that_others_wait_for() -> None:
     hall = Hall(0)
-    hall.master = Master(1, combine, 5.0)
+    hall.master = Master(1, combine, 5.0, secret=b"s")
     for conn in (b"1", b"2", b"3"):
         hall.join(conn)
     hall.say(b"1", m.TopologyVote(1))
@@ -137,7 +137,7 @@ def test_who_was_told_of_a_start_that_it_had_missed_knows_of_it() -> None:
     core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
     known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
-    for told in (m.Welcome(1, 7), known, m.Admitted(m.Done())):
+    for told in (m.Welcome(1), known, m.Admitted(7, m.Done())):
         core.received(told)
     core.collective(2, 0, WORK)
     core.received(m.CallError(2, Result.RANK_CONNECTION_LOST.value, "a restart", 0, 9))
@@ -303,7 +303,7 @@ def test_who_measures_what_nobody_asked_for_is_dropped() -> None:
 def test_a_restarted_master_keeps_the_ring() -> None:
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", f"m{number}") for number in (1, 2, 3, 4))
     hall = Hall(0)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 5, frozenset((1, 2, 3, 4))))
+    hall.master = Master(1, combine, journal=Journal(5, 1, 5, frozenset((1, 2, 3, 4))), secret=b"s")
     for number in (1, 2, 3, 4):
         # 1 had not heard of the last plan
         rings = (m.Ring((1, 2, 3, 4) if number == 1 else (1, 3, 2, 4), 1),)
@@ -316,8 +316,67 @@ def test_a_restarted_master_keeps_the_ring() -> None:
 def test_rings_that_no_message_could_carry_are_not_taken_up() -> None:
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", f"m{number}") for number in (1, 2))
     hall = Hall(0)
-    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))))
+    hall.master = Master(1, combine, journal=Journal(5, 1, 3, frozenset((1, 2))), secret=b"s")
     heavy = (m.Ring((1, 9, 2), (1 << 32) - 1), m.Ring((1, 2), (1 << 32) - 1))
     liar = resume(1, known=known, epoch=9, rings=heavy)
     hall.perform(hall.master.resume(b"liar", liar, "10.0.0.1"))
     assert isinstance(hall.last(b"liar"), m.Refused)
+
+
+# ---- what strangers cannot know ----
+
+
+def test_who_is_not_admitted_does_not_learn_the_runs_number() -> None:
+    hall = Hall(2)
+    hall.join(b"stranger")
+    commit(hall)
+    hall.perform(hall.master.farewell())
+    told = b"".join(m.encode(each) for each in hall.told[b"stranger"])
+    assert len(hall.told[b"stranger"]) == 2  # Welcome and Kicked
+    assert RUN.to_bytes(8) not in told
+    assert str(RUN).encode() not in told
+    assert any(each == m.Admitted(RUN, m.Done()) for each in hall.told[b"1"])
+
+
+def test_nobody_comes_back_who_does_not_know_the_runs_number() -> None:
+    for journaled in (True, False):
+        hall = Hall(0)
+        expected = Journal(RUN, 1, 3, frozenset((1, 2))) if journaled else None
+        hall.master = Master(1, combine, journal=expected, secret=b"s")
+        if not journaled:
+            hall.perform(hall.master.resume(b"1", resume(1, run=RUN), "10.0.0.1"))
+        for guess in (0, 1, RUN - 1):
+            conn = b"%d guesses" % guess
+            hall.perform(hall.master.resume(conn, resume(2, run=guess), "10.0.0.1"))
+            refused = hall.last(conn)
+            assert isinstance(refused, m.Refused)
+            assert "another run" in refused.why
+
+
+def nonces(hall: Hall) -> tuple[set[int], set[int]]:
+    """All that a peer was told: of epochs, and of calls."""
+    hall.start()
+    hall.everyone(m.FinishVote(hall.start(), False))
+    hall.everyone(m.OptimizeVote(9))
+    hall.say(b"3", m.Leave())
+    for number, offer in enumerate((m.Offer(0, 0, (ENTRY,)), m.Offer(1, 0, (ENTRY,))), 1):
+        hall.say(b"%d" % number, m.SyncVote(5, offer))
+    told = hall.told[b"1"]
+    calls = [t.nonce for t in told if isinstance(t, m.Started | m.SyncPlan | m.Probe)]
+    epochs = [t.nonce for t in told if isinstance(t, m.Plan)]
+    assert len(calls) >= 3
+    assert len(epochs) >= 3
+    assert len({*calls, *epochs}) == len(calls) + len(epochs)
+    return set(epochs), set(calls)
+
+
+def test_nonces_do_not_repeat_and_depend_on_the_masters_secret() -> None:
+    first, second = Hall(0), Hall(0)
+    for hall, secret in ((first, b"one"), (second, b"another")):
+        hall.master = Master(RUN, combine, secret=secret)
+        for conn in (b"1", b"2", b"3"):
+            hall.join(conn, machine=conn.decode())
+        hall.say(b"1", m.TopologyVote(1))
+    for mine, theirs in zip(nonces(first), nonces(second), strict=True):
+        assert not mine & theirs
+        assert max(mine | theirs) > 1 << 56

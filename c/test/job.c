@@ -268,7 +268,7 @@ void job_start_rings(struct peers *peers, int who, const struct job *job, uint32
     order.kind = PCCL_START;
     order.op = job->op;
     order.seq = job->seq;
-    order.epoch = TEST_EPOCH;
+    order.nonce = TEST_NONCE;
     order.chunk_bytes = job->chunk_bytes;
     order.n_rings = rings;
     order.rings[0].stream = 1;

@@ -8,7 +8,7 @@
 #include "fake.h"
 #include "pccl.h"
 
-enum { TEST_PEERS_MAX = 8, TEST_EVENTS_MAX = 256, TEST_RUN = 77, TEST_EPOCH = 3 };
+enum { TEST_PEERS_MAX = 8, TEST_EVENTS_MAX = 256, TEST_RUN = 77, TEST_NONCE = 3 };
 
 struct peer {
     pccl_engine *engine;

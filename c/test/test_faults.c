@@ -186,7 +186,7 @@ static struct wire_header good_chunk(void)
     header.segment = 0;
     header.hop = 0;
     header.members = 3;
-    header.epoch = TEST_EPOCH;
+    header.nonce = TEST_NONCE;
     header.run = TEST_RUN;
     header.seq = 10;
     header.tag = 9;
@@ -251,7 +251,7 @@ static void test_hostile_messages(void)
     TRY(TAKEN, DROPPED, header.seq++);               /* before START it may be right */
     TRY(DROPPED, DROPPED, header.kind = WIRE_REQUEST);
     TRY(DROPPED, DROPPED, header.kind = WIRE_DATA);
-    TRY(TAKEN, FATAL, header.epoch++);
+    TRY(TAKEN, DROPPED, header.nonce++);             /* a stranger, who cannot know it */
     TRY(TAKEN, FATAL, header.ring++);
     TRY(FATAL, FATAL, header.ring = 8);
     TRY(TAKEN, FATAL, header.members++);
@@ -336,7 +336,7 @@ static void test_contradictions(void)
         peers_run(&peers);
         switch (variant) {
         case 2: header.seq++; break;
-        case 3: header.epoch++; break;
+        case 3: header.nonce++; break;
         case 4: header.members++; break;
         case 5: header.segment++; break;
         case 6: header.ring++; break;

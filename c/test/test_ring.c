@@ -63,14 +63,14 @@ static void test_granules(void)
 static void test_wire(void)
 {
     static const unsigned char golden[WIRE_HEADER_BYTES] = {
-        0x50, 0x43, 0x43, 0x4c, 0x01, 0x02, 0x01, 0x00,
+        0x50, 0x43, 0x43, 0x4c, 0x01, 0x02, 0x02, 0x00,
         0x08, 0x07, 0x06, 0x05, 0x04, 0x03, 0x02, 0x01,
         0x18, 0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11,
         0x28, 0x27, 0x26, 0x25, 0x24, 0x23, 0x22, 0x21,
-        0x34, 0x33, 0x32, 0x31, 0x42, 0x41, 0x52, 0x51,
-        0x62, 0x61, 0x00, 0x00, 0x74, 0x73, 0x72, 0x71,
+        0x38, 0x37, 0x36, 0x35, 0x34, 0x33, 0x32, 0x31,
+        0x42, 0x41, 0x52, 0x51, 0x62, 0x61, 0x00, 0x00,
         0x88, 0x87, 0x86, 0x85, 0x84, 0x83, 0x82, 0x81,
-        0x94, 0x93, 0x92, 0x91, 0x00, 0x00, 0x00, 0x00};
+        0x94, 0x93, 0x92, 0x91, 0x74, 0x73, 0x72, 0x71};
     struct wire_header header = {0}, back = {0};
     unsigned char bytes[WIRE_HEADER_BYTES];
     int i;
@@ -79,7 +79,7 @@ static void test_wire(void)
     header.run = UINT64_C(0x0102030405060708);
     header.seq = UINT64_C(0x1112131415161718);
     header.tag = UINT64_C(0x2122232425262728);
-    header.epoch = 0x31323334;
+    header.nonce = UINT64_C(0x3132333435363738);
     header.segment = 0x4142;
     header.hop = 0x5152;
     header.members = 0x6162;
@@ -91,14 +91,14 @@ static void test_wire(void)
     CHECK(wire_decode(&back, bytes));
     CHECK(back.kind == header.kind && back.ring == header.ring && back.piece == header.piece);
     CHECK(back.run == header.run && back.seq == header.seq && back.tag == header.tag);
-    CHECK(back.epoch == header.epoch && back.segment == header.segment && back.hop == header.hop);
+    CHECK(back.nonce == header.nonce && back.segment == header.segment && back.hop == header.hop);
     CHECK(back.members == header.members && back.offset == header.offset);
     CHECK(back.length == header.length);
     wire_set_hop(bytes, 0x0304);
     CHECK(wire_decode(&back, bytes) && back.hop == 0x0304 && back.segment == header.segment);
     /* magic, kind, version and what must be zero */
     for (i = 0; i < WIRE_HEADER_BYTES; i++)
-        if (i < 5 || i == 6 || i == 7 || i == 42 || i == 43 || i >= 60) {
+        if (i < 5 || i == 6 || i == 7 || i == 46 || i == 47) {
             memcpy(bytes, golden, sizeof golden);
             bytes[i] ^= 0x80;
             CHECK(!wire_decode(&back, bytes));

@@ -82,7 +82,7 @@ static void start(int who, uint64_t op, uint32_t n, uint32_t slot)
     order.kind = PCCL_START;
     order.op = op;
     order.seq = SEQ;
-    order.epoch = TEST_EPOCH;
+    order.nonce = TEST_NONCE;
     order.chunk_bytes = CHUNK;
     order.n_rings = n;
     for (i = 0; i < n; i++) {
@@ -255,7 +255,7 @@ static void start_again(void)
     peers_stream(&peers, 0, 1, 3, 1, 2);
     order.kind = PCCL_START;
     order.seq = SEQ + 1;
-    order.epoch = TEST_EPOCH + 1;
+    order.nonce = TEST_NONCE + 1;
     order.chunk_bytes = CHUNK;
     order.n_rings = 1;
     for (who = 0; who < 2; who++) {
@@ -439,7 +439,7 @@ static void test_requester_lost(void)
     order.kind = PCCL_START;
     order.op = FETCH_OP;
     order.seq = SEQ;
-    order.epoch = TEST_EPOCH;
+    order.nonce = TEST_NONCE;
     order.chunk_bytes = CHUNK;
     order.n_rings = 1;
     order.rings[0].stream = 3;
@@ -494,7 +494,7 @@ static struct wire_header good_request(void)
     struct wire_header header = {0};
     header.kind = WIRE_REQUEST;
     header.segment = 7;
-    header.epoch = TEST_EPOCH;
+    header.nonce = TEST_NONCE;
     header.run = TEST_RUN;
     header.seq = SEQ;
     header.tag = TAG;
@@ -539,7 +539,7 @@ static void test_hostile_requests(void)
     TRY(0, 0, header.seq++);             /* a round that a later START may name */
     TRY(0, 1, header.seq--);
     TRY(0, 1, header.kind = WIRE_DATA);
-    TRY(0, 1, header.epoch++);
+    TRY(0, 1, header.nonce++);
     TRY(0, 1, header.piece++);
     TRY(0, 1, header.piece = UINT32_MAX);
     TRY(0, 1, header.length++);
@@ -583,7 +583,7 @@ static void test_stale_requests(void)
     peers_run(&peers);
     for (i = 0; i < 3; i++) {
         header.seq = SEQ + (i == 1);
-        header.epoch = TEST_EPOCH + (i == 2);
+        header.nonce = TEST_NONCE + (i == 2);
         wire_encode(&header, bytes);
         fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
     }
@@ -595,7 +595,7 @@ static void test_stale_requests(void)
     order.kind = PCCL_START;
     order.op = SERVE_OP;
     order.seq = SEQ + 1;
-    order.epoch = TEST_EPOCH;
+    order.nonce = TEST_NONCE;
     order.n_rings = 1;
     order.rings[0].stream = 1;
     order.rings[0].position = 7;
@@ -619,6 +619,7 @@ static void test_hostile_data(void)
 {
     int variant;
     for (variant = 0; variant < 8; variant++) {
+        const int dropped = variant == 6;        /* a stranger's, who does not know the nonce */
         struct wire_header header = good_request();
         unsigned char bytes[WIRE_HEADER_BYTES + 11] = {0};
         size_t payload = 10;
@@ -636,13 +637,14 @@ static void test_hostile_data(void)
         case 3: header.offset = 1; break;
         case 4: header.length = 9; payload = 9; break;
         case 5: header.piece = 33; break;
-        case 6: header.epoch++; break;
+        case 6: header.nonce++; break;
         case 7: header.hop = 1; break;           /* it has one holder: 0 */
         }
         wire_encode(&header, bytes);
         fake_inject(peers.peer[0].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
         peers_run(&peers);
-        CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == (variant != 0));
+        CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == (variant != 0 && !dropped));
+        CHECK((int)pccl_engine_dropped(peers.peer[0].engine) == dropped);
         if (variant == 0) {
             fake_inject(peers.peer[0].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
             peers_run(&peers);

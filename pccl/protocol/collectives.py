@@ -55,13 +55,14 @@ class Collectives(Ledger):
         group = self._groups[group_number]
         seq, epoch = self._take_seq(), group.epoch
         stable = self._stable(group, round_) if data is not None else 0
+        nonce = self._nonces.of_call(seq) if data is None else 0  # which no engine needs then
         final = data is not None and len(group.small) < self.small_max
         if final:
             group.small.append(seq)
         else:
             title = round_.describe(next(iter(round_.votes)))
             self._run(Running(seq, group_number, set(round_.votes), title))
-        self._answer(round_, lambda call: m.Started(call, seq, epoch, data, final, stable))
+        self._answer(round_, lambda call: m.Started(call, seq, epoch, data, final, stable, nonce))
 
     def _stable(self, group: Group, round_: Round[object]) -> int:
         """Up to where nobody lacks a small result: everyone has just said what it has heard."""

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol.election import Transfer
+from pccl.protocol.nonces import Nonces
 from pccl.protocol.recovery import EPOCH_SHIFT, INCARNATION_SHIFT
 from pccl.protocol.rounds import Kind, OpenRounds, Round, RoundId, Vote
 from pccl.protocol.topology import Link
@@ -193,6 +194,7 @@ class Ledger(ABC):
         combine: reduces contributions of the work's size, in their order.
         straggler_s: peers that keep others waiting for so many seconds are dropped.
         journal: of the master that was here before, if there was one.
+        secret: random bytes that no master has ever used, from which nonces are made.
     """
 
     def __init__(
@@ -201,9 +203,12 @@ class Ledger(ABC):
         combine: Combine,
         straggler_s: float | None = None,
         journal: Journal | None = None,
+        *,
+        secret: bytes,
     ) -> None:
         self.run = run if journal is None else journal.run
         self._combine = combine
+        self._nonces = Nonces(secret)
         self._straggler_s = straggler_s
         self._waiting_since: dict[object, float] = {}  # round or seq -> when others began to wait
         self.peers: dict[int, Peer] = {}  # in the order of registration: accepted ones come first

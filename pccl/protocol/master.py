@@ -103,6 +103,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         combine: reduces contributions of the work's size, in their order.
         straggler_s: peers that keep others waiting for so many seconds are dropped (`tick`).
         journal: of the master that was here before, if there was one.
+        secret: random bytes that no master has ever used, from which nonces are made.
     """
 
     # ---- events ----
@@ -233,16 +234,13 @@ class Master(Collectives, Synchronisations, Optimisations):
             self._recovery = Recovery(set(), journaled=False)
             self._note("a run comes back that this master does not know: its peers will tell")
         recovery = self._recovery
-        if recovery is None and not resume.accepted and not why:
-            self._register(conn, info, resume.arithmetic)  # it was pending: nothing is lost
-            return self._take()
         if resume.run != self.run:
             why = why or OTHER_RUN
         elif (
             recovery is None
             or number in recovery.resumes
             or conn in recovery.conns.values()
-            or (recovery.journaled and resume.known and number not in recovery.expected)
+            or (recovery.journaled and number not in recovery.expected)
         ):
             why = why or GIVEN_UP
         if why or recovery is None:
@@ -286,12 +284,11 @@ class Master(Collectives, Synchronisations, Optimisations):
             self._admit()
 
     def _restore(self, before: Before, conns: dict[int, bytes]) -> None:
-        for number, info in (before.accepted | before.pending).items():
-            self.peers[number] = Peer(conns[number], info, number in before.accepted)
+        for number, info in before.accepted.items():
+            self.peers[number] = Peer(conns[number], info, accepted=True)
             self._by_conn[conns[number]] = number
-            if number in before.accepted:
-                self._count_in(number, info.group)
-                self._out.append(Remember(info))
+            self._count_in(number, info.group)
+            self._out.append(Remember(info))
         self._next_peer = max(self._next_peer, before.next_peer)
         incarnation = max(self._next_seq >> INCARNATION_SHIFT, before.incarnation + 1)
         self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
@@ -308,7 +305,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         for group_number in before.groups:
             self._new_epoch(group_number)
         for number in before.accepted:
-            self._send(number, m.Admitted(self._done(before.accepted[number].group)))
+            self._send(number, m.Admitted(self.run, self._done(before.accepted[number].group)))
         for seq in sorted(before.collectives):
             self._resolve(seq, before.collectives[seq])
         for number, small in before.missed:
@@ -354,7 +351,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         self.peers[number] = Peer(conn, info)
         self._by_conn[conn] = number
         self._arithmetic = arithmetic
-        self._send(number, m.Welcome(number, self.run, plain(warning)))
+        self._send(number, m.Welcome(number, plain(warning)))
         self._note(f"{info} of group {info.group} registered")
         if not self._size():
             self._admit()
@@ -391,7 +388,8 @@ class Master(Collectives, Synchronisations, Optimisations):
         self._publish_world()
         for number in fresh:
             self._out.append(Remember(self.peers[number].info))
-            self._send(number, m.Admitted(self._done(self.peers[number].info.group)))
+            group = self.peers[number].info.group
+            self._send(number, m.Admitted(self.run, self._done(group)))
             self._note(f"{self.peers[number].info} accepted")
 
     def _remove_all(self, whys: Mapping[int, str], kick: Result | None = None) -> None:
@@ -456,7 +454,8 @@ class Master(Collectives, Synchronisations, Optimisations):
         self._epoch += 1
         group.epoch = self._epoch
         peers = tuple(self.peers[number].info for number in self._accepted(group_number))
-        plan = m.Plan(group.epoch, peers, plan_rings(peers, group.rings), self._topology_rounds)
+        rings, nonce = plan_rings(peers, group.rings), self._nonces.of_epoch(group.epoch)
+        plan = m.Plan(group.epoch, peers, rings, self._topology_rounds, nonce)
         for peer in peers:
             self._send(peer.peer, plan)
 

@@ -6,7 +6,8 @@ appended field has a default. `Hello` carries the protocol version and is the fi
 peer.
 
 A `call` is a number a peer gives to one of its API calls; answers name it. A `seq` is a number the
-master gives to one committed collective or synchronisation; it never repeats within a run.
+master gives to one committed collective or synchronisation; it never repeats within a run. A
+`nonce` is one that nobody else can guess: bulk data carries that of its call.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from msgspec import Meta, Struct
 from pccl.text import address_text
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
@@ -379,7 +380,7 @@ class Measured(Struct, array_like=True, frozen=True, tag=14):
 
 
 class Resume(Struct, array_like=True, frozen=True, tag=10):
-    """Comes back to a master that has lost its connections, and says all it knows.
+    """An accepted peer comes back to a master that has lost its connections, with all it knows.
 
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
     known outcome (the latest ones: older ones are known to all), `small` those results that others
@@ -391,7 +392,6 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     arithmetic: Annotated[bytes, Meta(max_length=32)]
     run: U64
     info: PeerInfo
-    accepted: bool
     known: tuple[PeerInfo, ...]
     epoch: U32
     last_seq: U64
@@ -406,10 +406,9 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
 
 
 class Welcome(Struct, array_like=True, frozen=True, tag=64):
-    """Registered: a pending peer of this run until `Admitted`. `warning` is for its user."""
+    """Registered: a pending peer until `Admitted`. `warning` is for its user."""
 
     peer: U64
-    run: U64
     warning: Text = ""
 
 
@@ -423,13 +422,15 @@ class Refused(Struct, array_like=True, frozen=True, tag=65):
 class Plan(Struct, array_like=True, frozen=True, tag=66):
     """The group's peers and rings from now on. A new epoch means new streams.
 
-    `topology` counts the rounds of `update_topology` that led to it.
+    `topology` counts the rounds of `update_topology` that led to it. By the `nonce` its peers let
+    each other's streams in.
     """
 
     epoch: U32
     peers: tuple[PeerInfo, ...]
     rings: Rings
     topology: U64
+    nonce: U64 = 0
 
 
 class Membership(Struct, array_like=True, frozen=True, tag=67):
@@ -439,8 +440,13 @@ class Membership(Struct, array_like=True, frozen=True, tag=67):
 
 
 class Admitted(Struct, array_like=True, frozen=True, tag=68):
-    """To a pending peer: accepted. `done` counts the rounds that were before its time."""
+    """To a pending peer: accepted into `run`. `done` counts the rounds that were before its time.
 
+    Bulk data of another run is never mistaken for this one's, and who knows the number may come
+    back to a master that was restarted: nobody else hears it.
+    """
+
+    run: U64
     done: Done
 
 
@@ -472,6 +478,7 @@ class Started(Struct, array_like=True, frozen=True, tag=71):
     data: Data | None = None
     final: bool = False
     stable: U64 = 0
+    nonce: U64 = 0
 
 
 class Interrupt(Struct, array_like=True, frozen=True, tag=72):
@@ -504,6 +511,7 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
     fetch: tuple[U32, ...]
     digests: tuple[bytes, ...]
     diverged: bool = False
+    nonce: U64 = 0
 
 
 class SyncResult(Struct, array_like=True, frozen=True, tag=75):
@@ -572,6 +580,7 @@ class Probe(Struct, array_like=True, frozen=True, tag=81):
     call: U64
     seq: U64
     peers: tuple[U64, ...]
+    nonce: U64 = 0
 
 
 class OptimizeResult(Struct, array_like=True, frozen=True, tag=82):

@@ -78,9 +78,9 @@ class Optimisations(Ledger):
         if not optimisation.measuring:
             self._end_optimisation(optimisation)
             return
-        optimisation.seq = self._take_seq()
+        seq = optimisation.seq = self._take_seq()
         for number, senders in optimisation.measuring.items():
-            self._send(number, m.Probe(calls[number], optimisation.seq, senders))
+            self._send(number, m.Probe(calls[number], seq, senders, self._nonces.of_call(seq)))
 
     def _measured(self, number: int, measured: m.Measured) -> None:
         optimisation = self._optimisation

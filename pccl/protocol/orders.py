@@ -54,7 +54,7 @@ class StartOp:
 
     op: int
     seq: int
-    epoch: int
+    nonce: int
     rings: tuple[RingPart, ...]
 
 

@@ -6,7 +6,8 @@ engine. Actions come out, to be performed in order: messages to send, orders to 
 answers to calls.
 
 When the connection to the master breaks, nothing is said any more (`link_lost`), while the engine
-works on. On the next connection `Resume` says all that the master may need, and when it answers
+works on. On the next connection `Resume` says all that the master may need (a peer that was not
+accepted yet has nothing to come back to, and says `Hello` again), and when it answers
 `Resumed` the calls that still wait for a round are voted on anew: votes and answers under way were
 lost with the connection.
 
@@ -225,12 +226,12 @@ class Peer(Transfers):
                 collective = self._by_seq.get(seq)
                 if collective is not None:
                     self._give_up(collective, Event.STOPPED, why)
-            case m.Welcome(peer, run):
-                self.number, self.run, self._linked = peer, run, True
-            case m.Admitted(done):
+            case m.Welcome(peer):
+                self.number, self._linked = peer, True
+            case m.Admitted(run, done):
                 if not self.accepted:
                     self._done = done
-                self.accepted = True
+                self.run, self.accepted = run, True
                 if self._joining is not None:
                     self._out.append(Answer(self._joining, None))
                     self._joining = None
@@ -250,8 +251,8 @@ class Peer(Transfers):
                 self._planned(message)
             case m.SyncResult():
                 self._synced(message)
-            case m.Probe(call, seq, peers):
-                self._planned(m.SyncPlan(call, seq, peers, peers, (0,), ()))
+            case m.Probe(call, seq, peers, nonce):
+                self._planned(m.SyncPlan(call, seq, peers, peers, (0,), (), nonce=nonce))
             case m.OptimizeResult():
                 self._optimized(message)
             case m.Resumed(done):
@@ -331,7 +332,7 @@ class Peer(Transfers):
         collective = self._begin(started)
         if collective is None:
             return
-        call, seq, epoch = started.call, started.seq, started.epoch
+        call, seq = started.call, started.seq
         self._by_seq[seq] = collective
         if not collective.move(Event.STARTED):
             self._say(m.FinishVote(seq, False, "a malformed chunk arrived early"))
@@ -339,9 +340,9 @@ class Peer(Transfers):
         if collective.impatient:  # it started while the vote was being withdrawn
             self._give_up(collective, Event.STOPPED, "the caller waited no longer")
             return
-        self._renew_streams(epoch)
+        self._renew_streams(started.epoch)
         parts = places(collective.work, self.plan.rings, self.number, self._streams)
-        self._out.append(StartOp(call, seq, epoch, parts))
+        self._out.append(StartOp(call, seq, started.nonce, parts))
 
     def _reduced(self, started: m.Started) -> None:
         """A small collective has its result, final or to be voted on."""
@@ -452,10 +453,11 @@ class Peer(Transfers):
         if self.over is not None or self._hello is None:
             return self._take()
         hello = self._hello
-        own = [info for info in self.plan.peers if info.peer == self.number]
-        pending = m.PeerInfo(
-            self.number, hello.group, hello.host, hello.port, hello.ipc, hello.machine
-        )
+        if not self.accepted:  # and so it knows nothing of the run
+            self.plan, self.world = m.Plan(0, (), (), 0), m.World(0, 0, 0, 0)
+            self._out.append(Send(hello))
+            return self._take()
+        own = next(info for info in self.plan.peers if info.peer == self.number)
         votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
         open_ = tuple(
             m.Open(seq, c.members, votes[c.state], c.tag) for seq, c in sorted(self._by_seq.items())
@@ -469,8 +471,7 @@ class Peer(Transfers):
             hello.version,
             hello.arithmetic,
             self.run,
-            own[0] if own else pending,
-            self.accepted,
+            own,
             self.plan.peers,
             self.plan.epoch,
             self._last_seq,

@@ -55,7 +55,6 @@ class Before:
     """The run as it was, as far as anybody who is left knows."""
 
     accepted: dict[int, m.PeerInfo]
-    pending: dict[int, m.PeerInfo]
     groups: dict[int, GroupBefore]
     collectives: dict[int, Unresolved]
     missed: list[tuple[int, m.Small]]
@@ -86,19 +85,12 @@ def plausible(resume: m.Resume) -> bool:
 def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
     """The run as it was, from what the peers that are back have said."""
     known = {info.peer for resume in resumes.values() for info in resume.known}
-    accepted: dict[int, m.PeerInfo] = {}
-    pending: dict[int, m.PeerInfo] = {}
-    for number in sorted(resumes):
-        resume = resumes[number]
-        place = accepted if resume.accepted or number in known else pending
-        place[number] = resume.info
     asked = max((resume.done for resume in resumes.values()), key=lambda done: done.pending)
     return Before(
-        accepted,
-        pending,
-        _groups({number: resumes[number] for number in accepted}),
-        _collectives({number: resumes[number] for number in accepted}),
-        _missed({number: resumes[number] for number in accepted}),
+        {number: resumes[number].info for number in sorted(resumes)},
+        _groups(resumes),
+        _collectives(resumes),
+        _missed(resumes),
         topology=max(resume.done.topology for resume in resumes.values()),
         pendings=asked.pending,
         were_pending=asked.were_pending,
@@ -136,7 +128,7 @@ def outdated(resumes: Mapping[int, m.Resume]) -> set[int]:
     return {
         number
         for number, resume in resumes.items()
-        if resume.known and number not in {info.peer for info in latest[resume.info.group].known}
+        if number not in {info.peer for info in latest[resume.info.group].known}
     }
 
 
@@ -151,8 +143,8 @@ def _groups(resumes: Mapping[int, m.Resume]) -> dict[int, GroupBefore]:
         group, done = groups[resume.info.group], resume.done
         if done.sync == group.syncs and group.syncs:
             group.revision, group.last_plan = done.revision, done.plan
-        # An accepted peer that does not know of the last one stands in it: it missed the result.
-        if resume.accepted and (done.holds or done.sync < group.syncs):
+        # A peer that does not know of the last one stands in it: it missed the result.
+        if done.holds or done.sync < group.syncs:
             group.holders.add(number)
     for group in groups.values():
         if not group.holders:

@@ -60,6 +60,7 @@ class Synchronisations(Ledger):
                 own.entries if own else (),
                 own.digests if own else (),
                 own.diverged if own else False,
+                self._nonces.of_call(sync.seq),
             )
             self._send(number, plan)
 

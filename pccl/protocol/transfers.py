@@ -163,7 +163,7 @@ class Transfers(ABC):
         syncing.plan, syncing.group = plan, self.plan
         if plan.serve:
             ends = [(receiver, self._slot(syncing, receiver)) for receiver in plan.serve]
-            self._start_transfer(syncing, syncing.serve_op, plan.seq, ends)
+            self._start_transfer(syncing, syncing.serve_op, plan, ends)
         if resumed and not syncing.fetched:
             self._start_fetch(syncing, plan)
         for stream in streams.values():
@@ -182,17 +182,16 @@ class Transfers(ABC):
     def _start_fetch(self, syncing: Syncing, plan: m.SyncPlan) -> None:
         slot = self._slot(syncing, self.number)
         ends = [(holder, slot) for holder in plan.holders]
-        self._start_transfer(syncing, syncing.fetch_op, plan.seq, ends)
+        self._start_transfer(syncing, syncing.fetch_op, plan, ends)
 
     def _start_transfer(
-        self, syncing: Syncing, op: int, seq: int, ends: list[tuple[int, int]]
+        self, syncing: Syncing, op: int, plan: m.SyncPlan, ends: list[tuple[int, int]]
     ) -> None:
         """Starts a serve or fetch op on streams to (peer, slot)s."""
-        assert syncing.group is not None
         rings = tuple(
             RingPart(self._sync_stream(syncing, peer), 2, slot, 0, 0) for peer, slot in ends
         )
-        self._out.append(StartOp(op, seq, syncing.group.epoch, rings))
+        self._out.append(StartOp(op, plan.seq, plan.nonce, rings))
 
     def _sync_stream(self, syncing: Syncing, peer: int) -> int:
         if peer not in syncing.streams:

@@ -544,7 +544,7 @@ class Client:
         self._engine.start(
             action.op,
             seq=action.seq,
-            epoch=action.epoch,
+            nonce=action.nonce,
             chunk_bytes=chunk_bytes(total, members, local, quantized),
             rings=[
                 Ring(r.stream, r.members, r.position, r.begin, r.count, r.root, r.ranks)

@@ -386,14 +386,14 @@ class Engine:
         return order
 
     def start(
-        self, op: int, *, seq: int, epoch: int, chunk_bytes: int, rings: Sequence[Ring]
+        self, op: int, *, seq: int, nonce: int, chunk_bytes: int, rings: Sequence[Ring]
     ) -> None:
         """Starts a registered op.
 
         Args:
             op: its number.
             seq: the sequence number that was agreed on.
-            epoch: the epoch that was agreed on.
+            nonce: of the call: what carries another one is none of it.
             chunk_bytes: of one message.
             rings: this peer's place in each ring, at most PCCL_RINGS_MAX; SERVE: the requesters;
                 FETCH: the holders. Later calls for these two kinds add to them.
@@ -402,7 +402,7 @@ class Engine:
         for first in range(0, max(len(rings), 1), limit):
             part = rings[first : first + limit]
             order = self._blank_order(lib.PCCL_START, op)
-            order.seq, order.epoch, order.chunk_bytes = seq, epoch, chunk_bytes
+            order.seq, order.nonce, order.chunk_bytes = seq, nonce, chunk_bytes
             order.n_rings = len(part)
             for slot, ring in zip(order.rings, part, strict=False):
                 slot.stream, slot.members, slot.position = ring.stream, ring.members, ring.position

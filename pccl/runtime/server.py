@@ -100,7 +100,9 @@ class Server:
             "its connection broke, because its process ended or because nothing was heard of it "
             f"for {config.heartbeat_timeout_ms / 1000:g} s"
         )
-        self._core = core.Master(run, combine, config.straggler_s, remembered)
+        self._core = core.Master(
+            run, combine, config.straggler_s, remembered, secret=secrets.token_bytes(32)
+        )
         self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
         self._senders: dict[bytes, Sender] = {}
         self._conn_of: dict[int, bytes] = {}
