@@ -1,33 +1,39 @@
 """How the documentation is built: python -m sphinx -W -b html docs docs/_build
 
-Needs `pip install -e ".[docs]"` and no network; pages load nothing from anywhere else.
+Needs `pip install -e ".[docs]"` and no network; pages load nothing from anywhere else. The pages
+are plain Markdown; what is taken from the code is in them already (docs/generate.py).
 """
 
-import os
-import sys
-from pathlib import Path
+import re
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent / "tests")]
-os.environ["COLUMNS"] = "90"  # of the help texts of commands
+from sphinx.application import Sphinx
 
-import pccl  # noqa: E402
+import pccl
 
 project = "pccl"
 author = "The pccl authors"
 copyright = "the pccl authors"
 release = version = pccl.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "pccl_docs"]
-exclude_patterns = ["_build", "_ext"]
-myst_heading_anchors = 3
-
-autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
-autodoc_mock_imports = ["torch"]  # pccl.diloco can be read without it
-napoleon_use_rtype = False
+extensions = ["myst_parser"]
+exclude_patterns = ["_build", "_parts"]
+myst_heading_anchors = 4
 
 html_theme = "furo"
 html_title = f"pccl {release}"
 html_show_sphinx = False
 html_copy_source = False
+
+
+def _navigate(app: Sphinx, page: str, source: list[str]) -> None:
+    """The lists of links on the first page are the navigation of all pages."""
+    if page == "index":
+        sections = re.findall(r"^## (.*)\n\n((?:- \[.*\n)+)", source[0], re.MULTILINE)
+        for caption, links in sections:
+            pages = "\n".join(re.findall(r"\((.*)\.md\)", links))
+            source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _navigate)

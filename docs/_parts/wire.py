@@ -1,4 +1,4 @@
-"""The messages of the control protocol in Markdown, read from the structures themselves."""
+"""The control protocol in Markdown: its messages, states and rules, read from the code itself."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import conversation as talk
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.protocol.calls import TRANSITIONS, Event, State
+from pccl.protocol.rounds import EXCLUDED, RUN_WIDE, Kind
 
 # The names of the types that stand for numbers and texts within limits.
 _NAMES = {
@@ -49,6 +52,36 @@ def limits() -> str:
     rows = ["| name | value | of |", "| --- | --- | --- |"]
     for name, why in re.findall(r"^([A-Z_]+) = \d[^#\n]*(?:# (.*))?$", text, re.MULTILINE):
         rows.append(f"| `{name}` | {getattr(m, name):,} | {why} |")
+    return "\n".join(rows)
+
+
+def conversation(name: str) -> str:
+    """A table of tests/conversation.py, which the simulation checks every message against."""
+    rows = ["| state | who | says | then |", "| --- | --- | --- | --- |"]
+    for state, allowed in talk.TABLES[name].items():
+        for index, (words, after) in enumerate(allowed.items()):
+            who = {">": "peer", "<": "master"}[words[0]]
+            rows.append(f"| {'' if index else state} | {who} | {words[2:]} | {after} |")
+    return "\n".join(rows)
+
+
+def transitions() -> str:
+    """What moves a collective at a peer, and what its states and events are."""
+    rows = ["| state | event | then |", "| --- | --- | --- |"]
+    for state, events in TRANSITIONS.items():
+        for index, (event, after) in enumerate(events.items()):
+            rows.append(f"| {'' if index else state.name} | {event.name} | {after.name} |")
+    rows += ["", "| state or event | is |", "| --- | --- |"]
+    return "\n".join([*rows, *(f"| {one.name} | {one.value} |" for one in [*State, *Event])])
+
+
+def exclusions() -> str:
+    """Which calls may wait next to each other."""
+    rows = ["| who waits in | votes of | cannot come to |", "| --- | --- | --- |"]
+    for kind in Kind:
+        scope = "the whole run" if kind in RUN_WIDE else "a group"
+        others = ", ".join(other.value for other in EXCLUDED[kind])
+        rows.append(f"| {kind.value} | {scope} | {others} |")
     return "\n".join(rows)
 
 

@@ -1,0 +1,59 @@
+"""The options of the sub-commands of `pccl`, as tables, read from their parsers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from pccl.cli import main as cli
+
+
+def command(name: str) -> str:
+    """What a sub-command is for, and its options, with those of the commands below it."""
+    top = cli.parser(name)
+    parser = _below(top)[name]
+    below = _below(parser)
+    parts = [f"`{_usage(parser)}`", "", str(parser.description)]
+    if below:
+        (choice,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        parts += ["", f"| {choice.metavar} | what it does |", "| --- | --- |"]
+        parts += [f"| `{one.dest}` | {one.help} |" for one in choice._choices_actions]
+        parts += ["", "| option | of | what it does |", "| --- | --- | --- |"]
+        whose: dict[tuple[str, str], list[str]] = {}
+        for sub, inner in below.items():
+            for option, text in _options(inner):
+                whose.setdefault((option, text), []).append(sub)
+        for (option, text), owners in whose.items():
+            of = "all" if len(owners) == len(below) else ", ".join(f"`{one}`" for one in owners)
+            parts.append(f"| {option} | {of} | {text} |")
+    else:
+        parts += ["", "| option | what it does |", "| --- | --- |"]
+        parts += [f"| {option} | {text} |" for option, text in _options(parser)]
+    return "\n".join(parts)
+
+
+def _below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            return dict(action.choices)
+    return {}
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    words = [action.metavar or action.dest for action in parser._get_positional_actions()]
+    return " ".join([parser.prog, *map(str, words), "[options]"])
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+            continue
+        if action.help is argparse.SUPPRESS:
+            continue
+        value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else "")
+        if not value and action.nargs != 0:
+            value = action.dest.upper()
+        names = ", ".join(action.option_strings)
+        words = " ".join(filter(None, [names, str(value)])).replace("|", "\\|")
+        text = (action.help or "") % {**vars(action), "prog": parser.prog}
+        yield f"`{words}`", text.replace("|", "\\|")
