@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 
+from pccl.errors import PCCLError
 from pccl.logs import configure_logging
 from pccl.master_node import MasterNode, serve_until_signal
 
@@ -38,10 +39,12 @@ def run(args: argparse.Namespace) -> int:
     """`pccl master`: serves until Ctrl-C or SIGTERM."""
     configure_logging()
     logging.getLogger("pccl").info("pccl master, process %d", os.getpid())
-    master = MasterNode(args.listen_address, security=args.curve_dir, state=args.state)
-    master.run()
-    print(f"pccl master listening on {master.address}", flush=True)
-    serve_until_signal(master)
+    try:
+        master = MasterNode(args.listen_address, security=args.curve_dir, state=args.state)
+        serve_until_signal(master)
+    except (PCCLError, ValueError, AssertionError) as error:  # the last two: of a malformed setting
+        print(f"pccl master: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

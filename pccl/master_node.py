@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import signal
 import sys
@@ -10,9 +11,11 @@ import threading
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from pccl.errors import error_for
+from pccl.errors import PCCLError, error_for
 from pccl.runtime.config import Config
 from pccl.runtime.server import Server
+from pccl.runtime.service import Service
+from pccl.runtime.signals import ENDING, Stopping, ended_by
 from pccl.security import Security
 from pccl.text import address_text, parse_address
 from pccl.types import Result
@@ -54,37 +57,42 @@ class MasterNode:
         self._state = None if state is None else Path(state)
         self._host, self._port = parse_address(listen_address)
         self._security = security
-        self._server: Server | None = None
-        self._thread: threading.Thread | None = None
+        self._service: Service | None = None
 
     @property
     def address(self) -> str:
         """`host:port` as peers on this machine reach it; the real port once it runs."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}.get(self._host, self._host)
-        port = self._server.port if self._server is not None else self._port
+        port = self._service.server.port if self._service is not None else self._port
         return address_text(host, port)
 
     def run(self) -> None:
-        """Starts to serve in the background and returns.
+        """Starts to serve in the background and returns. After `interrupt` it may be called again.
 
         Raises:
             PCCLError: INVALID_USAGE when it runs already, the address cannot be listened on, or
-                keys are missing or unsafe.
+                keys are missing or unsafe; INTERNAL_ERROR when the system has no thread for it.
+            ValueError: a PCCL_ environment variable is set to something impossible.
         """
-        if self._server is not None:
+        if self._service is not None and not self._service.over:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", "this master runs already")
         security = Security.of(self._security)
         try:
-            self._server = Server(self._host, self._port, Config.from_env(), security, self._state)
+            server = Server(self._host, self._port, Config.from_env(), security, self._state)
         except OSError as error:
             why = (
                 f"{error.strerror or error}: does another master run there? Try another port, or 0"
             )
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", why) from None
-        self._thread = threading.Thread(target=self._server.serve, name="pccl-master", daemon=True)
+        self._service = Service(server)
         _running.add(self)
         _handle_sigterm(True)
-        self._thread.start()
+        try:
+            self._service.start()
+        except RuntimeError as error:
+            _running.discard(self)
+            why = f"no thread could be started: {error}"
+            raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", why) from None
 
     def interrupt(self) -> None:
         """Stops serving; all peers lose their master. Idempotent.
@@ -92,21 +100,40 @@ class MasterNode:
         The port is free again when this returns.
 
         Raises:
-            PCCLError: INVALID_USAGE when `run` was never called.
+            PCCLError: INVALID_USAGE when `run` was never called; INTERNAL_ERROR when the master has
+                ended before, by an error of its own.
         """
-        if self._server is None or self._thread is None:
+        if self._service is None:
             why = "this master does not run: call run() first"
             raise error_for(Result.INVALID_USAGE, "MasterNode.interrupt", why)
-        self._server.stop()
-        self._thread.join()
+        self._service.stop()
+        self._end("MasterNode.interrupt")
+
+    def wait(self) -> None:
+        """Returns when the master has stopped; Ctrl-C is raised as KeyboardInterrupt.
+
+        Raises:
+            PCCLError: INTERNAL_ERROR when it has ended by an error of its own.
+        """
+        self._end("MasterNode.wait")
+
+    def _stop(self) -> None:
+        """Asks it to stop; for signal handlers."""
+        if self._service is not None:
+            self._service.stop()
+
+    def _end(self, func_name: str) -> None:
+        """Waits for the end, and tells how it was."""
+        service = self._service
+        if service is None:
+            return
+        service.wait()
         _running.discard(self)
         if not _running:
             _handle_sigterm(False)
-
-    def wait(self) -> None:
-        """Returns when the master has stopped; Ctrl-C is raised as KeyboardInterrupt."""
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(0.5)  # in slices, for a lock cannot be interrupted on Windows
+        if (failure := service.failure) is not None:
+            why = f"the master at {self.address} has failed: {type(failure).__name__}: {failure}"
+            raise error_for(Result.INTERNAL_ERROR, func_name, why) from failure
 
     def __enter__(self) -> MasterNode:
         self.run()
@@ -118,15 +145,22 @@ class MasterNode:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.interrupt()
+        try:
+            self.interrupt()
+        except PCCLError:
+            if error is None:  # else that one is told, and this one is in the log
+                raise
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
+def _terminate(number: int, frame: FrameType | None) -> None:
     """SIGTERM, where the program has no handler of its own: stops all masters, then the program."""
-    for master in _running:
-        if master._server is not None:
-            master._server.stop()
+    _stop_all()
     raise SystemExit(0)
+
+
+def _stop_all() -> None:
+    for master in list(_running):
+        master._stop()
 
 
 def _handle_sigterm(wanted: bool) -> None:
@@ -139,19 +173,58 @@ def _handle_sigterm(wanted: bool) -> None:
 
 
 def serve_until_signal(master: MasterNode) -> None:
-    """Waits for a running master to end; Ctrl-C interrupts it."""
-    try:
+    """Runs a master until Ctrl-C or SIGTERM, of which a second one ends the process at once.
+
+    Raises:
+        PCCLError: it could not start, or has failed.
+        ValueError: a PCCL_ environment variable is set to something impossible.
+    """
+    stopping = Stopping(master._stop)
+    with ended_by(stopping):
+        master.run()
+        print(f"pccl master listening on {master.address}", flush=True)
+        if stopping.number:  # it came before there was anything to stop
+            master._stop()
         master.wait()
-    except KeyboardInterrupt:
-        master.interrupt()
 
 
 @atexit.register
 def _serve_on() -> None:
     """A script whose main() only calls run() expects the master to serve on; Ctrl-C ends both."""
-    interrupted = getattr(sys, "last_type", None) is KeyboardInterrupt
-    for master in list(_running):
-        if interrupted:
-            master.interrupt()
+    if not _running:
+        return
+    stopping = Stopping(_stop_all)
+    for number in ENDING:
+        if signal.getsignal(number) in (signal.default_int_handler, _terminate):
+            signal.signal(number, stopping)  # an exception would have nobody to go to
+    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+        _stop_all()
+    well = [_served(master) for master in list(_running)]
+    if not all(well):  # nothing else can change the exit status any more
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(1)
+
+
+def _served(master: MasterNode) -> bool:
+    """Waits for a master, whatever comes; whether it has ended well."""
+    while True:
+        try:
+            master.wait()
+        except PCCLError as error:
+            print(error, file=sys.stderr, flush=True)
+            return False
+        except BaseException:  # of a signal handler of the program's own
+            _stop_all()
         else:
-            serve_until_signal(master)
+            return True
+
+
+def _forget_all() -> None:
+    """In a forked child: the masters are the parent's."""
+    _running.clear()
+    _handle_sigterm(False)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

@@ -95,15 +95,15 @@ def listed(text: str) -> None:
 
 def entered(master: pccl.MasterNode, votes: int = 1) -> None:
     """Waits until so many peers stand in a round."""
-    assert master._server is not None
-    core = master._server._core
+    assert master._service is not None
+    core = master._service.server._core
     wait_until(lambda: sum(len(round_.votes) for round_ in core._rounds) == votes)
 
 
 def in_the_middle(master: pccl.MasterNode, puppets: list[Puppet]) -> None:
     """All have entered a collective, and the last one stands still."""
-    assert master._server is not None
-    core = master._server._core
+    assert master._service is not None
+    core = master._service.server._core
     puppets[-1].call("launch", value=1.0, count=LARGE, tag=0)
     wait_until(lambda: len(core._rounds) == 1)
     os.kill(puppets[-1].process.pid, signal.SIGSTOP)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 
 import pytest
 import zmq
 
 import pccl
+from pccl.protocol import master as core
 
 
 def test_misuse() -> None:
@@ -24,6 +29,16 @@ def test_misuse() -> None:
         pccl.MasterNode(master.address).run()
     master.interrupt()
     master.interrupt()
+
+
+def test_it_runs_again_after_an_interruption() -> None:
+    master = pccl.MasterNode("127.0.0.1:0")
+    for _ in range(2):
+        master.run()
+        with pccl.Communicator(master.address) as comm:
+            assert comm.world_size == 1
+        master.interrupt()
+        master.wait()
 
 
 @pytest.mark.parametrize(
@@ -62,36 +77,153 @@ def test_ipv6() -> None:
         assert comm.world_size == 1
 
 
-def started(*command: str) -> tuple[subprocess.Popen[str], str]:
-    process = subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline().split()[-1]
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no SIGTERM on Windows")
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("-m", "pccl.master", "--listen-address", "127.0.0.1:0"),
-        (
-            "-c",
-            "import pccl; m = pccl.MasterNode('127.0.0.1:0'); m.run(); print(m.address, flush=1)",
-        ),
-    ],
-)
-def test_a_master_lives_until_it_is_told_to_end(command: tuple[str, ...], number: int) -> None:
-    process, address = started(*command)
+@contextlib.contextmanager
+def started(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A Python process that prints the address of its master at the end of its first line."""
+    process = subprocess.Popen(
+        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
-        with pccl.Communicator(address) as comm:
-            assert comm.world_size == 1
-        process.send_signal(number)
-        assert process.wait(20) == 0
+        with process:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().split()[-1]
     finally:
         process.kill()
-        process.wait()
+
+
+COMMAND = ("-m", "pccl.master", "--listen-address", "127.0.0.1:0")
+SCRIPT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+import pccl
+from pccl.runtime.server import Server
+m = pccl.MasterNode('127.0.0.1:0')
+m.run()
+print(m.address, flush=True)"""
+posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+
+
+@posix
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP"])
+@pytest.mark.parametrize(
+    "command",
+    [COMMAND, ("-c", SCRIPT), ("-c", SCRIPT + "; m.wait()"), ("-c", SCRIPT + "; signal.pause()")],
+    ids=["command", "at exit", "wait", "elsewhere"],
+)
+def test_a_master_that_is_told_to_end_says_so_to_its_peers(
+    command: tuple[str, ...], name: str
+) -> None:
+    if name == "SIGHUP" and command is not COMMAND:
+        pytest.skip("a program's own affair")
+    number = signal.Signals[name]
+    with started(*command) as (process, address):
+        comm = pccl.Communicator(address)
+        comm.connect()
+        assert comm.world_size == 1
+        process.send_signal(number)
+        with pytest.raises(pccl.MasterLostError, match="the master was stopped"):
+            while True:
+                comm.update_topology(timeout=20)
+        comm.close()
+        killed = number == signal.SIGINT and command[-1].endswith("()")  # by KeyboardInterrupt
+        assert process.wait(20) == (-signal.SIGINT if killed else 0)
+
+
+@posix
+def test_a_second_signal_ends_it_at_once() -> None:
+    slow = """
+import sys, time
+from pccl.master import main
+from pccl.runtime.server import Server
+Server._close = lambda self: print("closing", flush=True) or time.sleep(60)
+sys.exit(main(["--listen-address", "127.0.0.1:0"]))
+"""
+    with started("-c", slow) as (process, _):
+        process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
-        process.stdout.close()
+        assert process.stdout.readline() == "closing\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == -signal.SIGTERM
+
+
+BROKEN = """
+import sys
+from pccl.protocol import master as core
+def fail(self, now_s):
+    if self.peers:
+        raise RuntimeError("a bug")
+    return []
+core.Master.tick = fail
+"""
+AS_COMMAND = 'from pccl.master import main; sys.exit(main(["--listen-address", "127.0.0.1:0"]))'
+
+
+@pytest.mark.parametrize("program", [AS_COMMAND, SCRIPT], ids=["command", "at exit"])
+def test_a_master_that_fails_ends_with_a_status_and_a_sentence(program: str) -> None:
+    with started("-c", BROKEN + program) as (process, address):
+        with contextlib.suppress(pccl.PCCLError):
+            pccl.Communicator(address).connect(1, timeout=1)
+        assert process.wait(20) == 1
+        assert process.stderr is not None
+        last = process.stderr.read().splitlines()[-1]
+        assert last.endswith(f"the master at {address} has failed: RuntimeError: a bug")
+
+
+def fail(*_: object) -> list[object]:
+    raise RuntimeError("a bug")
+
+
+def test_a_program_is_told_that_its_master_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core.Master, "tick", fail)
+    with pytest.raises(pccl.PCCLError, match="has failed: RuntimeError: a bug"):
+        with pccl.MasterNode("127.0.0.1:0") as master:
+            with pytest.raises(pccl.PCCLError, match="RuntimeError: a bug"):
+                master.wait()
+    monkeypatch.undo()
+    master.run()
+    master.interrupt()
+
+
+def test_a_master_for_which_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    master = pccl.MasterNode("127.0.0.1:0")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(pccl.PCCLError, match="INTERNAL_ERROR: no thread could be started"):
+            master.run()
+    address = master.address
+    with pccl.MasterNode(address) as again:  # its port is free
+        assert again.address == address
+
+
+FORK = """
+import os, signal, sys, time
+child = os.fork()
+if child == 0:
+    m.interrupt(); m.wait()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(60)
+assert os.waitpid(child, 0)[1] == signal.SIGTERM
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+with pccl.Communicator(m.address) as comm:
+    print(comm.world_size, flush=True)
+before = time.process_time()
+time.sleep(0.3)
+print(time.process_time() - before, flush=True)
+m.interrupt()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_leaves_its_parents_master_alone() -> None:
+    with started("-c", SCRIPT + FORK) as (process, _):
+        out, errors = process.communicate(timeout=30)
+        assert process.returncode == 0, errors
+        world, used_s = out.split()
+        assert int(world) == 1
+        assert float(used_s) < 0.2, "it spins"
 
 
 def test_garbage_drops_that_connection_and_nobody_else() -> None:

@@ -11,6 +11,7 @@ from importlib import import_module
 
 from pccl import __version__
 from pccl.errors import PCCLError
+from pccl.runtime.signals import ended_by, interrupt
 
 COMMANDS = {  # name -> help, and the module with add_arguments and run
     "master": ("serve as the master of a run", "pccl.master"),
@@ -47,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     asked = next((word for word in argv if not word.startswith("-")), None)
     try:
         args = parser(asked).parse_args(argv)
-        return int(args.run(args))
+        with ended_by(interrupt):
+            return int(args.run(args))
     except PCCLError as error:
         print(f"pccl {asked}: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:

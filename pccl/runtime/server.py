@@ -20,11 +20,11 @@ fail, that is logged, and that connection is dropped.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -143,7 +143,8 @@ class Server:
         self.host = host
         self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._wake_out, self._wake_in = socket.socketpair()
-        self._stop = threading.Event()
+        self._wake_out.setblocking(False)
+        self._stop = False
         self._sent = False  # since the router was last found empty
 
     @property
@@ -152,10 +153,17 @@ class Server:
         return len(self._core.peers)
 
     def stop(self) -> None:
-        """Makes `serve` return; from any thread, or before `serve`."""
-        if not self._stop.is_set():
-            self._wake_out.send(b"\0")  # first: once it is told to, `serve` may close this any time
-            self._stop.set()
+        """Makes `serve` return: from any thread, from a signal handler, or before `serve`."""
+        self._stop = True
+        with contextlib.suppress(OSError):  # it has ended, or is about to wake already
+            self._wake_out.send(b"\0")
+
+    def close(self) -> None:
+        """Closes all, if nobody has served: the port can be bound again at once."""
+        self._waiter.close()
+        self._wake_out.close()
+        self._wake_in.close()
+        self._close()
 
     def serve(self) -> None:
         """Serves until `stop`, then closes everything: the port can be bound again at once."""
@@ -167,7 +175,7 @@ class Server:
             waiter.add(zap.socket, lambda: zap.answer(self._allows))
         drained = False
         try:
-            while not self._stop.is_set():
+            while not self._stop:
                 for read in waiter.wait(0.0 if self._sent or not drained else self._patience_s()):
                     read()
                 drained = not all(self._read_router() for _ in range(BATCH))
@@ -176,18 +184,15 @@ class Server:
                 self._cut(now_s)
                 self._dialler.tick(now_s)
                 self._perform(self._core.tick(now_s))
-        except Exception:
-            log.exception("the master failed")
-            raise
-        finally:
-            self._stop.set()
-            self._dialler.close()
-            waiter.close()
             if self._journal is None:  # else it is expected to come back
                 self._perform(self._core.farewell())
-            self._wake_out.close()
-            self._wake_in.close()
-            self._close()
+        except Exception:
+            log.exception("the master failed")  # the peers try to get back: it may be restarted
+            raise
+        finally:
+            self._stop = True
+            self._dialler.close()
+            self.close()
 
     def _close(self) -> None:
         self._router.disable_monitor()

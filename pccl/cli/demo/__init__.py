@@ -9,18 +9,15 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import queue
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from pccl.cli.demo.director import STEPS_MIN, Director, Go, Kill, Order, Say, State
 from pccl.cli.demo.processes import Fleet
 from pccl.cli.demo.reports import decode
+from pccl.runtime.signals import ended_by, interrupt
 
 if TYPE_CHECKING:
     from pccl.cli.demo.display import Display
@@ -72,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         peers=args.peers, steps=args.steps, inner_steps=args.inner_steps, chaos=not args.no_chaos
     )
     try:
-        with _ending_signals():
+        with ended_by(interrupt):
             return _perform(args, director)
     except KeyboardInterrupt:
         print("pccl demo: interrupted", file=sys.stderr)
@@ -171,19 +168,3 @@ def _conclude(args: argparse.Namespace, director: Director, complaints: str) -> 
     )
     print(f"Chart: {args.output}")
     return 0
-
-
-@contextmanager
-def _ending_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the demo as Ctrl-C does: with all its processes."""
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {name: signal.signal(getattr(signal, name), interrupt) for name in names}
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)

@@ -1,0 +1,71 @@
+"""A server in a thread of its own, and how that has ended.
+
+It is waited for by a lock that its thread holds, and by a flag that is set before the lock is free.
+An exception may end such a wait at any instruction, as Ctrl-C does: the next one goes by the flag.
+(`Thread.join` takes a thread for dead after that, in CPython 3.11, and the process then ends before
+the thread has said farewell.)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from pccl.runtime.server import Server
+
+SLICE_S = 0.5  # of a wait: on Windows a signal is handled between two of them only
+
+
+class Service:
+    """Serves from `start` to the end of the server.
+
+    In a child process that was forked meanwhile there is no such thread: nothing is stopped there,
+    nor waited for.
+
+    Attributes:
+        server: that serves.
+        failure: what has ended it, where that was not `stop`.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.failure: BaseException | None = None
+        self._pid = os.getpid()
+        self._over = False
+        self._serving = threading.Lock()
+        self._serving.acquire()
+        self._thread = threading.Thread(target=self._serve, name="pccl-master", daemon=True)
+
+    def start(self) -> None:
+        """Begins. Raises RuntimeError where no thread can be had; the server is closed then."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.server.close()
+            self._over = True
+            raise
+
+    @property
+    def over(self) -> bool:
+        """Whether it serves no longer, here."""
+        return self._over or os.getpid() != self._pid
+
+    def stop(self) -> None:
+        """Asks it to end: from any thread, and from a signal handler."""
+        if os.getpid() == self._pid:
+            self.server.stop()
+
+    def wait(self) -> None:
+        """Returns when it has ended."""
+        while not self.over:
+            if self._serving.acquire(timeout=SLICE_S):
+                self._serving.release()
+
+    def _serve(self) -> None:
+        try:
+            self.server.serve()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._over = True
+            self._serving.release()

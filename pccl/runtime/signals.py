@@ -1,0 +1,64 @@
+"""The signals that end a program of pccl's own: its commands, and a script that only serves on.
+
+Their handlers are installed explicitly, as servers do: a process that a shell starts in the
+background ignores Ctrl-C otherwise. A library has no say in that, so `MasterNode` and
+`Communicator` install none over a program's own.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(signal, name)]
+
+
+@contextmanager
+def ended_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Has the signals that end a process handled so, in the main thread; elsewhere nothing happens.
+
+    They are SIGINT, SIGTERM, and SIGHUP where it is not ignored, as it is under nohup.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = list(ENDING)
+    hangup = getattr(signal, "SIGHUP", None)
+    if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
+        numbers.append(hangup)
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """A handler: each of these signals is a Ctrl-C."""
+    raise KeyboardInterrupt
+
+
+class Stopping:
+    """A handler: the first signal asks to stop, a second one ends the process at once.
+
+    Args:
+        stop: asks; it must neither block nor raise.
+
+    Attributes:
+        number: of the first signal; 0 until there was one.
+    """
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self.number = 0
+        self._stop = stop
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.number:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.number = number
+        self._stop()
