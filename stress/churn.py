@@ -1,13 +1,15 @@
 """A training run whose peers and master are killed, frozen and replaced at random moments.
 
     python stress/churn.py [--seconds 60] [--peers 4] [--elements 200000] [--seed N] [--calm 0.5]
-                           [--curve-dir DIR]
+                           [--curve-dir DIR] [--mischief] [--tcp]
 
 Every peer is a process that synchronises its state, reduces with the others and takes a step, as
 DiLoCo does; what comes out is known, so each checks every element. Every state is compared among
 the peers by its digest. The exit code is 1 if two states of one revision differ, a result is wrong,
 a peer ends with an error that it cannot have deserved, or nothing moves for --patience seconds.
-Runs on Linux, macOS and Windows (which cannot freeze a process).
+With --mischief connections are reset, and the peers' programs fork and run programs (mischief.py);
+then peer 0 stays from beginning to end, and must not grow. Runs on Linux, macOS and Windows (which
+cannot freeze a process).
 """
 
 from __future__ import annotations
@@ -21,21 +23,25 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+import mischief
 import numpy as np
 import xxhash
 
 import pccl
 
 WARM_S = 15.0  # a process starts, imports and joins in less
+GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
 Report = tuple[int, str, int, str]  # process, what, revision, details
 
 
@@ -56,31 +62,81 @@ def step(comm: pccl.Communicator, revision: int, weights: np.ndarray) -> bool:
     return True
 
 
-def train(address: str, number: int, elements: int, reports: Any, stop: Any) -> None:
-    """Life of a peer."""
-    weights = np.zeros(elements, np.float32)
-    shared = pccl.SharedState.from_tensors({"weights": weights})
-    lost = 0
-    comm = pccl.Communicator(address)
-    try:
-        comm.connect(n_attempts=30)
+class Program:
+    """The program of a peer: joins, and joins again where that is its right."""
+
+    def __init__(
+        self, address: str, number: int, elements: int, reports: Any, orders: Connection | None
+    ) -> None:
+        self._address = address
+        self._number = number
+        self._reports = reports
+        self._weights = np.zeros(elements, np.float32)
+        self._shared = pccl.SharedState.from_tensors({"weights": self._weights})
+        self._lost = 0
+        self._mischief: mischief.Mischief | None = None
+        if orders is not None:
+            port = int(address.rpartition(":")[2])
+            self._mischief = mischief.Mischief(orders, port, lambda why: self._say("failed", why))
+
+    def _say(self, what: str, text: str = "", revision: int = 0) -> None:
+        self._reports.put((self._number, what, revision, text))
+
+    def live(self, stop: Any) -> None:
+        """Until it is told to stop, or is dropped."""
+        try:
+            while self._belong(stop):
+                self._say("rejoined")
+        except BaseException as error:
+            self._say("failed", f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._say("ended", revision=self._lost)
+
+    def _belong(self, stop: Any) -> bool:
+        """One membership; whether another one should follow."""
+        comm = pccl.Communicator(self._address)
+        try:
+            if self._mischief is not None:
+                self._mischief.joined(comm)
+            comm.connect(n_attempts=30)
+            self._train(comm, stop)
+        except (pccl.KickedError, pccl.MasterLostError) as error:
+            if self._mischief is not None and self._mischief.cut_off:
+                return not stop.is_set()
+            self._say("dropped", str(error))
+        finally:
+            comm.close()
+        return False
+
+    def _train(self, comm: pccl.Communicator, stop: Any) -> None:
         while not stop.is_set():
-            comm.sync_shared_state(shared)
-            digest = xxhash.xxh3_64_hexdigest(weights.data)
-            reports.put((number, "state", shared.revision, digest))
-            while not step(comm, shared.revision, weights):
-                lost += 1
-            shared.push_revision()
+            comm.sync_shared_state(self._shared)
+            revision = self._shared.revision
+            self._say("state", xxhash.xxh3_64_hexdigest(self._weights.data), revision)
+            if revision % 50 == 0:
+                self._say("size", resources())
+            while not step(comm, revision, self._weights):
+                self._lost += 1
+            self._shared.push_revision()
             if comm.are_peers_pending():
                 comm.update_topology()
-    except (pccl.KickedError, pccl.MasterLostError) as error:
-        reports.put((number, "dropped", 0, str(error)))
-    except BaseException as error:
-        reports.put((number, "failed", 0, f"{type(error).__name__}: {error}"))
-        raise
-    finally:
-        comm.close()
-        reports.put((number, "ended", lost, ""))
+
+
+def resources() -> str:
+    """What this process holds: descriptors, threads, MiB of memory; where /proc tells."""
+    if not os.path.isdir("/proc/self/fd"):
+        return ""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    mib = pages * os.sysconf("SC_PAGE_SIZE") >> 20
+    return f"{len(os.listdir('/proc/self/fd'))} {threading.active_count()} {mib}"
+
+
+def train(
+    address: str, number: int, elements: int, reports: Any, stop: Any, orders: Connection | None
+) -> None:
+    """Life of a peer's process."""
+    Program(address, number, elements, reports, orders).live(stop)
 
 
 @dataclass
@@ -90,6 +146,7 @@ class Peer:
     number: int
     process: BaseProcess
     heard_s: float  # when its last report came, or when there is reason to wait anew
+    orders: Connection | None = None  # for its mischief
     frozen: bool = False
     moves: bool = False  # it has come so far as to report
 
@@ -111,6 +168,7 @@ class Churn:
     began_s: float = field(default_factory=time.monotonic)
     last_step_s: float = 0.0
     stall_s: float = 0.0
+    sizes: list[tuple[int, ...]] = field(default_factory=list)  # of peer 0, see resources()
     restarted_at: int = 0  # steps that were done when the master was killed last
 
     def start_master(self) -> None:
@@ -125,10 +183,15 @@ class Churn:
         """One more peer."""
         number = self.counts["joined"]
         self.counts["joined"] += 1
-        job = (self.address, number, self.args.elements, self.reports, self.stop)
-        process = multiprocessing.get_context("spawn").Process(target=train, args=job, daemon=True)
+        theirs, ours = multiprocessing.Pipe(duplex=False) if self.args.mischief else (None, None)
+        job = (self.address, number, self.args.elements, self.reports, self.stop, theirs)
+        context = multiprocessing.get_context("spawn")
+        # a daemon may have no children
+        process = context.Process(target=train, args=job, daemon=not self.args.mischief)
         process.start()
-        self.peers[number] = Peer(number, process, time.monotonic() + WARM_S)
+        if theirs is not None:
+            theirs.close()
+        self.peers[number] = Peer(number, process, time.monotonic() + WARM_S, ours)
 
     def kill(self, peer: Peer) -> None:
         """SIGKILL, or TerminateProcess."""
@@ -139,11 +202,14 @@ class Churn:
     def act(self, rng: random.Random) -> None:
         """One random event."""
         awake = [peer for peer in self.peers.values() if peer.moves and not peer.frozen]
+        mortal = [peer for peer in awake if peer.number or not self.args.mischief]
         frozen = [peer for peer in self.peers.values() if peer.frozen]
         events = ["join"] * (len(self.peers) < self.args.peers) * 3
         if len(self.digests) > self.restarted_at:  # who restarts it all the time stops the run
             events.append("restart")
-        if len(awake) > 1:
+        if self.args.mischief and awake:
+            events += mischief.KINDS
+        if len(awake) > 1 and mortal:
             events += ["kill"] * 3 + ["freeze"] * hasattr(signal, "SIGSTOP")
         events += ["thaw"] * bool(frozen)
         if not events:
@@ -154,14 +220,18 @@ class Churn:
         if event == "join":
             self.join()
         elif event == "kill":
-            self.kill(rng.choice(awake))
+            self.kill(rng.choice(mortal))
         elif event == "freeze":
-            peer = rng.choice(awake)
+            peer = rng.choice(mortal)
             peer.frozen = True
             self.frozen_ever.add(peer.number)
             os.kill(peer.process.pid or 0, signal.SIGSTOP)
         elif event == "thaw":
             self.thaw(rng.choice(frozen))
+        elif event in mischief.KINDS:
+            orders = rng.choice(awake).orders
+            assert orders is not None
+            orders.send(event)
         else:
             self.restarted_at = len(self.digests)
             self.master.kill()
@@ -174,7 +244,7 @@ class Churn:
         passed_s = time.monotonic() - self.began_s
         frozen = sum(peer.frozen for peer in self.peers.values())
         print(
-            f"{passed_s:6.1f} s  {what:8} {len(self.digests):6} steps, {len(self.peers)} peers, "
+            f"{passed_s:6.1f} s  {what:19} {len(self.digests):6} steps, {len(self.peers)} peers, "
             f"{frozen} of them frozen",
             flush=True,
         )
@@ -203,6 +273,11 @@ class Churn:
             elif what == "ended":
                 self.counts["retries"] += revision
                 self.peers.pop(number, None)
+            elif what == "size":
+                if number == 0 and text:
+                    self.sizes.append(tuple(map(int, text.split())))
+            elif what == "rejoined":
+                self.counts[what] += 1
             else:
                 self.counts[what] += 1
                 if what == "failed" or number not in self.frozen_ever:
@@ -232,6 +307,20 @@ class Churn:
         self.master.terminate()
         self.master.wait()
 
+    def grown(self) -> str:
+        """Whether peer 0 holds more at the end than in the middle of the run."""
+        half, last = len(self.sizes) // 2, len(self.sizes) // 4
+        if last == 0:
+            return ""
+        early, late = (
+            [max(column) for column in zip(*sizes, strict=True)]
+            for sizes in (self.sizes[last:half], self.sizes[-last:])
+        )
+        print(f"peer 0 held {early} descriptors, threads and MiB, and {late} at the end")
+        grown = [after - before for before, after in zip(early, late, strict=True)]
+        much = any(more > limit for more, limit in zip(grown, GROWTH_MAX, strict=True))
+        return f"peer 0 has grown from {early} to {late}" if much else ""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -241,11 +330,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the events and their moments")
     parser.add_argument("--calm", type=float, default=0.5, help="seconds between events, at most")
     parser.add_argument("--patience", type=float, default=40.0, help="seconds for a step")
+    parser.add_argument("--mischief", action="store_true", help="resets, forks and programs too")
+    parser.add_argument("--tcp", action="store_true", help="no ipc between the peers")
     parser.add_argument("--curve-dir", default="", help="keys made by pccl keys")
     args = parser.parse_args()
     os.environ.setdefault("PCCL_HEARTBEAT_MS", "500")
     os.environ.setdefault("PCCL_HEARTBEAT_TIMEOUT_MS", "2000")
     os.environ.setdefault("PCCL_LOG_LEVEL", "ERR")
+    if args.tcp:
+        os.environ["PCCL_TRANSPORT"] = "tcp"
     if args.curve_dir:
         os.environ["PCCL_CURVE_DIR"] = args.curve_dir
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -270,6 +363,8 @@ def main() -> int:
                 time.sleep(0.005)
         finally:
             churn.close()
+    if why := churn.grown():
+        churn.faults.append(why)
     print(f"{len(churn.digests)} steps; longest stand-still {churn.stall_s:.2f} s")
     print(", ".join(f"{count} {what}" for what, count in sorted(churn.counts.items())))
     for fault in churn.faults:

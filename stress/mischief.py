@@ -1,0 +1,194 @@
+"""What befalls a peer's program in churn.py: its connections are reset, it forks, it runs programs.
+
+`python stress/churn.py --mischief` has each peer's process do this to itself when it is told to.
+Linux has all of it; elsewhere connections stay, and where there is no fork only programs run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+import pccl
+
+CHILD_S = 20.0  # a forked child ends in less, on a busy machine too
+AF_UNSPEC = 0
+PR_SET_PDEATHSIG = 1
+LINK, LANE, ACCEPTED = "link", "lane", "accepted lane"
+RESETS = ("reset link", "reset lane", "reset accepted lane")
+FORKS = ("fork and exit", "fork and use", "fork and collect", "fork a worker")
+KINDS = (
+    (RESETS if os.path.isdir("/proc/self/fd") else ())
+    + (FORKS if hasattr(os, "fork") else ())
+    + ("run a program",)
+)
+
+
+class Mischief:
+    """A thread of a peer's program that does what it is told to.
+
+    Attributes:
+        cut_off: whether a connection to the master was reset since `joined`: this peer may be
+            dropped then.
+    """
+
+    def __init__(self, orders: Connection, master_port: int, fault: Callable[[str], None]) -> None:
+        self.cut_off = False
+        self._comm: pccl.Communicator | None = None
+        self._orders = orders
+        self._master_port = master_port
+        self._fault = fault
+        self._rng = random.Random(os.getpid())
+        threading.Thread(target=self._obey, daemon=True).start()
+
+    def joined(self, comm: pccl.Communicator) -> None:
+        """This communicator is what the children meddle with, from now on."""
+        self._comm, self.cut_off = comm, False
+
+    def _obey(self) -> None:
+        while True:
+            try:
+                what = self._orders.recv()
+            except EOFError:
+                return
+            if what.startswith("reset"):
+                self._reset(what.removeprefix("reset "))
+            elif what == "run a program":
+                subprocess.run([sys.executable, "-S", "-c", "pass"], check=True, timeout=CHILD_S)
+            elif what == "fork a worker":
+                self._fork_worker()
+            else:
+                self._fork(what)
+
+    # ---- connections ----
+
+    def _reset(self, kind: str) -> None:
+        """Ends one connection of that kind: an RST, or an end as a proxy makes it."""
+        found = [fd for fd, each in connections(self._master_port) if each == kind]
+        if not found:
+            return
+        self.cut_off |= kind == LINK  # before: the answer may come at once
+        reset(self._rng.choice(found), abruptly=self._rng.random() < 0.5)
+
+    # ---- children ----
+
+    def _fork_worker(self) -> None:
+        """As a data loader does."""
+        worker = get_context("fork").Process(target=end_with_parent)
+        worker.start()
+        worker.join(CHILD_S)
+        if worker.is_alive():
+            worker.kill()
+            self._fault("a worker made by multiprocessing's fork does not end")
+
+    def _fork(self, what: str) -> None:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                end_with_parent()
+                status = self._in_child(what)
+            finally:
+                os._exit(status)
+        give_up_at = time.monotonic() + CHILD_S
+        while time.monotonic() < give_up_at:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                if status:
+                    self._fault(f"the child of {what!r} ended with {status}")
+                return
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        self._fault(f"the child of {what!r} does not end")
+
+    def _in_child(self, what: str) -> int:
+        """Exit status of a forked child: 0 where the communicator there is dead, and says so."""
+        if what == "fork and use" and self._comm is not None:
+            try:
+                self._comm.all_reduce(np.zeros(3))
+            except pccl.PCCLError:
+                self._comm.close()
+                return 0
+            return 3
+        if what == "fork and collect":
+            self._comm = None
+            gc.collect()
+        return 0
+
+
+def end_with_parent() -> None:
+    """For a child: a parent that is killed cannot end it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def connections(master_port: int) -> list[tuple[int, str]]:
+    """Descriptors of this process that are connections, and what they are for."""
+    with ExitStack() as stack:
+        twins = {}
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # it is no socket, or closed by now
+                twins[int(name)] = stack.enter_context(_twin(int(name)))
+        listening = [twin for twin in twins.values() if _listens(twin)]
+        listened = {twin.getsockname()[1] for twin in listening if twin.family != socket.AF_UNIX}
+        kinds = {
+            fd: _kind(twin, master_port, listened)
+            for fd, twin in twins.items()
+            if twin not in listening
+        }
+    return [(fd, kind) for fd, kind in kinds.items() if kind]
+
+
+def _twin(fd: int) -> socket.socket:
+    """The socket of a descriptor that somebody else owns.
+
+    Raises:
+        OSError: there is none.
+    """
+    twin = os.dup(fd)
+    try:
+        return socket.socket(fileno=twin)
+    except OSError:
+        os.close(twin)
+        raise
+
+
+def _listens(twin: socket.socket) -> bool:
+    return bool(twin.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _kind(twin: socket.socket, master_port: int, listened: set[int]) -> str:
+    try:
+        here, there = twin.getsockname(), twin.getpeername()
+    except OSError:
+        return ""
+    if twin.family == socket.AF_UNIX:  # those of a pair have no names
+        return ACCEPTED if here else LANE if there else ""
+    if there[1] == master_port:
+        return LINK
+    return ACCEPTED if here[1] in listened else LANE
+
+
+def reset(fd: int, abruptly: bool) -> None:
+    """Ends a connection of somebody else's: by an RST, which loses what is under way, or a FIN."""
+    with suppress(OSError), _twin(fd) as twin:  # it may be closed just now
+        if abruptly and twin.family != socket.AF_UNIX:
+            nowhere = ctypes.create_string_buffer(AF_UNSPEC.to_bytes(2, sys.byteorder), 16)
+            ctypes.CDLL(None).connect(twin.fileno(), nowhere, len(nowhere))
+        else:
+            twin.shutdown(socket.SHUT_RDWR)
