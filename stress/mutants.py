@@ -320,6 +320,46 @@ MUTANTS = [
         "",
     ),
     Mutant(
+        "who loses a stream after its own part is done says so",
+        "            self._say(m.Stalled(self._streams_epoch, 0, why[:1000]))\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a stream counts also when the engine has forgotten the op",
+        "self.state is State.COMPLETE and self.outcome is None and self.data is None",
+        "self.state is State.COMPLETE and self.outcome is None and not self.settled",
+    ),
+    Mutant(
+        "a collective that stalls is interrupted",
+        "        elif running and stalled.epoch == self._groups[group_number].epoch:\n",
+        "        elif False:\n",
+    ),
+    Mutant(
+        "a stall of an earlier epoch counts no more",
+        "        elif running and stalled.epoch == self._groups[group_number].epoch:\n",
+        "        elif running:\n",
+    ),
+    Mutant(
+        "who can no longer serve shared state says so",
+        "            self._say(m.Stalled(syncing.group.epoch, plan.seq, why[:1000]))\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a synchronisation that stalls is planned anew",
+        "            self._note(why)\n            self._elect(group_number, sync)\n        else:\n",
+        "            self._note(why)\n        else:\n",
+    ),
+    Mutant(
+        "a synchronisation that stalls again and again ends",
+        "        if sync.stalls < STALLS_MAX:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "a stall of an earlier plan counts no more",
+        "if sync is None or sync.seq != stalled.seq or number not in sync.members:",
+        "if sync is None or number not in sync.members:",
+    ),
+    Mutant(
         "stragglers are those that others wait for",
         "                for number in self._absent(round_):\n",
         "                for number in round_.votes:\n",

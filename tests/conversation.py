@@ -37,6 +37,7 @@ MEMBERSHIP: Table = {
         "< Plan": "accepted",
         "< Membership": "accepted",
         "> Unreached": "accepted",
+        "> Stalled": "accepted",
         "> Resume": "returning",
         "> Leave": OVER,
         "< Kicked": OVER,

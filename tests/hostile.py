@@ -26,7 +26,7 @@ from pccl.protocol import peer as peer_core
 CONNECTIONS = 3
 WAIT_MAX = 15  # steps before one blow
 MIMIC = 0xC1  # never used by MessagePack
-MIMICRIES = 11
+MIMICRIES = 13
 RESTART = bytes((MIMIC, 0xFF))  # no stranger's doing: the master is killed and comes back
 _BLOW = struct.Struct(">BBH")  # connection, steps to wait, bytes
 
@@ -145,6 +145,7 @@ MESSAGES: list[tuple[int, Callable[[random.Random], m.PeerMessage]]] = [  # with
     (1, lambda draw: m.Leave()),
     (4, lambda draw: m.Withdraw(number(draw), number(draw))),
     (2, lambda draw: m.Unreached(number(draw), draw.randint(0, 9))),
+    (2, lambda draw: m.Stalled(draw.randint(0, 9), number(draw), text(draw, 4096))),
     (1, resume),
 ]
 
@@ -313,6 +314,8 @@ class Siege(Run):
             m.Withdraw(0, seq),
             self._resume(conn, seq),
             m.Measured(seq, 1 << 63, 1 << 63),
+            m.Stalled(self._plan.epoch, 0, why),
+            m.Stalled(self._plan.epoch, seq, why),
         ][which % MIMICRIES]
 
     def _resume(self, conn: bytes, seq: int) -> m.Resume:

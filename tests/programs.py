@@ -85,6 +85,7 @@ class Scenario:
     journaled: bool = True
     straggler_s: float | None = None
     failure_rate: float = 0.0
+    loss_rate: float = 0.0
     lawful: bool = False  # all peers make the same calls: nothing may ever fail to meet
 
 
@@ -131,6 +132,7 @@ def draw(seed: int) -> Scenario:
         journaled=rng.random() < 0.7,
         straggler_s=rng.choice([None, None, 10.0]),
         failure_rate=rng.choice([0.0, 0.0, 0.02, 0.1]),
+        loss_rate=rng.choice([0.0, 0.0, 0.01, 0.05]),
         lawful=lawful,
     )
 
@@ -248,6 +250,7 @@ class Play(Siege):
         super().__init__(scenario.schedule, [], scenario.journaled, scenario.straggler_s)
         self.scenario = scenario
         self.patience, self.failure_rate = [0], scenario.failure_rate
+        self.loss_rate = scenario.loss_rate
         self.given_up = False  # whether any caller has ever given up
         self.positions: dict[tuple[int, int], int] = {}  # in lawful calls, after an admission
         self._of: dict[int, SimPeer] = {}  # peers by their number in the scenario
@@ -280,6 +283,7 @@ class Play(Siege):
         others = [p for p in self.peers if p.group == group]
         return bool(
             self.failure_rate
+            or self.losses
             or self.given_up
             or self.incarnation
             or self.members_max
@@ -392,6 +396,8 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
             yield replace(scenario, peers=(*scenario.peers[:i], one, *scenario.peers[i + 1 :]))
     if scenario.failure_rate:
         yield replace(scenario, failure_rate=0.0)
+    if scenario.loss_rate:
+        yield replace(scenario, loss_rate=0.0)
 
 
 def _shorter(threads: tuple[Calls, ...]) -> Iterator[tuple[Calls, ...]]:
@@ -441,7 +447,8 @@ def describe(scenario: Scenario) -> str:
     """The scenario in words."""
     lines = [
         f"schedule {scenario.schedule}, {'with' if scenario.journaled else 'without'} a journal, "
-        f"straggler limit {scenario.straggler_s}, failure rate {scenario.failure_rate}"
+        f"straggler limit {scenario.straggler_s}, failure rate {scenario.failure_rate}, "
+        f"loss rate {scenario.loss_rate}"
     ]
     for i, script in enumerate(scenario.peers):
         for calls in script.threads:

@@ -39,6 +39,9 @@ class SimOp:
     complete: bool = False
     ending: bool = False  # told to commit or abort
     walled: m.PeerInfo | None = None  # it needs a stream to this peer, which cannot be reached
+    streams: tuple[int, ...] = ()  # that it sends on
+    broken: bool = False  # one of these was lost before it started
+    deaf: set[int] = field(default_factory=set)  # serve: receivers that may lack something for ever
 
 
 @dataclass
@@ -72,6 +75,8 @@ class SimPeer:
     ops: dict[int, SimOp] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
     streams: dict[int, m.PeerInfo] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)  # of these
+    carried: dict[int, set[Key]] = field(default_factory=dict)  # by stream: collectives
     walled: bool = False  # nobody can open a stream to it
     content: tuple[int, str] = (0, "")  # revision and content of the shared state
     plan: m.SyncPlan | None = None
@@ -268,6 +273,8 @@ class SimPeer:
                     self.streams[stream] = to
                 case peer_core.CloseStream(stream):
                     del self.streams[stream]
+                    self.lost.discard(stream)
+                    self.carried.pop(stream, None)
                 case peer_core.Store(_, data):
                     assert data in self.run.combined
                 case peer_core.Answer(call) | peer_core.Fail(call):
@@ -299,17 +306,25 @@ class SimPeer:
     def start(self, op: SimOp, seq: int, rings: tuple[peer_core.RingPart, ...]) -> None:
         assert all(ring.stream in self.streams for ring in rings), "a stream that is not open"
         op.seq = key = (self.core.run, seq)
+        op.streams, op.deaf = tuple(ring.stream for ring in rings), set()
+        gone = {self.streams[stream].peer for stream in op.streams if stream in self.lost}
         ends = [self.streams[ring.stream] for ring in rings]
         op.walled = next((to for to in ends if self.run.walled(to.peer)), None)
         if op.kind == "collective":
             if op.walled is not None:
                 self.run.cut_to[key] = set()
-            op.members = rings[0].members
+            for stream in op.streams:
+                self.carried.setdefault(stream, set()).add(key)
+            op.members, op.broken = rings[0].members, bool(gone)
+            if gone:
+                self.run.cut_to[key] = set()
             self.run.starters.setdefault(key, set()).add(self.name)
         elif op.kind == "fetch":
             assert self.plan is not None
-            op.holders = tuple(h for h in self.plan.holders if not self.run.walled(h))
-            op.complete = False
+            reached = [h for h in self.plan.holders if not self.run.walled(h) and h not in gone]
+            op.holders, op.complete = tuple(reached), False
+        elif gone:
+            self.deafen(op, gone)
 
     def end(self, number: int, abort: bool) -> None:
         op = self.ops.get(number)
@@ -327,6 +342,10 @@ class SimPeer:
         choices: list[tuple[Callable[..., None], Any]] = []
         if self.probing:
             choices.append((self.measure, self.probing))
+        if self.run.loss_rate:
+            for stream in self.streams.keys() - self.lost:
+                if self.run.random.random() < self.run.loss_rate:
+                    choices.append((self.lose_stream, stream))
         for number, op in self.ops.items():
             if op.ending:
                 choices.append((self.settle, number))
@@ -344,12 +363,14 @@ class SimPeer:
             allowed = self.run.cut_to.get(op.seq)
             everyone = len(self.run.starters[op.seq]) == op.members
             return everyone and (allowed is None or self.name in allowed)
-        return op.kind == "fetch" and any(self.run.serves(h, op.seq) for h in op.holders)
+        if op.kind != "fetch" or self.run.deafened(self.core.number, op.seq):
+            return False
+        return any(self.run.serves(h, op.seq) for h in op.holders)
 
     def can_fail(self, op: SimOp) -> bool:
         if not op.seq or op.complete or op.kind == "serve":
             return False
-        if op.walled is not None:
+        if op.walled is not None or op.broken:
             return True
         if op.kind == "fetch":
             # the master hears of a death, too, before a peer has tried three times
@@ -381,6 +402,38 @@ class SimPeer:
         starves = op.kind == "fetch" and self.run.random.random() < 0.8
         starved = op.seq[1] if op.seq is not None and starves else 0
         self.perform(self.core.engine_failed(number, "a stream was lost", starved))
+
+    def lose_stream(self, stream: int) -> None:
+        """A connection is reset, and with it goes what others have not read yet.
+
+        That can be at any time: also when the ops whose data it was are complete here, or settled
+        and forgotten, or when the stream is idle.
+        """
+        self.run.say(f"peer {self.name} loses its stream {stream} to", self.streams[stream])
+        self.lost.add(stream)
+        self.run.losses += 1
+        for key in self.carried.get(stream, ()):
+            self.run.cut(key)
+        self.perform(self.core.stream_lost(stream, "a lane was disconnected"))
+        for number, op in list(self.ops.items()):
+            if stream not in op.streams or op.ending or stream not in self.streams:
+                continue
+            to = self.streams[stream].peer
+            if op.kind == "serve":
+                self.deafen(op, {to})
+            elif op.kind == "collective" and op.complete:
+                self.perform(self.core.engine_failed(number, "a stream was lost"))
+            elif op.kind == "collective":
+                self.fail(number)
+            elif len(op.holders) > 1:  # it goes on with the others
+                op.holders = tuple(h for h in op.holders if h != to)
+
+    def deafen(self, op: SimOp, receivers: set[int]) -> None:
+        """What was sent to some receivers of an op that serves, or will be, may be lost."""
+        number = next(number for number, each in self.ops.items() if each is op)
+        op.deaf |= receivers
+        seq = op.seq[1] if op.seq is not None else 0
+        self.perform(self.core.engine_failed(number, "a stream was lost", seq))
 
     @property
     def probing(self) -> int:

@@ -3,8 +3,9 @@
 Messages travel in queues, one for each direction of each connection, in order; connections are not
 ordered against each other. The lane engines are modelled by what the protocol may assume of them: a
 collective completes on a peer some time after all its members have started it, but maybe never once
-a member has died or given up; an aborted or committed op is settled some time later; a stream may
-break at any time. Each step draws one thing that can happen now.
+a member has died, given up, or lost a stream, be it after its own part is done; an aborted or
+committed op is settled some time later; a stream may break at any time. Each step draws one thing
+that can happen now.
 
 A peer's program is one or more generators, its threads, which yield the number of the call that
 they wait for. The peer itself (simpeer.py) does what the runtime and the facade would.
@@ -65,6 +66,8 @@ class Run:
         self.patience = self.random.choice([[0], [0], [0] * 9 + [5, 20, 60]])
         self.tick_s = self.random.choice([0.01, 0.01, 0.1, 1.0])
         self.failure_rate = self.random.choice([0.0, 0.0, 0.02, 0.1])
+        self.loss_rate = self.random.choice([0.0, 0.0, 0.01, 0.05])  # of streams, at any time
+        self.losses = 0
 
     def _new_master(
         self, number: int, journal: master_core.Journal | None = None
@@ -179,6 +182,15 @@ class Run:
             op.kind == "serve" and op.seq == seq and not op.ending
             for peer in self.peers
             if peer.alive and peer.core.number == number
+            for op in peer.ops.values()
+        )
+
+    def deafened(self, number: int, seq: Key | None) -> bool:
+        """Whether a peer waits for what a holder has sent, and a stream has lost."""
+        return any(
+            op.kind == "serve" and op.seq == seq and number in op.deaf and not op.ending
+            for peer in self.peers
+            if peer.alive
             for op in peer.ops.values()
         )
 
@@ -377,7 +389,7 @@ class Run:
                 choices.append((self._break_link, peer))
             elif peer.link == "down" and peer.core.over is None:
                 choices.append((self._new_link, peer))
-            if peer.ops:
+            if peer.ops or peer.streams:
                 choices += peer.engine_choices()
         if self.broken:
             choices.append((Run._bury, self))

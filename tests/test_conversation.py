@@ -182,6 +182,49 @@ def test_what_is_not_in_the_table_changes_nothing() -> None:
             assert collective.state is TRANSITIONS[state].get(event, state)
 
 
+def sent(actions: list[Action]) -> list[m.PeerMessage]:
+    return [action.message for action in actions if isinstance(action, Send)]
+
+
+def member() -> Peer:
+    """One of two peers, as far as it knows."""
+    core = Peer()
+    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
+    core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    for message in (
+        m.Welcome(1, 7),
+        m.Plan(5, infos, (m.Ring((1, 2), 1),), 0),
+        m.Admitted(m.Done()),
+    ):
+        core.received(message)
+    return core
+
+
+def test_an_op_that_fails_after_its_completion_is_told_of_once() -> None:
+    core = member()
+    core.collective(2, 0, m.Work("all_reduce", 0, 10, 1))
+    core.received(m.Started(2, 9, 5))
+    assert sent(core.engine_complete(2, False, 0, 0)) == [m.FinishVote(9, True)]
+    assert sent(core.engine_failed(2, "no memory to send it on")) == [
+        m.Stalled(5, 0, "no memory to send it on")
+    ]
+    assert sent(core.engine_failed(2, "again")) == []
+    assert sent(core.stream_lost(1, "as well")) == []
+    core.received(m.Finished(9, False, "others lack it"))
+    assert sent(core.stream_lost(1, "of no interest any more")) == []
+
+
+def test_who_cannot_serve_at_all_says_so_of_each_plan() -> None:
+    core = member()
+    core.sync(2, 3, m.Offer(1, 0, ()))
+    assert sent(core.engine_failed(3, "no memory for an op")) == []
+    for seq in (9, 10):
+        plan = m.SyncPlan(2, seq, (2,), (), (), ())
+        assert sent(core.received(plan)) == [m.Stalled(5, seq, "no memory for an op")]
+    assert sent(core.engine_failed(3, "a stream of before", 9)) == []
+    assert sent(core.engine_failed(3, "a stream", 10)) == [m.Stalled(5, 10, "a stream")]
+
+
 def test_a_message_out_of_turn_is_noticed() -> None:
     talk = conversation.Conversation()
     talk.said(m.Hello(1, "1", 0, "", 1, "", "", b""))

@@ -8,6 +8,7 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as peer_core
 from pccl.protocol.collectives import REACH_ATTEMPTS_MAX
 from pccl.protocol.master import Journal, Master
+from pccl.protocol.synchronisations import STALLS_MAX
 from pccl.runtime.inline import combine
 from pccl.types import Result
 
@@ -42,6 +43,50 @@ def test_of_peers_that_were_reached_before_the_later_one_goes_after_some_attempt
     assert sorted(hall.master.peers) == [1, 2, 3]
     unreached(hall, b"3", 1)
     assert sorted(hall.master.peers) == [1, 2]
+
+
+def test_a_stall_interrupts_who_has_not_voted_and_begins_a_new_epoch() -> None:
+    hall = Hall(3)
+    seq, epoch = hall.start(), hall.master._groups[0].epoch
+    hall.say(b"1", m.FinishVote(seq, True))
+    hall.say(b"1", m.Stalled(epoch, 0, "a lane was disconnected"))
+    interrupt = hall.last(b"2")
+    assert isinstance(interrupt, m.Interrupt)
+    assert "peer 1 (10.0.0.1:1) could not pass on its data: a lane was disc" in interrupt.why
+    assert hall.master._groups[0].epoch == epoch + 1
+    hall.say(b"2", m.FinishVote(seq, False, "interrupted"))
+    hall.say(b"3", m.FinishVote(seq, False, "interrupted"))
+    hall.start()
+    for late in (epoch, 0):
+        hall.say(b"2", m.Stalled(late, 0, "heard of after the epoch's end"))
+        assert hall.master._groups[0].epoch == epoch + 1
+        assert isinstance(hall.last(b"3"), m.Started)
+    assert sorted(hall.master.peers) == [1, 2, 3]
+
+
+def test_a_synchronisation_that_stalls_is_planned_anew_so_many_times() -> None:
+    hall = Hall(3)
+    for conn, content in ((b"1", b"old"), (b"2", b"new"), (b"3", b"new")):
+        offer = m.Offer(int(content == b"new"), 0, (m.Entry("x", 10, 4, False, content),))
+        hall.say(conn, m.SyncVote(2, offer))
+    first = plan = hall.last(b"2")
+    assert isinstance(first, m.SyncPlan)
+    for _ in range(STALLS_MAX - 1):
+        assert isinstance(plan, m.SyncPlan)
+        assert plan.serve == (1,)
+        hall.say(b"2", m.Stalled(1, plan.seq, "a lane was disconnected"))
+        plan = hall.last(b"2")
+        hall.say(b"3", m.Stalled(1, first.seq, "heard of after the next plan"))
+        assert hall.last(b"2") == plan
+    assert isinstance(plan, m.SyncPlan)
+    assert plan.seq == first.seq + STALLS_MAX - 1
+    hall.say(b"2", m.Stalled(1, plan.seq, "a lane was disconnected"))
+    error = hall.last(b"1")
+    assert isinstance(error, m.CallError)
+    assert "8 times in one synchronisation data was lost; the last time peer 2" in error.why
+    assert error.result == Result.RANK_CONNECTION_LOST.value
+    assert error.cause == m.Cause.OTHER
+    assert sorted(hall.master.peers) == [1, 2, 3]
 
 
 def test_what_was_unreachable_in_another_epoch_does_not_count() -> None:

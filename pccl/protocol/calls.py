@@ -70,6 +70,7 @@ class Collective:
     outcome: Fail | bool | None = None
     impatient: bool = False  # the caller waits no longer
     whole: bool = False  # we hold, or held, the whole result
+    stalled: bool = False  # the master knows that others may lack what we had to pass on
     tx_bytes: int = 0
     rx_bytes: int = 0
 
@@ -78,6 +79,11 @@ class Collective:
         after = TRANSITIONS[self.state].get(event)
         self.state = after or self.state
         return after is not None
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether we hold the result, and others may lack what goes through us."""
+        return self.state is State.COMPLETE and self.outcome is None and self.data is None
 
     @property
     def unstarted(self) -> bool:
@@ -104,6 +110,7 @@ class Syncing:
     vote: m.SyncVote | m.OptimizeVote
     plan: m.SyncPlan | None = None
     group: m.Plan | None = None  # the group as it was when the plan was made: slots count in it
+    broken: str = ""  # why nothing can be served, if so
     fetch_op: int = 0
     fetched: bool = False  # it has all that it was to fetch
     streams: dict[int, int] = field(default_factory=dict)  # peer -> stream

@@ -120,6 +120,17 @@ class Collectives(Ledger):
                     self._send(number, m.Interrupt(running.seq, why))
             self._settle(running)
 
+    def _stalled(self, number: int, stalled: m.Stalled) -> None:
+        """A member cannot pass on what others may need, although it holds the result itself."""
+        group_number = self.peers[number].info.group
+        running = [r for r in self._of_group(group_number) if not r.why and number in r.members]
+        if stalled.seq:
+            self._stalled_sync(number, stalled)
+        elif running and stalled.epoch == self._groups[group_number].epoch:
+            self._new_epoch(group_number)
+            why = f"{self.peers[number].info} could not pass on its data: {stalled.why}"
+            self._interrupt(self._of_group(group_number), why)
+
     def _unreached(self, number: int, unreached: m.Unreached) -> None:
         """No stream from one peer to another could be opened: one of them has to go.
 

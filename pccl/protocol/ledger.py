@@ -156,6 +156,7 @@ class Sync:
     transfers: Mapping[int, Transfer] = field(default_factory=dict)
     differences: dict[int, tuple[m.Difference, ...]] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)  # of fetches, by who had a part in them
+    stalls: int = 0  # how often it was planned anew because somebody could not serve
 
 
 @dataclass(slots=True)
@@ -236,6 +237,10 @@ class Ledger(ABC):
     @abstractmethod
     def _remove_all(self, whys: Mapping[int, str], kick: Result | None = None) -> None:
         """Peers leave the run, for a reason each; with `kick` they are told so."""
+
+    @abstractmethod
+    def _stalled_sync(self, number: int, stalled: m.Stalled) -> None:
+        """A member of a synchronisation cannot serve what its plan says."""
 
     @abstractmethod
     def _new_epoch(self, group_number: int) -> None:

@@ -495,6 +495,8 @@ class Master(Collectives, Synchronisations, Optimisations):
                 self._measured(number, message)
             case m.Unreached():
                 self._unreached(number, message)
+            case m.Stalled():
+                self._stalled(number, message)
             case m.Withdraw(call, seq):
                 self._withdraw(number, call, seq)
             case _:

@@ -352,6 +352,19 @@ class Unreached(Struct, array_like=True, frozen=True, tag=11):
     why: Text = ""
 
 
+class Stalled(Struct, array_like=True, frozen=True, tag=15):
+    """Others may wait for ever for what this peer had still to pass on, and now cannot.
+
+    In `epoch` it has lost the stream to a neighbour, or failed otherwise, after it held the whole
+    result of a collective itself; or, where `seq` is not 0, it cannot serve all that the plan of
+    that number told it to.
+    """
+
+    epoch: U32
+    seq: U64
+    why: Text
+
+
 class Examine(Struct, array_like=True, frozen=True, tag=12):
     """Asks what a Hello would lead to, without joining; see Hello."""
 
@@ -608,6 +621,7 @@ PeerMessage: TypeAlias = (
     | Leave
     | Withdraw
     | Unreached
+    | Stalled
     | Examine
     | OptimizeVote
     | Measured

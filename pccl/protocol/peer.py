@@ -33,6 +33,7 @@ running or all are interrupted.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import replace
 
 import msgspec
@@ -284,18 +285,37 @@ class Peer(Transfers):
     def engine_failed(self, op: int, why: str, starved: int = 0) -> list[Action]:
         """An op cannot complete.
 
-        When the op that serves a synchronisation loses a stream, its receiver says so and gets a
-        new plan. `starved` is not 0 when the op lives and only lacks somebody to fetch from: the
-        sequence number of the plan in which that happened.
+        `starved` is not 0 when the op of a transfer lives and only lacks a stream, to somebody to
+        fetch from or to serve: the sequence number of the plan in which that happened.
         """
         collective = self._collectives.get(op)
         if collective is None:
             self._transfer_failed(op, why, starved)
+        elif collective.state is State.COMPLETE:
+            self._stall([collective], why)
         elif collective.state is State.VOTING and collective.move(Event.BROKEN):
             self._out.append(AbortOp(op))
         else:
             self._give_up(collective, Event.BROKEN, why)
         return self._take()
+
+    def stream_lost(self, stream: int, why: str) -> list[Action]:
+        """A stream is gone. The ops that have still to use it fail (`engine_failed`).
+
+        But what an op has given to the stream may be lost as well, and its engine may have
+        forgotten the op: then only we know that the neighbour waits for something.
+        """
+        if stream in self._streams:
+            self._stall(self._collectives.values(), why)
+        return self._take()
+
+    def _stall(self, collectives: Iterable[Collective], why: str) -> None:
+        """The master is told, once, of collectives that we hold and others may never complete."""
+        concerned = [c for c in collectives if c.passes_on and not c.stalled]
+        for collective in concerned:
+            collective.stalled = True
+        if concerned:
+            self._say(m.Stalled(self._streams_epoch, 0, why[:1000]))
 
     def unreached(self, info: m.PeerInfo, why: str) -> list[Action]:
         """No stream to a peer could be opened. The ops that wanted it fail, as ever.

@@ -8,6 +8,7 @@ from pccl.protocol.ledger import WITHDRAWN, Group, Ledger, Sync
 from pccl.protocol.rounds import Kind, Round
 from pccl.types import Result
 
+STALLS_MAX = 8  # connections that break while they serve, in one synchronisation
 SYNC_ATTEMPTS_MAX = 3  # failed fetches in one synchronisation that a peer may have a part in
 
 
@@ -93,17 +94,36 @@ class Synchronisations(Ledger):
         else:
             self._elect(group_number, sync)
 
+    def _stalled_sync(self, number: int, stalled: m.Stalled) -> None:
+        """Somebody's data may have been lost on the way: planned anew, over new streams.
+
+        What receivers have, they keep. Nobody is to blame for a connection that breaks; so when it
+        breaks again and again, all are told.
+        """
+        group_number = self.peers[number].info.group
+        sync = self._groups[group_number].sync
+        if sync is None or sync.seq != stalled.seq or number not in sync.members:
+            return  # a newer plan has replaced that one meanwhile, or all is done
+        sync.stalls += 1
+        why = f"{self.peers[number].info} could not send the shared state: {stalled.why}"
+        if sync.stalls < STALLS_MAX:
+            self._note(why)
+            self._elect(group_number, sync)
+        else:
+            why = f"{sync.stalls} times in one synchronisation data was lost; the last time {why}"
+            self._fail_sync(group_number, why, m.Cause.OTHER)
+
     def _synchronises(self, number: int) -> bool:
         sync = self._groups[self.peers[number].info.group].sync
         return sync is not None and number in sync.members
 
-    def _fail_sync(self, group_number: int, why: str) -> None:
+    def _fail_sync(self, group_number: int, why: str, cause: m.Cause = m.Cause.TIMEOUT) -> None:
         """Gives a synchronisation up for all; nobody's memory has changed."""
         sync = self._groups[group_number].sync
         assert sync is not None
         self._groups[group_number].sync = None
         for number, vote in sync.members.items():
-            self._fail(number, vote.call, WITHDRAWN[Kind.SYNC], why, m.Cause.TIMEOUT)
+            self._fail(number, vote.call, WITHDRAWN[Kind.SYNC], why, cause)
 
     def _end_sync(self, group: Group, sync: Sync) -> None:
         group.sync = None

@@ -128,6 +128,9 @@ class Transfers(ABC):
 
     def _transfer_failed(self, op: int, why: str, starved: int) -> None:
         syncing = self._syncing
+        if syncing is not None and op == syncing.serve_op:
+            self._serve_failed(syncing, why, starved)
+            return
         if syncing is None or op != syncing.fetch_op or syncing.plan is None:
             return
         if starved and starved != syncing.plan.seq:
@@ -135,6 +138,18 @@ class Transfers(ABC):
         if not starved:
             self._void_fetch(syncing)
         self._report_fetch(syncing, False, why)
+
+    def _serve_failed(self, syncing: Syncing, why: str, starved: int) -> None:
+        """A receiver may wait for ever, or all of them. (Who measures links waits for nobody.)"""
+        plan = syncing.plan
+        if not starved:
+            syncing.broken = why
+        if plan is not None and plan.serve and starved in (0, plan.seq):
+            self._say_stalled(syncing, plan, why)
+
+    def _say_stalled(self, syncing: Syncing, plan: m.SyncPlan, why: str) -> None:
+        if syncing.outcome is None and syncing.group is not None and not syncing.optimises:
+            self._say(m.Stalled(syncing.group.epoch, plan.seq, why[:1000]))
 
     def _transfer_settled(self, op: int, tx: int, rx: int) -> None:
         syncing = self._syncing
@@ -164,6 +179,8 @@ class Transfers(ABC):
         if plan.serve:
             ends = [(receiver, self._slot(syncing, receiver)) for receiver in plan.serve]
             self._start_transfer(syncing, syncing.serve_op, plan, ends)
+            if syncing.broken:
+                self._say_stalled(syncing, plan, syncing.broken)
         if resumed and not syncing.fetched:
             self._start_fetch(syncing, plan)
         for stream in streams.values():

@@ -406,6 +406,8 @@ class Client:
                 to = self._opened.get(event.stream)
                 if event.status == UNREACHABLE and to is not None:
                     self._perform(self._core.unreached(to, event.text))
+                why = f"its connection to {to}: {event.text}"
+                self._perform(self._core.stream_lost(event.stream, why))
                 continue
             if event.settled or event.kind == SETTLED:
                 self._memory.pop(event.op, None)
