@@ -192,9 +192,9 @@ def member() -> Peer:
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
     core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     for message in (
-        m.Welcome(1, 7),
+        m.Welcome(1),
         m.Plan(5, infos, (m.Ring((1, 2), 1),), 0),
-        m.Admitted(m.Done()),
+        m.Admitted(7, m.Done()),
     ):
         core.received(message)
     return core
