@@ -1,21 +1,23 @@
 """The API in ten lines: two peers meet at a master and average an array.
 
-Start the master, then two peers, anywhere that reaches it:
+Start the master, then two peers:
 
     pccl master &
     python examples/all_reduce.py &
     python examples/all_reduce.py
+
+On other machines, PCCL_MASTER=HOST:48148 says where the master is.
 """
 
 from __future__ import annotations
 
-import sys
+import os
 
 import numpy as np
 
 import pccl
 
-with pccl.Communicator(sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:48148") as comm:
+with pccl.Communicator(os.environ.get("PCCL_MASTER", "127.0.0.1:48148")) as comm:
     while comm.world_size < 2:
         if comm.are_peers_pending():
             comm.update_topology()

@@ -11,6 +11,7 @@ them has it, because the highest revision wins the first synchronisation of a ru
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +35,12 @@ def main() -> None:
     """Counts the steps of a run, and the steps of all its peers."""
     parser = argparse.ArgumentParser(description="Checkpoints of a run.")
     parser.add_argument("file", type=Path, help="of this peer")
-    parser.add_argument("--master", default="127.0.0.1:48148", help="address of the master")
+    parser.add_argument(
+        "--master-address",
+        default=os.environ.get("PCCL_MASTER", "127.0.0.1:48148"),
+        metavar="HOST:PORT",
+        help="of the master (default: PCCL_MASTER, or %(default)s)",
+    )
     parser.add_argument("--steps", type=int, default=1000, help="of the run")
     args = parser.parse_args()
 
@@ -44,7 +50,7 @@ def main() -> None:
         shared.load(args.file)
         print(f"loaded revision {shared.revision}", flush=True)
 
-    with pccl.Communicator(args.master) as comm:
+    with pccl.Communicator(args.master_address) as comm:
         while comm.world_size < 2:  # who has the later file must be there when the run begins
             if comm.are_peers_pending():
                 comm.update_topology()

@@ -11,6 +11,7 @@ newcomer goes on from where they are. All of them end with the same weights, to 
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 from torch import nn
@@ -28,7 +29,12 @@ def batch(size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Te
 def main() -> None:
     """Trains until the run has taken `--steps` outer steps."""
     parser = argparse.ArgumentParser(description="DiLoCo on a toy problem.")
-    parser.add_argument("--master", default="127.0.0.1:48148", help="address of the master")
+    parser.add_argument(
+        "--master-address",
+        default=os.environ.get("PCCL_MASTER", "127.0.0.1:48148"),
+        metavar="HOST:PORT",
+        help="of the master (default: PCCL_MASTER, or %(default)s)",
+    )
     parser.add_argument("--steps", type=int, default=60, help="outer steps of the run")
     parser.add_argument("--inner-steps", type=int, default=50, help="inner steps in each of them")
     parser.add_argument("--min-peers", type=int, default=2, help="wait for so many peers to begin")
@@ -44,7 +50,7 @@ def main() -> None:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    with pccl.Communicator(args.master) as comm:
+    with pccl.Communicator(args.master_address) as comm:
         diloco = DiLoCo(
             comm, model, optimizer, inner_steps=args.inner_steps, min_peers=args.min_peers
         )

@@ -6,6 +6,7 @@ python examples/from_pypccl.py &
 """
 
 import argparse
+import os
 import time
 
 import numpy as np
@@ -28,12 +29,17 @@ from pccl import (
 def main() -> None:
     """Moves weights to the mean of what the peers want them to be."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--master", default="127.0.0.1:48148")
+    parser.add_argument(
+        "--master-address",
+        default=os.environ.get("PCCL_MASTER", "127.0.0.1:48148"),
+        metavar="HOST:PORT",
+        help="of the master (default: PCCL_MASTER, or %(default)s)",
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--target", type=float, default=1.0)
     args = parser.parse_args()
 
-    communicator = Communicator(args.master, 0)
+    communicator = Communicator(args.master_address, 0)
     communicator.connect(n_attempts=15)
 
     weights = np.zeros(10_000, np.float32)

@@ -11,6 +11,7 @@ All peers begin together. One that dies costs the others a retry.
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 
 import torch
@@ -34,7 +35,12 @@ def with_survivors(call: Callable[[], object]) -> None:
 def main() -> None:
     """Trains for a number of steps."""
     parser = argparse.ArgumentParser(description="Gradient averaging.")
-    parser.add_argument("--master", default="127.0.0.1:48148", help="address of the master")
+    parser.add_argument(
+        "--master-address",
+        default=os.environ.get("PCCL_MASTER", "127.0.0.1:48148"),
+        metavar="HOST:PORT",
+        help="of the master (default: PCCL_MASTER, or %(default)s)",
+    )
     parser.add_argument("--peers", type=int, default=2, help="that begin together")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of this peer's data")
@@ -44,7 +50,7 @@ def main() -> None:
     model = nn.Linear(8, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    with pccl.Communicator(args.master) as comm:
+    with pccl.Communicator(args.master_address) as comm:
         while comm.world_size < args.peers:
             if comm.are_peers_pending():
                 comm.update_topology()

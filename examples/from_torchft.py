@@ -13,6 +13,7 @@ step; all who print the same step have the same weights.
 from __future__ import annotations
 
 import argparse
+import os
 
 import torch
 from torch import nn
@@ -47,7 +48,12 @@ def average(comm: pccl.Communicator, gradients: dict[str, torch.Tensor]) -> int:
 def main() -> None:
     """Trains until the run has taken `--steps` steps."""
     parser = argparse.ArgumentParser(description="Elastic gradient averaging.")
-    parser.add_argument("--master", default="127.0.0.1:48148", help="address of the master")
+    parser.add_argument(
+        "--master-address",
+        default=os.environ.get("PCCL_MASTER", "127.0.0.1:48148"),
+        metavar="HOST:PORT",
+        help="of the master (default: PCCL_MASTER, or %(default)s)",
+    )
     parser.add_argument("--min-peers", type=int, default=2, help="wait for so many to begin")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of this peer's data")
@@ -60,7 +66,7 @@ def main() -> None:
     shared = pccl.SharedState.from_tensors(
         {"step": step, **model.state_dict(), **allocate_state(optimizer)}
     )
-    with pccl.Communicator(args.master) as comm:
+    with pccl.Communicator(args.master_address) as comm:
         while comm.world_size < args.min_peers:
             if comm.are_peers_pending():
                 comm.update_topology()

@@ -86,7 +86,8 @@ class Collectives(ABC):
         Args:
             send: an array, or a list or dict of them.
             recv: the same kind, dtypes and element counts; None, or `send` itself, is in place.
-            op: AVG is SUM divided by the number of contributors. Or its name: "sum", "max", ...
+            op: AVG is SUM divided by the number of contributors; of integers, rounded towards 0, so
+                that the average of 3 and 4 is 3. Or its name: "sum", "max", ...
             tag: tells apart collectives that run at the same time; the same on all peers.
             operand_descriptor: its dtype must be the array's.
             quantization_options: what goes over the wire is quantised like this: floats only, SUM
@@ -319,6 +320,9 @@ class Collectives(ABC):
         any other, has been lost since, the call fails with `PeerLostError`, and nobody's content
         has changed: the next call goes by the ranks as they are then, so look at `rank` again to
         know who is who. A lost root never makes another peer the source unnoticed.
+
+        A rank is a position in the ring as it is now, and not the RANK that torchrun or MPI give to
+        a process: rank 0 is not the process that was started first, nor the same one for ever.
 
         Args:
             arrays: an array, or a list or dict of them; the same dtypes and element counts on all

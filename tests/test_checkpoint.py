@@ -169,7 +169,8 @@ def test_a_run_that_lost_every_peer_goes_on(tmp_path: Path) -> None:
     files = [tmp_path / "first", tmp_path / "second"]
 
     def peers(address: str) -> list[subprocess.Popen[str]]:
-        program = [sys.executable, str(ROOT / "examples" / "checkpoint.py"), "--master", address]
+        program = [sys.executable, str(ROOT / "examples" / "checkpoint.py")]
+        program += ["--master-address", address]
         return [
             subprocess.Popen([*program, str(file)], stdout=subprocess.PIPE, text=True)
             for file in files

@@ -476,7 +476,7 @@ def spawn() -> Iterator[Callable[..., Process]]:
 def test_the_example_ends_with_the_same_bits_whatever_the_threads(
     address: str, spawn: Callable[..., Process]
 ) -> None:
-    words = [str(EXAMPLE), "--master", address, "--steps", "10", "--inner-steps", "10"]
+    words = [str(EXAMPLE), "--master-address", address, "--steps", "10", "--inner-steps", "10"]
     peers = [spawn(*words, "--seed", str(n), threads=n) for n in (1, 2)]
     ours, theirs = (peer.last_line() for peer in peers)
     assert ours.startswith("shared state: ") and ours == theirs

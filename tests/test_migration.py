@@ -21,7 +21,7 @@ class Process:
     """A peer that runs an example, and what it has printed."""
 
     def __init__(self, example: str, master: pccl.MasterNode, *words: str) -> None:
-        command = [sys.executable, EXAMPLES / example, "--master", master.address, *words]
+        command = [sys.executable, EXAMPLES / example, "--master-address", master.address, *words]
         self.popen = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )

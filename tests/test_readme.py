@@ -46,3 +46,12 @@ def test_two_peers_average(program: str, tmp_path: Path) -> None:
     for output, errors in ends:
         assert not errors
         assert "the mean over 2 peers is 1.5" in output
+
+
+def test_the_first_screen_has_a_picture_and_the_two_commands() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    screen = "\n".join(lines[:26])
+    assert len(re.findall(r"^python3 -m venv \.venv && ", screen, re.MULTILINE)) == 2
+    (picture,) = re.findall(r"^!\[[^]]+\]\(([^)]+)\)", screen, re.MULTILINE)
+    assert (ROOT / picture).stat().st_size < 100 << 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -59,15 +60,16 @@ def _draw_peer(axes: Axes, peer: Peer) -> None:
     axes.plot(times, losses, color=colour, linewidth=1.2, alpha=0.85, label=peer.name)
     if peer.killed_s is not None:
         axes.plot(times[-1], losses[-1], "X", color=colour, markersize=10, zorder=5)
-        _mark(axes, peer.killed_s, f"{peer.name} killed")
+        _mark(axes, peer.killed_s, f"{peer.name} killed", "right")
     if peer.joined_step and peer.joined_s is not None:
         axes.plot(times[0], losses[0], "^", color=colour, markersize=9, zorder=5)
-        _mark(axes, peer.joined_s, f"{peer.name} joins")
+        _mark(axes, peer.joined_s, f"{peer.name} joins", "left")
 
 
-def _mark(axes: Axes, time_s: float, text: str) -> None:
+def _mark(axes: Axes, time_s: float, text: str, align: Literal["left", "right"]) -> None:
+    """A line with its text on that side where the text of the other line is not."""
     axes.axvline(time_s, color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     axes.annotate(
-        text, (time_s, 0.6), xycoords=("data", "axes fraction"), xytext=(5, 0),
-        textcoords="offset points", color=_GREY, fontsize=9,
+        text, (time_s, 0.6), xycoords=("data", "axes fraction"), textcoords="offset points",
+        xytext=(5 if align == "left" else -5, 0), ha=align, color=_GREY, fontsize=9,
     )  # fmt: skip
