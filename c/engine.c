@@ -43,21 +43,30 @@ static void *open_socket(pccl_engine *engine, int type, int recv_hwm)
     return socket;
 }
 
-/* With keys, lets only those connect that a ZAP handler knows: 0, or -1 as setsockopt. An enforced
- * domain, or libzmq would let everybody in where there is no handler. */
-static int set_curve_server(pccl_engine *engine)
+/* Lets only those connect that zap.c knows: 0, or -1 as setsockopt. An enforced domain, or libzmq
+ * would let everybody in where there is no handler. */
+static int set_server(pccl_engine *engine)
 {
     static const char domain[] = "pccl";
     const pccl_zmq *zmq = engine->zmq;
     const char *secret = engine->options.curve_secret;
     int one = 1, failed;
-    if (secret[0] == '\0')
-        return 0;
-    failed = zmq->setsockopt(engine->pull, ZMQ_CURVE_SERVER, &one, sizeof one);
-    failed |= zmq->setsockopt(engine->pull, ZMQ_CURVE_SECRETKEY, secret, PCCL_KEY_CHARS);
+    if (zap_open(engine) < 0)
+        return -1;
+    if (secret[0] == '\0') {
+        failed = zmq->setsockopt(engine->pull, ZMQ_PLAIN_SERVER, &one, sizeof one);
+    } else {
+        failed = zmq->setsockopt(engine->pull, ZMQ_CURVE_SERVER, &one, sizeof one);
+        failed |= zmq->setsockopt(engine->pull, ZMQ_CURVE_SECRETKEY, secret, PCCL_KEY_CHARS);
+    }
     failed |= zmq->setsockopt(engine->pull, ZMQ_ZAP_DOMAIN, domain, sizeof domain - 1);
     failed |= zmq->setsockopt(engine->pull, ZMQ_ZAP_ENFORCE_DOMAIN, &one, sizeof one);
     return failed;
+}
+
+static bool is_guarded(const pccl_options *options)
+{
+    return options->curve_secret[0] != '\0' || options->dialler[0] != '\0';
 }
 
 int engine_unheard_ms(const pccl_options *options)
@@ -101,7 +110,7 @@ static int open_sockets(pccl_engine *engine)
     engine->pull = open_socket(engine, ZMQ_PULL, (int)engine->options.recv_hwm);
     if (engine->pull == NULL
         || zmq->setsockopt(engine->pull, ZMQ_MAXMSGSIZE, &message_max, sizeof message_max) < 0
-        || set_heartbeats(engine) < 0 || set_curve_server(engine) < 0)
+        || set_heartbeats(engine) < 0 || (is_guarded(&engine->options) && set_server(engine) < 0))
         return PCCL_EZMQ;
     return PCCL_OK;
 }
@@ -119,7 +128,8 @@ pccl_engine *pccl_engine_new(const pccl_zmq *table, const pccl_options *options,
     *error = PCCL_EINVAL;
     if (options->io_threads == 0 || options->forward_max == 0 || options->recv_hwm == 0
         || options->fetch_window == 0 || options->connect_timeout_ms == 0
-        || !are_keys(options->curve_public, options->curve_secret))
+        || !are_keys(options->curve_public, options->curve_secret)
+        || memchr(options->dialler, 0, sizeof options->dialler) == NULL)
         return NULL;
     *error = PCCL_ENOMEM;
     engine = calloc(1, sizeof *engine);
@@ -178,6 +188,7 @@ void pccl_engine_free(pccl_engine *engine)
     (void)streams_bury(engine);
     if (engine->pull != NULL)
         (void)zmq->close(engine->pull);
+    zap_close(engine);
     if (engine->pair != NULL)
         (void)zmq->close(engine->pair);
     /* Waits until libzmq has forgotten every message. */
@@ -231,6 +242,12 @@ static void obey(pccl_engine *engine, const pccl_order *order)
         break;
     case PCCL_CLOSE_STREAM:
         stream_order_close(engine, order);
+        break;
+    case PCCL_EXPECT:
+        zap_order_expect(engine, order);
+        break;
+    case PCCL_ADMIT:
+        zap_order_admit(engine, order);
         break;
     case PCCL_REGISTER:
         op_order_register(engine, order);
@@ -370,8 +387,10 @@ int pccl_engine_step(pccl_engine *engine)
     for (stream = engine->streams; stream != NULL; stream = stream->next)
         moved |= stream_pump(stream);
     moved |= ops_settle(engine);
-    if (!moved || ++engine->passes % LISTEN_INTERVAL == 0)
+    if (!moved || ++engine->passes % LISTEN_INTERVAL == 0) {
         moved |= streams_listen(engine);
+        moved |= zap_answer(engine);
+    }
     moved |= streams_bury(engine);
     return engine->status < 0 ? engine->status : moved;
 }
@@ -403,13 +422,15 @@ static int wait_for_work(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->zmq;
     struct stream *stream;
-    size_t room = 2;
+    size_t room = 3;
     int n = 0;
     for (stream = engine->streams; stream != NULL; stream = stream->next)
         room += 2;
     if (reserve_items(engine, room) != PCCL_OK)
         return PCCL_ENOMEM;
     watch(engine, &n, engine->pair, ZMQ_POLLIN);
+    if (engine->zap.socket != NULL)
+        watch(engine, &n, engine->zap.socket, ZMQ_POLLIN);
     if (has_room(engine))
         watch(engine, &n, engine->pull, ZMQ_POLLIN);
     for (stream = engine->streams; stream != NULL; stream = stream->next) {

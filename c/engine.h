@@ -3,6 +3,7 @@
  * DESIGN
  *
  * engine.c     the loop, orders, events, the PULL socket
+ * zap.c        who may connect to it
  * stream.c     streams: sockets, monitors, what is sent when
  * op.c         the life of an op: registered, started, complete, ended, settled
  * collective.c a collective's memory: what lies where, what ABORT restores; its start
@@ -45,6 +46,46 @@ enum {
 };
 
 struct op;
+
+/* ---- who may connect (zap.c) ---- */
+
+enum {
+    ZAP_TEXT_MAX = 24,       /* bytes of a name or password, zeros behind it */
+    ZAP_WAITING_MAX = 64     /* connections about which we do not know yet */
+};
+
+/* A connection, and whom it says to want, and by what it may. */
+struct zap_request {
+    size_t route_size, number_size;
+    unsigned char route[16], number[16];    /* of the question, for its answer */
+    char name[49];           /* PLAIN */
+    char secret[49];         /* PLAIN: the password; CURVE: the public key */
+};
+
+struct zap {
+    void *socket;            /* NULL: whoever wants may connect */
+    char name[ZAP_TEXT_MAX];                /* ours; empty: not known yet */
+    char passwords[2][ZAP_TEXT_MAX];        /* of this epoch and of the one before */
+    char (*keys)[PCCL_KEY_CHARS];           /* of those who may connect */
+    size_t n_keys, keys_room;
+    struct zap_request waiting[ZAP_WAITING_MAX];
+    size_t n_waiting;
+};
+
+/* Asks to be asked, and stops: 0 or PCCL_EZMQ. */
+int zap_open(pccl_engine *engine);
+void zap_close(pccl_engine *engine);
+
+/* Answers what was asked. Whether anything was. */
+bool zap_answer(pccl_engine *engine);
+
+/* EXPECT and ADMIT. */
+void zap_order_expect(pccl_engine *engine, const pccl_order *order);
+void zap_order_admit(pccl_engine *engine, const pccl_order *order);
+
+/* The texts by which a stream says whom it wants, ZAP_TEXT_MAX bytes. */
+void zap_name(uint64_t peer, char *text);
+void zap_password(uint64_t nonce, char *text);
 
 /* ---- messages (packet.c) ---- */
 
@@ -138,6 +179,7 @@ struct stream {
     bool lost;               /* to be buried */
     bool silent;             /* closed by order: no STREAM_LOST */
     int status;              /* why lost */
+    uint64_t peer;           /* whom we want to reach */
     char text[PCCL_TEXT_MAX];
     char endpoint[PCCL_ENDPOINT_MAX];
     struct packets forwards; /* received, to be sent on: before anything else */
@@ -406,6 +448,7 @@ struct pccl_engine {
     const pccl_zmq *zmq;
     pccl_options options;
     void *context, *pull, *pair;
+    struct zap zap;
     bool stopped;
     int status;              /* why the engine cannot go on, or 0 */
     int error;               /* errno of the last call that failed */

@@ -43,9 +43,18 @@
  * as many bytes again as recv has, until COMMIT or ABORT. It keeps one such memory, the largest,
  * for later ops. (ALL_GATHER in place overwrites no contribution, so nothing is saved.)
  *
- * With keys in its options, the PULL is a CURVE server and every PUSH a CURVE client, over ipc too.
- * Whose public key may connect is asked of a ZAP handler (ZeroMQ RFC 27, domain "pccl"), which the
- * caller binds in the engine's context; as long as there is none, nobody gets in.
+ * WHO MAY CONNECT
+ *
+ * With keys in its options, the PULL is a CURVE server and every PUSH a CURVE client, over ipc too,
+ * and whoever holds a key that an ADMIT order names may connect. Without keys both speak PLAIN: the
+ * PUSH names the peer that it wants (in decimal digits) and the nonce of the epoch (in 16
+ * hexadecimal ones) as OPEN_STREAM says them, the PULL knows its own by EXPECT orders. Who names
+ * another peer is refused; who knows another nonce, or has another key, may know of an epoch that
+ * we do not know of yet, and waits for the next of these orders until libzmq's patience with
+ * handshakes ends. So a stream knows whom it has reached, and strangers can send nothing at all.
+ * Besides, whoever dials to see whether we can be reached may connect: by the public key
+ * `dialler`, or as "dial" with the password `dialler`. An engine without keys and without
+ * `dialler` lets everybody in.
  *
  * COLLECTIVES AND THEIR OFFSETS
  *
@@ -141,7 +150,8 @@ enum pccl_error {
     PCCL_EZMQ = -3,      /* a call of the table failed; pccl_engine_errno() has its errno */
     PCCL_ESTREAM = -4,   /* a stream was lost, or could not be connected */
     PCCL_EPROTO = -5,    /* a neighbour sent an impossible message */
-    PCCL_EREACH = -6     /* of STREAM_LOST: no lane could be connected in the first place */
+    PCCL_EREACH = -6,    /* of STREAM_LOST: no lane could be connected in the first place */
+    PCCL_EOTHER = -7     /* of STREAM_LOST: another process than the peer's answers there */
 };
 
 enum {
@@ -300,14 +310,18 @@ typedef struct pccl_piece {
 enum pccl_order_kind {
     PCCL_OPEN_STREAM = 1, PCCL_CLOSE_STREAM = 2, PCCL_REGISTER = 3, PCCL_START = 4,
     PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERDICT = 8,
-    PCCL_ALLOW = 9
+    PCCL_ALLOW = 9, PCCL_EXPECT = 10, PCCL_ADMIT = 11
 };
 
 /* One order. Which members count:
  *   OPEN_STREAM   stream (a number that was never used before), lanes (0: as many as the round trip
- *                 asks for), hwm (messages queued for each lane), endpoint; curve_server, the
- *                 neighbour's public key, if the engine has keys.
+ *                 asks for), hwm (messages queued for each lane), endpoint, peer (its number);
+ *                 curve_server, the neighbour's public key, if the engine has keys, else nonce, the
+ *                 epoch's.
  *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED.
+ *   EXPECT        peer (our own number), nonce (of an epoch): who may connect by PLAIN. The nonce
+ *                 of the EXPECT before remains good. Forgets the keys of all ADMITs.
+ *   ADMIT         curve_server: who has this public key may connect.
  *   REGISTER      op (a number that was never used before), op_kind, run, tag, min_seq: the op's
  *                 sequence number will be greater.
  *                 COLLECTIVE: collective, redop, format (if not 0: floats that are summed or
@@ -361,6 +375,7 @@ typedef struct pccl_order {
     uint32_t collective;
     uint32_t redop;
     uint32_t format;                 /* a pccl_format */
+    uint64_t peer;
     uint64_t nonce;
     uint64_t run;
     uint64_t tag;
@@ -418,6 +433,7 @@ typedef struct pccl_options {
     uint32_t fetch_window;           /* requests under way to one holder, at most */
     char curve_public[48];           /* CURVE keys, zero-terminated; empty: no encryption */
     char curve_secret[48];
+    char dialler[48];                /* who may dial, zero-terminated; empty: everybody */
 } pccl_options;
 
 /* A new engine, whose "inproc://pccl-engine" is bound. NULL on failure, *error then says why. The

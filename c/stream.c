@@ -56,14 +56,25 @@ static int set_option(struct stream *stream, int option, int value)
     return stream->engine->zmq->setsockopt(stream->push, option, &value, sizeof value);
 }
 
+/* Says whom we want to reach, and that we may: 0, or -1 as setsockopt. */
+static int set_plain_client(struct stream *stream, const pccl_order *order)
+{
+    const pccl_zmq *zmq = stream->engine->zmq;
+    char name[ZAP_TEXT_MAX], password[ZAP_TEXT_MAX];
+    int failed;
+    zap_name(order->peer, name);
+    zap_password(order->nonce, password);
+    failed = zmq->setsockopt(stream->push, ZMQ_PLAIN_USERNAME, name, strlen(name));
+    failed |= zmq->setsockopt(stream->push, ZMQ_PLAIN_PASSWORD, password, strlen(password));
+    return failed;
+}
+
 /* With keys, encrypts to the holder of the key in the order: 0, or -1 as setsockopt. */
 static int set_curve_client(struct stream *stream, const pccl_order *order)
 {
     const pccl_zmq *zmq = stream->engine->zmq;
     const pccl_options *options = &stream->engine->options;
     int failed;
-    if (options->curve_secret[0] == '\0')
-        return 0;
     failed = zmq->setsockopt(stream->push, ZMQ_CURVE_PUBLICKEY, options->curve_public,
                              PCCL_KEY_CHARS);
     failed |= zmq->setsockopt(stream->push, ZMQ_CURVE_SECRETKEY, options->curve_secret,
@@ -83,7 +94,10 @@ static int set_options(struct stream *stream, const pccl_order *order)
     failed |= set_option(stream, ZMQ_IPV6, strchr(order->endpoint, '[') != NULL);
     failed |= set_option(stream, ZMQ_CONNECT_TIMEOUT, (int)options->connect_timeout_ms);
     failed |= set_option(stream, ZMQ_HANDSHAKE_IVL, (int)options->connect_timeout_ms);
-    failed |= set_curve_client(stream, order);
+    if (options->curve_secret[0] != '\0')
+        failed |= set_curve_client(stream, order);
+    else if (options->dialler[0] != '\0')
+        failed |= set_plain_client(stream, order);
     if (options->heartbeat_ms > 0)
         failed |= set_option(stream, ZMQ_TCP_MAXRT, engine_unheard_ms(options));
     return failed;
@@ -130,6 +144,7 @@ void stream_order_open(pccl_engine *engine, const pccl_order *order)
     }
     stream->engine = engine;
     stream->number = order->stream;
+    stream->peer = order->peer;
     stream->automatic = order->lanes == 0;
     stream->lanes = stream->automatic ? 1 : order->lanes;
     memcpy(stream->endpoint, order->endpoint, sizeof stream->endpoint);
@@ -258,6 +273,15 @@ uint64_t stream_chunk(const struct stream *stream, uint64_t chunk)
     return stream->distant && chunk > DISTANT_CHUNK ? DISTANT_CHUNK : chunk;
 }
 
+/* Whether a handshake shows that another process answers: it says that it is not who we want, or it
+ * hangs up, as it must when it lacks the key to which we have encrypted, or speaks otherwise.
+ * (A peer that has just ended may look like that, too. But one that is slow does not.) */
+static bool is_another(uint16_t event, int32_t value)
+{
+    return event == ZMQ_EVENT_HANDSHAKE_FAILED_AUTH || event == ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL
+        || (event == ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL && value == EPIPE);
+}
+
 /* An event frame is a 16-bit event and a 32-bit value in native byte order; the endpoint follows
  * in a second frame. */
 static void handle_monitor(struct stream *stream, const unsigned char *data, size_t size)
@@ -270,6 +294,9 @@ static void handle_monitor(struct stream *stream, const unsigned char *data, siz
     memcpy(&value, data + sizeof event, sizeof value);
     if (event == ZMQ_EVENT_CONNECTED)
         greet_lane(stream, value);
+    else if (is_another(event, value))
+        stream_lose(stream, PCCL_EOTHER, "another process answers at %.80s, not peer %llu: check "
+                    "the port forwarding", stream->endpoint, (unsigned long long)stream->peer);
     else if (event != ZMQ_EVENT_CLOSED)
         stream_lose(stream, PCCL_ESTREAM, "%s", event == ZMQ_EVENT_DISCONNECTED
                     ? "a lane was disconnected" : "a lane could not be set up: handshake failed");

@@ -7,21 +7,17 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import zmq
 from cluster import Cluster, grow, in_threads
-from test_engine import AllReduce, Peer
-from zmq.utils.monitor import parse_monitor_message
 
 import pccl
 from pccl.cli.main import main
-from pccl.runtime.curve import new_keys, secure_client
-from pccl.runtime.engine import COMPLETE, STREAM_LOST, Engine, EngineOptions
-from pccl.security import KeyPair
+from pccl.runtime.curve import new_keys
+from pccl.runtime.engine import Engine, EngineOptions
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
 
@@ -169,141 +165,6 @@ def test_a_key_that_is_no_longer_allowed(run: Cluster, keys: Path) -> None:
     assert "does not have this peer's key" in str(refused(run.master.address, keys))
 
 
-# ---- at a peer's port ----
-
-
-@pytest.fixture
-def ring(filling: str) -> Iterator[list[Peer]]:
-    """Two engines with keys of their own, each other's only neighbours."""
-    pairs = [new_keys(), new_keys()]
-    peers = [Peer(options(pair)) for pair in pairs]
-    for peer, other, key in zip(peers, peers[::-1], pairs[::-1], strict=True):
-        to = other.endpoint("tcp")
-        peer.engine.open_stream(1, to, lanes=2, hwm=4, curve_server=key.public)
-    yield peers
-    for peer in peers:
-        peer.engine.close()
-
-
-def options(pair: KeyPair) -> EngineOptions:
-    public, secret = pair.public.encode(), pair.secret.encode()
-    return EngineOptions(
-        heartbeat_ms=0, connect_timeout_ms=5000, curve_public=public, curve_secret=secret
-    )
-
-
-def ask(peer: Peer, verdict: bool | None, connections: int) -> None:
-    """Gives that verdict on so many connections to a peer."""
-    zap, asked = peer.engine.zap, []
-    assert zap is not None
-
-    def decide(key: str) -> bool | None:
-        asked.append(key)
-        return verdict
-
-    zap.answer(decide)
-    while len(asked) < connections:
-        assert zap.socket.poll(10_000)
-        asked.clear()  # the undecided ones are asked about again
-        zap.answer(decide)
-
-
-def test_neighbours_wait_until_they_are_known(ring: list[Peer]) -> None:
-    job = AllReduce(ring, 1, 10_000)
-    for who, peer in enumerate(ring):
-        job.start(who)
-        ask(peer, None, 2)
-    assert not any(peer.engine.events() for peer in ring)
-    for peer in ring:
-        ask(peer, True, 2)
-    for peer in ring:
-        peer.wait(COMPLETE, 1)
-    assert all((recv == job.expected).all() for recv in job.recv)
-
-
-def test_neighbours_that_are_refused_lose_their_stream(ring: list[Peer]) -> None:
-    ask(ring[1], False, 1)
-    assert "handshake failed" in ring[0].wait(STREAM_LOST, 1).text
-
-
-class Stranger:
-    """A PUSH at an engine's port, and what became of its handshake."""
-
-    def __init__(self, endpoint: str, use: Callable[[zmq.Socket[bytes]], None]) -> None:
-        self.context = zmq.Context()
-        self.push = self.context.socket(zmq.PUSH)
-        self.push.set(zmq.LINGER, 0)
-        self.push.set(zmq.RECONNECT_IVL, -1)
-        use(self.push)
-        wanted = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        self.monitor = self.push.get_monitor_socket(wanted)
-        self.push.connect(endpoint)
-        with contextlib.suppress(zmq.Again):  # it was refused already
-            self.push.send(b"x" * 64, zmq.DONTWAIT)
-
-    def is_in(self, timeout_s: float = 10.0) -> bool:
-        assert self.monitor.poll(int(timeout_s * 1000)), "nothing became of its handshake"
-        event = parse_monitor_message(self.monitor.recv_multipart())
-        return bool(event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
-
-    def close(self) -> None:
-        self.push.disable_monitor()
-        self.monitor.close(0)
-        self.push.close()
-        self.context.term()
-
-
-def engine_of(comm: pccl.Communicator) -> Engine:
-    assert comm._client is not None
-    return comm._client._engine
-
-
-@pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_strangers_cannot_inject(run: Cluster, keys: Path, transport: str) -> None:
-    engine = engine_of(run.comms[0])
-    endpoint = f"tcp://127.0.0.1:{engine.port}" if transport == "tcp" else f"ipc://{engine.ipc}"
-    server = pccl.Security.from_dir(keys).peer_keys().public
-    strangers = [
-        Stranger(endpoint, lambda push: None),
-        Stranger(endpoint, lambda push: secure_client(push, new_keys(), new_keys().public)),
-        Stranger(endpoint, lambda push: secure_client(push, new_keys(), server)),
-    ]
-    assert not strangers[0].is_in()
-    assert not strangers[1].is_in()
-    assert engine.zap is not None
-    while not engine.zap._waiting:  # the third one waits for a plan that names it
-        reduce(run, 1000)
-    reduce(run)
-    assert not strangers[2].monitor.poll(0)
-    assert engine.dropped == 0
-    for stranger in strangers:
-        stranger.close()
-
-
-def test_what_an_allowed_key_sends_arrives(run: Cluster, keys: Path) -> None:
-    """So the strangers above fail for want of a key, and would be noticed if they did not."""
-    pair = pccl.Security.from_dir(keys).peer_keys()
-    engine = engine_of(run.comms[0])
-    insider = Stranger(
-        f"tcp://127.0.0.1:{engine.port}", lambda push: secure_client(push, pair, pair.public)
-    )
-    assert insider.is_in()
-    while engine.dropped == 0:  # it is no chunk
-        reduce(run, 1000)
-    insider.close()
-
-
-def test_an_engine_without_a_handler_lets_nobody_in(filling: str) -> None:
-    pair = new_keys()
-    peer = Peer(options(pair))
-    assert peer.engine.zap is not None
-    peer.engine.zap.socket.unbind("inproc://zeromq.zap.01")  # at once; closing takes a moment
-    stranger = Stranger(peer.endpoint("tcp"), lambda push: secure_client(push, pair, pair.public))
-    assert not stranger.is_in()
-    stranger.close()
-    peer.engine.close()
-
-
 # ---- the wire ----
 
 
@@ -396,7 +257,7 @@ def test_an_engine_refuses_half_a_key(filling: str, public: int, secret: int) ->
 def test_keys_are_not_shown(keys: Path) -> None:
     pair = pccl.Security.from_dir(keys).peer_keys()
     assert pair.secret not in repr(pair)
-    assert pair.secret not in repr(options(pair))
+    assert pair.secret not in repr(EngineOptions(curve_secret=pair.secret.encode()))
 
 
 def test_keys_that_exist_are_kept(keys: Path) -> None:

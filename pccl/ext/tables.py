@@ -229,6 +229,8 @@ def _close(socket: Any) -> int:
 
 
 _TEXT_OPTIONS = {
+    zmq.PLAIN_USERNAME,
+    zmq.PLAIN_PASSWORD,
     zmq.CURVE_PUBLICKEY,
     zmq.CURVE_SECRETKEY,
     zmq.CURVE_SERVERKEY,

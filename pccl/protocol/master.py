@@ -92,6 +92,7 @@ GONE = Result.MASTER_CONNECTION_FAILED  # what peers raise MasterLostError for
 OPEN_MAX = 4096  # rounds and collectives in which one peer stands at the same time
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
 HOST = re.compile(r"[A-Za-z0-9._:%-]{1,200}")  # a name or an address: it becomes an endpoint
+KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # Z85
 IPC_MAX = 100  # characters of a socket's path
 
 
@@ -370,6 +371,8 @@ class Master(Collectives, Synchronisations, Optimisations):
             )
         if not HOST.fullmatch(info.host):
             return f"it asks to be reached at {info.host!r}, which is no host (PCCL_ADVERTISE)"
+        if info.curve and not KEY.fullmatch(info.curve):
+            return f"its key is {info.curve!r}, which is no key"
         if len(info.ipc) > IPC_MAX or not (info.ipc + info.machine).isprintable():
             return f"it listens at {info.ipc!r} on machine {info.machine!r}, which cannot be"
         return ""

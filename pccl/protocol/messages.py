@@ -80,7 +80,7 @@ def _elements(count: int, dtype: int) -> str:
 class PeerInfo(Struct, array_like=True, frozen=True):
     """A peer as others reach it: at `host`:`port`, or at `ipc` on the same `machine`.
 
-    `curve` is its public key, by which they authenticate each other; empty without encryption.
+    `curve` is the public key by which they authenticate each other; empty without encryption.
     """
 
     peer: U64
@@ -261,7 +261,8 @@ class Small(Struct, array_like=True, frozen=True):
 class Hello(Struct, array_like=True, frozen=True, tag=1):
     """Asks to join. `host` is the address to advertise, empty for the one that the master sees.
 
-    `curve` is filled in at the master: the public key that the connection has authenticated with.
+    `curve` is the public key of its streams, in a run with keys; without, `dial` is the password by
+    which the master may dial this peer.
     """
 
     protocol: U32
@@ -273,6 +274,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     machine: Name
     arithmetic: Annotated[bytes, Meta(max_length=32)]
     curve: Name = ""
+    dial: Name = ""
 
 
 class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
@@ -372,6 +374,8 @@ class Examine(Struct, array_like=True, frozen=True, tag=12):
     version: Name
     host: Name
     port: U16
+    curve: Name = ""
+    dial: Name = ""
 
 
 class OptimizeVote(Struct, array_like=True, frozen=True, tag=13):

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import re
+import secrets
 import socket
 import threading
 import time
@@ -19,15 +20,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
 import zmq
 
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.call import Call, Leaf
 from pccl.runtime.config import MIB, Config, chunk_bytes, high_water_mark, lanes
-from pccl.runtime.curve import require_curve, secure_client
+from pccl.runtime.curve import new_keys, require_curve, secure_client
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.engine import (
+    ANOTHER,
     COMPLETE,
     FAILED,
     LEAF,
@@ -98,16 +101,23 @@ class Client:
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
         self._keys: KeyPair | None = None
-        if security is not None:
+        curve, token = "", secrets.token_hex(16)
+        if security is None:
+            options = replace(options, dialler=token.encode())
+        else:
             require_curve()
             self._keys, self._master_key = security.peer_keys(), security.master_key()
+            lane_keys = new_keys()  # of this peer alone: a stream knows by them whom it has reached
+            curve = lane_keys.public
             options = replace(
                 options,
-                curve_public=self._keys.public.encode(),
-                curve_secret=self._keys.secret.encode(),
+                curve_public=curve.encode(),
+                curve_secret=lane_keys.secret.encode(),
+                dialler=self._master_key.encode(),
             )
         self._engine = Engine(options, host="::" if ipv6 else "0.0.0.0", ports=config.ports)
-        self._hello = hello(self._engine.port, self._engine.ipc if config.ipc else "")
+        said = hello(self._engine.port, self._engine.ipc if config.ipc else "")
+        self._hello = msgspec.structs.replace(said, curve=curve, dial=token)
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
@@ -327,8 +337,6 @@ class Client:
     def _run(self) -> None:
         self._waiter.add(self._wake_in, self._read_wake)
         self._waiter.add(self._engine.socket, self._read_engine)
-        if self._engine.zap is not None:
-            self._waiter.add(self._engine.zap.socket, self._answer_zap)
         while not (self._failed or (self._leaving and self._core.idle)):
             ready = self._waiter.wait(self._patience_s())
             with self._working:
@@ -377,7 +385,8 @@ class Client:
             message = m.decode_from_master(self._link.socket.recv(zmq.DONTWAIT))
             actions = self._core.received(message)
             if isinstance(message, m.Plan):
-                self._answer_zap()
+                keys = [info.curve for info in message.peers] if self._keys is not None else []
+                self._engine.expect(self._core.number, message.nonce, keys)
             if isinstance(message, m.Resumed | m.Welcome):
                 self._give_up_at = 0.0
             if isinstance(message, m.Welcome):
@@ -404,7 +413,7 @@ class Client:
             else:
                 log.info("peer %d: %s", self._core.number, event.text)
                 to = self._opened.get(event.stream)
-                if event.status == UNREACHABLE and to is not None:
+                if event.status in (UNREACHABLE, ANOTHER) and to is not None:
                     self._perform(self._core.unreached(to, event.text))
                 why = f"its connection to {to}: {event.text}"
                 self._perform(self._core.stream_lost(event.stream, why))
@@ -425,12 +434,6 @@ class Client:
         memory = self._memory.get(leaf.op)
         if isinstance(memory, Pool) and memory.reader is not None:
             memory.reader.put(leaf)
-
-    def _answer_zap(self) -> None:
-        """Lets the peers of the group connect; one that is unknown may be in the next plan."""
-        if self._engine.zap is not None:
-            known = {info.curve for info in self._core.plan.peers}
-            self._engine.zap.answer(lambda key: True if key in known else None)
 
     def _read_monitor(self) -> None:
         for event in self._link.events():
@@ -567,6 +570,8 @@ class Client:
             endpoint,
             lanes=lanes(local, self._pool_size, self._config),
             hwm=high_water_mark(local),
+            peer=to.peer,
+            nonce=self._core.plan.nonce,
             curve_server=to.curve,
         )
 

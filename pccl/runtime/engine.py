@@ -13,14 +13,13 @@ import shutil
 import struct
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import zmq
 
 from pccl.ext import ffi, lib, tables
-from pccl.runtime.curve import Zap
 from pccl.runtime.waiter import readable
 
 log = logging.getLogger("pccl")
@@ -32,6 +31,7 @@ STREAM_LOST: int = lib.PCCL_STREAM_LOST
 LEAF: int = lib.PCCL_LEAF
 STARVED: int = lib.PCCL_ESTREAM  # status of a FETCH that FAILED but lives
 UNREACHABLE: int = lib.PCCL_EREACH  # status of a STREAM_LOST
+ANOTHER: int = lib.PCCL_EOTHER  # and if another process answers there
 
 COLLECTIVES: dict[str, int] = {  # by the API call's name
     "all_reduce": lib.PCCL_ALL_REDUCE,
@@ -62,6 +62,8 @@ class EngineOptions:
         fetch_window: requests under way to one holder of a FETCH, at most.
         curve_public: public key of this peer, in Z85; empty: nothing is encrypted.
         curve_secret: the secret key to it.
+        dialler: who may dial: by this public key, or without keys by this password. Without keys
+            and without this, everybody may connect.
     """
 
     io_threads: int = 1
@@ -74,6 +76,7 @@ class EngineOptions:
     fetch_window: int = 64
     curve_public: bytes = b""
     curve_secret: bytes = field(default=b"", repr=False)
+    dialler: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +144,6 @@ class Engine:
         ipc: the path of its ipc endpoint; empty where there is none.
         filling: which filling of the function table is active, `libzmq` or `pyzmq`.
         socket: readable when there are events.
-        zap: with keys, whoever may connect is asked here; None without.
 
     Args:
         options: its settings.
@@ -171,10 +173,8 @@ class Engine:
         self._closed = False
         self.filling = self._filling.name
         self._directory = ""
-        self.zap: Zap | None = None
         context = self._filling.context(lib.pccl_engine_context(self._engine))
         try:
-            self.zap = Zap(context) if options.curve_secret else None
             self.port = self._bind_tcp(host, ports)
             self.ipc = self._bind_ipc()
         except OSError:
@@ -222,8 +222,6 @@ class Engine:
         return path
 
     def _free(self) -> None:
-        if self.zap is not None:
-            self.zap.close()
         lib.pccl_engine_free(self._engine)
         self._remove_directory()
 
@@ -255,7 +253,15 @@ class Engine:
         self.socket.send(self._order_bytes, zmq.DONTWAIT)
 
     def open_stream(
-        self, stream: int, endpoint: str, *, lanes: int, hwm: int, curve_server: str = ""
+        self,
+        stream: int,
+        endpoint: str,
+        *,
+        lanes: int,
+        hwm: int,
+        peer: int = 0,
+        nonce: int = 0,
+        curve_server: str = "",
     ) -> None:
         """Connects `lanes` times to a neighbour's engine.
 
@@ -264,6 +270,8 @@ class Engine:
             endpoint: tcp://host:port or ipc://path.
             lanes: connections; 0: as many as the round trip asks for.
             hwm: messages queued for each of them, at least 1.
+            peer: the neighbour's number.
+            nonce: the epoch's, by which it lets us in if there are no keys.
             curve_server: the neighbour's public key, if this engine has keys.
 
         Raises:
@@ -274,13 +282,28 @@ class Engine:
             raise ValueError(f"the endpoint {endpoint!r} is too long")
         order = self._blank_order(lib.PCCL_OPEN_STREAM)
         order.stream, order.lanes, order.hwm, order.endpoint = stream, lanes, hwm, encoded
-        order.curve_server = curve_server.encode()
+        order.curve_server, order.peer, order.nonce = curve_server.encode(), peer, nonce
         self._send()
 
     def close_stream(self, stream: int) -> None:
         """Closes a stream; what is queued there is dropped, ops that use it fail."""
         self._blank_order(lib.PCCL_CLOSE_STREAM).stream = stream
         self._send()
+
+    def expect(self, peer: int, nonce: int, keys: Iterable[str]) -> None:
+        """Says who may connect from now on, and so decides on those that wait.
+
+        Args:
+            peer: our own number.
+            nonce: of an epoch; that of the one before remains good.
+            keys: public keys, if this engine has keys.
+        """
+        order = self._blank_order(lib.PCCL_EXPECT)
+        order.peer, order.nonce = peer, nonce
+        self._send()
+        for key in keys:
+            self._blank_order(lib.PCCL_ADMIT).curve_server = key.encode()
+            self._send()
 
     def register_collective(
         self,

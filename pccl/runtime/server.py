@@ -30,7 +30,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
@@ -58,11 +57,10 @@ MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
 
 
 class Sender(NamedTuple):
-    """What libzmq knows of a connection: its descriptor, host, and public key if it has one."""
+    """What libzmq knows of a connection: its descriptor, and the host at its other end."""
 
     fd: int
     host: str
-    key: str
 
 
 class Server:
@@ -311,7 +309,7 @@ class Server:
         self._dialler.dial(host, port, time.monotonic(), then)
 
     def _hear(self, conn: bytes, frames: list[bytes]) -> list[core.Action]:
-        """What the core makes of a message. A peer's public key is that of its connection."""
+        """What the core makes of a message."""
         try:
             if len(frames) != 1:
                 raise m.ProtocolError(f"a message of {len(frames)} frames")
@@ -321,8 +319,7 @@ class Server:
         except m.ProtocolError as error:
             return self._core.rejected(conn, f"it sent bytes that are no message: {error}")
         if isinstance(message, m.Hello):
-            _, host, key = self._senders[conn]
-            hello = msgspec.structs.replace(message, curve=key)
+            hello, host = message, self._senders[conn].host
             where = (hello.host or host, hello.port)
             self._dial(conn, *where, lambda why: self._core.hello(conn, hello, host, why))
             return []
@@ -332,10 +329,7 @@ class Server:
             self._dial(conn, *where, lambda why: self._core.examine(conn, host, why, time.time()))
             return []
         if isinstance(message, m.Resume):
-            _, host, key = self._senders[conn]
-            info = msgspec.structs.replace(message.info, curve=key)
-            message = msgspec.structs.replace(message, info=info)
-            actions = self._core.resume(conn, message, host)
+            actions = self._core.resume(conn, message, self._senders[conn].host)
             if self._journal is not None:
                 self._journal.adopt(self._core.run)
             return actions
@@ -347,14 +341,13 @@ class Server:
         try:
             fd = int(frame.get(zmq.SRCFD))
             host = str(frame.get("Peer-Address")).removeprefix("::ffff:")  # IPv4 seen by IPv6
-            key = str(frame.get("User-Id")) if self._zap is not None else ""
         except zmq.ZMQError:  # it speaks ZMTP 1 or 2, as random bytes seem to
             log.debug("master: connection %s is of no known kind", conn.hex())
             return False
         earlier = self._conn_of.get(fd)
         if earlier is not None:
             self._lost.append(earlier)
-        self._senders[conn] = Sender(fd, host, key)
+        self._senders[conn] = Sender(fd, host)
         self._conn_of[fd] = conn
         return True
 

@@ -1,0 +1,290 @@
+/* zap.c - who may connect to the PULL (pccl.h, WHO MAY CONNECT). libzmq asks by ZAP (ZeroMQ RFC
+ * 27), in messages over inproc, before it takes anything else from a connection.
+ *
+ * This is asked in the engine's thread, for that one never waits for the interpreter: a caller that
+ * is busy for long must not look like one that cannot be reached. */
+#include "engine.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char ZAP_ENDPOINT[] = "inproc://zeromq.zap.01";    /* given by the RFC */
+static const char ZAP_VERSION[] = "1.0";
+static const char DIALLER[] = "dial";    /* the name by which a master dials */
+
+/* The frames of a request. */
+enum {
+    AT_ROUTE = 0, AT_NUMBER = 3, AT_MECHANISM = 7, AT_CREDENTIALS = 8, FRAMES = 10,
+    FRAME_MAX = 48       /* bytes of a frame that are looked at */
+};
+
+struct frame {
+    size_t size;         /* more than FRAME_MAX: it is none of ours */
+    unsigned char data[FRAME_MAX + 1];
+};
+
+enum verdict { ALLOWED, REFUSED, UNDECIDED };
+
+/* ---- credentials ---- */
+
+/* Whether two texts are the same, in a time that does not tell where they differ. */
+static bool is_same(const char *a, const char *b, size_t size)
+{
+    unsigned difference = 0;
+    size_t i;
+    for (i = 0; i < size; i++)
+        difference |= (unsigned char)a[i] ^ (unsigned char)b[i];
+    return difference == 0;
+}
+
+void zap_name(uint64_t peer, char *text)
+{
+    (void)snprintf(text, ZAP_TEXT_MAX, "%" PRIu64, peer);
+}
+
+void zap_password(uint64_t nonce, char *text)
+{
+    (void)snprintf(text, ZAP_TEXT_MAX, "%016" PRIx64, nonce);
+}
+
+/* The text of a CURVE key of 32 bytes, in Z85 (ZeroMQ RFC 32). */
+static void encode_key(const unsigned char *key, char *text)
+{
+    static const char digits[] = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+                                 ".-:+=^!/*?&<>()[]{}@%$#";
+    int word, i;
+    for (word = 0; word < PCCL_KEY_CHARS / 5; word++) {
+        uint32_t value = 0;
+        for (i = 0; i < 4; i++)
+            value = value << 8 | key[4 * word + i];
+        for (i = 4; i >= 0; i--) {
+            text[5 * word + i] = digits[value % 85];
+            value /= 85;
+        }
+    }
+    text[PCCL_KEY_CHARS] = '\0';
+}
+
+static enum verdict judge_key(const pccl_engine *engine, const char *key)
+{
+    const struct zap *zap = &engine->zap;
+    size_t i;
+    if (is_same(key, engine->options.dialler, PCCL_KEY_CHARS))
+        return ALLOWED;
+    for (i = 0; i < zap->n_keys; i++)
+        if (is_same(key, zap->keys[i], PCCL_KEY_CHARS))
+            return ALLOWED;
+    return UNDECIDED;
+}
+
+/* Who wants another peer is told so at once; who wants us may know a later epoch than we do. */
+static enum verdict judge_password(const pccl_engine *engine, const char *name,
+                                   const char *password)
+{
+    const struct zap *zap = &engine->zap;
+    if (strcmp(name, DIALLER) == 0)
+        return is_same(password, engine->options.dialler, PCCL_KEY_CHARS) ? ALLOWED : REFUSED;
+    if (zap->name[0] == '\0')
+        return UNDECIDED;
+    if (strcmp(name, zap->name) != 0)
+        return REFUSED;
+    if (is_same(password, zap->passwords[0], ZAP_TEXT_MAX)
+        || is_same(password, zap->passwords[1], ZAP_TEXT_MAX))
+        return ALLOWED;
+    return UNDECIDED;
+}
+
+static enum verdict judge(const pccl_engine *engine, const struct zap_request *request)
+{
+    if (engine->options.curve_secret[0] != '\0')
+        return judge_key(engine, request->secret);
+    return judge_password(engine, request->name, request->secret);
+}
+
+/* ---- messages ---- */
+
+/* Receives a request, FRAMES frames at most: how many it has, or 0 if there is none. */
+static int receive_frames(pccl_engine *engine, struct frame *frames)
+{
+    const pccl_zmq *zmq = engine->zmq;
+    bool more = true;
+    int n = 0;
+    memset(frames, 0, FRAMES * sizeof *frames);
+    while (more) {
+        pccl_msg message;
+        zmq->msg_init(&message);
+        if (zmq->msg_recv(&message, engine->zap.socket, ZMQ_DONTWAIT) < 0) {
+            (void)zmq->msg_close(&message);
+            return 0;
+        }
+        more = zmq->msg_more(&message);
+        if (n < FRAMES) {
+            size_t size = zmq->msg_size(&message);
+            frames[n].size = size;
+            memcpy(frames[n].data, zmq->msg_data(&message), size < FRAME_MAX ? size : FRAME_MAX);
+        }
+        n++;
+        (void)zmq->msg_close(&message);
+    }
+    return n;
+}
+
+/* To whom a request is to be answered; false if it cannot be. */
+static bool read_sender(const struct frame *frames, int n, struct zap_request *request)
+{
+    memset(request, 0, sizeof *request);
+    if (n <= AT_NUMBER || frames[AT_ROUTE].size > sizeof request->route
+        || frames[AT_NUMBER].size > sizeof request->number)
+        return false;
+    request->route_size = frames[AT_ROUTE].size;
+    memcpy(request->route, frames[AT_ROUTE].data, request->route_size);
+    request->number_size = frames[AT_NUMBER].size;
+    memcpy(request->number, frames[AT_NUMBER].data, request->number_size);
+    return true;
+}
+
+/* What it says; false if that is nothing of this engine's mechanism. */
+static bool read_credentials(const pccl_engine *engine, const struct frame *frames, int n,
+                         struct zap_request *request)
+{
+    bool curve = engine->options.curve_secret[0] != '\0';
+    const char *mechanism = curve ? "CURVE" : "PLAIN";
+    const struct frame *credentials = &frames[AT_CREDENTIALS];
+    if (n != AT_CREDENTIALS + (curve ? 1 : 2)
+        || strcmp((const char *)frames[AT_MECHANISM].data, mechanism) != 0
+        || credentials[0].size > FRAME_MAX || credentials[1].size > FRAME_MAX)
+        return false;
+    if (curve) {
+        encode_key(credentials[0].data, request->secret);
+        return credentials[0].size == PCCL_KEY_CHARS / 5 * 4;
+    }
+    memcpy(request->name, credentials[0].data, credentials[0].size);
+    memcpy(request->secret, credentials[1].data, credentials[1].size);
+    return true;
+}
+
+static void send_frame(pccl_engine *engine, const void *data, size_t size, bool more)
+{
+    const pccl_zmq *zmq = engine->zmq;
+    pccl_msg message;
+    if (zmq->msg_init_size(&message, size) < 0) {
+        engine->status = PCCL_ENOMEM;
+        return;
+    }
+    memcpy(zmq->msg_data(&message), data, size);
+    if (zmq->msg_send(&message, engine->zap.socket, ZMQ_DONTWAIT | (more ? ZMQ_SNDMORE : 0)) < 0)
+        (void)zmq->msg_close(&message);     /* it has hung up meanwhile */
+}
+
+static void reply(pccl_engine *engine, const struct zap_request *request, bool allowed)
+{
+    const char *status = allowed ? "200" : "400", *text = allowed ? "OK" : "not allowed";
+    send_frame(engine, request->route, request->route_size, true);
+    send_frame(engine, "", 0, true);
+    send_frame(engine, ZAP_VERSION, sizeof ZAP_VERSION - 1, true);
+    send_frame(engine, request->number, request->number_size, true);
+    send_frame(engine, status, strlen(status), true);
+    send_frame(engine, text, strlen(text), true);
+    send_frame(engine, "", 0, true);
+    send_frame(engine, "", 0, false);
+}
+
+/* ---- who asks ---- */
+
+/* Replies to those that can be decided; the others go on waiting. */
+static void decide_waiting(pccl_engine *engine)
+{
+    struct zap *zap = &engine->zap;
+    size_t i, kept = 0;
+    for (i = 0; i < zap->n_waiting; i++) {
+        enum verdict verdict = judge(engine, &zap->waiting[i]);
+        if (verdict == UNDECIDED)
+            zap->waiting[kept++] = zap->waiting[i];
+        else
+            reply(engine, &zap->waiting[i], verdict == ALLOWED);
+    }
+    zap->n_waiting = kept;
+}
+
+/* Too many, and the one that has waited longest gets no answer: to be refused would tell it that
+ * another peer is here. */
+static void await(struct zap *zap, const struct zap_request *request)
+{
+    if (zap->n_waiting == ZAP_WAITING_MAX)
+        memmove(&zap->waiting[0], &zap->waiting[1], --zap->n_waiting * sizeof zap->waiting[0]);
+    zap->waiting[zap->n_waiting++] = *request;
+}
+
+bool zap_answer(pccl_engine *engine)
+{
+    struct frame frames[FRAMES];
+    bool any = false;
+    int n;
+    while (engine->zap.socket != NULL && (n = receive_frames(engine, frames)) > 0) {
+        struct zap_request request;
+        enum verdict verdict;
+        any = true;
+        if (!read_sender(frames, n, &request))
+            continue;
+        verdict = read_credentials(engine, frames, n, &request) ? judge(engine, &request) : REFUSED;
+        if (verdict == UNDECIDED)
+            await(&engine->zap, &request);
+        else
+            reply(engine, &request, verdict == ALLOWED);
+    }
+    return any;
+}
+
+/* ---- orders ---- */
+
+void zap_order_expect(pccl_engine *engine, const pccl_order *order)
+{
+    struct zap *zap = &engine->zap;
+    memcpy(zap->passwords[1], zap->passwords[0], sizeof zap->passwords[1]);
+    memset(zap->name, 0, sizeof zap->name);
+    memset(zap->passwords[0], 0, sizeof zap->passwords[0]);
+    zap_name(order->peer, zap->name);
+    zap_password(order->nonce, zap->passwords[0]);
+    zap->n_keys = 0;
+    decide_waiting(engine);
+}
+
+void zap_order_admit(pccl_engine *engine, const pccl_order *order)
+{
+    struct zap *zap = &engine->zap;
+    if (zap->n_keys == zap->keys_room) {
+        size_t room = 2 * zap->keys_room + 8;
+        char (*keys)[PCCL_KEY_CHARS] = realloc(zap->keys, room * sizeof *keys);
+        if (keys == NULL) {
+            engine->status = PCCL_ENOMEM;
+            return;
+        }
+        zap->keys = keys;
+        zap->keys_room = room;
+    }
+    memcpy(zap->keys[zap->n_keys++], order->curve_server, PCCL_KEY_CHARS);
+    decide_waiting(engine);
+}
+
+/* ---- beginning and end ---- */
+
+int zap_open(pccl_engine *engine)
+{
+    const pccl_zmq *zmq = engine->zmq;
+    int zero = 0;
+    engine->zap.socket = zmq->socket(engine->context, ZMQ_ROUTER);
+    if (engine->zap.socket == NULL
+        || zmq->setsockopt(engine->zap.socket, ZMQ_LINGER, &zero, sizeof zero) < 0
+        || zmq->bind(engine->zap.socket, ZAP_ENDPOINT) < 0)
+        return PCCL_EZMQ;
+    return PCCL_OK;
+}
+
+void zap_close(pccl_engine *engine)
+{
+    if (engine->zap.socket != NULL)
+        (void)engine->zmq->close(engine->zap.socket);
+    free(engine->zap.keys);
+}

@@ -1,0 +1,267 @@
+"""Who may connect to a peer's engine, and whom a stream has reached: with keys and without."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from cluster import Cluster, in_threads
+from test_engine import AllReduce, Peer
+from zmq.utils.monitor import parse_monitor_message
+
+import pccl
+from pccl.cli.main import main
+from pccl.runtime import client as client_module
+from pccl.runtime.call import Call
+from pccl.runtime.client import Client
+from pccl.runtime.curve import new_keys, secure_client
+from pccl.runtime.engine import ANOTHER, COMPLETE, STREAM_LOST, EngineOptions
+from pccl.security import KeyPair
+
+TOKEN = b"the master's"
+PAIR = KeyPair(*(each.decode() for each in zmq.curve_keypair()))  # of the first engine
+NEXT = KeyPair(*(each.decode() for each in zmq.curve_keypair()))
+KEYS = [PAIR.public, NEXT.public]
+Use = Callable[["zmq.Socket[bytes]"], None]
+
+
+def options(pair: KeyPair | None) -> EngineOptions:
+    if pair is None:
+        return EngineOptions(heartbeat_ms=0, dialler=TOKEN)
+    public, secret = pair.public.encode(), pair.secret.encode()
+    return EngineOptions(heartbeat_ms=0, curve_public=public, curve_secret=secret)
+
+
+@pytest.fixture(params=["keys", "no keys"])
+def ring(filling: str, request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
+    """Peers 1 and 2, each other's only neighbours, of which none expects anybody yet."""
+    pairs = [PAIR, NEXT] if request.param == "keys" else [None, None]
+    peers = [Peer(options(pair)) for pair in pairs]
+    for number, peer in enumerate(peers, 1):
+        other = number % 2
+        key = KEYS[other] if request.param == "keys" else ""
+        to = peers[other].endpoint("tcp")
+        called = {"peer": other + 1, "nonce": 77, "curve_server": key}
+        peer.engine.open_stream(1, to, lanes=2, hwm=4, **called)  # type: ignore[arg-type]
+    yield peers
+    for peer in peers:
+        peer.engine.close()
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_neighbours_wait_until_they_are_known(ring: list[Peer], later: bool) -> None:
+    job = AllReduce(ring, 1, 10_000)
+    for who in range(2):
+        job.start(who)
+    assert not ring[0].engine.socket.poll(200)
+    for number, peer in enumerate(ring, 1):
+        peer.engine.expect(number, 5, [])
+        peer.engine.expect(number, 77, KEYS)
+        if later:  # who is a bit behind is let in all the same
+            peer.engine.expect(number, 78, KEYS)
+    for peer in ring:
+        peer.wait(COMPLETE, 1)
+    assert all((recv == job.expected).all() for recv in job.recv)
+
+
+def test_who_wants_another_peer_is_told_so_at_once(filling: str) -> None:
+    peers = [Peer(options(None)) for _ in range(2)]
+    for transport, stream in (("tcp", 1), ("ipc", 2)):
+        to = peers[1].endpoint(transport)
+        peers[0].engine.open_stream(stream, to, lanes=1, hwm=4, peer=3, nonce=77)
+        peers[1].engine.expect(2, 77, [])
+        lost = peers[0].wait(STREAM_LOST, stream)
+        assert lost.status == ANOTHER
+        assert f"another process answers at {to}, not peer 3" in lost.text
+    for peer in peers:
+        peer.engine.close()
+
+
+def test_who_wants_the_holder_of_another_key_loses_the_stream_at_once(filling: str) -> None:
+    peers = [Peer(options(pair)) for pair in (PAIR, NEXT)]
+    to = peers[1].endpoint("tcp")
+    peers[0].engine.open_stream(1, to, lanes=1, hwm=4, peer=3, curve_server=PAIR.public)
+    lost = peers[0].wait(STREAM_LOST, 1)
+    assert lost.status == ANOTHER
+    assert f"another process answers at {to}, not peer 3" in lost.text
+    for peer in peers:
+        peer.engine.close()
+
+
+def test_an_engine_for_everybody(filling: str) -> None:
+    """So the strangers below fail for want of a name, and not because nobody gets in."""
+    peer = Peer(EngineOptions())
+    stranger = Stranger(peer.endpoint("tcp"), lambda push: None)
+    assert stranger.is_in()
+    stranger.close()
+    peer.engine.close()
+
+
+# ---- strangers ----
+
+
+class Stranger:
+    """A PUSH at an engine's port, and what became of its handshake."""
+
+    def __init__(self, endpoint: str, use: Use) -> None:
+        self.context = zmq.Context()
+        self.push = self.context.socket(zmq.PUSH)
+        self.push.set(zmq.LINGER, 0)
+        self.push.set(zmq.RECONNECT_IVL, -1)
+        use(self.push)
+        wanted = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        self.monitor = self.push.get_monitor_socket(wanted)
+        self.push.connect(endpoint)
+        with contextlib.suppress(zmq.Again):  # it was refused already
+            self.push.send(b"x" * 64, zmq.DONTWAIT)
+
+    def is_in(self, timeout_s: float = 10.0) -> bool:
+        assert self.monitor.poll(int(timeout_s * 1000)), "nothing became of its handshake"
+        event = parse_monitor_message(self.monitor.recv_multipart())
+        return bool(event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    @property
+    def waits(self) -> bool:
+        return not self.monitor.poll(0)
+
+    def close(self) -> None:
+        self.push.disable_monitor()
+        self.monitor.close(0)
+        self.push.close()
+        self.context.term()
+
+
+def plain(name: str, password: str) -> Use:
+    def use(push: zmq.Socket[bytes]) -> None:
+        push.set_string(zmq.PLAIN_USERNAME, name)
+        push.set_string(zmq.PLAIN_PASSWORD, password)
+
+    return use
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A run's directory: the master's, with the key that its peers share."""
+    assert main(["keys", str(tmp_path / "keys")]) == 0
+    return tmp_path / "keys"
+
+
+@pytest.fixture(params=["tcp", "ipc"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def target(comm: pccl.Communicator, transport: str) -> str:
+    client = comm._client
+    assert client is not None
+    engine = client._engine
+    return f"tcp://127.0.0.1:{engine.port}" if transport == "tcp" else f"ipc://{engine.ipc}"
+
+
+def dropped(comm: pccl.Communicator) -> int:
+    assert comm._client is not None
+    return comm._client._engine.dropped
+
+
+def reduce(run: Cluster, count: int = 100_000) -> None:
+    def job(index: int, comm: pccl.Communicator) -> None:
+        x = np.full(count, 2.0**index, np.float32)
+        comm.all_reduce(x, x, op=pccl.ReduceOp.SUM)
+        assert (x == 2.0 ** len(run.comms) - 1).all()
+
+    run.each(job)
+
+
+def test_strangers_get_nothing_in(filling: str, transport: str) -> None:
+    with Cluster(2) as run:
+        endpoint = target(run.comms[0], transport)
+        outside = [
+            Stranger(endpoint, lambda push: None),
+            Stranger(endpoint, lambda push: secure_client(push, new_keys(), PAIR.public)),
+            Stranger(endpoint, plain("2", "0" * 16)),
+            Stranger(endpoint, plain("dial", secrets.token_hex(16))),
+            Stranger(endpoint, plain("1" * 255, "x" * 255)),
+        ]
+        assert not any(stranger.is_in() for stranger in outside)
+        guessing = [Stranger(endpoint, plain("1", "0" * 16)) for _ in range(80)]
+        reduce(run)
+        run.join()  # a new epoch, and room for those who can prove themselves
+        reduce(run)
+        assert all(stranger.waits for stranger in guessing)
+        assert not any(map(dropped, run.comms))
+        for stranger in outside + guessing:
+            stranger.close()
+
+
+def test_strangers_get_nothing_in_where_there_are_keys(
+    filling: str, keys: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
+    with Cluster(2) as run:
+        endpoint, insider = target(run.comms[0], transport), pccl.Security.from_dir(keys)
+        assert run.comms[0]._client is not None
+        server = run.comms[0]._client.plan.peers[0].curve
+        outside = [
+            Stranger(endpoint, lambda push: None),
+            Stranger(endpoint, plain("1", "0" * 16)),
+            Stranger(endpoint, lambda push: secure_client(push, new_keys(), new_keys().public)),
+        ]
+        assert not any(stranger.is_in() for stranger in outside)
+        unknown = [
+            Stranger(endpoint, lambda push: secure_client(push, new_keys(), server)),
+            Stranger(endpoint, lambda push: secure_client(push, insider.peer_keys(), server)),
+        ]
+        reduce(run)
+        assert all(stranger.waits for stranger in unknown)
+        assert not any(map(dropped, run.comms))
+        for stranger in outside + unknown:
+            stranger.close()
+
+
+# ---- another peer's address ----
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_forwarding_that_leads_to_another_peer(
+    encrypted: bool, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B says that it is reached where C is: B has to go, with the reason, and C does not."""
+    if encrypted:
+        monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
+    with Cluster(2) as run:
+        assert run.comms[1]._client is not None
+        port = run.comms[1]._client._hello.port
+
+        def misled(client: Client) -> Call:
+            changed = {"host": "localhost", "port": port, "ipc": ""}  # not dialled: a name
+            client._hello = msgspec.structs.replace(client._hello, **changed)
+            return client._begin(lambda call: client._core.join(call, client._hello))
+
+        monkeypatch.setattr(client_module.Client, "join", misled)
+        last = run.join()
+        monkeypatch.undo()
+
+        def job(comm: pccl.Communicator) -> str:
+            x = np.full(100_000, 1.0, np.float32)
+            while comm.world_size > 2 or comm is last:
+                try:
+                    comm.all_reduce(x, x)
+                except pccl.KickedError as error:
+                    return str(error)
+                except pccl.PCCLError:
+                    pass
+            return ""
+
+        said = in_threads([lambda c=c: job(c) for c in run.comms])  # type: ignore[misc]
+        assert said[:2] == ["", ""]
+        assert f"could not reach peer 3 (localhost:{port})" in said[2]
+        assert f"another process answers at tcp://localhost:{port}, not peer 3" in said[2]
+        run.comms.remove(last)
+        last.close()
+        reduce(run)
