@@ -10,6 +10,7 @@ import sys
 from pccl.errors import PCCLError
 from pccl.logs import configure_logging
 from pccl.master_node import MasterNode, serve_until_signal
+from pccl.runtime.scribe import OnError
 
 DEFAULT_PORT = 48148
 
@@ -28,6 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="journal (SQLite) from which a restarted master goes on with the run",
     )
     parser.add_argument(
+        "--on-journal-error",
+        choices=[choice.value for choice in OnError],
+        default=OnError.CONTINUE.value,
+        help="when the journal cannot be written: go on without it, say so, and write again when "
+        "that works; or end with status 1 (default: %(default)s)",
+    )
+    parser.add_argument(
         "--curve-dir",
         metavar="DIR",
         help="encrypt, and let in only peers that DIR allows; `pccl keys` makes it "
@@ -40,7 +48,12 @@ def run(args: argparse.Namespace) -> int:
     configure_logging()
     logging.getLogger("pccl").info("pccl master, process %d", os.getpid())
     try:
-        master = MasterNode(args.listen_address, security=args.curve_dir, state=args.state)
+        master = MasterNode(
+            args.listen_address,
+            security=args.curve_dir,
+            state=args.state,
+            on_journal_error=args.on_journal_error,
+        )
         serve_until_signal(master)
     except (PCCLError, ValueError, AssertionError) as error:  # the last two: of a malformed setting
         print(f"pccl master: {error}", file=sys.stderr)

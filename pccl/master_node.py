@@ -13,6 +13,8 @@ from types import FrameType, TracebackType
 
 from pccl.errors import PCCLError, error_for
 from pccl.runtime.config import Config
+from pccl.runtime.journal import JournalError
+from pccl.runtime.scribe import OnError
 from pccl.runtime.server import Server
 from pccl.runtime.service import Service
 from pccl.runtime.signals import ENDING, Stopping, ended_by
@@ -53,7 +55,9 @@ class MasterNode:
         *,
         security: Security | str | os.PathLike[str] | None = None,
         state: str | os.PathLike[str] | None = None,
+        on_journal_error: str = "continue",
     ) -> None:
+        self._on_journal_error = OnError(on_journal_error)
         self._state = None if state is None else Path(state)
         self._host, self._port = parse_address(listen_address)
         self._security = security
@@ -70,15 +74,25 @@ class MasterNode:
         """Starts to serve in the background and returns. After `interrupt` it may be called again.
 
         Raises:
-            PCCLError: INVALID_USAGE when it runs already, the address cannot be listened on, or
-                keys are missing or unsafe; INTERNAL_ERROR when the system has no thread for it.
+            PCCLError: INVALID_USAGE when it runs already, the address cannot be listened on, the
+                journal cannot be used, or keys are missing or unsafe; INTERNAL_ERROR when the
+                system has no thread for it.
             ValueError: a PCCL_ environment variable is set to something impossible.
         """
         if self._service is not None and not self._service.over:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", "this master runs already")
         security = Security.of(self._security)
         try:
-            server = Server(self._host, self._port, Config.from_env(), security, self._state)
+            server = Server(
+                self._host,
+                self._port,
+                Config.from_env(),
+                security,
+                self._state,
+                self._on_journal_error,
+            )
+        except JournalError as error:
+            raise error_for(Result.INVALID_USAGE, "MasterNode.run", str(error)) from None
         except OSError as error:
             why = (
                 f"{error.strerror or error}: does another master run there? Try another port, or 0"
@@ -132,7 +146,8 @@ class MasterNode:
         if not _running:
             _handle_sigterm(False)
         if (failure := service.failure) is not None:
-            why = f"the master at {self.address} has failed: {type(failure).__name__}: {failure}"
+            kind = "" if isinstance(failure, JournalError) else f"{type(failure).__name__}: "
+            why = f"the master at {self.address} has failed: {kind}{failure}"
             raise error_for(Result.INTERNAL_ERROR, func_name, why) from failure
 
     def __enter__(self) -> MasterNode:
@@ -222,6 +237,9 @@ def _served(master: MasterNode) -> bool:
 
 def _forget_all() -> None:
     """In a forked child: the masters are the parent's."""
+    for master in _running:
+        if master._service is not None:
+            master._service.server.forked()
     _running.clear()
     _handle_sigterm(False)
 

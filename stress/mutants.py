@@ -280,6 +280,16 @@ MUTANTS = [
         "False",
     ),
     Mutant(
+        "a journal that could not be written does not shut out those who came after",
+        "journaled=journal.complete)",
+        "journaled=True)",
+    ),
+    Mutant(
+        "nor does it where nobody had been accepted yet",
+        "(journal.accepted or not journal.complete)",
+        "journal.accepted",
+    ),
+    Mutant(
         "a run that went on without a peer does not take it back after a restart",
         "for number in sorted(outdated(recovery.resumes)):",
         "for number in ():",

@@ -133,6 +133,21 @@ def test_who_was_given_up_before_the_restart_is_told_so() -> None:
     assert "given up as lost" in refused.why
 
 
+def test_a_journal_that_could_not_be_written_knows_less_than_those_who_come_back() -> None:
+    infos = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
+    for accepted in (frozenset((1,)), frozenset[int]()):
+        hall = Hall(0)
+        behind = Journal(5, 1, 2, accepted, complete=False)
+        hall.master = Master(1, combine, journal=behind, secret=b"s")
+        for number in (1, 2):
+            back = resume(number, known=infos)
+            hall.perform(hall.master.resume(b"%d" % number, back, "10.0.0.1"))
+        for now_s in (0.0, 60.0):
+            hall.perform(hall.master.tick(now_s))
+        assert hall.master.peers.keys() == {1, 2}
+        assert all(peer.accepted for peer in hall.master.peers.values())
+
+
 def test_who_comes_back_to_a_run_that_has_gone_on_is_told_so() -> None:
     infos = [m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2)]
     hall = Hall(0)

@@ -74,12 +74,16 @@ Combine: TypeAlias = Callable[[m.Work, Sequence[bytes]], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What a restarted master remembers: of the run, how often it was started, who was accepted."""
+    """What a restarted master remembers: of the run, how often it was started, who was accepted.
+
+    It may be incomplete, if it could not be written in the end: those who come back know more.
+    """
 
     run: int
     incarnation: int
     next_peer: int
     accepted: frozenset[int]
+    complete: bool = True
 
 
 def plain(text: str) -> str:
@@ -230,8 +234,8 @@ class Ledger(ABC):
         self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
         self._epoch = incarnation << EPOCH_SHIFT  # the latest one of any group
         self._recovery: Recovery | None = None
-        if journal is not None and journal.accepted:
-            self._recovery = Recovery(set(journal.accepted), journaled=True)
+        if journal is not None and (journal.accepted or not journal.complete):
+            self._recovery = Recovery(set(journal.accepted), journaled=journal.complete)
         self._out: list[Action] = []
 
     @abstractmethod

@@ -3,82 +3,221 @@
 A commit survives that the process is killed, not that the machine loses power at that moment
 (synchronous is NORMAL): then the journal may lack the last newcomers, who are refused and join
 again.
+
+Beside it lies its lock, which the master holds as long as it lives. The lock's file says too
+whether the journal is complete: that one word is overwritten in place, which a full disk allows.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sqlite3
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
+from pccl.runtime.filelock import FileLock, Taken
 
-from pccl.protocol import master as core
-from pccl.protocol import messages as m
-
-SCHEMA = """
+APPLICATION = 0x7063636C  # "pccl"
+VERSION = 1
+HEADER = b"SQLite format 3\0"
+SCHEMA = f"""
     PRAGMA journal_mode = WAL;
-    PRAGMA synchronous = NORMAL;
-    CREATE TABLE IF NOT EXISTS run (
+    BEGIN;
+    CREATE TABLE run (
         one INTEGER PRIMARY KEY CHECK (one = 1),
         run INTEGER NOT NULL,
         incarnation INTEGER NOT NULL,
         next_peer INTEGER NOT NULL
     );
-    CREATE TABLE IF NOT EXISTS peers (number INTEGER PRIMARY KEY, info BLOB NOT NULL);
+    CREATE TABLE peers (number INTEGER PRIMARY KEY, info BLOB NOT NULL);
+    PRAGMA application_id = {APPLICATION};
+    PRAGMA user_version = {VERSION};
+    COMMIT;
 """
 
 
-class Journal:
-    """An open journal; to be used by one thread at a time.
+class JournalError(Exception):
+    """A journal cannot be used; a sentence that says which one and why."""
+
+
+@dataclass
+class State:
+    """What a journal holds.
+
+    Attributes:
+        run: the run's nonce.
+        incarnation: how often its master was started again.
+        next_peer: the number of the next peer.
+        peers: who is accepted: its number, and its encoded m.PeerInfo.
+    """
+
+    run: int
+    incarnation: int = -1
+    next_peer: int = 1
+    peers: dict[int, bytes] = field(default_factory=dict)
+
+
+class JournalFile:
+    """An open journal, and its lock; to be used by one thread at a time.
 
     Args:
         path: of the file; made if it is not there.
+        patience_s: while another program, such as a backup, has locked the file.
 
     Raises:
-        OSError: it cannot be opened, or is no journal of a master.
+        JournalError: another master uses it, it cannot be opened, or is no journal of this version.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, patience_s: float) -> None:
+        self.path = path
+        self._patience_s = patience_s
+        self._db: sqlite3.Connection | None = None
+        self._file = (0, 0)
         try:
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.executescript(SCHEMA)
+            if path.is_dir():
+                raise IsADirectoryError("it is a directory")
+            self._lock = FileLock(path.with_name(path.name + ".lock"))
+        except Taken as error:
+            holder = "".join(f" ({word.strip()})" for word in str(error).split(",")[1:])
+            why = f"another master{holder} uses it: stop that one, or give each a file of its own"
+            raise JournalError(f"the journal {path}: {why}") from None
+        except OSError as error:
+            raise self._error(error) from None
+        self._marked = self._lock.text.startswith("behind")
+        with contextlib.suppress(OSError):  # only for whoever reads it
+            self._mark(self._marked)
+        try:
+            self._open()
+        except (OSError, sqlite3.Error) as error:
+            self._lock.close()
+            raise self._error(error) from None
+        except JournalError:
+            self._lock.close()
+            raise
+
+    @property
+    def complete(self) -> bool:
+        """Whether it holds all that its last master knew."""
+        return not self._marked
+
+    def read(self) -> State | None:
+        """What it holds; None when it is new. Raises JournalError when it is damaged."""
+        assert self._db is not None
+        try:
+            row = self._db.execute("SELECT run, incarnation, next_peer FROM run").fetchone()
+            peers = self._db.execute("SELECT number, info FROM peers").fetchall()
         except sqlite3.Error as error:
-            raise OSError(f"{path} cannot be used as a master's journal: {error}") from None
+            raise self._error(error) from None
+        if row is None and not peers:
+            return None
+        numbers = [value for value in row or () if isinstance(value, int) and value >= 0]
+        if len(numbers) != 3:
+            raise self._error(ValueError("it does not say which run it is of"))
+        run, incarnation, next_peer = numbers
+        return State(run, incarnation, next_peer, dict(peers))
 
-    def begin(self, run: int) -> core.Journal:
-        """Counts one more start of the master.
+    def write(self, state: State, changed: Mapping[int, bytes | None] | None) -> None:
+        """Writes what has changed of the peers, or, when that is None, everything.
 
-        Args:
-            run: the nonce of a new run, for a journal that is empty.
+        After an exception it is to be everything, for the file is opened again then.
 
-        Returns:
-            What it remembers.
+        Raises:
+            OSError, sqlite3.Error, JournalError: it could not be written.
         """
-        row = self._db.execute("SELECT run, incarnation, next_peer FROM run").fetchone()
-        run, incarnation, next_peer = row or (run, -1, 1)
-        self._db.execute(
-            "INSERT OR REPLACE INTO run VALUES (1, ?, ?, ?)", (run, incarnation + 1, next_peer)
-        )
-        numbers = self._db.execute("SELECT number FROM peers").fetchall()
-        accepted = frozenset(number for (number,) in numbers)
-        return core.Journal(run, incarnation + 1, next_peer, accepted)
+        try:
+            if self._db is None:
+                self._open()
+            elif self._identity() != self._file:
+                raise OSError("the file was removed or replaced while it was in use")
+            assert self._db is not None
+            with self._db:
+                self._db.execute("BEGIN IMMEDIATE")
+                self._fill(self._db, state, changed)
+        except BaseException:
+            self._shut()
+            raise
 
-    def adopt(self, run: int) -> None:
-        """The master goes on with a run that it did not know."""
-        self._db.execute("UPDATE run SET run = ?", (run,))
-
-    def remember(self, info: m.PeerInfo) -> None:
-        """A peer was accepted."""
-        self._db.execute("BEGIN")
-        row = (info.peer, msgspec.msgpack.encode(info))
-        self._db.execute("INSERT OR REPLACE INTO peers VALUES (?, ?)", row)
-        self._db.execute("UPDATE run SET next_peer = max(next_peer, ?)", (info.peer + 1,))
-        self._db.execute("COMMIT")
-
-    def forget(self, number: int) -> None:
-        """A peer is gone."""
-        self._db.execute("DELETE FROM peers WHERE number = ?", (number,))
+    def mark(self, behind: bool) -> None:
+        """Notes beside it whether it lacks something. Raises OSError."""
+        if behind != self._marked:
+            self._mark(behind)
 
     def close(self) -> None:
-        """Closes the file."""
-        self._db.close()
+        """Closes the file, and lets go of the lock."""
+        self._shut()
+        self._lock.close()
+
+    def forked(self) -> None:
+        """In a forked child: the lock is the parent's alone."""
+        self._lock.close()
+
+    def _mark(self, behind: bool) -> None:
+        self._lock.leave(f"{'behind' if behind else 'complete'}, process {os.getpid()}")
+        self._marked = behind
+
+    @staticmethod
+    def _fill(
+        db: sqlite3.Connection, state: State, changed: Mapping[int, bytes | None] | None
+    ) -> None:
+        if changed is None:
+            db.execute("DELETE FROM peers")
+            changed = state.peers
+        row = (state.run, state.incarnation, state.next_peer)
+        db.execute("INSERT OR REPLACE INTO run VALUES (1, ?, ?, ?)", row)
+        gone = [(number,) for number, info in changed.items() if info is None]
+        there = [(number, info) for number, info in changed.items() if info is not None]
+        db.executemany("DELETE FROM peers WHERE number = ?", gone)
+        db.executemany("INSERT OR REPLACE INTO peers VALUES (?, ?)", there)
+
+    def _open(self) -> None:
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+        with open(descriptor, "rb") as file:
+            header = file.read(len(HEADER))
+        if header and header != HEADER:
+            raise JournalError(f"{self.path} is no journal of a master, but some other file")
+        self._db = sqlite3.connect(
+            self.path, timeout=self._patience_s, isolation_level=None, check_same_thread=False
+        )
+        try:
+            self._check(self._db)
+            self._file = self._identity()
+        except BaseException:
+            self._shut()
+            raise
+
+    def _check(self, db: sqlite3.Connection) -> None:
+        """Makes the tables where there are none; else sees whether they are those of a journal."""
+        damage = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if damage != "ok":
+            raise sqlite3.DatabaseError(damage)
+        tables = db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        application = db.execute("PRAGMA application_id").fetchone()[0]
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        if tables == application == version == 0:
+            db.executescript(SCHEMA)
+        elif application != APPLICATION:
+            raise JournalError(f"{self.path} is an SQLite database, but no journal of a master")
+        elif version != VERSION:
+            raise JournalError(
+                f"{self.path} is a journal of version {version}, and this pccl writes version "
+                f"{VERSION}: start the pccl that it is of, or take another file for a new run"
+            )
+        db.execute("PRAGMA synchronous = NORMAL")
+
+    def _identity(self) -> tuple[int, int]:
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            return (0, 0)
+        return found.st_dev, found.st_ino
+
+    def _shut(self) -> None:
+        db, self._db = self._db, None
+        if db is not None:
+            db.close()
+
+    def _error(self, error: Exception) -> JournalError:
+        text = getattr(error, "strerror", None) or str(error)
+        return JournalError(f"the journal {self.path} cannot be used: {text}")

@@ -40,7 +40,8 @@ from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
 from pccl.runtime.dial import Dialler
 from pccl.runtime.inline import combine
-from pccl.runtime.journal import Journal
+from pccl.runtime.journal import JournalError
+from pccl.runtime.scribe import OnError, Scribe
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import Security
 
@@ -63,6 +64,26 @@ class Sender(NamedTuple):
     host: str
 
 
+def _router(
+    context: zmq.Context[zmq.Socket[bytes]], config: Config, *, ipv6: bool
+) -> zmq.Socket[bytes]:
+    """A socket that peers connect to, not yet bound."""
+    router = context.socket(zmq.ROUTER)
+    options = {
+        zmq.LINGER: 0,
+        zmq.ROUTER_MANDATORY: 1,  # a send to a connection that is gone says so
+        zmq.SNDHWM: UNREAD_MAX,
+        zmq.RCVHWM: RECEIVED_MAX,
+        zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
+        zmq.HEARTBEAT_IVL: config.heartbeat_ms,
+        zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
+        zmq.IPV6: int(ipv6),
+    }
+    for option, value in options.items():
+        router.setsockopt(option, value)
+    return router
+
+
 class Server:
     """A master that listens from construction on and serves while a thread is in `serve`.
 
@@ -72,9 +93,11 @@ class Server:
         config: timings and limits.
         security: whose keys to use and to let in; None: nothing is encrypted.
         state: file of the journal; None: a restarted master depends on what the peers know.
+        on_journal_error: what to do when the journal cannot be written later on.
 
     Raises:
         OSError: the address cannot be listened on.
+        JournalError: the journal cannot be used.
         PCCLError: INVALID_USAGE when keys are missing or unsafe.
     """
 
@@ -85,21 +108,16 @@ class Server:
         config: Config,
         security: Security | None = None,
         state: Path | None = None,
+        on_journal_error: OnError = OnError.CONTINUE,
     ) -> None:
         keys = None
         if security is not None:
             require_curve()
             security.allowed()  # for its errors
             keys = security.master_keys()
-        run = secrets.randbits(62)
-        self._journal = None if state is None else Journal(state)
-        remembered = None if self._journal is None else self._journal.begin(run)
         self._why_lost = (
             "its connection broke, because its process ended or because nothing was heard of it "
             f"for {config.heartbeat_timeout_ms / 1000:g} s"
-        )
-        self._core = core.Master(
-            run, combine, config.straggler_s, remembered, secret=secrets.token_bytes(32)
         )
         self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
         self._senders: dict[bytes, Sender] = {}
@@ -112,36 +130,34 @@ class Server:
         self._waiter = Waiter()
         self._dialler = Dialler(self._waiter)
         self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        options = {
-            zmq.LINGER: 0,
-            zmq.ROUTER_MANDATORY: 1,  # a send to a connection that is gone says so
-            zmq.SNDHWM: UNREAD_MAX,
-            zmq.RCVHWM: RECEIVED_MAX,
-            zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
-            zmq.HEARTBEAT_IVL: config.heartbeat_ms,
-            zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
-            zmq.IPV6: int(":" in host),
-        }
-        for option, value in options.items():
-            self._router.setsockopt(option, value)
+        self._router = _router(self._context, config, ipv6=":" in host)
         self._security = security
         self._zap: Zap | None = None
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._journal: Scribe | None = None
+        run = secrets.randbits(62)
         try:
             if keys is not None:
                 self._zap = Zap(self._context)
                 secure_server(self._router, keys)
             bracketed = f"[{host}]" if ":" in host else host
             self._router.bind(f"tcp://{bracketed}:{port or '*'}")
+            if state is not None:
+                self._journal = Scribe(state, run, on_journal_error)
         except zmq.ZMQError as error:
-            self._waiter.close()
-            self._close()
+            self.close()
             raise OSError(error.errno, f"cannot listen on {host}:{port}: {error}") from None
+        except JournalError:
+            self.close()
+            raise
+        remembered = None if self._journal is None else self._journal.remembered
+        self._core = core.Master(
+            run, combine, config.straggler_s, remembered, secret=secrets.token_bytes(32)
+        )
         self.host = host
         self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
         self._stop = False
         self._sent = False  # since the router was last found empty
 
@@ -155,6 +171,11 @@ class Server:
         self._stop = True
         with contextlib.suppress(OSError):  # it has ended, or is about to wake already
             self._wake_out.send(b"\0")
+
+    def forked(self) -> None:
+        """In a forked child: what the system would keep for the parent's sake is let go of."""
+        if self._journal is not None:
+            self._journal.forked()
 
     def close(self) -> None:
         """Closes all, if nobody has served: the port can be bound again at once."""
@@ -184,6 +205,9 @@ class Server:
                 self._perform(self._core.tick(now_s))
             if self._journal is None:  # else it is expected to come back
                 self._perform(self._core.farewell())
+        except JournalError as error:
+            log.error("the master ends: %s", error)
+            raise
         except Exception:
             log.exception("the master failed")  # the peers try to get back: it may be restarted
             raise
@@ -359,6 +383,8 @@ class Server:
         for action in actions:
             match action:
                 case core.Send(conn, message):
+                    if self._journal is not None:
+                        self._journal.settle()
                     if message is not last:  # many peers are told the same
                         last, data = message, m.encode(message)
                     self._send(conn, data)
@@ -374,6 +400,10 @@ class Server:
                     log.debug("master: connection %s dropped: %s", conn.hex(), why)
                     if conn in self._senders:
                         self._dropped[conn] = time.monotonic()
+        if self._journal is not None:
+            if not self._core.recovering:
+                self._journal.recovered()
+            self._journal.settle()
 
     def _send(self, conn: bytes, data: bytes) -> None:
         self._sent = True

@@ -1,0 +1,220 @@
+"""Keeps the master's journal, and the master going when it cannot be kept.
+
+A thread of its own writes, so that a disk that hangs does not stop the service. What a journal must
+hold is written before what follows is sent: the service waits for the thread, but no longer than
+`PATIENCE_S`. When that is over, or writing fails, the master goes on without: the journal is
+*behind*, the log says so, and the thread tries again until it has written all that is true then. If
+the master is started again before that, it believes the peers that come back, as one without a
+journal does (journal.py says how it knows). Or, where its operator has asked for that, it ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+
+import msgspec
+
+from pccl.protocol import master as core
+from pccl.protocol import messages as m
+from pccl.runtime.journal import JournalError, JournalFile, State
+
+log = logging.getLogger("pccl")
+
+RETRY_S = 1.0  # between two attempts to write a journal that is behind
+REPEAT_S = 60.0  # between two lines of the log that say so
+CLOSE_S = 2.0  # for the last write of a master that ends
+
+
+class OnError(Enum):
+    """What the master does when its journal cannot be written."""
+
+    CONTINUE = "continue"
+    STOP = "stop"
+
+
+PATIENCE_S = {OnError.CONTINUE: 0.25, OnError.STOP: 5.0}  # for one write, before what follows
+
+
+class Scribe:
+    """A master's journal, and the thread that writes it. To be used by one thread.
+
+    Args:
+        path: of the file; made if it is not there.
+        run: the nonce of a new run, for a journal that is empty.
+        on_error: what to do when it cannot be written.
+
+    Attributes:
+        remembered: what it held, for the master's core.
+
+    Raises:
+        JournalError: it cannot be used.
+    """
+
+    def __init__(self, path: Path, run: int, on_error: OnError = OnError.CONTINUE) -> None:
+        self._stops = on_error is OnError.STOP
+        self._patience_s = PATIENCE_S[on_error]
+        self._file = JournalFile(path, self._patience_s)
+        try:
+            state = self._file.read() or State(run)
+            state.incarnation += 1
+            self._file.write(state, {})
+        except Exception as error:
+            self._file.close()
+            if isinstance(error, JournalError):
+                raise
+            raise JournalError(f"the journal {path} cannot be written: {error}") from None
+        self.remembered = core.Journal(
+            state.run,
+            state.incarnation,
+            state.next_peer,
+            frozenset(state.peers),
+            self._file.complete,
+        )
+        self._state = state
+        self._whole = self._file.complete  # or the peers that come back must tell the rest first
+        self._changed: dict[int, bytes | None] = {}
+        self._asked = self._written = 0  # counts of changes, of which the latter are in the file
+        self._failed: tuple[float, str] | None = None  # since when, and why last
+        self._said_s = 0.0
+        self._ending = False
+        self._news = threading.Condition()
+        self._thread = threading.Thread(target=self._work, name="pccl-journal", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._file.close()
+            raise JournalError(f"no thread could be started for the journal: {error}") from None
+
+    # ---- the service ----
+
+    def adopt(self, run: int) -> None:
+        """The master goes on with a run that it did not know."""
+        if run != self._state.run:
+            with self._news:
+                self._state.run = run
+                self._asked += 1
+
+    def remember(self, info: m.PeerInfo) -> None:
+        """A peer was accepted."""
+        with self._news:
+            self._changed[info.peer] = self._state.peers[info.peer] = msgspec.msgpack.encode(info)
+            self._state.next_peer = max(self._state.next_peer, info.peer + 1)
+            self._asked += 1
+
+    def forget(self, number: int) -> None:
+        """A peer is gone."""
+        with self._news:
+            self._changed[number] = None
+            self._state.peers.pop(number, None)
+            self._asked += 1
+
+    def recovered(self) -> None:
+        """What the master knows is the whole truth, also where the journal was behind."""
+        if not self._whole:
+            with self._news:
+                self._whole = True
+                self._asked += 1
+
+    def settle(self) -> None:
+        """Returns when all that has changed is written, or cannot be.
+
+        Raises:
+            JournalError: it cannot be, and the master is to stop.
+        """
+        if self._asked == self._written:
+            return
+        with self._news:
+            self._news.notify_all()
+            asked = self._asked
+            if self._failed is None:
+                self._news.wait_for(
+                    lambda: self._written >= asked or self._failed is not None, self._patience_s
+                )
+            if self._written >= asked:
+                return
+            if self._failed is None:
+                self._fail(f"it takes longer than {self._patience_s:g} s")
+            assert self._failed is not None
+            if self._stops:
+                raise JournalError(self._text(self._failed[1]))
+
+    def close(self) -> None:
+        """Writes what is still to be written, and closes the file."""
+        with self._news:
+            self._ending = True
+            self._news.notify_all()
+        self._thread.join(CLOSE_S)
+
+    def forked(self) -> None:
+        """In a forked child: the file is the parent's."""
+        self._file.forked()
+
+    # ---- the thread ----
+
+    def _work(self) -> None:
+        while True:
+            with self._news:
+                behind = self._failed is not None
+                if not self._ending and (behind or self._asked == self._written):
+                    self._news.wait(RETRY_S if behind else None)
+                behind = self._failed is not None
+                ending, asked, whole = self._ending, self._asked, self._whole
+                state = replace(self._state, peers=dict(self._state.peers))
+                changed = None if behind else self._changed
+                self._changed = {}
+            if behind or asked != self._written:
+                self._write(state, changed, asked, whole)
+            if ending:
+                self._file.close()
+                return
+
+    def _write(
+        self, state: State, changed: Mapping[int, bytes | None] | None, asked: int, whole: bool
+    ) -> None:
+        try:
+            self._file.write(state, changed)
+            if whole:
+                self._file.mark(behind=False)
+        except Exception as error:  # of SQLite or the system, or a bug: the service goes on
+            with self._news:
+                self._fail(str(error) or repr(error))
+                self._news.notify_all()
+            try:
+                self._file.mark(behind=True)
+            except OSError as another:
+                log.error("master: nor can %s.lock say so: %s", self._file.path, another)
+            return
+        with self._news:
+            if self._failed is not None:
+                seconds = time.monotonic() - self._failed[0]
+                log.warning(
+                    "master: the journal %s is written again, after %.1f s, and complete",
+                    self._file.path,
+                    seconds,
+                )
+            self._failed = None
+            self._written = asked
+            self._news.notify_all()
+
+    # ---- both, with the lock ----
+
+    def _fail(self, why: str) -> None:
+        now_s = time.monotonic()
+        since_s = now_s if self._failed is None else self._failed[0]
+        if self._failed is None or now_s - self._said_s >= REPEAT_S:
+            self._said_s = now_s
+            log.error("master: %s", self._text(why, now_s - since_s))
+        self._failed = since_s, why
+
+    def _text(self, why: str, seconds: float = 0.0) -> str:
+        text = f"the journal {self._file.path} cannot be written: {why}"
+        if self._stops:
+            return text
+        lasting = f", for {seconds:.0f} s by now" if seconds >= 1 else ""
+        return f"{text}{lasting}; the run goes on without it, and it is tried again and again"
