@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -15,6 +16,31 @@ from pccl.protocol.messages import INLINE_BYTES_MAX
 from pccl.text import parse_advertised, parse_ports
 
 MIB = 1 << 20
+WEEK_S = 7 * 24 * 3600  # in milliseconds it still fits an int of libzmq
+
+
+class Range(NamedTuple):
+    """What a setting may be, and the variable that sets it, if there is one.
+
+    libzmq takes milliseconds as 32-bit integers, and the system refuses waits that are too long:
+    either would be an odd failure later on.
+    """
+
+    variable: str
+    least: int
+    most: int
+
+
+RANGES = {
+    "heartbeat_ms": Range("PCCL_HEARTBEAT_MS", 1, 3600 * 1000),
+    "heartbeat_timeout_ms": Range("PCCL_HEARTBEAT_TIMEOUT_MS", 2, 24 * 3600 * 1000),
+    "connect_timeout_s": Range("", 0, 3600),
+    "master_patience_s": Range("PCCL_MASTER_PATIENCE_S", 1, WEEK_S),
+    "straggler_s": Range("PCCL_STRAGGLER_S", 1, WEEK_S),
+    "sync_mbits": Range("PCCL_SYNC_MBITS", 1, 1000 * 1000),
+    "lanes": Range("PCCL_LANES", 1, 256),
+    "inline_bytes": Range("PCCL_INLINE_BYTES", 0, INLINE_BYTES_MAX),
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +76,19 @@ class Config:
     lanes: int = 0
     inline_bytes: int = 16384
 
+    def __post_init__(self) -> None:
+        """Raises ValueError where a number is out of its range, or two do not fit each other."""
+        for name, (_, least, most) in RANGES.items():
+            value = getattr(self, name)
+            unset = value == getattr(Config, name)  # 0 and None stand for no limit, or no choice
+            if not unset and not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}: it must be from {least} to {most}")
+        if self.heartbeat_ms >= self.heartbeat_timeout_ms:
+            raise ValueError(
+                f"PCCL_HEARTBEAT_MS is {self.heartbeat_ms}, and PCCL_HEARTBEAT_TIMEOUT_MS "
+                f"{self.heartbeat_timeout_ms}: the time-out must be longer, several times at best"
+            )
+
     @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> Config:
         """The defaults, overridden by PCCL_ADVERTISE, PCCL_TRANSPORT, PCCL_HEARTBEAT_MS and so on.
@@ -60,37 +99,22 @@ class Config:
         transport = env.get("PCCL_TRANSPORT", "auto")
         if transport not in ("auto", "tcp"):
             raise ValueError(f"PCCL_TRANSPORT is {transport!r}: it may be auto or tcp")
+        numbers: dict[str, Any] = {
+            name: _number(env, *found) for name, found in RANGES.items() if found.variable in env
+        }
         return Config(
             advertise=parse_advertised(env.get("PCCL_ADVERTISE", ""), "PCCL_ADVERTISE"),
             ports=parse_ports(env.get("PCCL_PORT_RANGE", ""), "PCCL_PORT_RANGE"),
             ipc=transport == "auto",
-            heartbeat_ms=_positive(env, "PCCL_HEARTBEAT_MS", Config.heartbeat_ms),
-            heartbeat_timeout_ms=_positive(
-                env, "PCCL_HEARTBEAT_TIMEOUT_MS", Config.heartbeat_timeout_ms
-            ),
-            master_patience_s=_positive(env, "PCCL_MASTER_PATIENCE_S", 60),
-            straggler_s=_positive(env, "PCCL_STRAGGLER_S", 0) or None,
-            sync_mbits=_positive(env, "PCCL_SYNC_MBITS", 0) or None,
-            lanes=_positive(env, "PCCL_LANES", Config.lanes),
-            inline_bytes=min(
-                _natural(env, "PCCL_INLINE_BYTES", Config.inline_bytes), INLINE_BYTES_MAX
-            ),
+            **numbers,
         )
 
 
-def _positive(env: Mapping[str, str], name: str, default: int) -> int:
-    number = _natural(env, name, default)
-    if number == 0 and name in env:
-        raise ValueError(f"{name} is {env[name]!r}: it must be a positive whole number")
-    return number
-
-
-def _natural(env: Mapping[str, str], name: str, default: int) -> int:
-    text = env.get(name)
-    if text is None:
-        return default
-    if not text.isdecimal():
-        raise ValueError(f"{name} is {text!r}: it must be a whole number")
+def _number(env: Mapping[str, str], name: str, least: int, most: int) -> int:
+    text = env[name]
+    plain = text.isascii() and text.isdecimal() and len(text) < 20
+    if not plain or not least <= int(text) <= most:
+        raise ValueError(f"{name} is {text!r}: it must be a whole number from {least} to {most}")
     return int(text)
 
 

@@ -1,0 +1,91 @@
+"""Settings: what is impossible is refused at the start, in a sentence that names it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+import pccl
+from pccl.runtime.config import RANGES, Config
+
+VARIABLES = [range_.variable for range_ in RANGES.values() if range_.variable]
+
+
+def test_the_limits_are_possible_and_what_is_beyond_is_not() -> None:
+    assert Config.from_env({}) == Config()
+    for name, (variable, least, most) in RANGES.items():
+        fitting = {"heartbeat_timeout_ms": most} if name == "heartbeat_ms" else {}
+        if name == "heartbeat_timeout_ms":
+            fitting = {"heartbeat_ms": 1}
+        for value in (least, most):
+            if (name, value) == ("heartbeat_ms", most):
+                fitting = {"heartbeat_timeout_ms": most + 1}
+            config = replace(Config(), **{**fitting, name: value})  # type: ignore[arg-type]
+            assert getattr(config, name) == value
+            if variable:
+                env = {RANGES[other].variable: str(n) for other, n in fitting.items()}
+                assert Config.from_env({**env, variable: str(value)}) == config
+        for value in (least - 1, most + 1, 1 << 32, 1 << 80, float("nan"), float("inf")):
+            if value != getattr(Config, name):
+                with pytest.raises(ValueError, match=f"{name} is .*from {least} to {most}"):
+                    replace(Config(), **{name: value})  # type: ignore[arg-type]
+
+
+def test_every_number_has_limits() -> None:
+    numbers = {
+        f.name for f in fields(Config) if f.type in ("int", "float", "int | None", "float | None")
+    }
+    assert numbers == RANGES.keys()
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize("text", ["", "x", "-1", "1.5", "1e3", " 1", "²", "4294967296", "9" * 5000])
+def test_a_variable_that_is_impossible_is_named(variable: str, text: str) -> None:
+    with pytest.raises(ValueError, match=rf"{variable} is .*: it must be a whole number from \d"):
+        Config.from_env({variable: text})
+
+
+def test_a_heartbeat_is_shorter_than_its_time_out() -> None:
+    for env in (
+        {"PCCL_HEARTBEAT_MS": "6000"},
+        {"PCCL_HEARTBEAT_TIMEOUT_MS": "1000"},
+        {"PCCL_HEARTBEAT_MS": "300", "PCCL_HEARTBEAT_TIMEOUT_MS": "300"},
+    ):
+        with pytest.raises(
+            ValueError, match=r"PCCL_HEARTBEAT_MS is .* the time-out must be longer"
+        ):
+            Config.from_env(env)
+
+
+def test_a_peer_and_a_master_refuse_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        monkeypatch.setenv("PCCL_LANES", "4294967296")
+        with pytest.raises(ValueError, match=r"PCCL_LANES is '4294967296': .* from 1 to 256"):
+            pccl.Communicator(master.address).connect()
+    with pytest.raises(ValueError, match="PCCL_LANES"):
+        pccl.MasterNode("127.0.0.1:0").run()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--listen-address", "nowhere"], "'nowhere' is not host:port"),
+        (["--listen-address", "127.0.0.1:x"], "'x' is not a port number"),
+        (["--curve-dir", "/nowhere"], "/nowhere"),
+        ([], "PCCL_HEARTBEAT_MS is '0'"),
+    ],
+)
+@pytest.mark.parametrize("command", [["pccl.master"], ["pccl", "master"]])
+def test_the_command_says_it_in_a_line(
+    command: list[str], options: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PCCL_HEARTBEAT_MS", "0")
+    words = [sys.executable, "-m", *command, *options]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=Path.home())
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("pccl master: ") and ended.stderr.count("\n") == 1, ended.stderr
+    assert says in ended.stderr
