@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from statistics import median
 
-from network import Link, kind, network
+from network import Link, kind, network, reports
 
 LINKS = (
     Link(1000, 1),
@@ -44,7 +44,7 @@ def measure(link: Link, args: argparse.Namespace) -> dict[str, list[float]]:
         address = f"{net.addresses['master']}:{PORT}"
         python = sys.executable
         master = net.popen("master", [python, "-m", "pccl.master", "--listen-address", address])
-        peers = []
+        peers = {}
         for number, (host, other) in enumerate((("a", "b"), ("b", "a"))):
             job = {
                 "number": number,
@@ -58,8 +58,8 @@ def measure(link: Link, args: argparse.Namespace) -> dict[str, list[float]]:
                 "iterations": args.iterations,
             }
             argv = [python, str(Path(__file__).with_name("peer.py")), json.dumps(job)]
-            peers.append(net.popen(host, argv, stdout=subprocess.PIPE))
-        results = [json.loads(peer.communicate(timeout=args.timeout)[0]) for peer in peers]
+            peers[host] = net.popen(host, argv, stdout=subprocess.PIPE)
+        results = reports(peers, args.timeout)
         master.terminate()
         master.wait()
     return {

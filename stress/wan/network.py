@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
+import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,6 +58,21 @@ class Network:
         """Starts a command on a host; the process is the command's own."""
         enter = ["nsenter", f"--net=/run/netns/{self._prefix}.{host}", "--"]
         return subprocess.Popen([*enter, *argv], text=True, **options)
+
+
+def reports(processes: Mapping[str, subprocess.Popen[str]], timeout_s: float) -> list[Any]:
+    """What the process of each host prints as JSON, at its end.
+
+    Raises:
+        SystemExit: one has failed; the text says which, what it has said itself is on stderr.
+    """
+    found = []
+    for host, process in processes.items():
+        printed = process.communicate(timeout=timeout_s)[0]
+        if process.returncode:
+            raise SystemExit(f"host {host}: its process ended with status {process.returncode}")
+        found.append(json.loads(printed))
+    return found
 
 
 def kind() -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from network import Link, kind, network
+from network import Link, kind, network, reports
 
 import pccl
 
@@ -62,12 +62,12 @@ def measure(case: Case, nbytes: int, timeout: float) -> tuple[float, list[int]]:
         python = [sys.executable]
         argv = [*python, "-m", "pccl.master", "--listen-address", address]
         master = net.popen("master", argv, stdout=subprocess.DEVNULL)
-        peers = []
+        peers = {}
         for host in [*holders, "new"]:
             job = {"master": address, "peers": len(holders) + 1, "bytes": nbytes, "host": host}
             argv = [*python, str(Path(__file__).resolve()), "--peer", json.dumps(job)]
-            peers.append(net.popen(host, argv, stdout=subprocess.PIPE))
-        found = [json.loads(peer.communicate(timeout=timeout)[0]) for peer in peers]
+            peers[host] = net.popen(host, argv, stdout=subprocess.PIPE)
+        found = reports(peers, timeout)
         master.terminate()
         master.wait()
     *given, came = found

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from network import Link, network
+from network import Link, network, reports
 
 import pccl
 
@@ -34,16 +34,16 @@ def measure(link: Link, slow_mbit: int, args: argparse.Namespace) -> list[dict[s
         address = f"{net.addresses['master']}:{PORT}"
         argv = [sys.executable, "-m", "pccl.master", "--listen-address", address]
         master = net.popen("master", argv, stdout=subprocess.DEVNULL)
-        peers = []
+        peers = {}
         for size, host in enumerate(HOSTS, 1):
             job = {"master": address, "size": size, "bytes": args.bytes}
             job |= {"peers": len(HOSTS), "iterations": args.iterations}
             argv = [sys.executable, str(Path(__file__).resolve()), "--peer", json.dumps(job)]
-            peers.append(net.popen(host, argv, stdout=subprocess.PIPE, bufsize=1))
-            stdout = peers[-1].stdout
+            peers[host] = net.popen(host, argv, stdout=subprocess.PIPE, bufsize=1)
+            stdout = peers[host].stdout
             assert stdout is not None
             stdout.readline()  # it is registered, or accepted: the next one comes after it
-        found = [json.loads(peer.communicate(timeout=args.timeout)[0]) for peer in peers]
+        found = reports(peers, args.timeout)
         master.terminate()
         master.wait()
     return found
