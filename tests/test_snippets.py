@@ -238,7 +238,7 @@ def test_the_programs_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None
             readers = [Reader(one, own.address, common.address, end) for one in names]
             reading = [pool.submit(reader.run, programs) for reader in readers]
             done, waiting = wait(reading, PATIENCE_S, FIRST_EXCEPTION)
-            for error in filter(None, (one.exception() for one in done)):
-                if not isinstance(error, BrokenBarrierError):
-                    raise error
+            errors = list(filter(None, (one.exception() for one in done)))
+            for error in sorted(errors, key=lambda e: isinstance(e, BrokenBarrierError)):
+                raise error  # what made the others wait in vain
             assert not waiting, f"{len(waiting)} of {peers} peers did not come to the end"
