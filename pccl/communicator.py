@@ -29,6 +29,7 @@ from pccl.runtime.client import Client
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.devices import HostView
 from pccl.runtime.probe import optimise
+from pccl.runtime.room import NoRoomError, require_room
 from pccl.runtime.staging import Region
 from pccl.runtime.sync import Wish, synchronise
 from pccl.security import Security
@@ -132,7 +133,8 @@ class Communicator(Collectives):
             PCCLTimeoutError: not admitted in time; this peer has left again.
             PCCLError: MASTER_CONNECTION_FAILED after the last attempt; INVALID_USAGE when already
                 connected, when the master refuses this peer, or when keys are missing or unsafe
-                (the message says why).
+                (the message says why); INTERNAL_ERROR when the system has no descriptors or threads
+                for it.
             ValueError: `n_attempts` is not positive, or a PCCL_ environment variable is malformed.
         """
         if n_attempts < 1:
@@ -144,6 +146,10 @@ class Communicator(Collectives):
             raise error_for(Result.INVALID_USAGE, "connect", why)
         config = replace(Config.from_env(), **self._settings)
         security = Security.of(self._security)
+        try:
+            require_room()
+        except NoRoomError as error:
+            raise error_for(Result.INTERNAL_ERROR, "connect", str(error)) from None
         began_s = time.monotonic()
         for attempt in range(1, n_attempts + 1):
             try:

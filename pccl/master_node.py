@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 from pccl.errors import PCCLError, error_for
 from pccl.runtime.config import Config
 from pccl.runtime.journal import JournalError
+from pccl.runtime.room import NoRoomError, require_room
 from pccl.runtime.scribe import OnError
 from pccl.runtime.server import Server
 from pccl.runtime.service import Service
@@ -76,13 +77,14 @@ class MasterNode:
         Raises:
             PCCLError: INVALID_USAGE when it runs already, the address cannot be listened on, the
                 journal cannot be used, or keys are missing or unsafe; INTERNAL_ERROR when the
-                system has no thread for it.
+                system has no descriptors or thread for it.
             ValueError: a PCCL_ environment variable is set to something impossible.
         """
         if self._service is not None and not self._service.over:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", "this master runs already")
         security = Security.of(self._security)
         try:
+            require_room()
             server = Server(
                 self._host,
                 self._port,
@@ -91,6 +93,8 @@ class MasterNode:
                 self._state,
                 self._on_journal_error,
             )
+        except NoRoomError as error:
+            raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", str(error)) from None
         except JournalError as error:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", str(error)) from None
         except OSError as error:

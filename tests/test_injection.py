@@ -33,7 +33,8 @@ SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
-# What a peer's program may be told; a MemoryError and an OSError may come from anywhere.
+# What a peer's program may be told; a MemoryError and an OSError may come from anywhere, and the
+# interpreter and numpy raise others too where they have no memory (RuntimeError, SystemError).
 TOLD = ("PCCLError", "KickedError", "MasterLostError", "MemoryError", "OSError")
 Result = dict[str, Any]
 
@@ -98,7 +99,8 @@ def wrong(fault: Fault, result: Result) -> str:
         return "the master ended by itself, with status 0"
     if how == "runs" and not stood:
         return "it neither goes on nor ends"
-    if ":" in how and how.partition(":")[0] not in TOLD:
+    interpreter = fault.kinds == "memory" and fault.module in ("python", "multiarray")
+    if ":" in how and how.partition(":")[0] not in TOLD and not interpreter:
         return f"its program was told {how}"
     if "internal error" in how:
         return how

@@ -122,13 +122,12 @@ class Peer:
             moved, ended = self._cycle(comm, step)
             if ended:
                 return
-            if moved:
-                state += 1
-                shared.push_revision()
+            state += moved
             pending = self._timed("are_peers_pending", comm.are_peers_pending)
             if pending:
                 self._timed("update_topology", comm.update_topology)
-            if pending or moved:
+            if pending or moved:  # who was pending may be lost by now: nobody has joined then
+                shared.push_revision()
                 self._timed("sync_shared_state", lambda: comm.sync_shared_state(shared))
             else:
                 time.sleep(0.02)  # alone

@@ -1,0 +1,65 @@
+"""Whether this process may have more descriptors and threads: asked before libzmq wants them.
+
+libzmq aborts the whole process where it gets no descriptor, or no thread, that it cannot do
+without. So who is about to give it work asks here first, and has an error that can be caught.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+
+DESCRIPTORS = 64  # what a peer with neighbours has open (measured: 45, and 8 for each stream more)
+THREADS = 8  # a peer's, with libzmq's own
+
+
+class NoRoomError(Exception):
+    """The system refuses what it takes."""
+
+
+def require_room() -> None:
+    """Whether a peer or a master can begin.
+
+    Raises:
+        NoRoomError: it has not; the text says what to raise.
+    """
+    if os.name == "posix":
+        _require_descriptors()
+    _require_threads()
+
+
+def _require_descriptors() -> None:
+    taken: list[int] = []
+    try:
+        taken.append(os.open(os.devnull, os.O_RDONLY))
+        while len(taken) < DESCRIPTORS:
+            taken.append(os.dup(taken[0]))
+    except OSError as error:
+        why = (
+            f"it needs {DESCRIPTORS} descriptors for its sockets, and this process can have "
+            f"{len(taken)} more ({error.strerror}): raise its limit (ulimit -n), or close files"
+        )
+        raise NoRoomError(why) from None
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
+def _require_threads() -> None:
+    go = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(THREADS):
+            thread = threading.Thread(target=go.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError:
+        why = (
+            f"it needs {THREADS} threads, and this process can have {len(started)} more: raise "
+            "its limits of processes and of memory (ulimit -u, or those of the container)"
+        )
+        raise NoRoomError(why) from None
+    finally:
+        go.set()
+        for thread in started:
+            thread.join()

@@ -1,0 +1,67 @@
+"""Processes that may have too few descriptors or threads: an error that says so, and no abort."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pccl
+from pccl.runtime import room
+
+resource = pytest.importorskip("resource", reason="limits of a process are a thing of POSIX")
+HERE = Path(__file__).parent
+
+# A master and a peer of one process, whose limit leaves it so many descriptors. It says how that
+# ended; libzmq's abort would end it before it can.
+PROGRAM = """
+import os, resource, sys
+import pccl
+free, what = int(sys.argv[1]), sys.argv[2]
+with pccl.MasterNode("127.0.0.1:0") as master:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    while os.open(os.devnull, os.O_RDONLY) < used:
+        pass  # there may be gaps
+    node = pccl.MasterNode("127.0.0.1:0")
+    comm = pccl.Communicator(master.address)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 1 + free, hard))
+    try:
+        comm.connect() if what == "peer" else node.run()
+        print("connected" if what == "peer" else "serves")
+        comm.close() if what == "peer" else node.interrupt()
+    except pccl.PCCLError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="no /proc to count descriptors in")
+@pytest.mark.parametrize("what", ["peer", "master"])
+@pytest.mark.parametrize("free", [0, 40, room.DESCRIPTORS + 2])
+def test_too_few_descriptors_are_an_error(what: str, free: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(free), what], capture_output=True, text=True, timeout=50
+    )
+    assert ended.returncode == 0, ended.stderr
+    if free < room.DESCRIPTORS:
+        assert "INTERNAL_ERROR: it needs 64 descriptors for its sockets" in ended.stdout
+        assert "ulimit -n" in ended.stdout
+    else:
+        assert ended.stdout in ("connected\n", "serves\n")
+
+
+def test_too_few_threads_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+
+    def start(thread: object) -> None:
+        if len(started) == 3:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+
+    monkeypatch.setattr(room.threading.Thread, "start", start)
+    monkeypatch.setattr(room.threading.Thread, "join", lambda thread: None)
+    with pytest.raises(pccl.PCCLError, match=r"INTERNAL_ERROR: it needs 8 threads, and .* 3 more"):
+        pccl.Communicator("127.0.0.1:1").connect()
