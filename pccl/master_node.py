@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import signal
@@ -98,9 +99,9 @@ class MasterNode:
         except JournalError as error:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", str(error)) from None
         except OSError as error:
-            why = (
-                f"{error.strerror or error}: does another master run there? Try another port, or 0"
-            )
+            why = error.strerror or str(error)
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                why += ": does another master run there? Try another port, or 0"
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", why) from None
         self._service = Service(server)
         _running.add(self)

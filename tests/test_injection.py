@@ -155,6 +155,7 @@ SAMPLE = {
         Fault("master", "receive", "libzmq", 60),
     ],
     "the master": [
+        Fault("master", "event", nth=6),
         Fault("master", "socket", nth=3),
         Fault("master", "thread", nth=3),
         Fault("master", "journal_write", nth=4),

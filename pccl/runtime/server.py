@@ -129,12 +129,16 @@ class Server:
         self._arriving: dict[bytes, list[list[bytes]]] = {}
         self._waiter = Waiter()
         self._dialler = Dialler(self._waiter)
+        self._wake_out, self._wake_in = socket.socketpair()
         self._context = zmq.Context()
-        self._router = _router(self._context, config, ipv6=":" in host)
+        try:
+            self._router = _router(self._context, config, ipv6=":" in host)
+            self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, f"ZeroMQ cannot make its sockets: {error}") from None
         self._security = security
         self._zap: Zap | None = None
-        self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
         self._journal: Scribe | None = None
         run = secrets.randbits(62)
