@@ -163,12 +163,15 @@ class Collectives(ABC):
 
         Raises:
             PCCLTimeoutError: the time-out has passed; some may have committed.
-            PCCLError: TOO_FEW_PEERS when all others are lost, INVALID_ARGUMENT, INVALID_USAGE.
-            ValueError: `max_in_flight` is not positive.
+            PCCLError: TOO_FEW_PEERS when all others are lost; INVALID_ARGUMENT, also when there is
+                no descriptor or `max_in_flight` is not positive; INVALID_USAGE.
         """
         name = "all_reduce_multiple_with_retry"
+        if not descriptors:
+            raise error_for(Result.INVALID_ARGUMENT, name, "the list of descriptors is empty")
         if max_in_flight < 1:
-            raise ValueError(f"max_in_flight is {max_in_flight}: it must be at least 1")
+            why = f"max_in_flight is {max_in_flight}: it must be at least 1"
+            raise error_for(Result.INVALID_ARGUMENT, name, why)
         began_s = time.monotonic()
 
         def left_s() -> float | None:

@@ -109,7 +109,7 @@ class TensorInfo:
 
     @classmethod
     def from_numpy(
-        cls, array: np.ndarray[Any, Any], name: str, *, allow_content_inequality: bool = False
+        cls, tensor: np.ndarray[Any, Any], name: str, *, allow_content_inequality: bool = False
     ) -> TensorInfo:
         """An entry that is a numpy array, which it keeps alive.
 
@@ -117,9 +117,9 @@ class TensorInfo:
             ValueError: not a numpy array, read-only, or of an element type that is not supported.
             AssertionError: it is not contiguous.
         """
-        if not is_numpy(array):
-            raise ValueError(f"{name!r}: {type(array).__name__} is not a numpy.ndarray")
-        return cls._from_array(array, name, allow_content_inequality)
+        if not is_numpy(tensor):
+            raise ValueError(f"{name!r}: {type(tensor).__name__} is not a numpy.ndarray")
+        return cls._from_array(tensor, name, allow_content_inequality)
 
     @classmethod
     def _from_array(cls, array: Array, name: str, allow_content_inequality: bool) -> TensorInfo:

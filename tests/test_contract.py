@@ -59,7 +59,7 @@ SIGNATURES: dict[str, tuple[Any, str]] = {
     ),
     "TensorInfo.from_numpy": (
         pccl.TensorInfo.from_numpy,
-        "array, name, *, allow_content_inequality=False",
+        "tensor, name, *, allow_content_inequality=False",
     ),
 }
 
@@ -195,6 +195,20 @@ def test_before_connect() -> None:
         with pytest.raises(pccl.PCCLError) as caught:
             call()
         assert caught.value.result is pccl.Result.INVALID_USAGE
+
+
+def test_several_collectives_that_are_none() -> None:
+    with Cluster(2) as cluster:
+        comm, x = cluster.comms[0], np.ones(3, np.float32)
+        for described, in_flight, words in (
+            ([], 4, "the list of descriptors is empty"),
+            (descriptors(x), 0, "max_in_flight is 0: it must be at least 1"),
+            (descriptors(x), -1, "max_in_flight is -1"),
+        ):
+            with pytest.raises(pccl.PCCLError, match=words) as caught:
+                comm.all_reduce_multiple_with_retry(described, max_in_flight=in_flight)
+            assert caught.value.result is pccl.Result.INVALID_ARGUMENT
+        assert (x == 1).all()
 
 
 @pytest.mark.parametrize("name", ["update_topology", "optimize_topology", "sync_shared_state"])

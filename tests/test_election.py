@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 
@@ -188,17 +189,45 @@ def test_an_unknown_strategy_is_dropped() -> None:
 @pytest.mark.parametrize(
     ("other", "words"),
     [
-        (Offer(0, 0, (Entry("z", 10, 4, False, b"a"),)), "name"),
+        (
+            Offer(0, 0, (Entry("z", 10, 4, False, b"a"),)),
+            "'t0'.* missing here: in its place is 'z'",
+        ),
         (Offer(0, 0, (Entry("t0", 11, 4, False, b"a"),)), "dtype"),
         (Offer(0, 0, (Entry("t0", 10, 5, False, b"a"),)), "element count"),
         (Offer(0, 0, (Entry("t0", 10, 4, True, b"a"),)), "allow_content_inequality"),
-        (offer(0, "a", "b"), "1 entries there and 2 here"),
     ],
 )
 def test_another_structure_is_kicked_and_told_why(other: Offer, words: str) -> None:
     decision = elect({1: offer(0, "a"), 2: other}, None, frozenset({1, 2}))
     assert list(decision.kicks) == [2]
-    assert words in decision.kicks[2]
+    assert re.search(words, decision.kicks[2])
+
+
+def named(*names: str) -> Offer:
+    return Offer(0, 0, tuple(Entry(name, 10, 4, False, b"a") for name in names))
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        ("ab", "abc", "entry 2 ('c') is not known there (there are 2 entries there and 3 here)"),
+        ("ab", "xab", "entry 0 ('x') is not known there (there are 2 entries there and 3 here)"),
+        ("ab", "axb", "entry 1 ('x') is not known there"),
+        ("ab", "axby", "entry 1 ('x') is not known there"),
+        ("abc", "ab", "entry 2 ('c') is missing here (there are 3 entries there and 2 here)"),
+        ("abc", "bc", "entry 0 ('a') is missing here"),
+        ("abcd", "ad", "entry 1 ('b') is missing here"),
+        ("abc", "axc", "entry 1 ('b') is missing here: in its place is 'x'"),
+        ("abc", "acb", "entry 1 is 'b' there and 'c' here: the order differs"),
+        ("aa", "a", "entry 1 ('a') is missing here"),
+        ("a", "aa", "entry 1 ('a') is not known there"),
+    ],
+)
+def test_the_first_entry_that_differs_is_named(there: str, here: str, words: str) -> None:
+    decision = elect({1: named(*there), 2: named(*here)}, None, frozenset({1, 2}))
+    assert list(decision.kicks) == [2]
+    assert f"its shared state is not that of peer 1: {words}" in decision.kicks[2]
 
 
 @pytest.mark.parametrize(

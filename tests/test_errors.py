@@ -225,6 +225,16 @@ def test_shared_state_of_another_form(stage: Stage) -> None:
         says(puppets[1].end(), "KickedError", "INVALID_ARGUMENT", first, SECONDS)
 
 
+def test_shared_state_that_lacks_an_entry(stage: Stage) -> None:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        puppets = stage(master.address, [0, 0])
+        for puppet, more in zip(puppets, ("ab", "b"), strict=True):
+            puppet.begin("sync", revision=0, value=1.0, more=more)
+        assert puppets[0].value() == [0, 1.0]
+        first = r"entry 1 \('a'\) is missing here \(there are 3 entries there and 2 here\)"
+        says(puppets[1].end(), "KickedError", "INVALID_ARGUMENT", first, SECONDS)
+
+
 # ---- before anything happens ----
 
 

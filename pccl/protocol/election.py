@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from pccl.protocol.messages import Entry, Offer, dtype_name
 from pccl.types import Result, SharedStateSyncStrategy
@@ -196,18 +197,32 @@ def _wanted(reference: Offer, offer: Offer, behind: bool) -> tuple[int, ...]:
 
 def _difference(reference: Offer, offer: Offer) -> str:
     """The first difference in structure between two offers, in words; empty where there is none."""
-    for i, (elected, own) in enumerate(zip(reference.entries, offer.entries, strict=False)):
+    for i, (elected, own) in enumerate(zip_longest(reference.entries, offer.entries)):
+        if elected is None or own is None or elected.name != own.name:
+            return _other_name(reference, offer, i)
         for what, a, b in (
-            ("name", elected.name, own.name),
             ("dtype", dtype_name(elected.dtype), dtype_name(own.dtype)),
             ("element count", elected.count, own.count),
             ("allow_content_inequality", elected.any_content, own.any_content),
         ):
             if a != b:
-                return f"entry {i} ({_title(elected)}) has {what} {a!r} there and {b!r} here"
-    if len(reference.entries) != len(offer.entries):
-        return f"{len(reference.entries)} entries there and {len(offer.entries)} here"
+                return f"entry {i} ({elected.name!r}) has {what} {a!r} there and {b!r} here"
     return ""
+
+
+def _other_name(reference: Offer, offer: Offer, i: int) -> str:
+    """Why entry `i`, of which one offer may have none, is not called the same in both."""
+    there = [entry.name for entry in reference.entries]
+    here = [entry.name for entry in offer.entries]
+    elected = there[i] if i < len(there) else None
+    own = here[i] if i < len(here) else None
+    sizes = f"(there are {len(there)} entries there and {len(here)} here)"
+    if elected is not None and (own is None or elected not in here):
+        instead = f": in its place is {own!r}" if own is not None and own not in there else ""
+        return f"entry {i} ({elected!r}) is missing here{instead} {sizes}"
+    if own is not None and (elected is None or own not in there):
+        return f"entry {i} ({own!r}) is not known there {sizes}"
+    return f"entry {i} is {elected!r} there and {own!r} here: the order differs"
 
 
 def _title(entry: Entry) -> str:
