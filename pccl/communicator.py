@@ -353,6 +353,7 @@ class Communicator(Collectives):
         timeout: float | None = None,
         progress: Callable[[SharedStateProgress], None] | None = None,
         raise_on_divergence: bool = False,
+        min_peers: int = 1,
     ) -> SharedStateSyncInfo:
         """Makes the shared state of all peers of the group bit-identical.
 
@@ -368,8 +369,8 @@ class Communicator(Collectives):
                 have what others lack, and RECEIVE_ONLY on those whose content does not count.
             timeout: seconds to wait for the others.
             progress: called in this thread, up to ten times a second, while this peer receives.
-            raise_on_divergence: do not repair content that differs at the same revision, but raise
-                on all peers.
+            raise_on_divergence: raise on all peers where content differs at the same revision.
+            min_peers: a group begins with so many, or with the most that any of its peers wants.
 
         Returns:
             Payload bytes sent and received by this peer; (0, 0) everywhere when all were equal. It
@@ -377,20 +378,25 @@ class Communicator(Collectives):
 
         Raises:
             PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS; NO_SHARED_STATE_AVAILABLE (all are
-                RECEIVE_ONLY); INVALID_ARGUMENT (the revisions break the rules).
+                RECEIVE_ONLY); INVALID_ARGUMENT (the revisions break the rules: on all peers, or on
+                those alone whose revision is too high).
+            TooFewPeersError: the group cannot begin yet (`min_peers`); on all peers.
             DivergenceError: INVALID_ARGUMENT: content has diverged, and some peer raises then.
             KickedError: INVALID_ARGUMENT: the entries of this peer are not those of the others, it
                 is SEND_ONLY and another content was elected, or it has another strategy than
                 ENFORCE_POPULAR where others have that.
         """
+        if min_peers < 1:
+            raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
         client = self._exclusive("sync_shared_state")
         began_s = time.monotonic()
         with self._standing("sync_shared_state"):
             memory = HostView(shared_state._buffers)
             regions = shared_state._regions(memory)
-            wish = Wish(strategy.value, raise_on_divergence, progress, Deadline(timeout))
-            owner = shared_state, memory
-            outcome = synchronise(client, regions, shared_state.revision, wish, owner)
+            limits = Deadline(timeout), min_peers
+            wish = Wish(strategy.value, raise_on_divergence, progress, *limits)
+            revision, owner = shared_state.revision, (shared_state, memory)
+            outcome = synchronise(client, regions, revision, wish, owner)
             memory.write_back(outcome.overwritten)
         end = outcome.end
         if isinstance(end, core.Synced):

@@ -24,7 +24,8 @@ order:
     5. w <- theta
 
 A newcomer's first call is sync_shared_state. It meets step 4 of the round that admitted it, and
-from there the newcomer is in phase with the others: H inner steps from the same theta.
+from there the newcomer is in phase with the others: H inner steps from the same theta. While
+min_peers are not there yet, that call begins nothing, and all admit others and make it again.
 
 WHO MAY VANISH WHEN
 
@@ -46,6 +47,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -63,6 +65,7 @@ from pccl import (
     SharedState,
     SharedStateSyncInfo,
     TensorInfo,
+    TooFewPeersError,
 )
 from pccl.ext import ffi, lib
 
@@ -143,16 +146,17 @@ class DiLoCo:
         outer_lr: eta.
         outer_momentum: mu.
         nesterov: whether the outer momentum is Nesterov's.
-        min_peers: a run does not begin with fewer; the constructor waits. Once it has begun, it
-            goes on with any number.
-        state: the `state_dict` of an earlier run to go on from. The peers of a run that is already
-            under way, or that resumes from a later state, prevail over it.
+        min_peers: a run does not begin, nor go on from `state`, with fewer; the constructor waits.
+            Once it has begun, it goes on with any number.
+        state: the `state_dict` of an earlier run to go on from. When a run begins, the latest state
+            that any of its first `min_peers` has wins. In a run that is under way a newcomer gets
+            its state from the others; one whose own is later than theirs is refused.
 
     Raises:
         ValueError: a setting is out of range, nothing requires a gradient, `state` belongs to
             another model, or the run's settings are not this peer's.
         PCCLError: the communicator cannot go on (not connected, kicked, master lost, another model
-            in the run).
+            in the run); INVALID_ARGUMENT: `state` is of a later revision than the run's.
     """
 
     def __init__(
@@ -197,7 +201,8 @@ class DiLoCo:
         self._velocity = torch.zeros(n)
         self._delta = torch.empty(n)
         self._mean = torch.empty(n)
-        self._clock = torch.zeros(2, dtype=torch.int64)  # k; whether min_peers have been there
+        # k; and the run's name. Fresh peers differ in it, so that the first one's state is elected.
+        self._clock = torch.tensor([0, secrets.randbits(62)], dtype=torch.int64)
         self._config = _encode_config(
             {
                 "inner_steps": inner_steps,
@@ -270,7 +275,7 @@ class DiLoCo:
     def state_digest(self) -> str:
         """The XXH3-128 of theta, v and k, in hex: equal on all peers between two outer rounds."""
         digest = xxhash.xxh3_128()
-        for tensor in (self._theta, self._velocity, self._clock):
+        for tensor in (self._theta, self._velocity, self._clock[:1]):
             digest.update(_memory(tensor))
         return digest.hexdigest()
 
@@ -393,20 +398,20 @@ class DiLoCo:
 
     def _join(self) -> None:
         own_config = self._config.clone()
-        self._clock[1] = int(self._comm.world_size >= self._min_peers)
-        self._sync()
+        while not self._begins():
+            while not self._admit():
+                time.sleep(_ASK_INTERVAL_S)
         if not torch.equal(own_config, self._config):
             raise ValueError(_describe_mismatch(run=self._config, own=own_config))
-        while not self._clock[1]:
-            if self._admit():
-                # Two peers may see different world sizes if one is lost just now; the election
-                # makes them agree.
-                self._clock[1] = int(self._comm.world_size >= self._min_peers)
-                self._shared.push_revision()
-                self._sync()
-            else:
-                time.sleep(_ASK_INTERVAL_S)
         self._adopt()
+
+    def _begins(self) -> bool:
+        """Synchronises with a run that is under way, or begins one if `min_peers` are there."""
+        try:
+            self._sync(self._min_peers)
+        except TooFewPeersError:
+            return False
+        return True
 
     def _admit(self) -> bool:
         pending = self._comm.are_peers_pending()
@@ -414,8 +419,8 @@ class DiLoCo:
             self._comm.update_topology()
         return pending
 
-    def _sync(self) -> SharedStateSyncInfo:
-        info = self._comm.sync_shared_state(self._shared)
+    def _sync(self, min_peers: int = 1) -> SharedStateSyncInfo:
+        info = self._comm.sync_shared_state(self._shared, min_peers=min_peers)
         self._count(info)
         return info
 

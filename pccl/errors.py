@@ -2,7 +2,7 @@
 
     PCCLError                 any call that failed; `.result` says how
     +-- PeerLostError         RANK_CONNECTION_LOST: another peer went away
-    +-- TooFewPeersError      TOO_FEW_PEERS: nobody else is there
+    +-- TooFewPeersError      TOO_FEW_PEERS: nobody else is there, or not enough
     +-- MismatchError         INVALID_USAGE, INVALID_ARGUMENT: peers stand in calls that never meet
     +-- KickedError           the master dropped this peer
     +-- MasterLostError       MASTER_CONNECTION_FAILED: the master cannot be reached
@@ -82,11 +82,13 @@ class PeerLostError(PCCLError):
 class TooFewPeersError(PCCLError):
     """This peer is alone in its group, and a collective needs two. Buffers are untouched.
 
+    Or a first synchronisation of shared state wants `min_peers`, and there are fewer.
+
     The communicator is usable. Go on alone, and admit others when they come: `are_peers_pending`,
     then `update_topology`.
     """
 
-    remedy = "go on alone, and admit others by are_peers_pending() and update_topology()"
+    remedy = "admit others by are_peers_pending() and update_topology(); meanwhile go on without"
 
 
 class MismatchError(PCCLError):

@@ -24,7 +24,8 @@ import hostile
 import programs
 import test_master_rules
 import test_simulation
-for name, test in vars(test_master_rules).items():
+import test_sync_rules
+for name, test in {**vars(test_master_rules), **vars(test_sync_rules)}.items():
     if name.startswith("test_"):
         try:
             test()
@@ -226,8 +227,58 @@ MUTANTS = [
     ),
     Mutant(
         "the highest revision wins",
-        "top_peer = max(standing,",
-        "top_peer = min(standing,",
+        "top = electors[top_peer].revision\n    if",
+        "top = min(offered)\n    if",
+    ),
+    Mutant(
+        "newcomers do not stand against those who were there",
+        "electors = (veterans or standing) if last is not None",
+        "electors = standing if last is not None",
+    ),
+    Mutant(
+        "who offers too high a revision takes nothing",
+        "receives = peer != elected and peer not in refused and",
+        "receives = peer != elected and",
+    ),
+    Mutant(
+        "who was refused holds nothing",
+        "group.holders = set(sync.members) - sync.refused",
+        "group.holders = set(sync.members)",
+    ),
+    Mutant(
+        "a peer knows that it was refused",
+        "offer.strategy != RECEIVE_ONLY and offer.revision > result.revision",
+        "False",
+    ),
+    Mutant(
+        "a refused peer does not say later that it holds the content",
+        "            holds=without is None,",
+        "            holds=True,",
+    ),
+    Mutant(
+        "nothing begins with fewer peers than are wanted",
+        "if group.revision is None and len(members) < wanted:",
+        "if False:",
+    ),
+    Mutant(
+        "a run that has begun goes on with any number",
+        "if group.revision is None and len(members) < wanted:",
+        "if len(members) < wanted:",
+    ),
+    Mutant(
+        "who missed that nothing began is told so by the next master",
+        "done.plan, short=done.short)",
+        "done.plan)",
+    ),
+    Mutant(
+        "nobody holds what has not begun",
+        "            group.holders.clear()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "an unchanged revision is legal once when somebody has joined",
+        "            self._groups[group].grown = True\n",
+        "",
     ),
     Mutant(
         "what peers say is cut before it is told to others",

@@ -22,6 +22,7 @@ from simulator import EXCLUSIVE
 from pccl.errors import MismatchError, PCCLTimeoutError, PeerLostError
 from pccl.protocol import messages as m
 from pccl.protocol import peer as peer_core
+from pccl.types import Result
 
 CALLS = (
     "all_reduce",
@@ -30,6 +31,7 @@ CALLS = (
     "wait",
     "insist",
     "sync",
+    "begin",
     "update_topology",
     "are_peers_pending",
     "optimize_topology",
@@ -37,6 +39,7 @@ CALLS = (
 EVENTS = ("kill", "freeze", "thaw", "sever", "restart", "impatience", "withdraw")
 RETRIES_MAX = 20
 STEPS_MAX = 20_000
+CHECKPOINT = 1000  # a revision that no run comes to by itself
 OTHER_WORK = (
     m.Work("all_reduce", 0, 10, 999),
     m.Work("all_reduce", 0, 11, 1000),
@@ -73,6 +76,7 @@ class Script:
     group: int
     threads: tuple[Calls, ...]
     walled: bool = False  # nobody can open a stream to it
+    revision: int = 0  # of the checkpoint that it comes with
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,8 @@ def draw(seed: int) -> Scenario:
                 calls = [_call(rng, tags) for _ in range(rng.randint(1, 10))]
             threads.append(tuple(calls))
         chosen = tuple(threads[:1] if lawful else threads)
-        scripts.append(Script(rng.randrange(groups), chosen, rng.random() < 0.05))
+        age = rng.choice([0, 0, 0, 0, CHECKPOINT, 2 * CHECKPOINT])
+        scripts.append(Script(rng.randrange(groups), chosen, rng.random() < 0.05, age))
     joins = [i for i in range(1, len(scripts)) if rng.random() < 0.4]
     events = [Event(rng.randint(0, 60), "join", i) for i in joins]
     for _ in range(rng.choice([0, 0, 1, 2, 4, 8])):
@@ -181,7 +186,8 @@ class Facade:
 
     def _perform(self, call: Call, handles: list[tuple[int, int]]) -> Generator[int, None, None]:
         peer = self.peer
-        exclusive = {"sync": "sync_shared_state"}.get(call.what, call.what)
+        synchronise = "sync_shared_state"
+        exclusive = {"sync": synchronise, "begin": synchronise}.get(call.what, call.what)
         stands_in = {what for what, _ in peer.stands_in}
         if stands_in & (EXCLUSIVE | {exclusive}) - {"all_reduce"}:
             return  # INVALID_USAGE: another thread stands there
@@ -200,7 +206,7 @@ class Facade:
                 self._check((yield from peer.update_topology()))
             case "are_peers_pending":
                 self._check((yield from peer.are_peers_pending()))
-            case "sync":
+            case "sync" | "begin":
                 yield from self._sync(call)
             case _ if call.tag in peer.tags or peer.core.world.local_size < 2:
                 pass  # INVALID_ARGUMENT or TOO_FEW_PEERS
@@ -227,8 +233,15 @@ class Facade:
         revision, text = peer.content
         if call.tag % 2:
             text = f"of peer {peer.name} at {revision}"
-        peer.content = (revision + (call.variant != 1), text)  # the same again is an error
-        end = yield from peer.sync("y" if call.variant == 2 else "x")
+        advance = {1: 0, 3: 5}.get(call.variant, 1)  # the same again, or too much, is an error
+        peer.content = (revision + advance, text)
+        wanted = 2 + call.tag % 2 if call.what == "begin" else 0
+        end = yield from peer.sync("y" if call.variant == 2 else "x", min_peers=wanted)
+        if isinstance(end, peer_core.Fail):
+            peer.content = (revision, text)
+            if self.lawful:  # it is refused only with what another run has left
+                assert wanted or end.result is not Result.TOO_FEW_PEERS, end
+                assert end.result is not Result.INVALID_ARGUMENT or revision >= CHECKPOINT, end
         self._check(end)
 
     def _work(self, call: Call) -> m.Work:
@@ -267,6 +280,7 @@ class Play(Siege):
         script = self.scenario.peers[index]
         peer = self.add(group=script.group)
         peer.walled = script.walled
+        peer.content = (script.revision, peer.content[1])
         Facade(peer, script.threads, self)
         self._of[index] = peer
 

@@ -120,11 +120,13 @@ class Puppet:
         assert len(sums) == threads * rounds, "a thread has failed"
         return sum(sums)
 
-    def sync(self, revision: int, value: float, count: int = 10, more: str = "") -> list[float]:
+    def sync(
+        self, revision: int, value: float, count: int = 10, more: str = "", min_peers: int = 1
+    ) -> list[float]:
         array = np.full(count, value)
         shared = pccl.SharedState.from_tensors({"x": array, **dict.fromkeys(more, array.copy())})
         shared.revision = revision
-        self.comm.sync_shared_state(shared)
+        self.comm.sync_shared_state(shared, min_peers=min_peers)
         return [shared.revision, float(array[0])]
 
 

@@ -200,9 +200,12 @@ class SimPeer:
         self.plan, self.failed_fetches = None, 0
         return end
 
-    def sync(self, entry: str = "x", strategy: int = 0) -> Generator[int, None, End]:
+    def sync(
+        self, entry: str = "x", strategy: int = 0, min_peers: int = 0
+    ) -> Generator[int, None, End]:
         revision, text = self.content
-        offer = m.Offer(revision, strategy, (m.Entry(entry, 10, 4, False, text.encode()),))
+        entries = (m.Entry(entry, 10, 4, False, text.encode()),)
+        offer = m.Offer(revision, strategy, entries, min_peers=min_peers)
         call, serve = self.number(), self.number("serve")
         actions = self.core.sync(call, serve, offer)
         end = yield from self.wait(self.begin(call, "sync_shared_state", actions))

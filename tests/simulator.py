@@ -240,8 +240,8 @@ class Run:
             case m.OptimizeResult(_, count):
                 epoch, rings = peer.core.plan.epoch, peer.core.plan.rings
                 self.agree(("optimize_topology", run, group, count), (epoch, rings), peer)
-            case m.SyncResult(_, revision, count, plan):
-                self.agree(("sync_shared_state", run, group, count), (revision, plan), peer)
+            case m.SyncResult(_, revision, count, plan, _, short):
+                self.agree(("sync_shared_state", run, group, count), (revision, plan, short), peer)
 
     def check_nonce(self, nonce: int, of: object, peer: SimPeer) -> None:
         """One nonce for one thing, the same for all; no thing has that of another."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -416,6 +417,103 @@ def test_a_checkpoint_of_another_model_is_refused(address: str) -> None:
         other = torch.nn.Linear(3, 3)
         with pytest.raises(ValueError, match="model with other parameters"):
             make(comm, other, state=state)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def checkpoints() -> dict[int, tuple[str, dict[str, Any]]]:
+    """The digest and the state of one run after so many outer steps."""
+    found = {}
+
+    def body() -> None:
+        with pccl.Communicator(master.address) as comm:
+            model = Model()
+            diloco = make(comm, model, min_peers=2)
+            for seed in range(3):
+                model.move(random(seed))
+                diloco.step()
+                found[diloco.outer_step] = diloco.state_digest(), diloco.state_dict()
+
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        together(body, body)
+    return found
+
+
+@pytest.mark.parametrize("ages", list(itertools.permutations((1, 2, 3))))
+def test_a_restart_goes_on_from_the_latest_checkpoint_whoever_starts_first(
+    address: str, checkpoints: dict[int, tuple[str, dict[str, Any]]], ages: tuple[int, ...]
+) -> None:
+    is_in = [threading.Event() for _ in range(4)]
+    is_in[0].set()
+
+    def peer(place: int) -> Callable[[], Any]:
+        def body() -> Any:
+            model = Model(float(place))
+            assert is_in[place].wait(DEADLINE_S)
+            with pccl.Communicator(address) as comm:
+                is_in[place + 1].set()
+                diloco = make(comm, model, min_peers=3, state=checkpoints[ages[place]][1])
+                begun = diloco.outer_step, diloco.state_digest()
+                model.move(1.0)
+                outer = diloco.step()
+                assert outer is not None and outer.contributors == 3
+                return begun, diloco.state_digest()
+
+        return body
+
+    results = together(*(peer(place) for place in range(3)))
+    assert {begun for begun, _ in results} == {(3, checkpoints[3][0])}
+    assert len({digest for _, digest in results}) == 1
+
+
+def goes_on_without(address: str, newcomer: Callable[[pccl.Communicator], None]) -> None:
+    """Two peers train, a newcomer tries to join and fails, and both go on as if it never came."""
+    ready, refused = threading.Event(), threading.Event()
+    last: list[int] = []  # the outer step after which both end: of who sees first that it is time
+
+    def incumbent() -> str:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=2)
+            ready.set()
+            while not last or diloco.outer_step < last[0]:
+                model.move(1.0)
+                outer = diloco.step()
+                assert outer is not None and outer.contributors == 2
+                if refused.is_set():
+                    last.append(diloco.outer_step + 3)
+            return diloco.state_digest()
+
+    def other() -> None:
+        assert ready.wait(DEADLINE_S)
+        try:
+            with pccl.Communicator(address) as comm:
+                newcomer(comm)
+        finally:
+            refused.set()
+
+    ours, theirs, _ = together(incumbent, incumbent, other)
+    assert ours == theirs
+
+
+def test_a_newcomer_with_a_later_checkpoint_is_refused_alone(
+    address: str, checkpoints: dict[int, tuple[str, dict[str, Any]]]
+) -> None:
+    later = {**checkpoints[3][1], "revision": 1 << 40}
+
+    def newcomer(comm: pccl.Communicator) -> None:
+        with pytest.raises(pccl.PCCLError, match=f"this peer offers revision {1 << 40}") as caught:
+            make(comm, Model(), state=later)
+        assert caught.value.result is pccl.Result.INVALID_ARGUMENT
+
+    goes_on_without(address, newcomer)
+
+
+def test_a_newcomer_with_another_model_is_refused_alone(address: str) -> None:
+    def newcomer(comm: pccl.Communicator) -> None:
+        with pytest.raises(pccl.KickedError, match=r"'diloco.theta'.*has element count 1000 there"):
+            make(comm, torch.nn.Linear(3, 3))  # type: ignore[arg-type]
+
+    goes_on_without(address, newcomer)
 
 
 # ---- real processes ----

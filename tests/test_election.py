@@ -246,6 +246,71 @@ def test_newcomers_cannot_outvote_those_who_were_there() -> None:
     assert {peer: t.digests for peer, t in decision.transfers.items()} == {2: (b"a",), 3: (b"a",)}
 
 
+@pytest.mark.parametrize("strategy", [Strategy.ENFORCE_POPULAR, Strategy.SEND_ONLY])
+@pytest.mark.parametrize("theirs", [5, 6])  # whether they have advanced or not
+@pytest.mark.parametrize("revision", [6, 7, 1 << 63])
+def test_a_newcomer_is_never_elected_over_those_who_were_there(
+    strategy: Strategy, theirs: int, revision: int
+) -> None:
+    veteran = offer(theirs, "a", strategy=strategy)
+    newcomer = offer(revision, "x", strategy=strategy)
+    offers = {1: veteran, 2: newcomer, 3: newcomer}
+    decision = elect(offers, 5, frozenset({2, 3}))
+    if revision == theirs and strategy is Strategy.SEND_ONLY:
+        assert set(decision.kicks) == {2, 3}
+        return
+    assert decision.revision == theirs
+    refused = {2, 3} if revision > theirs else set()
+    assert decision.refused == refused
+    assert set(decision.transfers) == {2, 3} - refused
+
+
+def test_who_offers_a_higher_revision_is_refused_alone() -> None:
+    offers = {1: offer(6, "a"), 2: offer(7, "x"), 3: offer(6, "a"), 4: offer(5, "b")}
+    decision = elect(offers, 5, NOBODY)
+    assert (decision.revision, decision.refused, decision.kicks) == (6, {2}, {})
+    assert {peer: t.holders for peer, t in decision.transfers.items()} == {4: (1, 3)}
+
+
+def test_newcomers_stand_where_nobody_does_who_was_there() -> None:
+    offers = {1: receives(5, "a"), 2: sends(6, "x"), 3: sends(9, "y")}
+    decision = elect(offers, 5, frozenset({2, 3}))
+    assert (decision.revision, decision.refused, list(decision.transfers)) == (6, {3}, [1])
+    for revision in (5, 7):
+        with pytest.raises(Rejection):
+            elect({1: receives(5, "a"), 2: sends(revision, "x")}, 5, frozenset({2}))
+
+
+def test_a_newcomer_of_another_form_is_dropped_alone_however_many_come() -> None:
+    offers = {1: offer(6, "a"), 2: offer(6, "a", "b"), 3: offer(6, "a", "b"), 4: offer(9, "a", "b")}
+    assert set(elect(offers, 5, frozenset({2, 3, 4})).kicks) == {2, 3, 4}
+
+
+def test_a_newcomer_with_another_strategy_is_dropped_alone() -> None:
+    offers = {1: sends(6, "a"), 2: receives(0, "x"), 3: offer(6, "x")}
+    decision = elect(offers, 5, frozenset({3}))
+    assert list(decision.kicks) == [3]
+    assert "ENFORCE_POPULAR" in decision.kicks[3] and "peer 1 with SEND_ONLY" in decision.kicks[3]
+    decision = elect({1: offer(6, "a"), 2: sends(6, "a"), 3: sends(6, "a")}, 5, frozenset({2, 3}))
+    assert list(decision.kicks) == [2, 3]
+
+
+def test_in_a_first_synchronisation_the_most_common_form_is_right() -> None:
+    offers = {1: offer(9, "a", "b"), 2: offer(2, "a"), 3: offer(1, "c")}
+    assert list(elect(offers, None, everybody(offers)).kicks) == [1]
+    two = {1: offer(1, "a", "b"), 2: offer(2, "a")}  # of two, the one with the latest state
+    assert list(elect(two, None, everybody(two)).kicks) == [1]
+    same = {1: offer(1, "a", "b"), 2: offer(1, "a")}
+    assert list(elect(same, None, everybody(same)).kicks) == [2]
+
+
+def test_the_same_revision_is_legal_when_a_newcomer_is_gone_again() -> None:
+    offers = {1: offer(5, "a"), 2: offer(5, "a")}
+    assert elect(offers, 5, NOBODY, grown=True).revision == 5
+    with pytest.raises(Rejection, match="at 5 already"):
+        elect({1: offer(4, "a")}, 5, NOBODY, grown=True)
+
+
 def test_the_same_revision_is_legal_for_the_sake_of_a_newcomer() -> None:
     offers = {1: offer(5, "a"), 2: offer(0, "x")}
     assert list(elect(offers, 5, frozenset({2})).transfers) == [2]

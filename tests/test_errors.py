@@ -225,6 +225,24 @@ def test_shared_state_of_another_form(stage: Stage) -> None:
         says(puppets[1].end(), "KickedError", "INVALID_ARGUMENT", first, SECONDS)
 
 
+def test_shared_state_of_a_later_run_and_one_that_cannot_begin(stage: Stage) -> None:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        puppets = stage(master.address, [0, 0])
+        for puppet in puppets:
+            puppet.begin("sync", revision=0, value=1.0, min_peers=3)
+        few = "the shared state is to begin with 3 peers, and its group has 2"
+        for puppet in puppets:
+            says(puppet.end(), "TooFewPeersError", "TOO_FEW_PEERS", few, SECONDS)
+        for puppet in puppets:
+            puppet.begin("sync", revision=0, value=1.0)
+        assert [puppet.value() for puppet in puppets] == [[0, 1.0]] * 2
+        for puppet, revision in zip(puppets, (1, 7), strict=True):
+            puppet.begin("sync", revision=revision, value=1.0)
+        assert puppets[0].value() == [1, 1.0]
+        later = "this peer offers revision 7, and the others of its group are at 1"
+        says(puppets[1].end(), "PCCLError", "INVALID_ARGUMENT", later, SECONDS)
+
+
 def test_shared_state_that_lacks_an_entry(stage: Stage) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0])

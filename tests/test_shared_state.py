@@ -265,22 +265,110 @@ def test_the_latest_checkpoint_wins_whoever_votes_first(order: tuple[int, ...]) 
         cluster.each(job)
 
 
-def test_a_revision_too_high_is_an_error_and_the_run_goes_on() -> None:
+def test_who_offers_too_high_a_revision_gets_an_error_alone() -> None:
+    with Cluster(3) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            array = np.ones(10)
+            shared = state(array, revision=4)
+            comm.sync_shared_state(shared)
+            shared.revision = 6 if index == 1 else 5
+            array[:] = index == 1
+            if index == 1:
+                with pytest.raises(pccl.PCCLError, match="this peer offers revision 6") as caught:
+                    comm.sync_shared_state(shared)
+                assert caught.value.result is pccl.Result.INVALID_ARGUMENT
+                assert "the others of its group are at 5" in str(caught.value)
+                assert (shared.revision, comm.revision, array.min()) == (6, 4, 1)
+                shared.revision = 5
+            else:
+                comm.sync_shared_state(shared)
+            comm.sync_shared_state(shared)  # the others once more, for the one that comes back
+            assert comm.revision == 5
+            assert (array == 0).all()
+
+        cluster.each(job)
+
+
+def test_a_revision_that_is_too_high_everywhere_is_an_error_for_all() -> None:
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:
             shared = state(np.ones(10), revision=4)
             comm.sync_shared_state(shared)
-            shared.revision = 6 if index else 5
-            with pytest.raises(pccl.PCCLError, match="peer 2 offers revision 6, but") as caught:
+            shared.revision = 6
+            with pytest.raises(pccl.PCCLError, match="peer 1 offers revision 6, but") as caught:
                 comm.sync_shared_state(shared)
             assert caught.value.result is pccl.Result.INVALID_ARGUMENT
-            assert shared.revision == (6 if index else 5)
             shared.revision = 5
             comm.sync_shared_state(shared)
             assert comm.revision == 5
 
         cluster.each(job)
+
+
+def test_a_newcomer_with_a_later_revision_is_refused_alone() -> None:
+    """Whether the others have advanced for its sake or not, and whether it comes alone or not."""
+    with Cluster(2) as cluster:
+
+        def first(index: int, comm: pccl.Communicator) -> pccl.SharedState:
+            shared = state(np.full(10, 7.0), revision=4)
+            comm.sync_shared_state(shared)
+            return shared
+
+        held = cluster.each(first)
+        cluster.join()
+        cluster.join()
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            if index < 2:
+                held[index].revision += index  # one of them has advanced
+                comm.sync_shared_state(held[index])
+                return
+            with pytest.raises(pccl.PCCLError, match="the others of its group are at 5"):
+                comm.sync_shared_state(state(np.zeros(10), revision=6 if index == 2 else 90))
+
+        cluster.each(job)
+        assert [shared.revision for shared in held] == [5, 5]
+
+
+def test_a_newcomer_that_is_gone_again_costs_the_others_nothing() -> None:
+    """They call with an unchanged revision, for its sake, and it is not there any more."""
+    with Cluster(2) as cluster:
+        held = [state(np.ones(10), revision=4) for _ in range(2)]
+        cluster.each(lambda i, comm: comm.sync_shared_state(held[i]))
+        cluster.join().close()
+        del cluster.comms[2]
+        assert cluster.each(lambda i, comm: comm.sync_shared_state(held[i]).rx_bytes) == [0, 0]
+        with pytest.raises(pccl.PCCLError, match="nobody joined since"):
+            cluster.each(lambda i, comm: comm.sync_shared_state(held[i]))
+
+
+def test_a_first_synchronisation_waits_for_enough_peers() -> None:
+    with Cluster(2) as cluster:
+        arrays = [np.full(10, float(i)) for i in range(3)]
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            shared = state(arrays[index], revision=index)
+            wanted = 3 if index else 1  # it is enough that one wants so many
+            with pytest.raises(pccl.TooFewPeersError, match=r"begin with 3 peers.*has 2"):
+                comm.sync_shared_state(shared, min_peers=wanted)
+            assert (arrays[index] == index).all() and comm.revision == 0
+
+        cluster.each(job)
+        cluster.join()
+        cluster.each(
+            lambda i, comm: comm.sync_shared_state(state(arrays[i], revision=i), min_peers=3)
+        )
+        assert [array[0] for array in arrays] == [2.0] * 3
+        cluster.comms.pop().close()
+
+        def later(index: int, comm: pccl.Communicator) -> None:  # once begun, any number will do
+            comm.sync_shared_state(state(arrays[index], revision=3), min_peers=3)
+
+        cluster.each(later)
+        with pytest.raises(ValueError, match="min_peers is 0"):
+            cluster.comms[0].sync_shared_state(state(arrays[0]), min_peers=0)
 
 
 def test_memory_that_rots_between_two_synchronisations_is_seen(filling: str) -> None:

@@ -15,11 +15,18 @@ peers converge on the first one. A receiver gets exactly the entries that differ
 
 The revision of a group's first synchronisation may be anything (a run that resumes from a
 checkpoint). After that each synchronisation is exactly one higher; the same one again is legal only
-when a member joined since.
+when a member joined since. Who offers a higher one is refused: its call fails, and the others go
+on without what it offers.
+
+A newcomer costs itself only. Once a group has a shared state, those who were there decide on its
+revision, its form and its strategy among themselves; newcomers stand only where none of those
+does. In a group's first synchronisation the form that most offers have decides who does not fit,
+among equals the one with the highest revision.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -49,11 +56,15 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The elected revision, who receives what, and who cannot stay in the run and why."""
+    """The elected revision, who receives what, who is dropped and why, and whose call fails alone.
+
+    `refused` are those who offer a higher revision than the elected one.
+    """
 
     revision: int
     transfers: Mapping[int, Transfer] = field(default_factory=dict)
     kicks: Mapping[int, str] = field(default_factory=dict)
+    refused: frozenset[int] = frozenset()
 
 
 class Rejection(Exception):
@@ -68,18 +79,22 @@ class Rejection(Exception):
         self.result = result
 
 
-def elect(offers: Mapping[int, Offer], last: int | None, joined: frozenset[int]) -> Decision:
+def elect(
+    offers: Mapping[int, Offer], last: int | None, joined: frozenset[int], grown: bool = False
+) -> Decision:
     """Decides a synchronisation. A decision that drops anybody decides nothing else.
 
     Args:
         offers: what each member offers, in the order in which they were accepted.
         last: the group's revision, None before the first synchronisation.
         joined: the members that have not taken part in a synchronisation yet.
+        grown: whether any other peer has joined since the last one, and may be gone by now.
 
     Raises:
         Rejection: the revisions offered break the rules, or nobody has anything to offer.
     """
-    kicks = _impossible_strategies(offers)
+    newcomers = joined if last is not None else frozenset()
+    kicks = _impossible_strategies(offers, newcomers)
     if kicks:
         return Decision(0, kicks=kicks)
     standing = {peer: offer for peer, offer in offers.items() if offer.strategy != RECEIVE_ONLY}
@@ -88,18 +103,13 @@ def elect(offers: Mapping[int, Offer], last: int | None, joined: frozenset[int])
             "all peers of the group are RECEIVE_ONLY: nobody offers a shared state",
             Result.NO_SHARED_STATE_AVAILABLE,
         )
-    revision = _revision(standing, last, joined)
-    newcomers = joined if last is not None else frozenset()
-    current = {
-        peer: offer
-        for peer, offer in standing.items()
-        # at a revision that the group has already, only who was there knows what it is
-        if offer.revision == revision and not (revision == last and peer in newcomers)
-    }
-    popularity: dict[tuple[object, ...], int] = {}
-    for offer in current.values():
-        key = _content(offer)
-        popularity[key] = popularity.get(key, 0) + 1
+    veterans = {peer: offer for peer, offer in standing.items() if peer not in newcomers}
+    # at a revision that the group has already, only who was there knows what it is
+    again = bool(veterans) and (bool(joined) or grown)
+    electors = (veterans or standing) if last is not None else _of_common_form(standing)
+    revision = _revision(electors, last, again)
+    current = {peer: offer for peer, offer in electors.items() if offer.revision == revision}
+    popularity = Counter(_content(offer) for offer in current.values())
     # max() takes the first of equals: the peer that was accepted first
     elected = max(current, key=lambda peer: popularity[_content(current[peer])])
     kicks = dict(_misfits(offers, elected))
@@ -107,23 +117,37 @@ def elect(offers: Mapping[int, Offer], last: int | None, joined: frozenset[int])
         return Decision(revision, kicks=kicks)
     content = _content(current[elected])
     holders = [peer for peer, offer in current.items() if _content(offer) == content]
+    refused = frozenset(peer for peer, offer in standing.items() if offer.revision > revision)
     transfers: dict[int, Transfer] = {}
     for peer, offer in offers.items():
         behind = peer in newcomers or offer.revision != revision
         wanted = _wanted(current[elected], offer, behind)
-        if wanted and peer != elected and offer.strategy != SEND_ONLY:
+        receives = peer != elected and peer not in refused and offer.strategy != SEND_ONLY
+        if wanted and receives:
             digests = tuple(current[elected].entries[i].digest for i in wanted)
             able = tuple(h for h in holders if _has(offers[h], wanted, digests))
             # a fresh run has no history to diverge from
             diverged = not behind and offer.strategy != RECEIVE_ONLY and (last, revision) != FRESH
             transfers[peer] = Transfer(wanted, digests, able, diverged)
-    return Decision(revision, transfers)
+    return Decision(revision, transfers, refused=refused)
 
 
-def _impossible_strategies(offers: Mapping[int, Offer]) -> dict[int, str]:
+def _impossible_strategies(
+    offers: Mapping[int, Offer], newcomers: frozenset[int]
+) -> dict[int, str]:
     """Who has a strategy that does not go with those of the others, or none, and why."""
-    leader = next((p for p, offer in offers.items() if offer.strategy == ENFORCE_POPULAR), None)
+    valid = [peer for peer, offer in offers.items() if offer.strategy in _STRATEGIES]
+    veterans = [peer for peer in valid if peer not in newcomers]
+    leaders = [peer for peer in valid if offers[peer].strategy == ENFORCE_POPULAR]
+    leader = next((peer for peer in leaders if peer in (veterans or valid)), None)
     kicks: dict[int, str] = {}
+    if leader is None and leaders:
+        other = f"peer {veterans[0]} with {_STRATEGIES[offers[veterans[0]].strategy]}"
+        why = (
+            "it called sync_shared_state with ENFORCE_POPULAR, and who was there before does not: "
+            f"{other}"
+        )
+        kicks = dict.fromkeys(leaders, why)
     for peer, offer in offers.items():
         name = _STRATEGIES.get(offer.strategy)
         if name is None:
@@ -136,20 +160,29 @@ def _impossible_strategies(offers: Mapping[int, Offer]) -> dict[int, str]:
     return kicks
 
 
-def _revision(standing: Mapping[int, Offer], last: int | None, joined: frozenset[int]) -> int:
-    top_peer = max(standing, key=lambda peer: standing[peer].revision)
-    top = standing[top_peer].revision
-    if last is None or top == last + 1:
+def _of_common_form(standing: Mapping[int, Offer]) -> dict[int, Offer]:
+    """Those whose entries are called, and made, as those of most are."""
+    forms = {peer: _form(offer) for peer, offer in standing.items()}
+    common = Counter(forms.values())
+    model = max(standing, key=lambda peer: (common[forms[peer]], standing[peer].revision))
+    return {peer: offer for peer, offer in standing.items() if forms[peer] == forms[model]}
+
+
+def _revision(electors: Mapping[int, Offer], last: int | None, again: bool) -> int:
+    """The revision that is elected; `again`: it may be the group's last one."""
+    offered = {offer.revision for offer in electors.values()}
+    top_peer = max(electors, key=lambda peer: electors[peer].revision)
+    top = electors[top_peer].revision
+    if last is None:
         return top
-    if top > last + 1:
+    for legal in (last + 1, last) if again else (last + 1,):
+        if legal in offered:
+            return legal
+    if top > last:
         raise Rejection(
             f"peer {top_peer} offers revision {top}, but the group is at {last}: "
             f"the next one is {last + 1} (push_revision() once for each synchronisation)"
         )
-    if top == last and joined:
-        if any(offer.revision == last for peer, offer in standing.items() if peer not in joined):
-            return top
-        raise Rejection(f"nobody who was at revision {last} offers it any more")
     if top == last:
         raise Rejection(
             f"revision {last} was synchronised already and nobody joined since: "
@@ -165,7 +198,7 @@ def _misfits(offers: Mapping[int, Offer], elected: int) -> Iterator[tuple[int, s
         difference = _difference(reference, offer)
         if difference:
             yield peer, f"its shared state is not that of peer {elected}: {difference}"
-        elif offer.strategy == SEND_ONLY:
+        elif offer.strategy == SEND_ONLY and offer.revision <= reference.revision:
             unlike = _wanted(reference, offer, behind=False)
             if unlike:
                 names = ", ".join(_title(reference.entries[i]) for i in unlike[:3])
@@ -178,6 +211,10 @@ def _misfits(offers: Mapping[int, Offer], elected: int) -> Iterator[tuple[int, s
 
 def _has(offer: Offer, wanted: tuple[int, ...], digests: tuple[bytes, ...]) -> bool:
     return all(offer.entries[i].digest == d for i, d in zip(wanted, digests, strict=True))
+
+
+def _form(offer: Offer) -> tuple[object, ...]:
+    return tuple((e.name, e.dtype, e.count, e.any_content) for e in offer.entries)
 
 
 def _content(offer: Offer) -> tuple[object, ...]:

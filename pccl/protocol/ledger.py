@@ -161,6 +161,7 @@ class Sync:
     differences: dict[int, tuple[m.Difference, ...]] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)  # of fetches, by who had a part in them
     stalls: int = 0  # how often it was planned anew because somebody could not serve
+    refused: frozenset[int] = frozenset()  # who offers too high a revision: out of it all
 
 
 @dataclass(slots=True)
@@ -184,6 +185,8 @@ class Group:
     syncs: int = 0
     last_plan: int = 0  # seq of the last plan of the last synchronisation
     holders: set[int] = field(default_factory=set)
+    short: int = 0  # peers that the last synchronisation lacked to begin with
+    grown: bool = False  # whether a peer has joined since the last synchronisation
     sync: Sync | None = None
     rings: tuple[m.Ring, ...] = ()  # as they were optimised
     small: deque[int] = field(default_factory=deque)  # seqs of results that somebody may lack

@@ -298,7 +298,14 @@ class Master(Collectives, Synchronisations, Optimisations):
         self._were_pending, self._optimize_rounds = before.were_pending, before.optimized
         for group_number, was in before.groups.items():
             self._groups[group_number] = Group(
-                was.epoch, was.revision, was.syncs, was.last_plan, was.holders, rings=was.rings
+                was.epoch,
+                was.revision,
+                was.syncs,
+                was.last_plan,
+                was.holders,
+                was.short,
+                grown=True,  # as far as anybody knows
+                rings=was.rings,
             )
             if not was.holders:
                 self._note(f"the last holder of group {group_number}'s shared state is gone")
@@ -339,6 +346,7 @@ class Master(Collectives, Synchronisations, Optimisations):
             group.revision or 0,
             group.last_plan,
             optimized=self._optimize_rounds,
+            short=group.short,
         )
 
     # ---- membership ----
@@ -388,6 +396,7 @@ class Master(Collectives, Synchronisations, Optimisations):
             self._count_in(number, self.peers[number].info.group)
         for group in {self.peers[number].info.group: None for number in fresh}:
             self._new_epoch(group)
+            self._groups[group].grown = True
         self._publish_world()
         for number in fresh:
             self._out.append(Remember(self.peers[number].info))

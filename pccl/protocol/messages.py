@@ -187,12 +187,16 @@ class Entry(Struct, array_like=True, frozen=True):
 
 
 class Offer(Struct, array_like=True, frozen=True):
-    """The shared state that a peer has; `strict`: divergence is to be an error for all."""
+    """The shared state that a peer has; `strict`: divergence is to be an error for all.
+
+    With fewer peers than `min_peers` no shared state is to begin.
+    """
 
     revision: U64
     strategy: U16
     entries: tuple[Entry, ...]
     strict: bool = False
+    min_peers: U64 = 0
 
 
 class Difference(Struct, array_like=True, frozen=True):
@@ -235,6 +239,7 @@ class Done(Struct, array_like=True, frozen=True):
     plan: U64 = 0  # seq of the last plan of that synchronisation, if it had any
     holds: bool = False  # it took part in synchronisation number `sync`, and holds its content
     optimized: U64 = 0
+    short: U64 = 0  # as in the last SyncResult
 
 
 class Open(Struct, array_like=True, frozen=True):
@@ -534,7 +539,10 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
 class SyncResult(Struct, array_like=True, frozen=True, tag=75):
     """All receivers hold the elected content: keep it. The shared state is at `revision`.
 
-    It was the group's `round`-th synchronisation, and `plan` the seq of its last plan, if any.
+    It was the group's `round`-th synchronisation, and `plan` the seq of its last plan, if any. A
+    peer that has offered a higher revision was refused: it took no part.
+
+    With `short` nothing was synchronised: so many peers are wanted to begin with, and are not here.
     """
 
     call: U64
@@ -542,6 +550,7 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
     round: U64
     plan: U64
     divergence: tuple[Divergence, ...] = ()
+    short: U64 = 0
 
 
 class CallError(Struct, array_like=True, frozen=True, tag=76):

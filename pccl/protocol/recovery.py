@@ -47,6 +47,7 @@ class GroupBefore:
     revision: int | None = None
     last_plan: int = 0
     holders: set[int] = field(default_factory=set)
+    short: int = 0
     rings: tuple[m.Ring, ...] = ()
 
 
@@ -142,11 +143,13 @@ def _groups(resumes: Mapping[int, m.Resume]) -> dict[int, GroupBefore]:
     for number, resume in resumes.items():
         group, done = groups[resume.info.group], resume.done
         if done.sync == group.syncs and group.syncs:
-            group.revision, group.last_plan = done.revision, done.plan
+            group.revision, group.last_plan, group.short = done.revision, done.plan, done.short
         # A peer that does not know of the last one stands in it: it missed the result.
         if done.holds or done.sync < group.syncs:
             group.holders.add(number)
     for group in groups.values():
+        if group.short:
+            group.holders.clear()
         if not group.holders:
             group.revision = None
     return groups

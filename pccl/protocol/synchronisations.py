@@ -20,8 +20,20 @@ class Synchronisations(Ledger):
         assert group_number is not None
         members = {n: round_.votes[n] for n in self._accepted(group_number)}
         sync = Sync(members)  # type: ignore[arg-type]
-        self._groups[group_number].sync = sync
+        group = self._groups[group_number]
+        wanted = max(vote.payload.min_peers for vote in sync.members.values())
+        if group.revision is None and len(members) < wanted:
+            self._fall_short(group, sync, wanted)
+            return
+        group.sync = sync
         self._elect(group_number, sync)
+
+    def _fall_short(self, group: Group, sync: Sync, wanted: int) -> None:
+        """Nothing begins: more peers are to be let in first. A result that all must know alike."""
+        group.syncs += 1
+        group.last_plan, group.short = 0, wanted
+        for number, vote in sync.members.items():
+            self._send(number, m.SyncResult(vote.call, 0, group.syncs, 0, short=wanted))
 
     def _elect(self, group_number: int, sync: Sync) -> None:
         """Decides who sends what to whom among the members that are left, and tells them."""
@@ -32,7 +44,7 @@ class Synchronisations(Ledger):
         offers = {number: vote.payload for number, vote in sync.members.items()}
         joined = frozenset(sync.members.keys() - group.holders)
         try:
-            decision = elect(offers, group.revision, joined)
+            decision = elect(offers, group.revision, joined, group.grown)
         except Rejection as error:
             group.sync = None
             for number, vote in sync.members.items():
@@ -41,7 +53,7 @@ class Synchronisations(Ledger):
         if decision.kicks:
             self._remove_all(decision.kicks, Result.INVALID_ARGUMENT)  # elects among the others
             return
-        sync.revision = decision.revision
+        sync.revision, sync.refused = decision.revision, decision.refused
         sync.transfers, sync.fetching = decision.transfers, set(decision.transfers)
         if sync.fetching or sync.seq:  # a plan that was sent before must be replaced in any case
             sync.seq = self._take_seq()
@@ -135,7 +147,8 @@ class Synchronisations(Ledger):
         if divergence:
             names = self._names([d.peer for d in divergence])
             self._note(f"at revision {sync.revision} other content was held by {names}")
-        strict = next((n for n, vote in sync.members.items() if vote.payload.strict), None)
+        votes = [(n, vote) for n, vote in sync.members.items() if n not in sync.refused]
+        strict = next((n for n, vote in votes if vote.payload.strict), None)
         if divergence and strict is not None:
             why = self._describe(sync, divergence) + f"; peer {strict} wants an error then"
             for number, vote in sync.members.items():
@@ -143,8 +156,13 @@ class Synchronisations(Ledger):
             return
         group.revision = sync.revision
         group.syncs += 1
-        group.last_plan = sync.seq
-        group.holders = set(sync.members)
+        group.last_plan, group.short, group.grown = sync.seq, 0, False
+        group.holders = set(sync.members) - sync.refused
+        if sync.refused:
+            names = self._names(sorted(sync.refused))
+            self._note(
+                f"revision {sync.revision} was synchronised without {names}: theirs is higher"
+            )
         for number, vote in sync.members.items():
             result = m.SyncResult(vote.call, sync.revision, group.syncs, sync.seq, divergence)
             self._send(number, result)

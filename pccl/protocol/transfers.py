@@ -11,8 +11,10 @@ from abc import ABC, abstractmethod
 
 import msgspec
 
+from pccl.errors import PCCLError, TooFewPeersError
 from pccl.protocol import messages as m
 from pccl.protocol.calls import Syncing
+from pccl.protocol.election import RECEIVE_ONLY
 from pccl.protocol.orders import (
     AbortOp,
     Action,
@@ -27,6 +29,7 @@ from pccl.protocol.orders import (
     StartOp,
     Synced,
 )
+from pccl.types import Result
 
 
 class Transfers(ABC):
@@ -235,11 +238,43 @@ class Transfers(ABC):
     # ---- the end ----
 
     def _synced(self, result: m.SyncResult) -> None:
+        syncing = self._syncing
+        ours = syncing is not None and syncing.call == result.call
+        without = self._without_us(syncing, result) if syncing is not None and ours else None
         self._done = msgspec.structs.replace(
-            self._done, sync=result.round, revision=result.revision, plan=result.plan, holds=True
+            self._done,
+            sync=result.round,
+            revision=result.revision,
+            plan=result.plan,
+            holds=without is None,
+            short=result.short,
         )
-        if self._syncing is not None and self._syncing.call == result.call:
-            self._end_sync(self._syncing, result)
+        if syncing is not None and ours:
+            self._end_sync(syncing, without or result)
+
+    def _without_us(self, syncing: Syncing, result: m.SyncResult) -> Fail | None:
+        """Why a synchronisation that is over was none of this peer's, if so.
+
+        Concluded from what was asked and what came of it: by this a peer that missed the result,
+        and hears from a restarted master of it, takes it as if it had been told.
+        """
+        assert isinstance(syncing.vote, m.SyncVote)
+        offer = syncing.vote.offer
+        call, phase = syncing.call, syncing.phase
+        if result.short:
+            why = (
+                f"the shared state is to begin with {result.short} peers, and its group has "
+                f"{len(self.plan.peers)}"
+            )
+            return Fail(call, Result.TOO_FEW_PEERS, why, TooFewPeersError, phase)
+        if offer.strategy != RECEIVE_ONLY and offer.revision > result.revision:
+            why = (
+                f"this peer offers revision {offer.revision}, and the others of its group are at "
+                f"{result.revision}, which they have synchronised without this peer: offer that "
+                "one or a lower one to receive what they have, or start them from this peer's"
+            )
+            return Fail(call, Result.INVALID_ARGUMENT, why, PCCLError, phase)
+        return None
 
     def _optimized(self, result: m.OptimizeResult) -> None:
         self._done = msgspec.structs.replace(self._done, optimized=result.round)
@@ -283,4 +318,5 @@ class Transfers(ABC):
         if syncing.plan is not None and syncing.plan.seq != done.plan:
             # the last plan was lost too: it had nothing to fetch for us, or we would have voted
             self._planned(m.SyncPlan(syncing.call, done.plan, (), (), (), ()))
-        self._synced(m.SyncResult(syncing.call, done.revision, done.sync, done.plan))
+        result = m.SyncResult(syncing.call, done.revision, done.sync, done.plan, short=done.short)
+        self._synced(result)

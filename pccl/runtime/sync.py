@@ -39,12 +39,14 @@ class Wish:
         strict: content that has diverged is an error for all.
         progress: told now and then how far a transfer is.
         deadline: when to give up.
+        min_peers: with fewer no shared state is to begin.
     """
 
     strategy: int
     strict: bool
     progress: Callable[[SharedStateProgress], None] | None
     deadline: Deadline
+    min_peers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def synchronise(
         m.Entry(r.name, r.dtype, r.count, r.any_content, digest.root)
         for r, digest in zip(regions, found, strict=True)
     )
-    offer = m.Offer(revision, wish.strategy, entries, wish.strict)
+    offer = m.Offer(revision, wish.strategy, entries, wish.strict, wish.min_peers)
     call = client.sync(offer, pieces, (owner, found, tables))
     receiver = _Receiver(client, call, regions, wish)
     end = receiver.receive()

@@ -1,0 +1,152 @@
+"""Rules of synchronisations that random runs hardly come to: who begins, who is refused alone."""
+
+from __future__ import annotations
+
+from test_hostile import Hall, resume
+
+from pccl.errors import PCCLError, TooFewPeersError
+from pccl.protocol import messages as m
+from pccl.protocol import peer as peer_core
+from pccl.protocol.master import Master
+from pccl.runtime.inline import combine
+from pccl.types import Result
+
+
+def offer(revision: int, content: bytes = b"a", strategy: int = 0, min_peers: int = 0) -> m.Offer:
+    entries = (m.Entry("x", 10, 4, False, content),)
+    return m.Offer(revision, strategy, entries, min_peers=min_peers)
+
+
+class Sync(Hall):
+    """Peers that synchronise, each with an offer of its own."""
+
+    def __init__(self, peers: int = 2) -> None:
+        super().__init__(peers)
+        self.call = 10
+
+    def sync(self, *offers: m.Offer) -> list[m.MasterMessage]:
+        """What each peer is told last."""
+        self.call += 1
+        conns = [peer.conn for peer in self.master.peers.values()]
+        for conn, one in zip(conns, offers, strict=True):
+            self.say(conn, m.SyncVote(self.call, one))
+        return [self.last(conn) for conn in conns]
+
+    def result(self, revision: int, round_: int, short: int = 0) -> m.SyncResult:
+        return m.SyncResult(self.call, revision, round_, 0, short=short)
+
+    def admit(self, conn: bytes) -> None:
+        accepted = [peer.conn for peer in self.master.peers.values()]
+        self.join(conn)
+        for other in accepted:
+            self.say(other, m.TopologyVote(1))
+
+
+def test_nothing_begins_with_fewer_peers_than_one_wants() -> None:
+    hall = Sync()
+    told = hall.sync(offer(7), offer(0, min_peers=3))
+    assert told == [hall.result(0, 1, short=3)] * 2
+    hall.admit(b"3")
+    told = hall.sync(offer(7), offer(0), offer(3, min_peers=3))
+    assert told == [hall.result(7, 2)] * 3, "the first one, still, and the highest revision"
+    hall.say(b"3", m.Leave())
+    told = hall.sync(offer(8), offer(8, min_peers=3))
+    assert told == [hall.result(8, 3)] * 2, "a run that has begun goes on with any number"
+
+
+def test_a_restarted_master_knows_that_nothing_has_begun() -> None:
+    hall = Sync(0)
+    hall.master = Master(1, combine, secret=b"")
+    known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
+    for number, done in ((1, m.Done(sync=4, short=3)), (2, m.Done(sync=3, short=3))):
+        back = resume(number, known=known, done=done)
+        hall.perform(hall.master.resume(b"%d" % number, back, "10.0.0.1"))
+    hall.perform(hall.master.tick(0.0))
+    hall.perform(hall.master.tick(60.0))
+    told = next(t for t in hall.told[b"2"] if isinstance(t, m.Resumed))
+    assert (told.done.sync, told.done.short) == (4, 3)
+    assert hall.sync(offer(7, min_peers=2), offer(7)) == [hall.result(7, 5)] * 2
+
+
+def test_who_was_refused_holds_nothing() -> None:
+    hall = Sync(3)
+    hall.sync(offer(5), offer(5), offer(5))
+    told = hall.sync(offer(6), offer(6), offer(9, b"x"))
+    assert told == [hall.result(6, 2)] * 3, "the third one concludes that it was refused"
+    assert hall.master._groups[0].holders == {1, 2}
+    assert any("was synchronised without peer 3" in note for note in hall.notes)
+    hall.say(b"1", m.Leave())
+    told = hall.sync(offer(6), offer(7, b"x"))
+    assert told[0] == hall.result(6, 3), "it cannot take the run over"
+
+
+def test_an_unchanged_revision_is_legal_once_when_somebody_has_joined() -> None:
+    hall = Sync()
+    hall.sync(offer(5), offer(5))
+    hall.admit(b"3")
+    hall.say(b"3", m.Leave())
+    assert hall.sync(offer(5), offer(5)) == [hall.result(5, 2)] * 2
+    told = hall.sync(offer(5), offer(5))
+    assert all(isinstance(error, m.CallError) for error in told)
+
+
+# ---- what a peer concludes ----
+
+
+def standing(one: m.Offer) -> peer_core.Peer:
+    """A peer that stands in a synchronisation, call 2."""
+    core = peer_core.Peer()
+    core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
+    known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
+    for told in (m.Welcome(1), known, m.Admitted(7, m.Done(sync=4))):
+        core.received(told)
+    core.sync(2, 3, one)
+    return core
+
+
+def ends(core: peer_core.Peer, message: m.MasterMessage) -> peer_core.Answer | peer_core.Fail:
+    actions = core.received(message) + core.engine_settled(3, 0, 0)
+    (end,) = (a for a in actions if isinstance(a, peer_core.Answer | peer_core.Fail))
+    return end
+
+
+def missed(core: peer_core.Peer, done: m.Done) -> peer_core.Answer | peer_core.Fail:
+    """The end, by way of a master that was restarted."""
+    core.link_lost("a restart")
+    core.linked()
+    return ends(core, m.Resumed(done))
+
+
+def test_a_peer_concludes_that_it_was_refused_also_from_a_restarted_master() -> None:
+    for end in (
+        ends(standing(offer(9)), m.SyncResult(2, 6, 5, 0)),
+        missed(standing(offer(9)), m.Done(sync=5, revision=6)),
+    ):
+        assert isinstance(end, peer_core.Fail)
+        assert (end.result, end.error) == (Result.INVALID_ARGUMENT, PCCLError)
+        assert "this peer offers revision 9, and the others of its group are at 6" in end.why
+
+
+def test_a_peer_concludes_that_nothing_began_also_from_a_restarted_master() -> None:
+    for end in (
+        ends(standing(offer(9)), m.SyncResult(2, 0, 5, 0, short=3)),
+        missed(standing(offer(9)), m.Done(sync=5, short=3)),
+    ):
+        assert isinstance(end, peer_core.Fail)
+        assert (end.result, end.error) == (Result.TOO_FEW_PEERS, TooFewPeersError)
+        assert "begin with 3 peers, and its group has 2" in end.why
+
+
+def test_who_only_receives_is_never_refused() -> None:
+    end = ends(standing(offer(9, strategy=1)), m.SyncResult(2, 6, 5, 0))
+    assert isinstance(end, peer_core.Answer)
+
+
+def test_what_a_refused_peer_says_of_itself_later() -> None:
+    core = standing(offer(9))
+    ends(core, m.SyncResult(2, 6, 5, 0))
+    core.link_lost("a restart")
+    (again,) = core.linked()
+    assert isinstance(again, peer_core.Send) and isinstance(again.message, m.Resume)
+    assert (again.message.done.sync, again.message.done.holds) == (5, False)
