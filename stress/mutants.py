@@ -22,11 +22,13 @@ import random
 import sys
 import hostile
 import programs
+import test_blame
 import test_master_rules
 import test_simulation
 import test_sync_rules
-for name, test in {**vars(test_master_rules), **vars(test_sync_rules)}.items():
-    if name.startswith("test_"):
+tests = {**vars(test_master_rules), **vars(test_sync_rules), **vars(test_blame)}
+for name, test in tests.items():
+    if name.startswith("test_") and not test.__code__.co_argcount:
         try:
             test()
         except BaseException as error:
@@ -361,9 +363,79 @@ MUTANTS = [
         "for call in ():  #",
     ),
     Mutant(
-        "who cannot be reached has to go, and not who says so",
-        "guilty = accused if fresh else max(pair)",
-        "guilty = number",
+        "whom the master cannot reach either goes",
+        "            if self.dials.get(number):\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "whom several cannot reach goes",
+        "            if many and number not in self._dialling:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "against the master's dial it takes more to go",
+        "needed = SEVERAL_AGAINST_DIAL if number in self.dials else SEVERAL",
+        "needed = SEVERAL",
+    ),
+    Mutant(
+        "who reaches nobody goes",
+        "if len(by[number]) >= needed and alone and not by[number] & self._dialling:",
+        "if False:",
+    ),
+    Mutant(
+        "one word removes nobody",
+        "SEVERAL = 2\n",
+        "SEVERAL = 1\n",
+    ),
+    Mutant(
+        "what the master finds does not count where it is not",
+        "if why and not reach.matters(peer.info, peer.seen, accusers):",
+        "if False:",
+    ),
+    Mutant(
+        "rings go around what is blocked",
+        "                return BARRED\n",
+        "                return 3\n",
+    ),
+    Mutant(
+        "suspects are tried on those beyond suspicion",
+        "return (0, 1, 3)[",
+        "return (0, 1, 2)[",
+    ),
+    Mutant(
+        "links that were blocked long ago get another chance before anybody goes",
+        "            blame.forgive()\n",
+        "",
+    ),
+    Mutant(
+        "of two that must meet, who only accuses a peer that the master reaches goes",
+        "return trouble, bool(refuted) - cleared, number not in proven, number",
+        "return trouble, 0, number not in proven, number",
+    ),
+    Mutant(
+        "who was reached before gets some attempts",
+        "if attempts < ATTEMPTS and any(",
+        "if False and any(",
+    ),
+    Mutant(
+        "accusations end with a success",
+        "        self._current.clear()\n",
+        "",
+    ),
+    Mutant(
+        "nobody is blamed for who is gone",
+        "            group.blame.forget(number)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "what did not go around the rings shows nothing of them",
+        "            if data is None and goes_around(work):\n",
+        "            if True:\n",
+    ),
+    Mutant(
+        "new rings interrupt what runs on the old ones",
+        "            self._interrupt(self._of_group(group_number), why)\n        return True",
+        "        return True",
     ),
     Mutant(
         "who is told to stop, or has no more time, gives up what runs",

@@ -77,6 +77,9 @@ class Script:
     threads: tuple[Calls, ...]
     walled: bool = False  # nobody can open a stream to it
     revision: int = 0  # of the checkpoint that it comes with
+    caged: bool = False  # it can open a stream to nobody
+    cut_from: tuple[int, ...] = ()  # peers of the scenario that it can open none to
+    dialled: str | None = ""  # what comes of the master's dial to it
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ def draw(seed: int) -> Scenario:
             threads.append(tuple(calls))
         chosen = tuple(threads[:1] if lawful else threads)
         age = rng.choice([0, 0, 0, 0, CHECKPOINT, 2 * CHECKPOINT])
-        scripts.append(Script(rng.randrange(groups), chosen, rng.random() < 0.05, age))
+        walled, *links = _links(rng)
+        scripts.append(Script(rng.randrange(groups), chosen, walled, age, *links))
     joins = [i for i in range(1, len(scripts)) if rng.random() < 0.4]
     events = [Event(rng.randint(0, 60), "join", i) for i in joins]
     for _ in range(rng.choice([0, 0, 1, 2, 4, 8])):
@@ -140,6 +144,14 @@ def draw(seed: int) -> Scenario:
         loss_rate=rng.choice([0.0, 0.0, 0.01, 0.05]),
         lawful=lawful,
     )
+
+
+def _links(rng: random.Random) -> tuple[bool, bool, tuple[int, ...], str | None]:
+    """Whom a peer cannot reach, who cannot reach it, and what the master finds."""
+    walled, caged = rng.random() < 0.05, rng.random() < 0.05
+    cut_from = (rng.randrange(6),) if rng.random() < 0.05 else ()
+    dialled = rng.choice(["refused", "refused", None, ""] if walled else ["", "", None])
+    return walled, caged, cut_from, dialled
 
 
 def _call(rng: random.Random, tags: int) -> Call:
@@ -279,10 +291,13 @@ class Play(Siege):
             return
         script = self.scenario.peers[index]
         peer = self.add(group=script.group)
-        peer.walled = script.walled
+        peer.walled, peer.caged, peer.dialled = script.walled, script.caged, script.dialled
         peer.content = (script.revision, peer.content[1])
         Facade(peer, script.threads, self)
         self._of[index] = peer
+        for i, one in self._of.items():
+            others = self.scenario.peers[i].cut_from
+            one.cut_from = {self._of[other].name for other in others if other in self._of}
 
     @property
     def forgetful(self) -> bool:
@@ -301,7 +316,8 @@ class Play(Siege):
             or self.given_up
             or self.incarnation
             or self.members_max
-            or any(p.left or not p.alive or p.core.over or p.severed or p.walled for p in others)
+            or any(p.left or not p.alive or p.core.over or p.severed for p in others)
+            or any(p.walled or p.caged or p.cut_from for p in others)
             or any(p.core.number and not self.master.knows(p.conn) for p in others)
         )
 
@@ -406,6 +422,10 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
             changed.append(replace(script, group=0))
         if script.walled:
             changed.append(replace(script, walled=False))
+        if script.caged:
+            changed.append(replace(script, caged=False))
+        if script.cut_from:
+            changed.append(replace(script, cut_from=()))
         for one in changed:
             yield replace(scenario, peers=(*scenario.peers[:i], one, *scenario.peers[i + 1 :]))
     if scenario.failure_rate:
@@ -471,6 +491,8 @@ def describe(scenario: Scenario) -> str:
                 for c in calls
             )
             wall = ", which nobody can reach" if script.walled else ""
+            wall += ", which can reach nobody" if script.caged else ""
+            wall += f", which cannot reach {script.cut_from}" if script.cut_from else ""
             lines.append(f"peer {i} of group {script.group}{wall}: {told or 'nothing'}")
     lines += [f"after {e.wait} steps: {e.what} {e.blow or e.peer}" for e in scenario.events]
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ class SimOp:
     members: int = 0
     complete: bool = False
     ending: bool = False  # told to commit or abort
-    walled: m.PeerInfo | None = None  # it needs a stream to this peer, which cannot be reached
+    walled: tuple[m.PeerInfo, ...] = ()  # it needs streams to these, and cannot reach them
     streams: tuple[int, ...] = ()  # that it sends on
     broken: bool = False  # one of these was lost before it started
     deaf: set[int] = field(default_factory=set)  # serve: receivers that may lack something for ever
@@ -78,10 +78,14 @@ class SimPeer:
     lost: set[int] = field(default_factory=set)  # of these
     carried: dict[int, set[Key]] = field(default_factory=dict)  # by stream: collectives
     walled: bool = False  # nobody can open a stream to it
+    caged: bool = False  # it can open a stream to nobody
+    cut_from: set[int] = field(default_factory=set)  # names of those that it cannot open one to
+    dialled: str | None = ""  # what comes of the master's dial to it
     content: tuple[int, str] = (0, "")  # revision and content of the shared state
     plan: m.SyncPlan | None = None
     staged: str | None = None  # content fetched by that plan
     failed_fetches: int = 0
+    tries: Counter[int] = field(default_factory=Counter)  # to reach peers that it cannot
     conversation: Conversation = field(default_factory=Conversation)
 
     # ---- threads ----
@@ -312,9 +316,9 @@ class SimPeer:
         op.streams, op.deaf = tuple(ring.stream for ring in rings), set()
         gone = {self.streams[stream].peer for stream in op.streams if stream in self.lost}
         ends = [self.streams[ring.stream] for ring in rings]
-        op.walled = next((to for to in ends if self.run.walled(to.peer)), None)
+        op.walled = tuple(to for to in ends if self.run.blocked(self, to.peer))
         if op.kind == "collective":
-            if op.walled is not None:
+            if op.walled:
                 self.run.cut_to[key] = set()
             for stream in op.streams:
                 self.carried.setdefault(stream, set()).add(key)
@@ -324,8 +328,9 @@ class SimPeer:
             self.run.starters.setdefault(key, set()).add(self.name)
         elif op.kind == "fetch":
             assert self.plan is not None
-            reached = [h for h in self.plan.holders if not self.run.walled(h) and h not in gone]
-            op.holders, op.complete = tuple(reached), False
+            blocked = {info.peer for info in op.walled} | gone
+            op.holders = tuple(h for h in self.plan.holders if h not in blocked)
+            op.complete = False
         elif gone:
             self.deafen(op, gone)
 
@@ -373,7 +378,7 @@ class SimPeer:
     def can_fail(self, op: SimOp) -> bool:
         if not op.seq or op.complete or op.kind == "serve":
             return False
-        if op.walled is not None or op.broken:
+        if op.walled or op.broken:
             return True
         if op.kind == "fetch":
             # the master hears of a death, too, before a peer has tried three times
@@ -394,11 +399,14 @@ class SimPeer:
     def fail(self, number: int) -> None:
         op = self.ops[number]
         self.run.say(f"the engine of peer {self.name} loses a stream of {op.seq}")
-        wall, op.walled = op.walled, None
-        if wall is not None:
-            self.perform(self.core.unreached(wall, "a wall"))
-            if op.kind == "fetch" and op.holders:
-                return  # it goes on with them
+        walls, op.walled = op.walled, ()
+        for wall in walls:
+            self.tries[wall.peer] += 1
+            # the master hears of a death, too, before a peer has tried three times
+            if self.run.lives(wall.peer) or self.tries[wall.peer] < 3:
+                self.perform(self.core.unreached(wall, "a wall"))
+        if walls and op.kind == "fetch" and op.holders:
+            return  # it goes on with them
         self.failed_fetches += op.kind == "fetch"
         self.run.cut(op.seq)
         op.complete = True  # says no more until it is aborted, or started again

@@ -24,11 +24,24 @@ from simpeer import Key, Program, SimPeer, Thread, brief
 from pccl.protocol import master as master_core
 from pccl.protocol import messages as m
 from pccl.protocol import peer as peer_core
+from pccl.protocol.blame import Verdict
+from pccl.protocol.ledger import Group
 from pccl.protocol.rounds import OpenRounds
 
 # who stands in one of these can enter no other call
 EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
 RUN_WIDE = {"update_topology", "are_peers_pending", "optimize_topology"}
+
+
+class Watched(master_core.Master):
+    """A master that lets itself be watched when it judges."""
+
+    convicted: Callable[[int, tuple[int, bool]], None]
+
+    def _convict(self, group: Group, verdict: Verdict) -> None:
+        size = self._size(self.peers[verdict.guilty].info.group)
+        self.convicted(verdict.guilty, (size, group.sync is not None))
+        super()._convict(group, verdict)
 
 
 class Run:
@@ -46,6 +59,9 @@ class Run:
         self.journaled, self.straggler_s = journaled, straggler_s
         self.combined: set[bytes] = set()  # results of small collectives
         self.small_max = self.random.choice([0, 1, 128])
+        # who had to go for it could not reach or be reached: its group's size then, and whether
+        # that was synchronising
+        self.convictions: dict[int, tuple[int, bool]] = {}
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
         self.starters: dict[Key, set[int]] = {}  # the peers whose engines started it
@@ -56,6 +72,7 @@ class Run:
         self.next_peer = 1
         self.incarnation = 0
         self.now_s = 0.0
+        self.dials: list[int] = []  # of peers that the master dials just now
         self.broken: deque[bytes] = deque()  # connections whose end the master does not know yet
         self.dropped: set[bytes] = set()  # connections that the master listens to no more
         self.history: dict[int, int] = {}  # of a group: how often its last holder has gone
@@ -73,7 +90,8 @@ class Run:
         self, number: int, journal: master_core.Journal | None = None
     ) -> master_core.Master:
         secret = self.random.randbytes(32)
-        master = master_core.Master(number, self.combine, self.straggler_s, journal, secret=secret)
+        master = Watched(number, self.combine, self.straggler_s, journal, secret=secret)
+        master.convicted = self.convictions.__setitem__
         master.small_max = self.small_max
         return master
 
@@ -174,8 +192,13 @@ class Run:
     def lives(self, number: int) -> bool:
         return any(peer.alive and peer.core.number == number for peer in self.peers)
 
-    def walled(self, number: int) -> bool:
-        return any(peer.walled and peer.core.number == number for peer in self.peers)
+    def blocked(self, peer: SimPeer, number: int) -> bool:
+        """Whether a peer can open no stream to another one."""
+        return any(
+            peer.caged or other.walled or not other.alive or other.name in peer.cut_from
+            for other in self.peers
+            if other.core.number == number and other is not peer
+        )
 
     def serves(self, number: int, seq: Key | None) -> bool:
         return any(
@@ -254,11 +277,28 @@ class Run:
             peer.left
             or (peer.severed and master_core.GIVEN_UP in why)
             or (self.incarnation and master_core.GIVEN_UP in why)
-            or (peer.walled and "could not reach" in why)
+            or ("could not reach" in why and self.may_go(peer))
             or (self.incarnation and not peer.core.number)  # it had hardly said hello
             or (self.incarnation and not self.journaled and "started another run" in why)
             or (self.straggler_s is not None and "others waited for it" in why)
         ), f"peer {peer.name} is out of the run: {why}"
+
+    def may_go(self, peer: SimPeer) -> bool:
+        """Whether a peer may be the one that goes because peers cannot reach each other.
+
+        Of two who must meet nobody can know whose fault it is, unless the master can tell by its
+        dial. Three can: who reaches nobody, or whom nobody reaches, finds no other neighbour.
+        """
+        group = [p for p in self.peers if p.group == peer.group and p is not peer]
+        if peer.walled or peer.caged or any(self.blocked(p, peer.core.number) for p in group):
+            return True
+        if any(self.blocked(peer, p.core.number) for p in group if not p.walled and p.alive):
+            return True
+        faulty = [p for p in group if p.walled or p.caged or not p.alive]
+        undecided = any(p.dialled is None for p in (peer, *faulty))
+        misled = any(p.walled and p.dialled == "" for p in faulty)
+        size, synchronised = self.convictions[peer.core.number]
+        return bool(faulty) and (undecided or misled) and (size < 3 or synchronised)
 
     def check_content(self, peer: SimPeer) -> None:
         """Whoever is at a revision holds the same content."""
@@ -331,6 +371,8 @@ class Run:
                     self.next_peer = max(self.next_peer, info.peer + 1)
                 case master_core.Forget(number):
                     self.journal.discard(number)
+                case master_core.Dial(info):
+                    self.dials.append(info.peer)
                 case master_core.Note(text):
                     self.say("master:", text)
                     self.notes.append(text)
@@ -376,6 +418,13 @@ class Run:
         self.now_s += self.tick_s
         self.perform(self.master.tick(self.now_s))
 
+    def _answer_dial(self) -> None:
+        number = self.dials.pop(self.random.randrange(len(self.dials)))
+        peer = next((p for p in self.peers if p.core.number == number), None)
+        why = "refused" if peer is None or not peer.alive else peer.dialled
+        self.say(f"the master's dial of peer {number}:", {"": "reached"}.get(str(why), str(why)))
+        self.perform(self.master.dialled(number, why))
+
     def _choices(self) -> list[tuple[Callable[..., None], Any]]:
         choices: list[tuple[Callable[..., None], Any]] = []
         for peer in self.peers:
@@ -393,6 +442,8 @@ class Run:
                 choices += peer.engine_choices()
         if self.broken:
             choices.append((Run._bury, self))
+        if self.dials:
+            choices.append((Run._answer_dial, self))
         if self.master.recovering:
             choices.append((Run._tick, self))
         return choices

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from simulator import remembered
 
 from pccl.protocol import messages as m
-from pccl.protocol.master import BACKLOG_MAX, OPEN_MAX, Action, Drop, Journal, Master, Note, Send
+from pccl.protocol.master import (
+    BACKLOG_MAX,
+    OPEN_MAX,
+    Action,
+    Dial,
+    Drop,
+    Journal,
+    Master,
+    Note,
+    Send,
+)
 from pccl.runtime.inline import combine
 from pccl.types import Result
 
@@ -75,6 +85,7 @@ class Hall:
         self.told: dict[bytes, list[m.MasterMessage]] = {}
         self.dropped: dict[bytes, str] = {}
         self.notes: list[str] = []
+        self.dials: list[int] = []
         for i in range(1, peers + 1):
             self.join(b"%d" % i)
         if peers:
@@ -88,6 +99,8 @@ class Hall:
                     self.told.setdefault(conn, []).append(decoded)
                 case Drop(conn, why):
                     self.dropped[conn] = why
+                case Dial(info):
+                    self.dials.append(info.peer)
                 case Note(text):
                     self.notes.append(text)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from test_hostile import ENTRY, RUN, WORK, Hall, resume
+from test_hostile import ENTRY, OTHER, RUN, WORK, Hall, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol import peer as peer_core
-from pccl.protocol.collectives import REACH_ATTEMPTS_MAX
+from pccl.protocol.blame import ATTEMPTS
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.synchronisations import STALLS_MAX
 from pccl.runtime.inline import combine
 from pccl.types import Result
+
+SMALL = m.Work("all_reduce", 0, 0, 4)
 
 
 def unreached(hall: Hall, by: bytes, peer: int) -> None:
@@ -23,25 +25,48 @@ def commit(hall: Hall) -> None:
     assert hall.last(b"1") == m.Finished(seq, True)
 
 
-def test_a_fresh_peer_that_nobody_reaches_goes_at_once() -> None:
+def order(hall: Hall, conn: bytes) -> tuple[int, ...]:
+    """The only ring that a peer was told of last."""
+    (ring,) = [told.rings for told in hall.told[conn] if isinstance(told, m.Plan)][-1]
+    return ring.order
+
+
+def test_the_ring_goes_around_a_link_that_cannot_be_and_the_master_dials() -> None:
+    hall = Hall(3)
+    seq = hall.start()
+    unreached(hall, b"1", 2)
+    assert hall.dials == [2]
+    assert order(hall, b"3") == (1, 3, 2)
+    for conn in (b"1", b"2", b"3"):
+        assert isinstance(hall.last(conn), m.Interrupt)
+        hall.say(conn, m.FinishVote(seq, False))
+    hall.perform(hall.master.dialled(2, ""))
+    assert sorted(hall.master.peers) == [1, 2, 3]
+    commit(hall)
+    unreached(hall, b"3", 2)
+    assert hall.dials == [2, 2]
+    assert order(hall, b"3") == (1, 2, 3)  # what was blocked before may work again
+
+
+def test_whom_the_master_cannot_reach_either_goes_if_its_view_counts() -> None:
     hall = Hall(3)
     unreached(hall, b"1", 2)
+    hall.perform(hall.master.dialled(2, "no answer"))
     kicked = next(t for t in hall.told[b"2"] if isinstance(t, m.Kicked))
     assert kicked.result == Result.RANK_CONNECTION_FAILED.value
     assert "peer 1 (10.0.0.1:1) could not reach peer 2 (10.0.0.1:1) (timed out)" in kicked.why
+    assert "the master could not (no answer)" in kicked.why
     assert sorted(hall.master.peers) == [1, 3]
 
 
-def test_of_peers_that_were_reached_before_the_later_one_goes_after_some_attempts() -> None:
-    hall = Hall(3)
-    commit(hall)
-    for _ in range(REACH_ATTEMPTS_MAX - 1):
-        unreached(hall, b"3", 1)
-    commit(hall)  # it was nothing lasting
-    for _ in range(REACH_ATTEMPTS_MAX - 1):
-        unreached(hall, b"3", 1)
+def test_what_the_master_finds_in_a_private_network_of_others_does_not_count() -> None:
+    hall = Hall(2)
+    hall.join(b"3", host="192.168.0.3")
+    hall.everyone(m.TopologyVote(1))
+    unreached(hall, b"2", 3)
+    hall.perform(hall.master.dialled(3, "no answer"))
     assert sorted(hall.master.peers) == [1, 2, 3]
-    unreached(hall, b"3", 1)
+    unreached(hall, b"1", 3)  # but that two cannot reach it does
     assert sorted(hall.master.peers) == [1, 2]
 
 
@@ -89,11 +114,68 @@ def test_a_synchronisation_that_stalls_is_planned_anew_so_many_times() -> None:
     assert sorted(hall.master.peers) == [1, 2, 3]
 
 
-def test_what_was_unreachable_in_another_epoch_does_not_count() -> None:
+def test_who_reaches_nobody_goes_and_not_those_whom_it_accuses() -> None:
     hall = Hall(3)
-    hall.say(b"1", m.Unreached(2, hall.master._groups[0].epoch - 1))
-    unreached(hall, b"1", 99)
+    commit(hall)
+    for accused in (2, 3):
+        unreached(hall, b"1", accused)
+        hall.perform(hall.master.dialled(accused, ""))
+    assert sorted(hall.master.peers) == [2, 3]
+    assert "whom the master reaches: let its connections out" in hall.dropped[b"1"]
+
+
+def test_a_small_result_or_a_broadcast_does_not_show_that_a_ring_works() -> None:
+    hall = Hall(3)
+    for work, data in ((WORK, None), (m.Work("broadcast", 0, 10, 5), None), (SMALL, b"abcd")):
+        hall.master.small_max = 0
+        hall.everyone(m.StartVote(2, 0, work, data))
+        started = hall.last(b"1")
+        assert isinstance(started, m.Started)
+        if work is not WORK:
+            unreached(hall, b"1", 2)
+            assert hall.master._groups[0].blame.blocked
+        hall.everyone(m.FinishVote(started.seq, work is not WORK))
+    assert not any(peer.proven for peer in hall.master.peers.values())
+    unreached(hall, b"1", 3)
+    hall.perform(hall.master.dialled(2, None) + hall.master.dialled(3, None))
+    assert sorted(hall.master.peers) == [2, 3]
+
+
+def test_a_fetch_fails_for_want_of_a_link_and_the_one_at_fault_goes() -> None:
+    hall = Hall(3)
+    for conn, revision in ((b"1", 0), (b"2", 0), (b"3", 7)):
+        hall.say(conn, m.SyncVote(2, m.Offer(revision, 0, (ENTRY if revision else OTHER,))))
+    unreached(hall, b"1", 3)
+    hall.perform(hall.master.dialled(3, ""))
+    for _ in range(3):
+        plan = hall.last(b"1")
+        assert isinstance(plan, m.SyncPlan)
+        hall.say(b"1", m.FetchedVote(plan.seq, False, "no holder is left"))
+    assert sorted(hall.master.peers) == [2, 3]
+
+
+def test_what_cannot_be_is_no_accusation() -> None:
+    hall = Hall(3)
+    hall.say(b"1", m.Unreached(2, hall.master._groups[0].epoch + 1))
+    for accused in (1, 99):
+        unreached(hall, b"1", accused)
+    hall.perform(hall.master.dialled(99, "refused"))
+    hall.perform(hall.master.dialled(3, "refused"))
+    assert not hall.master._groups[0].blame.blocked
     assert sorted(hall.master.peers) == [1, 2, 3]
+
+
+def test_two_peers_that_were_together_before_have_some_attempts() -> None:
+    hall = Hall(2)
+    commit(hall)
+    for attempt in range(ATTEMPTS):
+        assert sorted(hall.master.peers) == [1, 2]
+        seq = hall.start()
+        unreached(hall, b"1", 2)
+        if attempt == 0:
+            hall.perform(hall.master.dialled(2, None))
+        hall.everyone(m.FinishVote(seq, False))
+    assert sorted(hall.master.peers) == [1]
 
 
 def test_who_is_lost_again_while_the_master_recovers_may_come_back_once_more() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.ledger import Group, Ledger, Running, plain
+from pccl.protocol.ledger import Action, Dial, Group, Ledger, Running, plain
+from pccl.protocol.ring import plan_rings, uses
 from pccl.protocol.rounds import Round
 from pccl.types import DataType, ReduceOp, Result
 
@@ -22,7 +23,10 @@ def fits(work: m.Work, data: bytes) -> bool:
     )
 
 
-REACH_ATTEMPTS_MAX = 3  # to open a stream between two peers that have both been reached before
+def goes_around(work: m.Work) -> bool:
+    """Whether a collective's data uses every hop of the rings that it goes over."""
+    carries = work.count or any(part.count for part in work.parts)
+    return bool(carries) and work.what in ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class Collectives(Ledger):
@@ -61,7 +65,10 @@ class Collectives(Ledger):
             group.small.append(seq)
         else:
             title = round_.describe(next(iter(round_.votes)))
-            self._run(Running(seq, group_number, set(round_.votes), title))
+            running = Running(seq, group_number, set(round_.votes), title)
+            if data is None and goes_around(work):
+                running.around = epoch, group.planned
+            self._run(running)
         self._answer(round_, lambda call: m.Started(call, seq, epoch, data, final, stable, nonce))
 
     def _stable(self, group: Group, round_: Round[object]) -> int:
@@ -131,37 +138,74 @@ class Collectives(Ledger):
             why = f"{self.peers[number].info} could not pass on its data: {stalled.why}"
             self._interrupt(self._of_group(group_number), why)
 
-    def _unreached(self, number: int, unreached: m.Unreached) -> None:
-        """No stream from one peer to another could be opened: one of them has to go.
+    # ---- peers that cannot reach each other ----
 
-        That is the accused, if no collective with it has ever committed. Otherwise it may just have
-        died, which is known soon: they get more attempts, and then the one that came last goes.
-        """
-        group = self._groups[self.peers[number].info.group]
-        accused = unreached.peer
-        if unreached.epoch != group.epoch or accused not in self._accepted(
-            self.peers[number].info.group
-        ):
+    def _unreached(self, number: int, unreached: m.Unreached) -> None:
+        """No stream from one peer to another could be opened; blame.py has what follows."""
+        group_number, accused = self.peers[number].info.group, unreached.peer
+        group = self._groups[group_number]
+        others = self._accepted_in[group_number].keys() - {number}
+        if accused not in others or unreached.epoch > group.epoch:
             return  # it has gone meanwhile
-        pair = frozenset((number, accused))
-        group.unreached[pair] += 1
-        fresh = not self.peers[accused].proven
-        if fresh or group.unreached[pair] >= REACH_ATTEMPTS_MAX:
-            guilty = accused if fresh else max(pair)
-            info = self.peers[accused].info
-            said = f" ({unreached.why})" if unreached.why else ""
-            why = f"{self.peers[number].info} could not reach {info}{said}: {reach.cure(info)}"
-            self._remove(guilty, why, Result.RANK_CONNECTION_FAILED)
+        if group.blame.accuse(number, accused, unreached.epoch, plain(unreached.why)):
+            self._out.append(Dial(self.peers[accused].info))
+        self._judge(group_number)
+
+    def dialled(self, number: int, why: str | None) -> list[Action]:
+        """A dial has ended: "" where it got through to the peer, None where it was not made."""
+        peer = self.peers.get(number)
+        if peer is None or peer.info.group not in self._groups:
+            return self._take()  # it has gone meanwhile
+        group = self._groups[peer.info.group]
+        accusers = [self.peers[one].info for one, other in group.blame.blocked if other == number]
+        if why and not reach.matters(peer.info, peer.seen, accusers):
+            why = None
+        group.blame.dialled(number, plain(why) if why else why)
+        self._judge(peer.info.group)
+        return self._take()
+
+    def _judge(self, group_number: int) -> None:
+        """Who cannot be reached, or reaches nobody, goes; or the rings go around the trouble."""
+        while (group := self._groups.get(group_number)) is not None and group.blame.blocked:
+            verdict = group.blame.verdict(self._size(group_number))
+            if verdict is None and not self._go_around(group_number, group):
+                verdict = group.blame.last_resort(self._proven(group_number))
+            if verdict is None:
+                return
+            self._convict(group, verdict)
+
+    def _go_around(self, group_number: int, group: Group) -> bool:
+        """Has the rings go around what is blocked, if that can be; if need be, over links that were
+        blocked some time ago."""
+        blame = group.blame
+        if uses(self._plan_rings(group_number, group), blame.blocked):
+            blame.forgive()
+            if uses(self._plan_rings(group_number, group), blame.blocked):
+                return False
+        used = [link for link in blame.blocked if uses(group.planned, (link,))]
+        if used and group.sync is None:  # its plan is of this epoch, and goes over other streams
+            a, b = used[0]
+            why = f"{self.peers[a].info} could not reach {self.peers[b].info}"
+            self._note(f"{why} ({blame.blocked[a, b]}): the rings go another way")
+            self._new_epoch(group_number)
+            self._interrupt(self._of_group(group_number), why)
+        return True
+
+    def _plan_rings(self, group_number: int, group: Group) -> tuple[m.Ring, ...]:
+        """The rings that a group is to have."""
+        infos = [self.peers[number].info for number in self._accepted(group_number)]
+        return plan_rings(infos, group.rings, group.blame.cost())
 
     def _settle(self, running: Running) -> None:
         """The one outcome, once all surviving members have voted."""
         if len(running.votes) == len(running.members):  # only members vote
             del self._running[running.seq]
             ok = all(running.votes.values())
-            if ok:
-                self._groups[running.group].unreached.clear()
+            if ok and running.around is not None:
+                epoch, rings = running.around
+                self._groups[running.group].blame.worked(rings, epoch)
             finished = m.Finished(running.seq, ok, "" if ok else running.why)
             for number in sorted(running.members):
                 self.peers[number].running -= 1
-                self.peers[number].proven |= ok
+                self.peers[number].proven |= ok and running.around is not None
                 self._send(number, finished)

@@ -6,12 +6,13 @@ The actions that it returns, the records that it keeps, and what all its parts d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
+from pccl.protocol.blame import Blame, Verdict
 from pccl.protocol.election import Transfer
 from pccl.protocol.nonces import Nonces
 from pccl.protocol.recovery import EPOCH_SHIFT, INCARNATION_SHIFT
@@ -68,7 +69,14 @@ class Forget:
     number: int
 
 
-Action = Send | Drop | Note | Remember | Forget
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """Dial a peer where it listens; `dialled` is to be called with what came of it."""
+
+    info: m.PeerInfo
+
+
+Action = Send | Drop | Note | Remember | Forget | Dial
 Combine: TypeAlias = Callable[[m.Work, Sequence[bytes]], bytes]
 
 
@@ -101,6 +109,7 @@ class Recovery:
     journaled: bool
     resumes: dict[int, m.Resume] = field(default_factory=dict)
     conns: dict[int, bytes] = field(default_factory=dict)
+    seen: dict[int, str] = field(default_factory=dict)  # the hosts that the master sees them at
     backlog: list[Callable[[], list[Action]]] = field(default_factory=list)
     said: dict[bytes, int] = field(default_factory=dict)  # by each connection, in the backlog
     began_s: float | None = None
@@ -120,7 +129,8 @@ class Peer:
     accepted: bool = False
     running: int = 0  # collectives it has started and whose outcome is not known
     heard: int = 0  # the greatest seq that it has certainly heard of
-    proven: bool = False  # a collective with it has committed: it can be reached
+    proven: bool = False  # a collective with it has gone around the rings
+    seen: str = ""  # the host that the master sees it at
 
 
 @dataclass(slots=True)
@@ -132,6 +142,7 @@ class Running:
     members: set[int]
     title: str
     votes: dict[int, bool] = field(default_factory=dict)
+    around: tuple[int, tuple[m.Ring, ...]] | None = None  # the epoch and rings that it goes around
     why: str = ""
 
 
@@ -189,9 +200,9 @@ class Group:
     grown: bool = False  # whether a peer has joined since the last synchronisation
     sync: Sync | None = None
     rings: tuple[m.Ring, ...] = ()  # as they were optimised
+    planned: tuple[m.Ring, ...] = ()  # as they are, in this epoch
     small: deque[int] = field(default_factory=deque)  # seqs of results that somebody may lack
-    # of two peers, how often no stream could be opened since the last collective that committed
-    unreached: Counter[frozenset[int]] = field(default_factory=Counter)
+    blame: Blame = field(default_factory=Blame)
 
 
 class Ledger(ABC):
@@ -257,6 +268,14 @@ class Ledger(ABC):
 
     def _remove(self, number: int, why: str, kick: Result | None = None) -> None:
         self._remove_all({number: why}, kick)
+
+    def _convict(self, group: Group, verdict: Verdict) -> None:
+        """Who has to go does, and all are told why."""
+        why = group.blame.sentence(verdict, lambda number: self.peers[number].info)
+        self._remove(verdict.guilty, why, Result.RANK_CONNECTION_FAILED)
+
+    def _proven(self, group: int) -> set[int]:
+        return {number for number in self._accepted(group) if self.peers[number].proven}
 
     def _accepted(self, group: int | None = None) -> list[int]:
         return list(self._accepted_in.get(group, ()))

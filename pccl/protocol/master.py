@@ -44,6 +44,7 @@ from pccl.protocol.ledger import (
     NAMES_MAX,
     WITHDRAWN,
     Action,
+    Dial,
     Doom,
     Drop,
     Forget,
@@ -67,7 +68,6 @@ from pccl.protocol.recovery import (
     plausible,
     reconstruct,
 )
-from pccl.protocol.ring import plan_rings
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote
 from pccl.protocol.synchronisations import Synchronisations
 from pccl.types import Result
@@ -75,6 +75,7 @@ from pccl.version import __version__
 
 __all__ = [
     "Action",
+    "Dial",
     "Drop",
     "Forget",
     "Journal",
@@ -129,7 +130,7 @@ class Master(Collectives, Synchronisations, Optimisations):
             self._refuse(conn, reach.refusal(info, unreached), Result.RANK_CONNECTION_FAILED)
         else:
             warning = reach.warning(info, unreached) if unreached else ""
-            self._register(conn, info, hello.arithmetic, warning)
+            self._register(conn, info, hello.arithmetic, host, warning)
         return self._take()
 
     def examine(self, conn: bytes, host: str, unreached: str, unix_s: float) -> list[Action]:
@@ -249,7 +250,7 @@ class Master(Collectives, Synchronisations, Optimisations):
             return self._take()
         resume = msgspec.structs.replace(resume, info=info)
         recovery.resumes[number] = resume
-        recovery.conns[number] = conn
+        recovery.conns[number], recovery.seen[number] = conn, host
         self._arithmetic = resume.arithmetic
         if not recovery.journaled:
             recovery.expected |= {info.peer for info in resume.known}
@@ -274,7 +275,7 @@ class Master(Collectives, Synchronisations, Optimisations):
             del recovery.resumes[number]
             self._refuse(recovery.conns[number], GIVEN_UP, Result.RANK_CONNECTION_FAILED)
         if recovery.resumes:
-            self._restore(reconstruct(recovery.resumes), recovery.conns)
+            self._restore(reconstruct(recovery.resumes), recovery)
         else:
             self._note("nobody came back: the last holder of any shared state is gone")
         out = self._take()
@@ -284,10 +285,11 @@ class Master(Collectives, Synchronisations, Optimisations):
         if not self._accepted():
             self._admit()
 
-    def _restore(self, before: Before, conns: dict[int, bytes]) -> None:
+    def _restore(self, before: Before, recovery: Recovery) -> None:
         for number, info in before.accepted.items():
-            self.peers[number] = Peer(conns[number], info, accepted=True)
-            self._by_conn[conns[number]] = number
+            conn, seen = recovery.conns[number], recovery.seen[number]
+            self.peers[number] = Peer(conn, info, accepted=True, seen=seen)
+            self._by_conn[conn] = number
             self._count_in(number, info.group)
             self._out.append(Remember(info))
         self._next_peer = max(self._next_peer, before.next_peer)
@@ -352,12 +354,12 @@ class Master(Collectives, Synchronisations, Optimisations):
     # ---- membership ----
 
     def _register(
-        self, conn: bytes, info: m.PeerInfo, arithmetic: bytes, warning: str = ""
+        self, conn: bytes, info: m.PeerInfo, arithmetic: bytes, seen: str, warning: str = ""
     ) -> None:
         number = self._next_peer
         self._next_peer += 1
         info = msgspec.structs.replace(info, peer=number)
-        self.peers[number] = Peer(conn, info)
+        self.peers[number] = Peer(conn, info, seen=seen)
         self._by_conn[conn] = number
         self._arithmetic = arithmetic
         self._send(number, m.Welcome(number, plain(warning)))
@@ -443,6 +445,8 @@ class Master(Collectives, Synchronisations, Optimisations):
     def _leave_group(self, group_number: int, lost: Mapping[int, str]) -> None:
         group = self._groups[group_number]
         group.holders -= lost.keys()
+        for number in lost:
+            group.blame.forget(number)
         if not group.holders and group.revision is not None:
             group.revision = None
             self._note(f"the last holder of group {group_number}'s shared state is gone")
@@ -466,8 +470,9 @@ class Master(Collectives, Synchronisations, Optimisations):
         self._epoch += 1
         group.epoch = self._epoch
         peers = tuple(self.peers[number].info for number in self._accepted(group_number))
-        rings, nonce = plan_rings(peers, group.rings), self._nonces.of_epoch(group.epoch)
-        plan = m.Plan(group.epoch, peers, rings, self._topology_rounds, nonce)
+        group.planned = self._plan_rings(group_number, group)
+        nonce = self._nonces.of_epoch(group.epoch)
+        plan = m.Plan(group.epoch, peers, group.planned, self._topology_rounds, nonce)
         for peer in peers:
             self._send(peer.peer, plan)
 

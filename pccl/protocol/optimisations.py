@@ -9,7 +9,6 @@ from itertools import islice, zip_longest
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.ledger import WITHDRAWN, Ledger, Optimisation
-from pccl.protocol.ring import plan_rings
 from pccl.protocol.rounds import Kind, Round
 from pccl.protocol.topology import (
     SPREAD_MAX,
@@ -148,12 +147,16 @@ class Optimisations(Ledger):
         measured = {hop: link for hop, link in optimisation.links.items() if infos.keys() >= {*hop}}
         if not measured:
             return
+        for hop, link in measured.items():
+            if link.rate:
+                group.blame.measured(*hop)
+        measured |= dict.fromkeys(group.blame.blocked, Link(0, 0))
 
         def local(a: int, b: int) -> bool:
             return reach.local(infos[a], infos[b])
 
         links = Links(measured, local, optimisation.inflow)
-        current = plan_rings(list(infos.values()), group.rings)
+        current = group.planned
         rings = best_rings(current, links)
         for title, found in (("were", current), ("are", rings)):
             self._note(f"the rings of group {group_number} {title} {_describe(found, links)}")

@@ -41,6 +41,13 @@ def _judged(host: str, seen: str) -> bool:
         return False  # a name, which may mean something else elsewhere
 
 
+# What to do about a peer that reaches nobody.
+EGRESS = (
+    "let its connections out through the firewall, to the ports of the other peers; to the master "
+    "alone is not enough"
+)
+
+
 def refusal(info: m.PeerInfo, why: str) -> str:
     """What a newcomer is told that its group has no use for."""
     where = address_text(info.host, info.port)

@@ -3,27 +3,89 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise, permutations
 
 from pccl.protocol.messages import PeerInfo, Ring, Work
 from pccl.protocol.orders import RingPart
+from pccl.protocol.topology import hops
 
 QUANTUM = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl.h)
+BARRED = 1 << 20  # the cost of a hop that is to be avoided at any price
+COSTLY_MAX = 4  # hops for which a better place is looked for at the same time
+EXACT_MAX = 7  # peers whose orders are all looked at for a cheaper one; of more, some changes
+
+Hop = tuple[int, int]  # from whom, to whom
+Cost = Callable[[Hop], int]
 
 
-def plan_rings(peers: Sequence[PeerInfo], chosen: Sequence[Ring] = ()) -> tuple[Ring, ...]:
+def free(hop: Hop) -> int:
+    """What hops cost where nothing speaks against any."""
+    return 0
+
+
+def plan_rings(
+    peers: Sequence[PeerInfo], chosen: Sequence[Ring] = (), cost: Cost = free
+) -> tuple[Ring, ...]:
     """Rings over all peers: those that were chosen, else one; none for fewer than two peers.
 
     Those that were chosen may also name peers that have left, and not yet name all. Peers are in
-    the order of acceptance, which breaks ties, so every call gives the same plan.
+    the order of acceptance, which breaks ties, so every call gives the same plan. An order changes
+    where that makes it cheaper, and it has a hop that is barred.
     """
     if len(peers) < 2:
         return ()
     weights: Counter[tuple[int, ...]] = Counter()
     for ring in chosen or (Ring((), 1),):
-        weights[_order(peers, ring.order)] += ring.weight
+        order = _order(peers, ring.order)
+        if any(cost(hop) >= BARRED for hop in hops(order)):
+            order = _cheaper(order, cost)
+        weights[order] += ring.weight
     return tuple(Ring(order, weight) for order, weight in weights.items())
+
+
+def uses(rings: Sequence[Ring], barred: Collection[Hop]) -> bool:
+    """Whether rings have hops that are barred."""
+    return any(hop in barred for ring in rings for hop in hops(ring.order))
+
+
+def _cheaper(order: tuple[int, ...], cost: Cost) -> tuple[int, ...]:
+    """An order that costs less, if there is one: the cheapest of few peers, of many a good one."""
+    if len(order) > EXACT_MAX:
+        return _swapped(order, cost)
+    first, *rest = order
+    return min(
+        ((first, *others) for others in permutations(rest)),
+        key=lambda found: sum(cost(hop) for hop in hops(found)),
+    )
+
+
+def _swapped(order: tuple[int, ...], cost: Cost) -> tuple[int, ...]:
+    """Has peers at costly hops change places with others, while that makes the order cheaper."""
+    size, changed = len(order), list(order)
+    for _ in range(size):
+        paid = sorted(((cost(hop), -i) for i, hop in enumerate(hops(changed))), reverse=True)
+        costly = [-at for price, at in paid[:COSTLY_MAX] if price]
+        ends = {i % size for at in costly for i in (at, at + 1)} - {0}  # rank 0 stays
+        swaps = (
+            (_swap_cost(changed, i, j, cost), i, j) for i in sorted(ends) for j in range(1, size)
+        )
+        change, i, j = min(swaps, default=(0, 0, 0))
+        if change >= 0:
+            break
+        changed[i], changed[j] = changed[j], changed[i]
+    return tuple(changed)
+
+
+def _swap_cost(order: Sequence[int], i: int, j: int, cost: Cost) -> int:
+    """By how much the order costs more if the i-th and the j-th change places."""
+    swapped = {i: order[j], j: order[i]}
+    change = 0
+    for at in {(i - 1) % len(order), i, (j - 1) % len(order), j}:
+        after = (at + 1) % len(order)
+        change += cost((swapped.get(at, order[at]), swapped.get(after, order[after])))
+        change -= cost((order[at], order[after]))
+    return change
 
 
 def _order(peers: Sequence[PeerInfo], chosen: Sequence[int]) -> tuple[int, ...]:

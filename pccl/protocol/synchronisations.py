@@ -100,7 +100,13 @@ class Synchronisations(Ledger):
         for suspect in suspects:  # who gets it from none of several has himself to blame
             sync.failures[suspect] = sync.failures.get(suspect, 0) + 1
         guilty = [s for s in suspects if sync.failures[s] >= SYNC_ATTEMPTS_MAX]
-        if guilty:  # of two that only accuse each other, the one that came last
+        if len(guilty) == 2:
+            verdict = group.blame.between(number, holders[0], self._proven(group_number))
+        else:
+            verdict = None
+        if verdict is not None:
+            self._convict(group, verdict)
+        elif guilty:  # of two that only accuse each other, the one that came last
             why = f"it took part in {SYNC_ATTEMPTS_MAX} failed transfers of shared state: {why}"
             self._remove(max(guilty), why, Result.RANK_CONNECTION_FAILED)
         else:

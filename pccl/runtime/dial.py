@@ -19,7 +19,7 @@ DIALS_MAX = 64  # at the same time; any more are taken to be reached
 GREETING = b"\xff"  # the first byte of ZMTP
 NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)
 
-Then = Callable[[str], None]
+Then = Callable[[str | None], None]
 
 
 class _Dial(NamedTuple):
@@ -28,7 +28,8 @@ class _Dial(NamedTuple):
 
 
 class Dialler:
-    """Dials under way, each of which ends with a call of its `then`: why not, or "" when reached.
+    """Dials under way, each of which ends with a call of its `then`: why not, or "" when reached;
+    None when no dial was made.
 
     Args:
         waiter: wakes the thread that uses this, and reads.
@@ -44,20 +45,20 @@ class Dialler:
         return bool(self._dials)
 
     def dial(self, host: str, port: int, now_s: float, then: Then) -> None:
-        """Begins a dial; a name, and one too many, count as reached at once."""
+        """Begins a dial; not to a name, and not one too many: `then` is called at once."""
         numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
         except (OSError, UnicodeError):
             found = []
         if not found or len(self._dials) >= DIALS_MAX:
-            then("")
+            then(None)
             return
         family, kind, protocol, _, address = found[0]
         try:
             dialled = socket.socket(family, kind, protocol)
         except OSError:  # no such family here, or no more descriptors: that tells nothing of it
-            then("")
+            then(None)
             return
         dialled.setblocking(False)
         number = dialled.connect_ex(address)

@@ -326,15 +326,23 @@ class Server:
         """Dials a connection's peer back; `event` handles its message when that has ended."""
         self._arriving[conn] = []
 
-        def then(unreached: str) -> None:
+        def then(unreached: str | None) -> None:
             held = self._arriving.pop(conn, None)
             if held is None:
                 return  # it has gone
-            self._guarded(conn, lambda: event(unreached))
+            self._guarded(conn, lambda: event(unreached or ""))
             for frames in held:
                 self._deliver(conn, frames)
 
         self._dialler.dial(host, port, time.monotonic(), then)
+
+    def _dial_peer(self, info: m.PeerInfo) -> None:
+        """Dials a peer that another one cannot reach."""
+
+        def then(unreached: str | None) -> None:
+            self._perform(self._core.dialled(info.peer, unreached))
+
+        self._dialler.dial(info.host, info.port, time.monotonic(), then)
 
     def _hear(self, conn: bytes, frames: list[bytes]) -> list[core.Action]:
         """What the core makes of a message."""
@@ -384,6 +392,7 @@ class Server:
     def _perform(self, actions: list[core.Action]) -> None:
         last: m.MasterMessage | None = None
         data = b""
+        dials: list[m.PeerInfo] = []  # when all is done: they may end at once, and lead to more
         for action in actions:
             match action:
                 case core.Send(conn, message):
@@ -398,6 +407,8 @@ class Server:
                 case core.Forget(number):
                     if self._journal is not None:
                         self._journal.forget(number)
+                case core.Dial(info):
+                    dials.append(info)
                 case core.Note(text):
                     log.info("master: %s", text)
                 case core.Drop(conn, why):
@@ -408,6 +419,8 @@ class Server:
             if not self._core.recovering:
                 self._journal.recovered()
             self._journal.settle()
+        for info in dials:
+            self._dial_peer(info)
 
     def _send(self, conn: bytes, data: bytes) -> None:
         self._sent = True
