@@ -212,8 +212,12 @@ class Communicator(Collectives):
         self._finalizer = weakref.finalize(self, client.close, "the communicator was deleted")
 
     def _await_admission(self, call: Call, timeout: float | None) -> Note:
+        give_up_at = None if timeout is None else time.monotonic() + timeout
         try:
-            return call.next(timeout)
+            while True:
+                note = call.next(None if give_up_at is None else give_up_at - time.monotonic())
+                if not isinstance(note, m.Welcome):  # of a master that was restarted meanwhile
+                    return note
         except queue.Empty:
             raise PCCLTimeoutError(
                 Result.MASTER_CONNECTION_FAILED,
