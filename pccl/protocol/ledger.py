@@ -17,6 +17,7 @@ from pccl.protocol.election import Transfer
 from pccl.protocol.nonces import Nonces
 from pccl.protocol.recovery import EPOCH_SHIFT, INCARNATION_SHIFT
 from pccl.protocol.rounds import Kind, OpenRounds, Round, RoundId, Vote
+from pccl.protocol.stragglers import Stragglers
 from pccl.protocol.topology import Link
 from pccl.types import Result
 
@@ -228,8 +229,7 @@ class Ledger(ABC):
         self.run = run if journal is None else journal.run
         self._combine = combine
         self._nonces = Nonces(secret)
-        self._straggler_s = straggler_s
-        self._waiting_since: dict[object, float] = {}  # round or seq -> when others began to wait
+        self._stragglers = Stragglers(straggler_s)
         self.peers: dict[int, Peer] = {}  # in the order of registration: accepted ones come first
         self._accepted_in: dict[int | None, dict[int, None]] = {}  # by group; None: all, in order
         self._by_conn: dict[bytes, int] = {}

@@ -1,0 +1,52 @@
+"""How errors and logs name what a collective does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
+
+if TYPE_CHECKING:
+    from pccl.protocol.messages import Work
+
+_DTYPE_NAMES = {dtype.value: dtype.common_name for dtype in DataType}
+_OP_NAMES = {op.value: op.name.lower() for op in ReduceOp}
+_ALGORITHM_NAMES = {each.value: each.name for each in QuantizationAlgorithm}
+_WITH_DTYPE = {QuantizationAlgorithm.MIN_MAX.value, QuantizationAlgorithm.ZERO_POINT_SCALE.value}
+
+
+def _named(names: Mapping[int, str], value: int, what: str) -> str:
+    """A value by its name, if it has one: what a peer sends may be any number."""
+    return names.get(value, f"{what} {value}")
+
+
+def dtype_name(dtype: int) -> str:
+    """What numpy and torch call a `DataType`'s value."""
+    return _named(_DTYPE_NAMES, dtype, "dtype")
+
+
+def elements(count: int, dtype: int) -> str:
+    """So many of them, in words."""
+    return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}"
+
+
+def call(work: Work) -> str:
+    """The call of the API that asks for this work, with its arguments."""
+    if work.what == "barrier":
+        return "barrier()"
+    if work.parts:
+        total = sum(part.count for part in work.parts)
+        words = [f"{len(work.parts)} tensors of {total} elements"]
+    else:
+        words = [elements(work.count, work.dtype)]
+    if work.what in ("all_reduce", "reduce_scatter"):
+        words.append(_named(_OP_NAMES, work.redop, "op"))
+    if work.what == "broadcast":
+        words.append(f"root {work.root}")
+    if work.algorithm:
+        quantised = "quantised by " + _named(_ALGORITHM_NAMES, work.algorithm, "algorithm")
+        if work.algorithm in _WITH_DTYPE:
+            quantised += " to " + dtype_name(work.quantized)
+        words.append(quantised)
+    return f"{work.what}({', '.join(words)})"
