@@ -58,6 +58,21 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "patient callers are answered when a peer registers",
+        "            self._evaluate(self._rounds.get(PENDING))",
+        "            self._rounds.get(PENDING)",
+    ),
+    Mutant(
+        "a caller in a hurry is answered although the others are patient",
+        "self.id == PENDING and all(vote.payload",
+        "self.id == PENDING and any(vote.payload",
+    ),
+    Mutant(
+        "a caller whose patience has ended is answered",
+        "            self._calls[call] = m.PendingVote(call, vote.stuck)\n            self._say",
+        "            self._calls[call] = m.PendingVote(call, vote.stuck)\n            repr",
+    ),
+    Mutant(
         "who is told of a start that it had missed is told once",
         "        self._last_seq = max(self._last_seq, refusal.seq)",
         "        pass",

@@ -57,6 +57,7 @@ ROUND: Table = {
     "outside": {"> Vote": "waiting"},
     "waiting": {
         "> Vote": "waiting",  # anew, after Resumed
+        "> Hurry": "waiting",  # of are_peers_pending alone
         "> Withdraw": "waiting",
         "< Result": OVER,
         "< CallError": OVER,
@@ -193,8 +194,8 @@ class Conversation:
             case m.OptimizeVote(call):
                 talk = self.calls.setdefault(call, Talk("optimisation", "outside"))
                 self._go(talk, "> OptimizeVote")
-            case m.Withdraw(call):
-                self._go(self.calls[call], "> Withdraw")
+            case m.Withdraw(call) | m.Hurry(call):
+                self._go(self.calls[call], f"> {name}")
             case m.FinishVote(seq, ok):
                 self._go(self.by_seq[seq], f"> {name} {'yes' if ok else 'no'}")
             case m.FetchedVote(seq) | m.Measured(seq):

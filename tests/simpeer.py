@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ class SimPeer:
     tags: set[int] = field(default_factory=set)  # launched and not awaited
     deadlines: dict[int, int] = field(default_factory=dict)  # call -> step at which it is withdrawn
     given_up: set[int] = field(default_factory=set)  # calls that were withdrawn
+    patient: dict[int, int] = field(default_factory=dict)  # call -> step at which it is so no more
     calls: int = 0
     ops: dict[int, SimOp] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
@@ -99,8 +101,9 @@ class SimPeer:
         late = [c for c, step in self.deadlines.items() if step <= self.run.steps]
         for call in late:
             self.withdraw(call)
+        hurried = self.hurry(self.run.steps)
         if not self.ready:
-            return bool(late)
+            return bool(late) or hurried
         while self.ready:
             thread = self.ready.popleft()
             try:
@@ -118,6 +121,14 @@ class SimPeer:
         self.deadlines.pop(call, None)
         self.given_up.add(call)
         self.perform(self.core.withdraw(call, "its caller gave up"))
+
+    def hurry(self, step: float = math.inf) -> bool:
+        """Callers whose patience ends at that step want their answers; whether there are any."""
+        hasty = [call for call, end in self.patient.items() if end <= step]
+        for call in hasty:
+            del self.patient[call]
+            self.perform(self.core.hurry(call))
+        return bool(hasty)
 
     @property
     def single(self) -> bool:
@@ -194,8 +205,13 @@ class SimPeer:
     def are_peers_pending(self) -> Generator[int, None, End]:
         call = self.number()
         self.stuck |= {call} if self.single else set()
-        actions = self.core.are_peers_pending(call, self.single)
-        return (yield from self.wait(self.begin(call, "are_peers_pending", actions)))
+        patience = self.run.random.choice([0, 0, 5, 50])
+        if patience:
+            self.patient[call] = self.run.steps + patience
+        actions = self.core.are_peers_pending(call, self.single, bool(patience))
+        end = yield from self.wait(self.begin(call, "are_peers_pending", actions))
+        self.patient.pop(call, None)
+        return end
 
     def optimize_topology(self) -> Generator[int, None, End]:
         call, serve = self.number(), self.number("serve")

@@ -459,7 +459,7 @@ class Run:
         if choices:
             what, subject = self.random.choice(choices)
             what(subject)
-        return moved or bool(choices)
+        return moved or bool(choices) or any(p.hurry() for p in self.peers if p.present)
 
     def unblock(self) -> bool:
         """Nothing can happen: makes something happen that may; False when there is nothing."""

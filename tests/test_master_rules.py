@@ -522,3 +522,38 @@ def test_nonces_do_not_repeat_and_depend_on_the_masters_secret() -> None:
     for mine, theirs in zip(nonces(first), nonces(second), strict=True):
         assert not mine & theirs
         assert max(mine | theirs) > 1 << 56
+
+
+def answers(hall: Hall, conn: bytes) -> list[bool]:
+    return [told.pending for told in hall.told[conn] if isinstance(told, m.PendingResult)]
+
+
+def test_patient_peers_hear_whether_peers_are_pending_when_one_is() -> None:
+    hall = Hall(2)
+    hall.everyone(m.PendingVote(5, patient=True))
+    assert answers(hall, b"1") == answers(hall, b"2") == []
+    hall.join(b"3")
+    assert answers(hall, b"1") == answers(hall, b"2") == [True]
+
+
+def test_one_caller_in_a_hurry_is_enough_for_an_answer() -> None:
+    hall = Hall(2)
+    hall.say(b"1", m.PendingVote(5, patient=True))
+    hall.say(b"2", m.PendingVote(5))
+    assert answers(hall, b"1") == answers(hall, b"2") == [False]
+    hall.everyone(m.PendingVote(6, patient=True))
+    hall.say(b"2", m.Hurry(5))  # of a call that has been answered
+    assert answers(hall, b"1") == [False]
+    hall.say(b"2", m.Hurry(6))
+    assert answers(hall, b"1") == answers(hall, b"2") == [False, False]
+    hall.say(b"2", m.Hurry(6))
+    assert sorted(hall.master.peers) == [1, 2]
+
+
+def test_a_loss_does_not_end_patience() -> None:
+    hall = Hall(3)
+    hall.everyone(m.PendingVote(5, patient=True))
+    hall.say(b"3", m.Leave())
+    assert answers(hall, b"1") == []
+    hall.join(b"4")
+    assert answers(hall, b"1") == [True]

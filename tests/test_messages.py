@@ -15,6 +15,8 @@ FROM_PEER: list[m.PeerMessage] = [
     m.Hello(1, "0.1.0", 2, "", 4000, "/tmp/x", "abc", b"\7"),
     m.TopologyVote(5),
     m.PendingVote(6),
+    m.PendingVote(6, patient=True),
+    m.Hurry(6),
     m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000, 1, 2)),
     m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1), b"data", 6),
     m.FinishVote(9, True),

@@ -33,7 +33,7 @@ that peer and nobody else.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
@@ -68,7 +68,7 @@ from pccl.protocol.recovery import (
     plausible,
     reconstruct,
 )
-from pccl.protocol.rounds import Kind, Round, RoundId, Vote
+from pccl.protocol.rounds import PENDING, Kind, Round, RoundId, Vote
 from pccl.protocol.synchronisations import Synchronisations
 from pccl.types import Result
 from pccl.version import __version__
@@ -366,6 +366,8 @@ class Master(Collectives, Synchronisations, Optimisations):
         self._note(f"{info} of group {info.group} registered")
         if not self._size():
             self._admit()
+        else:
+            self._evaluate(self._rounds.get(PENDING))
 
     def _refusal(self, protocol: int, version: str, arithmetic: bytes, info: m.PeerInfo) -> str:
         if protocol != m.PROTOCOL_VERSION:
@@ -492,8 +494,10 @@ class Master(Collectives, Synchronisations, Optimisations):
         match message:
             case m.TopologyVote(call):
                 self._enter(number, RoundId(Kind.TOPOLOGY, None), Vote(call, None))
-            case m.PendingVote(call, stuck):
-                self._enter(number, RoundId(Kind.PENDING, None), Vote(call, None, None, stuck))
+            case m.PendingVote(call, stuck, patient):
+                self._enter(number, PENDING, Vote(call, patient, None, stuck))
+            case m.Hurry(call):
+                self._evaluate(self._rounds.hurry(number, call))
             case m.StartVote(call, tag, work, data, heard, stuck) if data is None or fits(
                 work, data
             ):
@@ -603,8 +607,13 @@ class Master(Collectives, Synchronisations, Optimisations):
         dooms[:] = [old for old in dooms if old.rounds != doom.rounds][-OPEN_MAX:]
         dooms.append(doom)
 
-    def _evaluate(self, round_: Round[object]) -> None:
-        if len(round_.votes) == self._size(round_.id.group):
+    def _evaluate(self, round_: Round[object] | None) -> None:
+        news = len(self.peers) > self._size()
+        if (
+            round_ is not None
+            and len(round_.votes) == self._size(round_.id.group)
+            and (news or not round_.is_patient)
+        ):
             self._rounds.close(round_)
             match round_.id.kind:
                 case Kind.TOPOLOGY:
@@ -658,30 +667,19 @@ class Master(Collectives, Synchronisations, Optimisations):
         if self._recovery is not None:
             self._tick_recovery(self._recovery, now_s)
             return self._take()
-        if self._straggler_s is None:
-            return []
-        waited: set[object] = set()
-        stragglers: dict[int, str] = {}
-        for round_ in self._rounds:
-            waited.add(round_.id)
-            if now_s - self._waiting_since.setdefault(round_.id, now_s) > self._straggler_s:
-                for number in self._absent(round_):
-                    stragglers[number] = round_.describe(next(iter(round_.votes)))
-        for running in self._running.values():
-            waited.add(running.seq)
-            late = running.members - running.votes.keys()
-            if not running.votes:
-                self._waiting_since[running.seq] = now_s  # nobody waits for anybody yet
-            elif now_s - self._waiting_since.setdefault(running.seq, now_s) > self._straggler_s:
-                for number in late:
-                    stragglers[number] = running.title
-        for gone in self._waiting_since.keys() - waited:
-            del self._waiting_since[gone]
-        for number in sorted(stragglers):
-            if number in self.peers:
-                why = f"others waited for it in {stragglers[number]} for {self._straggler_s:g} s"
-                self._remove(number, why, Result.RANK_CONNECTION_FAILED)
+        late = dict(self._stragglers.late(now_s, self._waits()))
+        for number in sorted(late.keys() & self.peers.keys()):
+            why = f"others waited for it in {late[number]} for {self._stragglers.limit_s:g} s"
+            self._remove(number, why, Result.RANK_CONNECTION_FAILED)
         return self._take()
+
+    def _waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
+        """All that somebody waits for: its name, who is missing, and what it is."""
+        for round_ in self._rounds:
+            yield round_.id, self._absent(round_), round_.describe(next(iter(round_.votes)))
+        for running in self._running.values():
+            if running.votes:
+                yield running.seq, running.members - running.votes.keys(), running.title
 
     def _tick_recovery(self, recovery: Recovery, now_s: float) -> None:
         if recovery.began_s is None:

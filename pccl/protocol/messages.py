@@ -12,15 +12,14 @@ master gives to one committed collective or synchronisation; it never repeats wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import IntEnum
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from pccl.protocol import wording
 from pccl.text import address_text
-from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 PROTOCOL_VERSION = 2
 DIFFERENCES_MAX = 100  # entries described when content has diverged
@@ -50,28 +49,6 @@ class Cause(IntEnum):
     MISMATCH = 1  # calls that can never meet
     TIMEOUT = 2  # withdrawn
     DIVERGENCE = 3  # content that had diverged, and a peer that wants an error then
-
-
-# ---- how values are told ----
-
-_DTYPE_NAMES = {dtype.value: dtype.common_name for dtype in DataType}
-_OP_NAMES = {op.value: op.name.lower() for op in ReduceOp}
-_ALGORITHM_NAMES = {each.value: each.name for each in QuantizationAlgorithm}
-_WITH_DTYPE = {QuantizationAlgorithm.MIN_MAX.value, QuantizationAlgorithm.ZERO_POINT_SCALE.value}
-
-
-def _named(names: Mapping[int, str], value: int, what: str) -> str:
-    """A value by its name, if it has one: what a peer sends may be any number."""
-    return names.get(value, f"{what} {value}")
-
-
-def dtype_name(dtype: int) -> str:
-    """What numpy and torch call a `DataType`'s value."""
-    return _named(_DTYPE_NAMES, dtype, "dtype")
-
-
-def _elements(count: int, dtype: int) -> str:
-    return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}"
 
 
 # ---- values inside messages ----
@@ -122,7 +99,7 @@ class Part(Struct, array_like=True, frozen=True):
     name: Name = ""
 
     def __str__(self) -> str:
-        return f"{self.name or 'a tensor'} of {_elements(self.count, self.dtype)}"
+        return f"{self.name or 'a tensor'} of {wording.elements(self.count, self.dtype)}"
 
 
 class Work(Struct, array_like=True, frozen=True):
@@ -145,23 +122,7 @@ class Work(Struct, array_like=True, frozen=True):
     parts: Annotated[tuple[Part, ...], Meta(max_length=PARTS_MAX)] = ()
 
     def __str__(self) -> str:
-        if self.what == "barrier":
-            return "barrier()"
-        if self.parts:
-            total = sum(part.count for part in self.parts)
-            words = [f"{len(self.parts)} tensors of {total} elements"]
-        else:
-            words = [_elements(self.count, self.dtype)]
-        if self.what in ("all_reduce", "reduce_scatter"):
-            words.append(_named(_OP_NAMES, self.redop, "op"))
-        if self.what == "broadcast":
-            words.append(f"root {self.root}")
-        if self.algorithm:
-            quantised = "quantised by " + _named(_ALGORITHM_NAMES, self.algorithm, "algorithm")
-            if self.algorithm in _WITH_DTYPE:
-                quantised += " to " + dtype_name(self.quantized)
-            words.append(quantised)
-        return f"{self.what}({', '.join(words)})"
+        return wording.call(self)
 
     def sees_others_than(self, other: Work) -> bool:
         """Whether both are the same call, of peers that differ on who is in the group."""
@@ -289,10 +250,20 @@ class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
 
 
 class PendingVote(Struct, array_like=True, frozen=True, tag=3):
-    """Enters `are_peers_pending`. `stuck`: this peer can enter nothing else until it returns."""
+    """Enters `are_peers_pending`. `stuck`: this peer can enter nothing else until it returns.
+
+    When all voters are `patient`, the answer waits until a peer is pending.
+    """
 
     call: U64
     stuck: bool = False
+    patient: bool = False
+
+
+class Hurry(Struct, array_like=True, frozen=True, tag=16):
+    """A patient caller of `are_peers_pending` wants the answer now, even if it is no."""
+
+    call: U64
 
 
 class StartVote(Struct, array_like=True, frozen=True, tag=4):
@@ -627,6 +598,7 @@ PeerMessage: TypeAlias = (
     Hello
     | TopologyVote
     | PendingVote
+    | Hurry
     | StartVote
     | FinishVote
     | SyncVote

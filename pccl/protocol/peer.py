@@ -136,12 +136,25 @@ class Peer(Transfers):
         return self._take()
 
     def update_topology(self, call: int) -> list[Action]:
-        """Answered with None when pending peers have been accepted."""
+        """Answered with the size of the group when pending peers have been accepted."""
         return self._simple(call, m.TopologyVote(call))
 
-    def are_peers_pending(self, call: int, stuck: bool = False) -> list[Action]:
-        """Answered with a bool. `stuck`: until then this peer makes no other call."""
-        return self._simple(call, m.PendingVote(call, stuck))
+    def are_peers_pending(
+        self, call: int, stuck: bool = False, patient: bool = False
+    ) -> list[Action]:
+        """Answered with a bool. `stuck`: until then this peer makes no other call.
+
+        `patient`: while all voters are, there is no answer before a peer is pending (`hurry`).
+        """
+        return self._simple(call, m.PendingVote(call, stuck, patient))
+
+    def hurry(self, call: int) -> list[Action]:
+        """The caller of `are_peers_pending` is no longer patient."""
+        vote = self._calls.get(call)
+        if isinstance(vote, m.PendingVote):
+            self._calls[call] = m.PendingVote(call, vote.stuck)
+            self._say(m.Hurry(call))
+        return self._take()
 
     def collective(
         self, call: int, tag: int, work: m.Work, data: bytes | None = None, stuck: bool = False
@@ -210,12 +223,6 @@ class Peer(Transfers):
             self._end(Result.MASTER_CONNECTION_FAILED, why, MasterLostError)
         return self._take()
 
-    def broken(self, why: str) -> list[Action]:
-        """Something in this process that everything else needs has failed."""
-        if self.over is None:
-            self._end(Result.INTERNAL_ERROR, why)
-        return self._take()
-
     def received(self, message: m.MasterMessage) -> list[Action]:
         """A message of the master."""
         match message:
@@ -248,7 +255,7 @@ class Peer(Transfers):
                 self.world = world
             case m.TopologyResult(call, count):
                 self._done = msgspec.structs.replace(self._done, topology=count)
-                self._reply(call, None)
+                self._reply(call, self.world.local_size)
             case m.PendingResult(call, pending, count):
                 self._done = msgspec.structs.replace(
                     self._done, pending=count, were_pending=pending
@@ -522,7 +529,7 @@ class Peer(Transfers):
         )
         for call, vote in list(self._calls.items()):
             if isinstance(vote, m.TopologyVote) and missed.topology < done.topology:
-                self._reply(call, None)
+                self._reply(call, self.world.local_size)
             elif isinstance(vote, m.PendingVote) and missed.pending < done.pending:
                 self._reply(call, done.were_pending)
             else:

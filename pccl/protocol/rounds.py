@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -59,6 +59,9 @@ class RoundId(NamedTuple):
     tag: int | None = None
 
 
+PENDING = RoundId(Kind.PENDING, None)
+
+
 @dataclass(frozen=True, slots=True)
 class Vote(Generic[T]):
     """A peer's vote: the number of its call, what it asks for, and the data it brings."""
@@ -76,6 +79,11 @@ class Round(Generic[T]):
     id: RoundId
     votes: dict[int, Vote[T]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether all voters would rather wait for news than hear that there are none."""
+        return self.id == PENDING and all(vote.payload for vote in self.votes.values())
 
     def describe(self, peer: int) -> str:
         """What the peer called, in words."""
@@ -117,6 +125,10 @@ class OpenRounds:
     def __contains__(self, round_: Round[object]) -> bool:
         return self._rounds.get(round_.id) is round_
 
+    def get(self, round_id: RoundId) -> Round[object] | None:
+        """The open round of that name, if there is one."""
+        return self._rounds.get(round_id)
+
     def of(self, peer: int) -> Mapping[RoundId, Round[object]]:
         """The rounds in which a peer waits."""
         return self._voters[peer].rounds if peer in self._voters else {}
@@ -139,6 +151,14 @@ class OpenRounds:
         del round_.votes[peer]
         if not round_.votes:
             del self._rounds[round_.id]
+
+    def hurry(self, peer: int, call: int) -> Round[object] | None:
+        """A patient peer is so no longer: the round that it waits in by that call."""
+        round_ = self.of(peer).get(PENDING)
+        if round_ is None or round_.votes[peer].call != call:
+            return None  # its answer is on the way already
+        round_.votes[peer] = replace(round_.votes[peer], payload=False)
+        return round_
 
     def close(self, round_: Round[object]) -> None:
         """A round ends; it keeps its votes."""

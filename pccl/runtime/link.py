@@ -36,13 +36,11 @@ class Link:
 
     Args:
         context: of the sockets.
-        host: of the master: an address, for a name would be looked up in libzmq's own thread.
+        host: of the master.
         port: of the master.
         config: timings and limits.
         secure: sets a socket's keys.
-
-    Raises:
-        OSError: no socket is to be had.
+        ipv6: whether the host is to be reached by IPv6.
     """
 
     def __init__(
@@ -52,7 +50,9 @@ class Link:
         port: int,
         config: Config,
         secure: Callable[[zmq.Socket[bytes]], None],
+        ipv6: bool = False,
     ) -> None:
+        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         options = {
             zmq.LINGER: 1000,  # a Leave should still go out
             zmq.SNDHWM: 0,
@@ -64,26 +64,18 @@ class Link:
             zmq.HANDSHAKE_IVL: int(config.connect_timeout_s * 1000),
             zmq.HEARTBEAT_IVL: config.heartbeat_ms,
             zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
-            zmq.IPV6: int(":" in host),
+            zmq.IPV6: int(ipv6),
         }
-        try:
-            self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-            try:
-                for option, value in options.items():
-                    self.socket.setsockopt(option, value)
-                secure(self.socket)
-                self.monitor = self.socket.get_monitor_socket(
-                    zmq.EVENT_HANDSHAKE_SUCCEEDED
-                    | BROKEN
-                    | HANDSHAKE_FAILED
-                    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-                )
-                self.socket.connect(f"tcp://{address_text(host, port)}")
-            except BaseException:
-                self.socket.close(linger=0)  # with its monitor
-                raise
-        except zmq.ZMQError as error:
-            raise OSError(error.errno, f"no connection can be opened: {error}") from None
+        for option, value in options.items():
+            self.socket.setsockopt(option, value)
+        secure(self.socket)
+        self.monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | BROKEN
+            | HANDSHAKE_FAILED
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self.socket.connect(f"tcp://{address_text(host, port)}")
 
     def events(self) -> Iterator[LinkEvent]:
         """All that have come."""
