@@ -299,12 +299,12 @@ static void apply_quantized(struct op *op, const struct part *part,
     unsigned char *in = packet_payload(op->engine->zmq, inbox);
     unsigned char *out = part_recv(collective, part, chunk->offset);
     bool last = chunk->hop + 2u == chunk->members;
-    uint32_t divisor = last && collective->redop == PCCL_AVG ? chunk->members : 1;
+    uint32_t divisor = last ? chunk->members : 1;
     int status;
     if (chunk->hop + 2u <= chunk->members)
-        status = pccl_quantized_add(collective->format, part->dtype, in,
-                                    part_send(collective, part, chunk->offset), chunk->length,
-                                    divisor, last ? out : NULL);
+        status = pccl_quantized_reduce(collective->format, part->dtype, collective->redop, in,
+                                       part_send(collective, part, chunk->offset), chunk->length,
+                                       divisor, last ? out : NULL);
     else
         status = pccl_dequantize(collective->format, part->dtype, out, in, chunk->length);
     assert(status == PCCL_OK);

@@ -201,7 +201,7 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
         return false;
     }
     if (order->format != PCCL_UNQUANTIZED
-        && (!collective->reduces || order->redop > PCCL_AVG
+        && (!collective->reduces || order->redop == PCCL_PROD
             || order->format > PCCL_ZERO_POINT_16))
         return false;
     return collective->send_blocks > 0 && collective->recv_blocks > 0

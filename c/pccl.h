@@ -179,10 +179,10 @@ int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, s
                 uint32_t divisor);
 
 /* How an array of floats is quantised: docs/quantization.md says what each does. A block is a
- * header of one number (BLOCK: step) or two (MIN_MAX: step, middle; ZERO_POINT: step, zero code),
- * fp64 for fp64 elements and fp32 for all others, and a code of so many bits for each element; the
- * last block of an array may be shorter. Of n codes of 4 bits, byte i has code i in its lower half
- * and code (n + 1) / 2 + i in its upper one. */
+ * header of one number (BLOCK: step) or two (MIN_MAX: step, offset; ZERO_POINT: step, zero code, or
+ * -step, offset), fp64 for fp64 elements and fp32 for all others, and a code of so many bits for
+ * each element; the last block of an array may be shorter. Of n codes of 4 bits, byte i has code i
+ * in its lower half and code (n + 1) / 2 + i in its upper one. */
 enum pccl_format {
     PCCL_UNQUANTIZED = 0, PCCL_BLOCK_8 = 1, PCCL_BLOCK_4 = 2, PCCL_MIN_MAX_8 = 3,
     PCCL_MIN_MAX_16 = 4, PCCL_ZERO_POINT_8 = 5, PCCL_ZERO_POINT_16 = 6
@@ -198,11 +198,13 @@ uint64_t pccl_quantized_size(int format, int dtype, uint64_t n);
 int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n);
 int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n);
 
-/* One step of a ring, in one pass: sum = quantised((sum + own) / divisor), where sum is quantised
- * and own is not. If out is not NULL it receives sum, no longer quantised; out may be own. What is
- * wrong gives PCCL_EINVAL, a divisor of 0 too. */
-int pccl_quantized_add(int format, int dtype, void *sum, const void *own, size_t n,
-                       uint32_t divisor, void *out);
+/* One step of a ring, in one pass: partial = quantised(partial op own), where partial is quantised
+ * and own is not, and op is SUM, AVG (which adds, and then divides), MAX or MIN. With MAX and MIN a
+ * NaN or an infinity of either side spoils its block, as ever. If out is not NULL it receives
+ * partial, no longer quantised; out may be own. What is wrong gives PCCL_EINVAL: PROD, and a
+ * divisor of 0 for AVG. Other operations ignore the divisor. */
+int pccl_quantized_reduce(int format, int dtype, int redop, void *partial, const void *own,
+                          size_t n, uint32_t divisor, void *out);
 
 /* One outer step of SGD with Nesterov momentum, PyTorch's form with dampening 0, in four
  * separately rounded operations for each element, so that every machine computes the same bits:

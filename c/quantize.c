@@ -1,4 +1,4 @@
-/* quantize.c - arrays of floats as blocks of small codes, and the step of a ring that adds to them.
+/* quantize.c - arrays of floats as blocks of small codes, and the step of a ring that reduces them.
  *
  * DESIGN. docs/quantization.md says what each format is and why. A block is a header, which says
  * how a code becomes a number, and its codes; every format is the one affine map of blocks.inc,
@@ -8,7 +8,8 @@
  * level of the cache: blocks are decoded into it while a contribution is added, and it is encoded.
  * So a step of a ring is one pass over memory. Elements that are fp32 or fp64 are used where they
  * are, others are loaded and stored by functions of their own, so that types of elements and
- * formats need not be multiplied with each other.
+ * formats need not be multiplied with each other. Likewise MAX and MIN are passes of their own over
+ * what is decoded, which is in the cache: only the sum, which is what is mostly wanted, is fused.
  *
  * A block with an element that is not finite has a NaN for a step; one whose header is not finite
  * is read as all NaN.
@@ -144,12 +145,13 @@ struct type {
     void (*load)(void *numbers, const unsigned char *in, size_t n);
     void (*store)(unsigned char *out, const void *numbers, size_t n);
     void (*divide)(void *numbers, size_t n, uint32_t divisor);
+    void (*extreme)(bool largest, const void *own, void *numbers, size_t n);
     void (*write)(int format, unsigned char *out, const void *numbers, size_t n);
     void (*read)(int format, const unsigned char *in, void *numbers, size_t n);
     void (*read_add)(int format, const unsigned char *in, const void *own, void *numbers, size_t n);
 };
 
-#define NUMBERS(real) divide_##real, write_##real, read_##real, read_add_##real
+#define NUMBERS(real) divide_##real, extreme_##real, write_##real, read_##real, read_add_##real
 
 static const struct type types[] = {     /* from PCCL_F16 on */
     {2, sizeof(float), load_f16, store_f16, NUMBERS(f32)},
@@ -258,22 +260,35 @@ int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n)
     return PCCL_OK;
 }
 
-int pccl_quantized_add(int format, int dtype, void *sum, const void *own, size_t n,
-                       uint32_t divisor, void *out)
+/* x = what is quantised, reduced with `own`. */
+static void reduce_into(const struct type *type, int format, int redop, const unsigned char *in,
+                        const void *own, union numbers *x, size_t n, uint32_t divisor)
+{
+    if (redop == PCCL_MAX || redop == PCCL_MIN) {
+        type->read(format, in, x, n);
+        type->extreme(redop == PCCL_MAX, own, x, n);
+        return;
+    }
+    type->read_add(format, in, own, x, n);
+    if (redop == PCCL_AVG && divisor > 1)
+        type->divide(x, n, divisor);
+}
+
+int pccl_quantized_reduce(int format, int dtype, int redop, void *partial, const void *own,
+                          size_t n, uint32_t divisor, void *out)
 {
     const struct format *how = find_format(format);
     const struct type *type = find_type(dtype);
-    unsigned char *data = sum, *to = out;
+    unsigned char *data = partial, *to = out;
     const unsigned char *ours = own;
     union numbers x, y;
     size_t m;
-    if (how == NULL || type == NULL || divisor == 0)
+    if (how == NULL || type == NULL || redop < PCCL_SUM || redop > PCCL_MIN || redop == PCCL_PROD
+        || (redop == PCCL_AVG && divisor == 0))
         return PCCL_EINVAL;
     for (; n > 0; n -= m) {
         m = strip(how, n);
-        type->read_add(format - 1, data, numbers_of(type, ours, &y, m), &x, m);
-        if (divisor > 1)
-            type->divide(&x, m, divisor);
+        reduce_into(type, format - 1, redop, data, numbers_of(type, ours, &y, m), &x, m, divisor);
         type->write(format - 1, data, &x, m);
         if (to != NULL) {
             read_elements(type, format - 1, data, to, m);

@@ -166,23 +166,39 @@ static void sink_blocks(sink *to, int format, int dtype, const unsigned char *da
     }
 }
 
-/* Quantises, reads that, adds to it as a ring does, and reads that. */
+/* Quantises, reads that, reduces it as a ring does in every way, and reads that. */
 static void test_format(sink *to, int format, int dtype, const unsigned char *a,
                         const unsigned char *b)
 {
     unsigned char data[10 * QUANTIZED];
     unsigned char out[8 * QUANTIZED];
     const size_t width = pccl_dtype_size(dtype);
+    const int redops[] = {PCCL_AVG, PCCL_SUM, PCCL_MAX, PCCL_MIN};
+    size_t i;
     int status = pccl_quantize(format, dtype, data, a, QUANTIZED);
     assert(pccl_quantized_size(format, dtype, QUANTIZED) <= sizeof data);
     sink_blocks(to, format, dtype, data);
     status |= pccl_dequantize(format, dtype, out, data, QUANTIZED);
     sink_write(to, out, QUANTIZED, width);
-    status |= pccl_quantized_add(format, dtype, data, b, QUANTIZED, 3, out);
+    for (i = 0; i < sizeof redops / sizeof redops[0]; i++) {
+        status |= pccl_quantize(format, dtype, data, a, QUANTIZED);
+        status |= pccl_quantized_reduce(format, dtype, redops[i], data, b, QUANTIZED, 3, out);
+        sink_blocks(to, format, dtype, data);
+        sink_write(to, out, QUANTIZED, width);
+    }
     assert(status == PCCL_OK);
     (void)status;
-    sink_blocks(to, format, dtype, data);
-    sink_write(to, out, QUANTIZED, width);
+}
+
+/* Elements between 256 and 512: 0 is farther from them than they are from each other. */
+static uint64_t far_sample(int dtype, uint64_t i)
+{
+    switch (dtype) {
+    case PCCL_F16: return (15 + 8) << 10 | (mixed(i) & 0x3ff);
+    case PCCL_BF16: return (127 + 8) << 7 | (mixed(i) & 0x7f);
+    case PCCL_F32: return (127 + 8) << 23 | (mixed(i) & 0x7fffff);
+    default: return (uint64_t)(1023 + 8) << 52 | (mixed(i) & 0xfffffffffffff);
+    }
 }
 
 static void test_quantized(sink *to)
@@ -198,6 +214,8 @@ static void test_quantized(sink *to)
             fill(near_sample, dtype, b, QUANTIZED, QUANTIZED);
             test_format(to, format, dtype, a, b);
             fill(sample, dtype, a, QUANTIZED, 0);
+            test_format(to, format, dtype, a, b);
+            fill(far_sample, dtype, a, QUANTIZED, 0);
             test_format(to, format, dtype, a, b);
         }
 }

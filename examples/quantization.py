@@ -1,4 +1,4 @@
-"""How far a quantised all-reduce is from the exact sum: the table and the plot of
+"""How far a quantised all-reduce is from the exact result: the tables and the plot of
 docs/quantization.md.
 
     python examples/quantization.py [PLOT.svg]
@@ -46,11 +46,12 @@ def positive(rng: np.random.Generator) -> np.ndarray:
     return rng.uniform(10, 11, COUNT).astype(np.float32)
 
 
+EXACT = {"sum": np.sum, "max": np.max}
 INPUTS = {"normal": normal, "with outliers": outliers, "10 to 11": positive}
 
 
-def reduce(address: str, arrays: list[np.ndarray]) -> dict[str, tuple[np.ndarray, float]]:
-    """The sum of arrays, one for each peer, and the bytes sent for an element, in every way."""
+def reduce(address: str, arrays: list[np.ndarray], op: str) -> dict[str, tuple[np.ndarray, float]]:
+    """What becomes of arrays, one of each peer, and the bytes sent for an element, in every way."""
     found: dict[str, tuple[np.ndarray, float]] = {}
 
     def work(number: int) -> None:
@@ -60,7 +61,7 @@ def reduce(address: str, arrays: list[np.ndarray]) -> dict[str, tuple[np.ndarray
                     comm.update_topology()
             for name, options in WAYS.items():
                 out = np.empty_like(arrays[number])
-                info = comm.all_reduce(arrays[number], out, op="sum", quantization_options=options)
+                info = comm.all_reduce(arrays[number], out, op=op, quantization_options=options)
                 if number == 0:
                     sent = COUNT * 2 * (info.world_size - 1) / info.world_size
                     found[name] = out, info.tx_bytes / sent
@@ -74,11 +75,11 @@ def reduce(address: str, arrays: list[np.ndarray]) -> dict[str, tuple[np.ndarray
 
 
 def relative_error(result: np.ndarray, exact: np.ndarray) -> float:
-    """Root mean square of the error, over that of the exact sum."""
+    """Root mean square of the error, over that of the exact result."""
     return float(np.sqrt(np.mean((result - exact) ** 2) / np.mean(exact**2)))
 
 
-def measure() -> tuple[dict[tuple[str, str, int], float], dict[str, float]]:
+def measure(op: str) -> tuple[dict[tuple[str, str, int], float], dict[str, float]]:
     """The error by (way, input, peers), and bytes for an element by way."""
     errors: dict[tuple[str, str, int], float] = {}
     sent: dict[str, float] = {}
@@ -86,18 +87,18 @@ def measure() -> tuple[dict[tuple[str, str, int], float], dict[str, float]]:
         for peers in PEERS:
             rng = np.random.default_rng(peers)
             arrays = [make(rng) for _ in range(peers)]
-            exact = np.sum(arrays, axis=0, dtype=np.float64)
+            exact = EXACT[op]([array.astype(np.float64) for array in arrays], axis=0)
             with pccl.MasterNode("127.0.0.1:0") as master:
-                for name, (result, nbytes) in reduce(master.address, arrays).items():
+                for name, (result, nbytes) in reduce(master.address, arrays, op).items():
                     errors[name, kind, peers] = relative_error(result, exact)
                     sent[name] = nbytes
     return errors, sent
 
 
-def print_table(errors: dict[tuple[str, str, int], float], sent: dict[str, float]) -> None:
+def print_table(op: str, errors: dict[tuple[str, str, int], float], sent: dict[str, float]) -> None:
     """The table in Markdown: errors in percent."""
     columns = [f"{kind}, {peers} peers" for kind in INPUTS for peers in PEERS]
-    print("|", " | ".join(["", "bytes", *columns]), "|")
+    print("|", " | ".join([op, "bytes", *columns]), "|")
     print("|", " | ".join("---" for _ in range(2 + len(columns))), "|")
     for name in WAYS:
         cells = [f"{100 * errors[name, kind, peers]:.2g}" for kind in INPUTS for peers in PEERS]
@@ -125,7 +126,9 @@ def plot(path: str, errors: dict[tuple[str, str, int], float]) -> None:
 
 
 if __name__ == "__main__":
-    measured = measure()
-    print_table(*measured)
-    if len(sys.argv) > 1:
-        plot(sys.argv[1], measured[0])
+    for op in EXACT:
+        errors, sent = measure(op)
+        print_table(op, errors, sent)
+        print()
+        if op == "sum" and len(sys.argv) > 1:
+            plot(sys.argv[1], errors)

@@ -60,7 +60,8 @@ def measure(x: Array, format: Format) -> tuple[Any, Any, Any]:
     low, high = x.min(), x.max()
     if format.rule == "symmetric":
         return kind(0), middle, step(np.abs(x).max(), reach)
-    if format.rule == "min_max":
+    far = (low > 0 and low > high - low) or (high < 0 and -high > high - low)
+    if format.rule == "min_max" or far:
         offset = low * half + high * half
         return offset, middle, step(max(offset - low, high - offset), reach)
     last = kind(2 * format.middle - 1)
@@ -94,6 +95,8 @@ def quantize(x: Array, format: Format) -> bytes:
 def _block(x: Array, format: Format) -> bytes:
     offset, zero, step = measure(x, format)
     header = {"symmetric": [step], "min_max": [step, offset], "zero_point": [step, zero]}
+    if offset != 0:  # then there is no code for 0
+        header["zero_point"] = [-step, offset]
     codes = np.zeros(x.size, np.uint32)
     if step == step:
         inverse = x.dtype.type(1) / step
@@ -127,24 +130,31 @@ def dequantize(data: bytes, n: int, format: Format, dtype: str) -> Array:
             codes = np.append(codes & 15, codes >> 4)[:count]
         elif format.bits == 16:
             codes = codes.view("<u2")
-        zero = head[1] if format.rule == "zero_point" else kind.type(format.middle)
+        from_zero = format.rule == "zero_point" and not head[0] < 0
+        zero = head[1] if from_zero else kind.type(format.middle)
+        scale = abs(head[0]) if format.rule == "zero_point" else head[0]
         with np.errstate(all="ignore"):
-            out[part] = (codes.astype(kind) - zero) * head[0]
-            if format.rule == "min_max":
-                out[part] += head[1]
+            out[part] = (codes.astype(kind) - zero) * scale
+            if numbers == 2:
+                out[part] += kind.type(0) if from_zero else head[1]
         if not np.isfinite(head).all():
             out[part] = np.nan
     assert at == len(data)
     return out
 
 
-def add(
-    data: bytes, own: Array, format: Format, dtype: str, divisor: int = 1
+def reduce(
+    data: bytes, own: Array, op: str, format: Format, dtype: str, divisor: int = 1
 ) -> tuple[bytes, Array]:
     """One step of a ring: the new bytes, and the elements that they stand for."""
+    x, y = dequantize(data, own.size, format, dtype), oracle.decode(own, dtype)
     with np.errstate(all="ignore"):
-        x = dequantize(data, own.size, format, dtype) + oracle.decode(own, dtype)
-        if divisor > 1:
+        if op in ("max", "min"):
+            x = np.maximum(x, y) if op == "max" else np.minimum(x, y)
+            x = np.where(np.isfinite(y), x + x.dtype.type(0), x.dtype.type(np.nan))
+        else:
+            x = x + y
+        if op == "avg" and divisor > 1:
             x = x / x.dtype.type(divisor)
     out = quantize(x, format)
     return out, oracle.encode(dequantize(out, own.size, format, dtype), dtype)
@@ -159,7 +169,7 @@ def all_reduce(inputs: list[Array], op: str, dtype: str, format: Format) -> Arra
         part = slice(cuts[s], cuts[s + 1])
         data = quantize(oracle.decode(inputs[s][part], dtype), format)
         for hop in range(members - 1):
-            divisor = members if op == "avg" and hop == members - 2 else 1
+            divisor = members if hop == members - 2 else 1
             own = inputs[(s + hop + 1) % members][part]
-            data, result[part] = add(data, own, format, dtype, divisor)
+            data, result[part] = reduce(data, own, op, format, dtype, divisor)
     return result

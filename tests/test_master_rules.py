@@ -290,6 +290,17 @@ def test_who_was_told_of_a_start_that_it_had_missed_knows_of_it() -> None:
     assert again.message.last_seq == 9
 
 
+def test_why_an_engine_refused_a_collective_is_what_the_others_hear() -> None:
+    core = peer_core.Peer()
+    core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    for told in (m.Welcome(1), m.Admitted(7, m.Done())):
+        core.received(told)
+    core.collective(2, 0, WORK)
+    core.engine_failed(2, "no memory for 7 arrays")
+    said = [a.message for a in core.received(m.Started(2, 9, 1)) if isinstance(a, peer_core.Send)]
+    assert said == [m.FinishVote(9, False, "no memory for 7 arrays")]
+
+
 # ---- optimize_topology ----
 
 

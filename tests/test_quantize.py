@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from pccl.ext import ffi, lib
 
 SIZES = [0, 1, 2, 3, 7, 63, 64, 65, 127, 129, 255, 256, 257, 511, 515, 1021]
 Array = np.ndarray[Any, Any]
+REDOPS = {"sum": lib.PCCL_SUM, "avg": lib.PCCL_AVG, "max": lib.PCCL_MAX, "min": lib.PCCL_MIN}
 
 names = pytest.mark.parametrize("name", FORMATS)
 dtypes = pytest.mark.parametrize("dtype", oracle.FLOATS)
@@ -82,19 +84,17 @@ def test_sizes_and_alignments(name: str, dtype: str) -> None:
         assert data == wanted, n
         back = oracle.encode(quantized.dequantize(data, n, format, dtype), dtype)
         assert dequantize(name, dtype, data, n, offset).tobytes() == back.tobytes(), n
-        for divisor in (1, 3):
-            after, result = quantized.add(data, own, format, dtype, divisor)
+        for op in ("sum", "avg", "max", "min"):
+            after, result = quantized.reduce(data, own, op, format, dtype, 3)
             sums = [shifted(np.frombuffer(data, np.uint8), offset) for _ in range(3)]
             given, out = shifted(own, offset * 7 % 64), shifted(own, offset)
             args = codes(name, dtype)
             for total, target in zip(sums, (None, out, given), strict=True):
                 to = ffi.NULL if target is None else pointer(target)
-                status = lib.pccl_quantized_add(
-                    *args, pointer(total), pointer(given), n, divisor, to
-                )
-                assert status == 0
-                assert total.tobytes() == after, (n, divisor)
-                assert target is None or target.tobytes() == result.tobytes(), (n, divisor)
+                both = pointer(total), pointer(given)
+                assert lib.pccl_quantized_reduce(*args, REDOPS[op], *both, n, 3, to) == 0
+                assert total.tobytes() == after, (n, op)
+                assert target is None or target.tobytes() == result.tobytes(), (n, op)
 
 
 SPECIAL = {
@@ -127,7 +127,7 @@ def test_errors_are_half_a_step(name: str, dtype: str, case: str) -> None:
         reach = {
             "symmetric": np.abs(values[part]).max(),
             "min_max": (high - low) / 2,
-            "zero_point": (max(high, 0) - min(low, 0)) / 2,
+            "zero_point": min(max(high, 0) - min(low, 0), 2 * (high - low)) / 2,
         }[format.rule]
         assert step <= reach / (format.middle - 1) * 1.01 + 1e-37
     if "zero" in case:
@@ -147,6 +147,34 @@ def test_zero_stays_zero(name: str, dtype: str) -> None:
         assert (there_and_back(name, dtype, values)[::5] == 0).all()
 
 
+FAR = {"a million": 1e6, "minus a million": -1e6, "ten": 10.5}
+
+
+@pytest.mark.parametrize("where", FAR)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_far_from_zero_the_range_is_that_of_the_data(where: str, bits: int) -> None:
+    """What begins at zero would have steps of a hundredth of a million, or so."""
+    name, format = f"ZERO_POINT_{bits}", FORMATS[f"ZERO_POINT_{bits}"]
+    values = FAR[where] + np.random.default_rng(6).uniform(-1, 1, 1000)
+    error = np.abs(there_and_back(name, "float64", values) - values).max()
+    assert error <= 1 / (format.middle - 1)
+    result = quantized.all_reduce([values, values + 1], "sum", "float64", format)
+    assert np.abs(result - 2 * values - 1).max() <= 4 / (format.middle - 1)
+
+
+@pytest.mark.parametrize("name", ["ZERO_POINT_8", "ZERO_POINT_16"])
+@dtypes
+def test_near_zero_its_range_begins_there(name: str, dtype: str) -> None:
+    """Zero has a code where that costs one bit at most; elsewhere the step is that of the data."""
+    kind = quantized.real(dtype)
+    for low, high, near in ((1, 2, True), (1.01, 2, False), (-2, -1, True), (-2, -1.01, False)):
+        values = np.linspace(low, high, 256).astype(kind)
+        header = np.frombuffer(quantize(name, dtype, oracle.encode(values, dtype)), kind, 2)
+        assert (header[0] > 0) == near
+        assert abs(header[0]) <= 2 * (high - low) / (2 * FORMATS[name].middle - 3)
+        assert header[1] == (high < 0) * (2 * FORMATS[name].middle - 1) or not near
+
+
 @names
 @dtypes
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -162,11 +190,11 @@ def test_what_is_not_finite_shows(name: str, dtype: str, bad: float) -> None:
     # through a step of the ring: from the sum, and from our own contribution
     finite = oracle.encode(np.ones(values.size, quantized.real(dtype)), dtype)
     other = oracle.encode(values.astype(quantized.real(dtype)), dtype)
-    for first, own in ((finite, other), (other, finite)):
+    for (first, own), op in itertools.product(((finite, other), (other, finite)), REDOPS.values()):
         total = np.frombuffer(quantize(name, dtype, first), np.uint8).copy()
         out = np.zeros_like(own)
-        args = (pointer(total), pointer(own), own.size, 2, pointer(out))
-        assert lib.pccl_quantized_add(*codes(name, dtype), *args) == 0
+        args = (op, pointer(total), pointer(own), own.size, 2, pointer(out))
+        assert lib.pccl_quantized_reduce(*codes(name, dtype), *args) == 0
         result = oracle.decode(out, dtype)
         assert np.isnan(result[poisoned]).all()
         assert np.isfinite(np.delete(result, np.r_[poisoned])).all()
@@ -218,34 +246,38 @@ def test_any_bytes_can_be_read(name: str, dtype: str) -> None:
         wanted = quantized.dequantize(data.tobytes(), n, FORMATS[name], dtype)
         assert out.tobytes() == oracle.encode(wanted, dtype).tobytes()
         own = np.ones(n, oracle.storage(dtype))
-        total, result = data.copy(), np.zeros_like(own)
-        args = (pointer(total), pointer(own), n, 2, pointer(result))
-        assert lib.pccl_quantized_add(*codes(name, dtype), *args) == 0
-        assert (total.tobytes(), result.tobytes()) == tuple(
-            part if isinstance(part, bytes) else part.tobytes()
-            for part in quantized.add(data.tobytes(), own, FORMATS[name], dtype, 2)
-        )
+        for op, number in REDOPS.items():
+            total, result = data.copy(), np.zeros_like(own)
+            args = (number, pointer(total), pointer(own), n, 2, pointer(result))
+            assert lib.pccl_quantized_reduce(*codes(name, dtype), *args) == 0
+            after, wanted = quantized.reduce(data.tobytes(), own, op, FORMATS[name], dtype, 2)
+            assert (total.tobytes(), result.tobytes()) == (after, wanted.tobytes())
 
 
 @names
 @dtypes
-@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
 @pytest.mark.parametrize("members", [2, 5])
-def test_the_oracle_is_near_the_sum(name: str, dtype: str, op: str, members: int) -> None:
+def test_the_oracle_is_near_what_is_exact(name: str, dtype: str, op: str, members: int) -> None:
     """What tests compare with must itself be right: near, and as near as the format is fine."""
     rng = np.random.default_rng(5)
     real = quantized.real(dtype)
     values = [rng.uniform(-1, 1, 1000).astype(real) for _ in range(members)]
     inputs = [oracle.encode(x, dtype) for x in values]
-    exact = np.sum([oracle.decode(x, dtype) for x in inputs], axis=0, dtype=np.float64)
-    exact = exact / members if op == "avg" else exact
+    every = [oracle.decode(x, dtype).astype(np.float64) for x in inputs]
+    how = {"sum": np.sum, "avg": np.mean, "max": np.max, "min": np.min}[op]
+    exact = how(every, axis=0)
     result = quantized.all_reduce(inputs, op, dtype, FORMATS[name])
     reach = FORMATS[name].middle - 1
-    allowed = sum(range(1, members + 1)) / reach / 2 * 1.01 + members * 2.0**-7 * (
-        dtype in ("bfloat16", "float16")
-    )
+    places = members * 2.0**-7 * (dtype in ("bfloat16", "float16"))
+    if op in ("max", "min"):  # half a step of what was there, at each hop
+        allowed = members / reach / 2 * 1.01 + places
+    else:  # half a step of sums that grow
+        allowed = (sum(range(1, members + 1)) / reach / 2 * 1.01 + places) / (
+            members if op == "avg" else 1
+        )
     error = np.abs(oracle.decode(result, dtype) - exact)
-    assert error.max() <= (allowed / members if op == "avg" else allowed) + 1e-5
+    assert error.max() <= allowed + 1e-5
 
 
 def test_bad_arguments_are_refused() -> None:
@@ -254,8 +286,10 @@ def test_bad_arguments_are_refused() -> None:
         assert lib.pccl_quantized_size(format, dtype, 10) == 0
         assert lib.pccl_quantize(format, dtype, x, x, 4) == lib.PCCL_EINVAL
         assert lib.pccl_dequantize(format, dtype, x, x, 4) == lib.PCCL_EINVAL
-        assert lib.pccl_quantized_add(format, dtype, x, x, 4, 1, x) == lib.PCCL_EINVAL
-    assert lib.pccl_quantized_add(1, 10, x, x, 4, 0, x) == lib.PCCL_EINVAL
+        assert lib.pccl_quantized_reduce(format, dtype, 0, x, x, 4, 1, x) == lib.PCCL_EINVAL
+    for redop, divisor in ((lib.PCCL_AVG, 0), (lib.PCCL_PROD, 1), (-1, 1), (5, 1)):
+        assert lib.pccl_quantized_reduce(1, 10, redop, x, x, 4, divisor, x) == lib.PCCL_EINVAL
+    assert lib.pccl_quantized_reduce(1, 10, lib.PCCL_MAX, x, x, 4, 0, x) == 0
     assert [lib.pccl_quantized_block(format) for format in range(8)] == [
         0,
         *(format.block for format in FORMATS.values()),

@@ -16,7 +16,7 @@ import pccl
 from pccl.ext import lib
 
 DTYPES = dict(zip(oracle.DTYPES, pccl.DataType, strict=True))
-OPS = {"sum": pccl.ReduceOp.SUM, "avg": pccl.ReduceOp.AVG}
+OPS = {op: pccl.ReduceOp[op.upper()] for op in ("sum", "avg", "max", "min")}
 Algorithm = pccl.QuantizationAlgorithm
 OPTIONS = {  # what asks for a format, and its name
     pccl.QuantizationOptions: "MIN_MAX_8",
@@ -37,6 +37,7 @@ OPTIONS = {  # what asks for a format, and its name
     ),
 }
 ALL = [(make(), name) for make, name in OPTIONS.items()]
+EACH = list({name: (options, name) for options, name in ALL}.values())
 BEST = [case for case in ALL if "BLOCK" in case[1]]
 
 Case = tuple[str, str, int, pccl.QuantizationOptions, str]  # dtype, op, count, options, format
@@ -88,13 +89,16 @@ def check(cluster: Cluster, cases: list[Case], in_place: bool) -> None:
 def test_every_dtype_format_and_operation(cluster: Cluster, in_place: bool) -> None:
     size = len(cluster.comms)
     counts = [0, 1, size - 1, size + 1, 1009]
-    cases = itertools.product(oracle.FLOATS, OPS, counts, ALL)
+    cases = [
+        *itertools.product(oracle.FLOATS, ["sum", "avg"], counts, ALL),
+        *itertools.product(oracle.FLOATS, ["max", "min"], [1009], EACH),
+    ]
     check(cluster, [(d, op, n, *options) for d, op, n, options in cases], in_place)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_several_chunks_to_a_segment(cluster: Cluster, in_place: bool) -> None:
-    cases = itertools.product(["float32"], ["avg"], [300_007], BEST)
+    cases = itertools.product(["float32"], ["avg", "max"], [300_007], BEST)
     check(cluster, [(d, op, n, *options) for d, op, n, options in cases], in_place)
 
 
@@ -230,7 +234,7 @@ def test_what_cannot_be_quantised() -> None:
         wide = pccl.QuantizationOptions(pccl.DataType.UINT32)
         for array, op, options, words in (
             (integers, pccl.ReduceOp.SUM, pccl.QuantizationOptions(), "INT32.*only floats"),
-            (floats, pccl.ReduceOp.MAX, pccl.QuantizationOptions(), "MAX.*only SUM and AVG"),
+            (floats, pccl.ReduceOp.PROD, pccl.QuantizationOptions(), "PROD.*only SUM, AVG, MAX"),
             (floats, pccl.ReduceOp.SUM, wide, "cannot quantise to UINT32"),
         ):
             with pytest.raises(pccl.PCCLError, match=f"INVALID_ARGUMENT.*{words}"):

@@ -141,10 +141,9 @@ static void reduce_quantized(const struct job *job, unsigned char *sum, int s, u
     (void)pccl_quantize(job->format, dtype, data, job->given[s][0] + at, (size_t)count);
     for (hop = 0; hop < job->n - 1; hop++) {
         bool last = hop == job->n - 2;
-        (void)pccl_quantized_add(job->format, dtype, data,
-                                 job->given[(s + hop + 1) % job->n][0] + at, (size_t)count,
-                                 last && job->redop == PCCL_AVG ? (uint32_t)job->n : 1,
-                                 last ? sum + at : NULL);
+        (void)pccl_quantized_reduce(job->format, dtype, job->redop, data,
+                                    job->given[(s + hop + 1) % job->n][0] + at, (size_t)count,
+                                    last ? (uint32_t)job->n : 1, last ? sum + at : NULL);
     }
     free(data - 1);
 }

@@ -78,6 +78,7 @@ static void test_types(void)
 static void test_quantized(void)
 {
     static const uint64_t counts[] = {0, 1, 4, 65, 1000, 64 * 5 + 1, 5003};
+    static const int redops[] = {PCCL_SUM, PCCL_AVG, PCCL_MAX, PCCL_MIN};
     pccl_options options = peers_options();
     uint64_t seed = 1;
     size_t i;
@@ -89,7 +90,7 @@ static void test_quantized(void)
                 job.format = format;
                 job.what = seed % 3 ? PCCL_ALL_REDUCE : PCCL_REDUCE_SCATTER;
                 job.dtype = PCCL_F16 + (int)(seed % 4);
-                job.redop = seed / 2 % 2 ? PCCL_AVG : PCCL_SUM;
+                job.redop = redops[seed / 2 % 4];
                 job.chunk_bytes = seed % 3 ? 700 : 1;
                 options.forward_max = 1 + (uint32_t)(seed % 4);
                 run_one(&job, n, &options, seed % 5 ? 30 : 0, seed);

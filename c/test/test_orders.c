@@ -60,7 +60,7 @@ static void test_wrong_orders(void)
     EXPECT_EINVAL(part.dtype = 12);
     EXPECT_EINVAL(order.format = PCCL_ZERO_POINT_16 + 1);
     EXPECT_EINVAL(order.format = UINT32_MAX);
-    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.redop = PCCL_MAX);
+    EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.redop = PCCL_PROD);
     EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.collective = PCCL_BROADCAST);
     EXPECT_EINVAL(order.format = PCCL_BLOCK_8; part.dtype = PCCL_I32);
     EXPECT_EINVAL(part.count = UINT64_MAX / 2);

@@ -29,13 +29,14 @@ static block block_new(size_t bytes, size_t offset, const void *copy)
 }
 
 /* There is one answer, wherever the arrays lie, and own is only read unless it is out. */
-static void test_shape(int format, int dtype, size_t n, size_t offset)
+static void test_shape(int format, int dtype, int redop, size_t n, size_t offset)
 {
     const size_t bytes = n * pccl_dtype_size(dtype);
     const size_t size = (size_t)pccl_quantized_size(format, dtype, n);
     block own = block_new(bytes, offset, NULL), kept = block_new(bytes, 0, NULL);
     block out = block_new(bytes, (offset * 3) % 8, NULL);
     block data, moved, again;
+    unsigned char *to[3];
     size_t i;
     for (i = 0; i + 1 < bytes; i += 3)       /* some numbers; none of them a NaN */
         own.data[i] = (unsigned char)(i * 7 % 0x70);
@@ -44,10 +45,15 @@ static void test_shape(int format, int dtype, size_t n, size_t offset)
     CHECK(pccl_quantize(format, dtype, data.data, own.data, n) == PCCL_OK);
     moved = block_new(size, (offset + 1) % 8, data.data);
     again = block_new(size, (offset + 2) % 8, data.data);
-    CHECK(pccl_quantized_add(format, dtype, data.data, own.data, n, 3, out.data) == PCCL_OK);
-    CHECK(memcmp(own.data, kept.data, bytes) == 0);
-    CHECK(pccl_quantized_add(format, dtype, moved.data, own.data, n, 3, NULL) == PCCL_OK);
-    CHECK(pccl_quantized_add(format, dtype, again.data, own.data, n, 3, own.data) == PCCL_OK);
+    to[0] = data.data;
+    to[1] = moved.data;
+    to[2] = again.data;
+    for (i = 0; i < 3; i++) {
+        unsigned char *result = i == 0 ? out.data : i == 1 ? NULL : own.data;
+        CHECK(pccl_quantized_reduce(format, dtype, redop, to[i], own.data, n, 3, result)
+              == PCCL_OK);
+        CHECK(i == 2 || memcmp(own.data, kept.data, bytes) == 0);
+    }
     CHECK(memcmp(moved.data, data.data, size) == 0 && memcmp(again.data, data.data, size) == 0);
     CHECK(memcmp(own.data, out.data, bytes) == 0);
     CHECK(pccl_dequantize(format, dtype, kept.data, data.data, n) == PCCL_OK);
@@ -67,8 +73,10 @@ static void test_shapes(void)
     size_t n;
     for (format = PCCL_BLOCK_8; format <= PCCL_ZERO_POINT_16; format++)
         for (dtype = PCCL_F16; dtype <= PCCL_F64; dtype++)
-            for (n = 0; n <= 600; n += n < 70 ? 1 : 31)
-                test_shape(format, dtype, n, n % 8);
+            for (n = 0; n <= 600; n += n < 70 ? 1 : 31) {
+                test_shape(format, dtype, PCCL_AVG, n, n % 8);
+                test_shape(format, dtype, n % 2 != 0 ? PCCL_MAX : PCCL_MIN, n, n % 8);
+            }
 }
 
 static void test_arguments(void)
@@ -79,7 +87,10 @@ static void test_arguments(void)
     CHECK(pccl_quantized_size(PCCL_BLOCK_4, PCCL_F64, 65) == 33 + 2 * sizeof(double));
     CHECK(pccl_quantize(PCCL_BLOCK_8, PCCL_I32, memory, memory, 1) == PCCL_EINVAL);
     CHECK(pccl_quantize(PCCL_UNQUANTIZED, PCCL_F32, memory, memory, 1) == PCCL_EINVAL);
-    CHECK(pccl_quantized_add(PCCL_BLOCK_8, PCCL_F32, memory, memory, 1, 0, NULL) == PCCL_EINVAL);
+    CHECK(pccl_quantized_reduce(PCCL_BLOCK_8, PCCL_F32, PCCL_AVG, memory, memory, 1, 0, NULL)
+          == PCCL_EINVAL);
+    CHECK(pccl_quantized_reduce(PCCL_BLOCK_8, PCCL_F32, PCCL_PROD, memory, memory, 1, 1, NULL)
+          == PCCL_EINVAL);
 }
 
 int main(void)

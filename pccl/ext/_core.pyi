@@ -47,8 +47,16 @@ class _Lib:
     def pccl_quantized_size(self, format: int, dtype: int, n: int) -> int: ...
     def pccl_quantize(self, format: int, dtype: int, out: CData, data: CData, n: int) -> int: ...
     def pccl_dequantize(self, format: int, dtype: int, out: CData, data: CData, n: int) -> int: ...
-    def pccl_quantized_add(
-        self, format: int, dtype: int, sum: CData, own: CData, n: int, divisor: int, out: CData
+    def pccl_quantized_reduce(
+        self,
+        format: int,
+        dtype: int,
+        redop: int,
+        partial: CData,
+        own: CData,
+        n: int,
+        divisor: int,
+        out: CData,
     ) -> int: ...
     def pccl_outer_sgd(
         self, theta: CData, v: CData, g: CData, n: int, lr: float, mu: float, nesterov: int

@@ -70,6 +70,7 @@ class Collective:
     outcome: Fail | bool | None = None
     impatient: bool = False  # the caller waits no longer
     whole: bool = False  # we hold, or held, the whole result
+    broken: str = ""  # why it could not even start here
     stalled: bool = False  # the master knows that others may lack what we had to pass on
     tx_bytes: int = 0
     rx_bytes: int = 0

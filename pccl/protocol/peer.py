@@ -307,6 +307,7 @@ class Peer(Transfers):
         elif collective.state is State.COMPLETE:
             self._stall([collective], why)
         elif collective.state is State.VOTING and collective.move(Event.BROKEN):
+            collective.broken = why
             self._out.append(AbortOp(op))
         else:
             self._give_up(collective, Event.BROKEN, why)
@@ -368,7 +369,7 @@ class Peer(Transfers):
         call, seq = started.call, started.seq
         self._by_seq[seq] = collective
         if not collective.move(Event.STARTED):
-            self._say(m.FinishVote(seq, False, "a malformed chunk arrived early"))
+            self._say(m.FinishVote(seq, False, collective.broken[:1000]))
             return
         if collective.impatient:  # it started while the vote was being withdrawn
             self._give_up(collective, Event.STOPPED, "the caller waited no longer")

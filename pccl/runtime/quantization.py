@@ -30,8 +30,11 @@ def fingerprint(
         return 0, 0
     if dtype not in _SOURCES:
         raise ValueError(f"elements of {dtype.name} cannot be quantised: only floats can")
-    if op not in (ReduceOp.SUM, ReduceOp.AVG):
-        raise ValueError(f"{op.name} cannot be quantised: only SUM and AVG can")
+    if op is ReduceOp.PROD:
+        raise ValueError(
+            "PROD cannot be quantised, for the error of one factor is multiplied by the others: "
+            "only SUM, AVG, MAX and MIN can"
+        )
     if options.algorithm in _BLOCKWISE:
         return options.algorithm.value, 0
     if options.quantized_datatype not in _TARGETS:

@@ -104,7 +104,7 @@ def _quantized(name: str, nbytes: int) -> list[Kernel]:
         lib.pccl_dequantize(*how, to_out, to_codes, a.size)
 
     def step() -> None:
-        lib.pccl_quantized_add(*how, to_total, to_b, a.size, 1, ffi.NULL)
+        lib.pccl_quantized_reduce(*how, lib.PCCL_SUM, to_total, to_b, a.size, 1, ffi.NULL)
 
     def far(codes: Any, peers: int) -> int:
         lib.pccl_dequantize(*how, to_out, codes, a.size)
