@@ -24,10 +24,11 @@ import hostile
 import programs
 import test_blame
 import test_master_rules
+import test_recovery
 import test_simulation
 import test_sync_rules
-tests = {**vars(test_master_rules), **vars(test_sync_rules), **vars(test_blame)}
-for name, test in tests.items():
+modules = (test_master_rules, test_sync_rules, test_blame, test_recovery)
+for name, test in [each for module in modules for each in vars(module).items()]:
     if name.startswith("test_") and not test.__code__.co_argcount:
         try:
             test()
@@ -378,6 +379,61 @@ MUTANTS = [
         "for call in ():  #",
     ),
     Mutant(
+        "of several runs that come back, that of most goes on",
+        "return max(reversed(self._back), key=lambda run: len(self._back[run]))",
+        "return next(iter(self._back))",
+    ),
+    Mutant(
+        "who comes back alone is waited with for longer",
+        "return waited_s > UNJOURNALED_WAIT_S and not self.missing and not alone",
+        "return waited_s > UNJOURNALED_WAIT_S and not self.missing",
+    ),
+    Mutant(
+        "a journal knows its run",
+        "        if self._run not in (None, resume.run):\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "what begins with the master's incarnation fits into 32 bits",
+        "INCARNATION_MAX = 1 << 15",
+        "INCARNATION_MAX = 1 << 18",
+    ),
+    Mutant(
+        "the rings that a peer knows are of the peers that it knows",
+        "all(len(ring.order) == len(known) == len({*ring.order} & known) for ring in resume.rings)",
+        "True",
+    ),
+    Mutant(
+        "who is lost while it waits for the others does not count",
+        "                self._held[run] -= weight(self._back[run].pop(number).resume)\n",
+        "                self._held[run] -= weight(self._back[run][number].resume)\n",
+    ),
+    Mutant(
+        "a run that went on after a loss does not take the lost back",
+        "            self._lost.clear()\n        if isinstance",
+        "            pass\n        if isinstance",
+    ),
+    Mutant(
+        "a round of the whole run that ends goes on without the lost",
+        "                self._lost.clear()  # the run goes on without them\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "an optimisation that ends goes on without the lost",
+        "        self._lost.clear()\n        self._optimize_rounds",
+        "        self._optimize_rounds",
+    ),
+    Mutant(
+        "newcomers to a run that all were lost from begin anew",
+        "        self._lost.clear()\n        for number in fresh:",
+        "        for number in fresh:",
+    ),
+    Mutant(
+        "a master that was away begins a new incarnation",
+        "incarnation = (self._next_seq >> INCARNATION_SHIFT) + 1\n        accepted",
+        "incarnation = self._next_seq >> INCARNATION_SHIFT\n        accepted",
+    ),
+    Mutant(
         "whom the master cannot reach either goes",
         "            if self.dials.get(number):\n",
         "            if False:\n",
@@ -509,8 +565,8 @@ MUTANTS = [
     ),
     Mutant(
         "stragglers are those that others wait for",
-        "                for number in self._absent(round_):\n",
-        "                for number in round_.votes:\n",
+        "            yield round_.id, self._absent(round_), ",
+        "            yield round_.id, round_.votes, ",
     ),
     Mutant(
         "who is not admitted does not learn the run's number",

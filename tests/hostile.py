@@ -336,6 +336,8 @@ class Siege(Run):
         if isinstance(message, m.Hello):
             return self.master.hello(conn, message, "10.0.0.9")
         if isinstance(message, m.Resume):
+            if self.master.deserted(message):
+                self._begin_anew()
             return self.master.resume(conn, message, "10.0.0.9")
         return self.master.received(conn, message)
 

@@ -36,7 +36,17 @@ CALLS = (
     "are_peers_pending",
     "optimize_topology",
 )
-EVENTS = ("kill", "freeze", "thaw", "sever", "restart", "impatience", "withdraw")
+EVENTS = (
+    "kill",
+    "freeze",
+    "thaw",
+    "sever",
+    "restart",
+    "doze",
+    "outage",
+    "impatience",
+    "withdraw",
+)
 RETRIES_MAX = 20
 STEPS_MAX = 20_000
 CHECKPOINT = 1000  # a revision that no run comes to by itself
@@ -124,7 +134,7 @@ def draw(seed: int) -> Scenario:
     joins = [i for i in range(1, len(scripts)) if rng.random() < 0.4]
     events = [Event(rng.randint(0, 60), "join", i) for i in joins]
     for _ in range(rng.choice([0, 0, 1, 2, 4, 8])):
-        what = rng.choice(EVENTS[:6] if lawful else EVENTS)
+        what = rng.choice(EVENTS[:-1] if lawful else EVENTS)
         events.append(Event(rng.randint(0, 60), what, rng.randrange(len(scripts))))
     if rng.random() < 0.15 and not lawful:
         script = draw_script(rng, rng.randint(3, 20))
@@ -338,6 +348,10 @@ class Play(Siege):
                 self._join(event.peer)
             case "restart":
                 self.restart_master()
+            case "doze":
+                self.doze()
+            case "outage":
+                self.outage()
             case "impatience":
                 self.impatience()
             case "blow":

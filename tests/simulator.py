@@ -176,6 +176,36 @@ class Run:
                         peer.down.pop()
                     peer.link = "breaking"
 
+    def doze(self) -> None:
+        """SIGSTOP of the master, for so long that connections break."""
+        self.say("the master dozes, and wakes")
+        if self.master.recovering:
+            for peer in self.peers:
+                self.sever(peer)
+        else:
+            self._begin_anew()
+
+    def outage(self) -> None:
+        """The master's network is away, for so long that all connections break."""
+        self.say("the master loses its network")
+        for peer in self.peers:
+            self.sever(peer)
+
+    def _begin_anew(self) -> None:
+        """What the server does when it was the master that was away."""
+        old = self.master
+        journal, actions = old.reborn()
+        self.master = self._new_master(journal.run, journal)
+        self.perform(actions)
+        for peer in self.peers:
+            if old.knows(peer.conn):
+                self.dropped.add(peer.conn)
+                peer.up.clear()
+                if peer.alive and peer.link == "up":
+                    for _ in range(self.random.randint(0, len(peer.down))):
+                        peer.down.pop()
+                    peer.link = "breaking"
+
     def impatience(self) -> None:
         """So much time passes that who keeps others waiting is dropped, if there is a limit."""
         self.say("time passes")
@@ -233,8 +263,8 @@ class Run:
 
     def given_up_by_master(self, peer: SimPeer) -> bool:
         """Whether the run goes on without a peer that does not know it yet."""
-        if self.master.recovering:
-            return self.journaled and peer.core.number not in self.journal
+        if (recovery := self.master._recovery) is not None:
+            return recovery._complete and peer.core.number not in self.journal
         return not self.master.knows(peer.conn)
 
     def check_told(self, peer: SimPeer, message: m.MasterMessage) -> None:
@@ -280,8 +310,14 @@ class Run:
             or ("could not reach" in why and self.may_go(peer))
             or (self.incarnation and not peer.core.number)  # it had hardly said hello
             or (self.incarnation and not self.journaled and "started another run" in why)
+            or (self.incarnation and self.overrun and "this is another one" in why)
             or (self.straggler_s is not None and "others waited for it" in why)
         ), f"peer {peer.name} is out of the run: {why}"
+
+    @property
+    def overrun(self) -> bool:
+        """Whether there may be as many strangers as peers, who name another run."""
+        return False
 
     def may_go(self, peer: SimPeer) -> bool:
         """Whether a peer may be the one that goes because peers cannot reach each other.
@@ -371,6 +407,8 @@ class Run:
                     self.next_peer = max(self.next_peer, info.peer + 1)
                 case master_core.Forget(number):
                     self.journal.discard(number)
+                case master_core.Adopt(_, incarnation):
+                    self.incarnation = max(self.incarnation, incarnation)
                 case master_core.Dial(info):
                     self.dials.append(info.peer)
                 case master_core.Note(text):
@@ -389,6 +427,8 @@ class Run:
         if isinstance(message, m.Hello):
             self.perform(self.master.hello(peer.conn, message, "10.0.0.1"))
         elif isinstance(message, m.Resume):
+            if self.master.deserted(message):
+                self._begin_anew()
             self.perform(self.master.resume(peer.conn, message, "10.0.0.1"))
         else:
             self.perform(self.master.received(peer.conn, message))
@@ -482,11 +522,11 @@ class Run:
 
 
 def remembered(master: master_core.Master) -> dict[str, int]:
-    """How much a master has in each of its tables."""
+    """How much a master has in each of its tables, but for those who may come back."""
     return {
         name: len(table)
         for name, table in vars(master).items()
-        if isinstance(table, dict | list | set | OpenRounds)
+        if isinstance(table, dict | list | set | OpenRounds) and name != "_lost"
     }
 
 

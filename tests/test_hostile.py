@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from simulator import remembered
 
 from pccl.protocol import messages as m
+from pccl.protocol.ledger import BACKLOG_MAX
 from pccl.protocol.master import (
-    BACKLOG_MAX,
     OPEN_MAX,
     Action,
     Dial,
@@ -283,9 +283,8 @@ def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> Non
     hall.dropped.clear()
     for i in range(100):
         hall.say(b"stranger", m.SyncVote(i, m.Offer(0, 0, (ENTRY,) * 1000)))
-    recovery = hall.master._recovery
-    assert recovery is not None
-    assert len(recovery.backlog) == BACKLOG_MAX + 1
+    assert hall.master.recovering
+    assert len(hall.master._backlog.events) == BACKLOG_MAX + 1
     assert b"stranger" in hall.dropped
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     for number in (1, 2):

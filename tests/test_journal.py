@@ -71,10 +71,10 @@ def test_what_was_written_is_read_again(path: Path) -> None:
         scribe.remember(peer(2))
         scribe.settle()
         scribe.forget(1)
-        scribe.adopt(9)
+        scribe.adopt(9, 4)
     with opened(path) as scribe:
         found = scribe.remembered
-        assert (found.run, found.incarnation, found.next_peer) == (9, 1, 3)
+        assert (found.run, found.incarnation, found.next_peer) == (9, 5, 3)
         assert found.accepted == {2} and found.complete
 
 

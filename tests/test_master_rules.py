@@ -496,14 +496,20 @@ def test_nobody_comes_back_who_does_not_know_the_runs_number() -> None:
         hall = Hall(0)
         expected = Journal(RUN, 1, 3, frozenset((1, 2))) if journaled else None
         hall.master = Master(1, combine, journal=expected, secret=b"s")
-        if not journaled:
-            hall.perform(hall.master.resume(b"1", resume(1, run=RUN), "10.0.0.1"))
+        known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
         for guess in (0, 1, RUN - 1):
             conn = b"%d guesses" % guess
             hall.perform(hall.master.resume(conn, resume(2, run=guess), "10.0.0.1"))
-            refused = hall.last(conn)
+        for number in (1, 2):
+            back = resume(number, run=RUN, known=known)
+            hall.perform(hall.master.resume(b"%d" % number, back, "10.0.0.1"))
+        for now_s in (0.0, 2.0):
+            hall.perform(hall.master.tick(now_s))
+        assert sorted(hall.master.peers) == [1, 2]
+        for guess in (0, 1, RUN - 1):
+            refused = hall.last(b"%d guesses" % guess)
             assert isinstance(refused, m.Refused)
-            assert "another run" in refused.why
+            assert "another" in refused.why
 
 
 def nonces(hall: Hall) -> tuple[set[int], set[int]]:

@@ -164,7 +164,7 @@ def test_a_peer_is_lost_while_links_are_measured(
             gathered(one, [0, 0, 0])
             for puppet in puppets:
                 puppet.begin("optimize_topology")
-            core = node._server._core  # type: ignore[union-attr]
+            core = node._service.server._core  # type: ignore[union-attr]
             wait_until(lambda: core._optimisation is not None)
             os.kill(puppets[2].process.pid, getattr(signal, blow))
             assert [puppet.end() for puppet in puppets[:2]] == [{"value": None}] * 2

@@ -6,7 +6,7 @@ The actions that it returns, the records that it keeps, and what all its parts d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -15,7 +15,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.blame import Blame, Verdict
 from pccl.protocol.election import Transfer
 from pccl.protocol.nonces import Nonces
-from pccl.protocol.recovery import EPOCH_SHIFT, INCARNATION_SHIFT
+from pccl.protocol.recovery import EPOCH_SHIFT, INCARNATION_SHIFT, Recovery
 from pccl.protocol.rounds import Kind, OpenRounds, Round, RoundId, Vote
 from pccl.protocol.stragglers import Stragglers
 from pccl.protocol.topology import Link
@@ -30,6 +30,7 @@ WITHDRAWN = {
     Kind.START: Result.RANK_CONNECTION_LOST,
 }
 NAMES_MAX = 8  # peers listed by name in such a text
+BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
 WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096
 
 
@@ -77,7 +78,15 @@ class Dial:
     info: m.PeerInfo
 
 
-Action = Send | Drop | Note | Remember | Forget | Dial
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """Write to the journal which run this is, and how often its master has begun anew."""
+
+    run: int
+    incarnation: int
+
+
+Action = Send | Drop | Note | Remember | Forget | Adopt | Dial
 Combine: TypeAlias = Callable[[m.Work, Sequence[bytes]], bytes]
 
 
@@ -102,23 +111,19 @@ def plain(text: str) -> str:
     return text if len(text) <= WHY_MAX else text[:WHY_MAX] + " ..."
 
 
-@dataclass(slots=True)
-class Recovery:
-    """Between a restart and the end of waiting for the peers of before."""
+class Backlog:
+    """What was said while a master recovered, to be heard afterwards; within limits."""
 
-    expected: set[int]
-    journaled: bool
-    resumes: dict[int, m.Resume] = field(default_factory=dict)
-    conns: dict[int, bytes] = field(default_factory=dict)
-    seen: dict[int, str] = field(default_factory=dict)  # the hosts that the master sees them at
-    backlog: list[Callable[[], list[Action]]] = field(default_factory=list)
-    said: dict[bytes, int] = field(default_factory=dict)  # by each connection, in the backlog
-    began_s: float | None = None
+    def __init__(self) -> None:
+        self.events: list[Callable[[], list[Action]]] = []
+        self._said: Counter[bytes] = Counter()
 
-    def gone(self, conns: list[bytes]) -> None:
-        """Who has come back on one of these has to come back once more."""
-        for number in [number for number, conn in self.conns.items() if conn in conns]:
-            del self.resumes[number], self.conns[number]
+    def add(self, conn: bytes, event: Callable[[], list[Action]]) -> bool:
+        """Something that a connection has said. False, once, when that is too much."""
+        self._said[conn] += 1
+        if self._said[conn] <= BACKLOG_MAX:
+            self.events.append(event)
+        return self._said[conn] != BACKLOG_MAX + 1
 
 
 @dataclass(slots=True)
@@ -238,6 +243,8 @@ class Ledger(ABC):
         self._running: dict[int, Running] = {}
         self._optimisation: Optimisation | None = None
         self._doomed: dict[int, list[Doom]] = {}
+        # accepted peers whose connections broke since anybody who is accepted was last heard of
+        self._lost: dict[int, m.PeerInfo] = {}
         self._arithmetic = b""
         self._topology_rounds = 0
         self._pending_rounds = 0
@@ -249,7 +256,8 @@ class Ledger(ABC):
         self._epoch = incarnation << EPOCH_SHIFT  # the latest one of any group
         self._recovery: Recovery | None = None
         if journal is not None and (journal.accepted or not journal.complete):
-            self._recovery = Recovery(set(journal.accepted), journaled=journal.complete)
+            self._recovery = Recovery(journal.run, journal.accepted, journal.complete)
+        self._backlog = Backlog()
         self._out: list[Action] = []
 
     @abstractmethod

@@ -32,7 +32,6 @@ that peer and nobody else.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
@@ -40,10 +39,13 @@ import msgspec
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.collectives import Collectives, fits
+from pccl.protocol.door import refusal
 from pccl.protocol.ledger import (
     NAMES_MAX,
     WITHDRAWN,
     Action,
+    Adopt,
+    Backlog,
     Dial,
     Doom,
     Drop,
@@ -52,7 +54,6 @@ from pccl.protocol.ledger import (
     Journal,
     Note,
     Peer,
-    Recovery,
     Remember,
     Running,
     Send,
@@ -61,8 +62,13 @@ from pccl.protocol.ledger import (
 from pccl.protocol.optimisations import Optimisations
 from pccl.protocol.recovery import (
     EPOCH_SHIFT,
+    GIVEN_UP,
     INCARNATION_SHIFT,
+    OTHER_RUN,
+    OUTNUMBERED,
+    Back,
     Before,
+    Recovery,
     Unresolved,
     outdated,
     plausible,
@@ -75,6 +81,7 @@ from pccl.version import __version__
 
 __all__ = [
     "Action",
+    "Adopt",
     "Dial",
     "Drop",
     "Forget",
@@ -85,16 +92,8 @@ __all__ = [
     "Send",
 ]
 
-RECOVERY_S = 5.0  # a restarted master waits so long for peers, who try several times a second
-UNJOURNALED_RECOVERY_S = 1.0  # without a journal nobody knows the other groups: they may be slower
-OTHER_RUN = "the master has started another run: connect again"
-GIVEN_UP = "it was given up as lost, or did not come back in time: connect again"
 GONE = Result.MASTER_CONNECTION_FAILED  # what peers raise MasterLostError for
 OPEN_MAX = 4096  # rounds and collectives in which one peer stands at the same time
-BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
-HOST = re.compile(r"[A-Za-z0-9._:%-]{1,200}")  # a name or an address: it becomes an endpoint
-KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # Z85
-IPC_MAX = 100  # characters of a socket's path
 
 
 class Master(Collectives, Synchronisations, Optimisations):
@@ -122,7 +121,7 @@ class Master(Collectives, Synchronisations, Optimisations):
             return self._take()
         address = (hello.host or host, hello.port, hello.ipc, hello.machine, hello.curve)
         info = m.PeerInfo(0, hello.group, *address)
-        why = self._refusal(hello.protocol, hello.version, hello.arithmetic, info)
+        why = refusal(hello, info, self._arithmetic if self.peers else None)
         group = [peer.info for peer in self.peers.values() if peer.info.group == info.group]
         if why:
             self._refuse(conn, why, Result.INVALID_USAGE)
@@ -158,6 +157,8 @@ class Master(Collectives, Synchronisations, Optimisations):
         if number is None:
             self._out.append(Drop(conn, "its first message was not a hello"))
             return self._take()
+        if self.peers[number].accepted:
+            self._lost.clear()
         if isinstance(message, m.Leave):
             self._remove(number, "it left")
         elif not self.peers[number].accepted:
@@ -174,9 +175,12 @@ class Master(Collectives, Synchronisations, Optimisations):
         """Several connections are gone: the others hear of it once."""
         if self._recovery is not None:
             self._recovery.gone(conns)
-            self._recovery.backlog.append(lambda: self.all_disconnected(conns, why))
+            self._backlog.events.append(lambda: self.all_disconnected(conns, why))
         else:
-            self._remove_all({self._by_conn[c]: why for c in conns if c in self._by_conn})
+            numbers = [self._by_conn[conn] for conn in conns if conn in self._by_conn]
+            lost = [self.peers[number].info for number in numbers if self.peers[number].accepted]
+            self._lost |= {info.peer: info for info in lost}
+            self._remove_all(dict.fromkeys(numbers, why))
         return self._take()
 
     def farewell(self) -> list[Action]:
@@ -198,16 +202,12 @@ class Master(Collectives, Synchronisations, Optimisations):
 
     def _postponed(self, conn: bytes, event: Callable[[], list[Action]]) -> bool:
         """Keeps what a connection says during a recovery for later, within limits."""
-        recovery = self._recovery
-        if recovery is None:
+        if self._recovery is None:
             return False
-        said = recovery.said[conn] = recovery.said.get(conn, 0) + 1
-        if said <= BACKLOG_MAX:
-            recovery.backlog.append(event)
-        elif said == BACKLOG_MAX + 1:
+        if not self._backlog.add(conn, event):
             why = "it said too much while the master waited for the peers of before"
             self._out.append(Drop(conn, why))
-            recovery.backlog.append(lambda: self.rejected(conn, why))
+            self._backlog.events.append(lambda: self.rejected(conn, why))
         return True
 
     def knows(self, conn: bytes) -> bool:
@@ -221,42 +221,55 @@ class Master(Collectives, Synchronisations, Optimisations):
         """Whether peers of before are still waited for; `tick` must be called now and then."""
         return self._recovery is not None
 
+    def deserted(self, resume: m.Resume) -> bool:
+        """Whether a peer comes back to a run that has lost all its peers, this one among the last.
+
+        Then nothing has happened without it, and nobody else is there who could go on: it was the
+        master that was cut off, not they.
+        """
+        known = self._recovery is None and resume.run == self.run
+        return known and not self._size() and resume.info.peer in self._lost
+
+    def misses(self, resume: m.Resume) -> bool:
+        """Whether a peer comes back of which it is not known yet that its connection broke."""
+        peer = self.peers.get(resume.info.peer)
+        return peer is not None and peer.accepted and resume.run == self.run
+
+    def reborn(self) -> tuple[Journal, list[Action]]:
+        """What a fresh master goes on from when all connections of this one are lost, and what is
+        to be done first."""
+        infos = [self.peers[number].info for number in self._accepted()] or [*self._lost.values()]
+        incarnation = (self._next_seq >> INCARNATION_SHIFT) + 1
+        accepted = frozenset(info.peer for info in infos)
+        remember = [Remember(info) for info in infos]
+        journal = Journal(self.run, incarnation, self._next_peer, accepted)
+        return journal, [Adopt(self.run, incarnation), *remember]
+
     def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Action]:
         """A peer of before is back, on a connection whose other end is seen as `host`."""
-        number = resume.info.peer
         if conn in self._by_conn:
             self._remove(self._by_conn[conn], "it came back twice", Result.INTERNAL_ERROR)
             return self._take()
         info = msgspec.structs.replace(resume.info, host=resume.info.host or host)
-        why = self._refusal(resume.protocol, resume.version, resume.arithmetic, info)
+        resume = msgspec.structs.replace(resume, info=info)
+        why = refusal(resume, info, self._arithmetic if self.peers else None)
         if not plausible(resume):
             why = "it comes back with impossible numbers"
         if not why and self._recovery is None and not self.peers and self._next_peer == 1:
-            self.run = resume.run
-            self._recovery = Recovery(set(), journaled=False)
+            self._recovery = Recovery(None)
             self._note("a run comes back that this master does not know: its peers will tell")
         recovery = self._recovery
-        if resume.run != self.run:
-            why = why or OTHER_RUN
-        elif (
-            recovery is None
-            or number in recovery.resumes
-            or conn in recovery.conns.values()
-            or (recovery.journaled and number not in recovery.expected)
-        ):
-            why = why or GIVEN_UP
+        if not why and recovery is not None:
+            why = recovery.refusal(conn, resume)
+        elif not why:
+            why = GIVEN_UP if resume.run == self.run else OTHER_RUN
         if why or recovery is None:
             self._refuse(conn, why, GONE if why == OTHER_RUN else Result.RANK_CONNECTION_FAILED)
             return self._take()
-        resume = msgspec.structs.replace(resume, info=info)
-        recovery.resumes[number] = resume
-        recovery.conns[number], recovery.seen[number] = conn, host
-        self._arithmetic = resume.arithmetic
-        if not recovery.journaled:
-            recovery.expected |= {info.peer for info in resume.known}
-        self._note(f"{resume.info} is back")
-        if recovery.journaled and recovery.expected <= recovery.resumes.keys():
-            self._recover()
+        recovery.add(conn, host, resume)
+        self._note(f"{info} is back")
+        if recovery.certain:
+            self._recover(recovery)
         return self._take()
 
     def _refuse(self, conn: bytes, why: str, result: Result) -> None:
@@ -264,38 +277,43 @@ class Master(Collectives, Synchronisations, Optimisations):
         self._out.append(Send(conn, m.Refused(result.value, why)))
         self._out.append(Drop(conn, why))
 
-    def _recover(self) -> None:
+    def _recover(self, recovery: Recovery) -> None:
         """Nobody else is waited for: goes on from what those who are back have said."""
-        recovery, self._recovery = self._recovery, None
-        assert recovery is not None
-        for number in sorted(recovery.expected - recovery.resumes.keys()):
+        self._recovery, back = None, recovery.back
+        self.run = self.run if recovery.run is None else recovery.run
+        for conn, _, resume in recovery.outnumbered:
+            self._note(f"{resume.info} comes back to another run than most")
+            self._refuse(conn, OUTNUMBERED, GONE)
+        for number in sorted(recovery.missing):
             self._out.append(Forget(number))
             self._note(f"peer {number} did not come back")
-        for number in sorted(outdated(recovery.resumes)):
-            del recovery.resumes[number]
-            self._refuse(recovery.conns[number], GIVEN_UP, Result.RANK_CONNECTION_FAILED)
-        if recovery.resumes:
-            self._restore(reconstruct(recovery.resumes), recovery)
+        for number in outdated({number: one.resume for number, one in back.items()}):
+            self._refuse(back.pop(number).conn, GIVEN_UP, Result.RANK_CONNECTION_FAILED)
+        if back:
+            self._restore(reconstruct({number: one.resume for number, one in back.items()}), back)
         else:
             self._note("nobody came back: the last holder of any shared state is gone")
-        out = self._take()
-        for event in recovery.backlog:
+        out, events = self._take(), self._backlog.events
+        self._backlog = Backlog()
+        for event in events:
             out += event()
         self._out = out
         if not self._accepted():
             self._admit()
 
-    def _restore(self, before: Before, recovery: Recovery) -> None:
-        for number, info in before.accepted.items():
-            conn, seen = recovery.conns[number], recovery.seen[number]
-            self.peers[number] = Peer(conn, info, accepted=True, seen=seen)
-            self._by_conn[conn] = number
-            self._count_in(number, info.group)
-            self._out.append(Remember(info))
+    def _restore(self, before: Before, back: Mapping[int, Back]) -> None:
         self._next_peer = max(self._next_peer, before.next_peer)
         incarnation = max(self._next_seq >> INCARNATION_SHIFT, before.incarnation + 1)
         self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
         self._epoch = incarnation << EPOCH_SHIFT
+        self._out.append(Adopt(self.run, incarnation))
+        for number, info in before.accepted.items():
+            conn, host, resume = back[number]
+            self.peers[number] = Peer(conn, info, accepted=True, seen=host)
+            self._by_conn[conn] = number
+            self._count_in(number, info.group)
+            self._out.append(Remember(info))
+            self._arithmetic = resume.arithmetic
         self._topology_rounds, self._pending_rounds = before.topology, before.pendings
         self._were_pending, self._optimize_rounds = before.were_pending, before.optimized
         for group_number, was in before.groups.items():
@@ -369,31 +387,12 @@ class Master(Collectives, Synchronisations, Optimisations):
         else:
             self._evaluate(self._rounds.get(PENDING))
 
-    def _refusal(self, protocol: int, version: str, arithmetic: bytes, info: m.PeerInfo) -> str:
-        if protocol != m.PROTOCOL_VERSION:
-            return (
-                f"this peer (pccl {version}) speaks protocol version {protocol}, the master (pccl "
-                f"{__version__}) version {m.PROTOCOL_VERSION}: install the same version of pccl"
-            )
-        if self.peers and arithmetic != self._arithmetic:
-            return (
-                "this machine's arithmetic differs from that of the peers in the run (the kernel "
-                "self-test gave other bits), so results could not be bit-identical: rebuild pccl, "
-                "compare `pccl doctor`"
-            )
-        if not HOST.fullmatch(info.host):
-            return f"it asks to be reached at {info.host!r}, which is no host (PCCL_ADVERTISE)"
-        if info.curve and not KEY.fullmatch(info.curve):
-            return f"its key is {info.curve!r}, which is no key"
-        if len(info.ipc) > IPC_MAX or not (info.ipc + info.machine).isprintable():
-            return f"it listens at {info.ipc!r} on machine {info.machine!r}, which cannot be"
-        return ""
-
     def _admit(self) -> None:
         """Accepts all pending peers."""
         fresh = [number for number, peer in self.peers.items() if not peer.accepted]
         if not fresh:
             return
+        self._lost.clear()
         for number in fresh:
             self.peers[number].accepted = True
             self.peers[number].heard = self._next_seq - 1  # or it needs no more
@@ -615,6 +614,8 @@ class Master(Collectives, Synchronisations, Optimisations):
             and (news or not round_.is_patient)
         ):
             self._rounds.close(round_)
+            if round_.id.group is None:
+                self._lost.clear()  # the run goes on without them
             match round_.id.kind:
                 case Kind.TOPOLOGY:
                     count = self._topology_rounds = self._topology_rounds + 1
@@ -665,7 +666,8 @@ class Master(Collectives, Synchronisations, Optimisations):
     def tick(self, now_s: float) -> list[Action]:
         """Time has passed: ends a recovery; drops stragglers where there is a limit for them."""
         if self._recovery is not None:
-            self._tick_recovery(self._recovery, now_s)
+            if self._recovery.over(now_s):
+                self._recover(self._recovery)
             return self._take()
         late = dict(self._stragglers.late(now_s, self._waits()))
         for number in sorted(late.keys() & self.peers.keys()):
@@ -680,11 +682,3 @@ class Master(Collectives, Synchronisations, Optimisations):
         for running in self._running.values():
             if running.votes:
                 yield running.seq, running.members - running.votes.keys(), running.title
-
-    def _tick_recovery(self, recovery: Recovery, now_s: float) -> None:
-        if recovery.began_s is None:
-            recovery.began_s = now_s
-        waited_s = now_s - recovery.began_s
-        complete = recovery.expected <= recovery.resumes.keys()
-        if waited_s > RECOVERY_S or (complete and waited_s > UNJOURNALED_RECOVERY_S):
-            self._recover()

@@ -134,6 +134,7 @@ class Optimisations(Ledger):
 
     def _end_optimisation(self, optimisation: Optimisation) -> None:
         self._optimisation = None
+        self._lost.clear()
         self._optimize_rounds += 1
         for group in dict.fromkeys(self.peers[n].info.group for n in optimisation.calls):
             self._choose_rings(group, optimisation)

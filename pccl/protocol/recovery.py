@@ -13,16 +13,31 @@ survivor knows cannot matter to any survivor:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
 
 from pccl.protocol import messages as m
 
-NUMBER_MAX = 1 << 62  # of peers, collectives and rounds, by far
-EPOCH_MAX = 1 << 31
+WAIT_S = 5.0  # for the peers of before, who try several times a second
+UNJOURNALED_WAIT_S = 1.0  # without a journal nobody knows the other groups: they may be slower
+OTHER_RUN = "the master has started another run: connect again"
+OUTNUMBERED = (
+    "a master without a journal goes on with the run that most peers name who come back to it, and "
+    "this is another one: connect again"
+)
+GIVEN_UP = "it was given up as lost, or did not come back in time: connect again"
+CROWDED = "too much was said already by others who want to come back"
+
+NUMBER_MAX = 1 << 62  # of peers and rounds, by far
+INCARNATION_MAX = 1 << 15  # of the master: what begins with it must fit into 32 bits
 WEIGHTS_MAX = 1 << 31
 INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number,
 EPOCH_SHIFT = 16  # and its epochs too: the last ones may be known to nobody who comes back
+HELD_MAX = 1 << 28  # bytes, or so, of what those say who come back to other runs than most
 
 
 @dataclass(slots=True)
@@ -68,19 +83,134 @@ class Before:
 
 
 def plausible(resume: m.Resume) -> bool:
-    """Whether numbers that grow from these will still fit into messages."""
+    """Whether numbers that grow from these will still fit into messages, also those of plans."""
+    known = {info.peer for info in resume.known}
     numbers = [
-        resume.last_seq,
-        resume.done.topology,
-        resume.done.pending,
-        resume.done.optimized,
-        resume.done.sync,
+        *msgspec.structs.astuple(resume.done),
         resume.info.peer,
-        *(info.peer for info in resume.known),
+        *known,
         *(small.seq for small in resume.small),
     ]
     weights = sum(ring.weight for ring in resume.rings)  # of rings that may become one
-    return max(numbers) < NUMBER_MAX and resume.epoch < EPOCH_MAX and weights < WEIGHTS_MAX
+    return (
+        max(numbers) < NUMBER_MAX
+        and resume.last_seq < INCARNATION_MAX << INCARNATION_SHIFT
+        and resume.epoch < INCARNATION_MAX << EPOCH_SHIFT
+        and weights < WEIGHTS_MAX
+        and len(known) == len(resume.known)
+        and resume.info.peer in known
+        and all(
+            len(ring.order) == len(known) == len({*ring.order} & known) for ring in resume.rings
+        )
+    )
+
+
+class Back(NamedTuple):
+    """A peer that has come back: on which connection, from where, with what to say."""
+
+    conn: bytes
+    host: str
+    resume: m.Resume
+
+
+class Recovery:
+    """Between a restart and the end of waiting for the peers of before.
+
+    A master with a journal knows the run and its peers, and believes nobody else. One without goes
+    on with the run that most of those name who come back while it waits, so that a stranger that is
+    there first does not take it; whoever comes back alone is waited with for longer.
+
+    Args:
+        run: the journal's; None: there is none.
+        expected: the peers of which a journal knows that they were accepted.
+        complete: whether the journal knows all.
+    """
+
+    def __init__(
+        self, run: int | None, expected: Iterable[int] = (), complete: bool = False
+    ) -> None:
+        self._run, self._expected, self._complete = run, frozenset(expected), complete
+        self._back: dict[int, dict[int, Back]] = {}  # by run and number, in order
+        self._conns: dict[bytes, tuple[int, int]] = {}
+        self._held: Counter[int] = Counter()  # by run
+        self._began_s: float | None = None
+
+    def refusal(self, conn: bytes, resume: m.Resume) -> str:
+        """Why a peer cannot come back; empty if it can."""
+        number = resume.info.peer
+        if self._run not in (None, resume.run):
+            return OTHER_RUN
+        if number in self._back.get(resume.run, ()) or conn in self._conns:
+            return GIVEN_UP
+        if self._complete and number not in self._expected:
+            return GIVEN_UP
+        others = sum(held for run, held in self._held.items() if run != self.run)
+        crowded = resume.run != self.run and others + weight(resume) > HELD_MAX
+        return CROWDED if crowded else ""
+
+    def add(self, conn: bytes, host: str, resume: m.Resume) -> None:
+        """A peer has come back."""
+        number = resume.info.peer
+        self._held[resume.run] += weight(resume)
+        self._conns[conn] = resume.run, number
+        self._back.setdefault(resume.run, {})[number] = Back(conn, host, resume)
+
+    def gone(self, conns: Iterable[bytes]) -> None:
+        """Who has come back on one of these has to come back once more."""
+        for conn in conns:
+            if conn in self._conns:
+                run, number = self._conns.pop(conn)
+                self._held[run] -= weight(self._back[run].pop(number).resume)
+                if not self._back[run]:
+                    del self._back[run], self._held[run]
+
+    @property
+    def run(self) -> int | None:
+        """The run to go on with; None where nobody knows one. Of equals it is the one named last:
+        who waits at the door for a restart comes first."""
+        if self._run is not None or not self._back:
+            return self._run
+        return max(reversed(self._back), key=lambda run: len(self._back[run]))
+
+    @property
+    def back(self) -> dict[int, Back]:
+        """Who has come back, of this run."""
+        return self._back.get(self.run or 0, {})
+
+    @property
+    def outnumbered(self) -> list[Back]:
+        """Who has come back, of other runs."""
+        return [one for run, back in self._back.items() if run != self.run for one in back.values()]
+
+    @property
+    def missing(self) -> set[int]:
+        """Who is still waited for."""
+        named = {info.peer for one in self.back.values() for info in one.resume.known}
+        expected = self._expected if self._complete else self._expected | named
+        return {*expected} - self.back.keys()
+
+    @property
+    def certain(self) -> bool:
+        """Whether all are there, and nobody else can be waited for."""
+        return self._complete and not self.missing
+
+    def over(self, now_s: float) -> bool:
+        """Whether it has been waited for long enough."""
+        self._began_s = now_s if self._began_s is None else self._began_s
+        waited_s = now_s - self._began_s
+        if waited_s > WAIT_S or self.certain:
+            return True
+        alone = self._run is None and len(self.back) < 2
+        return waited_s > UNJOURNALED_WAIT_S and not self.missing and not alone
+
+
+def weight(resume: m.Resume) -> int:
+    """Bytes, or so, that what a peer says takes."""
+    numbers = sum(len(one.members) for one in resume.open)
+    numbers += sum(len(one.members) for one in resume.small)
+    numbers += sum(len(ring.order) for ring in resume.rings)
+    data = sum(len(small.data) for small in resume.small)
+    return 1000 + 400 * len(resume.known) + 200 * len(resume.finished) + 40 * numbers + data
 
 
 def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:

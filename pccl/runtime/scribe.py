@@ -93,12 +93,11 @@ class Scribe:
 
     # ---- the service ----
 
-    def adopt(self, run: int) -> None:
-        """The master goes on with a run that it did not know."""
-        if run != self._state.run:
-            with self._news:
-                self._state.run = run
-                self._asked += 1
+    def adopt(self, run: int, incarnation: int) -> None:
+        """The master goes on with a run, which it may not have known, in an incarnation of it."""
+        with self._news:
+            self._state.run, self._state.incarnation = run, incarnation
+            self._asked += 1
 
     def remember(self, info: m.PeerInfo) -> None:
         """A peer was accepted."""

@@ -41,6 +41,7 @@ from pccl.runtime.curve import Zap, require_curve, secure_server
 from pccl.runtime.dial import Dialler
 from pccl.runtime.inline import combine
 from pccl.runtime.journal import JournalError
+from pccl.runtime.pulse import Pulse
 from pccl.runtime.scribe import OnError, Scribe
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import Security
@@ -119,6 +120,11 @@ class Server:
             "its connection broke, because its process ended or because nothing was heard of it "
             f"for {config.heartbeat_timeout_ms / 1000:g} s"
         )
+        self._straggler_s = config.straggler_s
+        self._timeout_s = config.heartbeat_timeout_ms / 1000
+        self._pulse = Pulse(self._timeout_s / 2)
+        self._paused_s = 0.0  # in all; such time counts against nobody
+        self._woke_s: float | None = None  # when the last pause ended
         self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
         self._senders: dict[bytes, Sender] = {}
         self._conn_of: dict[int, bytes] = {}
@@ -157,9 +163,7 @@ class Server:
             self.close()
             raise
         remembered = None if self._journal is None else self._journal.remembered
-        self._core = core.Master(
-            run, combine, config.straggler_s, remembered, secret=secrets.token_bytes(32)
-        )
+        self._core = self._new_core(run, remembered)
         self.host = host
         self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._stop = False
@@ -199,14 +203,17 @@ class Server:
         drained = False
         try:
             while not self._stop:
-                for read in waiter.wait(0.0 if self._sent or not drained else self._patience_s()):
+                wait_s = 0.0 if self._sent or not drained else self._patience_s()
+                reads = waiter.wait(wait_s)
+                self._feel_pulse(wait_s)
+                for read in reads:
                     read()
                 drained = not all(self._read_router() for _ in range(BATCH))
                 now_s = time.monotonic()
                 self._bury(now_s, drained)
                 self._cut(now_s)
                 self._dialler.tick(now_s)
-                self._perform(self._core.tick(now_s))
+                self._perform(self._core.tick(now_s - self._paused_s))
             if self._journal is None:  # else it is expected to come back
                 self._perform(self._core.farewell())
         except JournalError as error:
@@ -230,9 +237,44 @@ class Server:
             self._zap.close()
         self._context.term()
 
-    def _patience_s(self) -> float | None:
+    def _patience_s(self) -> float:
         often = self._core.recovering or self._dropped or self._buried or self._dialler.busy
-        return OFTEN_S if often else self._tick_s
+        now_and_then_s = self._timeout_s / 4  # or no pause would be noticed
+        return OFTEN_S if often else min(now_and_then_s, self._tick_s or now_and_then_s)
+
+    # ---- pauses ----
+
+    def _new_core(self, run: int, journal: core.Journal | None) -> core.Master:
+        secret = secrets.token_bytes(32)
+        return core.Master(run, combine, self._straggler_s, journal, secret=secret)
+
+    def _feel_pulse(self, waited_s: float) -> None:
+        paused_s = self._pulse.beat(waited_s)
+        if paused_s:
+            log.warning(
+                "master: it did not run for %.1f s: its process was stopped, or the machine was "
+                "asleep or busy",
+                paused_s,
+            )
+            self._paused_s += paused_s
+            self._woke_s = time.monotonic()
+
+    @property
+    def _woke_lately(self) -> bool:
+        """Whether connections that break now do so for a pause of this process."""
+        return self._woke_s is not None and time.monotonic() - self._woke_s < 2 * self._timeout_s
+
+    def _begin_anew(self, why: str) -> None:
+        """Goes on as after a restart: it was the master that was away, not its peers."""
+        old = self._core
+        log.warning("master: %s: it goes on as after a restart", why)
+        journal, actions = old.reborn()
+        self._core = self._new_core(journal.run, journal)
+        self._perform(actions)
+        for conn in self._senders:
+            if old.knows(conn):
+                self._dropped[conn] = -math.inf  # it is cut at once, and the peer comes back
+        self._woke_s = None
 
     # ---- events ----
 
@@ -257,6 +299,8 @@ class Server:
 
     def _bury(self, now_s: float, drained: bool) -> None:
         lost, self._lost = self._lost, []
+        if self._woke_lately and any(self._core.knows(conn) for conn in lost):
+            self._begin_anew("connections broke while it did not run")
         for conn in lost:
             self._senders.pop(conn, None)
             self._dropped.pop(conn, None)
@@ -365,10 +409,11 @@ class Server:
             self._dial(conn, *where, lambda why: self._core.examine(conn, host, why, time.time()))
             return []
         if isinstance(message, m.Resume):
-            actions = self._core.resume(conn, message, self._senders[conn].host)
-            if self._journal is not None:
-                self._journal.adopt(self._core.run)
-            return actions
+            if self._core.deserted(message):
+                self._begin_anew("all peers were lost, and now they come back")
+            elif self._woke_lately and self._core.misses(message):
+                self._begin_anew("connections broke while it did not run")
+            return self._core.resume(conn, message, self._senders[conn].host)
         return self._core.received(conn, message)
 
     def _learn(self, conn: bytes, frame: zmq.Frame) -> bool:
@@ -407,6 +452,9 @@ class Server:
                 case core.Forget(number):
                     if self._journal is not None:
                         self._journal.forget(number)
+                case core.Adopt(run, incarnation):
+                    if self._journal is not None:
+                        self._journal.adopt(run, incarnation)
                 case core.Dial(info):
                     dials.append(info)
                 case core.Note(text):

@@ -1,0 +1,40 @@
+"""Who may come in at all. Pure functions."""
+
+from __future__ import annotations
+
+import re
+
+from pccl.protocol import messages as m
+from pccl.version import __version__
+
+HOST = re.compile(r"[A-Za-z0-9._:%-]{1,200}")  # a name or an address: it becomes an endpoint
+KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # Z85
+IPC_MAX = 100  # characters of a socket's path
+
+
+def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:
+    """Why a peer that says this is let in by no master; empty if it may be.
+
+    Args:
+        said: its first message.
+        info: where others are to reach it.
+        arithmetic: that of the peers in the run, if there are any.
+    """
+    if said.protocol != m.PROTOCOL_VERSION:
+        return (
+            f"this peer (pccl {said.version}) speaks protocol version {said.protocol}, the master "
+            f"(pccl {__version__}) version {m.PROTOCOL_VERSION}: install the same version of pccl"
+        )
+    if arithmetic not in (None, said.arithmetic):
+        return (
+            "this machine's arithmetic differs from that of the peers in the run (the kernel "
+            "self-test gave other bits), so results could not be bit-identical: rebuild pccl, "
+            "compare `pccl doctor`"
+        )
+    if not HOST.fullmatch(info.host):
+        return f"it asks to be reached at {info.host!r}, which is no host (PCCL_ADVERTISE)"
+    if info.curve and not KEY.fullmatch(info.curve):
+        return f"its key is {info.curve!r}, which is no key"
+    if len(info.ipc) > IPC_MAX or not (info.ipc + info.machine).isprintable():
+        return f"it listens at {info.ipc!r} on machine {info.machine!r}, which cannot be"
+    return ""

@@ -1,0 +1,266 @@
+"""A master that comes back, or was away: whom it believes, and what it goes on with."""
+
+from __future__ import annotations
+
+import pytest
+from test_hostile import WORK, Hall, resume
+
+from pccl.protocol import messages as m
+from pccl.protocol import recovery
+from pccl.protocol.ledger import Remember
+from pccl.protocol.master import Adopt, Journal, Master
+from pccl.protocol.recovery import UNJOURNALED_WAIT_S, WAIT_S
+from pccl.runtime.inline import combine
+from pccl.types import Result
+
+
+def infos(*numbers: int) -> tuple[m.PeerInfo, ...]:
+    return tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in numbers)
+
+
+class Ward(Hall):
+    """A master to which peers come back."""
+
+    def __init__(self, journal: Journal | None = None) -> None:
+        super().__init__(0)
+        self.master = Master(1, combine, journal=journal, secret=b"s")
+        self.now_s = 0.0
+
+    def back(self, conn: bytes, number: int, run: int, *known: int, **fields: object) -> None:
+        said = resume(number, run, known=infos(*(known or (number,))), **fields)
+        self.perform(self.master.resume(conn, said, "10.0.0.1"))
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(11):
+            self.perform(self.master.tick(self.now_s))
+            self.now_s += seconds / 10
+
+    def refused(self, conn: bytes) -> m.Refused:
+        told = self.last(conn)
+        assert isinstance(told, m.Refused)
+        return told
+
+
+# ---- whom it believes ----
+
+
+def test_without_a_journal_the_run_of_most_goes_on_whoever_came_first() -> None:
+    ward = Ward()
+    ward.back(b"stranger", 1, 666, 1, 2, 3, 4, 5)
+    for number in (1, 2):
+        ward.back(b"%d" % number, number, 7, 1, 2)
+    assert ward.master.recovering
+    ward.wait(UNJOURNALED_WAIT_S + 0.1)
+    assert ward.master.run == 7
+    assert sorted(ward.master.peers) == [1, 2]
+    assert "most peers" in ward.refused(b"stranger").why
+    assert ward.refused(b"stranger").result == Result.MASTER_CONNECTION_FAILED.value
+
+
+def test_who_comes_back_alone_is_waited_with_and_yields_to_one_who_comes_later() -> None:
+    ward = Ward()
+    ward.back(b"stranger", 1, 666)
+    ward.wait(WAIT_S - 1)
+    assert ward.master.recovering
+    ward.back(b"1", 1, 7)
+    ward.wait(2)
+    assert ward.master.run == 7
+    assert "most peers" in ward.refused(b"stranger").why
+    alone = Ward()
+    alone.back(b"1", 1, 7)
+    alone.wait(WAIT_S + 0.1)
+    assert alone.master.run == 7
+    assert sorted(alone.master.peers) == [1]
+
+
+def test_a_peer_that_is_lost_while_it_waits_does_not_count() -> None:
+    ward = Ward()
+    for number in (1, 2):
+        ward.back(b"stranger %d" % number, number, 666, 1, 2)
+    ward.perform(ward.master.disconnected(b"stranger 2", "its connection broke"))
+    for number in (1, 2):
+        ward.back(b"%d" % number, number, 7, 1, 2)
+    ward.wait(UNJOURNALED_WAIT_S + 0.1)
+    assert ward.master.run == 7
+
+
+def test_one_number_comes_back_once() -> None:
+    ward = Ward()
+    ward.back(b"1", 1, 7, 1, 2)
+    ward.back(b"again", 1, 7, 1, 2)
+    assert "given up" in ward.refused(b"again").why
+    ward.back(b"1", 2, 7, 1, 2)
+    assert "given up" in ward.refused(b"1").why
+
+
+def test_with_a_journal_only_its_run_and_its_peers_count() -> None:
+    ward = Ward(Journal(7, 1, 3, frozenset((1, 2))))
+    ward.back(b"other", 1, 666)
+    assert "another run" in ward.refused(b"other").why
+    ward.back(b"unknown", 9, 7, 1, 2, 9)
+    assert "given up" in ward.refused(b"unknown").why
+    for number in (1, 2):
+        ward.back(b"%d" % number, number, 7, 1, 2)
+    assert sorted(ward.master.peers) == [1, 2]
+
+
+def test_a_journal_that_lacks_something_knows_the_run_and_lets_peers_tell_the_rest() -> None:
+    ward = Ward(Journal(7, 1, 3, frozenset((1,)), complete=False))
+    ward.back(b"other", 1, 666)
+    assert "another run" in ward.refused(b"other").why
+    for number in (1, 2, 3):
+        assert ward.master.recovering
+        ward.back(b"%d" % number, number, 7, 1, 2, 3)
+    ward.wait(UNJOURNALED_WAIT_S + 0.1)
+    assert sorted(ward.master.peers) == [1, 2, 3]
+
+
+def test_the_arithmetic_is_that_of_the_run_and_not_of_whoever_spoke_last() -> None:
+    ward = Ward()
+    for number in (1, 2):
+        ward.back(b"%d" % number, number, 7, 1, 2, arithmetic=b"right")
+    ward.back(b"stranger", 1, 666, arithmetic=b"wrong")
+    ward.wait(UNJOURNALED_WAIT_S + 0.1)
+    ward.join(b"3", arithmetic=b"right")
+    assert isinstance(ward.last(b"3"), m.Welcome)
+
+
+def test_what_strangers_say_takes_no_more_memory_than_there_is_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recovery, "HELD_MAX", 10_000)
+    ward = Ward()
+    for number in (1, 2):
+        ward.back(b"%d" % number, number, 7, 1, 2)
+    for number in range(20):
+        ward.back(b"stranger %d" % number, 1, 1000 + number)
+    crowded = [c for c, told in ward.told.items() if isinstance(told[-1], m.Refused)]
+    assert 5 < len(crowded) < 20
+    assert "too much was said" in ward.refused(crowded[0]).why
+    ward.perform(ward.master.disconnected(b"stranger 0", "its connection broke"))
+    ward.back(b"another", 1, 2000)
+    assert b"another" not in ward.told
+    ward.wait(UNJOURNALED_WAIT_S + 0.1)
+    assert ward.master.run == 7
+
+
+# ---- numbers ----
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"last_seq": (1 << 47) - 1, "epoch": (1 << 31) - 1},
+        {"done": m.Done(*[(1 << 62) - 1] * 2, True, (1 << 62) - 1, (1 << 62) - 1, (1 << 62) - 1)},
+        {"known": infos(1, (1 << 62) - 1)},
+    ],
+)
+def test_whatever_is_believed_everybody_can_decode_what_follows(fields: dict[str, object]) -> None:
+    ward = Ward()
+    ward.perform(ward.master.resume(b"1", resume(1, 7, **fields), "10.0.0.1"))
+    ward.wait(WAIT_S + 0.1)
+    assert sorted(ward.master.peers) == [1]
+    for conn in (b"2", b"3"):
+        ward.join(conn)
+    ward.say(b"1", m.TopologyVote(1))
+    for message in (m.TopologyVote(2), m.StartVote(2, 0, WORK), m.PendingVote(3)):
+        ward.everyone(message)  # Hall decodes as a peer does
+    assert any(isinstance(told, m.Started) for told in ward.told[b"3"])
+    back = resume(1, 7, epoch=ward.master._epoch, last_seq=ward.master._next_seq)
+    assert recovery.plausible(back) or fields.keys() == {"last_seq", "epoch"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"last_seq": 1 << 47},
+        {"epoch": 1 << 31},
+        {"done": m.Done(sync=1 << 62)},
+        {"done": m.Done(plan=1 << 62)},
+        {"done": m.Done(revision=1 << 62)},
+        {"known": infos(2)},
+        {"known": infos(1, 1)},
+        {"known": infos(1, 2), "rings": (m.Ring((1, 3), 1),)},
+        {"known": infos(1, 2), "rings": (m.Ring((1, 1), 1),)},
+        {"known": infos(1, 2), "rings": (m.Ring((1, 2), (1 << 32) - 1),)},
+    ],
+)
+def test_what_cannot_be_is_not_believed(fields: dict[str, object]) -> None:
+    ward = Ward()
+    ward.perform(ward.master.resume(b"1", resume(1, 7, **fields), "10.0.0.1"))
+    assert "impossible numbers" in ward.refused(b"1").why
+    assert not ward.master.recovering
+
+
+# ---- a master that was away ----
+
+
+def test_a_run_that_all_were_lost_from_is_there_when_they_come_back() -> None:
+    hall = Hall(3)
+    hall.start()
+    for number in (1, 2, 3):
+        hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
+    said = resume(2, hall.master.run, known=infos(1, 2, 3), epoch=hall.master._epoch)
+    assert hall.master.deserted(said)
+    assert not hall.master.deserted(resume(2, 99))
+    assert not hall.master.deserted(resume(9, hall.master.run))
+    journal, actions = hall.master.reborn()
+    assert journal == Journal(hall.master.run, 1, 4, frozenset((1, 2, 3)))
+    assert actions[0] == Adopt(hall.master.run, 1)
+    assert [a.info.peer for a in actions if isinstance(a, Remember)] == [1, 2, 3]
+    ward = Ward(journal)
+    for number in (1, 2, 3):
+        ward.back(b"%d again" % number, number, hall.master.run, 1, 2, 3, epoch=1)
+    assert sorted(ward.master.peers) == [1, 2, 3]
+    assert ward.master._next_seq > hall.master._next_seq
+
+
+@pytest.mark.parametrize("goes_on", [m.PendingVote(9), m.StartVote(9, 0, WORK), m.Leave()])
+def test_a_run_that_went_on_without_a_peer_does_not_take_it_back(goes_on: m.PeerMessage) -> None:
+    hall = Hall(3)
+    hall.perform(hall.master.disconnected(b"1", "its connection broke"))
+    hall.say(b"2", goes_on)
+    for number in (2, 3):
+        hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
+    assert not hall.master.deserted(resume(1, hall.master.run))
+    assert hall.master.deserted(resume(3, hall.master.run))
+
+
+def test_a_round_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
+    for vote in (m.PendingVote(9), m.OptimizeVote(9)):
+        hall = Hall(2)
+        hall.say(b"1", vote)
+        for number in (2, 1):
+            hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
+        assert not hall.master.deserted(resume(2, hall.master.run))
+        assert hall.master.deserted(resume(1, hall.master.run))
+
+
+def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
+    hall = Hall(2)
+    hall.perform(hall.master.all_disconnected([b"1", b"2"], "its connection broke"))
+    hall.join(b"3")
+    assert isinstance(hall.told[b"3"][-1], m.Admitted)
+    late = resume(1, hall.master.run)
+    assert not hall.master.deserted(late)
+    hall.perform(hall.master.resume(b"1 again", late, "10.0.0.1"))
+    refused = hall.last(b"1 again")
+    assert isinstance(refused, m.Refused)
+    assert "given up" in refused.why
+
+
+def test_who_was_kicked_or_left_does_not_come_back() -> None:
+    hall = Hall(2)
+    hall.say(b"1", m.Leave())
+    hall.perform(hall.master.rejected(b"2", "it sent bytes that are no message"))
+    for number in (1, 2):
+        assert not hall.master.deserted(resume(number, hall.master.run))
+
+
+def test_a_peer_may_be_back_before_its_old_connection_is_seen_to_be_broken() -> None:
+    hall = Hall(2)
+    assert hall.master.misses(resume(2, hall.master.run))
+    assert not hall.master.misses(resume(2, 99))
+    assert not hall.master.misses(resume(3, hall.master.run))
+    journal, _ = hall.master.reborn()
+    assert journal.accepted == {1, 2}
