@@ -90,8 +90,8 @@ class Collectives(ABC):
                 that the average of 3 and 4 is 3. Or its name: "sum", "max", ...
             tag: tells apart collectives that run at the same time; the same on all peers.
             operand_descriptor: its dtype must be the array's.
-            quantization_options: what goes over the wire is quantised like this: floats only, SUM
-                and AVG only. Every peer's result has the same bits; docs/quantization.md has the
+            quantization_options: what goes over the wire is quantised like this: floats only, and
+                no PROD. Every peer's result has the same bits; docs/quantization.md has the
                 errors. A NaN or an infinity makes its block of elements NaN.
             quantization: the same by a short name: "int8" or "int4" (block-wise), "uint8".
             timeout: seconds after which the collective is given up, for all peers.

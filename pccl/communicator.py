@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import xxhash
 
 from pccl.collectives import Collectives
-from pccl.errors import PCCLTimeoutError, error_for
+from pccl.errors import PCCLTimeoutError, error_for, not_picklable
 from pccl.ext import ffi, lib
 from pccl.handle import error_of
 from pccl.logs import configure_logging
@@ -221,6 +221,9 @@ class Communicator(Collectives):
                 f"the peers of the run at {self._master} did not admit this one within "
                 f"{timeout:g} s: each of them must call update_topology()",
             ) from None
+
+    def __reduce__(self) -> NoReturn:
+        raise not_picklable(self, "it is this process's place in a run; make one in each process")
 
     def close(self) -> None:
         """Leaves the run; collectives in progress fail and are restored. Idempotent."""

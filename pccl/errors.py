@@ -159,6 +159,11 @@ _LEAVES: dict[Result, type[PCCLError]] = {
 }
 
 
+def not_picklable(what: object, instead: str) -> TypeError:
+    """The exception for what belongs to this process alone; to be raised by `__reduce__`."""
+    return TypeError(f"a {type(what).__name__} cannot be pickled or copied: {instead}")
+
+
 def error_for(result: Result, func_name: str, message: str = "") -> PCCLError:
     """The exception for a result, of the subclass that the result alone tells; to be raised.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import NoReturn
 
-from pccl.errors import PCCLError
+from pccl.errors import PCCLError, not_picklable
 from pccl.protocol import peer as core
 from pccl.runtime.call import Call, Deadline
 from pccl.runtime.client import Client
@@ -40,6 +41,9 @@ class AsyncReduceHandle:
         self._end: core.Answer | core.Fail | None = None
         if call is None:
             self._end = core.Answer(0, core.Reduced(1, 0, 0))
+
+    def __reduce__(self) -> NoReturn:
+        raise not_picklable(self, "its collective is under way in this process")
 
     def wait(self, *, timeout: float | None = None) -> tuple[bool, int, ReduceInfo]:
         """Waits for the outcome; the same one every time, and never raises.

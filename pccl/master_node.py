@@ -11,8 +11,9 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NoReturn
 
-from pccl.errors import PCCLError, error_for
+from pccl.errors import PCCLError, error_for, not_picklable
 from pccl.runtime.config import Config
 from pccl.runtime.journal import JournalError
 from pccl.runtime.room import NoRoomError, require_room
@@ -64,6 +65,9 @@ class MasterNode:
         self._host, self._port = parse_address(listen_address)
         self._security = security
         self._service: Service | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise not_picklable(self, "it serves in this process; give others its address")
 
     @property
     def address(self) -> str:

@@ -167,17 +167,19 @@ def _several(arrays: Arrays) -> _Several:
                 f"the keys of a dict of arrays are texts of up to {NAME_MAX} characters"
             )
         found = [arrays[name] for name in names]
+        places = [f"the value of {name!r}" for name in names]
     elif isinstance(arrays, list | tuple):
         found, names = list(arrays), []
+        places = [f"number {i} of the list" for i in range(len(found))]
     else:
         raise ValueError(
             f"{type(arrays).__name__} is neither a numpy.ndarray nor a torch.Tensor, nor a list or "
             "dict of them"
         )
-    for array in found:
+    for place, array in zip(places, found, strict=True):
         if not (is_torch(array) or is_numpy(array)):
             raise ValueError(
-                f"{type(array).__name__} is neither a numpy.ndarray nor a torch.Tensor"
+                f"{place} is neither a numpy.ndarray nor a torch.Tensor: {type(array).__name__}"
             )
     if not 0 < len(found) <= m.PARTS_MAX:
         raise ValueError(f"{len(found)} arrays: it must be 1 to {m.PARTS_MAX}")

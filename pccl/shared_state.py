@@ -9,9 +9,10 @@ import operator
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pccl.arrays import Array, Buffer, is_numpy, is_torch
+from pccl.errors import not_picklable
 from pccl.protocol.messages import ENTRY_BYTES_MAX, MESSAGE_BYTES_MAX
 from pccl.runtime import checkpoint
 from pccl.runtime.devices import HostView
@@ -138,6 +139,9 @@ class TensorInfo:
         made._buffer = buffer  # with the owner
         made.shape = tuple(array.shape)
         return made
+
+    def __reduce__(self) -> NoReturn:
+        raise not_picklable(self, "it is memory of this process; SharedState.save() writes a file")
 
     def __repr__(self) -> str:
         return f"TensorInfo({self.name!r}, {self.numel} x {self.dtype.name})"

@@ -15,6 +15,9 @@ def parse_address(address: str) -> tuple[str, int]:
     """
     if ":" not in address:
         raise AssertionError(f"{address!r} is not host:port, for example 127.0.0.1:48148")
+    scheme, separator, rest = address.partition("://")
+    if separator:
+        raise ValueError(f"{address!r} begins with {scheme}://: it must be {rest!r} alone")
     host, _, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]

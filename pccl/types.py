@@ -319,7 +319,7 @@ def _describe(send: Array, recv: Array, work: ReduceDescriptor) -> ReduceOpDescr
     return ReduceOpDescriptor(source.address, target.address, work, (send, recv))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class ReduceInfo:
     """What became of a collective.
 
@@ -337,6 +337,10 @@ class ReduceInfo:
     def world_size(self) -> int:
         """Peers that contributed: `local_world_size`."""
         return self.local_world_size
+
+    def __repr__(self) -> str:
+        sizes = f"tx_bytes={self.tx_bytes}, rx_bytes={self.rx_bytes}"
+        return f"ReduceInfo(world_size={self.world_size}, {sizes})"
 
 
 @dataclass(frozen=True, slots=True)

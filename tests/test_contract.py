@@ -7,9 +7,12 @@ collectives (test_all_reduce.py), shared state (test_shared_state.py), and where
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import inspect
 import os
+import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +150,43 @@ with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address)
     assert (ended.returncode, ended.stdout) == (0, "1\n")
     assert ("registered" in ended.stderr) == (level == "TRACE")
     assert ("PCCL_LOG_LEVEL is 'LOUD'" in ended.stderr) == (level == "LOUD")
+
+
+# ---- what is said of what cannot be ----
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:48148", "pccl://[::1]:48148"])
+def test_an_address_with_a_scheme(address: str) -> None:
+    alone = address.partition("://")[2]
+    for make in (pccl.Communicator, pccl.MasterNode):
+        with pytest.raises(ValueError, match=re.escape(f"it must be {alone!r} alone")):
+            make(address)
+
+
+def test_what_belongs_to_this_process_cannot_be_pickled_or_copied() -> None:
+    shared = pccl.SharedState.from_tensors({"x": np.zeros(3)})
+    with Cluster(2) as cluster:
+        handle = cluster.comms[0].all_reduce_async(np.zeros(3))
+        for one in (cluster.comms[0], cluster.master, handle, shared.tensor_infos[0], shared):
+            for how in (pickle.dumps, copy.copy, copy.deepcopy):
+                if one is not shared or how is not copy.copy:
+                    with pytest.raises(TypeError, match=r"a \w+ cannot be pickled or copied: it"):
+                        how(one)
+
+
+def test_what_is_no_array_is_named() -> None:
+    with Cluster(1) as cluster:
+        comm, x = cluster.comms[0], np.zeros(3)
+        for arrays, words in (
+            ({"w": x, "b": None}, "the value of 'b' is neither .*: NoneType"),
+            ([x, x, 3.0], "number 2 of the list is neither .*: float"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                comm.all_reduce(arrays)
+
+
+def test_a_result_prints_the_name_of_its_world() -> None:
+    assert repr(pccl.ReduceInfo(3, 20, 10)) == "ReduceInfo(world_size=3, tx_bytes=20, rx_bytes=10)"
 
 
 # ---- a world of one ----

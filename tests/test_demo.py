@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -140,17 +141,44 @@ def test_a_missing_package_is_named_in_one_sentence(
     assert demo.main([]) == 2
     message = capsys.readouterr().err
     assert message.count("\n") == 1
-    assert "no_such_package" in message and "pip install pccl[demo]" in message
+    assert "no_such_package" in message and 'pip install -e ".[demo]"' in message
 
 
 @pytest.mark.parametrize(
-    "words", [["--peers", "1"], ["--steps", "5"], ["--output", "no/such/place.png"]]
+    ("words", "why"),
+    [
+        (["--peers", "1"], "at least 2 peers"),
+        (["--peers", "100000"], "100000 peers are too many for this machine"),
+        (["--steps", "5"], "or say --no-chaos"),
+        (["--output", "no/such/place.png"], "cannot write no/such/place.png: No such file"),
+        (["--output", "/proc/place.png"], "cannot write /proc/place.png"),
+        (["--output", "."], "cannot write .: Is a directory"),
+        (["--output", "place.docx"], "a chart can be .*png.*, not docx"),
+    ],
 )
 def test_impossible_options_are_refused(
-    words: list[str], capsys: pytest.CaptureFixture[str]
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     assert demo.main(words) == 2
-    assert capsys.readouterr().err.startswith("pccl demo: ")
+    assert re.match(f"pccl demo: .*{why}", capsys.readouterr().err)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_loss_that_had_no_time_to_fall_is_no_failure() -> None:
+    stage = Stage(chaos=False)
+    stage.director.steps = 1
+    stage.begin()
+    stage.play_round(1, 0, 1, 2, loss=5.4)
+    stage.finish(0, 1, 2)
+    assert stage.director.verdict() is None
+
+
+def test_as_many_peers_as_the_machine_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert 3 <= demo._peers_max() <= 4
+    monkeypatch.setattr("os.cpu_count", lambda: 1000)
+    assert demo._peers_max() < 4000
 
 
 @pytest.mark.timeout(90)

@@ -281,7 +281,8 @@ def test_the_oracle_is_near_what_is_exact(name: str, dtype: str, op: str, member
 
 
 def test_bad_arguments_are_refused() -> None:
-    x = pointer(np.zeros(4096, np.uint8))
+    memory = np.zeros((3, 64), np.float32)
+    x, y, z = map(pointer, memory)
     for format, dtype in ((0, 10), (7, 10), (-1, 10), (1, 7), (1, 12), (1, -1)):
         assert lib.pccl_quantized_size(format, dtype, 10) == 0
         assert lib.pccl_quantize(format, dtype, x, x, 4) == lib.PCCL_EINVAL
@@ -289,7 +290,8 @@ def test_bad_arguments_are_refused() -> None:
         assert lib.pccl_quantized_reduce(format, dtype, 0, x, x, 4, 1, x) == lib.PCCL_EINVAL
     for redop, divisor in ((lib.PCCL_AVG, 0), (lib.PCCL_PROD, 1), (-1, 1), (5, 1)):
         assert lib.pccl_quantized_reduce(1, 10, redop, x, x, 4, divisor, x) == lib.PCCL_EINVAL
-    assert lib.pccl_quantized_reduce(1, 10, lib.PCCL_MAX, x, x, 4, 0, x) == 0
+    assert lib.pccl_quantize(1, 10, x, y, 4) == 0
+    assert lib.pccl_quantized_reduce(1, 10, lib.PCCL_MAX, x, y, 4, 0, z) == 0
     assert [lib.pccl_quantized_block(format) for format in range(8)] == [
         0,
         *(format.block for format in FORMATS.values()),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pccl
+from pccl.cli.arguments import master
 from pccl.communicator import arithmetic_digest
 from pccl.ext import tables
 from pccl.protocol.messages import PROTOCOL_VERSION
@@ -53,7 +54,13 @@ class Finding(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl doctor`."""
-    parser.add_argument("master", nargs="?", metavar="HOST:PORT", help="of a master, to ask it too")
+    parser.add_argument(
+        "master",
+        nargs="?",
+        type=master,
+        metavar="HOST[:PORT]",
+        help="of a master, to ask it too",
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,8 +11,11 @@ import argparse
 import os
 from pathlib import Path
 
+from pccl.cli.arguments import whole_number
 from pccl.runtime.curve import new_keys, require_curve
 from pccl.security import ALLOWED, MASTER_KEY, MASTER_SECRET, PEER_SECRET, Security
+
+PEERS_MAX = 65_536
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,8 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dir", type=Path, metavar="DIR", help="where to put them")
     parser.add_argument(
         "--peers",
-        type=int,
-        default=0,
+        type=whole_number(1, PEERS_MAX),
         metavar="N",
         help="a key pair for each of N peers, in DIR/peer-1 and so on (default: one for all)",
     )
@@ -31,21 +33,32 @@ def run(args: argparse.Namespace) -> int:
     """Makes what does not exist yet, and says what to do with it."""
     require_curve()
     master: Path = args.dir
-    _make_pair(master, MASTER_SECRET)
+    _say("the master's key pair", int(_make_pair(master, MASTER_SECRET)), 1)
     public = Security(master).master_keys().public
     (master / ALLOWED).touch()
-    homes = {f"peer-{i}": master / f"peer-{i}" for i in range(1, args.peers + 1)}
+    homes = {f"peer-{i}": master / f"peer-{i}" for i in range(1, (args.peers or 0) + 1)}
+    made = 0
     for name, home in (homes or {"all-peers": master}).items():
         if _make_pair(home, PEER_SECRET):
+            made += 1
             with (master / ALLOWED).open("a", encoding="ascii") as allowed:
                 allowed.write(f"{Security(home).peer_keys().public} {name}\n")
         _write(home / MASTER_KEY, f"{public} master\n")
+    _say("a key pair for each peer" if homes else "a key pair for all peers", made, len(homes) or 1)
     print(f"on the master's machine: pccl master --curve-dir {master}")
     if homes:
         print(f"on each peer's: PCCL_CURVE_DIR=..., a copy of one of {master}{os.sep}peer-*")
     else:
         print(f"on each peer's: PCCL_CURVE_DIR=..., a copy of {master} without {MASTER_SECRET}")
     return 0
+
+
+def _say(what: str, made: int, wanted: int) -> None:
+    """What has become of the key pairs."""
+    if made and made < wanted:
+        print(f"{what}: {made} made; {wanted - made} were there, and are kept")
+    else:
+        print(f"{what}: {'made' if made else 'it was there, and is kept'}")
 
 
 def _make_pair(directory: Path, name: str) -> bool:

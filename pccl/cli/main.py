@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"pccl {asked}: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:
         print(f"pccl {asked} needs {error.name}: pip install {error.name}", file=sys.stderr)
+    except OSError as error:
+        print(f"pccl {asked}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
     return 1

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pccl
+from pccl.cli.arguments import master, whole_number
 from pccl.cli.bench import machines, options, table
 from pccl.cli.bench.data import PEERS_MAX
 from pccl.cli.bench.peer import Job, Measured, serve
@@ -70,36 +71,35 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "-c",
         "--check",
-        type=options.whole_number(0, 1),
+        type=whole_number(0, 1),
         default=1,
         metavar="0|1",
         help="verify every element of one more call of each size (%(default)s)",
     )
     parser.add_argument(
         "--peers",
-        type=options.whole_number(2, PEERS_MAX),
+        type=whole_number(2, PEERS_MAX),
         default=2,
         metavar="N",
         help="processes (%(default)s)",
     )
     parser.add_argument(
         "--lanes",
-        type=options.whole_number(1, 256),
+        type=whole_number(1, 256),
         default=0,
         metavar="N",
         help="connections to the next peer (one on this machine, else by the round trip)",
     )
     parser.add_argument(
         "--master",
+        type=master,
         metavar="HOST[:PORT]",
         help="be one of the peers of a run on several machines, whose master is there",
     )
     parser.add_argument(
         "--against", choices=OTHERS, help="measure this in turns with it, on this machine"
     )
-    parser.add_argument(
-        "-J", "--json", type=Path, metavar="FILE", help="write the results here too"
-    )
+    options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,20 +12,18 @@ import numpy as np
 
 import pccl
 from pccl.cli.bench.peer import Job, Measured, join, measure
-from pccl.master import DEFAULT_PORT
 
 
 def measured(master: str, job: Job) -> Iterator[list[Measured]]:
     """What all peers have measured, for one size after the other.
 
     Args:
-        master: HOST or HOST:PORT.
+        master: HOST:PORT.
 
     Raises:
         PCCLError: the master cannot be reached, a peer was lost, or others measure something else.
     """
-    address = master if ":" in master else f"{master}:{DEFAULT_PORT}"
-    with join(address, job) as comm:
+    with join(master, job) as comm:
         for count in job.counts:
             yield _exchange(comm, measure(comm, job, count))
 

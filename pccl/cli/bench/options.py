@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+
+from pccl.cli.arguments import output, whole_number
 
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -15,18 +16,6 @@ def size(text: str) -> int:
     if not number.isdecimal() or int(number) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no size: say 4096, 4K, 256M or 1G")
     return int(number) * unit
-
-
-def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from `lowest` to `highest`."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest or (highest and int(text) > highest):
-            limits = f"at least {lowest}" + (f" and at most {highest}" if highest else "")
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {limits}")
-        return int(text)
-
-    return number
 
 
 def add_sizes(parser: argparse.ArgumentParser, begin: str, end: str, factor: int) -> None:
@@ -64,6 +53,13 @@ def add_iterations(parser: argparse.ArgumentParser, iterations: int, warmups: in
         default=warmups,
         metavar="N",
         help="iterations before those that are timed (%(default)s)",
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds -J."""
+    parser.add_argument(
+        "-J", "--json", type=output, metavar="FILE", help="write the results here too"
     )
 
 

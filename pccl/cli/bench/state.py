@@ -22,13 +22,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 
 import pccl
+from pccl.cli.arguments import whole_number
 from pccl.cli.bench import options
 from pccl.cli.bench.data import PEERS_MAX
 from pccl.cli.bench.processes import BenchError, collect, follow_parent, processes
@@ -81,21 +81,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_iterations(parser, 7, 2)
     parser.add_argument(
         "--entries",
-        type=options.whole_number(1),
+        type=whole_number(1),
         default=16,
         metavar="N",
         help="into which the state is cut (%(default)s)",
     )
     parser.add_argument(
         "--holders",
-        type=options.whole_number(1, PEERS_MAX),
+        type=whole_number(1, PEERS_MAX),
         default=2,
         metavar="N",
         help="peers that have what the newcomer lacks (%(default)s)",
     )
-    parser.add_argument(
-        "-J", "--json", type=Path, metavar="FILE", help="write the results here too"
-    )
+    options.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:

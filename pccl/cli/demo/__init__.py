@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import queue
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pccl.cli.arguments import output
 from pccl.cli.demo.director import STEPS_MIN, Director, Go, Kill, Order, Say, State
 from pccl.cli.demo.processes import Fleet
 from pccl.cli.demo.reports import decode
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from pccl.cli.demo.display import Display
 
 _REQUIRED = ("torch", "rich", "matplotlib")
+_PEERS = 3
+_PEERS_PER_CORE = 4
+_PEER_BYTES = 512 << 20  # of memory that a peer needs, and some to spare
 _REFRESH_S = 0.25
 _SILENCE_S = 120.0
 
@@ -30,7 +35,7 @@ _SILENCE_S = 120.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `pccl demo`."""
     parser.add_argument(
-        "--peers", type=int, default=3, help="training processes at the start (%(default)s)"
+        "--peers", type=int, default=_PEERS, help="training processes at the start (%(default)s)"
     )
     parser.add_argument("--steps", type=int, default=16, help="outer steps (%(default)s)")
     parser.add_argument(
@@ -59,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
     Returns:
         The exit status: 0 if every survivor took the last outer step with the same bits and the
-        loss fell, 1 if not, 2 if it could not start, 130 if it was interrupted.
+        loss fell, if there was time for that; 1 if not; 2 if it could not start; 130 if it was
+        interrupted.
     """
     problem = _problem(args)
     if problem:
@@ -79,13 +85,41 @@ def run(args: argparse.Namespace) -> int:
 def _problem(args: argparse.Namespace) -> str | None:
     missing = [name for name in _REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
-        return f"{' and '.join(missing)} not found; pip install pccl[demo] brings what is needed"
+        return (
+            f"{' and '.join(missing)} not found: in the clone of pccl, "
+            """pip install -e ".[demo]" brings what is needed"""
+        )
     if args.peers < 2 or args.steps < 1 or args.inner_steps < 1:
         return "it takes at least 2 peers, 1 outer step and 1 inner step"
     if args.steps < STEPS_MIN and not args.no_chaos:
         return f"a kill and a join take {STEPS_MIN} outer steps; or say --no-chaos"
-    if not args.output.absolute().parent.is_dir():
-        return f"there is no directory {args.output.absolute().parent} for the chart"
+    most = _peers_max()
+    if args.peers > most:
+        return f"{args.peers} peers are too many for this machine, which has room for {most}"
+    return _output_problem(args.output)
+
+
+def _peers_max() -> int:
+    """Processes of torch that find room in this machine's memory, and some time on its cores."""
+    most = _PEERS_PER_CORE * (os.cpu_count() or 1)
+    if hasattr(os, "sysconf"):  # not on Windows
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        most = min(most, memory // _PEER_BYTES)
+    return max(most, _PEERS)
+
+
+def _output_problem(path: Path) -> str | None:
+    """Why there can be no chart, found out before the training."""
+    try:
+        output(str(path))
+    except argparse.ArgumentTypeError as error:
+        return str(error)
+    if path.suffix not in ("", ".png"):
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        known = sorted(FigureCanvasBase.get_supported_filetypes())
+        if path.suffix[1:].lower() not in known:
+            return f"{path}: a chart can be {', '.join(known)}, not {path.suffix[1:]}"
     return None
 
 

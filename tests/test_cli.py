@@ -1,0 +1,92 @@
+"""What the commands say to words that cannot be: a sentence, before anything begins."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pccl.cli import main as cli
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    """The exit status of `pccl WORDS`, and what it prints, to whom it prints it."""
+    try:
+        status = cli.main(words)
+    except SystemExit as end:  # argparse
+        status = int(end.code or 0)
+    return status, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("master --listen-address nonsense", "'nonsense' is not host:port"),
+        ("master --listen-address :0", "':0' names no host"),
+        ("master --listen-address 127.0.0.1:99999", "'99999' is not a port number"),
+        ("master --listen-address 127.0.0.1:", "'' is not a port number"),
+        ("master --listen-address ::1:5", "must stand in brackets"),
+        ("master --listen-address tcp://127.0.0.1:0", "it must be '127.0.0.1:0' alone"),
+        ("master --listen-address nowhere.invalid:0", "cannot listen on nowhere.invalid:0"),
+        ("master --curve-dir /nonexistent --listen-address 127.0.0.1:0", "/nonexistent"),
+        ("doctor 127.0.0.1:99999", "'99999' is not a port number"),
+        ("doctor ::1", "must stand in brackets"),
+        ("doctor tcp://h:1", "it must be 'h:1' alone"),
+        ("bench all_reduce --master :5", "':5' names no host"),
+        ("bench all_reduce -J /proc/nope", "cannot write /proc/nope"),
+        ("bench state -J /nonexistent/file", "cannot write /nonexistent/file"),
+        ("bench all_gather -J .", "cannot write .: Is a directory"),
+        ("keys /proc/nope", "/proc/nope"),
+        ("keys here --peers 0", "'0' is no whole number of at least 1"),
+        ("keys here --peers -3", "expected one argument|no whole number"),
+        ("keys here --peers 99999999", "at most 65536"),
+    ],
+)
+def test_what_cannot_be(
+    words: str,
+    why: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = said(words.split(), capsys)
+    assert status in (1, 2) and out == ""
+    assert re.search(why, err.splitlines()[-1]), err
+    assert err.splitlines()[-1].startswith(f"pccl {words.split()[0]}")
+    assert not list(tmp_path.iterdir()), "nothing has begun"
+
+
+def test_a_file_for_results_keeps_what_is_in_it_until_there_are_any(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "results"
+    file.write_text("of before")
+    status, _, err = said(["bench", "all_reduce", "-e", "nonsense", "-J", str(file)], capsys)
+    assert status == 2 and "is no size" in err
+    assert file.read_text() == "of before"
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1", "[::1]", "some.host"])
+def test_the_port_of_a_master_may_be_left_out(text: str) -> None:
+    assert cli.parser("doctor").parse_args(["doctor", text]).master == f"{text}:48148"
+    command = ["bench", "barrier" if text == "" else "all_reduce", "--master", text]
+    assert cli.parser("bench").parse_args(command).master == f"{text}:48148"
+
+
+def test_keys_say_what_has_become_of_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run = str(tmp_path / "run")
+    _, made, _ = said(["keys", run, "--peers", "2"], capsys)
+    assert "the master's key pair: made\na key pair for each peer: made\n" in made
+    secret = (tmp_path / "run" / "peer-1" / "peer.secret").read_bytes()
+    _, more, _ = said(["keys", run, "--peers", "3"], capsys)
+    assert "the master's key pair: it was there, and is kept\n" in more
+    assert "a key pair for each peer: 1 made; 2 were there, and are kept\n" in more
+    _, again, _ = said(["keys", run, "--peers", "3"], capsys)
+    assert "a key pair for each peer: it was there, and is kept\n" in again
+    _, shared, _ = said(["keys", run], capsys)
+    assert "a key pair for all peers: made\n" in shared
+    assert (tmp_path / "run" / "peer-1" / "peer.secret").read_bytes() == secret
