@@ -240,6 +240,12 @@ static void obey(pccl_engine *engine, const pccl_order *order)
     case PCCL_OPEN_STREAM:
         stream_order_open(engine, order);
         break;
+    case PCCL_CONNECT_STREAM:
+        stream_order_connect(engine, order);
+        break;
+    case PCCL_LOSE_STREAM:
+        stream_order_lose(engine, order);
+        break;
     case PCCL_CLOSE_STREAM:
         stream_order_close(engine, order);
         break;
@@ -434,6 +440,8 @@ static int wait_for_work(pccl_engine *engine)
     if (has_room(engine))
         watch(engine, &n, engine->pull, ZMQ_POLLIN);
     for (stream = engine->streams; stream != NULL; stream = stream->next) {
+        if (stream->push == NULL)
+            continue;
         watch(engine, &n, stream->monitor, ZMQ_POLLIN);
         if (stream_pending(stream))
             watch(engine, &n, stream->push, ZMQ_POLLOUT);

@@ -174,7 +174,8 @@ struct stream {
     uint32_t lanes, lanes_failed;
     bool automatic;          /* more lanes are to come when the round trip is known */
     bool distant;            /* a round trip is DISTANT_US or more */
-    void *push, *monitor;
+    bool up;                 /* a lane has stood */
+    void *push, *monitor;    /* NULL until CONNECT_STREAM */
     bool blocked;            /* the last send found no lane with room */
     bool lost;               /* to be buried */
     bool silent;             /* closed by order: no STREAM_LOST */
@@ -192,8 +193,10 @@ enum sent { SENT, BLOCKED };
 /* What came of a link's turn: it has more; it has no more for now; no room; its op has failed. */
 enum turn { TURN_MORE, TURN_OVER, TURN_BLOCKED, TURN_FAILED };
 
-/* OPEN_STREAM and CLOSE_STREAM. */
+/* OPEN_STREAM, CONNECT_STREAM, CLOSE_STREAM and LOSE_STREAM. */
 void stream_order_open(pccl_engine *engine, const pccl_order *order);
+void stream_order_connect(pccl_engine *engine, const pccl_order *order);
+void stream_order_lose(pccl_engine *engine, const pccl_order *order);
 void stream_order_close(pccl_engine *engine, const pccl_order *order);
 
 /* The stream of that number that is open, or NULL. */

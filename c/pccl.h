@@ -150,7 +150,7 @@ enum pccl_error {
     PCCL_EZMQ = -3,      /* a call of the table failed; pccl_engine_errno() has its errno */
     PCCL_ESTREAM = -4,   /* a stream was lost, or could not be connected */
     PCCL_EPROTO = -5,    /* a neighbour sent an impossible message */
-    PCCL_EREACH = -6,    /* of STREAM_LOST: no lane could be connected in the first place */
+    PCCL_EREACH = -6,    /* of STREAM_LOST: no lane has ever stood */
     PCCL_EOTHER = -7     /* of STREAM_LOST: another process than the peer's answers there */
 };
 
@@ -312,15 +312,21 @@ typedef struct pccl_piece {
 enum pccl_order_kind {
     PCCL_OPEN_STREAM = 1, PCCL_CLOSE_STREAM = 2, PCCL_REGISTER = 3, PCCL_START = 4,
     PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERDICT = 8,
-    PCCL_ALLOW = 9, PCCL_EXPECT = 10, PCCL_ADMIT = 11
+    PCCL_ALLOW = 9, PCCL_EXPECT = 10, PCCL_ADMIT = 11, PCCL_CONNECT_STREAM = 12,
+    PCCL_LOSE_STREAM = 13
 };
 
 /* One order. Which members count:
- *   OPEN_STREAM   stream (a number that was never used before), lanes (0: as many as the round trip
- *                 asks for), hwm (messages queued for each lane), endpoint, peer (its number);
- *                 curve_server, the neighbour's public key, if the engine has keys, else nonce, the
- *                 epoch's.
+ *   OPEN_STREAM   stream (a number that was never used before). Ops can be started on it at once.
+ *   CONNECT_STREAM  stream, an open one, once; lanes (0: as many as the round trip asks for), hwm
+ *                 (messages queued for each lane), endpoint, peer (its number); curve_server, the
+ *                 neighbour's public key, if the engine has keys, else nonce, the epoch's.
+ *                 The host of a TCP endpoint is to be an address: libzmq's own thread would look
+ *                 up a name, and move nothing meanwhile. Where it gets no socket for a lane libzmq
+ *                 says nothing: so the caller gives each stream a time until its STREAM_UP.
  *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED.
+ *   LOSE_STREAM   stream, endpoint: a text that says why. The same, but with a STREAM_LOST event
+ *                 (PCCL_EREACH) with that text.
  *   EXPECT        peer (our own number), nonce (of an epoch): who may connect by PLAIN. The nonce
  *                 of the EXPECT before remains good. Forgets the keys of all ADMITs.
  *   ADMIT         curve_server: who has this public key may connect.
@@ -403,7 +409,8 @@ enum pccl_event_kind {
     PCCL_FAILED = 2,         /* op: it cannot complete; status and text say why */
     PCCL_SETTLED = 3,        /* op: forgotten, no memory of it is referenced */
     PCCL_STREAM_LOST = 4,    /* stream: closed, but not by CLOSE_STREAM; text says why */
-    PCCL_LEAF = 5            /* op: this leaf of that piece is here, for its VERDICT */
+    PCCL_LEAF = 5,           /* op: this leaf of that piece is here, for its VERDICT */
+    PCCL_STREAM_UP = 6       /* stream: its first lane stands */
 };
 
 typedef struct pccl_event {

@@ -3,7 +3,8 @@
  * libzmq gives each message to a lane that has room, so a slow lane carries less and nobody waits
  * for it. A lane that is lost may have swallowed messages, hence a stream that loses one is lost
  * as a whole and never repaired. The socket's monitor tells; connect and handshake time-outs and
- * heartbeats are libzmq's, so that no clock is needed here. It is the neighbour that pings, and
+ * heartbeats are libzmq's, and the caller gives up what does not come up, so that no clock is
+ * needed here. It is the neighbour that pings, and
  * says how long the next ping may take (engine.c): a ping of ours, or our answer, would stand
  * behind all that the neighbour has not taken yet, which may be for long if its own is slow.
  *
@@ -109,8 +110,8 @@ static int open_monitor(struct stream *stream)
 {
     const pccl_zmq *zmq = stream->engine->zmq;
     const int events = ZMQ_EVENT_CONNECTED | ZMQ_EVENT_CLOSED | ZMQ_EVENT_DISCONNECTED
-        | ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL | ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL
-        | ZMQ_EVENT_HANDSHAKE_FAILED_AUTH;
+        | ZMQ_EVENT_HANDSHAKE_SUCCEEDED | ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        | ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL | ZMQ_EVENT_HANDSHAKE_FAILED_AUTH;
     char endpoint[64];
     (void)snprintf(endpoint, sizeof endpoint, "inproc://pccl-monitor-%lu",
                    (unsigned long)stream->number);
@@ -144,19 +145,37 @@ void stream_order_open(pccl_engine *engine, const pccl_order *order)
     }
     stream->engine = engine;
     stream->number = order->stream;
+    stream->next = engine->streams;
+    engine->streams = stream;
+}
+
+void stream_order_connect(pccl_engine *engine, const pccl_order *order)
+{
+    struct stream *stream = stream_find(engine, order->stream);
+    if (stream == NULL)
+        return;
+    if (stream->push != NULL) {
+        stream_lose(stream, PCCL_EINVAL, "a stream is to be connected twice");
+        return;
+    }
     stream->peer = order->peer;
     stream->automatic = order->lanes == 0;
     stream->lanes = stream->automatic ? 1 : order->lanes;
     memcpy(stream->endpoint, order->endpoint, sizeof stream->endpoint);
-    stream->next = engine->streams;
-    engine->streams = stream;
     if (order->hwm == 0 || memchr(order->endpoint, 0, sizeof order->endpoint) == NULL) {
         stream_lose(stream, PCCL_EINVAL, "a stream needs a high-water mark and an endpoint");
     } else if (open_sockets(stream, order) < 0) {
         engine->error = engine->zmq->errno_();
-        stream_lose(stream, PCCL_EZMQ, "cannot open a stream to %.80s: %.40s", order->endpoint,
+        stream_lose(stream, PCCL_EREACH, "cannot open a stream to %.80s: %.40s", order->endpoint,
                     strerror(engine->error));
     }
+}
+
+void stream_order_lose(pccl_engine *engine, const pccl_order *order)
+{
+    struct stream *stream = stream_find(engine, order->stream);
+    if (stream != NULL && memchr(order->endpoint, 0, sizeof order->endpoint) != NULL)
+        stream_lose(stream, PCCL_EREACH, "%s", order->endpoint);
 }
 
 void stream_order_close(pccl_engine *engine, const pccl_order *order)
@@ -190,6 +209,17 @@ static void free_packets(pccl_engine *engine, struct packets *queue)
         packet_unawait(packet->op, packet);
         packet_free(engine->zmq, packet);
     }
+}
+
+static void tell_up(struct stream *stream)
+{
+    pccl_event event = {0};
+    if (stream->up)
+        return;
+    stream->up = true;
+    event.kind = PCCL_STREAM_UP;
+    event.stream = stream->number;
+    engine_emit(stream->engine, &event);
 }
 
 static void tell_lost(struct stream *stream)
@@ -294,11 +324,14 @@ static void handle_monitor(struct stream *stream, const unsigned char *data, siz
     memcpy(&value, data + sizeof event, sizeof value);
     if (event == ZMQ_EVENT_CONNECTED)
         greet_lane(stream, value);
+    else if (event == ZMQ_EVENT_HANDSHAKE_SUCCEEDED)
+        tell_up(stream);
     else if (is_another(event, value))
         stream_lose(stream, PCCL_EOTHER, "another process answers at %.80s, not peer %llu: check "
                     "the port forwarding", stream->endpoint, (unsigned long long)stream->peer);
     else if (event != ZMQ_EVENT_CLOSED)
-        stream_lose(stream, PCCL_ESTREAM, "%s", event == ZMQ_EVENT_DISCONNECTED
+        stream_lose(stream, stream->up ? PCCL_ESTREAM : PCCL_EREACH, "%s",
+                    event == ZMQ_EVENT_DISCONNECTED
                     ? "a lane was disconnected" : "a lane could not be set up: handshake failed");
     else if (++stream->lanes_failed == stream->lanes)   /* the others may still carry everything */
         stream_lose(stream, PCCL_EREACH, "no lane could be connected: refused or timed out");
@@ -309,7 +342,7 @@ static bool listen_one(struct stream *stream)
     const pccl_zmq *zmq = stream->engine->zmq;
     pccl_msg frame;
     bool any = false, first = true;
-    while (!stream->lost) {
+    while (stream->monitor != NULL && !stream->lost) {
         zmq->msg_init(&frame);
         if (zmq->msg_recv(&frame, stream->monitor, ZMQ_DONTWAIT) < 0) {
             int error = zmq->errno_();
@@ -343,7 +376,7 @@ enum sent stream_send(struct stream *stream, struct op *op, struct packet *packe
     const pccl_zmq *zmq = stream->engine->zmq;
     int i = 0, error;
     assert(packet->frames > 0);
-    if (stream->lost || stream->blocked)
+    if (stream->lost || stream->blocked || stream->push == NULL)
         return BLOCKED;
     while (i < packet->frames) {
         int more = i + 1 < packet->frames ? ZMQ_SNDMORE : 0;
@@ -493,7 +526,7 @@ bool stream_has_room(struct stream *stream)
 {
     int events = 0;
     size_t size = sizeof events;
-    if (stream->lost)
+    if (stream->lost || stream->push == NULL)
         return false;
     if (stream->engine->zmq->getsockopt(stream->push, ZMQ_EVENTS, &events, &size) < 0)
         return false;
@@ -504,7 +537,7 @@ bool stream_pump(struct stream *stream)
 {
     int batch = PUMP_BATCH;
     bool any = false;
-    if (stream->lost || !stream_pending(stream))
+    if (stream->lost || stream->push == NULL || !stream_pending(stream))
         return false;
     if (stream->blocked && !stream_has_room(stream))
         return false;

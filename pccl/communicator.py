@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import socket
 import threading
 import time
 import weakref
@@ -29,6 +28,7 @@ from pccl.runtime.client import Client
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.devices import HostView
 from pccl.runtime.probe import optimise
+from pccl.runtime.resolve import reachable
 from pccl.runtime.room import NoRoomError, require_room
 from pccl.runtime.staging import Region
 from pccl.runtime.sync import Wish, synchronise
@@ -168,9 +168,7 @@ class Communicator(Collectives):
 
     def _join(self, config: Config, security: Security | None, timeout: float | None) -> None:
         try:  # for its errors: ZeroMQ would not say what is wrong with an address
-            where = (self._host, self._port)
-            with socket.create_connection(where, config.connect_timeout_s) as tried:
-                ipv6 = tried.family == socket.AF_INET6
+            address = reachable(self._host, self._port, config.connect_timeout_s)
         except OSError as error:
             raise _Unreachable(error.strerror or str(error)) from None
 
@@ -187,7 +185,9 @@ class Communicator(Collectives):
             )
 
         try:
-            client = Client(*where, hello, self._pool_size, config, security, ipv6)
+            client = Client(
+                self._host, self._port, address, hello, self._pool_size, config, security
+            )
         except OSError as error:
             why = f"for bulk data this peer {error.strerror or error}{_cure(config)}"
             raise error_for(Result.INVALID_USAGE, "connect", why) from None
@@ -212,8 +212,12 @@ class Communicator(Collectives):
         self._finalizer = weakref.finalize(self, client.close, "the communicator was deleted")
 
     def _await_admission(self, call: Call, timeout: float | None) -> Note:
+        give_up_at = None if timeout is None else time.monotonic() + timeout
         try:
-            return call.next(timeout)
+            while True:
+                note = call.next(None if give_up_at is None else give_up_at - time.monotonic())
+                if not isinstance(note, m.Welcome):  # of a master that was restarted meanwhile
+                    return note
         except queue.Empty:
             raise PCCLTimeoutError(
                 Result.MASTER_CONNECTION_FAILED,

@@ -40,6 +40,7 @@ import xxhash
 
 import pccl
 
+SETTLE_S = 3.0  # a peer whose link is reset knows it in less
 WARM_S = 15.0  # a process starts, imports and joins in less
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
 Report = tuple[int, str, int, str]  # process, what, revision, details
@@ -148,7 +149,8 @@ class Peer:
     heard_s: float  # when its last report came, or when there is reason to wait anew
     orders: Connection | None = None  # for its mischief
     frozen: bool = False
-    moves: bool = False  # it has come so far as to report
+    moves: bool = False  # it holds the state: without a peer that does, the run would begin anew
+    settled_s: float = 0.0  # what it reports earlier may be older than the loss of its link
 
 
 @dataclass
@@ -204,34 +206,31 @@ class Churn:
         awake = [peer for peer in self.peers.values() if peer.moves and not peer.frozen]
         mortal = [peer for peer in awake if peer.number or not self.args.mischief]
         frozen = [peer for peer in self.peers.values() if peer.frozen]
-        events = ["join"] * (len(self.peers) < self.args.peers) * 3
+        victims: dict[str, list[Peer]] = {}
+        if self.args.mischief and awake:
+            victims |= dict.fromkeys(mischief.KINDS, awake)
+        if len(awake) > 1 and mortal:
+            victims |= {"kill": mortal, "freeze": mortal}
+        else:
+            victims.pop(mischief.RESET_LINK, None)
+        if not hasattr(signal, "SIGSTOP"):
+            victims.pop("freeze", None)
+        if frozen:
+            victims["thaw"] = frozen
+        events = [*victims, *["kill"] * (2 * ("kill" in victims))]
+        events += ["join"] * (len(self.peers) < self.args.peers) * 3
         if len(self.digests) > self.restarted_at:  # who restarts it all the time stops the run
             events.append("restart")
-        if self.args.mischief and awake:
-            events += mischief.KINDS
-        if len(awake) > 1 and mortal:
-            events += ["kill"] * 3 + ["freeze"] * hasattr(signal, "SIGSTOP")
-        events += ["thaw"] * bool(frozen)
         if not events:
             return
         event = rng.choice(events)
         self.counts[event] += 1
-        self.say(event)
-        if event == "join":
+        peer = rng.choice(victims[event]) if event in victims else None
+        self.say(event if peer is None else f"{event}: {peer.number}")
+        if peer is not None:
+            self.harm(event, peer)
+        elif event == "join":
             self.join()
-        elif event == "kill":
-            self.kill(rng.choice(mortal))
-        elif event == "freeze":
-            peer = rng.choice(mortal)
-            peer.frozen = True
-            self.frozen_ever.add(peer.number)
-            os.kill(peer.process.pid or 0, signal.SIGSTOP)
-        elif event == "thaw":
-            self.thaw(rng.choice(frozen))
-        elif event in mischief.KINDS:
-            orders = rng.choice(awake).orders
-            assert orders is not None
-            orders.send(event)
         else:
             self.restarted_at = len(self.digests)
             self.master.kill()
@@ -239,12 +238,28 @@ class Churn:
             time.sleep(rng.uniform(0.0, 1.0))
             self.start_master()
 
+    def harm(self, event: str, peer: Peer) -> None:
+        """What befalls a single peer."""
+        if event == "kill":
+            self.kill(peer)
+        elif event == "freeze":
+            peer.frozen = True
+            self.frozen_ever.add(peer.number)
+            os.kill(peer.process.pid or 0, signal.SIGSTOP)
+        elif event == "thaw":
+            self.thaw(peer)
+        else:
+            if event == mischief.RESET_LINK:
+                peer.moves, peer.settled_s = False, time.monotonic() + SETTLE_S
+            assert peer.orders is not None
+            peer.orders.send(event)
+
     def say(self, what: str) -> None:
         """One line of the run's story."""
         passed_s = time.monotonic() - self.began_s
         frozen = sum(peer.frozen for peer in self.peers.values())
         print(
-            f"{passed_s:6.1f} s  {what:19} {len(self.digests):6} steps, {len(self.peers)} peers, "
+            f"{passed_s:6.1f} s  {what:22} {len(self.digests):6} steps, {len(self.peers)} peers, "
             f"{frozen} of them frozen",
             flush=True,
         )
@@ -261,8 +276,10 @@ class Churn:
             number, what, revision, text = self.reports.get()
             now = time.monotonic()
             if number in self.peers:
-                self.peers[number].moves = True
-                self.peers[number].heard_s = max(self.peers[number].heard_s, now)
+                peer = self.peers[number]
+                peer.heard_s = max(peer.heard_s, now)
+                peer.moves |= what == "state" and now >= peer.settled_s
+                peer.moves &= what != "rejoined"
             if what == "state":
                 if revision not in self.digests:
                     if self.last_step_s:

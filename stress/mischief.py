@@ -29,7 +29,8 @@ CHILD_S = 20.0  # a forked child ends in less, on a busy machine too
 AF_UNSPEC = 0
 PR_SET_PDEATHSIG = 1
 LINK, LANE, ACCEPTED = "link", "lane", "accepted lane"
-RESETS = ("reset link", "reset lane", "reset accepted lane")
+RESET_LINK = "reset link"
+RESETS = (RESET_LINK, "reset lane", "reset accepted lane")
 FORKS = ("fork and exit", "fork and use", "fork and collect", "fork a worker")
 KINDS = (
     (RESETS if os.path.isdir("/proc/self/fd") else ())

@@ -22,6 +22,8 @@ from pccl.runtime.engine import (
     FAILED,
     SETTLED,
     STREAM_LOST,
+    STREAM_UP,
+    UNREACHABLE,
     Engine,
     EngineOptions,
     Event,
@@ -48,7 +50,7 @@ class Peer:
         deadline = time.monotonic() + DEADLINE_S
         while True:
             for event in self.seen:
-                same = event.stream if kind == STREAM_LOST else event.op
+                same = event.stream if kind in (STREAM_LOST, STREAM_UP) else event.op
                 if event.kind == kind and same == number:
                     return event
             left = deadline - time.monotonic()
@@ -84,7 +86,8 @@ def make(filling: str) -> Iterator[Make]:
         for i, peer in enumerate(peers):
             assert peer.engine.filling == filling
             to = peers[(i + 1) % n].endpoint(transport)
-            peer.engine.open_stream(1, to, lanes=lanes, hwm=4)
+            peer.engine.open_stream(1)
+            peer.engine.connect_stream(1, to, lanes=lanes, hwm=4)
         return peers
 
     yield ring
@@ -183,7 +186,8 @@ def test_late_start(make: Make) -> None:
     work.start(0)
     work.start(1)
     peers[0].engine.socket.poll(100)
-    assert not [event for peer in peers for event in peer.engine.events()]
+    seen = [event for peer in peers for event in peer.engine.events()]
+    assert not [event for event in seen if event.kind != STREAM_UP]
     work.start(2)
     work.finish()
 
@@ -258,16 +262,19 @@ def test_refused_connection(make: Make) -> None:
     (peer,) = make(1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    peer.engine.open_stream(2, f"tcp://127.0.0.1:{port}", lanes=3, hwm=1)
+    peer.engine.open_stream(2)
+    peer.engine.connect_stream(2, f"tcp://127.0.0.1:{port}", lanes=3, hwm=1)
     assert "connected" in peer.wait(STREAM_LOST, 2).text
 
 
 def test_malformed_endpoint(make: Make) -> None:
     (peer,) = make(1)
-    peer.engine.open_stream(2, "nonsense://1", lanes=1, hwm=1)
-    assert peer.wait(STREAM_LOST, 2).status == lib.PCCL_EZMQ
+    peer.engine.open_stream(2)
+    peer.engine.connect_stream(2, "nonsense://1", lanes=1, hwm=1)
+    assert peer.wait(STREAM_LOST, 2).status == UNREACHABLE
     with pytest.raises(ValueError, match="too long"):
-        peer.engine.open_stream(3, "tcp://" + "1" * 300, lanes=1, hwm=1)
+        peer.engine.open_stream(3)
+        peer.engine.connect_stream(3, "tcp://" + "1" * 300, lanes=1, hwm=1)
 
 
 def test_connection_that_hangs(make: Make) -> None:
@@ -280,10 +287,14 @@ def test_connection_that_hangs(make: Make) -> None:
             filler.setblocking(False)
             filler.connect_ex(address)
         with socket.create_server(("127.0.0.1", 0)) as mute:
-            peer.engine.open_stream(2, f"tcp://127.0.0.1:{address[1]}", lanes=2, hwm=1)
-            peer.engine.open_stream(3, f"tcp://127.0.0.1:{mute.getsockname()[1]}", lanes=2, hwm=1)
-            assert peer.wait(STREAM_LOST, 2).status == lib.PCCL_EREACH
-            assert peer.wait(STREAM_LOST, 3).status == lib.PCCL_ESTREAM
+            peer.engine.open_stream(2)
+            peer.engine.connect_stream(2, f"tcp://127.0.0.1:{address[1]}", lanes=2, hwm=1)
+            peer.engine.open_stream(3)
+            peer.engine.connect_stream(
+                3, f"tcp://127.0.0.1:{mute.getsockname()[1]}", lanes=2, hwm=1
+            )
+            assert peer.wait(STREAM_LOST, 2).status == UNREACHABLE
+            assert peer.wait(STREAM_LOST, 3).status == UNREACHABLE
         for filler in fillers:
             filler.close()
 
@@ -305,7 +316,10 @@ def test_frozen_neighbour(make: Make) -> None:
     ) as frozen:
         assert frozen.stdout is not None
         port = int(frozen.stdout.readline())
-        peer.engine.open_stream(2, f"tcp://127.0.0.1:{port}", lanes=1, hwm=1)
+        peer.engine.open_stream(2)
+        peer.engine.connect_stream(2, f"tcp://127.0.0.1:{port}", lanes=1, hwm=1)
+        for stream in (1, 2):
+            peer.wait(STREAM_UP, stream)
         assert not peer.engine.socket.poll(600), "a healthy neighbour pings"
         os.kill(frozen.pid, signal.SIGSTOP)
         try:
@@ -341,7 +355,8 @@ def test_a_neighbour_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: 
         assert busy.stdout is not None
         assert busy.stdin is not None
         port = int(busy.stdout.readline())
-        peer.engine.open_stream(2, f"tcp://127.0.0.1:{port}", lanes=lanes, hwm=4)
+        peer.engine.open_stream(2)
+        peer.engine.connect_stream(2, f"tcp://127.0.0.1:{port}", lanes=lanes, hwm=4)
         x = np.ones(16 << 20, np.float32)
         part = Part(x.ctypes.data, x.ctypes.data, x.size, F32)
         peer.engine.register_collective(
@@ -350,6 +365,8 @@ def test_a_neighbour_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: 
         peer.engine.start(
             5, seq=5, nonce=NONCE, chunk_bytes=1 << 18, rings=[Ring(2, 2, 0, 0, x.size)]
         )
+        for stream in (1, 2):
+            peer.wait(STREAM_UP, stream)
         assert not peer.engine.socket.poll(1500), peer.engine.events()
         busy.stdin.write(b"\n")
         busy.stdin.flush()
@@ -368,10 +385,12 @@ def test_serve_and_fetch(make: Make, holders: int) -> None:
     fetcher.engine.register_fetch(1, run=RUN, tag=4, min_seq=0, pieces=gets[::-1])
     for number, holder in enumerate(others):
         pieces = [(number, piece.ctypes.data, piece.nbytes) for number, piece in enumerate(held)]
-        holder.engine.open_stream(9, fetcher.endpoint("tcp"), lanes=2, hwm=2)
+        holder.engine.open_stream(9)
+        holder.engine.connect_stream(9, fetcher.endpoint("tcp"), lanes=2, hwm=2)
         holder.engine.register_serve(1, run=RUN, tag=4, min_seq=0, pieces=pieces)
         holder.engine.start(1, seq=1, nonce=1, chunk_bytes=0, rings=[Ring(9, 0, 5)])
-        fetcher.engine.open_stream(20 + number, holder.endpoint("tcp"), lanes=1, hwm=8)
+        fetcher.engine.open_stream(20 + number)
+        fetcher.engine.connect_stream(20 + number, holder.endpoint("tcp"), lanes=1, hwm=8)
     rings = [Ring(20 + number, 0, 5) for number in range(holders)]
     fetcher.engine.start(1, seq=1, nonce=1, chunk_bytes=1 << 16, rings=rings)
     complete = fetcher.wait(COMPLETE, 1)

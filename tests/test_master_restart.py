@@ -8,9 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+from cluster import in_threads
 from processes import Master
 from test_failure import Worker, agree
+
+import pccl
 
 
 @pytest.fixture
@@ -64,6 +68,41 @@ def test_with_a_journal(team: Callable[[str, int], Worker], tmp_path: Path) -> N
 @pytest.mark.timeout(120)
 def test_without_a_journal(team: Callable[[str, int], Worker]) -> None:
     restart_again_and_again(team, None, times=2, pause_s=1.0)
+
+
+def test_a_newcomer_is_still_pending_after_a_restart(tmp_path: Path) -> None:
+    """Being welcomed once more is not being admitted: connect() goes on waiting."""
+    master = Master("--state", str(tmp_path / "master.db"))
+    first, newcomer = pccl.Communicator(master.address), pccl.Communicator(master.address)
+
+    def join() -> float:
+        newcomer.connect()
+        return total(newcomer)
+
+    def total(comm: pccl.Communicator) -> float:
+        x = np.ones(10)
+        comm.all_reduce(x, op="sum")
+        return float(x[0])
+
+    def admit() -> float:
+        while not first.are_peers_pending():
+            pass
+        master.kill()
+        master.start()
+        while not first.are_peers_pending():
+            pass
+        for _ in range(50):  # it is asked time and again whether it stays so
+            assert first.are_peers_pending()
+        first.update_topology()
+        return total(first)
+
+    try:
+        first.connect()
+        assert in_threads([join, admit]) == [2.0, 2.0]
+    finally:
+        first.close()
+        newcomer.close()
+        master.kill()
 
 
 @pytest.mark.slow

@@ -48,7 +48,8 @@ def ring(filling: str, request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
         key = KEYS[other] if request.param == "keys" else ""
         to = peers[other].endpoint("tcp")
         called = {"peer": other + 1, "nonce": 77, "curve_server": key}
-        peer.engine.open_stream(1, to, lanes=2, hwm=4, **called)  # type: ignore[arg-type]
+        peer.engine.open_stream(1)
+        peer.engine.connect_stream(1, to, lanes=2, hwm=4, **called)  # type: ignore[arg-type]
     yield peers
     for peer in peers:
         peer.engine.close()
@@ -74,7 +75,8 @@ def test_who_wants_another_peer_is_told_so_at_once(filling: str) -> None:
     peers = [Peer(options(None)) for _ in range(2)]
     for transport, stream in (("tcp", 1), ("ipc", 2)):
         to = peers[1].endpoint(transport)
-        peers[0].engine.open_stream(stream, to, lanes=1, hwm=4, peer=3, nonce=77)
+        peers[0].engine.open_stream(stream)
+        peers[0].engine.connect_stream(stream, to, lanes=1, hwm=4, peer=3, nonce=77)
         peers[1].engine.expect(2, 77, [])
         lost = peers[0].wait(STREAM_LOST, stream)
         assert lost.status == ANOTHER
@@ -86,7 +88,8 @@ def test_who_wants_another_peer_is_told_so_at_once(filling: str) -> None:
 def test_who_wants_the_holder_of_another_key_loses_the_stream_at_once(filling: str) -> None:
     peers = [Peer(options(pair)) for pair in (PAIR, NEXT)]
     to = peers[1].endpoint("tcp")
-    peers[0].engine.open_stream(1, to, lanes=1, hwm=4, peer=3, curve_server=PAIR.public)
+    peers[0].engine.open_stream(1)
+    peers[0].engine.connect_stream(1, to, lanes=1, hwm=4, peer=3, curve_server=PAIR.public)
     lost = peers[0].wait(STREAM_LOST, 1)
     assert lost.status == ANOTHER
     assert f"another process answers at {to}, not peer 3" in lost.text
@@ -261,7 +264,7 @@ def test_a_forwarding_that_leads_to_another_peer(
         said = in_threads([lambda c=c: job(c) for c in run.comms])  # type: ignore[misc]
         assert said[:2] == ["", ""]
         assert f"could not reach peer 3 (localhost:{port})" in said[2]
-        assert f"another process answers at tcp://localhost:{port}, not peer 3" in said[2]
+        assert f"another process answers at tcp://127.0.0.1:{port}, not peer 3" in said[2]
         run.comms.remove(last)
         last.close()
         reduce(run)

@@ -514,6 +514,8 @@ bool fake_tick(void)
             struct lane *lane = &world.sockets[i]->lanes[j];
             if (lane->to != NULL && !lane->up) {
                 lane->up = fake_random(2) == 0;
+                if (lane->up)
+                    notify(world.sockets[i], ZMQ_EVENT_HANDSHAKE_SUCCEEDED, lane->endpoint);
                 waiting = true;
             }
         }

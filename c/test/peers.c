@@ -70,6 +70,8 @@ void peers_stream(struct peers *peers, int from, int to, uint32_t number, uint32
     pccl_order order = {0};
     order.kind = PCCL_OPEN_STREAM;
     order.stream = number;
+    peers_order(peers, from, &order);
+    order.kind = PCCL_CONNECT_STREAM;
     order.lanes = lanes;
     order.hwm = hwm;
     (void)snprintf(order.endpoint, sizeof order.endpoint, "%s", peers->peer[to].endpoint);
@@ -100,6 +102,10 @@ void peers_read(struct peer *peer)
         assert(peer->n_events < TEST_EVENTS_MAX);
         memcpy(&peer->events[peer->n_events++], fake_table()->msg_data(&message),
                sizeof(pccl_event));
+        if (peer->events[peer->n_events - 1].kind == PCCL_STREAM_UP) {
+            peer->n_events--;
+            peer->n_up++;
+        }
     }
     fake_table()->msg_close(&message);
 }

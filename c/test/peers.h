@@ -15,6 +15,7 @@ struct peer {
     void *pair;
     char endpoint[64];
     int error;                       /* of pccl_engine_step */
+    int n_up;                        /* STREAM_UP events, which are not kept */
     int n_events;
     pccl_event events[TEST_EVENTS_MAX];
 };

@@ -178,41 +178,105 @@ static void test_tag_again(void)
 
 /* ---- streams ---- */
 
+/* OPEN_STREAM, and what of the order is for CONNECT_STREAM. */
+static void open_stream(const pccl_order *order, uint32_t number)
+{
+    pccl_order both = *order;
+    both.kind = PCCL_OPEN_STREAM;
+    both.stream = number;
+    peers_order(&peers, 0, &both);
+    both.kind = PCCL_CONNECT_STREAM;
+    peers_order(&peers, 0, &both);
+}
+
+static int lost(uint32_t stream, int status)
+{
+    return peers_count(&peers, 0, PCCL_STREAM_LOST, stream) == 1
+        && peers_event(&peers, 0, PCCL_STREAM_LOST, stream)->status == status;
+}
+
 static void test_no_stream(void)
 {
     pccl_options options = peers_options();
     pccl_order order = {0};
     int nth;
     peers_open(&peers, 1, &options, 1);
-    order.kind = PCCL_OPEN_STREAM;
-    order.stream = 4;
     order.lanes = 3;
     order.hwm = 1;
     strcpy(order.endpoint, "tcp://nobody:1");
-    peers_order(&peers, 0, &order);
+    open_stream(&order, 4);
     peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 4) == 1);
-    order.stream = 5;
+    CHECK(lost(4, PCCL_EREACH));
     order.hwm = 0;
-    peers_order(&peers, 0, &order);
+    open_stream(&order, 5);
     peers_run(&peers);
-    CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 5) == 1);
+    CHECK(lost(5, PCCL_EINVAL));
     order.hwm = 1;
-    for (nth = 0; nth < 15; nth++) {
+    strcpy(order.endpoint, peers.peer[0].endpoint);
+    for (nth = 0; nth == 0 || lost(order.stream, PCCL_EREACH); nth++) {
         order.stream = 100 + (uint32_t)nth;
-        order.lanes = 3;
-        strcpy(order.endpoint, peers.peer[0].endpoint);
-        peers_order(&peers, 0, &order);
+        open_stream(&order, order.stream);
         fake_fail_call(nth);
         peers_run(&peers);
         fake_fail_call(-1);
-        CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == (nth < 14));
     }
+    CHECK(nth == 15);
+    CHECK(peers.peer[0].n_up == 1);
     order.kind = PCCL_CLOSE_STREAM;
     peers_order(&peers, 0, &order);
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, order.stream) == 0);
     peers_close(&peers);
+}
+
+/* Ops are started on a stream whose endpoint is not known yet. When it never is, they fail. */
+static void test_late_endpoint(void)
+{
+    static const char why[] = "the name x did not resolve within 5 s";
+    int late;
+    for (late = 0; late < 2; late++) {
+        struct job job = make_job(3000, 2);
+        pccl_options options = peers_options();
+        pccl_order order = {0};
+        int i;
+        peers_open(&peers, 2, &options, 1);
+        peers_stream(&peers, 1, 0, 1, 2, 4);
+        for (i = 0; i < 2; i++)
+            job_register(&peers, i, &job);
+        order.kind = PCCL_OPEN_STREAM;
+        order.stream = 1;
+        peers_order(&peers, 0, &order);
+        job_start_all(&peers, &job);
+        peers_run(&peers);
+        CHECK(peers.peer[0].n_up == 0);
+        CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 0);
+        order.kind = late ? PCCL_CONNECT_STREAM : PCCL_LOSE_STREAM;
+        order.lanes = order.hwm = 2;
+        strcpy(order.endpoint, late ? peers.peer[1].endpoint : why);
+        peers_order(&peers, 0, &order);
+        peers_run(&peers);
+        if (late) {
+            CHECK(job_is_right(&peers, &job));
+            CHECK(peers.peer[0].n_up == 1);
+            peers_order(&peers, 0, &order);      /* twice */
+            peers_run(&peers);
+            CHECK(lost(1, PCCL_EINVAL));
+        } else {
+            CHECK(lost(1, PCCL_EREACH));
+            CHECK(strcmp(peers_event(&peers, 0, PCCL_STREAM_LOST, 1)->text, why) == 0);
+            CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1);
+            peers_order(&peers, 0, &order);      /* it is gone */
+            memset(order.endpoint, 'x', sizeof order.endpoint);
+            peers_stream(&peers, 0, 1, 2, 2, 2);
+            order.stream = 2;                    /* a text without an end */
+            peers_order(&peers, 0, &order);
+            peers_run(&peers);
+            CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 2) == 0);
+        }
+        CHECK(job_abort(&peers, &job));
+        peers_close(&peers);
+        job_free(&job);
+    }
 }
 
 /* A stream that may choose: the first lane says how many more. One that cannot be had loses it. */
@@ -221,15 +285,12 @@ static void test_automatic_lanes(void)
     pccl_options options = peers_options();
     pccl_order order = {0};
     peers_open(&peers, 1, &options, 1);
-    order.kind = PCCL_OPEN_STREAM;
-    order.stream = 4;
     order.hwm = 1;
     strcpy(order.endpoint, peers.peer[0].endpoint);
-    peers_order(&peers, 0, &order);
+    open_stream(&order, 4);
     peers_run(&peers);
     CHECK(fake_lanes() == 8);
-    order.stream = 5;
-    peers_order(&peers, 0, &order);
+    open_stream(&order, 5);
     while (fake_lanes() == 8)
         (void)pccl_engine_step(peers.peer[0].engine);
     fake_fail_call(0);
@@ -274,6 +335,7 @@ int main(void)
     test_wrong_ends();
     test_tag_again();
     test_no_stream();
+    test_late_endpoint();
     test_automatic_lanes();
     test_no_engine();
     return check_report("orders");

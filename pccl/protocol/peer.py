@@ -223,6 +223,12 @@ class Peer(Transfers):
             self._end(Result.MASTER_CONNECTION_FAILED, why, MasterLostError)
         return self._take()
 
+    def broken(self, why: str) -> list[Action]:
+        """Something in this process that everything else needs has failed."""
+        if self.over is None:
+            self._end(Result.INTERNAL_ERROR, why)
+        return self._take()
+
     def received(self, message: m.MasterMessage) -> list[Action]:
         """A message of the master."""
         match message:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from pccl.runtime.config import Config
 from pccl.runtime.curve import require_curve, secure_client
 from pccl.runtime.engine import Engine, EngineOptions
 from pccl.runtime.link import Link, LinkEvent
+from pccl.runtime.resolve import reachable
 from pccl.security import Security
 from pccl.text import address_text
 from pccl.types import Result
@@ -50,8 +50,7 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
     where = address_text(host, port)
     began_s = time.monotonic()
     try:
-        with socket.create_connection((host, port), config.connect_timeout_s) as tried:
-            ipv6 = tried.family == socket.AF_INET6
+        address = reachable(host, port, config.connect_timeout_s)
     except OSError as error:
         why = f"nothing answers at {where} ({error.strerror or error})"
         raise MasterLostError(Result.MASTER_CONNECTION_FAILED, "doctor", why) from None
@@ -65,10 +64,10 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
         if keys is not None:
             secure_client(dealer, keys, master_key)
 
-    engine = Engine(EngineOptions(), host="::" if ipv6 else "0.0.0.0", ports=config.ports)
+    engine = Engine(EngineOptions(), host="::" if ":" in address else "0.0.0.0", ports=config.ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        link = Link(context, host, port, config, secure, ipv6)
+        link = Link(context, address, port, config, secure)
         try:
             ask = m.Examine(m.PROTOCOL_VERSION, __version__, config.advertise, engine.port)
             link.socket.send(m.encode(ask))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import re
 import secrets
 import socket
 import threading
@@ -26,19 +25,19 @@ import zmq
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.call import Call, Leaf
-from pccl.runtime.config import MIB, Config, chunk_bytes, high_water_mark, lanes
+from pccl.runtime.config import MIB, Config, chunk_bytes
 from pccl.runtime.curve import new_keys, require_curve, secure_client
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.engine import (
-    ANOTHER,
     COMPLETE,
     FAILED,
     LEAF,
     SETTLED,
     STARVED,
-    UNREACHABLE,
+    STREAM_UP,
     Engine,
     EngineOptions,
+    Event,
     Part,
     Ring,
 )
@@ -46,6 +45,8 @@ from pccl.runtime.inline import store
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.memory import Operands, Pieces, Pool
 from pccl.runtime.quantization import wire_format
+from pccl.runtime.resolve import Found, Resolver
+from pccl.runtime.streams import Streams
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair, Security
 from pccl.text import address_text
@@ -64,11 +65,11 @@ class Client:
     Args:
         host: of the master.
         port: of the master.
+        address: of that host, to begin with; later its name is looked up again.
         hello: makes the first message from the engine's port and ipc address.
         pool_size: lanes to each neighbour; 0: choose.
         config: timings and limits.
         security: whose keys to use; None: nothing is encrypted.
-        ipv6: whether the master is reached by IPv6, as others then reach this peer.
 
     Raises:
         OSError: no lane engine can listen here.
@@ -79,24 +80,68 @@ class Client:
         self,
         host: str,
         port: int,
+        address: str,
         hello: Callable[[int, str], m.Hello],
         pool_size: int,
         config: Config,
         security: Security | None = None,
-        ipv6: bool = False,
     ) -> None:
         self._config = config
-        self._ipv6 = ipv6
-        self._pool_size = pool_size
         self._core = core.Peer()
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._memory: dict[int, Operands | Pool] = {}  # op -> what the engine refers to
-        self._opened: dict[int, m.PeerInfo] = {}  # streams, and to whom
         self._inbox: deque[Callable[[], None]] = deque()
         self._closed = threading.Event()
         self._leaving = self._failed = False
         self._working = threading.Lock()
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
+        self._engine, self._hello = self._make_engine(address, hello, config, security)
+        self._resolver = Resolver(self._post)
+        self._streams = Streams(
+            self._engine, self._resolver, config, pool_size, self._local, self._wake
+        )
+        self._context = zmq.Context()
+        self._master = (host, port)
+        self._resolving = False  # the master's name, on the way back to it
+        self._trouble = ""  # what was wrong with the last connection to it
+        self._retry_at: float | None = None
+        self._give_up_at = 0.0
+        self._waiter = Waiter()
+        self._sent = True  # since the sockets were last read
+        try:
+            self._link = self._open_link(address)
+        except BaseException:
+            self._engine.close()
+            self._context.term()
+            raise
+        self._perform_by_type: dict[type, Callable[..., None]] = {
+            core.Send: self._send,
+            core.RegisterOp: self._register,
+            core.StartOp: self._start,
+            core.CommitOp: lambda action: self._engine.commit(action.op),
+            core.AbortOp: lambda action: self._engine.abort(action.op),
+            core.Store: self._store,
+            core.OpenStream: self._open_stream,
+            core.CloseStream: lambda action: self._streams.close(action.stream),
+            core.Answer: self._answer,
+            core.Fail: self._answer,
+            core.Plan: self._note,
+            core.Fetched: self._note,
+        }
+        self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
+        self._thread.start()
+
+    def _make_engine(
+        self,
+        address: str,
+        hello: Callable[[int, str], m.Hello],
+        config: Config,
+        security: Security | None,
+    ) -> tuple[Engine, m.Hello]:
+        """An engine that listens, and what this peer says of itself."""
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
@@ -115,38 +160,16 @@ class Client:
                 curve_secret=lane_keys.secret.encode(),
                 dialler=self._master_key.encode(),
             )
-        self._engine = Engine(options, host="::" if ipv6 else "0.0.0.0", ports=config.ports)
-        said = hello(self._engine.port, self._engine.ipc if config.ipc else "")
-        self._hello = msgspec.structs.replace(said, curve=curve, dial=token)
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
-        self._context = zmq.Context()
-        self._master = (host, port)
-        self._retry_at: float | None = None
-        self._give_up_at = 0.0
-        self._waiter = Waiter()
-        self._sent = True  # since the sockets were last read
-        self._link = self._open_link()
-        self._perform_by_type: dict[type, Callable[..., None]] = {
-            core.Send: self._send,
-            core.RegisterOp: self._register,
-            core.StartOp: self._start,
-            core.CommitOp: lambda action: self._engine.commit(action.op),
-            core.AbortOp: lambda action: self._engine.abort(action.op),
-            core.Store: self._store,
-            core.OpenStream: self._open_stream,
-            core.CloseStream: self._close_stream,
-            core.Answer: self._answer,
-            core.Fail: self._answer,
-            core.Plan: self._note,
-            core.Fetched: self._note,
-        }
-        self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
-        self._thread.start()
+        listen = "::" if ":" in address else "0.0.0.0"  # as others then reach this peer
+        engine = Engine(
+            options, host=listen, ports=config.ports, stopped=lambda: self._post(self._read_engine)
+        )
+        said = hello(engine.port, engine.ipc if config.ipc else "")
+        return engine, msgspec.structs.replace(said, curve=curve, dial=token)
 
-    def _open_link(self) -> Link:
-        link = Link(self._context, *self._master, self._config, self._secure, self._ipv6)
+    def _open_link(self, address: str) -> Link:
+        """A connection to the master; raises OSError where no socket is to be had."""
+        link = Link(self._context, address, self._master[1], self._config, self._secure)
         self._waiter.add(link.socket, self._read_link)
         self._waiter.add(link.monitor, self._read_monitor)
         return link
@@ -335,14 +358,15 @@ class Client:
     # ---- the control thread, or whoever works in its place ----
 
     def _run(self) -> None:
-        self._waiter.add(self._wake_in, self._read_wake)
-        self._waiter.add(self._engine.socket, self._read_engine)
-        while not (self._failed or (self._leaving and self._core.idle)):
-            ready = self._waiter.wait(self._patience_s())
-            with self._working:
-                self._work(ready)
-                if self._patience_s() == 0:
-                    self._retry()
+        try:
+            self._waiter.add(self._wake_in, self._read_wake)
+            self._waiter.add(self._engine.socket, self._read_engine)
+            while not (self._failed or (self._leaving and self._core.idle)):
+                ready = self._waiter.wait(self._patience_s())
+                with self._working:
+                    self._work(ready)
+        except BaseException as error:  # whatever it is: somebody waits for an answer
+            self._break_down(error)
         with self._working:
             self._shut_down()
 
@@ -352,21 +376,30 @@ class Client:
             for read in ready:
                 read()
             self._run_commands()
+            self._tick()
             while self._sent:
                 self._sent = False
                 self._read_link()
                 self._read_engine()
         except BaseException as error:  # Ctrl-C may come when a caller does this work
-            why = "an internal error of pccl; the log has it"
-            if isinstance(error, Exception):
-                log.exception("the control thread of peer %d failed", self._core.number)
-            else:
-                why = "it was interrupted in the middle of its work for pccl"
-            self._perform(self._core.lost_master(why))
-            self._failed = True
+            self._break_down(error)
             if not isinstance(error, Exception):
                 self._wake()
                 raise
+
+    def _break_down(self, error: BaseException) -> None:
+        """Something that must not fail has failed: ends the membership, and says what it was."""
+        self._failed = True
+        if self._engine.broken:
+            why = self._engine.broken
+        elif isinstance(error, Exception):
+            log.error("the control thread of peer %d failed", self._core.number, exc_info=error)
+            why = f"an internal error of pccl, {type(error).__name__}: {error}; the log has it"
+        else:
+            why = "it was interrupted in the middle of its work for pccl"
+        # What follows may fail as well: `_shut_down` answers whoever is left.
+        with contextlib.suppress(Exception):
+            self._perform(self._core.broken(why))
 
     def _read_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -404,31 +437,36 @@ class Client:
                 )
             elif event.kind == FAILED:
                 starved = event.seq if event.status == STARVED else 0
-                actions = self._core.engine_failed(event.op, self._named(event.text), starved)
+                actions = self._core.engine_failed(
+                    event.op, self._streams.named(event.text), starved
+                )
             elif event.kind == LEAF:
                 self._leaf(Leaf(event.op, event.piece, event.leaf))
                 continue
             elif event.kind == SETTLED:
                 actions = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
+            elif event.kind == STREAM_UP:
+                self._streams.up(event.stream)
+                continue
             else:
-                log.info("peer %d: %s", self._core.number, event.text)
-                to = self._opened.get(event.stream)
-                if event.status in (UNREACHABLE, ANOTHER) and to is not None:
-                    self._perform(self._core.unreached(to, event.text))
-                why = f"its connection to {to}: {event.text}"
-                self._perform(self._core.stream_lost(event.stream, why))
+                self._stream_lost(event)
                 continue
             if event.settled or event.kind == SETTLED:
                 self._memory.pop(event.op, None)
             self._perform(actions)
 
-    def _named(self, text: str) -> str:
-        """What the engine says of a stream, with the name of who is at its other end."""
-        found = re.match(r"stream (\d+)", text)
-        to = self._opened.get(int(found[1])) if found else None
-        return (
-            text if found is None or to is None else f"its connection to {to}{text[found.end() :]}"
-        )
+        if self._engine.broken:
+            raise RuntimeError(self._engine.broken)
+
+    def _stream_lost(self, event: Event) -> None:
+        to, unreached = self._streams.lost(event)
+        log.info("peer %d: its connection to %s: %s", self._core.number, to, event.text)
+        if to is None:
+            return
+        if unreached:
+            self._perform(self._core.unreached(to, event.text))
+        why = f"its connection to {to}: {event.text}"
+        self._perform(self._core.stream_lost(event.stream, why))
 
     def _leaf(self, leaf: Leaf) -> None:
         memory = self._memory.get(leaf.op)
@@ -472,8 +510,9 @@ class Client:
 
     def _break(self, why: str) -> None:
         """The link is gone: tries to get another one, for as long as the configuration says."""
-        if self._retry_at is not None or self._core.over is not None:
+        if self._retry_at is not None or self._resolving or self._core.over is not None:
             return
+        self._trouble = why
         now = time.monotonic()
         patience_s = self._config.master_patience_s
         if not self._give_up_at:
@@ -481,23 +520,53 @@ class Client:
             if self._core.number:
                 log.warning("peer %d: %s; trying for %g s", self._core.number, why, patience_s)
             self._perform(self._core.link_lost(why))
-        if now >= self._give_up_at:
-            self._perform(
-                self._core.lost_master(f"{why}, and it did not come back within {patience_s:g} s")
-            )
-        else:
-            self._retry_at = now + RETRY_S
+        self._retry_at = now + RETRY_S
+        self._tick()
+
+    def _give_up(self) -> None:
+        patience_s = self._config.master_patience_s
+        why = f"{self._trouble}, and it did not come back within {patience_s:g} s"
+        self._resolving, self._retry_at, self._give_up_at = False, None, 0.0
+        self._perform(self._core.lost_master(why))
 
     def _patience_s(self) -> float | None:
         """How long to wait for events; None when there is nothing to do without one."""
-        if self._retry_at is None or self._core.over is not None:
+        if self._core.over is not None:
             return None
-        return max(0.0, self._retry_at - time.monotonic())
+        due = [self._retry_at, self._give_up_at or None, self._streams.due_s]
+        first = min((each for each in due if each is not None), default=None)
+        return None if first is None else max(0.0, first - time.monotonic())
 
-    def _retry(self) -> None:
-        self._retry_at = None
+    def _tick(self) -> None:
+        """Does what it is time for."""
+        if self._streams.waits:
+            self._streams.tick()
+        if not self._give_up_at:
+            return
+        now = time.monotonic()
+        if self._give_up_at <= now:
+            self._give_up()
+        elif self._retry_at is not None and self._retry_at <= now:
+            self._retry_at = None
+            self._resolving = True
+            self._resolver.find(self._master[0], self._retry)
+
+    def _retry(self, found: Found) -> None:
+        """Tries once more to get to the master, whose address is known again, or is not."""
+        if not self._resolving:
+            return
+        self._resolving = False
+        if not found.address:
+            self._break(found.why)
+            return
+        self._resolver.failed(self._master[0])  # the next attempt goes to another, if any
+        try:
+            link = self._open_link(found.address)
+        except OSError as error:
+            self._break(f"no connection to the master can be opened: {error.strerror or error}")
+            return
         self._close_link()
-        self._link = self._open_link()
+        self._link = link
 
     # ---- actions ----
 
@@ -562,28 +631,13 @@ class Client:
         return bool(hello.ipc and info.ipc) and info.machine == hello.machine
 
     def _open_stream(self, action: core.OpenStream) -> None:
-        to, local = action.to, self._local(action.to)
-        self._opened[action.stream] = to
-        endpoint = f"ipc://{to.ipc}" if local else f"tcp://{address_text(to.host, to.port)}"
-        self._engine.open_stream(
-            action.stream,
-            endpoint,
-            lanes=lanes(local, self._pool_size, self._config),
-            hwm=high_water_mark(local),
-            peer=to.peer,
-            nonce=self._core.plan.nonce,
-            curve_server=to.curve,
-        )
+        self._streams.open(action.stream, action.to, self._core.plan.nonce)
 
     def _store(self, action: core.Store) -> None:
         memory = self._memory[action.call]
         assert isinstance(memory, Operands)
         for operand in memory.each:
             store(operand.recv, action.data)
-
-    def _close_stream(self, action: core.CloseStream) -> None:
-        self._opened.pop(action.stream, None)
-        self._engine.close_stream(action.stream)
 
     def _answer(self, action: core.Answer | core.Fail) -> None:
         self._memory.pop(action.call, None)  # no op of the engine needs it any more
@@ -597,15 +651,19 @@ class Client:
     # ---- the end ----
 
     def _shut_down(self) -> None:
-        self._close_link()
-        self._engine.close()  # restores and lets go of what is not settled
-        self._context.term()
-        self._waiter.close()
-        self._memory.clear()
-        self._closed.set()
-        self._wake_out.close()
-        self._wake_in.close()
-        self._drain_after_end()
+        """Lets go of everything, and answers who still waits, whatever fails on the way."""
+        with contextlib.ExitStack() as last:  # is called from below
+            last.callback(self._drain_after_end)
+            last.callback(self._wake_in.close)
+            last.callback(self._wake_out.close)
+            last.callback(self._closed.set)
+            last.callback(self._memory.clear)
+            last.callback(self._waiter.close)
+            last.callback(self._context.term)
+            last.callback(self._engine.close)  # restores and lets go of what is not settled
+            last.callback(self._streams.clear)
+            last.callback(self._resolver.forget)
+            last.callback(self._close_link)
 
     def _drain_after_end(self) -> None:
         """Fails every call that no one will answer any more."""

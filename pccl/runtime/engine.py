@@ -13,7 +13,7 @@ import shutil
 import struct
 import tempfile
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,9 +28,10 @@ COMPLETE: int = lib.PCCL_COMPLETE
 FAILED: int = lib.PCCL_FAILED
 SETTLED: int = lib.PCCL_SETTLED
 STREAM_LOST: int = lib.PCCL_STREAM_LOST
+STREAM_UP: int = lib.PCCL_STREAM_UP
 LEAF: int = lib.PCCL_LEAF
 STARVED: int = lib.PCCL_ESTREAM  # status of a FETCH that FAILED but lives
-UNREACHABLE: int = lib.PCCL_EREACH  # status of a STREAM_LOST
+UNREACHABLE: int = lib.PCCL_EREACH  # status of a STREAM_LOST that has never been up
 ANOTHER: int = lib.PCCL_EOTHER  # and if another process answers there
 
 COLLECTIVES: dict[str, int] = {  # by the API call's name
@@ -110,10 +111,10 @@ class Event(NamedTuple):
     """What the engine has to say.
 
     Attributes:
-        kind: COMPLETE, FAILED, SETTLED, STREAM_LOST or LEAF.
+        kind: COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP or LEAF.
         status: 0 or one of c/pccl.h's negative error numbers.
-        op: which op, but for STREAM_LOST.
-        stream: which stream, for STREAM_LOST.
+        op: which op, but for STREAM_LOST and STREAM_UP.
+        stream: which stream, for STREAM_LOST and STREAM_UP.
         settled: COMPLETE: nothing refers to the op's memory any more, no order is needed.
         tx_bytes: payload bytes that the op has sent.
         rx_bytes: payload bytes that the op has received.
@@ -144,11 +145,13 @@ class Engine:
         ipc: the path of its ipc endpoint; empty where there is none.
         filling: which filling of the function table is active, `libzmq` or `pyzmq`.
         socket: readable when there are events.
+        broken: why it has stopped on an error, if it has.
 
     Args:
         options: its settings.
         host: an address to listen at; "::" for IPv6 and IPv4.
         ports: one of which it listens on; empty: any.
+        stopped: called, in its thread, when it has stopped on an error.
 
     Raises:
         OSError: it cannot listen at that address, or on none of these ports.
@@ -161,6 +164,7 @@ class Engine:
         *,
         host: str = "0.0.0.0",
         ports: Sequence[int] = (),
+        stopped: Callable[[], None] = lambda: None,
     ) -> None:
         options = options or EngineOptions()
         self._filling = tables.load()
@@ -169,24 +173,33 @@ class Engine:
         self._order_bytes = ffi.buffer(self._order)
         self._blank = bytes(self._order_bytes)
         self._arrays: dict[int, list[Any]] = {}  # op -> what the engine reads until it is settled
-        self._status = 0
+        self._stopped = stopped
+        self.broken = ""
         self._closed = False
         self.filling = self._filling.name
         self._directory = ""
+        self.socket: zmq.Socket[bytes] = None  # type: ignore[assignment]
         context = self._filling.context(lib.pccl_engine_context(self._engine))
         try:
             self.port = self._bind_tcp(host, ports)
             self.ipc = self._bind_ipc()
-        except OSError:
-            self._free()
+            self.socket = self._connect_orders(context)
+            self._thread = threading.Thread(target=self._run, name="pccl-engine", daemon=True)
+            self._thread.start()
+        except (zmq.ZMQError, RuntimeError) as error:  # no descriptor, or no thread, is to be had
+            self._abandon()
+            raise OSError(getattr(error, "errno", None), str(error)) from None
+        except BaseException:
+            self._abandon()
             raise
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-        self.socket.set(zmq.SNDHWM, 0)
-        self.socket.set(zmq.RCVHWM, 0)
-        self.socket.set(zmq.LINGER, 0)
-        self.socket.connect("inproc://pccl-engine")
-        self._thread = threading.Thread(target=self._run, name="pccl-engine", daemon=True)
-        self._thread.start()
+
+    @staticmethod
+    def _connect_orders(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+        orders: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            orders.set(option, 0)
+        orders.connect("inproc://pccl-engine")
+        return orders
 
     def _bind_tcp(self, host: str, ports: Sequence[int]) -> int:
         """Listens on the first of these ports that is free, or on any if there are none given."""
@@ -221,6 +234,12 @@ class Engine:
         self._bind(f"ipc://{path}")
         return path
 
+    def _abandon(self) -> None:
+        """Lets go of what there is of an engine that could not be made."""
+        if self.socket is not None:
+            self.socket.close()
+        self._free()
+
     def _free(self) -> None:
         lib.pccl_engine_free(self._engine)
         self._remove_directory()
@@ -231,10 +250,13 @@ class Engine:
             self._directory = ""
 
     def _run(self) -> None:
-        self._status = lib.pccl_engine_run(self._engine)
-        if self._status < 0:
+        status = lib.pccl_engine_run(self._engine)
+        if status < 0:
             number = lib.pccl_engine_errno(self._engine)
-            log.error("the lane engine stopped: error %d, errno %d", self._status, number)
+            why = "out of memory" if status == lib.PCCL_ENOMEM else os.strerror(number).lower()
+            self.broken = f"the lane engine stopped: errno {number}, {why}"
+            log.error("%s", self.broken)
+            self._stopped()
 
     @property
     def dropped(self) -> int:
@@ -252,7 +274,12 @@ class Engine:
     def _send(self) -> None:
         self.socket.send(self._order_bytes, zmq.DONTWAIT)
 
-    def open_stream(
+    def open_stream(self, stream: int) -> None:
+        """Lets ops be started on a stream, whose number was never used before."""
+        self._blank_order(lib.PCCL_OPEN_STREAM).stream = stream
+        self._send()
+
+    def connect_stream(
         self,
         stream: int,
         endpoint: str,
@@ -263,11 +290,13 @@ class Engine:
         nonce: int = 0,
         curve_server: str = "",
     ) -> None:
-        """Connects `lanes` times to a neighbour's engine.
+        """Connects an open stream `lanes` times to a neighbour's engine.
+
+        It is the caller's to give up (`lose_stream`) one that has no STREAM_UP after a while.
 
         Args:
-            stream: a number that was never used before.
-            endpoint: tcp://host:port or ipc://path.
+            stream: its number.
+            endpoint: tcp://address:port, with a numeric address, or ipc://path.
             lanes: connections; 0: as many as the round trip asks for.
             hwm: messages queued for each of them, at least 1.
             peer: the neighbour's number.
@@ -280,7 +309,7 @@ class Engine:
         encoded = endpoint.encode()
         if len(encoded) >= lib.PCCL_ENDPOINT_MAX:
             raise ValueError(f"the endpoint {endpoint!r} is too long")
-        order = self._blank_order(lib.PCCL_OPEN_STREAM)
+        order = self._blank_order(lib.PCCL_CONNECT_STREAM)
         order.stream, order.lanes, order.hwm, order.endpoint = stream, lanes, hwm, encoded
         order.curve_server, order.peer, order.nonce = curve_server.encode(), peer, nonce
         self._send()
@@ -304,6 +333,12 @@ class Engine:
         for key in keys:
             self._blank_order(lib.PCCL_ADMIT).curve_server = key.encode()
             self._send()
+
+    def lose_stream(self, stream: int, why: str) -> None:
+        """Gives a stream up that does not come up: STREAM_LOST says why."""
+        order = self._blank_order(lib.PCCL_LOSE_STREAM)
+        order.stream, order.endpoint = stream, why.encode()[: lib.PCCL_TEXT_MAX - 1]
+        self._send()
 
     def register_collective(
         self,
@@ -458,11 +493,7 @@ class Engine:
     # ---- events ----
 
     def events(self) -> list[Event]:
-        """All events that have come, in order; empty when there are none.
-
-        Raises:
-            RuntimeError: the engine has stopped on an error.
-        """
+        """All events that have come, in order; empty when there are none."""
         found: list[Event] = []
         while readable(self.socket):
             data = self.socket.recv(zmq.DONTWAIT)
@@ -472,8 +503,6 @@ class Engine:
             text = text.partition(b"\0")[0].decode(errors="replace") if status else ""
             where = (seq, piece, leaf, text)
             found.append(Event(kind, status, op, stream, bool(settled), tx, rx, *where))
-        if self._status < 0 and not found:
-            raise RuntimeError(f"the lane engine stopped on error {self._status}")
         return found
 
     def close(self) -> None:

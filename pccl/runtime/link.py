@@ -36,11 +36,13 @@ class Link:
 
     Args:
         context: of the sockets.
-        host: of the master.
+        host: of the master: an address, for a name would be looked up in libzmq's own thread.
         port: of the master.
         config: timings and limits.
         secure: sets a socket's keys.
-        ipv6: whether the host is to be reached by IPv6.
+
+    Raises:
+        OSError: no socket is to be had.
     """
 
     def __init__(
@@ -50,9 +52,7 @@ class Link:
         port: int,
         config: Config,
         secure: Callable[[zmq.Socket[bytes]], None],
-        ipv6: bool = False,
     ) -> None:
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         options = {
             zmq.LINGER: 1000,  # a Leave should still go out
             zmq.SNDHWM: 0,
@@ -64,18 +64,26 @@ class Link:
             zmq.HANDSHAKE_IVL: int(config.connect_timeout_s * 1000),
             zmq.HEARTBEAT_IVL: config.heartbeat_ms,
             zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
-            zmq.IPV6: int(ipv6),
+            zmq.IPV6: int(":" in host),
         }
-        for option, value in options.items():
-            self.socket.setsockopt(option, value)
-        secure(self.socket)
-        self.monitor = self.socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | BROKEN
-            | HANDSHAKE_FAILED
-            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
-        self.socket.connect(f"tcp://{address_text(host, port)}")
+        try:
+            self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+            try:
+                for option, value in options.items():
+                    self.socket.setsockopt(option, value)
+                secure(self.socket)
+                self.monitor = self.socket.get_monitor_socket(
+                    zmq.EVENT_HANDSHAKE_SUCCEEDED
+                    | BROKEN
+                    | HANDSHAKE_FAILED
+                    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                )
+                self.socket.connect(f"tcp://{address_text(host, port)}")
+            except BaseException:
+                self.socket.close(linger=0)  # with its monitor
+                raise
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"no connection can be opened: {error}") from None
 
     def events(self) -> Iterator[LinkEvent]:
         """All that have come."""

@@ -1,0 +1,152 @@
+"""Names become addresses here, and never in a thread that others wait for.
+
+A look-up takes as long as it takes: half a minute where a name server is silent. libzmq would do it
+in the thread that moves all data. So each is made in a thread of its own, and sockets are connected
+to numeric addresses only.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+log = logging.getLogger("pccl")
+
+KEPT_S = 30.0  # so long a name keeps its addresses
+
+
+class Found(NamedTuple):
+    """What came of a look-up: an address, or why there is none."""
+
+    address: str
+    why: str = ""
+
+
+Then = Callable[[Found], None]
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is an address, IPv6 ones with a zone too, and not a name."""
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def addresses(host: str, limit_s: float) -> list[str]:
+    """The addresses of a host, IPv4 ones first, for everybody listens at these.
+
+    Raises:
+        OSError: it has none, or they could not be found out in that time.
+    """
+    if is_address(host):
+        return [host]
+    found: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
+    _in_thread(lambda: found.put(_look_up(host)))
+    try:
+        result = found.get(timeout=max(0.0, limit_s))
+    except queue.Empty:
+        raise TimeoutError(f"the name {host} did not resolve within {limit_s:.3g} s") from None
+    if isinstance(result, OSError):
+        raise result
+    return result
+
+
+def reachable(host: str, port: int, limit_s: float) -> str:
+    """The address of a host at which somebody listens at a port.
+
+    Raises:
+        OSError: there is none, or it was not found in about that time; it says why.
+    """
+    until_s = time.monotonic() + limit_s
+    problem = OSError(f"the name {host} has no address")
+    for address in addresses(host, limit_s):
+        left_s = max(0.001, until_s - time.monotonic())
+        try:
+            with socket.create_connection((address, port), left_s):
+                return address
+        except OSError as error:
+            problem = error
+    raise problem
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    """Raises OSError where there is no thread to be had."""
+    try:
+        threading.Thread(target=work, name="pccl-resolver", daemon=True).start()
+    except RuntimeError as error:
+        raise OSError(f"no thread to resolve a name in: {error}") from None
+
+
+def _look_up(host: str) -> list[str] | OSError:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError, MemoryError) as error:
+        why = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        return OSError(f"the name {host} does not resolve: {why}")
+    by_family = sorted(found, key=lambda each: each[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(each[4][0]) for each in by_family))
+
+
+class _Known(NamedTuple):
+    addresses: list[str]
+    until_s: float
+
+
+class Resolver:
+    """Looks names up for one thread, which is told when they are found.
+
+    Args:
+        post: has something done by that thread, soon.
+    """
+
+    def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
+        self._post = post
+        self._known: dict[str, _Known] = {}
+        self._asked: dict[str, list[Then]] = {}  # look-ups under way, and who waits for them
+
+    def find(self, host: str, then: Then) -> None:
+        """Calls `then` with the address of a host: at once if it is known."""
+        known = self._known.get(host)
+        if is_address(host):
+            then(Found(host))
+        elif known is not None and time.monotonic() < known.until_s:
+            then(Found(known.addresses[0]))
+        elif host in self._asked:
+            self._asked[host].append(then)
+        else:
+            self._asked[host] = [then]
+            try:
+                _in_thread(lambda: self._work(host))
+            except OSError as error:
+                self._tell(host, error)
+
+    def failed(self, host: str) -> None:
+        """Nobody answers at the address that was found last: the next one is another, if any."""
+        known = self._known.get(host)
+        if known is not None:
+            known.addresses.append(known.addresses.pop(0))
+
+    def forget(self) -> None:
+        """Nobody waits for anything any more."""
+        self._asked.clear()
+
+    def _work(self, host: str) -> None:
+        result = _look_up(host)
+        self._post(lambda: self._tell(host, result))
+
+    def _tell(self, host: str, result: list[str] | OSError) -> None:
+        if isinstance(result, OSError):
+            found = Found("", str(result))
+        else:  # also when it comes too late for who asked: he may ask again
+            self._known[host] = _Known(result, time.monotonic() + KEPT_S)
+            found = Found(result[0])
+        for then in self._asked.pop(host, []):
+            then(found)

@@ -1,0 +1,211 @@
+"""A peer's streams to others: where they lead, and until when they must stand.
+
+The engine opens a stream at once, so that ops can start on it, and connects it when the address is
+known. What does not come up in time is given up here, whatever the reason: libzmq says nothing of
+a lane for which it gets no socket, and nobody knows how long a look-up takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pccl.protocol import messages as m
+from pccl.runtime.config import Config, high_water_mark, lanes
+from pccl.runtime.engine import ANOTHER, UNREACHABLE, Engine, Event
+from pccl.runtime.resolve import Found, Resolver
+from pccl.text import address_text
+
+log = logging.getLogger("pccl")
+
+RETRY_S = 0.5  # between look-ups of a name, which may fail for a moment
+LATE_S = 1.0  # libzmq's own limit for a connection ends so much earlier: it knows more
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One that is not closed. It has to be up at `due_s`."""
+
+    to: m.PeerInfo
+    nonce: int
+    due_s: float
+    endpoint: str = ""  # once it is known
+    retry_s: float = 0.0  # when the name is looked up again
+    why: str = ""  # it could not be looked up
+
+
+class Streams:
+    """The streams that are open.
+
+    Args:
+        engine: opens and loses them.
+        resolver: looks up the names of hosts.
+        config: timings and limits.
+        pool_size: lanes to each neighbour; 0: choose.
+        local: whether a peer is reached without a network.
+        wake: has the thread that calls `tick` look at `due_s`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        resolver: Resolver,
+        config: Config,
+        pool_size: int,
+        local: Callable[[m.PeerInfo], bool],
+        wake: Callable[[], None],
+    ) -> None:
+        self._engine, self._resolver, self._config = engine, resolver, config
+        self._pool_size, self._local, self._wake = pool_size, local, wake
+        self._limit_s = config.connect_timeout_s
+        self._open: dict[int, _Stream] = {}
+        self._waiting: dict[int, _Stream] = {}  # of these, the ones that are to come up
+        self._without_ipc: set[int] = set()  # neighbours on this machine
+
+    @property
+    def waits(self) -> bool:
+        """Whether `tick` must be called now and then."""
+        return bool(self._waiting)
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` has something to do."""
+        times = [t for each in self._waiting.values() for t in (each.due_s, each.retry_s) if t]
+        return min(times, default=None)
+
+    def open(self, number: int, to: m.PeerInfo, nonce: int) -> None:
+        """Opens a stream to a peer, and connects it as soon as it is known where to.
+
+        Args:
+            number: of the stream, never used before.
+            to: the peer.
+            nonce: of the epoch that the stream is for.
+        """
+        one = _Stream(to, nonce, time.monotonic() + self._limit_s)
+        self._open[number] = self._waiting[number] = one
+        self._engine.open_stream(number)
+        if self._uses_ipc(to):
+            self._connect(number, one, f"ipc://{to.ipc}")
+        else:
+            self._find(number, one)
+        self._wake()
+
+    def close(self, number: int) -> None:
+        """Closes a stream that is open, or was lost."""
+        self._open.pop(number, None)
+        self._waiting.pop(number, None)
+        self._engine.close_stream(number)
+
+    def up(self, number: int) -> None:
+        """Its first lane stands."""
+        self._waiting.pop(number, None)
+
+    def lost(self, event: Event) -> tuple[m.PeerInfo | None, bool]:
+        """Whose stream was lost, if it is not closed, and whether the peer cannot be reached."""
+        self._waiting.pop(event.stream, None)
+        one = self._open.get(event.stream)
+        if one is None:
+            return None, False
+        if event.status not in (UNREACHABLE, ANOTHER):
+            return one.to, False
+        if one.endpoint.startswith("ipc:"):
+            self._do_without_ipc(one.to, event.text)
+            return one.to, False  # the next stream shows whether it can be reached
+        self._resolver.failed(one.to.host)
+        return one.to, True
+
+    def named(self, text: str) -> str:
+        """What the engine says of a stream, with the name of who is at its other end."""
+        found = re.match(r"stream (\d+)", text)
+        one = self._open.get(int(found[1])) if found else None
+        if found is None or one is None:
+            return text
+        return f"its connection to {one.to}{text[found.end() :]}"
+
+    def tick(self) -> None:
+        """Gives up what has not come up in time; looks up again what could not be found."""
+        now = time.monotonic()
+        for number, one in list(self._waiting.items()):
+            if one.due_s <= now:
+                del self._waiting[number]
+                self._engine.lose_stream(number, self._problem(one))
+            elif one.retry_s and one.retry_s <= now:
+                one.retry_s = 0.0
+                self._find(number, one)
+
+    def clear(self) -> None:
+        """Nothing is waited for any more."""
+        self._open.clear()
+        self._waiting.clear()
+
+    def _find(self, number: int, one: _Stream) -> None:
+        self._resolver.find(one.to.host, lambda found: self._found(number, found))
+
+    def _found(self, number: int, found: Found) -> None:
+        one = self._waiting.get(number)
+        if one is None:
+            return  # it was closed meanwhile, or given up
+        one.why = found.why
+        if found.address:
+            self._connect(number, one, f"tcp://{address_text(found.address, one.to.port)}")
+        else:
+            one.retry_s = time.monotonic() + RETRY_S
+        self._wake()
+
+    def _connect(self, number: int, one: _Stream, endpoint: str) -> None:
+        one.endpoint, one.due_s = endpoint, time.monotonic() + self._limit_s + LATE_S
+        local = self._local(one.to)
+        self._engine.connect_stream(
+            number,
+            endpoint,
+            lanes=lanes(local, self._pool_size, self._config),
+            hwm=high_water_mark(local),
+            peer=one.to.peer,
+            nonce=one.nonce,
+            curve_server=one.to.curve,
+        )
+
+    def _problem(self, one: _Stream) -> str:
+        """Why a stream is given up."""
+        if one.endpoint:
+            shortage = _shortage()
+            return (
+                f"no lane to {one.endpoint} stood within {self._limit_s + LATE_S:.3g} s{shortage}"
+            )
+        if one.why:
+            return f"{one.why} (tried for {self._limit_s:.3g} s)"
+        return f"the name {one.to.host} did not resolve within {self._limit_s:.3g} s"
+
+    # ---- the same machine ----
+
+    def _uses_ipc(self, to: m.PeerInfo) -> bool:
+        """Whether to connect by ipc. Its socket is a file, which others may have cleaned away."""
+        if not self._local(to) or to.peer in self._without_ipc:
+            return False
+        try:
+            if stat.S_ISSOCK(os.stat(to.ipc).st_mode):
+                return True
+            why = "it is no socket"
+        except OSError as error:
+            why = error.strerror or str(error)
+        self._do_without_ipc(to, why)
+        return False
+
+    def _do_without_ipc(self, to: m.PeerInfo, why: str) -> None:
+        log.warning("%s is not reached at %s (%s), and so by TCP from now on", to, to.ipc, why)
+        self._without_ipc.add(to.peer)
+
+
+def _shortage() -> str:
+    """What this process lacks for a connection, for libzmq does not say."""
+    try:
+        socket.socket().close()
+    except OSError as error:
+        return f": this process gets no socket ({error.strerror})"
+    return ""

@@ -1,0 +1,399 @@
+"""Every stream comes up or is given up, with a reason, and what breaks inside ends a membership."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from cluster import Cluster, in_threads
+from processes import Master
+
+import pccl
+from pccl.ext import lib
+from pccl.protocol import messages as m
+from pccl.runtime import client as client_module
+from pccl.runtime import engine as engine_module
+from pccl.runtime import resolve, streams
+from pccl.runtime.config import Config
+from pccl.runtime.engine import STREAM_LOST, UNREACHABLE, Event
+from pccl.runtime.link import Link
+from pccl.runtime.resolve import Found, Resolver
+from pccl.runtime.streams import Streams
+
+COUNT = 100_000  # elements: too many to travel with the votes
+LIMIT_S = 0.2
+NAME = m.PeerInfo(7, 0, "peer.example", 1234, "", "elsewhere")
+NUMBER = m.PeerInfo(8, 0, "10.0.0.8", 1234, "", "elsewhere")
+HERE = m.PeerInfo(9, 0, "10.0.0.9", 1234, "/nowhere/e", "here")
+
+
+class Names:
+    """In place of getaddrinfo: what it says of a name."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        self.failures = 0  # so many look-ups fail
+        self.answer = threading.Event()
+        self.answer.set()
+        self.addresses = ["127.0.0.1"]
+        self._real = socket.getaddrinfo
+        monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
+
+    def _look_up(self, host: str, *arguments: Any, **named: Any) -> list[Any]:
+        if not str(host).endswith(".example"):
+            return self._real(host, *arguments, **named)
+        self.asked.append(host)
+        self.answer.wait(20)
+        if self.failures:
+            self.failures -= 1
+            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+        kinds = [(socket.AF_INET6 if ":" in a else socket.AF_INET, a) for a in self.addresses]
+        return [(kind, socket.SOCK_STREAM, 6, "", (address, 0)) for kind, address in kinds]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    names = Names(monkeypatch)
+    yield names
+    names.answer.set()
+
+
+class FakeEngine:
+    """Notes the orders."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def open_stream(self, number: int) -> None:
+        self.told.append(("open", number))
+
+    def connect_stream(self, number: int, endpoint: str, **_: object) -> None:
+        self.told.append(("connect", number, endpoint))
+
+    def close_stream(self, number: int) -> None:
+        self.told.append(("close", number))
+
+    def lose_stream(self, number: int, why: str) -> None:
+        self.told.append(("lose", number, why))
+
+
+class Desk:
+    """Streams over an engine that only notes, and the commands that wait for their thread."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
+        self.resolver = Resolver(self.posted.put)
+        self.streams = Streams(
+            self.engine,  # type: ignore[arg-type]
+            self.resolver,
+            Config(connect_timeout_s=LIMIT_S),
+            0,
+            lambda info: info.machine == "here",
+            lambda: None,
+        )
+
+    def work(self) -> None:
+        self.posted.get(timeout=20)()
+
+    def wait(self) -> str:
+        """Until a stream is given up: why."""
+        while self.streams.waits:
+            due_s = self.streams.due_s
+            assert due_s is not None
+            time.sleep(max(0.0, due_s - time.monotonic()))
+            self.streams.tick()
+            while not self.posted.empty():
+                self.work()
+        assert self.streams.due_s is None
+        assert self.engine.told[-1][0] == "lose"
+        return str(self.engine.told[-1][2])
+
+
+def lost(stream: int, status: int = UNREACHABLE) -> Event:
+    return Event(STREAM_LOST, status, 0, stream, False, 0, 0, 0, 0, 0, "refused")
+
+
+def test_an_address_is_connected_at_once_and_given_up_when_no_lane_stands() -> None:
+    desk = Desk()
+    desk.streams.open(1, NUMBER, 5)
+    assert desk.engine.told == [("open", 1), ("connect", 1, "tcp://10.0.0.8:1234")]
+    assert desk.wait() == "no lane to tcp://10.0.0.8:1234 stood within 1.2 s"
+    assert desk.streams.lost(lost(1)) == (NUMBER, True)
+    assert desk.streams.named("stream 1: refused") == f"its connection to {NUMBER}: refused"
+    desk.streams.close(1)
+    assert desk.streams.lost(lost(1)) == (None, False)
+    assert desk.streams.named("stream 1: refused") == "stream 1: refused"
+
+
+def test_what_is_up_is_not_given_up() -> None:
+    desk = Desk()
+    desk.streams.open(1, NUMBER, 5)
+    desk.streams.up(1)
+    assert not desk.streams.waits
+    assert desk.streams.lost(lost(1, lib.PCCL_ESTREAM)) == (NUMBER, False)
+
+
+def test_a_process_without_sockets_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    desk = Desk()
+    desk.streams.open(1, NUMBER, 5)
+    monkeypatch.setattr(socket, "socket", none)
+    assert "this process gets no socket (Too many open files)" in desk.wait()
+
+
+def test_a_name_is_looked_up_elsewhere_and_kept(names: Names) -> None:
+    desk = Desk()
+    names.addresses = ["::1", "127.0.0.3", "127.0.0.4"]
+    desk.streams.open(1, NAME, 5)
+    desk.streams.open(2, NAME, 5)
+    assert desk.engine.told == [("open", 1), ("open", 2)]
+    desk.work()
+    assert desk.engine.told[2:] == [
+        ("connect", 1, "tcp://127.0.0.3:1234"),
+        ("connect", 2, "tcp://127.0.0.3:1234"),
+    ]
+    desk.streams.lost(lost(1))
+    desk.streams.open(3, NAME, 5)  # where nobody answered, another address comes next
+    desk.streams.lost(lost(3))
+    desk.streams.open(4, NAME, 5)
+    assert desk.engine.told[-1] == ("connect", 4, "tcp://[::1]:1234")
+    assert names.asked == ["peer.example"]
+
+
+def test_a_name_that_fails_for_a_moment_is_looked_up_again(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "RETRY_S", 0.01)
+    desk = Desk()
+    names.failures = 2
+    desk.streams.open(1, NAME, 5)
+    for _ in range(2):
+        desk.work()
+        assert desk.streams.due_s is not None
+        time.sleep(0.02)
+        desk.streams.tick()
+    desk.work()
+    assert desk.engine.told[-1] == ("connect", 1, "tcp://127.0.0.1:1234")
+
+
+def test_a_name_that_never_resolves_is_given_up(names: Names) -> None:
+    desk = Desk()
+    names.failures = 1000
+    desk.streams.open(1, NAME, 5)
+    desk.work()
+    why = desk.wait()
+    assert "the name peer.example does not resolve: Temporary failure in name resolution" in why
+    assert desk.streams.lost(lost(1)) == (NAME, True)
+
+
+def test_an_answer_that_is_late_is_for_the_next_attempt(names: Names) -> None:
+    desk = Desk()
+    names.answer.clear()
+    desk.streams.open(1, NAME, 5)
+    assert desk.wait() == "the name peer.example did not resolve within 0.2 s"
+    names.answer.set()
+    desk.work()
+    assert desk.engine.told[-1][0] == "lose"
+    desk.streams.open(2, NAME, 5)
+    assert desk.engine.told[-1] == ("connect", 2, "tcp://127.0.0.1:1234")
+
+
+def test_without_threads_no_name_resolves(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    found: list[Found] = []
+    Resolver(lambda command: command()).find("peer.example", found.append)
+    assert "no thread to resolve a name in: can't start new thread" in found[0].why
+    with pytest.raises(OSError, match="no thread"):
+        resolve.addresses("peer.example", 1)
+
+
+def test_who_waits_for_a_name_gives_up_in_time(names: Names) -> None:
+    names.answer.clear()
+    began = time.monotonic()
+    with pytest.raises(OSError, match=r"the name master\.example did not resolve within 0\.2 s"):
+        resolve.reachable("master.example", 1, LIMIT_S)
+    assert time.monotonic() - began < 10
+    names.answer.set()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        names.addresses = ["127.0.0.2", "127.0.0.1"]  # nobody listens at the first one
+        assert resolve.reachable("master.example", port, 10) == "127.0.0.1"
+    with pytest.raises(OSError, match="refused"):
+        resolve.reachable("master.example", port, 10)
+
+
+def test_a_socket_file_that_is_gone_is_no_way(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    desk.streams.open(1, HERE, 5)
+    assert desk.engine.told[-1] == ("connect", 1, "tcp://10.0.0.9:1234")
+    desk.streams.open(2, HERE, 5)
+    assert len(caplog.records) == 1
+    assert "is not reached at /nowhere/e (No such file or directory)" in caplog.text
+
+
+def test_an_ipc_connection_that_fails_is_made_by_tcp_next(
+    caplog: pytest.LogCaptureFixture, tmp_path: Any
+) -> None:
+    desk = Desk()
+    path = str(tmp_path / "e")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        info = m.PeerInfo(9, 0, "10.0.0.9", 1234, path, "here")
+        desk.streams.open(1, info, 5)
+        assert desk.engine.told[-1] == ("connect", 1, f"ipc://{path}")
+        assert desk.streams.lost(lost(1)) == (info, False), "TCP is still to be tried"
+        assert f"is not reached at {path} (refused)" in caplog.text
+        desk.streams.open(2, info, 5)
+        assert desk.engine.told[-1] == ("connect", 2, "tcp://10.0.0.9:1234")
+        assert desk.streams.lost(lost(2)) == (info, True)
+
+
+# ---- whole peers ----
+
+
+def sums(cluster: Cluster) -> list[float]:
+    """An all-reduce of ones: the sums."""
+
+    def one(_: int, comm: pccl.Communicator) -> float:
+        x = np.ones(COUNT, np.float32)
+        comm.all_reduce(x, x, op=pccl.ReduceOp.SUM)
+        return float(x[0])
+
+    return cluster.each(one)
+
+
+def test_a_name_server_that_fails_for_a_moment_costs_nothing(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
+    monkeypatch.setenv("PCCL_ADVERTISE", "peer.example")
+    with Cluster(2) as cluster:
+        names.failures = 3
+        assert sums(cluster) == [2, 2]
+        assert len(names.asked) > 2
+
+
+def test_sockets_that_were_cleaned_away_cost_nobody_his_place(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Cluster(2) as cluster:
+        assert sums(cluster) == [2, 2]
+        paths = [comm._client._engine.ipc for comm in cluster.comms]  # type: ignore[union-attr]
+        for path in paths:
+            os.unlink(path)
+        cluster.join()
+        assert sums(cluster) == [3, 3, 3]
+        assert any(path in caplog.text for path in paths)
+
+
+class BrokenLib:
+    """The C core, but its engines stop on an error when they are told to."""
+
+    def __init__(self) -> None:
+        self.stop = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(lib, name)
+
+    def pccl_engine_run(self, _: object) -> int:
+        self.stop.wait(20)
+        return int(lib.PCCL_EZMQ)
+
+    def pccl_engine_errno(self, _: object) -> int:
+        return errno.EMFILE
+
+
+def test_an_engine_that_stops_ends_the_membership_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = BrokenLib()
+    with Cluster(2) as cluster:
+        monkeypatch.setattr(engine_module, "lib", broken)
+        comm = cluster.join()
+
+        def fails(index: int, each: pccl.Communicator) -> list[pccl.PCCLError]:
+            x = np.ones(COUNT, np.float32)
+            if index == 2:
+                broken.stop.set()
+            with pytest.raises(pccl.PCCLError) as error:
+                each.all_reduce(x, x, op=pccl.ReduceOp.SUM)
+            return [error.value]
+
+        *others, (own,) = cluster.each(fails)
+        assert all(isinstance(error, pccl.PeerLostError) for (error,) in others)
+        assert own.result is pccl.Result.INTERNAL_ERROR
+        assert "the lane engine stopped: errno 24, too many open files" in str(own)
+        assert "check that the master runs" not in str(own)
+        with pytest.raises(pccl.PCCLError, match="the lane engine stopped"):
+            comm.update_topology()
+        cluster.comms.remove(comm)
+        comm.close()
+
+
+def test_a_process_without_descriptors_tries_on_to_get_back_to_its_master(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    refused = queue.Queue[None]()
+
+    class Scarce(Link):
+        def __init__(self, *arguments: Any) -> None:
+            if refused.qsize() < 3:
+                refused.put(None)
+                raise OSError(errno.EMFILE, "no connection can be opened: Too many open files")
+            super().__init__(*arguments)
+
+    master = Master("--state", str(tmp_path / "master.db"))
+    try:
+        with pccl.Communicator(master.address) as comm:
+            monkeypatch.setattr(client_module, "Link", Scarce)
+            master.kill()
+            master.start()
+            (pending,) = in_threads([comm.are_peers_pending])
+            assert not pending
+            assert refused.qsize() == 3
+    finally:
+        master.kill()
+
+
+def test_whatever_ends_the_control_thread_ends_every_wait(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no memory for the waiter")
+
+    with Cluster(2) as cluster:
+        client = cluster.comms[0]._client
+        assert client is not None
+        monkeypatch.setattr(client._waiter, "wait", fail)
+
+        first, second = cluster.comms
+
+        def fails() -> str:
+            first.update_topology()  # whose answer wakes the control thread
+            with pytest.raises(pccl.PCCLError) as error:
+                first.update_topology()
+            return str(error.value)
+
+        def goes_on() -> str:
+            second.update_topology()
+            second.update_topology()  # alone
+            return ""
+
+        why, _ = in_threads([fails, goes_on])
+        assert "an internal error of pccl, MemoryError: no memory for the waiter" in why
+    assert any(record.levelno == logging.ERROR for record in caplog.records)
