@@ -102,9 +102,9 @@ def wrong(fault: Fault, result: Result) -> str:
     interpreter = fault.kinds == "memory" and fault.module in ("python", "multiarray")
     if ":" in how and how.partition(":")[0] not in TOLD and not interpreter:
         return f"its program was told {how}"
-    if "internal error" in how:
+    if "internal error" in how and not interpreter:
         return how
-    if how.startswith("SIG") and not may_abort(fault, how):
+    if how.startswith("SIG") and not may_abort(fault, result):
         return f"it died by {how}: {result['log']}"
     return ""
 
@@ -117,10 +117,14 @@ def is_its_own(fault: Fault, stood: str) -> bool:
     return fault.at == "master" and fault.kinds in ("send", "receive") and "KickedError" in stood
 
 
-def may_abort(fault: Fault, how: str) -> bool:
-    """libzmq aborts where it has no memory, no thread, or no descriptor for what it cannot miss."""
+def may_abort(fault: Fault, result: Result) -> bool:
+    """libzmq aborts where it has no memory, no thread, or no descriptor for what it cannot miss.
+
+    While Python prints where its threads stood then, they go on, and one may crash.
+    """
     calls = {"memory", "thread", "event", "epoll", "accept", "socket", "pair"}
-    return how == "SIGABRT" and bool(calls & set(fault.kinds.split("+")))
+    aborted = result["how"] == "SIGABRT" or "Fatal Python error: Aborted" in result["log"]
+    return aborted and bool(calls & set(fault.kinds.split("+")))
 
 
 def check(stage: Stage, faults: list[Fault]) -> None:

@@ -117,7 +117,7 @@ class Peer:
         step = np.zeros(1, np.int64)
         state = np.full(STATE, self._slot, np.float32)
         shared = pccl.SharedState.from_tensors({"step": step, "state": state})
-        self._timed("sync_shared_state", lambda: comm.sync_shared_state(shared))
+        self._sync(comm, shared)
         while not self._signs[LEAVE + self._slot]:
             moved, ended = self._cycle(comm, step)
             if ended:
@@ -128,9 +128,17 @@ class Peer:
                 self._timed("update_topology", comm.update_topology)
             if pending or moved:  # who was pending may be lost by now: nobody has joined then
                 shared.push_revision()
-                self._timed("sync_shared_state", lambda: comm.sync_shared_state(shared))
+                self._sync(comm, shared)
             else:
                 time.sleep(0.02)  # alone
+
+    def _sync(self, comm: pccl.Communicator, shared: pccl.SharedState) -> None:
+        while True:
+            try:
+                self._timed("sync_shared_state", lambda: comm.sync_shared_state(shared))
+                return
+            except pccl.PeerLostError:  # who holds the state could not send it
+                continue
 
     def _cycle(self, comm: pccl.Communicator, step: np.ndarray) -> tuple[bool, bool]:
         """Takes each kind of step once, or until it is alone: whether one was, and the last one."""
