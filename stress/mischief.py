@@ -7,6 +7,7 @@ Linux has all of it; elsewhere connections stay, and where there is no fork only
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import os
 import random
@@ -102,6 +103,7 @@ class Mischief:
             status = 1
             try:
                 end_with_parent()
+                faulthandler.dump_traceback_later(CHILD_S / 2)
                 status = self._in_child(what)
             finally:
                 os._exit(status)
