@@ -267,6 +267,9 @@ static void obey(pccl_engine *engine, const pccl_order *order)
     case PCCL_ALLOW:
         op_order_allow(engine, order);
         break;
+    case PCCL_REMIND:
+        op_order_remind(engine, order);
+        break;
     case PCCL_COMMIT:
     case PCCL_ABORT:
         op_order_end(engine, order);

@@ -42,7 +42,8 @@
 
 enum {
     INDEX_BUCKETS = 1024,    /* thousands of ops may be outstanding: chains of a few */
-    REQUESTS_MAX = 65536     /* that a SERVE op keeps: its requesters' windows stay below */
+    REQUESTS_MAX = 1024,     /* that a SERVE op keeps of one requester, whose window is smaller, */
+    UNCLAIMED_MAX = 65536    /* and of all whose slots no START has named yet */
 };
 
 struct op;
@@ -156,10 +157,12 @@ struct link {
     const uint16_t *ranks;   /* COLLECTIVE: by position; NULL: the positions */
     uint64_t begin, count;   /* COLLECTIVE: the ring's share of a block, offsets */
     uint64_t cursor, end;    /* COLLECTIVE: what is left of our own chunks, offsets */
-    struct request *requests, *last_request;    /* SERVE: waiting for an answer */
+    struct request *requests, *last_request;    /* SERVE: waiting for an answer, */
+    uint32_t n_requests;     /* so many */
     uint32_t outstanding;    /* FETCH: requests under way, */
     uint32_t delivered;      /* and answered lately */
     struct leaf *leaf;       /* FETCH: that nobody else may be asked for, not wholly requested */
+    bool silent;             /* FETCH: it did not answer in time; asked if no other does */
 };
 
 /* Links that have something to send, in turn. */
@@ -316,7 +319,7 @@ struct want {
 struct transfer {
     const pccl_piece *pieces;
     uint32_t n_pieces;
-    uint32_t n_requests;     /* SERVE: kept, here and in the links */
+    uint32_t n_unclaimed;    /* SERVE: requests of slots that no START has named yet */
     bool limited;            /* SERVE: it may not send more than is allowed, */
     int64_t allowance;       /* so many bytes; below 0 when an answer was larger */
     struct request *unclaimed, *last_unclaimed; /* SERVE: of slots that no START has named yet */
@@ -330,6 +333,7 @@ struct transfer {
     struct want *wants;      /* FETCH */
     uint32_t n_wants, n_returned;       /* of these, without a link */
     uint32_t delivered;      /* FETCH: over all links lately */
+    uint32_t reminders;      /* FETCH: since anything has come */
 };
 
 enum ending { LIVING, COMMITTED, ABORTED };
@@ -356,11 +360,12 @@ struct op {
     struct transfer transfer;
 };
 
-/* REGISTER, START, VERDICT, ALLOW, COMMIT and ABORT. */
+/* REGISTER, START, VERDICT, ALLOW, REMIND, COMMIT and ABORT. */
 void op_order_register(pccl_engine *engine, const pccl_order *order);
 void op_order_start(pccl_engine *engine, const pccl_order *order);
 void op_order_verdict(pccl_engine *engine, const pccl_order *order);
 void op_order_allow(pccl_engine *engine, const pccl_order *order);
+void op_order_remind(pccl_engine *engine, const pccl_order *order);
 void op_order_end(pccl_engine *engine, const pccl_order *order);
 
 /* The op that takes messages of this kind, run and tag, or NULL. */
@@ -441,6 +446,7 @@ struct wire_header transfer_header(const struct link *link, enum wire_kind kind,
 void fetch_register(struct op *op, const pccl_order *order);
 void fetch_start(struct op *op, const pccl_order *order);
 void fetch_judge(struct op *op, const pccl_order *order);       /* VERDICT */
+void fetch_remind(struct op *op, uint64_t limit);
 void fetch_lose_link(struct op *op, struct link *link, const char *why);
 void fetch_take(struct op *op, const struct wire_header *header);
 enum turn fetch_send(struct link *link);

@@ -8,7 +8,10 @@
  * lets late answers of one that is gone be told from impossible ones.
  *
  * What a lost holder owes is asked of the others: the wants that it leaves are "returned". When no
- * holder is left, the fetch says so and waits for a START that names others.
+ * holder is left, the fetch says so and waits for a START that names others. A holder that does not
+ * answer, while no other does either, is "silent": what it owes is returned too (REMIND), and it is
+ * asked only when all are silent. Its answer, when it comes at last, is dropped if that is by then
+ * asked of another.
  *
  * Pieces are cut into leaves, which the caller proves (by their digests, say). A leaf that is wrong
  * is asked for again. If one holder gave all of it, that one is asked no more; if several did,
@@ -147,6 +150,24 @@ void fetch_judge(struct op *op, const pccl_order *order)
 
 /* ---- holders ---- */
 
+static uint32_t count_holders(const struct op *op)
+{
+    uint32_t i, n = 0;
+    for (i = 0; i < op->n_links; i++)
+        n += op->links[i]->stream != NULL;
+    return n;
+}
+
+/* Whether other holders should be asked than this one. */
+static bool is_passed_over(const struct link *link)
+{
+    const struct op *op = link->op;
+    uint32_t i, others = 0;
+    for (i = 0; i < op->n_links; i++)
+        others += op->links[i]->stream != NULL && !op->links[i]->silent;
+    return link->silent && others > 0;
+}
+
 /* Makes room for the windows of `holders` more holders: 0 or PCCL_ENOMEM. */
 static int grow_wants(struct op *op, uint32_t holders)
 {
@@ -187,12 +208,40 @@ static void return_wants(struct op *op, struct link *link)
     link->outstanding = 0;
 }
 
-static uint32_t count_holders(const struct op *op)
+/* What all holders owe may be asked for again. Whether there is anything. */
+static bool return_all(struct op *op)
 {
-    uint32_t i, n = 0;
-    for (i = 0; i < op->n_links; i++)
-        n += op->links[i]->stream != NULL;
-    return n;
+    uint32_t i, silent = 0;
+    bool any = false;
+    for (i = 0; i < op->n_links; i++) {
+        struct link *link = op->links[i];
+        link->silent |= link->outstanding > 0;
+        any |= link->outstanding > 0;
+        silent += link->stream != NULL && link->silent;
+        if (link->outstanding > 0)
+            return_wants(op, link);
+    }
+    if (!any || silent == count_holders(op))
+        for (i = 0; i < op->n_links; i++)
+            op->links[i]->silent = false;
+    return any;
+}
+
+void fetch_remind(struct op *op, uint64_t limit)
+{
+    struct transfer *transfer = &op->transfer;
+    uint32_t n = transfer->reminders;
+    if (!op->started || op->complete)
+        return;
+    transfer->reminders++;
+    if (n > 0 && n >= limit) {
+        transfer->reminders = 0;
+        op_report(op, PCCL_ESTREAM, "its holders do not answer");
+    } else if (n > 0 && (n & (n - 1)) == 0) {
+        if (!return_all(op))
+            transfer->reminders = 1; /* nobody is asked: our own caller keeps us waiting */
+        request_turns(op);
+    }
 }
 
 void fetch_lose_link(struct op *op, struct link *link, const char *why)
@@ -377,7 +426,7 @@ enum turn fetch_send(struct link *link)
     struct range range = {0};
     struct wire_header header;
     struct packet packet = {0};
-    if (link->outstanding < window_of(link))
+    if (link->outstanding < window_of(link) && !is_passed_over(link))
         range = next_range(link);
     if (range.leaf == NULL)
         return TURN_OVER;
@@ -439,12 +488,8 @@ void fetch_take(struct op *op, const struct wire_header *header)
     struct link *link = op->started && header->hop < op->n_links ? op->links[header->hop] : NULL;
     struct want *want = link != NULL ? find_want(link, header) : NULL;
     struct leaf *leaf;
-    if (link != NULL && link->stream == NULL) {      /* late: others have been asked */
-        op->engine->dropped++;
-        return;
-    }
-    if (want == NULL || inbox->bytes != header->length) {
-        op_fail(op, PCCL_EPROTO, "data came that nobody asked for");
+    if (want == NULL || link->stream == NULL || inbox->bytes != header->length) {
+        op->engine->dropped++;       /* late: it was asked for again; or what nobody asked for */
         return;
     }
     leaf = want->leaf;
@@ -454,6 +499,8 @@ void fetch_take(struct op *op, const struct wire_header *header)
     want->link = NULL;
     op->rx_bytes += transfer->pieces[leaf->piece].uncounted ? 0 : inbox->bytes;
     link->outstanding--;
+    link->silent = false;
+    transfer->reminders = 0;
     count_delivery(link);
     link_request_turn(link);
     leaf->source = leaf->source == FROM_NOBODY || leaf->source == link->index ? link->index

@@ -406,6 +406,13 @@ void op_order_verdict(pccl_engine *engine, const pccl_order *order)
         fetch_judge(op, order);
 }
 
+void op_order_remind(pccl_engine *engine, const pccl_order *order)
+{
+    struct op *op = find_by_id(engine, order->op);
+    if (op != NULL && op->kind == PCCL_FETCH && !op->failed && op->ending == LIVING)
+        fetch_remind(op, order->limit);
+}
+
 void op_order_allow(pccl_engine *engine, const pccl_order *order)
 {
     struct op *op = find_by_id(engine, order->op);

@@ -313,7 +313,7 @@ enum pccl_order_kind {
     PCCL_OPEN_STREAM = 1, PCCL_CLOSE_STREAM = 2, PCCL_REGISTER = 3, PCCL_START = 4,
     PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERDICT = 8,
     PCCL_ALLOW = 9, PCCL_EXPECT = 10, PCCL_ADMIT = 11, PCCL_CONNECT_STREAM = 12,
-    PCCL_LOSE_STREAM = 13
+    PCCL_LOSE_STREAM = 13, PCCL_REMIND = 14
 };
 
 /* One order. Which members count:
@@ -355,6 +355,12 @@ enum pccl_order_kind {
  *   ALLOW         op, limit: a SERVE with such a limit may send about `limit` bytes more. What it
  *                 has not used of earlier ones lapses, and an answer that exceeds the rest is
  *                 taken off the next: so a caller that gives these regularly bounds a rate.
+ *   REMIND        op, limit: when nothing has come since the last REMIND, a FETCH asks again for
+ *                 what it has asked for, of other holders first; after that, when nothing has come
+ *                 for 2, 4, 8 of them, and so on; and after `limit` it FAILED with PCCL_ESTREAM, as
+ *                 when no holder is left. The caller, who has a clock, sends one every few seconds:
+ *                 an answer may take long over a slow link, but a request that a holder has dropped
+ *                 (it keeps 1024 of each requester) is never answered.
  *   VERDICT       op, piece, leaf (its index in that piece), good. What is not good is fetched
  *                 again; the holder that alone gave it is asked no more, and its stream is closed
  *                 with a STREAM_LOST event. A FETCH is COMPLETE when every leaf is good.

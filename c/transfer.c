@@ -32,7 +32,7 @@ void transfer_register(struct op *op, const pccl_order *order)
 
 void transfer_free(struct op *op)
 {
-    assert(op->transfer.n_requests == 0);
+    assert(op->transfer.n_unclaimed == 0);
     free(op->transfer.wants);
     free(op->transfer.leaves);
 }
@@ -60,10 +60,35 @@ static struct request *take_request(struct request **first)
 void serve_drop_requests(struct op *op, struct link *link)
 {
     struct request **first = link != NULL ? &link->requests : &op->transfer.unclaimed, *request;
-    while ((request = take_request(first)) != NULL) {
-        op->transfer.n_requests--;
+    while ((request = take_request(first)) != NULL)
         free(request);
+    if (link != NULL)
+        link->n_requests = 0;
+    else
+        op->transfer.n_unclaimed = 0;
+}
+
+/* Whether a link waits for that very answer already: it is asked for again when it is late. */
+static bool is_waiting(const struct link *link, const struct request *request)
+{
+    const struct request *each = link->requests;
+    while (each != NULL && (each->piece != request->piece || each->offset != request->offset
+                            || each->length != request->length || each->echo != request->echo))
+        each = each->next;
+    return each != NULL;
+}
+
+/* Keeps a request for its turn, if that requester has not too many. */
+static void queue_request(struct link *link, struct request *request)
+{
+    if (link->n_requests >= REQUESTS_MAX || is_waiting(link, request)) {
+        link->op->engine->dropped++;
+        free(request);
+        return;
     }
+    append_request(&link->requests, &link->last_request, request);
+    link->n_requests++;
+    link_request_turn(link);
 }
 
 /* The requester of that slot that can be answered, or NULL. */
@@ -83,17 +108,17 @@ static void claim_requests(struct op *op)
     struct transfer *transfer = &op->transfer;
     struct request *all = transfer->unclaimed, *request;
     transfer->unclaimed = NULL;
+    transfer->n_unclaimed = 0;
     while ((request = take_request(&all)) != NULL) {
         struct link *link = request->seq > op->seq ? NULL : find_slot(op, request->slot);
         if (request->seq < op->seq || (request->seq == op->seq && request->nonce != op->nonce)) {
             op->engine->dropped++;
-            transfer->n_requests--;
             free(request);
         } else if (link != NULL) {
-            append_request(&link->requests, &link->last_request, request);
-            link_request_turn(link);
+            queue_request(link, request);
         } else {
             append_request(&transfer->unclaimed, &transfer->last_unclaimed, request);
+            transfer->n_unclaimed++;
         }
     }
 }
@@ -162,7 +187,7 @@ static bool is_possible(const struct op *op, const struct wire_header *header, u
     uint64_t bytes = index < transfer->n_pieces ? transfer->pieces[index].bytes : 0;
     return op->engine->inbox->bytes == 0 && header->length > 0
         && header->length <= PCCL_CHUNK_MAX && header->offset <= bytes
-        && header->length <= bytes - header->offset && transfer->n_requests < REQUESTS_MAX;
+        && header->length <= bytes - header->offset;
 }
 
 void serve_take(struct op *op, const struct wire_header *header)
@@ -172,7 +197,8 @@ void serve_take(struct op *op, const struct wire_header *header)
     struct request *request;
     bool early = !op->started || header->seq > op->seq;
     struct link *link = early ? NULL : find_slot(op, header->segment);
-    request = is_possible(op, header, index) ? calloc(1, sizeof *request) : NULL;
+    bool room = link != NULL || transfer->n_unclaimed < UNCLAIMED_MAX;
+    request = room && is_possible(op, header, index) ? calloc(1, sizeof *request) : NULL;
     if (request == NULL) {       /* the others are served on */
         op->engine->dropped++;
         return;
@@ -184,13 +210,12 @@ void serve_take(struct op *op, const struct wire_header *header)
     request->piece = index;
     request->length = header->length;
     request->offset = header->offset;
-    transfer->n_requests++;
-    if (link == NULL) {
-        append_request(&transfer->unclaimed, &transfer->last_unclaimed, request);
+    if (link != NULL) {
+        queue_request(link, request);
         return;
     }
-    append_request(&link->requests, &link->last_request, request);
-    link_request_turn(link);
+    append_request(&transfer->unclaimed, &transfer->last_unclaimed, request);
+    transfer->n_unclaimed++;
 }
 
 struct wire_header transfer_header(const struct link *link, enum wire_kind kind, uint32_t piece)
@@ -242,6 +267,6 @@ enum turn serve_send(struct link *link)
         op->tx_bytes -= request->length;
     op->transfer.allowance -= op->transfer.limited ? (int64_t)request->length : 0;
     free(take_request(&link->requests));
-    op->transfer.n_requests--;
+    link->n_requests--;
     return link->requests != NULL ? TURN_MORE : TURN_OVER;
 }

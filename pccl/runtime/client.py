@@ -284,6 +284,15 @@ class Client:
         self._post(begin)
         return op
 
+    def remind(self, op: int, limit: int) -> None:
+        """Has a fetch ask again for what is not answered; see `Engine.remind`."""
+
+        def tell() -> None:
+            self._sent = True
+            self._engine.remind(op, limit)
+
+        self._post(tell)
+
     def judge(self, op: int, verdicts: list[tuple[int, int, bool]]) -> None:
         """Says of some leaves of a fetch (piece, leaf) whether they are right."""
 

@@ -475,6 +475,16 @@ class Engine:
         order.piece, order.leaf, order.good = piece, leaf, good
         self._send()
 
+    def remind(self, op: int, limit: int) -> None:
+        """Has a fetch ask again for what it has asked in vain; to be called every few seconds.
+
+        Args:
+            op: the fetch.
+            limit: after so many in a row without an answer it fails, as without holders.
+        """
+        self._blank_order(lib.PCCL_REMIND, op).limit = limit
+        self._send()
+
     def allow(self, op: int, nbytes: int) -> None:
         """Lets a limited serve op send about so many bytes more."""
         self._blank_order(lib.PCCL_ALLOW, op).limit = nbytes

@@ -26,6 +26,8 @@ log = logging.getLogger("pccl")
 
 FAILURE_S = 0.1  # until a first failure is told; four times as long each time
 BATCH = 64  # verdicts on small entries that are given at once
+REMIND_S = 5.0  # what is not answered for so long is asked for again, if nothing comes at all
+REMINDERS_MAX = 64  # then holders that do not answer count as lost
 REPORT_S = 0.1  # between calls of the caller's callback
 LOG_S = 5.0  # between lines in the log
 
@@ -105,6 +107,7 @@ class _Receiver:
         self._staging: Staging | None = None
         self._plan = m.SyncPlan(0, 0, (), (), (), ())
         self._op = 0
+        self._remind_at = 0.0
         self._complete = False  # all of the plan is in staging memory, and proven
         self._failure = ""  # why the fetch has failed, until the master is told
         self._fail_at = 0.0
@@ -149,9 +152,10 @@ class _Receiver:
     def _next(self) -> Note:
         """The next note.
 
-        Meanwhile a peer that serves under a limit gives itself leave, and one whose fetch has
-        failed gives up if there is no other plan for it soon: mostly its holders have died, which
-        the master is about to hear, and nobody is to blame.
+        Meanwhile a peer that serves under a limit gives itself leave, one that fetches sees to its
+        requests being answered, and one whose fetch has failed gives up if there is no other plan
+        for it soon: mostly its holders have died, which the master is about to hear, and nobody is
+        to blame.
         """
         deadline = self._wish.deadline
         while True:
@@ -161,6 +165,8 @@ class _Receiver:
                 pauses.append(SERVE_INTERVAL_S)
             if self._failure:
                 pauses.append(max(0.0, self._fail_at - time.monotonic()))
+            if self._op and not self._complete:
+                pauses.append(max(0.0, self._remind_at - time.monotonic()))
             if not pauses:
                 return deadline.next(self._client, self._call)
             note = deadline.next_within(self._client, self._call, min(pauses))
@@ -171,6 +177,9 @@ class _Receiver:
             if self._failure and time.monotonic() >= self._fail_at:
                 self._client.fetched(self._plan.seq, False, self._failure)
                 self._failure = ""
+            if self._op and time.monotonic() >= self._remind_at:
+                self._remind_at = time.monotonic() + REMIND_S
+                self._client.remind(self._op, REMINDERS_MAX)
 
     def _follow(self, plan: m.SyncPlan, resumed: bool) -> None:
         self._plan, self._failure = plan, ""
@@ -183,6 +192,7 @@ class _Receiver:
             self._op = self._client.fetch(
                 self._call, plan.seq, staging.pieces(), len(self._regions), staging
             )
+            self._remind_at = time.monotonic() + REMIND_S
             self._progress.begin(staging)
 
     def _vote(self) -> None:

@@ -1,0 +1,115 @@
+/* star.c - see star.h. */
+#include "star.h"
+
+#include <string.h>
+
+const uint64_t sizes[PIECES] = {10, 5000, 0, 256, 20001};
+unsigned char held[PIECES][PIECE_MAX], got[PIECES][PIECE_MAX];
+pccl_piece offered[PIECES], wanted[PIECES];
+struct peers peers;
+
+static void fill(void)
+{
+    uint32_t i;
+    uint64_t j;
+    for (i = 0; i < PIECES; i++) {
+        for (j = 0; j < sizes[i]; j++)
+            held[i][j] = (unsigned char)(j * 31 + j / 251 + i);
+        memset(got[i], 0, sizeof got[i]);
+        offered[i].data = held[i];
+        wanted[i].data = got[i];
+        offered[i].bytes = wanted[i].bytes = sizes[i];
+        offered[i].piece = wanted[i].piece = 10 * i + 3;
+    }
+}
+
+bool has_arrived(void)
+{
+    int i;
+    for (i = 0; i < PIECES; i++)
+        if (memcmp(held[i], got[i], sizeof held[i]) != 0)
+            return false;
+    return true;
+}
+
+/* Peer 0 can reach holder i by its stream i, which can reach peer 0 by its stream 1. */
+void open_star(int holders, uint64_t seed)
+{
+    pccl_options options = peers_options();
+    int i;
+    fill();
+    peers_open(&peers, holders + 1, &options, seed);
+    for (i = 1; i <= holders; i++) {
+        peers_stream(&peers, 0, i, (uint32_t)i, 1, 2);
+        peers_stream(&peers, i, 0, 1, 2, 1 + (uint32_t)(seed % 2));
+    }
+}
+
+void enroll_leaves(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
+                   uint32_t n, uint32_t leaf_bytes)
+{
+    pccl_order order = {0};
+    order.kind = PCCL_REGISTER;
+    order.op = op;
+    order.op_kind = (uint32_t)kind;
+    order.run = TEST_RUN;
+    order.tag = TAG;
+    order.min_seq = SEQ - 1;
+    order.pieces = pieces;
+    order.n_pieces = n;
+    order.leaf_bytes = leaf_bytes;
+    peers_order(&peers, who, &order);
+}
+
+void enroll(int who, uint64_t op, enum pccl_op_kind kind, const pccl_piece *pieces,
+            uint32_t n)
+{
+    enroll_leaves(who, op, kind, pieces, n, 0);
+}
+
+/* START with `n` streams, numbered from 1; all have this slot. */
+void start(int who, uint64_t op, uint32_t n, uint32_t slot)
+{
+    pccl_order order = {0};
+    uint32_t i;
+    order.kind = PCCL_START;
+    order.op = op;
+    order.seq = SEQ;
+    order.nonce = TEST_NONCE;
+    order.chunk_bytes = CHUNK;
+    order.n_rings = n;
+    for (i = 0; i < n; i++) {
+        order.rings[i].stream = i + 1;
+        order.rings[i].position = slot;
+    }
+    peers_order(&peers, who, &order);
+}
+
+uint64_t total(void)
+{
+    uint64_t sum = 0;
+    int i;
+    for (i = 0; i < PIECES; i++)
+        sum += sizes[i];
+    return sum;
+}
+
+bool is_complete(void)
+{
+    return peers_count(&peers, 0, PCCL_COMPLETE, FETCH_OP) == 1;
+}
+
+struct wire_header good_request(void)
+{
+    struct wire_header header = {0};
+    header.kind = WIRE_REQUEST;
+    header.segment = 7;
+    header.nonce = TEST_NONCE;
+    header.run = TEST_RUN;
+    header.seq = SEQ;
+    header.tag = TAG;
+    header.piece = 13;
+    header.offset = 4000;
+    header.length = 1000;
+    return header;
+}

@@ -1,0 +1,215 @@
+/* test_reminders.c - requests that are never answered, and requesters who ask for too much. */
+#include "check.h"
+#include "star.h"
+
+enum { LIMIT = 32, FLOOD = 5000 };
+
+static void remind(int times)
+{
+    pccl_order order = {0};
+    order.kind = PCCL_REMIND;
+    order.op = FETCH_OP;
+    order.limit = LIMIT;
+    while (times-- > 0) {
+        peers_order(&peers, 0, &order);
+        peers_run(&peers);
+    }
+}
+
+/* The holder hears of the transfer too late, and has dropped the requests by then. */
+static void test_lost_requests(void)
+{
+    uint64_t seed;
+    for (seed = 1; seed <= 10; seed++) {
+        open_star(1, seed);
+        enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
+        start(0, FETCH_OP, 1, 7);
+        peers_run(&peers);
+        CHECK(pccl_engine_dropped(peers.peer[1].engine) > 0);
+        enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
+        start(1, SERVE_OP, 1, 7);
+        remind(1);
+        CHECK(!is_complete());
+        remind(1);
+        CHECK(is_complete() && has_arrived());
+        remind(5);                       /* of what is over */
+        CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 0);
+        peers_close(&peers);
+    }
+}
+
+/* One of two holders never answers: the other one is asked for what it owes, and for all else. */
+static void test_silent_holder(void)
+{
+    uint64_t seed;
+    int who;
+    for (seed = 1; seed <= 10; seed++) {
+        who = 1 + (int)(seed % 2);
+        open_star(2, seed);
+        enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
+        enroll(who, SERVE_OP, PCCL_SERVE, offered, PIECES);
+        start(who, SERVE_OP, 1, 7);
+        start(0, FETCH_OP, 2, 7);
+        peers_run(&peers);
+        CHECK(!is_complete());
+        remind(2);
+        CHECK(is_complete() && has_arrived());
+        peers_close(&peers);
+    }
+}
+
+/* Both are silent for a while; then the one that was so first answers after all. */
+static void test_all_silent(void)
+{
+    open_star(2, 3);
+    enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
+    start(0, FETCH_OP, 2, 7);
+    peers_run(&peers);
+    remind(4);
+    enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
+    start(1, SERVE_OP, 1, 7);
+    peers_run(&peers);
+    CHECK(!is_complete());
+    remind(14);
+    CHECK(is_complete() && has_arrived());
+    peers_close(&peers);
+}
+
+/* An answer that is only slow is not asked for twice, and reminders in between cost nothing. */
+static void test_slow_answers(void)
+{
+    pccl_order order = {0};
+    int i;
+    open_star(1, 5);
+    enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
+    order.kind = PCCL_REGISTER;
+    order.op = SERVE_OP;
+    order.op_kind = PCCL_SERVE;
+    order.run = TEST_RUN;
+    order.tag = TAG;
+    order.min_seq = SEQ - 1;
+    order.pieces = offered;
+    order.n_pieces = PIECES;
+    order.limit = CHUNK;
+    peers_order(&peers, 1, &order);
+    start(1, SERVE_OP, 1, 7);
+    start(0, FETCH_OP, 1, 7);
+    peers_run(&peers);
+    order.kind = PCCL_ALLOW;
+    for (i = 0; i < 200 && !is_complete(); i++) {
+        remind(i % 5 == 0 ? 3 : 1);      /* now and then it is too slow for a reminder */
+        peers_order(&peers, 1, &order);
+        peers_run(&peers);
+    }
+    CHECK(is_complete() && has_arrived());
+    peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
+    peers_run(&peers);
+    CHECK(peers_event(&peers, 1, PCCL_SETTLED, SERVE_OP)->tx_bytes == total());
+    peers_close(&peers);
+}
+
+/* Nobody answers at all: that is said, and the fetch goes on in another round. */
+static void test_no_answer(void)
+{
+    pccl_order order = {0};
+    int who;
+    open_star(1, 7);
+    enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
+    remind(3);                           /* before its START */
+    start(0, FETCH_OP, 1, 7);
+    remind(LIMIT);
+    CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 0);
+    remind(1);
+    CHECK(peers_count(&peers, 0, PCCL_FAILED, FETCH_OP) == 1);
+    CHECK(peers_event(&peers, 0, PCCL_FAILED, FETCH_OP)->status == PCCL_ESTREAM);
+    enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
+    order.kind = PCCL_START;
+    order.seq = SEQ + 1;
+    order.nonce = TEST_NONCE;
+    order.chunk_bytes = CHUNK;
+    order.n_rings = 1;
+    order.rings[0].stream = 1;
+    order.rings[0].position = 7;
+    for (who = 1; who >= 0; who--) {
+        order.op = who == 0 ? FETCH_OP : SERVE_OP;
+        peers_order(&peers, who, &order);
+    }
+    peers_run(&peers);
+    CHECK(is_complete() && has_arrived());
+    peers_close(&peers);
+}
+
+/* Somebody asks for thousands of small answers: nobody else waits for them. */
+static void test_flood_of_one(void)
+{
+    struct wire_header header = good_request();
+    unsigned char bytes[WIRE_HEADER_BYTES];
+    pccl_order order = {0};
+    int i;
+    open_star(2, 1);
+    peers_stream(&peers, 1, 2, 9, 1, 1);
+    enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
+    start(1, SERVE_OP, 1, 7);
+    order.kind = PCCL_START;
+    order.op = SERVE_OP;
+    order.seq = SEQ;
+    order.nonce = TEST_NONCE;
+    order.n_rings = 1;
+    order.rings[0].stream = 9;
+    order.rings[0].position = 9;
+    peers_order(&peers, 1, &order);
+    header.segment = 9;
+    header.piece = 43;
+    header.length = 1;
+    for (i = 0; i < FLOOD; i++) {
+        header.offset = (uint64_t)i;
+        wire_encode(&header, bytes);
+        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    }
+    fake_refuse(90);                     /* or all would be answered as they come */
+    for (i = 0; i < FLOOD / 4; i++)
+        (void)pccl_engine_step(peers.peer[1].engine);
+    fake_refuse(0);
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) > 0);
+    enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
+    start(0, FETCH_OP, 1, 7);
+    peers_run(&peers);
+    CHECK(is_complete() && has_arrived());
+    peers_close(&peers);
+}
+
+/* A request that waits for its answer already is not taken twice. */
+static void test_repeated_request(void)
+{
+    struct wire_header header = good_request();
+    unsigned char bytes[WIRE_HEADER_BYTES];
+    int i;
+    open_star(1, 1);
+    enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
+    peers_run(&peers);
+    for (i = 0; i < 6; i++) {
+        header.hop = (uint16_t)(i == 5); /* another attempt of the requester's */
+        wire_encode(&header, bytes);
+        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    }
+    peers_run(&peers);
+    start(1, SERVE_OP, 1, 7);
+    peers_run(&peers);
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 4);
+    peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
+    peers_run(&peers);
+    CHECK(peers_event(&peers, 1, PCCL_SETTLED, SERVE_OP)->tx_bytes == 2 * (uint64_t)header.length);
+    peers_close(&peers);
+}
+
+int main(void)
+{
+    test_lost_requests();
+    test_silent_holder();
+    test_all_silent();
+    test_slow_answers();
+    test_no_answer();
+    test_flood_of_one();
+    test_repeated_request();
+    return check_report("reminders");
+}

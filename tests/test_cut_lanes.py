@@ -1,0 +1,193 @@
+"""Connections between peers that are reset at a chosen byte: nobody waits for what was lost."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+from cluster import Cluster
+
+import pccl
+from pccl.protocol.calls import State
+from pccl.runtime import sync as sync_module
+from pccl.runtime.call import Call
+from pccl.runtime.client import Client
+
+PATIENCE_S = 30.0
+COUNT = 250_000  # floats
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close() sends a reset, and drops what is queued
+
+
+class Gate:
+    """Stands before a peer's port. Passes so many bytes to it, then none, then resets the lane.
+
+    Attributes:
+        port: where others are to connect.
+        target: the peer's own port.
+        left: bytes that may still pass; None: any number.
+        full: set when no more may pass.
+    """
+
+    def __init__(self) -> None:
+        self.target = 0
+        self.left: int | None = None
+        self.full = threading.Event()
+        self._reset = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._pairs: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(("127.0.0.1", self.target))
+                self._pairs += [near, far]
+                for job in (self._pass_on, self._pass_back):
+                    thread = threading.Thread(target=job, args=(near, far), daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+
+    def _pass_on(self, near: socket.socket, far: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := near.recv(65536):
+                if self.left is not None:
+                    data, self.left = data[: self.left], max(0, self.left - len(data))
+                far.sendall(data)
+                if self.left == 0:
+                    self.full.set()
+                    self._reset.wait(PATIENCE_S)
+                    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+                    break
+        _hang_up(near, far)
+
+    def _pass_back(self, near: socket.socket, far: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := far.recv(65536):
+                near.sendall(data)
+
+    def reset(self) -> None:
+        """Resets what is held up; from now on everything passes."""
+        self.left = None
+        self._reset.set()
+
+    def close(self) -> None:
+        self.reset()
+        _hang_up(self._listener, *self._pairs)
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+
+def _hang_up(*sockets: socket.socket) -> None:
+    for each in sockets:
+        with contextlib.suppress(OSError):  # wakes who reads there
+            each.shutdown(socket.SHUT_RD)
+        each.close()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.close()
+
+
+@pytest.fixture
+def run(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Two peers, the second of which is reached by the gate."""
+    monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
+    joins = []
+
+    def join(client: Client) -> Call:
+        joins.append(client)
+        if len(joins) == 2:
+            gate.target = client._hello.port
+            client._hello = msgspec.structs.replace(client._hello, port=gate.port)
+        return client._begin(lambda call: client._core.join(call, client._hello))
+
+    monkeypatch.setattr(Client, "join", join)
+    with Cluster(2) as cluster:
+        yield cluster
+
+
+def broadcast(index: int, comm: pccl.Communicator, root: int) -> str:
+    x = np.full(COUNT, 1 - index, np.float32)
+    try:
+        comm.broadcast(x, root=root)
+    except pccl.PeerLostError as error:
+        return str(error)
+    assert (x == 1).all()
+    return ""
+
+
+def test_a_lane_that_is_lost_after_completion(run: Cluster, gate: Gate) -> None:
+    """The root is done when it has handed over all that it holds."""
+    root = run.comms[0].rank
+    gate.left = COUNT * 2  # half of it; the rest is in the kernel's buffers
+
+    def strike() -> None:
+        assert gate.full.wait(PATIENCE_S)
+        client = run.comms[0]._client
+        assert client is not None
+        until = time.monotonic() + PATIENCE_S
+        while not any(c.state is State.COMPLETE for c in [*client._core._collectives.values()]):
+            assert time.monotonic() < until, "it should complete"
+            time.sleep(0.01)
+        gate.reset()
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    began = time.monotonic()
+    first, second = run.each(lambda i, c: broadcast(i, c, root))
+    assert time.monotonic() - began < PATIENCE_S / 2
+    striker.join()
+    assert "could not pass on its data: its connection to peer 2" in first
+    assert "could not pass on its data: its connection to peer 2" in second
+    root = run.comms[0].rank
+    assert run.each(lambda i, c: broadcast(i, c, root)) == ["", ""]
+
+
+def test_a_lane_that_is_lost_while_it_serves(
+    run: Cluster, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver's own stream, for its requests, stands: it cannot know."""
+    monkeypatch.setattr(sync_module, "REMIND_S", 0.05)  # which must do no harm
+    reminded = []
+    remind = Client.remind
+    monkeypatch.setattr(
+        Client,
+        "remind",
+        lambda *a: (reminded.append(a), remind(*a)),  # type: ignore[func-returns-value]
+    )
+    gate.left = COUNT * 4 * 5 // 8
+
+    def strike() -> None:
+        assert gate.full.wait(PATIENCE_S)
+        until = time.monotonic() + PATIENCE_S
+        while len(reminded) < 3:
+            assert time.monotonic() < until, "it should ask again"
+            time.sleep(0.01)
+        gate.reset()
+
+    def job(index: int, comm: pccl.Communicator) -> pccl.SharedStateSyncInfo:
+        x = np.arange(COUNT, dtype=np.float32) if index == 0 else np.zeros(COUNT, np.float32)
+        shared = pccl.SharedState.from_tensors({"x": x})
+        shared.revision = 1 - index
+        info = comm.sync_shared_state(shared)
+        assert (x == np.arange(COUNT)).all()
+        return info
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    _, received = run.each(job)
+    striker.join()
+    assert received.rx_bytes == COUNT * 4
