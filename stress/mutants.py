@@ -294,6 +294,11 @@ MUTANTS = [
         "            pass\n",
     ),
     Mutant(
+        "a group that begins anew repeats no number of a synchronisation",
+        "        group.syncs = self._syncs\n",
+        "        group.syncs += 1\n",
+    ),
+    Mutant(
         "an unchanged revision is legal once when somebody has joined",
         "            self._groups[group].grown = True\n",
         "",

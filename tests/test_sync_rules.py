@@ -90,6 +90,16 @@ def test_an_unchanged_revision_is_legal_once_when_somebody_has_joined() -> None:
     assert all(isinstance(error, m.CallError) for error in told)
 
 
+def test_a_group_that_begins_anew_repeats_no_number() -> None:
+    """So no peer of before, which may come back to the next master, takes its result as its own."""
+    hall = Sync(1)
+    assert hall.sync(offer(5)) == [hall.result(5, 1)]
+    hall.say(b"1", m.Leave())
+    assert not hall.master._groups
+    hall.join(b"2")
+    assert hall.sync(offer(3)) == [hall.result(3, 2)]
+
+
 # ---- what a peer concludes ----
 
 

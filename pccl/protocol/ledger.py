@@ -199,7 +199,7 @@ class Group:
 
     epoch: int = 0
     revision: int | None = None
-    syncs: int = 0
+    syncs: int = 0  # number of its last synchronisation; those of all groups are counted together
     last_plan: int = 0  # seq of the last plan of the last synchronisation
     holders: set[int] = field(default_factory=set)
     short: int = 0  # peers that the last synchronisation lacked to begin with
@@ -250,6 +250,7 @@ class Ledger(ABC):
         self._pending_rounds = 0
         self._were_pending = False
         self._optimize_rounds = 0
+        self._syncs = 0  # of all groups: a group that begins anew repeats no number of before
         self._next_peer = 1 if journal is None else journal.next_peer
         incarnation = 0 if journal is None else journal.incarnation
         self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1

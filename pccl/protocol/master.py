@@ -316,6 +316,7 @@ class Master(Collectives, Synchronisations, Optimisations):
             self._arithmetic = resume.arithmetic
         self._topology_rounds, self._pending_rounds = before.topology, before.pendings
         self._were_pending, self._optimize_rounds = before.were_pending, before.optimized
+        self._syncs = max((was.syncs for was in before.groups.values()), default=0)
         for group_number, was in before.groups.items():
             self._groups[group_number] = Group(
                 was.epoch,

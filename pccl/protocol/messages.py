@@ -510,7 +510,7 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
 class SyncResult(Struct, array_like=True, frozen=True, tag=75):
     """All receivers hold the elected content: keep it. The shared state is at `revision`.
 
-    It was the group's `round`-th synchronisation, and `plan` the seq of its last plan, if any. A
+    It was the run's `round`-th synchronisation, and `plan` the seq of its last plan, if any. A
     peer that has offered a higher revision was refused: it took no part.
 
     With `short` nothing was synchronised: so many peers are wanted to begin with, and are not here.

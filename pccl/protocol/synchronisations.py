@@ -30,7 +30,7 @@ class Synchronisations(Ledger):
 
     def _fall_short(self, group: Group, sync: Sync, wanted: int) -> None:
         """Nothing begins: more peers are to be let in first. A result that all must know alike."""
-        group.syncs += 1
+        self._count(group)
         group.last_plan, group.short = 0, wanted
         for number, vote in sync.members.items():
             self._send(number, m.SyncResult(vote.call, 0, group.syncs, 0, short=wanted))
@@ -60,6 +60,10 @@ class Synchronisations(Ledger):
             self._send_plans(sync, decision)
         if not sync.fetching:
             self._end_sync(group, sync)
+
+    def _count(self, group: Group) -> None:
+        self._syncs += 1
+        group.syncs = self._syncs
 
     def _send_plans(self, sync: Sync, decision: Decision) -> None:
         for number, vote in sync.members.items():
@@ -161,7 +165,7 @@ class Synchronisations(Ledger):
                 self._fail(number, vote.call, Result.INVALID_ARGUMENT, why, m.Cause.DIVERGENCE)
             return
         group.revision = sync.revision
-        group.syncs += 1
+        self._count(group)
         group.last_plan, group.short, group.grown = sync.seq, 0, False
         group.holders = set(sync.members) - sync.refused
         if sync.refused:
