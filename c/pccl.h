@@ -147,7 +147,8 @@ enum pccl_error {
     PCCL_OK = 0,
     PCCL_EINVAL = -1,    /* an argument is out of range */
     PCCL_ENOMEM = -2,
-    PCCL_EZMQ = -3,      /* a call of the table failed; pccl_engine_errno() has its errno */
+    PCCL_EZMQ = -3,      /* a call of the table failed; pccl_engine_errno() has its errno. Of
+                          * STREAM_LOST: so no lane was tried, and the peer is not to blame */
     PCCL_ESTREAM = -4,   /* a stream was lost, or could not be connected */
     PCCL_EPROTO = -5,    /* a neighbour sent an impossible message */
     PCCL_EREACH = -6,    /* of STREAM_LOST: no lane has ever stood */

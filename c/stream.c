@@ -166,7 +166,7 @@ void stream_order_connect(pccl_engine *engine, const pccl_order *order)
         stream_lose(stream, PCCL_EINVAL, "a stream needs a high-water mark and an endpoint");
     } else if (open_sockets(stream, order) < 0) {
         engine->error = engine->zmq->errno_();
-        stream_lose(stream, PCCL_EREACH, "cannot open a stream to %.80s: %.40s", order->endpoint,
+        stream_lose(stream, PCCL_EZMQ, "cannot open a stream to %.80s: %.40s", order->endpoint,
                     strerror(engine->error));
     }
 }

@@ -24,10 +24,10 @@ from pccl.runtime import client as client_module
 from pccl.runtime import engine as engine_module
 from pccl.runtime import resolve, streams
 from pccl.runtime.config import Config
-from pccl.runtime.engine import STREAM_LOST, UNREACHABLE, Event
+from pccl.runtime.engine import REFUSED, STREAM_LOST, UNREACHABLE, Event
 from pccl.runtime.link import Link
 from pccl.runtime.resolve import Found, Resolver
-from pccl.runtime.streams import Streams
+from pccl.runtime.streams import Refused, Streams
 
 COUNT = 100_000  # elements: too many to travel with the votes
 LIMIT_S = 0.2
@@ -151,6 +151,20 @@ def test_a_process_without_sockets_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     desk.streams.open(1, NUMBER, 5)
     monkeypatch.setattr(socket, "socket", none)
     assert "this process gets no socket (Too many open files)" in desk.wait()
+
+
+def test_a_process_without_sockets_blames_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk()
+    for stream in range(1, 6):
+        desk.streams.open(stream, NUMBER, 5)
+    assert desk.streams.lost(lost(1, REFUSED)) == (NUMBER, False)
+    desk.streams.up(2)
+    monkeypatch.setattr(streams, "_shortage", lambda: ": this process gets no socket")
+    desk.wait()
+    assert desk.streams.lost(lost(3)) == (NUMBER, False)
+    assert desk.streams.lost(lost(4)) == (NUMBER, False)
+    with pytest.raises(Refused, match="3 times in a row: refused"):
+        desk.streams.lost(lost(5, REFUSED))
 
 
 def test_a_name_is_looked_up_elsewhere_and_kept(names: Names) -> None:

@@ -213,7 +213,7 @@ static void test_no_stream(void)
     CHECK(lost(5, PCCL_EINVAL));
     order.hwm = 1;
     strcpy(order.endpoint, peers.peer[0].endpoint);
-    for (nth = 0; nth == 0 || lost(order.stream, PCCL_EREACH); nth++) {
+    for (nth = 0; nth == 0 || lost(order.stream, PCCL_EZMQ); nth++) {
         order.stream = 100 + (uint32_t)nth;
         open_stream(&order, order.stream);
         fake_fail_call(nth);

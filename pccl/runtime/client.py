@@ -9,6 +9,7 @@ under the lock blocks, and bulk data never passes here.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import logging
 import secrets
@@ -46,7 +47,7 @@ from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.memory import Operands, Pieces, Pool
 from pccl.runtime.quantization import wire_format
 from pccl.runtime.resolve import Found, Resolver
-from pccl.runtime.streams import Streams
+from pccl.runtime.streams import Refused, Streams
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair, Security
 from pccl.text import address_text
@@ -103,7 +104,6 @@ class Client:
         self._streams = Streams(
             self._engine, self._resolver, config, pool_size, self._local, self._wake
         )
-        self._context = zmq.Context()
         self._master = (host, port)
         self._resolving = False  # the master's name, on the way back to it
         self._trouble = ""  # what was wrong with the last connection to it
@@ -111,12 +111,6 @@ class Client:
         self._give_up_at = 0.0
         self._waiter = Waiter()
         self._sent = True  # since the sockets were last read
-        try:
-            self._link = self._open_link(address)
-        except BaseException:
-            self._engine.close()
-            self._context.term()
-            raise
         self._perform_by_type: dict[type, Callable[..., None]] = {
             core.Send: self._send,
             core.RegisterOp: self._register,
@@ -132,7 +126,27 @@ class Client:
             core.Fetched: self._note,
         }
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
-        self._thread.start()
+        try:
+            self._begin_link(address)
+        except BaseException:
+            self._waiter.close()
+            self._engine.close()
+            raise
+
+    def _begin_link(self, address: str) -> None:
+        """Opens the first link to the master, and begins to work."""
+        try:
+            self._context = zmq.Context()
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"cannot begin: {error}") from None
+        try:
+            self._link = self._open_link(address)
+            self._thread.start()
+        except BaseException as error:
+            self._context.destroy(linger=0)
+            if isinstance(error, RuntimeError):
+                raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
+            raise
 
     def _make_engine(
         self,
@@ -401,6 +415,8 @@ class Client:
         self._failed = True
         if self._engine.broken:
             why = self._engine.broken
+        elif isinstance(error, Refused):
+            why = str(error)
         elif isinstance(error, Exception):
             log.error("the control thread of peer %d failed", self._core.number, exc_info=error)
             why = f"an internal error of pccl, {type(error).__name__}: {error}; the log has it"

@@ -32,6 +32,7 @@ STREAM_UP: int = lib.PCCL_STREAM_UP
 LEAF: int = lib.PCCL_LEAF
 STARVED: int = lib.PCCL_ESTREAM  # status of a FETCH that FAILED but lives
 UNREACHABLE: int = lib.PCCL_EREACH  # status of a STREAM_LOST that has never been up
+REFUSED: int = lib.PCCL_EZMQ  # and if this process got no socket for it
 ANOTHER: int = lib.PCCL_EOTHER  # and if another process answers there
 
 COLLECTIVES: dict[str, int] = {  # by the API call's name
@@ -250,7 +251,10 @@ class Engine:
             self._directory = ""
 
     def _run(self) -> None:
-        status = lib.pccl_engine_run(self._engine)
+        try:
+            status = lib.pccl_engine_run(self._engine)
+        except MemoryError:  # of the call itself
+            status = lib.PCCL_ENOMEM
         if status < 0:
             number = lib.pccl_engine_errno(self._engine)
             why = "out of memory" if status == lib.PCCL_ENOMEM else os.strerror(number).lower()

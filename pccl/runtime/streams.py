@@ -18,13 +18,14 @@ from dataclasses import dataclass
 
 from pccl.protocol import messages as m
 from pccl.runtime.config import Config, high_water_mark, lanes
-from pccl.runtime.engine import ANOTHER, UNREACHABLE, Engine, Event
+from pccl.runtime.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
 from pccl.runtime.resolve import Found, Resolver
 from pccl.text import address_text
 
 log = logging.getLogger("pccl")
 
 RETRY_S = 0.5  # between look-ups of a name, which may fail for a moment
+REFUSED_MAX = 3  # streams in a row for which this process gets no socket: then it has to end
 LATE_S = 1.0  # libzmq's own limit for a connection ends so much earlier: it knows more
 
 
@@ -38,6 +39,11 @@ class _Stream:
     endpoint: str = ""  # once it is known
     retry_s: float = 0.0  # when the name is looked up again
     why: str = ""  # it could not be looked up
+    refused: bool = False  # this process gets no socket for it
+
+
+class Refused(Exception):
+    """The system refuses this process the sockets for its streams, again and again."""
 
 
 class Streams:
@@ -67,6 +73,7 @@ class Streams:
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # of these, the ones that are to come up
         self._without_ipc: set[int] = set()  # neighbours on this machine
+        self._refused = 0  # streams in a row
 
     @property
     def waits(self) -> bool:
@@ -104,14 +111,27 @@ class Streams:
 
     def up(self, number: int) -> None:
         """Its first lane stands."""
+        self._refused = 0
         self._waiting.pop(number, None)
 
     def lost(self, event: Event) -> tuple[m.PeerInfo | None, bool]:
-        """Whose stream was lost, if it is not closed, and whether the peer cannot be reached."""
+        """Whose stream was lost, if it is not closed, and whether the peer cannot be reached.
+
+        A peer is not to blame where it is this process that gets no socket.
+
+        Raises:
+            Refused: for the third time in a row.
+        """
         self._waiting.pop(event.stream, None)
         one = self._open.get(event.stream)
         if one is None:
             return None, False
+        if event.status == REFUSED or one.refused:
+            self._refused += 1
+            if self._refused == REFUSED_MAX:
+                why = f"this process gets no sockets, {REFUSED_MAX} times in a row: {event.text}"
+                raise Refused(f"{why} (raise `ulimit -n`, or close files)")
+            return one.to, False
         if event.status not in (UNREACHABLE, ANOTHER):
             return one.to, False
         if one.endpoint.startswith("ipc:"):
@@ -175,6 +195,7 @@ class Streams:
         """Why a stream is given up."""
         if one.endpoint:
             shortage = _shortage()
+            one.refused = bool(shortage)
             return (
                 f"no lane to {one.endpoint} stood within {self._limit_s + LATE_S:.3g} s{shortage}"
             )
