@@ -12,21 +12,19 @@ the secret one. What follows a key on its line is a comment.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pccl.errors import PCCLError, error_for
+from pccl.text import KEY
 from pccl.types import Result
 
 MASTER_SECRET = "master.secret"
 MASTER_KEY = "master.key"
 ALLOWED = "allowed"
 PEER_SECRET = "peer.secret"
-
-_KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ def _read(path: Path) -> str:
 
 def _keys(path: Path, words: list[str], count: int) -> list[str]:
     """The first words, which must be keys; never quotes them, for they may be secret."""
-    if len(words) < count or not all(_KEY.fullmatch(word) for word in words[:count]):
+    if len(words) < count or not all(KEY.fullmatch(word) for word in words[:count]):
         what = "a key" if count == 1 else "a key pair"
         raise _unusable(f"{path} does not hold {what} of 40 characters each, as `pccl keys` writes")
     return words[:count]

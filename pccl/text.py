@@ -5,6 +5,8 @@ from __future__ import annotations
 import ipaddress
 import re
 
+KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # of CURVE, in Z85
+
 
 def parse_address(address: str) -> tuple[str, int]:
     """(host, port) of `host:port`; host is a name, an IPv4 address, or an IPv6 one in brackets.

@@ -5,21 +5,15 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 
 import msgspec
 import pytest
-from test_hostile_sockets import wait_until
 
 import pccl
 from pccl.cli.main import main
 from pccl.protocol import messages as m
 from pccl.protocol.master import Action, Master, Send
 from pccl.protocol.reach import cure, matters
-from pccl.runtime import dial as dial_module
-from pccl.runtime.dial import Dialler
-from pccl.runtime.waiter import Waiter
 
 
 def doctor(*words: str) -> tuple[int, str]:
@@ -62,6 +56,15 @@ def test_a_master_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the master cannot reach 240.0.0.1:" in text and "PCCL_PORT_RANGE" in text
 
 
+def test_a_name_is_not_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCCL_ADVERTISE", "localhost")
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        code, text = doctor(master.address)
+    assert code == 0
+    assert line(text, "own port").startswith("hint")
+    assert "the master has not tried localhost:" in text
+
+
 def test_no_master_and_another_program() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -84,70 +87,7 @@ def test_keys(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignor
         assert "does not have this machine's key" in line(text, "master")
 
 
-# ---- dialling ----
-
-
-@pytest.fixture
-def waiter() -> Iterator[Waiter]:
-    made = Waiter()
-    yield made
-    made.close()
-
-
-def dialled(waiter: Waiter, host: str, port: int) -> str:
-    """What comes of a dial."""
-    dialler, said = Dialler(waiter), []
-    dialler.dial(host, port, time.monotonic(), said.append)
-
-    def ended() -> bool:
-        for read in waiter.wait(0.0):
-            read()
-        dialler.tick(time.monotonic())
-        return bool(said)
-
-    wait_until(ended)
-    assert not dialler.busy
-    return said[0]
-
-
-def test_what_comes_of_a_dial(waiter: Waiter, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pccl.MasterNode("127.0.0.1:0") as master:
-        assert dialled(waiter, "127.0.0.1", int(master.address.split(":")[1])) == ""
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
-        monkeypatch.setattr(dial_module, "LIMIT_S", 0.1)
-        assert "no answer within 0.1 s" in dialled(waiter, "127.0.0.1", port)
-    assert "connection refused" in dialled(waiter, "127.0.0.1", port)
-    assert dialled(waiter, "some.name", port) == "", "names are not resolved"
-
-
-def test_a_dial_reads_a_greeting(waiter: Waiter) -> None:
-    for said, why in ((b"SSH-2.0\r\n", "something else"), (b"", "closed as soon")):
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            dialler, found = Dialler(waiter), []
-            port = other.getsockname()[1]
-            dialler.dial("127.0.0.1", port, time.monotonic(), found.append)
-            with other.accept()[0] as connection:
-                connection.sendall(said)
-
-            def ended() -> bool:
-                for read in waiter.wait(0.0):
-                    read()
-                return bool(found)  # noqa: B023
-
-            wait_until(ended)
-            assert why in found[0]
-
-
-def test_dials_are_bounded(waiter: Waiter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial_module, "DIALS_MAX", 1)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        dialler, said = Dialler(waiter), []
-        for _ in range(2):
-            dialler.dial("127.0.0.1", silent.getsockname()[1], time.monotonic(), said.append)
-        assert said == [""], "one too many counts as reached"
-        dialler.close()
-        assert said == [""] and not dialler.busy
+# ---- what the master makes of a dial ----
 
 
 def peer(host: str, machine: str = "a", ipc: str = "x") -> m.PeerInfo:

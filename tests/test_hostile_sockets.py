@@ -26,9 +26,11 @@ from pccl.runtime.server import BATCH, RECEIVED_MAX, Server
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 READY_DEALER = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+AS_PUSH = b"\x0bSocket-Type\x00\x00\x00\x04PUSH"
 READY_PUSH = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
 HELLO = m.Hello(m.PROTOCOL_VERSION, "1", 0, "nowhere", 1, "", "x", b"")  # not dialled: a name
 PATIENCE_S = 20.0
+Member = tuple[bytes, bytes]  # whom a stream wants, and the epoch's nonce
 
 
 def wait_until(true: Callable[[], bool]) -> None:
@@ -38,30 +40,51 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def raw(port: int, data: bytes, ready: bytes = b"") -> None:
+def raw(port: int, data: bytes, ready: bytes = b"", member: Member | None = None) -> None:
     """Bytes on a plain TCP connection; whether the other side still wants them does not matter."""
     with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(OSError):
         connection.settimeout(PATIENCE_S)
         if ready:
-            shake_hands(connection, ready)
+            shake_hands(connection, ready, member)
         connection.sendall(data)
 
 
-def shake_hands(connection: socket.socket, ready: bytes) -> None:
-    """The beginning of ZMTP 3."""
+def shake_hands(connection: socket.socket, ready: bytes, member: Member | None = None) -> None:
+    """The beginning of ZMTP 3, as far as the other side wants to hear it."""
     connection.settimeout(PATIENCE_S)
-    connection.sendall(GREETING + ready)
-    answer = b""
-    while len(answer) < 66 or len(answer) < 66 + answer[65]:
-        answer += connection.recv(66)
+    if member is None:
+        connection.sendall(GREETING + ready)
+    else:
+        hello = b"".join(bytes((len(each),)) + each for each in (b"HELLO", *member))
+        connection.sendall(GREETING.replace(b"NULL\0", b"PLAIN") + command(hello))
+        hear(connection, 64 + len(command(b"\x07WELCOME")))
+        connection.sendall(command(b"\x08INITIATE" + AS_PUSH))
+    answer = hear(connection, 66 if member is None else 2)
+    hear(connection, answer[-1] if answer else 0)
+
+
+def command(body: bytes) -> bytes:
+    """A short command as ZMTP has it."""
+    return bytes((4, len(body))) + body
+
+
+def hear(connection: socket.socket, size: int) -> bytes:
+    """So many bytes, or as many as come."""
+    heard = b""
+    while len(heard) < size and (more := connection.recv(size - len(heard))):
+        heard += more
+    return heard
 
 
 @contextlib.contextmanager
-def speaker(kind: int, port: int) -> Iterator[zmq.Socket[bytes]]:
-    """A ZeroMQ socket of a stranger."""
+def speaker(kind: int, port: int, member: Member | None = None) -> Iterator[zmq.Socket[bytes]]:
+    """A ZeroMQ socket of a stranger, or of one that was a member."""
     context = zmq.Context()
     stranger = context.socket(kind)
     stranger.linger = 0
+    stranger.sndtimeo = 1000  # who is refused has nobody to send to, in the end
+    if member is not None:
+        stranger.plain_username, stranger.plain_password = member
     stranger.connect(f"tcp://127.0.0.1:{port}")
     try:
         yield stranger
@@ -87,23 +110,23 @@ def chunk_header(draw: random.Random) -> bytes:
     return struct.pack("<IBBHQQQQHHHHQII", 0x4C434350, kind, 0, 2, 7, seq, 0, 1, *words, 0, *tail)
 
 
-def bombard(port: int, kind: int, ready: bytes, draw: random.Random) -> None:
+def bombard(port: int, kind: int, ready: bytes, draw: random.Random, member: Member | None) -> None:
     """All kinds of garbage, once each."""
     raw(port, draw.randbytes(5000))
     raw(port, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     raw(port, GREETING[: draw.randint(1, 63)])  # half a handshake
     raw(port, GREETING + draw.randbytes(200))
     raw(port, GREETING + ready + framed(b"too early"))
-    raw(port, b"\x02" + struct.pack(">Q", 1 << 62), ready)  # a frame of 4 EiB
-    raw(port, b"\x04\xff" + draw.randbytes(100), ready)  # half a command
-    raw(port, b"\x01\x03abc" * 1000, ready)  # a message without an end
-    with speaker(kind, port) as stranger:
+    raw(port, b"\x02" + struct.pack(">Q", 1 << 62), ready, member)  # a frame of 4 EiB
+    raw(port, b"\x04\xff" + draw.randbytes(100), ready, member)  # half a command
+    raw(port, b"\x01\x03abc" * 1000, ready, member)  # a message without an end
+    with speaker(kind, port, member) as stranger, contextlib.suppress(zmq.Again):
         for _ in range(50):
             stranger.send_multipart(frames_of(draw))
         for _ in range(50):
             stranger.send_multipart([chunk_header(draw), draw.randbytes(256)])
         stranger.linger = 500
-    with speaker(kind, port) as stranger:
+    with speaker(kind, port, member) as stranger, contextlib.suppress(zmq.Again):
         stranger.send(bytes(20 << 20))  # more than is read
         stranger.send(b"after it")
         stranger.linger = 500
@@ -122,20 +145,24 @@ def reduce_until(stop: threading.Event, index: int, comm: pccl.Communicator) -> 
             return steps
 
 
-@pytest.mark.parametrize("target", ["master", "engine"])
+@pytest.mark.parametrize("target", ["master", "engine", "engine, by a member"])
 def test_two_peers_reduce_on_while_strangers_send_garbage(target: str, filling: str) -> None:
     with Cluster(2) as cluster:
         stop = threading.Event()
         draw = random.Random(target)
+        member: Member | None = None
         if target == "master":
             port, kind, ready = int(cluster.master.address.split(":")[1]), zmq.DEALER, READY_DEALER
         else:
-            port, kind, ready = cluster.comms[1]._client.plan.peers[1].port, zmq.PUSH, READY_PUSH
+            plan = cluster.comms[1]._client.plan
+            port, kind, ready = plan.peers[1].port, zmq.PUSH, READY_PUSH
+        if target == "engine, by a member":
+            member = (str(plan.peers[1].peer).encode(), f"{plan.nonce:016x}".encode())
 
         def attack() -> int:
             try:
                 for _ in range(3):
-                    bombard(port, kind, ready, draw)
+                    bombard(port, kind, ready, draw, member)
             finally:
                 stop.set()
             return 0

@@ -161,8 +161,9 @@ AS_COMMAND = 'from pccl.master import main; sys.exit(main(["--listen-address", "
 @pytest.mark.parametrize("program", [AS_COMMAND, SCRIPT], ids=["command", "at exit"])
 def test_a_master_that_fails_ends_with_a_status_and_a_sentence(program: str) -> None:
     with started("-c", BROKEN + program) as (process, address):
+        peer = pccl.Communicator(address)  # kept: one that is collected leaves at once
         with contextlib.suppress(pccl.PCCLError):
-            pccl.Communicator(address).connect(1, timeout=1)
+            peer.connect(1, timeout=1)
         assert process.wait(20) == 1
         assert process.stderr is not None
         last = process.stderr.read().splitlines()[-1]

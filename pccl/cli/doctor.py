@@ -212,6 +212,10 @@ def _versions(found: Examination) -> Finding:
 
 
 def _reached(found: Examination) -> Finding:
+    if not found.report.dialled:
+        fact = f"the master has not tried {found.address}: it resolves no names, and dials seldom"
+        cure = "set PCCL_ADVERTISE to an address, or ask again in a minute"
+        return Finding("own port", fact, Verdict.HINT, cure)
     if not found.report.unreached:
         return Finding("own port", f"the master reaches {found.address}", Verdict.OK)
     fact = f"the master cannot reach {found.address}: {found.report.unreached}"

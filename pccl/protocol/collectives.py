@@ -148,7 +148,7 @@ class Collectives(Ledger):
         if accused not in others or unreached.epoch > group.epoch:
             return  # it has gone meanwhile
         if group.blame.accuse(number, accused, unreached.epoch, plain(unreached.why)):
-            self._out.append(Dial(self.peers[accused].info))
+            self._out.append(Dial(self.peers[accused].info, self.peers[accused].dial))
         self._judge(group_number)
 
     def dialled(self, number: int, why: str | None) -> list[Action]:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import re
 
 from pccl.protocol import messages as m
+from pccl.text import KEY
 from pccl.version import __version__
 
 HOST = re.compile(r"[A-Za-z0-9._:%-]{1,200}")  # a name or an address: it becomes an endpoint
-KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # Z85
 IPC_MAX = 100  # characters of a socket's path
+
+
+def newcomer(hello: m.Hello, host: str) -> m.PeerInfo:
+    """A peer that is seen at `host`, and has no number yet."""
+    address = (hello.host or host, hello.port, hello.ipc, hello.machine, hello.curve)
+    return m.PeerInfo(0, hello.group, *address)
 
 
 def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:

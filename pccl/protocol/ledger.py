@@ -76,6 +76,7 @@ class Dial:
     """Dial a peer where it listens; `dialled` is to be called with what came of it."""
 
     info: m.PeerInfo
+    password: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ class Peer:
     heard: int = 0  # the greatest seq that it has certainly heard of
     proven: bool = False  # a collective with it has gone around the rings
     seen: str = ""  # the host that the master sees it at
+    dial: str = ""  # the password by which it may be dialled
 
 
 @dataclass(slots=True)

@@ -39,7 +39,7 @@ import msgspec
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.collectives import Collectives, fits
-from pccl.protocol.door import refusal
+from pccl.protocol.door import newcomer, refusal
 from pccl.protocol.ledger import (
     NAMES_MAX,
     WITHDRAWN,
@@ -119,9 +119,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         if conn in self._by_conn:
             self._remove(self._by_conn[conn], "it said hello twice", Result.INTERNAL_ERROR)
             return self._take()
-        address = (hello.host or host, hello.port, hello.ipc, hello.machine, hello.curve)
-        info = m.PeerInfo(0, hello.group, *address)
-        why = refusal(hello, info, self._arithmetic if self.peers else None)
+        info, why = newcomer(hello, host), self.objection(hello, host)
         group = [peer.info for peer in self.peers.values() if peer.info.group == info.group]
         if why:
             self._refuse(conn, why, Result.INVALID_USAGE)
@@ -129,11 +127,18 @@ class Master(Collectives, Synchronisations, Optimisations):
             self._refuse(conn, reach.refusal(info, unreached), Result.RANK_CONNECTION_FAILED)
         else:
             warning = reach.warning(info, unreached) if unreached else ""
-            self._register(conn, info, hello.arithmetic, host, warning)
+            self._register(conn, info, hello, host, warning)
         return self._take()
 
-    def examine(self, conn: bytes, host: str, unreached: str, unix_s: float) -> list[Action]:
-        """Somebody asks what a `hello` would lead to; arguments as there, and the time of day."""
+    def objection(self, hello: m.Hello, host: str) -> str:
+        """Why a `hello` is refused wherever its peer is reached; empty if it is not."""
+        return refusal(hello, newcomer(hello, host), self._arithmetic if self.peers else None)
+
+    def examine(self, conn: bytes, host: str, unreached: str | None, unix_s: float) -> list[Action]:
+        """Somebody asks what a `hello` would lead to; arguments as there, and the time of day.
+
+        `unreached` is None if it was not dialled.
+        """
         if conn in self._by_conn:
             self._remove(self._by_conn[conn], "it asked to be examined", Result.INTERNAL_ERROR)
         else:
@@ -141,10 +146,11 @@ class Master(Collectives, Synchronisations, Optimisations):
                 m.PROTOCOL_VERSION,
                 __version__,
                 host,
-                plain(unreached),
+                plain(unreached or ""),
                 unix_s,
                 self._arithmetic if self.peers else b"",
                 self._size(),
+                dialled=unreached is not None,
             )
             self._out += [Send(conn, report), Drop(conn, "it has been examined")]
         return self._take()
@@ -309,7 +315,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         self._out.append(Adopt(self.run, incarnation))
         for number, info in before.accepted.items():
             conn, host, resume = back[number]
-            self.peers[number] = Peer(conn, info, accepted=True, seen=host)
+            self.peers[number] = Peer(conn, info, accepted=True, seen=host, dial=resume.dial)
             self._by_conn[conn] = number
             self._count_in(number, info.group)
             self._out.append(Remember(info))
@@ -373,14 +379,14 @@ class Master(Collectives, Synchronisations, Optimisations):
     # ---- membership ----
 
     def _register(
-        self, conn: bytes, info: m.PeerInfo, arithmetic: bytes, seen: str, warning: str = ""
+        self, conn: bytes, info: m.PeerInfo, hello: m.Hello, seen: str, warning: str
     ) -> None:
         number = self._next_peer
         self._next_peer += 1
         info = msgspec.structs.replace(info, peer=number)
-        self.peers[number] = Peer(conn, info, seen=seen)
+        self.peers[number] = Peer(conn, info, seen=seen, dial=hello.dial)
         self._by_conn[conn] = number
-        self._arithmetic = arithmetic
+        self._arithmetic = hello.arithmetic
         self._send(number, m.Welcome(number, plain(warning)))
         self._note(f"{info} of group {info.group} registered")
         if not self._size():

@@ -393,6 +393,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     finished: tuple[tuple[U64, bool], ...]
     small: tuple[Small, ...] = ()
     rings: Rings = ()
+    dial: Name = ""
 
 
 # ---- from the master to a peer ----
@@ -555,8 +556,9 @@ class Missed(Struct, array_like=True, frozen=True, tag=79):
 class Report(Struct, array_like=True, frozen=True, tag=80):
     """The answer to Examine.
 
-    `host` is where the master sees the peer, `unreached` why it cannot reach it, if so. `unix_s` is
-    the master's clock. `arithmetic` is that of the run's peers, of whom there are `peers`.
+    `host` is where the master sees the peer, `unreached` why it cannot reach it, if it has
+    `dialled` and so it is. `unix_s` is the master's clock. `arithmetic` is that of the run's
+    peers, of whom there are `peers`.
     """
 
     protocol: U32
@@ -566,6 +568,7 @@ class Report(Struct, array_like=True, frozen=True, tag=80):
     unix_s: float
     arithmetic: Annotated[bytes, Meta(max_length=32)]
     peers: U32
+    dialled: bool = True
 
 
 class Probe(Struct, array_like=True, frozen=True, tag=81):

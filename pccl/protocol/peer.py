@@ -520,6 +520,7 @@ class Peer(Transfers):
             tuple(self._outcomes),
             tuple(self._small),
             self.plan.rings,
+            hello.dial,
         )
         self._out.append(Send(resume))
         return self._take()

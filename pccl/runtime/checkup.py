@@ -10,8 +10,8 @@ import zmq
 from pccl.errors import MasterLostError, PCCLError
 from pccl.protocol import messages as m
 from pccl.runtime.config import Config
-from pccl.runtime.curve import require_curve, secure_client
 from pccl.runtime.engine import Engine, EngineOptions
+from pccl.runtime.identity import Identity
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.resolve import reachable
 from pccl.security import Security
@@ -55,21 +55,21 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
         why = f"nothing answers at {where} ({error.strerror or error})"
         raise MasterLostError(Result.MASTER_CONNECTION_FAILED, "doctor", why) from None
     round_trip_s = time.monotonic() - began_s
-    keys = None
-    if security is not None:
-        require_curve()
-        keys, master_key = security.peer_keys(), security.master_key()
-
-    def secure(dealer: zmq.Socket[bytes]) -> None:
-        if keys is not None:
-            secure_client(dealer, keys, master_key)
-
-    engine = Engine(EngineOptions(), host="::" if ":" in address else "0.0.0.0", ports=config.ports)
+    identity = Identity.of(security)
+    options = identity.guard(EngineOptions())
+    engine = Engine(options, host="::" if ":" in address else "0.0.0.0", ports=config.ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        link = Link(context, address, port, config, secure)
+        link = Link(context, address, port, config, identity.secure)
         try:
-            ask = m.Examine(m.PROTOCOL_VERSION, __version__, config.advertise, engine.port)
+            ask = m.Examine(
+                m.PROTOCOL_VERSION,
+                __version__,
+                config.advertise,
+                engine.port,
+                identity.curve,
+                identity.token,
+            )
             link.socket.send(m.encode(ask))
             report = _answer(link, where)
         finally:

@@ -12,7 +12,6 @@ import contextlib
 import errno
 import itertools
 import logging
-import secrets
 import socket
 import threading
 import time
@@ -27,7 +26,6 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 from pccl.runtime.call import Call, Leaf
 from pccl.runtime.config import MIB, Config, chunk_bytes
-from pccl.runtime.curve import new_keys, require_curve, secure_client
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.engine import (
     COMPLETE,
@@ -42,6 +40,7 @@ from pccl.runtime.engine import (
     Part,
     Ring,
 )
+from pccl.runtime.identity import Identity
 from pccl.runtime.inline import store
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.memory import Operands, Pieces, Pool
@@ -49,7 +48,7 @@ from pccl.runtime.quantization import wire_format
 from pccl.runtime.resolve import Found, Resolver
 from pccl.runtime.streams import Refused, Streams
 from pccl.runtime.waiter import Waiter, readable
-from pccl.security import KeyPair, Security
+from pccl.security import Security
 from pccl.text import address_text
 from pccl.types import Result
 
@@ -87,6 +86,7 @@ class Client:
         config: Config,
         security: Security | None = None,
     ) -> None:
+        self._identity = Identity.of(security)
         self._config = config
         self._core = core.Peer()
         self._numbers = itertools.count(1)
@@ -99,7 +99,7 @@ class Client:
         self._wake_out, self._wake_in = socket.socketpair()
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
-        self._engine, self._hello = self._make_engine(address, hello, config, security)
+        self._engine, self._hello = self._make_engine(address, hello, config)
         self._resolver = Resolver(self._post)
         self._streams = Streams(
             self._engine, self._resolver, config, pool_size, self._local, self._wake
@@ -153,37 +153,25 @@ class Client:
         address: str,
         hello: Callable[[int, str], m.Hello],
         config: Config,
-        security: Security | None,
     ) -> tuple[Engine, m.Hello]:
         """An engine that listens, and what this peer says of itself."""
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
-        self._keys: KeyPair | None = None
-        curve, token = "", secrets.token_hex(16)
-        if security is None:
-            options = replace(options, dialler=token.encode())
-        else:
-            require_curve()
-            self._keys, self._master_key = security.peer_keys(), security.master_key()
-            lane_keys = new_keys()  # of this peer alone: a stream knows by them whom it has reached
-            curve = lane_keys.public
-            options = replace(
-                options,
-                curve_public=curve.encode(),
-                curve_secret=lane_keys.secret.encode(),
-                dialler=self._master_key.encode(),
-            )
         listen = "::" if ":" in address else "0.0.0.0"  # as others then reach this peer
         engine = Engine(
-            options, host=listen, ports=config.ports, stopped=lambda: self._post(self._read_engine)
+            self._identity.guard(options),
+            host=listen,
+            ports=config.ports,
+            stopped=lambda: self._post(self._read_engine),
         )
         said = hello(engine.port, engine.ipc if config.ipc else "")
-        return engine, msgspec.structs.replace(said, curve=curve, dial=token)
+        own = self._identity
+        return engine, msgspec.structs.replace(said, curve=own.curve, dial=own.token)
 
     def _open_link(self, address: str) -> Link:
         """A connection to the master; raises OSError where no socket is to be had."""
-        link = Link(self._context, address, self._master[1], self._config, self._secure)
+        link = Link(self._context, address, self._master[1], self._config, self._identity.secure)
         self._waiter.add(link.socket, self._read_link)
         self._waiter.add(link.monitor, self._read_monitor)
         return link
@@ -192,10 +180,6 @@ class Client:
         self._waiter.remove(self._link.socket)
         self._waiter.remove(self._link.monitor)
         self._link.close()
-
-    def _secure(self, dealer: zmq.Socket[bytes]) -> None:
-        if self._keys is not None:
-            secure_client(dealer, self._keys, self._master_key)
 
     # ---- for the threads of the user ----
 
@@ -443,7 +427,7 @@ class Client:
             message = m.decode_from_master(self._link.socket.recv(zmq.DONTWAIT))
             actions = self._core.received(message)
             if isinstance(message, m.Plan):
-                keys = [info.curve for info in message.peers] if self._keys is not None else []
+                keys = (info.curve for info in message.peers if info.curve)
                 self._engine.expect(self._core.number, message.nonce, keys)
             if isinstance(message, m.Resumed | m.Welcome):
                 self._give_up_at = 0.0
@@ -514,8 +498,8 @@ class Client:
                     if self._core.number
                     else "it closed the connection without an answer: it is no pccl master"
                 )
-            case LinkEvent.NOT_ALLOWED if self._keys is not None:
-                why = f"its list `allowed` does not have this peer's key, {self._keys.public}"
+            case LinkEvent.NOT_ALLOWED if (keys := self._identity.keys) is not None:
+                why = f"its list `allowed` does not have this peer's key, {keys.public}"
                 refused = m.Refused(Result.INVALID_USAGE.value, why)
                 self._perform(self._core.received(refused))
             case _ if self._give_up_at:  # a proxy may answer for a master that is down
@@ -524,7 +508,7 @@ class Client:
                 self._perform(self._core.lost_master(self._handshake_problem()))
 
     def _handshake_problem(self) -> str:
-        if self._keys is not None:
+        if self._identity.keys is not None:
             return "the handshake failed: the master does not encrypt, or master.key is not its key"
         return (
             "the handshake failed: the master wants encryption (pass security=, or set "

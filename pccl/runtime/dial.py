@@ -1,30 +1,67 @@
 """Dials peers to see whether they can be reached, without ever blocking.
 
-A ZeroMQ socket that accepts a connection sends its greeting first. So a dial connects, reads the
-first bytes, and closes; it sends nothing, and nothing can be made of it that a plain connection
-could not. Names are not resolved, for that takes as long as it takes.
+A dial has two steps. A ZeroMQ socket that accepts a connection sends its greeting first: so a dial
+connects, reads the first byte, and sends nothing to whoever does not greet. Then it shakes hands
+as a stream would, by what only the peer itself can know: its password, or its key. So who is
+reached is the peer, and not another process behind a wrong forwarding of ports.
+
+Anybody may ask for a dial, and nobody is to find out by it what else there is in the master's
+network. So a dial to an address that is not the asker's own tells nothing but that the peer has
+proven itself: all failures read the same and take the same time. Names are not resolved, for that
+takes as long as it takes, and dials are limited, for each asker and in all.
 """
 
 from __future__ import annotations
 
 import errno
+import re
 import socket
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pccl.runtime.waiter import Waiter
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from pccl.runtime.curve import secure_client
+from pccl.runtime.waiter import Waiter, readable
+from pccl.security import KeyPair
+from pccl.text import KEY, address_text
 
 LIMIT_S = 3.0  # for one dial; a lost packet is sent again after 1 s
-DIALS_MAX = 64  # at the same time; any more are taken to be reached
+DIALS_MAX = 64  # at the same time; any more are not made
 GREETING = b"\xff"  # the first byte of ZMTP
 NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)
+ANOTHER = "another process answers there: check the port forwarding"
+UNTOLD = "it has not proven that it is there"
+NAME = "dial"  # by which a peer knows the master, as c/pccl.h says
+TOKEN = re.compile(r"[0-9a-f]{16,64}")
+
+# What a dial costs its asker, who has so much at once and gets one back in each second.
+OWN_COST, OTHER_COST, ASKER_MAX = 1, 4, 64
+ASKERS_MAX = 4096  # that are remembered; while there are more, newcomers are not dialled
 
 Then = Callable[[str | None], None]
 
 
-class _Dial(NamedTuple):
-    then: Then
-    until_s: float
+class Target(NamedTuple):
+    """Who is dialled where; `curve` is its public key, or else `token` its password."""
+
+    host: str
+    port: int
+    curve: str = ""
+    token: str = ""
+
+
+class _Dial:
+    """A dial under way: at first a plain connection, then a handshake."""
+
+    def __init__(self, target: Target, then: Then, until_s: float, told: bool) -> None:
+        self.target, self.then, self.until_s = target, then, until_s
+        self.told = told  # why it fails
+        self.failed = ""  # why it has failed, which is not said yet
+        self.plain: socket.socket | None = None
+        self.push: zmq.Socket[bytes] | None = None
+        self.monitor: zmq.Socket[bytes] | None = None
 
 
 class Dialler:
@@ -33,75 +70,169 @@ class Dialler:
 
     Args:
         waiter: wakes the thread that uses this, and reads.
+        context: for handshakes.
+        keys: the master's, in a run with keys.
     """
 
-    def __init__(self, waiter: Waiter) -> None:
-        self._waiter = waiter
-        self._dials: dict[socket.socket, _Dial] = {}
+    def __init__(
+        self, waiter: Waiter, context: zmq.Context[zmq.Socket[bytes]], keys: KeyPair | None = None
+    ) -> None:
+        self._waiter, self._context, self._keys = waiter, context, keys
+        self._dials: set[_Dial] = set()
+        self._spent: dict[str, tuple[float, float]] = {}  # by each asker, and when it was counted
 
     @property
     def busy(self) -> bool:
         """Whether `tick` must be called now and then."""
         return bool(self._dials)
 
-    def dial(self, host: str, port: int, now_s: float, then: Then) -> None:
-        """Begins a dial; not to a name, and not one too many: `then` is called at once."""
+    def dial(self, target: Target, now_s: float, then: Then, asker: str | None = None) -> None:
+        """Begins a dial; not to a name, and not one too many: `then` is called at once.
+
+        Args:
+            target: who is dialled.
+            now_s: the time.
+            then: is told what has come of it.
+            asker: the host of whoever asks; None: the master itself wants to know.
+        """
         numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        told = asker in (None, target.host)
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
+            found = socket.getaddrinfo(
+                target.host, target.port, type=socket.SOCK_STREAM, flags=numeric
+            )
         except (OSError, UnicodeError):
             found = []
-        if not found or len(self._dials) >= DIALS_MAX:
+        if (
+            not found
+            or not self._provable(target)
+            or len(self._dials) >= DIALS_MAX
+            or not self._afford(asker, OWN_COST if told else OTHER_COST, now_s)
+        ):
             then(None)
             return
+        dial = _Dial(target, then, now_s + LIMIT_S, told)
         family, kind, protocol, _, address = found[0]
         try:
-            dialled = socket.socket(family, kind, protocol)
+            dial.plain = socket.socket(family, kind, protocol)
         except OSError:  # no such family here, or no more descriptors: that tells nothing of it
             then(None)
             return
-        dialled.setblocking(False)
-        number = dialled.connect_ex(address)
+        self._dials.add(dial)
+        dial.plain.setblocking(False)
+        number = dial.plain.connect_ex(address)
+        self._waiter.add(dial.plain, lambda: self._read_greeting(dial))
         if number not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
-            dialled.close()
-            then(_text(number))
-            return
-        self._dials[dialled] = _Dial(then, now_s + LIMIT_S)
-        self._waiter.add(dialled, lambda: self._read(dialled))
+            self._end(dial, _text(number))
 
     def tick(self, now_s: float) -> None:
         """Gives up on those that have taken too long."""
-        for dialled in [each for each, dial in self._dials.items() if dial.until_s <= now_s]:
-            self._end(dialled, f"no answer within {LIMIT_S:g} s")
+        for dial in [dial for dial in self._dials if dial.until_s <= now_s]:
+            why = f"no answer within {LIMIT_S:g} s" if dial.told else UNTOLD
+            self._forget(dial)
+            dial.then(dial.failed or why)
 
     def close(self) -> None:
         """Ends all; nobody is told."""
-        for dialled in list(self._dials):
-            self._forget(dialled)
+        for dial in list(self._dials):
+            self._forget(dial)
 
-    def _read(self, dialled: socket.socket) -> None:
-        if dialled not in self._dials:
+    # ---- who may ask ----
+
+    def _provable(self, target: Target) -> bool:
+        """Whether it has something by which it can be known again."""
+        if self._keys is not None:
+            return KEY.fullmatch(target.curve) is not None
+        return TOKEN.fullmatch(target.token) is not None
+
+    def _afford(self, asker: str | None, cost: int, now_s: float) -> bool:
+        if asker is None:
+            return True
+        if asker not in self._spent and len(self._spent) >= ASKERS_MAX:
+            self._spent = {
+                who: (spent, at_s)
+                for who, (spent, at_s) in self._spent.items()
+                if spent > now_s - at_s
+            }
+        spent, at_s = self._spent.get(asker, (0.0, now_s))
+        spent = max(0.0, spent - (now_s - at_s)) + cost
+        if spent > ASKER_MAX or (asker not in self._spent and len(self._spent) >= ASKERS_MAX):
+            return False
+        self._spent[asker] = (spent, now_s)
+        return True
+
+    # ---- the two steps ----
+
+    def _read_greeting(self, dial: _Dial) -> None:
+        if dial not in self._dials or dial.plain is None:
             return
         try:
-            said = dialled.recv(len(GREETING))
+            said = dial.plain.recv(len(GREETING))
         except OSError as error:
             if error.errno not in NOT_YET:
-                self._end(dialled, _text(error.errno or 0))
+                self._end(dial, _text(error.errno or 0))
             return
         if said == GREETING:
-            self._end(dialled, "")
+            self._hang_up(dial)
+            self._shake_hands(dial)
         elif said:
-            self._end(dialled, "something else than a pccl peer answers there")
+            self._end(dial, "something else than a pccl peer answers there")
         else:
-            self._end(dialled, "the connection is closed as soon as it is there")
+            self._end(dial, "the connection is closed as soon as it is there")
 
-    def _end(self, dialled: socket.socket, why: str) -> None:
-        self._forget(dialled).then(why)
+    def _shake_hands(self, dial: _Dial) -> None:
+        target = dial.target
+        dial.push = push = self._context.socket(zmq.PUSH)
+        milliseconds = int(LIMIT_S * 1000)
+        options = {
+            zmq.LINGER: 0,
+            zmq.RECONNECT_IVL: -1,
+            zmq.CONNECT_TIMEOUT: milliseconds,
+            zmq.HANDSHAKE_IVL: milliseconds,
+            zmq.IPV6: int(":" in target.host),
+        }
+        for option, value in options.items():
+            push.setsockopt(option, value)
+        if self._keys is not None:
+            secure_client(push, self._keys, target.curve)
+        else:
+            push.setsockopt(zmq.PLAIN_USERNAME, NAME.encode())
+            push.setsockopt(zmq.PLAIN_PASSWORD, target.token.encode())
+        dial.monitor = push.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
+        self._waiter.add(dial.monitor, lambda: self._read_monitor(dial))
+        push.connect(f"tcp://{address_text(target.host, target.port)}")
 
-    def _forget(self, dialled: socket.socket) -> _Dial:
-        self._waiter.remove(dialled)
-        dialled.close()
-        return self._dials.pop(dialled)
+    def _read_monitor(self, dial: _Dial) -> None:
+        if dial not in self._dials or dial.monitor is None or not readable(dial.monitor):
+            return
+        event = parse_monitor_message(dial.monitor.recv_multipart(zmq.DONTWAIT))
+        reached = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        self._end(dial, "" if reached else ANOTHER)
+
+    def _end(self, dial: _Dial, why: str) -> None:
+        self._hang_up(dial)
+        if why and not dial.told:
+            dial.failed = UNTOLD  # and it is said when nobody can tell any more why
+            return
+        self._dials.remove(dial)
+        dial.then(why)
+
+    def _hang_up(self, dial: _Dial) -> None:
+        if dial.plain is not None:
+            self._waiter.remove(dial.plain)
+            dial.plain.close()
+        if dial.push is not None and dial.monitor is not None:
+            self._waiter.remove(dial.monitor)
+            dial.push.disable_monitor()
+            dial.monitor.close(linger=0)
+            dial.push.close()
+        dial.plain = dial.push = dial.monitor = None
+
+    def _forget(self, dial: _Dial) -> None:
+        self._hang_up(dial)
+        self._dials.remove(dial)
 
 
 def _text(number: int) -> str:

@@ -38,7 +38,7 @@ from pccl.protocol import master as core
 from pccl.protocol import messages as m
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
-from pccl.runtime.dial import Dialler
+from pccl.runtime.dial import Dialler, Target
 from pccl.runtime.inline import combine
 from pccl.runtime.journal import JournalError
 from pccl.runtime.pulse import Pulse
@@ -134,9 +134,9 @@ class Server:
         # connections that are dialled back before their first message counts; what else they say
         self._arriving: dict[bytes, list[list[bytes]]] = {}
         self._waiter = Waiter()
-        self._dialler = Dialler(self._waiter)
         self._wake_out, self._wake_in = socket.socketpair()
         self._context = zmq.Context()
+        self._dialler = Dialler(self._waiter, self._context, keys)
         try:
             self._router = _router(self._context, config, ipv6=":" in host)
             self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -365,7 +365,7 @@ class Server:
         self._perform(actions)
 
     def _dial(
-        self, conn: bytes, host: str, port: int, event: Callable[[str], list[core.Action]]
+        self, conn: bytes, target: Target, event: Callable[[str | None], list[core.Action]]
     ) -> None:
         """Dials a connection's peer back; `event` handles its message when that has ended."""
         self._arriving[conn] = []
@@ -374,19 +374,20 @@ class Server:
             held = self._arriving.pop(conn, None)
             if held is None:
                 return  # it has gone
-            self._guarded(conn, lambda: event(unreached or ""))
+            self._guarded(conn, lambda: event(unreached))
             for frames in held:
                 self._deliver(conn, frames)
 
-        self._dialler.dial(host, port, time.monotonic(), then)
+        self._dialler.dial(target, time.monotonic(), then, self._senders[conn].host)
 
-    def _dial_peer(self, info: m.PeerInfo) -> None:
+    def _dial_peer(self, info: m.PeerInfo, password: str) -> None:
         """Dials a peer that another one cannot reach."""
+        target = Target(info.host, info.port, info.curve, password)
 
         def then(unreached: str | None) -> None:
             self._perform(self._core.dialled(info.peer, unreached))
 
-        self._dialler.dial(info.host, info.port, time.monotonic(), then)
+        self._dialler.dial(target, time.monotonic(), then)
 
     def _hear(self, conn: bytes, frames: list[bytes]) -> list[core.Action]:
         """What the core makes of a message."""
@@ -399,14 +400,11 @@ class Server:
         except m.ProtocolError as error:
             return self._core.rejected(conn, f"it sent bytes that are no message: {error}")
         if isinstance(message, m.Hello):
-            hello, host = message, self._senders[conn].host
-            where = (hello.host or host, hello.port)
-            self._dial(conn, *where, lambda why: self._core.hello(conn, hello, host, why))
-            return []
+            return self._hear_hello(conn, message, self._senders[conn].host)
         if isinstance(message, m.Examine):
             host = self._senders[conn].host
-            where = (message.host or host, message.port)
-            self._dial(conn, *where, lambda why: self._core.examine(conn, host, why, time.time()))
+            target = Target(message.host or host, message.port, message.curve, message.dial)
+            self._dial(conn, target, lambda why: self._core.examine(conn, host, why, time.time()))
             return []
         if isinstance(message, m.Resume):
             if self._core.deserted(message):
@@ -415,6 +413,14 @@ class Server:
                 self._begin_anew("connections broke while it did not run")
             return self._core.resume(conn, message, self._senders[conn].host)
         return self._core.received(conn, message)
+
+    def _hear_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[core.Action]:
+        """Dials who may come in, and nobody else."""
+        if self._core.knows(conn) or self._core.objection(hello, host):
+            return self._core.hello(conn, hello, host)
+        target = Target(hello.host or host, hello.port, hello.curve, hello.dial)
+        self._dial(conn, target, lambda why: self._core.hello(conn, hello, host, why or ""))
+        return []
 
     def _learn(self, conn: bytes, frame: zmq.Frame) -> bool:
         """From a connection's first message: who it is. False where that cannot be known."""
@@ -437,7 +443,7 @@ class Server:
     def _perform(self, actions: list[core.Action]) -> None:
         last: m.MasterMessage | None = None
         data = b""
-        dials: list[m.PeerInfo] = []  # when all is done: they may end at once, and lead to more
+        dials: list[core.Dial] = []  # when all is done: they may end at once, and lead to more
         for action in actions:
             match action:
                 case core.Send(conn, message):
@@ -455,8 +461,8 @@ class Server:
                 case core.Adopt(run, incarnation):
                     if self._journal is not None:
                         self._journal.adopt(run, incarnation)
-                case core.Dial(info):
-                    dials.append(info)
+                case core.Dial():
+                    dials.append(action)
                 case core.Note(text):
                     log.info("master: %s", text)
                 case core.Drop(conn, why):
@@ -467,8 +473,8 @@ class Server:
             if not self._core.recovering:
                 self._journal.recovered()
             self._journal.settle()
-        for info in dials:
-            self._dial_peer(info)
+        for dial in dials:
+            self._dial_peer(dial.info, dial.password)
 
     def _send(self, conn: bytes, data: bytes) -> None:
         self._sent = True

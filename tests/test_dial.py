@@ -1,0 +1,224 @@
+"""The master's dialling back: whom it reaches, and what it does not tell."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+import zmq
+from test_hostile_sockets import HELLO, PATIENCE_S, serving, speaker, wait_until, welcome
+
+from pccl.protocol import messages as m
+from pccl.runtime import dial as dial_module
+from pccl.runtime.config import Config
+from pccl.runtime.curve import new_keys
+from pccl.runtime.dial import ANOTHER, ASKER_MAX, OTHER_COST, UNTOLD, Dialler, Target
+from pccl.runtime.engine import Engine, EngineOptions
+from pccl.runtime.server import Server
+from pccl.runtime.waiter import Waiter
+from pccl.security import KeyPair
+
+TOKEN = "0123456789abcdef"
+LOCAL, ELSEWHERE = "127.0.0.1", "10.1.2.3"
+
+
+@pytest.fixture
+def waiter() -> Iterator[Waiter]:
+    made = Waiter()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.term()
+
+
+class Caller:
+    """A dialler, and what has come of its dials."""
+
+    def __init__(
+        self,
+        waiter: Waiter,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: KeyPair | None = None,
+    ) -> None:
+        self.waiter, self.dialler = waiter, Dialler(waiter, context, keys)
+        self.said: list[str | None] = []
+
+    def begin(self, target: Target, asker: str | None = LOCAL) -> None:
+        self.dialler.dial(target, time.monotonic(), self.said.append, asker)
+
+    def step(self) -> None:
+        for read in self.waiter.wait(0.0):
+            read()
+        self.dialler.tick(time.monotonic())
+
+    def dial(self, target: Target, asker: str | None = LOCAL) -> str | None:
+        before = len(self.said)
+        self.begin(target, asker)
+
+        def ended() -> bool:
+            self.step()
+            return len(self.said) > before
+
+        wait_until(ended)
+        assert not self.dialler.busy
+        return self.said[-1]
+
+
+@pytest.fixture
+def caller(waiter: Waiter, context: zmq.Context[zmq.Socket[bytes]]) -> Caller:
+    return Caller(waiter, context)
+
+
+def test_who_proves_himself_is_reached(filling: str, caller: Caller) -> None:
+    engine = Engine(EngineOptions(dialler=TOKEN.encode()), host=LOCAL)
+    for asker in (LOCAL, ELSEWHERE, None):
+        assert caller.dial(Target(LOCAL, engine.port, token=TOKEN), asker) == ""
+    assert caller.dial(Target(LOCAL, engine.port, token="f" * 16)) == ANOTHER
+    assert engine.dropped == 0
+    engine.close()
+
+
+def test_who_has_the_key_is_reached(
+    waiter: Waiter, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    master, peer = new_keys(), new_keys()
+    caller = Caller(waiter, context, master)
+    options = EngineOptions(
+        curve_public=peer.public.encode(),
+        curve_secret=peer.secret.encode(),
+        dialler=master.public.encode(),
+    )
+    engine = Engine(options, host=LOCAL)
+    assert caller.dial(Target(LOCAL, engine.port, curve=peer.public)) == ""
+    assert caller.dial(Target(LOCAL, engine.port, curve=new_keys().public)) == ANOTHER
+    assert caller.dial(Target(LOCAL, engine.port, token=TOKEN)) is None, "it has no key"
+    engine.close()
+
+
+def test_why_nobody_is_reached(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((LOCAL, 0)) as silent:
+        target = Target(LOCAL, silent.getsockname()[1], token=TOKEN)
+        monkeypatch.setattr(dial_module, "LIMIT_S", 0.1)
+        assert caller.dial(target) == "no answer within 0.1 s"
+    assert caller.dial(target) == "connection refused: nothing listens at that port"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"), [(b"SSH-2.0\r\n", "something else"), (b"", "closed as soon")]
+)
+def test_other_programs_answer(caller: Caller, said: bytes, why: str) -> None:
+    with socket.create_server((LOCAL, 0)) as other:
+        caller.begin(Target(LOCAL, other.getsockname()[1], token=TOKEN))
+        with other.accept()[0] as connection:
+            connection.sendall(said)
+        wait_until(lambda: caller.step() or bool(caller.said))
+        assert caller.said[0] is not None
+        assert why in caller.said[0]
+
+
+def test_what_is_elsewhere_is_not_told(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what answers there, nor how soon."""
+    monkeypatch.setattr(dial_module, "LIMIT_S", 0.3)
+    with ExitStack() as stack:
+        silent, greets, speaks = (
+            stack.enter_context(socket.create_server((LOCAL, 0))) for _ in range(3)
+        )
+        engine = Engine(EngineOptions(dialler=b"f" * 16), host=LOCAL)
+        free = socket.create_server((LOCAL, 0))
+        free.close()
+        ports = [each.getsockname()[1] for each in (silent, greets, speaks)]
+        began_s = time.monotonic()
+        for port in (*ports, engine.port, 1):
+            caller.begin(Target(LOCAL, port, token=TOKEN), ELSEWHERE)
+        for server, said in ((greets, b"\xff" + bytes(9)), (speaks, b"SSH-2.0")):
+            with server.accept()[0] as connection:
+                connection.sendall(said)
+        while time.monotonic() < began_s + 0.25:
+            caller.step()
+        assert not caller.said
+        wait_until(lambda: caller.step() or not caller.dialler.busy)
+        assert caller.said == [UNTOLD] * 5
+        engine.close()
+
+
+def test_names_and_whom_nothing_proves_are_not_dialled(caller: Caller) -> None:
+    assert caller.dial(Target("some.name", 5000, token=TOKEN)) is None
+    for token in ("", "guess", "x" * 200, "\u20ac" * 20):
+        assert caller.dial(Target(LOCAL, 5000, token=token)) is None
+
+
+def test_dials_are_bounded(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server((LOCAL, 0)) as silent:
+        target = Target(LOCAL, silent.getsockname()[1], token=TOKEN)
+        for _ in range(ASKER_MAX // OTHER_COST):
+            caller.begin(target, ELSEWHERE)
+        assert not caller.said
+        caller.begin(target, ELSEWHERE)
+        assert caller.said == [None], "this asker has asked too often"
+        caller.dialler.dial(target, time.monotonic() + OTHER_COST, caller.said.append, ELSEWHERE)
+        assert caller.said == [None], "after a while it may ask again"
+        monkeypatch.setattr(dial_module, "DIALS_MAX", 1 + ASKER_MAX // OTHER_COST)
+        caller.begin(target, None)
+        assert caller.said == [None] * 2, "too many at the same time"
+        caller.dialler.close()
+        assert not caller.dialler.busy
+
+
+def test_askers_that_are_remembered_are_bounded(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dial_module, "ASKERS_MAX", 10)
+    refused = Target(LOCAL, 1, token=TOKEN)
+    for i in range(20):
+        caller.begin(refused, f"10.0.0.{i}")
+    assert caller.said == [None] * 10
+    caller.dialler.dial(refused, time.monotonic() + 60, caller.said.append, "10.0.0.99")
+    assert len(caller.said) == 10, "those of a minute ago are forgotten"
+    caller.dialler.close()
+
+
+# ---- at the master ----
+
+
+def asked(server: Server, hello: m.Hello) -> m.MasterMessage:
+    with speaker(zmq.DEALER, server.port) as newcomer:
+        newcomer.send(m.encode(hello))
+        return welcome(newcomer)
+
+
+def test_who_cannot_be_let_in_is_not_dialled() -> None:
+    server = Server("127.0.0.1", 0, Config())
+    with socket.create_server((LOCAL, 0)) as target, serving(server):
+        target.settimeout(PATIENCE_S)
+        port = target.getsockname()[1]
+        known = {"host": "", "port": port, "dial": TOKEN}
+        for refused in ({"protocol": 1}, {"ipc": "\n"}, {"curve": "no key"}):
+            hello = m.Hello(**{**fields(HELLO), **known, **refused})  # type: ignore[arg-type]
+            assert isinstance(asked(server, hello), m.Refused)
+        target.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            target.accept()
+
+
+def test_a_newcomer_that_somebody_else_answers_for_is_told_so(filling: str) -> None:
+    """As where a forwarding of ports leads to another peer."""
+    server = Server("127.0.0.1", 0, Config())
+    other = Engine(EngineOptions(dialler=b"f" * 16), host=LOCAL)
+    with serving(server):
+        known = {"host": "", "port": other.port, "dial": TOKEN}
+        told = asked(server, m.Hello(**{**fields(HELLO), **known}))  # type: ignore[arg-type]
+        assert isinstance(told, m.Welcome)
+        assert ANOTHER in told.warning
+    other.close()
+
+
+def fields(message: m.Hello) -> dict[str, object]:
+    return {name: getattr(message, name) for name in m.Hello.__struct_fields__}
