@@ -11,29 +11,32 @@ list or dict of arrays is one collective: all of them are reduced (or gathered, 
 peers, or none is. Dicts need the same keys on all peers, in any order.
 
 Ranks are the positions of the first ring, `Communicator.rank`: they shift when peers come and go.
-Where they matter (all but all-reduce and barrier), a collective counts on the ranks that the
-program has seen last: when it read `rank`, `world_size` or `peers`, when `update_topology`
-returned, or when `PeerLostError` told of a loss. If they are not those any more the collective
-fails with `PeerLostError`, before anything happens.
+Where they matter (all but all-reduce and barrier), a collective counts on the ranks that its thread
+has seen last: when it read `rank`, `world_size` or `peers`, when `PeerLostError` told it of a loss,
+or when `connect`, `update_topology` or `optimize_topology` returned, in whichever thread. If they
+are not those any more the collective fails with `PeerLostError`, before anything happens.
+
+An exception that leaves a call, of a signal handler for instance, gives the call up: when it is
+raised, no buffer is used any more. The other peers may have succeeded all the same.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pccl import operands
 from pccl.arrays import Buffer, is_torch
 from pccl.errors import PeerLostError, error_for
-from pccl.handle import AsyncReduceHandle, error_of, info
-from pccl.operands import A, Arrays, Ranks
+from pccl.handle import AsyncReduceHandle
+from pccl.launch import Launch, info
+from pccl.operands import A, Arrays
 from pccl.protocol import peer as core
+from pccl.ranks import KnownRanks
+from pccl.runtime.call import Deadline
 from pccl.runtime.client import Client
-from pccl.runtime.devices import on_host
 from pccl.runtime.memory import Operands
+from pccl.standing import Standing
 from pccl.types import (
     DeviceType,
     QuantizationOptions,
@@ -49,21 +52,12 @@ class Collectives(ABC):
     """What `Communicator` inherits."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tags: set[int] = set()  # of collectives that are launched and not awaited
-        self._ranks: tuple[int, ...] = ()  # the ring as the program knows it: peers by rank
+        self._standing = Standing()
+        self._ranks = KnownRanks()
 
     @abstractmethod
     def _connected(self, name: str) -> Client:
         """The client of a peer that is in a run; raises INVALID_USAGE, or why it is in none."""
-
-    @abstractmethod
-    def _may_enter(self, name: str) -> None:
-        """Raises, under the lock, if a call cannot stand next to those that this peer stands in."""
-
-    @abstractmethod
-    def _single_threaded(self) -> bool:
-        """Whether this thread is the only one there that has ever made a call."""
 
     # ---- all-reduce ----
 
@@ -167,26 +161,24 @@ class Collectives(ABC):
                 no descriptor or `max_in_flight` is not positive; INVALID_USAGE.
         """
         name = "all_reduce_multiple_with_retry"
+        deadline = Deadline(timeout)
         if not descriptors:
             raise error_for(Result.INVALID_ARGUMENT, name, "the list of descriptors is empty")
         if max_in_flight < 1:
             why = f"max_in_flight is {max_in_flight}: it must be at least 1"
             raise error_for(Result.INVALID_ARGUMENT, name, why)
-        began_s = time.monotonic()
-
-        def left_s() -> float | None:
-            return None if timeout is None else max(0.0, began_s + timeout - time.monotonic())
-
         waiting = list(range(len(descriptors)))
-        in_flight: list[tuple[int, AsyncReduceHandle]] = []
+        in_flight: list[tuple[int, Launch]] = []
         world_size = tx_bytes = rx_bytes = 0
         try:
             while waiting or in_flight:
                 while waiting and len(in_flight) < max_in_flight:
                     index = waiting.pop(0)
-                    in_flight.append((index, self._launch_descriptor(name, descriptors[index])))
-                index, handle = in_flight[0]
-                end = handle._finish(left_s())
+                    launch = self._prepare(name, descriptors[index].reduce_descriptor.tag)
+                    in_flight.append((index, launch))
+                    launch.begin(_described(descriptors[index]))
+                index, launch = in_flight[0]
+                end = launch.finish(deadline)
                 del in_flight[0]
                 if isinstance(end, core.Answer):
                     one = info(end)
@@ -197,31 +189,14 @@ class Collectives(ABC):
                     # in the order of the list, so that all peers' windows overlap
                     waiting = sorted([*waiting, index])
                 else:
-                    raise error_of(name, end, began_s)
-        except KeyboardInterrupt:
-            timeout = 0.0
+                    for _, other in in_flight:
+                        other.finish(Deadline(0.0))
+                    raise launch.error(end)
+        except BaseException:
+            for _, launch in in_flight:
+                launch.let_go()
             raise
-        finally:
-            for _, handle in in_flight:
-                handle.wait(timeout=left_s())
         return ReduceInfo(world_size, tx_bytes, rx_bytes)
-
-    def _launch_descriptor(self, name: str, descriptor: ReduceOpDescriptor) -> AsyncReduceHandle:
-        work = descriptor.reduce_descriptor
-        dtype = work.operand_descriptor.datatype
-
-        def at(address: int, owner: object) -> Buffer:
-            where = Buffer.of(owner).device_type if is_torch(owner) else DeviceType.CPU
-            return Buffer.at(address, work.count, dtype, owner, where)
-
-        send, recv = descriptor._owners or (None, None)
-        asked = operands.described(
-            at(descriptor.sendbuf_ptr, send),
-            at(descriptor.recvbuf_ptr, recv),
-            work.op,
-            work.quantization_options,
-        )
-        return self._launch(name, asked, work.tag)
 
     # ---- the others ----
 
@@ -247,7 +222,7 @@ class Collectives(ABC):
             ValueError, AssertionError: the arrays do not fit each other or the group's size.
         """
         client = self._several("all_gather")
-        work, result = operands.all_gather(send, recv, self._known_ranks(client))
+        work, result = operands.all_gather(send, recv, self._ranks.of(client.number))
         self._run("all_gather", work, tag, timeout)
         return result
 
@@ -256,7 +231,7 @@ class Collectives(ABC):
     ) -> AsyncReduceHandle:
         """Launches `all_gather` and returns at once; the handle's `result` is what it returns."""
         client = self._several("all_gather_async")
-        work, result = operands.all_gather(send, recv, self._known_ranks(client))
+        work, result = operands.all_gather(send, recv, self._ranks.of(client.number))
         return self._launch("all_gather_async", work, tag, target=result)
 
     def reduce_scatter(
@@ -292,7 +267,7 @@ class Collectives(ABC):
         """
         client = self._several("reduce_scatter")
         options = _options(quantization_options, quantization)
-        ranks = self._known_ranks(client)
+        ranks = self._ranks.of(client.number)
         work, result = operands.reduce_scatter(send, recv, op, options, ranks)
         self._run("reduce_scatter", work, tag, timeout)
         return result
@@ -310,7 +285,7 @@ class Collectives(ABC):
         """Launches `reduce_scatter`; the handle's `result` is what it returns."""
         client = self._several("reduce_scatter_async")
         options = _options(quantization_options, quantization)
-        ranks = self._known_ranks(client)
+        ranks = self._ranks.of(client.number)
         work, result = operands.reduce_scatter(send, recv, op, options, ranks)
         return self._launch("reduce_scatter_async", work, tag, target=result)
 
@@ -343,13 +318,13 @@ class Collectives(ABC):
             AssertionError: an array is not contiguous.
         """
         client = self._several("broadcast")
-        work = operands.broadcast(arrays, root, self._known_ranks(client))
+        work = operands.broadcast(arrays, root, self._ranks.of(client.number))
         return self._run("broadcast", work, tag, timeout)
 
     def broadcast_async(self, arrays: Arrays, *, root: int = 0, tag: int = 0) -> AsyncReduceHandle:
         """Launches `broadcast` and returns at once."""
         client = self._several("broadcast_async")
-        work = operands.broadcast(arrays, root, self._known_ranks(client))
+        work = operands.broadcast(arrays, root, self._ranks.of(client.number))
         return self._launch("broadcast_async", work, tag, target=arrays)
 
     def barrier(self, *, tag: int = 0, timeout: float | None = None) -> None:
@@ -365,18 +340,14 @@ class Collectives(ABC):
         """Enters `barrier`; the handle's `wait()` returns when all have."""
         client = self._connected("barrier")
         if client.world.local_size < 2:
-            return AsyncReduceHandle("barrier", client, None, lambda end: None, None)
+            return AsyncReduceHandle(None, None)
         return self._launch("barrier", operands.barrier(), tag)
 
     # ---- helpers ----
 
-    def _known_ranks(self, client: Client) -> Ranks:
-        return Ranks(self._ranks.index(client.number), len(self._ranks))
-
     def _see_ranks(self, client: Client) -> None:
-        """The program has been told who is there."""
-        rings = client.plan.rings
-        self._ranks = rings[0].order if rings else (client.number,)
+        """This thread has been told who is there."""
+        self._ranks.see(client.plan, client.number)
 
     def _several(self, name: str) -> Client:
         """The client, if there is anybody else in the group."""
@@ -387,56 +358,54 @@ class Collectives(ABC):
             raise error_for(Result.TOO_FEW_PEERS, name, why)
         return client
 
-    def _launch(
-        self, name: str, work: Operands, tag: int, target: object = None, stuck: bool = False
-    ) -> AsyncReduceHandle:
+    def _prepare(self, name: str, tag: int) -> Launch:
         if not 0 <= tag < 1 << 64:
             raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
-        client = self._several(name)
-        with self._lock:
-            self._may_enter(name)
-            if tag in self._tags:
-                why = f"a collective with tag {tag} is launched and not awaited: use another tag"
-                raise error_for(Result.INVALID_ARGUMENT, name, why)
-            self._tags.add(tag)
-        known = weakref.ref(self)
+        return Launch(name, tag, self._several(name), self._standing, self._ranks)
+
+    def _launch(
+        self, name: str, work: Operands, tag: int, target: object = None
+    ) -> AsyncReduceHandle:
+        launch = self._prepare(name, tag)
         try:
-            work, bring_back = on_host(work)
+            launch.begin(work)
+            return AsyncReduceHandle(launch, target)
         except BaseException:
-            with self._lock:
-                self._tags.discard(tag)
+            launch.let_go()
             raise
-
-        def release(end: core.Answer | core.Fail) -> None:
-            communicator = known()
-            if communicator is not None:
-                communicator._ended(client, tag, end)
-            if isinstance(end, core.Answer):
-                bring_back()
-
-        call = client.collective(tag, work, stuck)
-        return AsyncReduceHandle(name, client, call, release, target)
-
-    def _ended(self, client: Client, tag: int, end: core.Answer | core.Fail) -> None:
-        with self._lock:
-            self._tags.discard(tag)
-        if isinstance(end, core.Fail) and end.result is Result.RANK_CONNECTION_LOST:
-            self._see_ranks(client)
 
     def _run(self, name: str, work: Operands, tag: int, timeout: float | None) -> ReduceInfo:
         """Launches and waits; raises what went wrong."""
-        stuck = timeout is None and self._single_threaded()
-        began_s = time.monotonic()
-        handle = self._launch(name, work, tag, stuck=stuck)
+        deadline = Deadline(timeout)
+        stuck = timeout is None and self._standing.single_threaded()
+        launch = self._prepare(name, tag)
         try:
-            end = handle._finish(timeout)
-        except KeyboardInterrupt:  # it is withdrawn, and nobody has the handle
-            with self._lock:
-                self._tags.discard(tag)
+            launch.begin(work, stuck)
+            end = launch.finish(deadline)
+        except BaseException:
+            launch.let_go()
             raise
         if isinstance(end, core.Fail):
-            raise error_of(name, end, began_s)
+            raise launch.error(end)
         return info(end)
+
+
+def _described(descriptor: ReduceOpDescriptor) -> Operands:
+    """The all-reduce that a descriptor asks for."""
+    work = descriptor.reduce_descriptor
+    dtype = work.operand_descriptor.datatype
+
+    def at(address: int, owner: object) -> Buffer:
+        where = Buffer.of(owner).device_type if is_torch(owner) else DeviceType.CPU
+        return Buffer.at(address, work.count, dtype, owner, where)
+
+    send, recv = descriptor._owners or (None, None)
+    return operands.described(
+        at(descriptor.sendbuf_ptr, send),
+        at(descriptor.recvbuf_ptr, recv),
+        work.op,
+        work.quantization_options,
+    )
 
 
 def _check_descriptor(work: Operands, descriptor: ReduceOperandDescriptor | None) -> None:

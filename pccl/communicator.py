@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, NoReturn
@@ -19,11 +17,11 @@ import xxhash
 from pccl.collectives import Collectives
 from pccl.errors import PCCLTimeoutError, error_for, not_picklable
 from pccl.ext import ffi, lib
-from pccl.handle import error_of
+from pccl.launch import error_of
 from pccl.logs import configure_logging
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.call import Call, Deadline, Note
+from pccl.runtime.call import Call, Deadline, Note, aside
 from pccl.runtime.client import Client
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.devices import HostView
@@ -31,7 +29,7 @@ from pccl.runtime.probe import optimise
 from pccl.runtime.resolve import reachable
 from pccl.runtime.room import NoRoomError, require_room
 from pccl.runtime.staging import Region
-from pccl.runtime.sync import Wish, synchronise
+from pccl.runtime.sync import Outcome, Wish, synchronise
 from pccl.security import Security
 from pccl.shared_state import SharedState
 from pccl.text import (
@@ -56,8 +54,6 @@ WELCOME_TIMEOUT_S = (
     10.0  # for the master's first answer; admission, later, may take as long as it takes
 )
 ATTEMPT_INTERVAL_S = 1.0
-# Who stands in one of these makes no other call until it returns.
-EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
 
 
 class Communicator(Collectives):
@@ -112,9 +108,6 @@ class Communicator(Collectives):
         super().__init__()
         self._master = address_text(self._host, self._port)
         self._client: Client | None = None
-        self._voting: set[str] = set()  # rounds of the whole run or group that a thread stands in
-        self._user: threading.Thread | None = None  # the thread that made the latest call
-        self._shared = False  # whether several threads that live have made calls
         self._finalizer: weakref.finalize[..., Communicator] | None = None
         self._shared_revision = 0
 
@@ -139,11 +132,13 @@ class Communicator(Collectives):
         """
         if n_attempts < 1:
             raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
+        Deadline(timeout)
         configure_logging()
-        self._single_threaded()
         if self._client is not None and self._client.over is None:
             why = "this communicator is connected already"
             raise error_for(Result.INVALID_USAGE, "connect", why)
+        self._standing.single_threaded()
+        self.close()  # of what is over, there are threads left
         config = replace(Config.from_env(), **self._settings)
         security = Security.of(self._security)
         try:
@@ -184,15 +179,22 @@ class Communicator(Collectives):
                 arithmetic_digest(),
             )
 
-        try:
-            client = Client(
-                self._host, self._port, address, hello, self._pool_size, config, security
+        made: list[Client] = []
+
+        def make() -> None:
+            made.append(
+                Client(self._host, self._port, address, hello, self._pool_size, config, security)
             )
-        except OSError as error:
-            why = f"for bulk data this peer {error.strerror or error}{_cure(config)}"
-            raise error_for(Result.INVALID_USAGE, "connect", why) from None
+
         try:
-            call = client.join()
+            try:
+                aside(make)
+            except OSError as error:
+                why = f"for bulk data this peer {error.strerror or error}{_cure(config)}"
+                raise error_for(Result.INVALID_USAGE, "connect", why) from None
+            client = made[0]
+            call = client.call()
+            client.join(call)
             try:
                 note = call.next(WELCOME_TIMEOUT_S)
             except queue.Empty:
@@ -204,12 +206,13 @@ class Communicator(Collectives):
                 if note.result is Result.MASTER_CONNECTION_FAILED:
                     raise _Unreachable(note.why)
                 raise error_of("connect", note, call.began_s)
+            self._ranks.tell(client.plan, client.number)
+            self._finalizer = weakref.finalize(self, client.close, "the communicator was deleted")
+            self._client = client
         except BaseException:
-            client.close("connect failed")
+            for client in made:
+                client.close("connect failed")
             raise
-        self._client = client
-        self._see_ranks(client)
-        self._finalizer = weakref.finalize(self, client.close, "the communicator was deleted")
 
     def _await_admission(self, call: Call, timeout: float | None) -> Note:
         give_up_at = None if timeout is None else time.monotonic() + timeout
@@ -280,7 +283,7 @@ class Communicator(Collectives):
         """This peer's position in the ring; it changes when peers come and go."""
         client = self._connected("rank")
         self._see_ranks(client)
-        return self._known_ranks(client).rank
+        return self._ranks.of(client.number).rank
 
     @property
     def peers(self) -> list[str]:
@@ -288,7 +291,7 @@ class Communicator(Collectives):
         client = self._connected("peers")
         self._see_ranks(client)
         infos = {info.peer: str(info) for info in client.plan.peers}
-        return [infos[number] for number in self._ranks if number in infos]
+        return [infos[number] for number in self._ranks.order if number in infos]
 
     # ---- rounds of the run ----
 
@@ -302,9 +305,9 @@ class Communicator(Collectives):
             PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
                 this one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
         """
-        client = self._exclusive("update_topology")
+        client = self._connected("update_topology")
         self._vote("update_topology", client, client.update_topology, timeout)
-        self._see_ranks(client)
+        self._ranks.tell(client.plan, client.number)
 
     def are_peers_pending(self, *, timeout: float | None = None) -> bool:
         """Whether peers wait to be admitted: the same answer for all.
@@ -316,9 +319,9 @@ class Communicator(Collectives):
                 this one).
         """
         client = self._connected("are_peers_pending")
-        stuck = self._single_threaded() and timeout is None
+        stuck = self._standing.single_threaded() and timeout is None
         end = self._vote(
-            "are_peers_pending", client, lambda: client.are_peers_pending(stuck), timeout
+            "are_peers_pending", client, lambda call: client.are_peers_pending(call, stuck), timeout
         )
         return bool(end.value)
 
@@ -341,16 +344,13 @@ class Communicator(Collectives):
             PCCLError: INVALID_USAGE (not connected, fewer than two peers, or others stand in calls
                 that can never meet this one), PENDING_ASYNC_OPS.
         """
-        client = self._exclusive("optimize_topology")
+        deadline = Deadline(timeout)
+        client = self._connected("optimize_topology")
         if client.world.global_size < 2:
             why = "this peer is alone in the run: there is no order to optimise"
             raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
-        began_s = time.monotonic()
-        with self._standing("optimize_topology"):
-            end = optimise(client, Deadline(timeout))
-        if isinstance(end, core.Fail):
-            raise error_of("optimize_topology", end, began_s)
-        self._see_ranks(client)
+        self._stand("optimize_topology", client, lambda call: optimise(client, call, deadline))
+        self._ranks.tell(client.plan, client.number)
 
     def sync_shared_state(
         self,
@@ -393,25 +393,24 @@ class Communicator(Collectives):
                 is SEND_ONLY and another content was elected, or it has another strategy than
                 ENFORCE_POPULAR where others have that.
         """
+        deadline = Deadline(timeout)
         if min_peers < 1:
             raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
-        client = self._exclusive("sync_shared_state")
-        began_s = time.monotonic()
-        with self._standing("sync_shared_state"):
-            memory = HostView(shared_state._buffers)
-            regions = shared_state._regions(memory)
-            limits = Deadline(timeout), min_peers
-            wish = Wish(strategy.value, raise_on_divergence, progress, *limits)
-            revision, owner = shared_state.revision, (shared_state, memory)
-            outcome = synchronise(client, regions, revision, wish, owner)
-            memory.write_back(outcome.overwritten)
+        client = self._connected("sync_shared_state")
+        call = client.call()
+        wish = Wish(strategy.value, raise_on_divergence, progress, deadline, min_peers)
+        try:
+            self._standing.enter("sync_shared_state", call)
+            outcome, regions = self._synchronise(client, call, shared_state, wish)
+            self._standing.leave(call)
+        except BaseException:
+            self._let_go(client, call)
+            raise
         end = outcome.end
-        if isinstance(end, core.Synced):
-            shared_state.revision = self._shared_revision = end.revision
         if outcome.error is not None:
             raise outcome.error
         if isinstance(end, core.Fail):
-            raise error_of("sync_shared_state", end, began_s)
+            raise error_of("sync_shared_state", end, call.began_s)
         divergence = tuple(_divergence(end, regions, client))
         for one in divergence:
             log.warning("content has diverged at revision %d: %s", end.revision, one)
@@ -423,6 +422,20 @@ class Communicator(Collectives):
             divergence=divergence,
         )
 
+    def _synchronise(
+        self, client: Client, call: Call, shared_state: SharedState, wish: Wish
+    ) -> tuple[Outcome, list[Region]]:
+        memory = HostView(shared_state._buffers)
+        regions = shared_state._regions(memory)
+
+        def adopt(synced: core.Synced, overwritten: tuple[int, ...]) -> None:
+            memory.write_back(overwritten)
+            shared_state.revision = self._shared_revision = synced.revision
+
+        owner = shared_state, memory
+        revision = shared_state.revision
+        return synchronise(client, call, regions, revision, wish, owner, adopt), regions
+
     @property
     def revision(self) -> int:
         """The shared state's revision after the last synchronisation; 0 before."""
@@ -431,66 +444,47 @@ class Communicator(Collectives):
     # ---- helpers ----
 
     def _connected(self, name: str) -> Client:
-        self._single_threaded()
         client = self._client
         if client is None:
             why = "this communicator is not connected: call connect() first"
             raise error_for(Result.INVALID_USAGE, name, why)
         if client.over is not None:
             raise error_of(name, client.over)
+        self._standing.single_threaded()
         return client
 
-    def _exclusive(self, name: str) -> Client:
-        client = self._connected(name)
-        with self._lock:
-            self._may_enter(name)
-        return client
-
-    def _may_enter(self, name: str) -> None:
-        """Under the lock: whether a call can stand next to those that this peer stands in."""
-        if name in EXCLUSIVE and self._tags:
-            tags = sorted(self._tags)
-            why = f"collectives are launched and not awaited (tags {tags}): wait() for them first"
-            raise error_for(Result.PENDING_ASYNC_OPS, name, why)
-        others = self._voting & (EXCLUSIVE | {name}) if name not in EXCLUSIVE else self._voting
-        if others:
-            why = f"another thread of this peer stands in {min(others)}()"
-            raise error_for(Result.INVALID_USAGE, name, why)
-
-    def _single_threaded(self) -> bool:
-        """Whether this thread is the only one there that has ever made a call.
-
-        If so, it makes no other call while it waits in this one, and says so: it can be told when
-        nobody will ever meet it there.
-        """
-        with self._lock:
-            user, self._user = self._user, threading.current_thread()
-            self._shared |= user is not None and user is not self._user and user.is_alive()
-            return not self._shared
-
-    @contextmanager
-    def _standing(self, name: str) -> Iterator[None]:
-        """One thread at a time stands in a round of the whole run or group."""
-        with self._lock:
-            self._may_enter(name)
-            self._voting.add(name)
+    def _stand(self, name: str, client: Client, take_part: Callable[[Call], Note]) -> core.Answer:
+        """Takes part in a round of the whole run, to its end."""
+        call = client.call()
         try:
-            yield
-        finally:
-            with self._lock:
-                self._voting.discard(name)
-
-    def _vote(
-        self, name: str, client: Client, begin: Callable[[], Call], timeout: float | None
-    ) -> core.Answer:
-        deadline = Deadline(timeout)
-        with self._standing(name):
-            call = begin()
-            end = deadline.next(client, call)
+            self._standing.enter(name, call)
+            end = take_part(call)
+            self._standing.leave(call)
+        except BaseException:
+            self._let_go(client, call)
+            raise
         if isinstance(end, core.Fail):
             raise error_of(name, end, call.began_s)
         assert isinstance(end, core.Answer)
         return end
+
+    def _let_go(self, client: Client, call: Call) -> None:
+        """An exception takes this thread out of a call."""
+        try:
+            client.let_go(call)
+        finally:
+            self._standing.leave(call)
+
+    def _vote(
+        self, name: str, client: Client, begin: Callable[[Call], None], timeout: float | None
+    ) -> core.Answer:
+        deadline = Deadline(timeout)
+
+        def take_part(call: Call) -> Note:
+            begin(call)
+            return deadline.next(client, call)
+
+        return self._stand(name, client, take_part)
 
 
 def _cure(config: Config) -> str:

@@ -379,9 +379,54 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
-        "a caller's time-out is said again to a restarted master",
-        "for call in sorted(self._withdrawn):  #",
-        "for call in ():  #",
+        "a caller who gives up while the master is away is told at once",
+        "        elif not self._linked:\n",
+        "        elif False:\n",
+    ),
+    Mutant(
+        "a caller who gave up before the master was lost is told when it is lost",
+        "for call, late in list(self._withdrawn.items()):",
+        "for call, late in ():",
+    ),
+    Mutant(
+        "no peer goes on whose caller was told of a failure of what has succeeded",
+        "if self._ghosts.late(call) and self.over is None:",
+        "if False:",
+    ),
+    Mutant(
+        "no peer goes on whose caller was told of a failure of a round that has succeeded",
+        'return found.get(str(self._places[call]), "")',
+        'return ""',
+    ),
+    Mutant(
+        "a call waits until the ghost in its place is gone, whose caller left",
+        "        if place not in self._places.values():\n            return False",
+        "        if True:\n            return False",
+    ),
+    Mutant(
+        "the memory of a caller who has gone is not written to",
+        "        if collective.parting is None:\n            self._store(",
+        "        if True:\n            self._store(",
+    ),
+    Mutant(
+        "what is complete ends too when its caller leaves",
+        "        Event.LEFT: State.ABORTING,\n    },\n    State.ABORTING",
+        "    },\n    State.ABORTING",
+    ),
+    Mutant(
+        "a caller who has gone is not voted for again",
+        "            if collective.unstarted and collective.parting is None:\n",
+        "            if collective.unstarted:\n",
+    ),
+    Mutant(
+        "what others agreed on without a caller who has gone is not missed twice",
+        "            self._missed_sync(done)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "the start of what a caller has left gets a no",
+        "            self._say(m.FinishVote(seq, False, GONE if gone",
+        "            self._say(m.FinishVote(seq, True, GONE if gone",
     ),
     Mutant(
         "of several runs that come back, that of most goes on",

@@ -46,6 +46,7 @@ EVENTS = (
     "outage",
     "impatience",
     "withdraw",
+    "abandon",
 )
 RETRIES_MAX = 20
 STEPS_MAX = 20_000
@@ -369,6 +370,8 @@ class Play(Siege):
                 self.sever(peer)
             case "withdraw":
                 self._give_up([peer])
+            case "abandon":
+                self._give_up([peer], taken=True)
         if not self._events:
             self.hang_up()
 
@@ -379,19 +382,22 @@ class Play(Siege):
             self.sever(self.random.choice(frozen))
         return super().unblock() or self._give_up([p for p in self.peers if p.present])
 
-    def _give_up(self, peers: list[SimPeer]) -> bool:
-        """A caller waits no longer, if there is one whose patience is limited."""
+    def _give_up(self, peers: list[SimPeer], taken: bool = False) -> bool:
+        """A caller waits no longer, or is taken away, if there is one whose patience is limited."""
         calls = [
             (peer, call)
             for peer in peers
             for call in peer.waiters
-            if not peer.frozen and call not in peer.given_up | peer.stuck
+            if not peer.frozen and call not in peer.given_up | (set() if taken else peer.stuck)
         ]
         calls = [(peer, call) for peer, call in calls if peer.standing[call][0] != "connect"]
         if calls:
             self.given_up = True
             peer, call = self.random.choice(calls)
-            peer.withdraw(call)
+            if taken:
+                peer.abandon(call)
+            else:
+                peer.withdraw(call)
         return bool(calls)
 
 

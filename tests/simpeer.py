@@ -22,7 +22,8 @@ Key = tuple[int, int]  # a run and a seq: only together they never repeat
 Thread = Generator[int, None, Any]  # yields the call that it waits for
 Program = Callable[["SimPeer"], Thread]
 WORK = m.Work("all_reduce", 0, 10, 1000)
-IDLE_TABLES = ("_calls", "_collectives", "_by_seq", "_withdrawn", "_streams")  # of an idle core
+# of an idle core
+IDLE_TABLES = ("_calls", "_collectives", "_by_seq", "_withdrawn", "_ghosts", "_streams")
 
 
 class Ended(Exception):
@@ -120,7 +121,23 @@ class SimPeer:
         self.run.say(f"peer {self.name} gives up", *self.standing[call][:1])
         self.deadlines.pop(call, None)
         self.given_up.add(call)
+        away = self.link != "up" and not self.core._linked
         self.perform(self.core.withdraw(call, "its caller gave up"))
+        self.check_ends(call, away)
+
+    def abandon(self, call: int) -> None:
+        """An exception takes the caller away; it comes back, and goes on with its program."""
+        self.run.say(f"an exception takes the caller of peer {self.name} out of", call)
+        self.deadlines.pop(call, None)
+        self.given_up.add(call)
+        self.perform(self.core.abandon(call))
+        self.check_ends(call, True)
+
+    def check_ends(self, call: int, alone: bool) -> None:
+        """`alone`: whatever the master does, a call that was given up ends with its ops."""
+        what = self.standing.get(call, ("connect",))[0]  # of which the facade leaves
+        ending = any(op.ending for op in self.ops.values())
+        assert not alone or what == "connect" or ending, "who gave up waits for the master"
 
     def hurry(self, step: float = math.inf) -> bool:
         """Callers whose patience ends at that step want their answers; whether there are any."""
@@ -298,8 +315,9 @@ class SimPeer:
                     del self.streams[stream]
                     self.lost.discard(stream)
                     self.carried.pop(stream, None)
-                case peer_core.Store(_, data):
+                case peer_core.Store(call, data):
                     assert data in self.run.combined
+                    assert call in self.standing, "memory is written whose owner has gone"
                 case peer_core.Answer(call) | peer_core.Fail(call):
                     self.answered(call, action)
                 case peer_core.Plan(_, plan, resumed):

@@ -278,7 +278,8 @@ class Run:
                 )
             case m.Started(call, seq, epoch):
                 assert peer.core.plan.epoch == epoch, "a start in another epoch than the plan's"
-                self.agree(("start", run, seq), (group, epoch, peer.standing.get(call)), peer)
+                if call in peer.standing:  # else its caller has gone
+                    self.agree(("start", run, seq), (group, epoch, peer.standing[call]), peer)
                 if message.data is None:
                     self.check_nonce(message.nonce, ("call", run, seq), peer)
             case m.SyncPlan(_, seq):
@@ -312,6 +313,7 @@ class Run:
             or (self.incarnation and not self.journaled and "started another run" in why)
             or (self.incarnation and self.overrun and "this is another one" in why)
             or (self.straggler_s is not None and "others waited for it" in why)
+            or (self.incarnation and peer.given_up and "out of step" in why)
         ), f"peer {peer.name} is out of the run: {why}"
 
     @property
@@ -447,6 +449,8 @@ class Run:
         peer.link = "down"
         peer.up.clear()
         peer.perform(peer.core.link_lost("the connection broke"))
+        for call in peer.given_up & peer.standing.keys():
+            peer.check_ends(call, True)
 
     def _new_link(self, peer: SimPeer) -> None:
         peer.link = "up"

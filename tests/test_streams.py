@@ -99,7 +99,6 @@ class Desk:
             Config(connect_timeout_s=LIMIT_S),
             0,
             lambda info: info.machine == "here",
-            lambda: None,
         )
 
     def work(self) -> None:

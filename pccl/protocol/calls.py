@@ -31,6 +31,7 @@ class Event(Enum):
     BROKEN = "the engine cannot complete it"
     STOPPED = "Interrupt, or the caller's time is up"
     FAILED = "Finished(no), CallError, or the end of the run"
+    LEFT = "its caller has gone"
 
 
 # Whatever is not in the table changes nothing: it has crossed something that came before it.
@@ -40,6 +41,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
         Event.RESULT: State.COMPLETE,
         Event.BROKEN: State.ABORTING,  # an impossible chunk came early: Started will get a no
         Event.FAILED: State.ABORTING,
+        Event.LEFT: State.ABORTING,  # Started will get a no
     },
     State.RUNNING: {
         Event.HELD: State.COMPLETE,
@@ -49,6 +51,7 @@ TRANSITIONS: dict[State, dict[Event, State]] = {
     },
     State.COMPLETE: {
         Event.FAILED: State.ABORTING,
+        Event.LEFT: State.ABORTING,
     },
     State.ABORTING: {},
 }
@@ -69,6 +72,8 @@ class Collective:
     settled: bool = False
     outcome: Fail | bool | None = None
     impatient: bool = False  # the caller waits no longer
+    parting: Fail | None = None  # what a caller is told that does not wait for the outcome
+    told: bool = False  # whether it has been
     whole: bool = False  # we hold, or held, the whole result
     broken: str = ""  # why it could not even start here
     stalled: bool = False  # the master knows that others may lack what we had to pass on
@@ -85,6 +90,11 @@ class Collective:
     def passes_on(self) -> bool:
         """Whether we hold the result, and others may lack what goes through us."""
         return self.state is State.COMPLETE and self.outcome is None and self.data is None
+
+    @property
+    def title(self) -> str:
+        """What was called."""
+        return f"{self.work} with tag {self.tag}"
 
     @property
     def unstarted(self) -> bool:

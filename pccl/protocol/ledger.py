@@ -16,19 +16,11 @@ from pccl.protocol.blame import Blame, Verdict
 from pccl.protocol.election import Transfer
 from pccl.protocol.nonces import Nonces
 from pccl.protocol.recovery import EPOCH_SHIFT, INCARNATION_SHIFT, Recovery
-from pccl.protocol.rounds import Kind, OpenRounds, Round, RoundId, Vote
+from pccl.protocol.rounds import OpenRounds, Round, RoundId, Vote
 from pccl.protocol.stragglers import Stragglers
 from pccl.protocol.topology import Link
 from pccl.types import Result
 
-# What a withdrawn call fails with: nothing happened, and it can be made again.
-WITHDRAWN = {
-    Kind.TOPOLOGY: Result.UPDATE_TOPOLOGY_FAILED,
-    Kind.PENDING: Result.RANK_CONNECTION_LOST,
-    Kind.OPTIMIZE: Result.TOPOLOGY_OPTIMIZATION_FAILED,
-    Kind.SYNC: Result.RANK_CONNECTION_LOST,
-    Kind.START: Result.RANK_CONNECTION_LOST,
-}
 NAMES_MAX = 8  # peers listed by name in such a text
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
 WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096

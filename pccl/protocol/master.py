@@ -42,7 +42,6 @@ from pccl.protocol.collectives import Collectives, fits
 from pccl.protocol.door import newcomer, refusal
 from pccl.protocol.ledger import (
     NAMES_MAX,
-    WITHDRAWN,
     Action,
     Adopt,
     Backlog,
@@ -74,7 +73,7 @@ from pccl.protocol.recovery import (
     plausible,
     reconstruct,
 )
-from pccl.protocol.rounds import PENDING, Kind, Round, RoundId, Vote
+from pccl.protocol.rounds import PENDING, WITHDRAWN, Kind, Round, RoundId, Vote
 from pccl.protocol.synchronisations import Synchronisations
 from pccl.types import Result
 from pccl.version import __version__

@@ -25,6 +25,14 @@ the run) and that the engine is settled, that is, refers to none of the user's m
 restored it where the outcome is no commit. Both can come in either order. Only then is the call
 answered.
 
+A caller may go before its call ends: an exception takes it away (`abandon`), or its time is up
+while the master, which alone knows the outcome, is away (`withdraw`). Then its call ends here and
+now: what the engine does is aborted, the call is answered when the engine is settled, and what is
+left is a ghost (ghosts.py) that votes no wherever it is still asked. A collective may have
+committed all the same, on the others. A caller that was told of a failure then has no place in the
+run any more: its peer leaves, so that no two peers of a run go on with two outcomes. A caller that
+an exception took away was told nothing.
+
 Streams belong to an epoch. The first collective of a new epoch closes the old ones and opens new
 ones; nothing in an old epoch still needs them, because an epoch ends only when no collective is
 running or all are interrupted.
@@ -39,16 +47,15 @@ from dataclasses import replace
 import msgspec
 
 from pccl.errors import (
-    DivergenceError,
     KickedError,
     MasterLostError,
-    MismatchError,
     PCCLError,
     PCCLTimeoutError,
     PeerLostError,
 )
 from pccl.protocol import messages as m
 from pccl.protocol.calls import ENTERING, Collective, Event, State
+from pccl.protocol.failures import parting, refused
 from pccl.protocol.orders import (
     AbortOp,
     Action,
@@ -95,11 +102,8 @@ __all__ = [
 # of all that ended before. So others lack at most as many outcomes as were under way at once.
 OUTCOMES_KEPT = 1024
 
-_ERRORS: dict[int, type[PCCLError]] = {
-    m.Cause.MISMATCH: MismatchError,
-    m.Cause.TIMEOUT: PCCLTimeoutError,
-    m.Cause.DIVERGENCE: DivergenceError,
-}
+GONE = "its caller waits no longer"
+LOST = Result.RANK_CONNECTION_LOST
 
 
 class Peer(Transfers):
@@ -109,21 +113,17 @@ class Peer(Transfers):
         super().__init__()
         self.run = 0
         self.accepted = False
-        self.over: Fail | None = None  # why this peer is no longer in the run, if it is not
         self.world = m.World(0, 0, 0, 0)
         self._hello: m.Hello | None = None
         self._joining: int | None = None
-        self._linked = True  # to the master
         self._outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES_KEPT)
         self._calls: dict[int, m.PeerMessage] = {}  # simple calls that wait, and their votes
-        self._withdrawn: set[int] = set()  # calls whose time ran out
         self._unvoted: set[int] = set()  # collectives that Resume reported without our vote
         self._collectives: dict[int, Collective] = {}
         self._by_seq: dict[int, Collective] = {}
         self._small: deque[m.Small] = deque()  # results that others may lack
         self._streams: tuple[int, ...] = ()  # to our successors, one for each ring
         self._streams_epoch = 0
-        self._next_stream = 1
 
     # ---- calls ----
 
@@ -165,31 +165,109 @@ class Peer(Transfers):
         """
         if self._dead(call):
             return self._take()
-        inline = data is not None
-        self._collectives[call] = Collective(call, tag, work, data, stuck, settled=inline)
-        if not inline:
-            self._out.append(RegisterOp(call, self.run, tag, self._last_seq))
-        self._say(m.StartVote(call, tag, work, data, self._last_seq, stuck))
+        collective = Collective(call, tag, work, data, stuck, settled=data is not None)
+        if not self._ghosts or not self._ghosts.keeps(
+            call, tag, lambda: self._enter_it(collective)
+        ):
+            self._enter_it(collective)
         return self._take()
+
+    def _enter_it(self, collective: Collective) -> None:
+        c = collective
+        self._collectives[c.call] = c
+        if not c.settled:
+            self._out.append(RegisterOp(c.call, self.run, c.tag, self._last_seq))
+        self._say(m.StartVote(c.call, c.tag, c.work, c.data, self._last_seq, c.stuck))
+
+    # ---- calls that are given up ----
 
     def withdraw(self, call: int, why: str) -> list[Action]:
         """The caller waits no longer. The call is answered all the same, one way or the other.
 
-        While the master is away nobody can tell whether the call is over already: then the answer
-        has to wait until it is back.
+        The master knows whether it is over already, and tells. It is not asked where our own vote
+        decides that the call fails, and cannot be asked while it is away.
         """
         collective = self._collectives.get(call)
-        if collective is not None:
-            collective.impatient = True
+        if self.over is not None or call in self._ghosts:
+            return self._take()
         if collective is not None and collective.state is State.RUNNING:
             self._give_up(collective, Event.STOPPED, why)
-        elif self.over is None:
-            waiting = self._calls.keys() | self._collectives.keys()
-            if self._syncing is not None:
-                waiting |= {self._syncing.call}
-            self._withdrawn = (self._withdrawn | {call}) & waiting
+            self._release(call, why, PCCLTimeoutError)
+        elif not self._linked:
+            self._release(call, f"{why}, while the master was away", PCCLTimeoutError)
+        elif self._ghosts.forget(call):
+            self._out.append(Fail(call, LOST, why, PCCLTimeoutError, ENTERING))
+        elif self._waits(call):
+            if collective is not None:
+                collective.impatient = True
+            self._withdrawn[call] = why
             self._say_withdraw(call)
         return self._take()
+
+    def abandon(self, call: int) -> list[Action]:
+        """An exception has taken the caller away: the call is answered as soon as that is safe.
+
+        That is when nothing refers to its memory any more. No answer of the master is waited for.
+        """
+        collective = self._collectives.get(call)
+        if self.over is None and call not in self._ghosts:
+            if collective is not None and collective.state is State.RUNNING:
+                self._give_up(collective, Event.STOPPED, GONE)
+            else:
+                self._say_withdraw(call)
+            self._release(call, GONE, PCCLError)
+        return self._take()
+
+    def _release(self, call: int, why: str, error: type[PCCLError]) -> None:
+        """A call ends without its outcome; what is left of it is a ghost."""
+        self._withdrawn.pop(call, None)
+        collective, syncing = self._collectives.get(call), self._syncing
+        if syncing is not None and syncing.call != call:
+            syncing = None
+        late = error is PCCLTimeoutError
+        fail = parting(Fail(call, LOST, why, error), self._calls.get(call), collective or syncing)
+        if call in self._calls:
+            self._ghosts.add(call, type(self._calls[call]).__name__, late)
+            self._out.append(fail)
+        elif collective is not None and collective.outcome is None:
+            self._ghosts.add(call, collective.tag, late)
+            collective.parting = fail
+            if collective.move(Event.LEFT) and not collective.settled:
+                self._out.append(AbortOp(call))
+            self._conclude(collective)
+        elif syncing is not None and syncing.outcome is None:
+            self._ghosts.add(call, type(syncing.vote).__name__, late)
+            self._end_sync(syncing, fail)
+        elif self._ghosts.forget(call):
+            self._out.append(fail)
+
+    def _succeeded_without(self, call: int, what: str) -> None:
+        """A call has succeeded for the others whose caller went before it could hear that."""
+        if self._ghosts.late(call) and self.over is None:
+            self._out.append(Send(m.Leave()))
+            why = (
+                f"its time ran out in {what} while the master was away, and the others have the "
+                "result: this peer is out of step with them"
+            )
+            self._end(LOST, why, KickedError)
+
+    def _lay_ghosts(self, before: m.Done, done: m.Done) -> None:
+        """What the master that is gone knew of calls whose callers have gone is void."""
+        for call in self._ghosts.calls:
+            collective = self._collectives.get(call)
+            if collective is not None and collective.unstarted:
+                collective.outcome = collective.parting
+                self._conclude(collective)
+            elif collective is None:
+                what = self._ghosts.succeeded(call, before, done)
+                self._calls.pop(call, None)
+                if what:
+                    self._succeeded_without(call, f"{what}()")
+                self._ghosts.lay(call)
+
+    def _waits(self, call: int) -> bool:
+        syncing = self._syncing is not None and self._syncing.call == call
+        return call in self._calls or call in self._collectives or syncing
 
     def _say_withdraw(self, call: int) -> None:
         collective = self._collectives.get(call)
@@ -375,10 +453,12 @@ class Peer(Transfers):
         call, seq = started.call, started.seq
         self._by_seq[seq] = collective
         if not collective.move(Event.STARTED):
-            self._say(m.FinishVote(seq, False, collective.broken[:1000]))
+            gone = collective.parting is not None
+            self._say(m.FinishVote(seq, False, GONE if gone else collective.broken[:1000]))
             return
         if collective.impatient:  # it started while the vote was being withdrawn
-            self._give_up(collective, Event.STOPPED, "the caller waited no longer")
+            self._give_up(collective, Event.STOPPED, GONE)
+            self._release(call, self._withdrawn.get(call, GONE), PCCLTimeoutError)
             return
         self._renew_streams(started.epoch)
         parts = places(collective.work, self.plan.rings, self.number, self._streams)
@@ -396,10 +476,12 @@ class Peer(Transfers):
                 collective, m.Small(started.seq, collective.tag, collective.members, started.data)
             )
             return
-        collective.data = started.data
-        collective.move(Event.RESULT)
-        collective.whole = True
         self._by_seq[started.seq] = collective
+        if not collective.move(Event.RESULT):
+            self._say(m.FinishVote(started.seq, False, GONE))
+            return
+        collective.data = started.data
+        collective.whole = True
         self._say(m.FinishVote(started.seq, True))
 
     def _missed(self, small: m.Small) -> None:
@@ -414,7 +496,10 @@ class Peer(Transfers):
         """It has committed: but others may have to hear of it from us."""
         self._small.append(small)
         collective.data, collective.outcome = small.data, True
-        self._store(collective)
+        if collective.parting is None:
+            self._store(collective)
+        else:
+            self._succeeded_without(collective.call, collective.title)
         self._conclude(collective)
 
     def _store(self, collective: Collective) -> None:
@@ -434,12 +519,6 @@ class Peer(Transfers):
             streams.append(self._open(infos[successor]))
         self._streams, self._streams_epoch = tuple(streams), epoch
 
-    def _open(self, info: m.PeerInfo) -> int:
-        stream = self._next_stream
-        self._next_stream += 1
-        self._out.append(OpenStream(stream, info))
-        return stream
-
     def _give_up(self, collective: Collective, event: Event, why: str) -> None:
         if collective.move(event):
             if not collective.settled:
@@ -453,7 +532,9 @@ class Peer(Transfers):
         self._outcomes.append((seq, ok))
         if ok:
             collective.outcome = True
-            if not collective.settled:
+            if collective.parting is not None:
+                self._succeeded_without(collective.call, collective.title)
+            elif not collective.settled:
                 self._out.append(CommitOp(collective.call))
             elif collective.data is not None:
                 self._store(collective)
@@ -470,10 +551,16 @@ class Peer(Transfers):
 
     def _conclude(self, collective: Collective) -> None:
         """Answers the call once outcome and settlement are both there."""
+        if collective.parting is not None and collective.settled and not collective.told:
+            collective.told = True
+            self._out.append(collective.parting)
         if collective.outcome is None or not collective.settled:
             return
         del self._collectives[collective.call]
-        if isinstance(collective.outcome, Fail):
+        self._withdrawn.pop(collective.call, None)
+        if collective.told:
+            self._ghosts.lay(collective.call)
+        elif isinstance(collective.outcome, Fail):
             self._out.append(collective.outcome)
         else:
             end = Reduced(len(collective.members), collective.tx_bytes, collective.rx_bytes)
@@ -484,6 +571,8 @@ class Peer(Transfers):
     def link_lost(self, why: str) -> list[Action]:
         """The connection to the master broke; another will be tried (`linked`, `lost_master`)."""
         self._linked = False
+        for call, late in list(self._withdrawn.items()):
+            self._release(call, f"{late}, while the master was away", PCCLTimeoutError)
         if self.number == 0 and self.over is None:  # not even registered: nothing to come back to
             self._end(Result.MASTER_CONNECTION_FAILED, why, MasterLostError)
         return self._take()
@@ -535,7 +624,11 @@ class Peer(Transfers):
             pending=done.pending,
             were_pending=done.were_pending,
         )
+        if self._syncing is None or self._syncing.outcome is not None:
+            self._missed_sync(done)
         for call, vote in list(self._calls.items()):
+            if call in self._ghosts:
+                continue
             if isinstance(vote, m.TopologyVote) and missed.topology < done.topology:
                 self._reply(call, self.world.local_size)
             elif isinstance(vote, m.PendingVote) and missed.pending < done.pending:
@@ -545,53 +638,51 @@ class Peer(Transfers):
         if self._syncing is not None and self._syncing.outcome is None:
             self._resume_sync(self._syncing, missed, done)
         for collective in self._collectives.values():
-            if collective.unstarted:
+            if collective.unstarted and collective.parting is None:
                 c = collective
                 self._say(m.StartVote(c.call, c.tag, c.work, c.data, self._last_seq, c.stuck))
         for seq, collective in self._by_seq.items():
             if seq in self._unvoted and collective.state is not State.RUNNING:
                 self._say(m.FinishVote(seq, collective.state is State.COMPLETE))
-        for call in sorted(self._withdrawn):  # what was said of it may have been lost
-            self._say_withdraw(call)
-
-    def _say(self, message: m.PeerMessage) -> None:
-        """Tells the master, unless it must be told who we are first: then Resume says it all."""
-        if self._linked:
-            self._out.append(Send(message))
+        self._lay_ghosts(missed, done)
 
     # ---- simple calls, and the end ----
 
     def _simple(self, call: int, message: m.PeerMessage) -> list[Action]:
-        if not self._dead(call):
+        def enter() -> None:
             self._calls[call] = message
             self._say(message)
+
+        if not self._dead(call) and not self._ghosts.keeps(call, type(message).__name__, enter):
+            enter()
         return self._take()
 
     def _reply(self, call: int, value: object) -> None:
         if call in self._calls:
-            del self._calls[call]
-            self._out.append(Answer(call, value))
+            self._over(call, Answer(call, value))
+
+    def _over(self, call: int, end: Answer | Fail) -> None:
+        """A simple call ends; if its caller has gone, nobody is told."""
+        del self._calls[call]
+        self._withdrawn.pop(call, None)
+        if call in self._ghosts:
+            self._ghosts.lay(call)
+        else:
+            self._out.append(end)
 
     def _refused(self, refusal: m.CallError) -> None:
         """A call failed before anything happened."""
-        call, result = refusal.call, Result(refusal.result)
+        call, fail = refusal.call, refused(refusal)
         self._last_seq = max(self._last_seq, refusal.seq)  # or another master would tell us again
-        lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
-        error = _ERRORS.get(refusal.cause, lost)
-        fail = Fail(call, result, refusal.why, error, ENTERING)
         if call in self._calls:
-            del self._calls[call]
-            self._out.append(fail)
+            self._over(call, fail)
         elif call in self._collectives:
             self._abort(self._collectives[call], fail)
             self._conclude(self._collectives[call])
+        elif call in self._ghosts:
+            self._ghosts.lay(call)
         elif self._syncing is not None and self._syncing.call == call:
             self._end_sync(self._syncing, replace(fail, phase=self._syncing.phase))
-
-    def _dead(self, call: int) -> bool:
-        if self.over is not None:
-            self._out.append(replace(self.over, call=call))
-        return self.over is not None
 
     def _dropped(self, result: Result, why: str) -> None:
         gone = result is Result.MASTER_CONNECTION_FAILED
@@ -604,7 +695,8 @@ class Peer(Transfers):
         if self._joining is not None:
             self._out.append(replace(over, call=self._joining))
             self._joining = None
-        for call in sorted(self._calls):
+        waiting = self._calls.keys() - set(self._ghosts.calls)
+        for call in sorted(waiting | set(self._ghosts.clear())):
             self._out.append(replace(over, call=call, phase=ENTERING))
         self._calls.clear()
         self._by_seq.clear()
@@ -620,7 +712,3 @@ class Peer(Transfers):
         for stream in self._streams:
             self._out.append(CloseStream(stream))
         self._streams = ()
-
-    def _take(self) -> list[Action]:
-        out, self._out = self._out, []
-        return out

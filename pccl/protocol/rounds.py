@@ -23,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
+from pccl.types import Result
+
 T = TypeVar("T")
 
 
@@ -35,6 +37,15 @@ class Kind(StrEnum):
     SYNC = "sync_shared_state"
     START = "a collective"
 
+
+# What a withdrawn call fails with: nothing happened, and it can be made again.
+WITHDRAWN = {
+    Kind.TOPOLOGY: Result.UPDATE_TOPOLOGY_FAILED,
+    Kind.PENDING: Result.RANK_CONNECTION_LOST,
+    Kind.OPTIMIZE: Result.TOPOLOGY_OPTIMIZATION_FAILED,
+    Kind.SYNC: Result.RANK_CONNECTION_LOST,
+    Kind.START: Result.RANK_CONNECTION_LOST,
+}
 
 # Pairs of kinds that may be waited for at the same time: collectives with different tags are
 # launched in any order, and are_peers_pending may be asked while they run in other threads.

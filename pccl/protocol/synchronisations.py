@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pccl.protocol import messages as m
 from pccl.protocol.election import Decision, Rejection, elect
-from pccl.protocol.ledger import WITHDRAWN, Group, Ledger, Sync
-from pccl.protocol.rounds import Kind, Round
+from pccl.protocol.ledger import Group, Ledger, Sync
+from pccl.protocol.rounds import WITHDRAWN, Kind, Round
 from pccl.types import Result
 
 STALLS_MAX = 8  # connections that break while they serve, in one synchronisation

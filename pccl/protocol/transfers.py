@@ -7,7 +7,7 @@ content is still what is wanted goes on with the new holders where it was; any o
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import msgspec
 
@@ -15,6 +15,7 @@ from pccl.errors import PCCLError, TooFewPeersError
 from pccl.protocol import messages as m
 from pccl.protocol.calls import Syncing
 from pccl.protocol.election import RECEIVE_ONLY
+from pccl.protocol.ghosts import Ghosts
 from pccl.protocol.orders import (
     AbortOp,
     Action,
@@ -23,17 +24,25 @@ from pccl.protocol.orders import (
     CommitOp,
     Fail,
     Fetched,
+    OpenStream,
     Plan,
     RegisterOp,
     RingPart,
+    Send,
     StartOp,
     Synced,
 )
 from pccl.types import Result
 
 
-class Transfers(ABC):
-    """What a peer knows of the synchronisation it stands in, and does in it."""
+class Transfers:
+    """What a peer knows of the synchronisation it stands in, and does in it.
+
+    Attributes:
+        number: of the peer.
+        over: why it is no longer in the run, if it is not.
+        plan: who is there.
+    """
 
     run: int
 
@@ -42,24 +51,34 @@ class Transfers(ABC):
         self.plan = m.Plan(0, (), (), 0)
         self._done = m.Done()
         self._syncing: Syncing | None = None
+        self._withdrawn: dict[int, str] = {}  # calls whose time ran out, and why
+        self._ghosts = Ghosts()
         self._last_seq = 0
+        self.over: Fail | None = None
+        self._linked = True  # to the master
+        self._next_stream = 1
         self._out: list[Action] = []
 
-    @abstractmethod
     def _say(self, message: m.PeerMessage) -> None:
-        """Tells the master."""
+        """Tells the master, unless it must be told who we are first: then Resume says it all."""
+        if self._linked:
+            self._out.append(Send(message))
 
-    @abstractmethod
     def _open(self, info: m.PeerInfo) -> int:
-        """Opens a stream to a peer: its number."""
+        stream = self._next_stream
+        self._next_stream += 1
+        self._out.append(OpenStream(stream, info))
+        return stream
 
-    @abstractmethod
     def _dead(self, call: int) -> bool:
         """Whether this peer is out of the run; then the call is answered."""
+        if self.over is not None:
+            self._out.append(replace(self.over, call=call))
+        return self.over is not None
 
-    @abstractmethod
     def _take(self) -> list[Action]:
-        """The actions so far."""
+        out, self._out = self._out, []
+        return out
 
     # ---- calls ----
 
@@ -79,10 +98,15 @@ class Transfers(ABC):
         return self._enter(Syncing(call, serve_op, m.OptimizeVote(call), ops={serve_op}))
 
     def _enter(self, syncing: Syncing) -> list[Action]:
-        if not self._dead(syncing.call):
+        def enter() -> None:
             self._syncing = syncing
             self._out.append(RegisterOp(syncing.serve_op, self.run, 0, self._last_seq))
             self._say(syncing.vote)
+
+        if not self._dead(syncing.call) and not self._ghosts.keeps(
+            syncing.call, type(syncing.vote).__name__, enter
+        ):
+            enter()
         return self._take()
 
     def measured(self, seq: int, rate: int, delay_us: int) -> list[Action]:
@@ -166,7 +190,7 @@ class Transfers(ABC):
 
     def _planned(self, plan: m.SyncPlan) -> None:
         syncing = self._syncing
-        if syncing is None or syncing.call != plan.call:
+        if syncing is None or syncing.call != plan.call or syncing.outcome is not None:
             return
         old = syncing.plan
         resumed = (
@@ -246,9 +270,10 @@ class Transfers(ABC):
             sync=result.round,
             revision=result.revision,
             plan=result.plan,
-            holds=without is None,
+            holds=without is None and result.call not in self._ghosts,
             short=result.short,
         )
+        self._ghosts.lay(result.call)
         if syncing is not None and ours:
             self._end_sync(syncing, without or result)
 
@@ -278,6 +303,7 @@ class Transfers(ABC):
 
     def _optimized(self, result: m.OptimizeResult) -> None:
         self._done = msgspec.structs.replace(self._done, optimized=result.round)
+        self._ghosts.lay(result.call)
         if self._syncing is not None and self._syncing.call == result.call:
             self._end_sync(self._syncing, result)
 
@@ -296,6 +322,7 @@ class Transfers(ABC):
         if syncing.outcome is None or syncing.ops:
             return
         self._syncing = None
+        self._withdrawn.pop(syncing.call, None)
         if isinstance(syncing.outcome, m.SyncResult):
             result = syncing.outcome
             synced = Synced(result.revision, syncing.tx_bytes, syncing.rx_bytes, result.divergence)
@@ -304,6 +331,14 @@ class Transfers(ABC):
             self._out.append(Answer(syncing.call, None))
         else:
             self._out.append(syncing.outcome)
+
+    def _missed_sync(self, done: m.Done) -> None:
+        """What others have agreed on since without us, if our caller has gone."""
+        if self._done.sync != done.sync:
+            self._done = msgspec.structs.replace(
+                self._done, sync=done.sync, revision=done.revision, plan=done.plan, holds=False
+            )
+        self._done = msgspec.structs.replace(self._done, optimized=done.optimized)
 
     def _resume_sync(self, syncing: Syncing, before: m.Done, done: m.Done) -> None:
         """Goes on with a master that knows what is `done`; we know what was done `before`."""

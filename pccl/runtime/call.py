@@ -1,11 +1,18 @@
-"""One call of the API in progress, between the thread that waits for it and the one that works."""
+"""One call of the API in progress, between the thread that waits for it and the one that works.
+
+An exception may come to the waiting thread at any moment, and a call that ends, however it ends,
+has let go first: no memory is referred to, no peer waits for it. So whoever makes a call does all
+of it, from before the first command to the end, in one `try`, whose handler is `Client.let_go`.
+What must be done once begun (`insist`, `aside`) is done first; the exception is raised after it.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import numbers
 import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +20,7 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 
 SLICE_S = 0.5  # of a wait without an end
-INTERRUPTED_S = 1.0  # at most, for the master to hear of a Ctrl-C
+INSISTENCE = 100  # whoever presses Ctrl-C so often gets out in the middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,38 +33,54 @@ class Leaf:
 
 
 Note = core.Answer | core.Fail | core.Plan | core.Fetched | m.Welcome | Leaf
+End = core.Answer | core.Fail
 
 
 class Call:
-    """One API call in progress: notes come in, the last one is an Answer or a Fail."""
+    """One API call in progress: notes come in, the last one is an Answer or a Fail.
+
+    Attributes:
+        end: that last note, once it is there. Nothing refers to the caller's memory any more.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.began_s = time.monotonic()
         self.serve_op = 0  # of a synchronisation
+        self.end: End | None = None
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
 
     def put(self, note: Note) -> None:
         """Called by the control thread."""
+        if isinstance(note, core.Answer | core.Fail):
+            self.end = self.end or note
         self._notes.put(note)
 
     def next(self, timeout_s: float | None = None) -> Note:
-        """The next note. Raises queue.Empty after the time-out."""
-        if timeout_s is not None:
-            return self._notes.get(timeout=max(0.0, timeout_s))
-        while True:  # in slices: a Ctrl-C that comes just before the wait does not end it
-            with contextlib.suppress(queue.Empty):
-                return self._notes.get(timeout=SLICE_S)
+        """The next note. After the end that one, as often as it is asked for.
 
-    def settle(self, timeout_s: float) -> None:
-        """Waits until the last note is there, which stays; for no longer than the time-out."""
-        give_up_at = time.monotonic() + timeout_s
-        with contextlib.suppress(queue.Empty):
-            while True:
-                note = self.next(give_up_at - time.monotonic())
-                if isinstance(note, core.Answer | core.Fail):
-                    self.put(note)
-                    return
+        Raises:
+            queue.Empty: there was none in that time.
+        """
+        at = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:  # in slices: what comes to this thread just before a wait does not end it
+            left_s = SLICE_S if at is None else min(SLICE_S, at - time.monotonic())
+            try:
+                note = self._notes.get(timeout=max(0.0, left_s))
+            except queue.Empty:
+                if self.end is not None:
+                    return self.end
+                if left_s < SLICE_S:
+                    raise
+            else:
+                if note is self.end:
+                    self._notes.put(note)  # for whoever waits as well
+                return note
+
+    def settle(self) -> None:
+        """Returns when the end is there."""
+        while self.end is None:
+            self.next()
 
     @property
     def has_notes(self) -> bool:
@@ -77,39 +100,98 @@ class Deadline:
 
     Args:
         timeout_s: seconds from now; None: never.
+        name: of the parameter, for the errors.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is no time to wait for.
     """
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: float | None, name: str = "timeout") -> None:
         self._timeout_s = timeout_s
-        self._at = None if timeout_s is None else time.monotonic() + timeout_s
+        self._late: Call | None = None  # which was withdrawn
+        self._at: float | None = None
+        if timeout_s is None:
+            return
+        if not isinstance(timeout_s, numbers.Real) or isinstance(timeout_s, bool):
+            raise TypeError(f"{name} is {timeout_s!r}: it must be a number of seconds, or None")
+        if not 0 <= timeout_s <= threading.TIMEOUT_MAX:
+            raise ValueError(
+                f"{name} is {timeout_s!r}: it must be in 0 to {threading.TIMEOUT_MAX:.0f} seconds, "
+                "or None to wait as long as it takes"
+            )
+        self._at = time.monotonic() + float(timeout_s)
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until then; None: never."""
+        return None if self._at is None else max(0.0, self._at - time.monotonic())
 
     def next(self, client: Withdrawer, call: Call) -> Note:
         """The call's next note."""
-        with _interruptible(client, call):
-            if self._at is not None:
-                try:
-                    return call.next(self._at - time.monotonic())
-                except queue.Empty:
-                    self._at = None
-                    client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
-            return call.next()
+        if self._at is not None and self._late is not call:
+            try:
+                return call.next(self.left_s)
+            except queue.Empty:
+                self._late = call
+                client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
+        return call.next()
 
     def next_within(self, client: Withdrawer, call: Call, seconds: float) -> Note | None:
         """The call's next note, or None when none came for so many seconds."""
         due = time.monotonic() + seconds
-        if self._at is not None and self._at <= due:
+        if self._at is not None and self._at <= due and self._late is not call:
             return self.next(client, call)
-        with _interruptible(client, call), contextlib.suppress(queue.Empty):
+        try:
             return call.next(seconds)
-        return None
+        except queue.Empty:
+            return None
 
 
-@contextlib.contextmanager
-def _interruptible(client: Withdrawer, call: Call) -> Iterator[None]:
-    """Withdraws the call at a Ctrl-C: others must not wait for us, nor find us there any more."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        client.withdraw(call, "its caller was interrupted")
-        call.settle(INTERRUPTED_S)
-        raise
+def insist(work: Callable[[], None]) -> None:
+    """Does what has to be done, again from the beginning when an exception comes in between.
+
+    Raises:
+        BaseException: the first one that came, when the work is done.
+    """
+    came: BaseException | None = None
+    for _ in range(INSISTENCE):
+        try:
+            work()
+            break
+        except BaseException as error:
+            came = came or error
+    if came is not None:
+        raise came
+
+
+def aside(work: Callable[[], None]) -> None:
+    """Does work in a thread of its own, where no exception comes in between, to its end.
+
+    Raises:
+        BaseException: what the work has raised, or what came to this thread meanwhile.
+    """
+    claim, done = threading.Lock(), threading.Event()
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        if not claim.acquire(blocking=False):
+            return  # an exception came just when the first thread had started
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            done.set()
+
+    def wait() -> None:
+        if not claim.locked():
+            try:
+                threading.Thread(target=run, name="pccl-aside", daemon=True).start()
+            except RuntimeError:  # no more threads can be had: here, then
+                run()
+        done.wait()
+
+    insist(wait)
+    if failed:
+        raise failed[0]

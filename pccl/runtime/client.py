@@ -1,9 +1,8 @@
 """The control thread of a peer: the DEALER to the master, the lane engine, the peer core.
 
-Everything that touches a socket happens under one lock. The control thread holds it but while it
-waits, which touches descriptors only. Threads of the user post commands and wait on a `Call`: who
-posts when nobody works does the work itself, at once, instead of waking the control thread. Nothing
-under the lock blocks, and bulk data never passes here.
+The control thread alone touches sockets and the core. Threads of the user post commands (inbox.py
+says why) and wait on a `Call`. Nothing in the control thread blocks, and bulk data never passes
+here.
 """
 
 from __future__ import annotations
@@ -12,10 +11,8 @@ import contextlib
 import errno
 import itertools
 import logging
-import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,7 +21,7 @@ import zmq
 
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.call import Call, Leaf
+from pccl.runtime.call import Call, End, Leaf, insist
 from pccl.runtime.config import MIB, Config, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.engine import (
@@ -41,6 +38,7 @@ from pccl.runtime.engine import (
     Ring,
 )
 from pccl.runtime.identity import Identity
+from pccl.runtime.inbox import Inbox
 from pccl.runtime.inline import store
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.memory import Operands, Pieces, Pool
@@ -92,18 +90,14 @@ class Client:
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._memory: dict[int, Operands | Pool] = {}  # op -> what the engine refers to
-        self._inbox: deque[Callable[[], None]] = deque()
-        self._closed = threading.Event()
+        self._told: list[tuple[Call, End]] = []  # calls that have ended, and not heard of it yet
+        self._forsaken: dict[int, Callable[[End], None]] = {}  # who hears how it ended instead
+        self._ended = threading.Event()
         self._leaving = self._failed = False
-        self._working = threading.Lock()
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
+        self._inbox = Inbox()
         self._engine, self._hello = self._make_engine(address, hello, config)
-        self._resolver = Resolver(self._post)
-        self._streams = Streams(
-            self._engine, self._resolver, config, pool_size, self._local, self._wake
-        )
+        self._resolver = Resolver(self._inbox.post)
+        self._streams = Streams(self._engine, self._resolver, config, pool_size, self._local)
         self._master = (host, port)
         self._resolving = False  # the master's name, on the way back to it
         self._trouble = ""  # what was wrong with the last connection to it
@@ -159,11 +153,12 @@ class Client:
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
         listen = "::" if ":" in address else "0.0.0.0"  # as others then reach this peer
+
+        def stopped() -> None:
+            self._inbox.post(self._read_engine)
+
         engine = Engine(
-            self._identity.guard(options),
-            host=listen,
-            ports=config.ports,
-            stopped=lambda: self._post(self._read_engine),
+            self._identity.guard(options), host=listen, ports=config.ports, stopped=stopped
         )
         said = hello(engine.port, engine.ipc if config.ipc else "")
         own = self._identity
@@ -213,47 +208,51 @@ class Client:
         """Which filling of the engine's function table is active."""
         return self._engine.filling
 
-    def join(self) -> Call:
+    def call(self) -> Call:
+        """A call to be made: nothing has happened yet."""
+        return Call(next(self._numbers))
+
+    def join(self, call: Call) -> None:
         """Asks to join. Notes: Welcome, then the answer when this peer is accepted."""
-        return self._begin(lambda call: self._core.join(call, self._hello))
+        self._begin(call, lambda number: self._core.join(number, self._hello))
 
-    def update_topology(self) -> Call:
+    def update_topology(self, call: Call) -> None:
         """Enters the round that admits pending peers."""
-        return self._begin(self._core.update_topology)
+        self._begin(call, self._core.update_topology)
 
-    def are_peers_pending(self, stuck: bool = False) -> Call:
+    def are_peers_pending(self, call: Call, stuck: bool = False) -> None:
         """Asks, with all others. `stuck`: until the answer the caller makes no other call."""
-        return self._begin(lambda call: self._core.are_peers_pending(call, stuck))
+        self._begin(call, lambda number: self._core.are_peers_pending(number, stuck))
 
-    def collective(self, tag: int, operands: Operands, stuck: bool = False) -> Call:
+    def collective(self, call: Call, tag: int, operands: Operands, stuck: bool = False) -> None:
         """Enters a collective. `stuck`: until the answer the caller makes no other call."""
         data = operands.inline(self._config.inline_bytes)
 
-        def begin(call: int) -> list[core.Action]:
-            self._memory[call] = operands
-            return self._core.collective(call, tag, operands.work, data, stuck)
+        def begin(number: int) -> list[core.Action]:
+            self._memory[number] = operands
+            return self._core.collective(number, tag, operands.work, data, stuck)
 
-        return self._begin(begin)
+        self._begin(call, begin)
 
-    def sync(self, offer: m.Offer, pieces: Pieces, owner: object) -> Call:
+    def sync(self, call: Call, offer: m.Offer, pieces: Pieces, owner: object) -> None:
         """Enters a synchronisation. Notes: Plan, Leaf, Fetched, any number, before the answer."""
         pool = Pool(pieces, len(offer.entries), owner, limit=self.serve_limit)
-        return self._serve(pool, lambda call, serve: self._core.sync(call, serve, offer))
+        self._serve(call, pool, lambda number, serve: self._core.sync(number, serve, offer))
 
-    def optimize(self, pieces: Pieces, owner: object) -> Call:
+    def optimize(self, call: Call, pieces: Pieces, owner: object) -> None:
         """Enters an optimisation. Notes: Plan, Leaf, Fetched, any number, before the answer."""
-        return self._serve(Pool(pieces, 0, owner), self._core.optimize)
+        self._serve(call, Pool(pieces, 0, owner), self._core.optimize)
 
-    def _serve(self, pool: Pool, enter: Callable[[int, int], list[core.Action]]) -> Call:
-        serve = next(self._numbers)
+    def _serve(
+        self, call: Call, pool: Pool, enter: Callable[[int, int], list[core.Action]]
+    ) -> None:
+        call.serve_op = serve = next(self._numbers)
 
-        def begin(call: int) -> list[core.Action]:
+        def begin(number: int) -> list[core.Action]:
             self._memory[serve] = pool
-            return enter(call, serve)
+            return enter(number, serve)
 
-        entered = self._begin(begin)
-        entered.serve_op = serve
-        return entered
+        self._begin(call, begin)
 
     @property
     def serve_limit(self) -> int:
@@ -267,7 +266,7 @@ class Client:
             self._sent = True
             self._engine.allow(call.serve_op, self.serve_limit)
 
-        self._post(tell)
+        self._inbox.post(tell)
 
     def fetch(self, call: Call, seq: int, pieces: Pieces, first_counted: int, owner: object) -> int:
         """Fetches what a Plan says into staging memory; returns the op that does it."""
@@ -279,7 +278,7 @@ class Client:
                 self._memory[op] = Pool(pieces, first_counted, owner, call)
             self._perform(actions)
 
-        self._post(begin)
+        self._inbox.post(begin)
         return op
 
     def remind(self, op: int, limit: int) -> None:
@@ -289,7 +288,7 @@ class Client:
             self._sent = True
             self._engine.remind(op, limit)
 
-        self._post(tell)
+        self._inbox.post(tell)
 
     def judge(self, op: int, verdicts: list[tuple[int, int, bool]]) -> None:
         """Says of some leaves of a fetch (piece, leaf) whether they are right."""
@@ -299,21 +298,52 @@ class Client:
             for piece, leaf, good in verdicts:
                 self._engine.judge(op, piece, leaf, good)
 
-        self._post(tell)
+        self._inbox.post(tell)
 
     def fetched(
         self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
     ) -> None:
         """Says that what a plan wanted is here, or cannot be had; and what was here before."""
-        self._post(lambda: self._perform(self._core.fetched(seq, ok, why, differences)))
+        self._inbox.post(lambda: self._perform(self._core.fetched(seq, ok, why, differences)))
 
     def measured(self, seq: int, rate: int, delay_us: int) -> None:
         """Says what a probe has found, and ends it; see `Measured`."""
-        self._post(lambda: self._perform(self._core.measured(seq, rate, delay_us)))
+        self._inbox.post(lambda: self._perform(self._core.measured(seq, rate, delay_us)))
 
     def withdraw(self, call: Call, why: str) -> None:
         """Waits no longer for a call, which is answered soon, one way or the other."""
-        self._post(lambda: self._perform(self._core.withdraw(call.number, why)))
+        self._inbox.post(lambda: self._perform(self._core.withdraw(call.number, why)))
+
+    def let_go(self, call: Call) -> None:
+        """Ends a call out of which an exception takes its caller; it may not even have begun.
+
+        Returns when nothing refers to the caller's memory any more, and the master has been told,
+        if it is there, that nobody needs to wait for this peer. Its answer is not waited for.
+        """
+
+        def leave() -> None:
+            if call.number in self._calls:
+                self._perform(self._core.abandon(call.number))
+            elif call.end is None:
+                call.put(core.Fail(call.number, Result.INVALID_USAGE, "it was never made"))
+
+        def settle() -> None:
+            if call.end is None:
+                self._inbox.post(leave)
+                call.settle()
+
+        insist(settle)
+
+    def forsake(self, call: Call, told: Callable[[End], None]) -> None:
+        """Nobody awaits a call any more, which goes on: `told` hears how it ends."""
+
+        def note() -> None:
+            if call.end is None:
+                self._forsaken[call.number] = told
+            else:
+                told(call.end)
+
+        self._inbox.post(note)
 
     def close(self, why: str) -> None:
         """Leaves the run; calls that wait fail with `why`. Idempotent.
@@ -325,74 +355,55 @@ class Client:
             self._leaving = True
             self._perform(self._core.leave(why))
 
-        if not self._closed.is_set():
-            self._post(leave)
+        def wait() -> None:
+            if not self._ended.is_set():
+                self._inbox.post(leave)
+            # it is this very thread when a communicator is collected amid its work
             if threading.current_thread() is not self._thread:
-                self._thread.join()
+                self._ended.wait()
 
-    def _begin(self, event: Callable[[int], list[core.Action]]) -> Call:
-        call = Call(next(self._numbers))
+        insist(wait)
 
+    def _begin(self, call: Call, event: Callable[[int], list[core.Action]]) -> None:
         def begin() -> None:
             self._calls[call.number] = call
             self._perform(event(call.number))
 
-        self._post(begin)
-        return call
+        self._inbox.post(begin)
 
-    def _post(self, command: Callable[[], None]) -> None:
-        self._inbox.append(command)
-        # it is locked by this very thread when a communicator is collected amid its work
-        if self._working.acquire(blocking=False):
-            try:
-                if not self._closed.is_set():
-                    self._work()
-                    if not (self._leaving or self._failed) and self._retry_at is None:
-                        return
-            finally:
-                self._working.release()
-        self._wake()
-
-    def _wake(self) -> None:
-        """Has the control thread look."""
-        try:
-            self._wake_out.send(b"\0")
-        except BlockingIOError:
-            pass  # full: it is awake
-        except OSError:
-            self._drain_after_end()  # the thread has ended and closed it
-
-    # ---- the control thread, or whoever works in its place ----
+    # ---- the control thread ----
 
     def _run(self) -> None:
         try:
-            self._waiter.add(self._wake_in, self._read_wake)
+            self._waiter.add(self._inbox.socket, self._inbox.clear_signal)
             self._waiter.add(self._engine.socket, self._read_engine)
             while not (self._failed or (self._leaving and self._core.idle)):
                 ready = self._waiter.wait(self._patience_s())
-                with self._working:
-                    self._work(ready)
+                self._work(ready)
+                self._tell()
         except BaseException as error:  # whatever it is: somebody waits for an answer
             self._break_down(error)
-        with self._working:
-            self._shut_down()
+        self._shut_down()
 
-    def _work(self, ready: Sequence[Callable[[], object]] = ()) -> None:
+    def _work(self, ready: Sequence[Callable[[], object]]) -> None:
         """Does all there is to do."""
         try:
             for read in ready:
                 read()
-            self._run_commands()
+            self._inbox.carry_out()
             self._tick()
             while self._sent:
                 self._sent = False
                 self._read_link()
                 self._read_engine()
-        except BaseException as error:  # Ctrl-C may come when a caller does this work
+        except Exception as error:
             self._break_down(error)
-            if not isinstance(error, Exception):
-                self._wake()
-                raise
+
+    def _tell(self) -> None:
+        """Wakes callers: last of all, or they would wait for the global lock as well."""
+        told, self._told = self._told, []
+        for call, end in told:
+            call.put(end)
 
     def _break_down(self, error: BaseException) -> None:
         """Something that must not fail has failed: ends the membership, and says what it was."""
@@ -401,26 +412,12 @@ class Client:
             why = self._engine.broken
         elif isinstance(error, Refused):
             why = str(error)
-        elif isinstance(error, Exception):
+        else:
             log.error("the control thread of peer %d failed", self._core.number, exc_info=error)
             why = f"an internal error of pccl, {type(error).__name__}: {error}; the log has it"
-        else:
-            why = "it was interrupted in the middle of its work for pccl"
         # What follows may fail as well: `_shut_down` answers whoever is left.
         with contextlib.suppress(Exception):
             self._perform(self._core.broken(why))
-
-    def _read_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            self._wake_in.recv(4096)
-
-    def _run_commands(self) -> None:
-        while True:
-            try:
-                command = self._inbox.popleft()
-            except IndexError:
-                return
-            command()
 
     def _read_link(self) -> None:
         while readable(self._link.socket):
@@ -652,7 +649,10 @@ class Client:
         self._memory.pop(action.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(action.call, None)
         if call is not None:
-            call.put(action)
+            self._told.append((call, action))
+        told = self._forsaken.pop(action.call, None)
+        if told is not None:
+            told(action)
 
     def _note(self, action: core.Plan | core.Fetched) -> None:
         self._calls[action.call].put(action)
@@ -662,10 +662,9 @@ class Client:
     def _shut_down(self) -> None:
         """Lets go of everything, and answers who still waits, whatever fails on the way."""
         with contextlib.ExitStack() as last:  # is called from below
-            last.callback(self._drain_after_end)
-            last.callback(self._wake_in.close)
-            last.callback(self._wake_out.close)
-            last.callback(self._closed.set)
+            last.callback(self._ended.set)
+            last.callback(self._answer_all)
+            last.callback(self._inbox.end)
             last.callback(self._memory.clear)
             last.callback(self._waiter.close)
             last.callback(self._context.term)
@@ -674,9 +673,9 @@ class Client:
             last.callback(self._resolver.forget)
             last.callback(self._close_link)
 
-    def _drain_after_end(self) -> None:
+    def _answer_all(self) -> None:
         """Fails every call that no one will answer any more."""
-        self._run_commands()
         for number in list(self._calls):
             ended = core.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
             self._answer(replace(self._core.over or ended, call=number))
+        self._tell()

@@ -82,15 +82,17 @@ class HostView:
         self._device.wait()
 
 
-def on_host(work: Operands) -> tuple[Operands, Callable[[], None]]:
+def on_host(work: Operands) -> tuple[Operands, Callable[[], None] | None]:
     """The same collective over host memory, and what brings its result to where it belongs.
+
+    None where that is the same memory.
 
     Raises:
         UnsupportedError: an array is on a device that is not there.
     """
     buffers = [buffer for operand in work.each for buffer in (operand.send, operand.recv)]
     if all(buffer.device_type is DeviceType.CPU for buffer in buffers):
-        return work, _nothing
+        return work, None
     seen: list[Buffer] = []
     results: list[int] = []
     pairs: list[tuple[int, int]] = []  # of an operand: indices into `seen`
@@ -115,7 +117,3 @@ def on_host(work: Operands) -> tuple[Operands, Callable[[], None]]:
         for operand, (send, recv) in zip(work.each, pairs, strict=True)
     )
     return Operands(work.work, each), lambda: view.write_back(results)
-
-
-def _nothing() -> None:
-    pass

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from pccl.ext import ffi
 from pccl.protocol import peer as core
-from pccl.runtime.call import Call, Deadline, Leaf
+from pccl.runtime.call import Call, Deadline, End, Leaf
 from pccl.runtime.client import Client
 from pccl.runtime.memory import Pieces
 
@@ -32,10 +32,13 @@ Arrivals: TypeAlias = list[tuple[float, int]]  # when, how many bytes
 BATCH = 64  # verdicts that are given at once
 
 
-def optimise(client: Client, deadline: Deadline) -> core.Answer | core.Fail:
-    """Takes part in an optimisation until it ends, and says how."""
+def optimise(client: Client, call: Call, deadline: Deadline) -> End:
+    """Takes part in an optimisation until it ends, and says how.
+
+    An exception leaves the call as it stands: the caller lets go of it.
+    """
     content, scratch = os.urandom(max(SIZES)), bytearray(max(SIZES))
-    call = client.optimize(_pieces(ffi.from_buffer("char[]", content)), content)
+    client.optimize(call, _pieces(ffi.from_buffer("char[]", content)), content)
     prober = _Prober(client, call, _pieces(ffi.from_buffer("char[]", scratch)), scratch)
     while True:
         note = deadline.next_within(client, call, prober.patience_s)

@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from pccl.runtime.call import aside
+
 SPAN_BYTES = 16 << 20  # that one thread works on at a stretch
 THREADS_MAX = 8  # they saturate the memory of any machine
 ALONE_BYTES = 32 << 20  # below this, starting threads costs more than they save
@@ -30,9 +32,13 @@ def each_span(
         for span in _spans(sizes):
             work(*span)
         return
-    with ThreadPoolExecutor(threads, "pccl-span") as pool:
-        for _ in pool.map(lambda span: work(*span), _spans(sizes)):
-            pass
+
+    def in_threads() -> None:
+        with ThreadPoolExecutor(threads, "pccl-span") as pool:
+            for _ in pool.map(lambda span: work(*span), _spans(sizes)):
+                pass
+
+    aside(in_threads)  # an exception that comes to the caller must not leave them at its memory
 
 
 def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:

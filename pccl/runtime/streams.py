@@ -55,7 +55,6 @@ class Streams:
         config: timings and limits.
         pool_size: lanes to each neighbour; 0: choose.
         local: whether a peer is reached without a network.
-        wake: has the thread that calls `tick` look at `due_s`.
     """
 
     def __init__(
@@ -65,10 +64,9 @@ class Streams:
         config: Config,
         pool_size: int,
         local: Callable[[m.PeerInfo], bool],
-        wake: Callable[[], None],
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
-        self._pool_size, self._local, self._wake = pool_size, local, wake
+        self._pool_size, self._local = pool_size, local
         self._limit_s = config.connect_timeout_s
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # of these, the ones that are to come up
@@ -101,7 +99,6 @@ class Streams:
             self._connect(number, one, f"ipc://{to.ipc}")
         else:
             self._find(number, one)
-        self._wake()
 
     def close(self, number: int) -> None:
         """Closes a stream that is open, or was lost."""
@@ -176,7 +173,6 @@ class Streams:
             self._connect(number, one, f"tcp://{address_text(found.address, one.to.port)}")
         else:
             one.retry_s = time.monotonic() + RETRY_S
-        self._wake()
 
     def _connect(self, number: int, one: _Stream, endpoint: str) -> None:
         one.endpoint, one.due_s = endpoint, time.monotonic() + self._limit_s + LATE_S

@@ -13,10 +13,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime.call import Call, Deadline, Leaf, Note
+from pccl.runtime.call import Call, Deadline, Leaf, Note, aside
 from pccl.runtime.client import SERVE_INTERVAL_S, Client
 from pccl.runtime.digest import digests
 from pccl.runtime.staging import Region, Staging, Verdict, served
@@ -25,6 +26,7 @@ from pccl.types import SharedStateProgress
 log = logging.getLogger("pccl")
 
 FAILURE_S = 0.1  # until a first failure is told; four times as long each time
+Adopt: TypeAlias = Callable[[core.Synced, tuple[int, ...]], None]
 BATCH = 64  # verdicts on small entries that are given at once
 REMIND_S = 5.0  # what is not answered for so long is asked for again, if nothing comes at all
 REMINDERS_MAX = 64  # then holders that do not answer count as lost
@@ -56,29 +58,38 @@ class Outcome:
     """How a synchronisation ended, and what it cost to hash what this peer has.
 
     Attributes:
-        overwritten: the regions that have other content now, by index.
         error: what the caller's callback has raised. It ends the synchronisation, unless that was
             past the point of no return.
     """
 
     end: core.Synced | core.Fail
-    overwritten: tuple[int, ...]
     error: Exception | None
     hashed_bytes: int
     hash_seconds: float
 
 
 def synchronise(
-    client: Client, regions: Sequence[Region], revision: int, wish: Wish, owner: object
+    client: Client,
+    call: Call,
+    regions: Sequence[Region],
+    revision: int,
+    wish: Wish,
+    owner: object,
+    adopt: Adopt,
 ) -> Outcome:
     """Takes part in a synchronisation until it ends, and says how.
 
+    An exception leaves the call as it stands, the caller's memory untouched or wholly overwritten:
+    the caller lets go of it.
+
     Args:
         client: the peer.
+        call: to be made.
         regions: the shared state; its memory must not change meanwhile.
         revision: of the shared state, as this peer has it.
         wish: what else there is to ask for.
         owner: kept alive as long as the engine refers to the memory.
+        adopt: told, at a success, which regions were overwritten.
     """
     began = time.monotonic()
     found = digests([(region.address, region.nbytes) for region in regions])
@@ -89,11 +100,11 @@ def synchronise(
         for r, digest in zip(regions, found, strict=True)
     )
     offer = m.Offer(revision, wish.strategy, entries, wish.strict, wish.min_peers)
-    call = client.sync(offer, pieces, (owner, found, tables))
+    client.sync(call, offer, pieces, (owner, found, tables))
     receiver = _Receiver(client, call, regions, wish)
-    end = receiver.receive()
+    end = receiver.receive(adopt)
     hashed_bytes = sum(region.nbytes for region in regions)
-    return Outcome(end, receiver.overwritten, receiver.error, hashed_bytes, hash_seconds)
+    return Outcome(end, receiver.error, hashed_bytes, hash_seconds)
 
 
 class _Receiver:
@@ -114,14 +125,13 @@ class _Receiver:
         self._failures = 0
         self._verdicts: list[Verdict] = []
         self._progress = _Progress(wish.progress)
-        self.overwritten: tuple[int, ...] = ()  # regions, at the end
 
     @property
     def error(self) -> Exception | None:
         """What the caller's callback has raised."""
         return self._progress.error
 
-    def receive(self) -> core.Synced | core.Fail:
+    def receive(self, adopt: Adopt) -> core.Synced | core.Fail:
         """Until the end, with the caller's memory overwritten if that is a success."""
         while True:
             match self._next():
@@ -136,9 +146,7 @@ class _Receiver:
                     self._fail_at = time.monotonic() + FAILURE_S * 4**self._failures
                     self._failures += 1
                 case core.Answer(_, core.Synced() as synced):
-                    if self._staging is not None:
-                        assert self._complete, "the master kept what this peer has not proven"
-                        self.overwritten = self._staging.install()
+                    self._install(synced, adopt)
                     return synced
                 case core.Fail() as fail:
                     return fail
@@ -194,6 +202,15 @@ class _Receiver:
             )
             self._remind_at = time.monotonic() + REMIND_S
             self._progress.begin(staging)
+
+    def _install(self, synced: core.Synced, adopt: Adopt) -> None:
+        staging = self._staging
+        if staging is None:
+            adopt(synced, ())
+            return
+        assert self._complete, "the master kept what this peer has not proven"
+        # to the end, once begun: what is half overwritten is nobody's state
+        aside(lambda: adopt(synced, staging.install()))
 
     def _vote(self) -> None:
         self._complete = True

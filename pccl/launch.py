@@ -1,0 +1,117 @@
+"""A collective of this peer's, from its launch to whoever awaits it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from pccl.errors import PCCLError
+from pccl.protocol import peer as core
+from pccl.ranks import KnownRanks
+from pccl.runtime.call import Deadline, End, aside
+from pccl.runtime.client import Client
+from pccl.runtime.devices import on_host
+from pccl.runtime.memory import Operands
+from pccl.standing import Standing
+from pccl.types import ReduceInfo, Result
+
+log = logging.getLogger("pccl")
+
+
+class Launch:
+    """A collective that is about to be launched: nothing has happened yet.
+
+    Attributes:
+        call: what it waits for.
+        end: how it ended, once somebody has awaited that.
+        over: whether nobody needs to await it any more.
+
+    Args:
+        name: of the API call.
+        tag: of the collective.
+        client: the peer.
+        standing: where it stands until it is awaited.
+        ranks: what the program knows of them.
+    """
+
+    def __init__(
+        self, name: str, tag: int, client: Client, standing: Standing, ranks: KnownRanks
+    ) -> None:
+        self._name, self._tag = name, tag
+        self._client, self._standing, self._ranks = client, standing, ranks
+        self.call = client.call()
+        self.end: End | None = None
+        self.over = False
+        self._bring_back: Callable[[], None] | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, work: Operands, stuck: bool = False) -> None:
+        """Launches it. `stuck`: until the answer its caller makes no other call.
+
+        Raises:
+            PCCLError: it cannot stand next to the calls in which this peer stands.
+            UnsupportedError: an array is on a device that is not there.
+        """
+        self._standing.enter(self._name, self.call, self._tag)
+        work, self._bring_back = on_host(work)
+        self._client.collective(self.call, self._tag, work, stuck)
+
+    def finish(self, deadline: Deadline) -> End:
+        """Awaits it. Several threads may."""
+        if self.end is None:
+            note = deadline.next(self._client, self.call)
+            assert isinstance(note, core.Answer | core.Fail)
+            with self._lock:
+                if self.end is None:
+                    self._conclude(note)
+                    self.end = note
+        assert self.end is not None
+        return self.end
+
+    def _conclude(self, end: End) -> None:
+        self.over = True
+        self._standing.leave(self.call)
+        if isinstance(end, core.Fail):
+            if end.result is Result.RANK_CONNECTION_LOST:
+                self._ranks.lose(self._client.plan, self._client.number)
+        elif self._bring_back is not None:
+            aside(self._bring_back)
+
+    def let_go(self) -> None:
+        """An exception takes its caller away: ends it, and frees its tag. Idempotent."""
+        try:
+            self.over = True
+            self._client.let_go(self.call)
+        finally:
+            self._standing.leave(self.call)
+
+    def forsake(self) -> None:
+        """Nobody can await it any more: it goes on, and its tag is free when it is over."""
+
+        def told(end: End) -> None:
+            self._standing.leave(self.call)
+            if isinstance(end, core.Fail):
+                log.warning("nobody waits for this one, which failed: %s", self.error(end))
+
+        self._client.forsake(self.call, told)
+
+    def error(self, end: core.Fail) -> PCCLError:
+        """The exception for its failure."""
+        return error_of(self._name, end, self.call.began_s)
+
+
+def error_of(name: str, end: core.Fail, began_s: float | None = None) -> PCCLError:
+    """The exception for a failed call, with its phase and how long it took."""
+    when = [end.phase] if end.phase else []
+    if began_s is not None:
+        when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
+    return end.error(end.result, name, f"{end.why} ({', '.join(when)})" if when else end.why)
+
+
+def info(end: core.Answer) -> ReduceInfo:
+    """What the answer to a collective says."""
+    reduced = end.value
+    assert isinstance(reduced, core.Reduced)
+    return ReduceInfo(reduced.world_size, reduced.tx_bytes, reduced.rx_bytes)

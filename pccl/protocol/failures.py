@@ -1,0 +1,48 @@
+"""How calls fail, as their callers are told. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pccl.errors import (
+    DivergenceError,
+    MismatchError,
+    PCCLError,
+    PCCLTimeoutError,
+    PeerLostError,
+)
+from pccl.protocol import messages as m
+from pccl.protocol.calls import ENTERING, Collective, Syncing
+from pccl.protocol.orders import Fail
+from pccl.protocol.rounds import WITHDRAWN, Kind
+from pccl.types import Result
+
+_ERRORS: dict[int, type[PCCLError]] = {
+    m.Cause.MISMATCH: MismatchError,
+    m.Cause.TIMEOUT: PCCLTimeoutError,
+    m.Cause.DIVERGENCE: DivergenceError,
+}
+
+
+def refused(refusal: m.CallError) -> Fail:
+    """The failure that the master tells, before anything has happened."""
+    result = Result(refusal.result)
+    lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
+    return Fail(refusal.call, result, refusal.why, _ERRORS.get(refusal.cause, lost), ENTERING)
+
+
+def parting(fail: Fail, vote: m.PeerMessage | None, long: Collective | Syncing | None) -> Fail:
+    """What a caller is told that does not wait for the outcome of its call.
+
+    Args:
+        fail: why.
+        vote: its vote, if the call is a round and nothing else.
+        long: what is known of it, if it is a call that lasts longer.
+    """
+    kind = Kind.START
+    if isinstance(vote, m.TopologyVote):
+        kind = Kind.TOPOLOGY
+    elif isinstance(long, Syncing):
+        kind = Kind.OPTIMIZE if long.optimises else Kind.SYNC
+    phase = ENTERING if long is None else long.phase
+    return replace(fail, result=WITHDRAWN[kind], phase=phase)

@@ -1,0 +1,72 @@
+"""Where one peer stands: rounds of the whole run or group, and collectives by their tags."""
+
+from __future__ import annotations
+
+import threading
+
+from pccl.errors import error_for
+from pccl.runtime.call import Call
+from pccl.types import Result
+
+# Who stands in one of these makes no other call until it returns.
+EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
+ROUNDS = EXCLUSIVE | {"are_peers_pending"}
+
+
+class Standing:
+    """The calls in which threads of this peer stand, and what may stand beside them.
+
+    A collective that is launched stands until it is awaited, or nobody can await it any more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a handle may be collected while it is held
+        self._rounds: dict[str, Call] = {}
+        self._tags: dict[int, Call] = {}
+        self._user: threading.Thread | None = None  # the thread that made the latest call
+        self._shared = False  # whether several threads that live have made calls
+
+    def enter(self, name: str, call: Call, tag: int | None = None) -> None:
+        """A call begins; of a collective with its tag.
+
+        Raises:
+            PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: it cannot stand next to
+                those that are there.
+        """
+        with self._lock:
+            self._may_enter(name)
+            if tag is None:
+                self._rounds[name] = call
+            elif self._tags.setdefault(tag, call) is not call:
+                why = f"a collective with tag {tag} is launched and not awaited: use another tag"
+                raise error_for(Result.INVALID_ARGUMENT, name, why)
+
+    def _may_enter(self, name: str) -> None:
+        if name in EXCLUSIVE and self._tags:
+            tags = sorted(self._tags)
+            why = f"collectives are launched and not awaited (tags {tags}): wait() for them first"
+            raise error_for(Result.PENDING_ASYNC_OPS, name, why)
+        rounds = self._rounds.keys()
+        others = rounds & (EXCLUSIVE | {name}) if name not in EXCLUSIVE else rounds
+        if others:
+            why = f"another thread of this peer stands in {min(others)}()"
+            raise error_for(Result.INVALID_USAGE, name, why)
+
+    def leave(self, call: Call) -> None:
+        """A call is over, if it ever began. Idempotent."""
+        with self._lock:
+            for name in [name for name, other in self._rounds.items() if other is call]:
+                del self._rounds[name]
+            for tag in [tag for tag, other in self._tags.items() if other is call]:
+                del self._tags[tag]
+
+    def single_threaded(self) -> bool:
+        """Whether this thread is the only one there that has ever made a call.
+
+        If so, it makes no other call while it waits in this one, and says so: it can be told when
+        nobody will ever meet it there.
+        """
+        with self._lock:
+            user, self._user = self._user, threading.current_thread()
+            self._shared |= user is not None and user is not self._user and user.is_alive()
+            return not self._shared
