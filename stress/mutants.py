@@ -570,8 +570,8 @@ MUTANTS = [
     ),
     Mutant(
         "who knows of the end of its synchronisation takes nothing back",
-        "            and self._syncing.outcome is None\n",
-        "",
+        "syncing if syncing and syncing.call == call and syncing.outcome is None else None",
+        "syncing if syncing and syncing.call == call else None",
     ),
     Mutant(
         "who loses a stream after its own part is done says so",

@@ -135,7 +135,7 @@ def draw(seed: int) -> Scenario:
     joins = [i for i in range(1, len(scripts)) if rng.random() < 0.4]
     events = [Event(rng.randint(0, 60), "join", i) for i in joins]
     for _ in range(rng.choice([0, 0, 1, 2, 4, 8])):
-        what = rng.choice(EVENTS[:-1] if lawful else EVENTS)
+        what = rng.choice(EVENTS[:-2] if lawful else EVENTS)
         events.append(Event(rng.randint(0, 60), what, rng.randrange(len(scripts))))
     if rng.random() < 0.15 and not lawful:
         script = draw_script(rng, rng.randint(3, 20))

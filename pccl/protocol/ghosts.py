@@ -1,10 +1,15 @@
 """Calls whose callers have gone before the master has said how they end. No I/O.
 
-A caller goes when an exception takes it away, or when its time is up while the master is away. Its
-call ends for it at once, but the master may have its vote, or start what it has voted for. Until
-that is known, the call is a *ghost*: it gives up whatever still comes of it. Another call in the
-same *place* (a collective with the same tag, the same round) is not said to the master before: so
-whatever the master tells, after a restart too, is about one of them alone.
+A caller goes when an exception takes it away, or when its time is up while the master, which alone
+knows the outcome, is away. Its call ends at once: what the engine does is aborted, and the call is
+answered when the engine is settled. But the master may have its vote, or start what it has voted
+for. Until that is known the call is a *ghost*: it votes no wherever it is still asked. Another call
+in the same *place* (a collective with the same tag, the same round) is not said to the master
+before: so whatever the master tells, after a restart too, is about one of them alone.
+
+What a ghost was about may have succeeded all the same, for the others. A caller that was told of a
+failure then has no place in the run any more, and its peer leaves: no two peers of a run go on with
+two outcomes. A caller that an exception took away was told nothing.
 """
 
 from __future__ import annotations

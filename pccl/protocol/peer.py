@@ -25,13 +25,8 @@ the run) and that the engine is settled, that is, refers to none of the user's m
 restored it where the outcome is no commit. Both can come in either order. Only then is the call
 answered.
 
-A caller may go before its call ends: an exception takes it away (`abandon`), or its time is up
-while the master, which alone knows the outcome, is away (`withdraw`). Then its call ends here and
-now: what the engine does is aborted, the call is answered when the engine is settled, and what is
-left is a ghost (ghosts.py) that votes no wherever it is still asked. A collective may have
-committed all the same, on the others. A caller that was told of a failure then has no place in the
-run any more: its peer leaves, so that no two peers of a run go on with two outcomes. A caller that
-an exception took away was told nothing.
+A caller may go before its call ends (`abandon`, and `withdraw` while the master is away). Then its
+call ends as soon as the engine is settled, and what is left of it is a ghost (ghosts.py).
 
 Streams belong to an epoch. The first collective of a new epoch closes the old ones and opens new
 ones; nothing in an old epoch still needs them, because an epoch ends only when no collective is
@@ -197,7 +192,7 @@ class Peer(Transfers):
             self._release(call, f"{why}, while the master was away", PCCLTimeoutError)
         elif self._ghosts.forget(call):
             self._out.append(Fail(call, LOST, why, PCCLTimeoutError, ENTERING))
-        elif self._waits(call):
+        elif call in self._calls or collective is not None or self._in_sync(call):
             if collective is not None:
                 collective.impatient = True
             self._withdrawn[call] = why
@@ -221,9 +216,7 @@ class Peer(Transfers):
     def _release(self, call: int, why: str, error: type[PCCLError]) -> None:
         """A call ends without its outcome; what is left of it is a ghost."""
         self._withdrawn.pop(call, None)
-        collective, syncing = self._collectives.get(call), self._syncing
-        if syncing is not None and syncing.call != call:
-            syncing = None
+        collective, syncing = self._collectives.get(call), self._in_sync(call)
         late = error is PCCLTimeoutError
         fail = parting(Fail(call, LOST, why, error), self._calls.get(call), collective or syncing)
         if call in self._calls:
@@ -235,7 +228,7 @@ class Peer(Transfers):
             if collective.move(Event.LEFT) and not collective.settled:
                 self._out.append(AbortOp(call))
             self._conclude(collective)
-        elif syncing is not None and syncing.outcome is None:
+        elif syncing is not None:
             self._ghosts.add(call, type(syncing.vote).__name__, late)
             self._end_sync(syncing, fail)
         elif self._ghosts.forget(call):
@@ -265,18 +258,9 @@ class Peer(Transfers):
                     self._succeeded_without(call, f"{what}()")
                 self._ghosts.lay(call)
 
-    def _waits(self, call: int) -> bool:
-        syncing = self._syncing is not None and self._syncing.call == call
-        return call in self._calls or call in self._collectives or syncing
-
     def _say_withdraw(self, call: int) -> None:
         collective = self._collectives.get(call)
-        syncing = (
-            self._syncing is not None
-            and self._syncing.call == call
-            and self._syncing.outcome is None
-        )
-        if call in self._calls or syncing:
+        if call in self._calls or self._in_sync(call):
             self._say(m.Withdraw(call))
         elif collective is not None and collective.outcome is None:
             self._say(m.Withdraw(call, collective.seq))

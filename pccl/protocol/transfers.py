@@ -332,6 +332,11 @@ class Transfers:
         else:
             self._out.append(syncing.outcome)
 
+    def _in_sync(self, call: int) -> Syncing | None:
+        """The synchronisation that this call waits for, if there is nothing known of its end."""
+        syncing = self._syncing
+        return syncing if syncing and syncing.call == call and syncing.outcome is None else None
+
     def _missed_sync(self, done: m.Done) -> None:
         """What others have agreed on since without us, if our caller has gone."""
         if self._done.sync != done.sync:
