@@ -277,6 +277,11 @@ void pccl_plain_fill(pccl_zmq *table);
 /* Says of a plain message whether another frame follows it: for the msg_recv of such a table. */
 void pccl_plain_set_more(pccl_msg *msg, int more);
 
+/* Receives what is left of a message of which a frame has been received, and drops it. As libzmq
+ * bounds the size of a frame but not their number, this may be millions. Returns how many, and ends
+ * early where a frame cannot be received. */
+int64_t pccl_drain(const pccl_zmq *zmq, void *socket);
+
 /* ---- orders and events ---- */
 
 enum pccl_op_kind {

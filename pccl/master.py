@@ -10,6 +10,7 @@ import sys
 from pccl.errors import PCCLError
 from pccl.logs import configure_logging
 from pccl.master_node import MasterNode, serve_until_signal
+from pccl.runtime.descriptors import raise_limit
 from pccl.runtime.scribe import OnError
 
 DEFAULT_PORT = 48148
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`pccl master`: serves until Ctrl-C or SIGTERM."""
     configure_logging()
+    raise_limit()
     logging.getLogger("pccl").info("pccl master, process %d", os.getpid())
     try:
         master = MasterNode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -135,7 +136,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
 import sys, time
 from pccl.master import main
 from pccl.runtime.server import Server
-Server._close = lambda self: print("closing", flush=True) or time.sleep(60)
+Server.close = lambda self: print("closing", flush=True) or time.sleep(60)
 sys.exit(main(["--listen-address", "127.0.0.1:0"]))
 """
     with started("-c", slow) as (process, _):
@@ -161,9 +162,9 @@ AS_COMMAND = 'from pccl.master import main; sys.exit(main(["--listen-address", "
 @pytest.mark.parametrize("program", [AS_COMMAND, SCRIPT], ids=["command", "at exit"])
 def test_a_master_that_fails_ends_with_a_status_and_a_sentence(program: str) -> None:
     with started("-c", BROKEN + program) as (process, address):
-        peer = pccl.Communicator(address)  # kept: one that is collected leaves at once
-        with contextlib.suppress(pccl.PCCLError):
-            peer.connect(1, timeout=1)
+        while process.poll() is None:  # once a peer is there
+            with contextlib.suppress(pccl.PCCLError):
+                pccl.Communicator(address).connect(1, timeout=5)
         assert process.wait(20) == 1
         assert process.stderr is not None
         last = process.stderr.read().splitlines()[-1]
@@ -187,13 +188,58 @@ def test_a_program_is_told_that_its_master_has_failed(monkeypatch: pytest.Monkey
 
 def test_a_master_for_which_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     master = pccl.MasterNode("127.0.0.1:0")
+    start = threading.Thread.start
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", fail)
+        patched.setattr(
+            threading.Thread, "start", lambda t: fail() if t.name == "pccl-master" else start(t)
+        )
         with pytest.raises(pccl.PCCLError, match="INTERNAL_ERROR: no thread could be started"):
             master.run()
     address = master.address
     with pccl.MasterNode(address) as again:  # its port is free
         assert again.address == address
+
+
+@pytest.mark.parametrize("where", ["pccl.runtime.server.socket.socketpair", "os.dup", "os.open"])
+def test_a_master_for_which_there_are_no_descriptors(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    master = pccl.MasterNode("127.0.0.1:0")
+    monkeypatch.setattr("pccl.master_node.require_room", lambda: None)  # there were some just now
+    with monkeypatch.context() as patched:
+        patched.setattr(where, none)
+        with pytest.raises(pccl.PCCLError, match="Too many open files") as raised:
+            master.run()
+    assert "another port" not in str(raised.value)
+    master.run()
+    master.interrupt()
+
+
+def test_a_master_whose_sockets_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them in turn; what was opened before is closed, or the port would be taken."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    master = pccl.MasterNode(f"127.0.0.1:{port}")
+    make = zmq.Context.socket
+    for nth in range(2):
+        made = iter(range(100))
+
+        def fails(
+            context: zmq.Context[zmq.Socket[bytes]], *arguments: int, nth: int = nth
+        ) -> zmq.Socket[bytes]:
+            if next(made) == nth:  # noqa: B023
+                raise zmq.ZMQError(errno.EMFILE)
+            return make(context, *arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(zmq.Context, "socket", fails)
+            with pytest.raises(pccl.PCCLError, match="ZeroMQ cannot make its sockets"):
+                master.run()
+    master.run()
+    master.interrupt()
 
 
 FORK = """

@@ -21,12 +21,14 @@ fail, that is logged, and that connection is dropped.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import secrets
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,17 +36,22 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pccl.errors import PCCLError
+from pccl.ext.drain import Drain
 from pccl.protocol import master as core
 from pccl.protocol import messages as m
+from pccl.runtime import descriptors
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
+from pccl.runtime.descriptors import Shutter, received
 from pccl.runtime.dial import Dialler, Target
+from pccl.runtime.guard import Guard, Line
 from pccl.runtime.inline import combine
 from pccl.runtime.journal import JournalError
 from pccl.runtime.pulse import Pulse
+from pccl.runtime.reserve import Reserve
 from pccl.runtime.scribe import OnError, Scribe
 from pccl.runtime.waiter import Waiter, readable
-from pccl.security import Security
+from pccl.security import KeyPair, Security
 
 log = logging.getLogger("pccl")
 
@@ -55,6 +62,8 @@ RECEIVED_MAX = 32  # messages of one connection that wait to be read; then TCP h
 UNREAD_MAX = 10_000  # messages that wait for one connection to read them; then it is lost
 ARRIVING_MAX = 4  # messages of a connection that wait for its welcome
 GRACE_S = 1.0  # between the end of a connection and the end of all that may still come of it
+SPARE = 64  # descriptors that are for something else than connections,
+LINES_MIN = 16  # but not where that would leave fewer for these
 MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
 
 
@@ -132,42 +141,66 @@ class Server:
         self._buried: dict[bytes, float] = {}  # when; what is read of them now is ignored
         self._dropped: dict[bytes, float] = {}  # when; they are open, but not listened to
         # connections that are dialled back before their first message counts; what else they say
-        self._arriving: dict[bytes, list[list[bytes]]] = {}
-        self._waiter = Waiter()
-        self._wake_out, self._wake_in = socket.socketpair()
-        self._context = zmq.Context()
-        self._dialler = Dialler(self._waiter, self._context, keys)
-        try:
-            self._router = _router(self._context, config, ipv6=":" in host)
-            self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise OSError(error.errno, f"ZeroMQ cannot make its sockets: {error}") from None
+        self._arriving: dict[bytes, list[bytes | None]] = {}
         self._security = security
         self._zap: Zap | None = None
-        self._wake_out.setblocking(False)
         self._journal: Scribe | None = None
+        self._guard = Guard(received, max(LINES_MIN, descriptors.limit() - SPARE))
+        self._surplus: list[Line] = []  # connections for which there is no room
+        self._stop = False
+        self._sent = False  # since the router was last found empty
         run = secrets.randbits(62)
+        self._opened = contextlib.ExitStack()
         try:
-            if keys is not None:
-                self._zap = Zap(self._context)
-                secure_server(self._router, keys)
-            bracketed = f"[{host}]" if ":" in host else host
-            self._router.bind(f"tcp://{bracketed}:{port or '*'}")
+            self._open(host, port, config, keys)
             if state is not None:
                 self._journal = Scribe(state, run, on_journal_error)
+                self._opened.callback(self._journal.close)
         except zmq.ZMQError as error:
             self.close()
-            raise OSError(error.errno, f"cannot listen on {host}:{port}: {error}") from None
-        except JournalError:
+            raise OSError(error.errno, f"ZeroMQ cannot make its sockets: {error}") from None
+        except BaseException:
             self.close()
             raise
         remembered = None if self._journal is None else self._journal.remembered
         self._core = self._new_core(run, remembered)
         self.host = host
         self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._stop = False
-        self._sent = False  # since the router was last found empty
+
+    def _open(self, host: str, port: int, config: Config, keys: KeyPair | None) -> None:
+        """All that takes descriptors, of which there may be none."""
+        opened = self._opened
+        self._drain = Drain()
+        self._waiter = Waiter()
+        opened.callback(self._waiter.close)
+        self._shutter = Shutter()
+        opened.callback(self._shutter.close)
+        self._reserve = Reserve()
+        opened.callback(self._reserve.close)
+        self._wake_out, self._wake_in = map(opened.enter_context, socket.socketpair())
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
+        self._context = zmq.Context()
+        opened.callback(self._context.term)
+        self._router = _router(self._context, config, ipv6=":" in host)
+        opened.callback(self._router.close, linger=FAREWELL_MS)
+        self._monitor = self._router.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
+        )
+        opened.callback(self._monitor.close, linger=0)
+        opened.callback(self._router.disable_monitor)
+        if keys is not None:
+            self._zap = Zap(self._context)
+            opened.callback(self._zap.close)
+            secure_server(self._router, keys)
+        self._dialler = Dialler(self._waiter, self._context, keys)
+        opened.callback(self._dialler.close)
+        bracketed = f"[{host}]" if ":" in host else host
+        try:
+            self._router.bind(f"tcp://{bracketed}:{port or '*'}")
+        except zmq.ZMQError as error:
+            number = errno.EADDRINUSE if error.errno == zmq.EADDRINUSE else error.errno
+            raise OSError(number, f"cannot listen on {host}:{port}: {error}") from None
 
     @property
     def peers(self) -> int:
@@ -186,16 +219,13 @@ class Server:
             self._journal.forked()
 
     def close(self) -> None:
-        """Closes all, if nobody has served: the port can be bound again at once."""
-        self._waiter.close()
-        self._wake_out.close()
-        self._wake_in.close()
-        self._close()
+        """Closes all, if nobody serves: the port can be bound again at once."""
+        self._opened.close()
 
     def serve(self) -> None:
         """Serves until `stop`, then closes everything: the port can be bound again at once."""
         waiter = self._waiter
-        waiter.add(self._wake_in, lambda: None)
+        waiter.add(self._wake_in, self._woken)
         waiter.add(self._router, lambda: None)  # it is read in any case
         waiter.add(self._monitor, self._read_monitor)
         if (zap := self._zap) is not None:
@@ -203,7 +233,7 @@ class Server:
         drained = False
         try:
             while not self._stop:
-                wait_s = 0.0 if self._sent or not drained else self._patience_s()
+                wait_s = self._patience_s(drained)
                 reads = waiter.wait(wait_s)
                 self._feel_pulse(wait_s)
                 for read in reads:
@@ -211,7 +241,7 @@ class Server:
                 drained = not all(self._read_router() for _ in range(BATCH))
                 now_s = time.monotonic()
                 self._bury(now_s, drained)
-                self._cut(now_s)
+                self._cut(now_s, drained)
                 self._dialler.tick(now_s)
                 self._perform(self._core.tick(now_s - self._paused_s))
             if self._journal is None:  # else it is expected to come back
@@ -224,23 +254,18 @@ class Server:
             raise
         finally:
             self._stop = True
-            self._dialler.close()
             self.close()
 
-    def _close(self) -> None:
-        self._router.disable_monitor()
-        self._monitor.close(linger=0)
-        self._router.close(linger=FAREWELL_MS)
-        if self._journal is not None:
-            self._journal.close()
-        if self._zap is not None:
-            self._zap.close()
-        self._context.term()
-
-    def _patience_s(self) -> float:
+    def _patience_s(self, drained: bool) -> float:
+        if self._sent or self._surplus or not drained:
+            return 0.0
         often = self._core.recovering or self._dropped or self._buried or self._dialler.busy
-        now_and_then_s = self._timeout_s / 4  # or no pause would be noticed
-        return OFTEN_S if often else min(now_and_then_s, self._tick_s or now_and_then_s)
+        limits = [
+            OFTEN_S if often or self._reserve.spent else self._timeout_s / 4,  # to notice pauses
+            self._tick_s,
+            self._guard.patience_s,
+        ]
+        return min(limit for limit in limits if limit is not None)
 
     # ---- pauses ----
 
@@ -287,15 +312,30 @@ class Server:
             log.warning("master: nobody can join: %s", error)
             return False
 
+    def _woken(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._wake_in.recv(64)
+
     def _read_monitor(self) -> None:
         while True:
             try:
                 event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
                 return
-            conn = self._conn_of.pop(event["value"], None)
+            kind, value = event["event"], event["value"]
+            if kind == zmq.EVENT_ACCEPT_FAILED:
+                self._reserve.failed(value, time.monotonic())
+                self._shed()  # now: libzmq tries on, and tells of it faster than can be read
+                continue
+            conn = self._conn_of.pop(value, None)  # who has had this descriptor is gone
             if conn is not None:
                 self._lost.append(conn)
+            if kind == zmq.EVENT_ACCEPTED:
+                line = self._guard.accepted(value, time.monotonic())
+                if self._reserve.spent or self._guard.full:
+                    self._surplus.append(line)
+            else:
+                self._guard.gone(value)
 
     def _bury(self, now_s: float, drained: bool) -> None:
         lost, self._lost = self._lost, []
@@ -311,22 +351,40 @@ class Server:
         if drained:
             self._buried = {c: at for c, at in self._buried.items() if now_s - at < GRACE_S}
 
-    def _cut(self, now_s: float) -> None:
-        """Closes connections that were dropped a while ago, as libzmq cannot: by descriptor.
-
-        libzmq says that a connection is gone before it closes its descriptor. So if nothing has
-        been said after the descriptor was duplicated, the duplicate is of that connection.
-        """
+    def _cut(self, now_s: float, drained: bool) -> None:
+        """Closes connections that libzmq would keep: it has no call for that."""
+        self._shed()
+        self._reserve.tick(now_s)
+        for line, why in self._guard.look(now_s, drained):
+            log.info("master: a connection is closed: %s", why)
+            self._shut(line.descriptor, partial(self._guard.holds, line))
         for conn in [conn for conn, at in self._dropped.items() if now_s - at >= GRACE_S]:
             self._dropped[conn] = math.inf  # until the monitor says that it is gone
             fd = self._senders[conn].fd
-            try:
-                with socket.fromfd(fd, socket.AF_INET, socket.SOCK_STREAM) as twin:
-                    self._read_monitor()
-                    if self._conn_of.get(fd) == conn:
-                        twin.shutdown(socket.SHUT_RDWR)
-            except OSError as error:  # it is closed just now
-                log.debug("master: connection %s: %s", conn.hex(), error)
+            self._shut(fd, partial(self._is_of, fd, conn))
+
+    def _shed(self) -> None:
+        """Closes connections for which there is no room.
+
+        If one is gone already, and another one has its descriptor, that came later: no room either.
+        """
+        while self._surplus:
+            line = self._surplus.pop()
+            with contextlib.suppress(OSError):
+                self._shutter.shut(line.descriptor, partial(self._guard.holds, line))
+
+    def _is_of(self, descriptor: int, conn: bytes) -> bool:
+        return self._conn_of.get(descriptor) == conn
+
+    def _shut(self, descriptor: int, still: Callable[[], bool]) -> None:
+        def is_that_one() -> bool:
+            self._read_monitor()
+            return still()
+
+        try:
+            self._shutter.shut(descriptor, is_that_one)
+        except OSError as error:  # it is closed just now
+            log.debug("master: descriptor %d: %s", descriptor, error)
 
     def _read_router(self) -> bool:
         self._sent = False
@@ -334,23 +392,34 @@ class Server:
             return False
         conn = self._router.recv(zmq.DONTWAIT)
         if conn in self._senders:
-            frames = self._router.recv_multipart()
+            data = self._router.recv()
         else:  # only a Frame tells from where it came, and it takes longer
-            first = self._router.recv_multipart(copy=False)
-            frames = [frame.bytes for frame in first]
-            if conn not in self._buried and not self._learn(conn, first[-1]):
+            frame = self._router.recv(copy=False)
+            data = frame.bytes
+            if conn not in self._buried and not self._learn(conn, frame):
+                self._drop_rest()
                 return True
-        self._deliver(conn, frames)
+        several = self._drop_rest() > 0
+        if (sender := self._senders.get(conn)) is not None:
+            self._guard.heard(sender.fd)
+        self._deliver(conn, None if several else data)
         return True
 
-    def _deliver(self, conn: bytes, frames: list[bytes]) -> None:
-        """What a connection has said, to the core, unless it is too late or too early."""
+    def _drop_rest(self) -> int:
+        """Messages have one frame: drops the others of this one. Returns how many there were."""
+        return self._drain(self._router) if self._router.getsockopt(zmq.RCVMORE) else 0
+
+    def _deliver(self, conn: bytes, data: bytes | None) -> None:
+        """What a connection has said, to the core, unless it is too late or too early.
+
+        None stands for a message of several frames.
+        """
         if conn in self._buried or conn in self._dropped:
             return
         if conn not in self._arriving:
-            self._guarded(conn, lambda: self._hear(conn, frames))
+            self._guarded(conn, lambda: self._hear(conn, data))
         elif len(self._arriving[conn]) < ARRIVING_MAX:
-            self._arriving[conn].append(frames)
+            self._arriving[conn].append(data)
         else:
             del self._arriving[conn]
             self._perform(self._core.rejected(conn, "it said too much before it was welcome"))
@@ -375,8 +444,8 @@ class Server:
             if held is None:
                 return  # it has gone
             self._guarded(conn, lambda: event(unreached))
-            for frames in held:
-                self._deliver(conn, frames)
+            for data in held:
+                self._deliver(conn, data)
 
         self._dialler.dial(target, time.monotonic(), then, self._senders[conn].host)
 
@@ -389,14 +458,14 @@ class Server:
 
         self._dialler.dial(target, time.monotonic(), then)
 
-    def _hear(self, conn: bytes, frames: list[bytes]) -> list[core.Action]:
+    def _hear(self, conn: bytes, data: bytes | None) -> list[core.Action]:
         """What the core makes of a message."""
         try:
-            if len(frames) != 1:
-                raise m.ProtocolError(f"a message of {len(frames)} frames")
+            if data is None:
+                raise m.ProtocolError("a message of several frames")
             if conn[0] != 0:
                 raise m.ProtocolError("a name that the connection has given itself")
-            message = m.decode_from_peer(frames[0])
+            message = m.decode_from_peer(data)
         except m.ProtocolError as error:
             return self._core.rejected(conn, f"it sent bytes that are no message: {error}")
         if isinstance(message, m.Hello):

@@ -1,0 +1,101 @@
+"""File descriptors: of connections that libzmq owns, and how many the system lends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+
+WANTED = 1 << 16  # descriptors of a master, where the system lends so many
+
+
+def limit() -> int:
+    """How many this process may have at the same time, as far as that is known."""
+    if sys.platform == "win32":
+        return WANTED
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return WANTED if soft == resource.RLIM_INFINITY else min(soft, WANTED)
+
+
+def raise_limit() -> None:
+    """Asks for more: the usual 1024 are of another time. For programs of our own."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED if hard == resource.RLIM_INFINITY else min(hard, WANTED)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# Where struct tcp_info of Linux (since 4.1) has the u64 tcpi_bytes_received.
+_RECEIVED_AT = 128
+COUNTED = sys.platform == "linux"
+
+
+def received(descriptor: int) -> int | None:
+    """How many bytes a TCP connection has received so far; None where nobody knows.
+
+    The descriptor is somebody else's, and may be closed, or of another connection by now.
+    """
+    if not COUNTED:
+        return None
+    borrowed = None
+    try:
+        borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, descriptor)
+        info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
+    except OSError:
+        return None
+    finally:
+        if borrowed is not None:
+            borrowed.detach()
+    if len(info) < _RECEIVED_AT + 8:  # an older kernel
+        return None
+    return int(struct.unpack_from("=Q", info, _RECEIVED_AT)[0])
+
+
+class Shutter:
+    """Shuts connections down that libzmq owns, by descriptor.
+
+    libzmq says that a connection is gone before it closes its descriptor. So if nothing has been
+    said after the descriptor was duplicated, the duplicate is of that connection. It takes no new
+    descriptor, for there may be none.
+    """
+
+    def __init__(self) -> None:
+        self._blank = os.open(os.devnull, os.O_RDONLY)
+        self._twin = os.dup(self._blank)
+
+    def shut(self, descriptor: int, still: Callable[[], bool]) -> None:
+        """Shuts it down if `still` says, after the duplication, that it is the one that is meant.
+
+        Raises:
+            OSError: it is closed just now.
+        """
+        if sys.platform == "win32":
+            with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as twin:
+                if still():
+                    twin.shutdown(socket.SHUT_RDWR)
+            return
+        os.dup2(descriptor, self._twin, inheritable=False)
+        try:
+            if still():
+                borrowed = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, self._twin)
+                try:
+                    borrowed.shutdown(socket.SHUT_RDWR)
+                finally:
+                    borrowed.detach()
+        finally:
+            os.dup2(self._blank, self._twin, inheritable=False)
+
+    def close(self) -> None:
+        """Gives back what it holds."""
+        os.close(self._blank)
+        os.close(self._twin)

@@ -1,0 +1,171 @@
+"""Bounds what a connection that has said nothing whole may cost a master. No I/O of its own.
+
+libzmq bounds the size of a frame, but neither the number of frames of a message, nor how long a
+connection may take to say anything. What belongs to a message that is not complete lies in libzmq's
+memory, where nobody sees it. But the system counts the bytes that a connection has received; when
+they grow without a message becoming whole, it is an attack, and the connection is cut.
+
+A frame without content has 2 bytes on the wire and takes 64 in memory. So the worst that strangers
+can do to a master is 32 times STRANGERS_BYTES, and what arrives between two looks.
+
+Where the system does not count (anywhere but on Linux) only time and number are bounded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pccl.protocol import messages as m
+
+HELLO_S = 10.0  # from the acceptance of a connection to its first message
+PATIENCE = 3  # times as long, where the master has not yet read all that has come
+LOOK_S = 0.05  # between two looks at all connections while there are strangers,
+KNOWN_LOOK_S = 0.2  # and while there are none,
+SHARE = 50  # or so many times as long as a look takes
+STRANGER_BYTES = 4 << 20  # before its first message: a Resume with many small results
+STRANGERS_BYTES = 16 << 20  # of all strangers together
+KNOWN_BYTES = m.MESSAGE_BYTES_MAX + (1 << 20)
+HEARTBEAT_BYTES_S = 4096  # a second of heartbeats, which are no messages, however often they come
+
+
+class Verdict(NamedTuple):
+    """A connection to be cut: its line, and why."""
+
+    line: Line
+    why: str
+
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """An accepted connection."""
+
+    descriptor: int
+    since_s: float  # when it was accepted, or was last heard
+    counted: int = 0  # bytes received until then
+    stranger: bool = True  # no message of it was ever read
+    heard: bool = False  # one was, since the last look
+    cut: bool = False
+
+
+class Guard:
+    """The connections of a server, as its monitor tells of them.
+
+    Args:
+        received: how many bytes a descriptor has received; None where nobody knows.
+        lines_max: connections; who comes beyond that is cut, and of those that have said nothing
+            yet the oldest ones beyond half as many.
+        clock: how long a look takes.
+    """
+
+    def __init__(
+        self,
+        received: Callable[[int], int | None],
+        lines_max: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._received = received
+        self._lines_max = lines_max
+        self._lines: dict[int, Line] = {}  # by descriptor, in the order of their acceptance
+        self._next_s = 0.0
+        self._rested_s = 0.0  # when looks have had their share of the time
+        self._pause_s = LOOK_S
+
+    def accepted(self, descriptor: int, now_s: float) -> Line:
+        """A connection was accepted."""
+        self._lines.pop(descriptor, None)
+        line = self._lines[descriptor] = Line(descriptor, now_s)
+        self._pause_s = LOOK_S
+        self._next_s = max(self._rested_s, min(self._next_s, now_s + LOOK_S))
+        return line
+
+    @property
+    def full(self) -> bool:
+        """Whether there are more connections than there may be."""
+        return len(self._lines) > self._lines_max
+
+    def gone(self, descriptor: int) -> None:
+        """The connection with this descriptor is closed."""
+        self._lines.pop(descriptor, None)
+
+    def heard(self, descriptor: int) -> None:
+        """A whole message of it was read."""
+        line = self._lines.get(descriptor)
+        if line is not None:
+            line.heard = True
+            line.stranger = False
+
+    def holds(self, line: Line) -> bool:
+        """Whether its descriptor is still of that connection."""
+        return self._lines.get(line.descriptor) is line
+
+    @property
+    def patience_s(self) -> float | None:
+        """After how long at the latest to look again; None: not before something happens."""
+        return self._pause_s if self._lines else None
+
+    def look(self, now_s: float, drained: bool) -> list[Verdict]:
+        """Looks at all connections, if it is time to.
+
+        Args:
+            now_s: of the monotonic clock.
+            drained: whether everything that has been said has been read.
+
+        Returns:
+            Who is to be cut.
+        """
+        if now_s < self._next_s or not self._lines:
+            return []
+        began_s = self._clock()
+        limit_s = HELLO_S if drained else PATIENCE * HELLO_S
+        verdicts = []
+        for line in self._lines.values():
+            why = "" if line.cut else self._see(line, now_s, limit_s)
+            if why:
+                verdicts.append(Verdict(line, why))
+                line.cut = True
+        for verdict in self._crowd():
+            verdicts.append(verdict)
+            verdict.line.cut = True
+        ended_s = now_s + self._clock() - began_s
+        strangers = any(line.stranger for line in self._lines.values())
+        self._pause_s = LOOK_S if strangers else KNOWN_LOOK_S
+        self._rested_s = ended_s + SHARE * (ended_s - now_s)
+        self._next_s = max(self._rested_s, ended_s + self._pause_s)
+        return verdicts
+
+    def _see(self, line: Line, now_s: float, limit_s: float) -> str:
+        """Why it is to be cut, if it is."""
+        if line.heard:
+            line.heard, line.since_s = False, now_s
+            line.counted = self._received(line.descriptor) or line.counted
+            return ""
+        waited_s = now_s - line.since_s
+        if line.stranger and waited_s > limit_s:
+            return f"it has said nothing for {limit_s:g} s"
+        most = STRANGER_BYTES if line.stranger else KNOWN_BYTES
+        unread = self._unread(line)
+        if unread > most + HEARTBEAT_BYTES_S * waited_s:
+            return f"it has sent {unread} bytes of a message without an end"
+        return ""
+
+    def _unread(self, line: Line) -> int:
+        total = self._received(line.descriptor)
+        return 0 if total is None else total - line.counted
+
+    def _crowd(self) -> list[Verdict]:
+        """Strangers that are too many, or hold too much together."""
+        strangers = [line for line in self._lines.values() if line.stranger and not line.cut]
+        surplus = strangers[: max(0, len(strangers) - self._lines_max // 2)]
+        verdicts = [Verdict(line, "too many connections say nothing") for line in surplus]
+        sizes = [(self._unread(line), line) for line in strangers[len(surplus) :]]
+        total = sum(size for size, _ in sizes)
+        for size, line in sorted(sizes, key=lambda pair: -pair[0]):
+            if total <= STRANGERS_BYTES:
+                break
+            total -= size
+            verdicts.append(Verdict(line, "too much arrives that is no message yet"))
+        return verdicts

@@ -1,0 +1,76 @@
+"""A few descriptors that a server keeps for the time when the system lends no more.
+
+Where a connection waits and cannot be accepted, libzmq tries again and again, which takes a
+processor, and it has no way to stop listening that would leave the connections that stand. So the
+reserve is spent: who waits is accepted, and hung up on at once, until there is room again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+
+from pccl.runtime import descriptors
+
+log = logging.getLogger("pccl")
+
+KEPT = 8
+REST_S = 0.2  # after the last failure: those who wait are accepted and closed meanwhile
+REPEAT_S = 60.0  # between two lines of the log that say so
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Reserve:
+    """The descriptors, held from construction on.
+
+    Attributes:
+        spent: whether they are in use: new connections are to be closed at once.
+
+    Raises:
+        OSError: there are none even now.
+    """
+
+    def __init__(self) -> None:
+        self.spent = False
+        self._kept: list[int] = []
+        self._said_s: float | None = None
+        self._failed_s = 0.0
+        try:
+            self._restock()
+        except OSError:
+            self.close()
+            raise
+
+    def failed(self, number: int, now_s: float) -> None:
+        """A connection could not be accepted, for the reason with this errno."""
+        if number not in EXHAUSTED:
+            return
+        self.spent = True
+        self._failed_s = now_s
+        self.close()
+        if self._said_s is None or now_s - self._said_s >= REPEAT_S:
+            self._said_s = now_s
+            log.error(
+                "master: new connections are closed, for the system lends no more descriptors "
+                "(%s); those that stand are served on. This process may have %d: see ulimit -n",
+                os.strerror(number),
+                descriptors.limit(),
+            )
+
+    def tick(self, now_s: float) -> None:
+        """Takes back what was spent, a while after the last failure, if it can be had."""
+        if self.spent and now_s - self._failed_s >= REST_S:
+            with contextlib.suppress(OSError):
+                self._restock()
+
+    def _restock(self) -> None:
+        while len(self._kept) < KEPT:
+            self._kept.append(os.open(os.devnull, os.O_RDONLY))
+        self.spent = False
+
+    def close(self) -> None:
+        """Gives all back."""
+        while self._kept:
+            os.close(self._kept.pop())

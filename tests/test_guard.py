@@ -1,0 +1,276 @@
+"""What strangers can cost a master: memory, descriptors, its time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+from cluster import gather, grow, in_threads
+from processes import Master
+from test_hostile_sockets import (
+    HELLO,
+    READY_DEALER,
+    framed,
+    serving,
+    shake_hands,
+    speaker,
+    wait_until,
+    welcome,
+)
+
+import pccl
+from pccl.ext.drain import Drain
+from pccl.protocol import messages as m
+from pccl.runtime import descriptors, guard
+from pccl.runtime.config import Config
+from pccl.runtime.guard import (
+    HEARTBEAT_BYTES_S,
+    HELLO_S,
+    KNOWN_BYTES,
+    KNOWN_LOOK_S,
+    PATIENCE,
+    SHARE,
+    STRANGER_BYTES,
+    STRANGERS_BYTES,
+    Guard,
+)
+from pccl.runtime.server import Server
+
+COUNTED = pytest.mark.skipif(not descriptors.COUNTED, reason="the system does not count bytes")
+
+
+class Door:
+    """A guard, and the connections that it sees."""
+
+    def __init__(self, lines_max: int = 200) -> None:
+        self.bytes: dict[int, int] = {}
+        self.guard = Guard(self.bytes.get, lines_max, lambda: 0.0)
+        self.now_s = 1000.0
+
+    def come(self, descriptor: int, received: int = 0) -> None:
+        self.guard.accepted(descriptor, self.now_s)
+        self.bytes[descriptor] = received
+
+    def cut(self, after_s: float = KNOWN_LOOK_S, drained: bool = True) -> list[int]:
+        self.now_s += after_s
+        return [verdict.line.descriptor for verdict in self.guard.look(self.now_s, drained)]
+
+
+def test_a_message_without_an_end() -> None:
+    door = Door()
+    door.come(1)
+    door.come(2)
+    door.bytes[1] = STRANGER_BYTES
+    assert door.cut() == []
+    door.bytes[1] += 10_000
+    assert door.cut() == [1]
+    assert door.cut() == []  # once is enough
+    door.guard.heard(2)
+    door.bytes[2] = 1 << 40  # it has said whole messages of so much
+    assert door.cut() == []
+    door.bytes[2] += KNOWN_BYTES
+    assert door.cut() == []
+    door.bytes[2] += 10_000
+    assert door.cut() == [2]
+
+
+def test_heartbeats_are_no_message_without_an_end() -> None:
+    door = Door()
+    door.come(1)
+    door.guard.heard(1)
+    assert door.cut() == []
+    for _ in range(1000):
+        door.bytes[1] += 3600 * HEARTBEAT_BYTES_S
+        assert door.cut(3600) == []
+
+
+def test_who_says_nothing() -> None:
+    door = Door()
+    door.come(1)
+    door.come(2)
+    assert door.cut(HELLO_S) == []
+    door.guard.heard(2)
+    assert door.cut() == [1]
+    assert door.cut(HELLO_S) == []
+    door.come(3)
+    assert door.cut(HELLO_S + 1, drained=False) == []  # perhaps it is only not read yet
+    assert door.cut(PATIENCE * HELLO_S, drained=False) == [3]
+
+
+def test_descriptors_are_used_again() -> None:
+    door = Door()
+    door.come(1, received=10)
+    assert door.cut(HELLO_S - 1) == []
+    door.guard.gone(1)
+    door.come(1)
+    assert door.cut(2.0) == []
+    (verdict,) = door.guard.look(door.now_s + HELLO_S, True)
+    assert door.guard.holds(verdict.line)
+    door.come(1)
+    assert not door.guard.holds(verdict.line)
+    door.guard.heard(7)  # nothing is known of it
+
+
+def test_a_crowd_of_strangers() -> None:
+    door = Door(lines_max=6)
+    for descriptor in range(5):
+        door.come(descriptor)
+        door.now_s += 0.001
+    assert door.cut() == [0, 1]
+    for descriptor in range(2, 5):
+        door.guard.gone(descriptor)
+    door = Door()
+    for descriptor in range(10):
+        door.come(descriptor, received=STRANGERS_BYTES // 10)
+    assert door.cut() == []
+    door.bytes[4] += 1000
+    assert door.cut() == [4]
+
+
+def test_looks_take_a_small_share_of_the_time() -> None:
+    ticks = iter(range(100))
+    watch = Guard(lambda _: 0, 10, lambda: float(next(ticks)))  # each look takes a second
+    watch.accepted(1, 0.0)
+    assert watch.look(HELLO_S + 1, True)
+    watch.accepted(2, 0.0)
+    assert not watch.look(HELLO_S + 1 + SHARE, True)
+    assert watch.look(HELLO_S + 3 + SHARE, True)
+
+
+# ---- on real sockets ----
+
+
+@COUNTED
+def test_the_system_counts_what_a_connection_receives() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        with socket.create_connection(listening.getsockname()) as here:
+            there, _ = listening.accept()
+            with there:
+                assert descriptors.received(there.fileno()) == 0
+                here.sendall(bytes(1234))
+                wait_until(lambda: descriptors.received(there.fileno()) == 1234)
+                number = there.fileno()
+            assert descriptors.received(number) is None
+    with open(os.devnull) as file:
+        assert descriptors.received(file.fileno()) is None
+
+
+def flood(port: int, frames: bytes) -> None:
+    """Sends until the other side does not want any more."""
+    with socket.create_connection(("127.0.0.1", port)) as stranger, contextlib.suppress(OSError):
+        shake_hands(stranger, READY_DEALER)
+        stranger.settimeout(1.0)  # some systems do not say that it is closed, while data waits
+        while True:
+            stranger.sendall(frames)
+
+
+@COUNTED
+@pytest.mark.parametrize(
+    "frames",
+    [b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20), b"\x01\x00" * (1 << 17)],
+    ids=["large", "empty"],
+)
+def test_a_message_without_an_end_takes_little_memory(frames: bytes) -> None:
+    import resource
+
+    server = Server("127.0.0.1", 0, Config())
+    with serving(server), speaker(zmq.DEALER, server.port) as honest:
+        honest.send(m.encode(HELLO))
+        assert isinstance(welcome(honest), m.Welcome)
+        before_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        flood(server.port, frames)
+        wait_until(lambda: len(server._guard._lines) == 1)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kb < 1 << 20
+        honest.send(m.encode(m.PendingVote(1)))
+        while not isinstance(welcome(honest), m.PendingResult):
+            pass
+
+
+def test_a_message_of_many_frames_is_dropped_with_its_connection() -> None:
+    server = Server("127.0.0.1", 0, Config())
+    with serving(server), speaker(zmq.DEALER, server.port) as honest:
+        for told in (b"", m.encode(HELLO)):
+            with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+                shake_hands(stranger, READY_DEALER)
+                stranger.sendall(framed(told) if told else b"")
+                stranger.sendall(b"\x01\x00" * 100_000 + framed(b"the end"))
+                while stranger.recv(4096):  # until the master hangs up
+                    pass
+        honest.send(m.encode(HELLO))
+        assert isinstance(welcome(honest), m.Welcome)
+        wait_until(lambda: server.peers == 1)
+
+
+def test_many_frames_are_dropped_and_the_next_message_stays(filling: str) -> None:
+    drain = Drain()
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PAIR) as here,
+        context.socket(zmq.PAIR) as there,
+    ):
+        here.bind("inproc://frames")
+        there.connect("inproc://frames")
+        there.send_multipart([b"x"] * 1000)
+        there.send(b"next")
+        assert here.recv() == b"x"
+        assert drain(here) == 999
+        assert here.recv() == b"next"
+        assert not here.getsockopt(zmq.RCVMORE)
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "HELLO_S", 0.2)
+    server = Server("127.0.0.1", 0, Config())
+    with serving(server), speaker(zmq.DEALER, server.port) as honest:
+        honest.send(m.encode(HELLO))
+        assert isinstance(welcome(honest), m.Welcome)
+        for greeting in (b"", b"\xff", None):
+            with socket.create_connection(("127.0.0.1", server.port)) as stranger:
+                stranger.settimeout(20)
+                if greeting is None:
+                    shake_hands(stranger, READY_DEALER)
+                else:
+                    stranger.sendall(greeting)
+                while stranger.recv(4096):
+                    pass
+        assert server.peers == 1
+
+
+def seconds_used(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits another process")
+def test_a_master_out_of_descriptors_serves_on_and_rests() -> None:
+    import resource
+
+    master = Master()
+    pid = master.process.pid
+    try:
+        with pccl.Communicator(master.address) as comm, contextlib.ExitStack() as stack:
+            used = max(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
+            limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (used + 5, limits[1]))
+            host, port = master.address.split(":")
+            for _ in range(20):
+                with contextlib.suppress(ConnectionError):
+                    stack.enter_context(socket.create_connection((host, int(port))))
+            before_s, began_s = seconds_used(pid), time.monotonic()
+            while time.monotonic() - began_s < 2:
+                assert comm.are_peers_pending() is False
+                time.sleep(0.1)
+            used_s, took_s = seconds_used(pid) - before_s, time.monotonic() - began_s
+            assert used_s < took_s / 3, "it spins"
+            stack.close()
+            late = pccl.Communicator(master.address)
+            in_threads([lambda: gather(late, 2), lambda: grow(comm, 2)])  # there is room again
+            late.close()
+    finally:
+        master.kill()
