@@ -377,6 +377,7 @@ class Collectives(ABC):
     def _run(self, name: str, work: Operands, tag: int, timeout: float | None) -> ReduceInfo:
         """Launches and waits; raises what went wrong."""
         deadline = Deadline(timeout)
+        self._connected(name)
         stuck = timeout is None and self._standing.single_threaded()
         launch = self._prepare(name, tag)
         try:

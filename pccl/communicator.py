@@ -25,6 +25,7 @@ from pccl.runtime.call import Call, Deadline, Note, aside
 from pccl.runtime.client import Client
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.devices import HostView
+from pccl.runtime.forks import FORKED
 from pccl.runtime.probe import optimise
 from pccl.runtime.resolve import reachable
 from pccl.runtime.room import NoRoomError, require_room
@@ -134,6 +135,8 @@ class Communicator(Collectives):
             raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
         Deadline(timeout)
         configure_logging()
+        if self._client is not None and self._client.over is FORKED:
+            raise error_of("connect", FORKED)
         if self._client is not None and self._client.over is None:
             why = "this communicator is connected already"
             raise error_for(Result.INVALID_USAGE, "connect", why)
@@ -449,7 +452,7 @@ class Communicator(Collectives):
             why = "this communicator is not connected: call connect() first"
             raise error_for(Result.INVALID_USAGE, name, why)
         if client.over is not None:
-            raise error_of(name, client.over)
+            raise error_of(name, client.over)  # in a forked child too, where locks may stay locked
         self._standing.single_threaded()
         return client
 

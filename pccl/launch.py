@@ -13,6 +13,7 @@ from pccl.ranks import KnownRanks
 from pccl.runtime.call import Deadline, End, aside
 from pccl.runtime.client import Client
 from pccl.runtime.devices import on_host
+from pccl.runtime.forks import FORKED
 from pccl.runtime.memory import Operands
 from pccl.standing import Standing
 from pccl.types import ReduceInfo, Result
@@ -60,6 +61,8 @@ class Launch:
 
     def finish(self, deadline: Deadline) -> End:
         """Awaits it. Several threads may."""
+        if self.end is None and self._client.over is FORKED:  # locks may stay locked here
+            self.end, self.over = FORKED, True
         if self.end is None:
             note = deadline.next(self._client, self.call)
             assert isinstance(note, core.Answer | core.Fail)

@@ -21,6 +21,7 @@ import zmq
 
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
+from pccl.runtime import forks
 from pccl.runtime.call import Call, End, Leaf, insist
 from pccl.runtime.config import MIB, Config, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
@@ -120,6 +121,8 @@ class Client:
             core.Fetched: self._note,
         }
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
+        self._forked = False
+        forks.watch(self)
         try:
             self._begin_link(address)
         except BaseException:
@@ -166,6 +169,7 @@ class Client:
 
     def _open_link(self, address: str) -> Link:
         """A connection to the master; raises OSError where no socket is to be had."""
+        self._address = address
         link = Link(self._context, address, self._master[1], self._config, self._identity.secure)
         self._waiter.add(link.socket, self._read_link)
         self._waiter.add(link.monitor, self._read_monitor)
@@ -201,7 +205,14 @@ class Client:
     @property
     def over(self) -> core.Fail | None:
         """Why this peer is out of the run, if it is."""
-        return self._core.over
+        return forks.FORKED if self._forked else self._core.over
+
+    def forked(self) -> None:
+        """This is a forked child: the peer is its parent's. Nothing here is to be touched."""
+        self._forked = True
+        self._inbox.forked()
+        others = {*self._streams.ends, (self._address, self._master[1])}
+        forks.let_go(self._engine.port, self._engine.ipc, others)
 
     @property
     def filling(self) -> str:
@@ -332,7 +343,8 @@ class Client:
                 self._inbox.post(leave)
                 call.settle()
 
-        insist(settle)
+        if not self._forked:
+            insist(settle)
 
     def forsake(self, call: Call, told: Callable[[End], None]) -> None:
         """Nobody awaits a call any more, which goes on: `told` hears how it ends."""
@@ -362,7 +374,8 @@ class Client:
             if threading.current_thread() is not self._thread:
                 self._ended.wait()
 
-        insist(wait)
+        if not self._forked:
+            insist(wait)
 
     def _begin(self, call: Call, event: Callable[[int], list[core.Action]]) -> None:
         def begin() -> None:

@@ -27,13 +27,15 @@ class Inbox:
 
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
-        self._ended = False
+        self._ended = self._forked = False
         self._out, self.socket = socket.socketpair()
         for end in (self._out, self.socket):
             end.setblocking(False)
 
     def post(self, command: Command) -> None:
         """Has a command carried out soon; after the end at once, by whoever posts it."""
+        if self._forked:
+            return
         self._commands.append(command)
         try:
             if not self._ended:
@@ -44,6 +46,11 @@ class Inbox:
             assert self._ended, "the inbox is closed at the end only"
         if self._ended:
             self.carry_out()
+
+    def forked(self) -> None:
+        """In a forked child: nobody works here, and what is posted is dropped."""
+        self._forked = True
+        self._commands.clear()
 
     def clear_signal(self) -> None:
         """What was posted so far is known of."""

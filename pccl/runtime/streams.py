@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pccl.protocol import messages as m
 from pccl.runtime.config import Config, high_water_mark, lanes
 from pccl.runtime.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
+from pccl.runtime.forks import Address
 from pccl.runtime.resolve import Found, Resolver
 from pccl.text import address_text
 
@@ -77,6 +78,12 @@ class Streams:
     def waits(self) -> bool:
         """Whether `tick` must be called now and then."""
         return bool(self._waiting)
+
+    @property
+    def ends(self) -> list[Address]:
+        """Where they lead, as the sockets say it."""
+        endpoints = [one.endpoint.partition("://") for one in self._open.values() if one.endpoint]
+        return [rest if scheme == "ipc" else _host_and_port(rest) for scheme, _, rest in endpoints]
 
     @property
     def due_s(self) -> float | None:
@@ -217,6 +224,11 @@ class Streams:
     def _do_without_ipc(self, to: m.PeerInfo, why: str) -> None:
         log.warning("%s is not reached at %s (%s), and so by TCP from now on", to, to.ipc, why)
         self._without_ipc.add(to.peer)
+
+
+def _host_and_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def _shortage() -> str:

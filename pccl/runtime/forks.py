@@ -1,0 +1,91 @@
+"""Forked children: what a peer is there, and what a child must not keep open.
+
+A child has the memory of its parent, but none of its threads, and every descriptor twice. So what
+works in threads is dead there. And the kernel closes a connection only when nobody has it open any
+more: a parent that dies would be missed late, and its port stay taken, as long as a child lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import weakref
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from pccl.protocol import peer as core
+from pccl.types import Result
+
+DESCRIPTORS = "/dev/fd"
+FORKED = core.Fail(
+    0,
+    Result.INVALID_USAGE,
+    "this process was forked from that of the peer, to which the membership belongs: make a "
+    "Communicator of its own here, or start processes that need one by spawn or forkserver",
+)
+
+Address = tuple[str, int] | str  # of TCP, or the path of an ipc socket
+
+
+class Forkable(Protocol):
+    """Who wants to know of a fork."""
+
+    def forked(self) -> None:
+        """This is a forked child: called before anything else happens there."""
+
+
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def watch(one: Forkable) -> None:
+    """Calls `forked` in each child that is forked while this exists."""
+    _watched.add(one)
+
+
+def _tell() -> None:
+    for one in list(_watched):
+        one.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_tell)
+
+
+def let_go(port: int, path: str, others: Collection[Address]) -> None:
+    """Closes, in a forked child, descriptors that are the parent's alone.
+
+    Args:
+        port: where the parent listens, and what it has accepted there.
+        path: the same, of ipc.
+        others: to whom it has connected.
+    """
+    if not os.path.isdir(DESCRIPTORS):
+        return
+    for name in os.listdir(DESCRIPTORS):
+        with contextlib.suppress(OSError):  # it is that of the directory, or no socket of these
+            descriptor = int(name)
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                found = socket.socket(fileno=descriptor)
+                try:
+                    ours = _is_one(found, port, path, others)
+                except OSError:
+                    ours = False
+                if ours:
+                    found.close()
+                else:
+                    found.detach()
+
+
+def _is_one(found: socket.socket, port: int, path: str, others: Collection[Address]) -> bool:
+    here = found.getsockname()
+    if isinstance(here, tuple):
+        if here[1] == port and found.type == socket.SOCK_STREAM:
+            return True
+    elif path and here == path:
+        return True
+    there = found.getpeername()
+    if isinstance(there, tuple):
+        return (there[0].removeprefix("::ffff:"), there[1]) in others
+    return bool(there) and there in others
