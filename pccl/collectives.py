@@ -27,7 +27,7 @@ from collections.abc import Sequence
 
 from pccl import operands
 from pccl.arrays import Buffer, is_torch
-from pccl.errors import PeerLostError, error_for
+from pccl.errors import error_for
 from pccl.handle import AsyncReduceHandle
 from pccl.launch import Launch, info
 from pccl.operands import A, Arrays
@@ -185,7 +185,7 @@ class Collectives(ABC):
                     world_size = one.local_world_size
                     tx_bytes += one.tx_bytes
                     rx_bytes += one.rx_bytes
-                elif end.error is PeerLostError:
+                elif end.again:
                     # in the order of the list, so that all peers' windows overlap
                     waiting = sorted([*waiting, index])
                 else:

@@ -20,6 +20,7 @@ Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
 A = TypeVar("A", bound="Arrays")
 
 NAME_MAX = 256  # characters of a key
+LIST_BYTES_MAX = m.MESSAGE_BYTES_MAX - 1024  # of the arrays: the rest of the message is small
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +184,12 @@ def _several(arrays: Arrays) -> _Several:
             )
     if not 0 < len(found) <= m.PARTS_MAX:
         raise ValueError(f"{len(found)} arrays: it must be 1 to {m.PARTS_MAX}")
+    nbytes = m.PART_BYTES_MAX * len(found) + sum(len(name.encode()) for name in names)
+    if nbytes > LIST_BYTES_MAX:
+        raise ValueError(
+            f"{len(found)} arrays take {nbytes} bytes of a message to the master, with their keys: "
+            f"it must be at most {LIST_BYTES_MAX}. Use shorter keys, or fewer, larger arrays"
+        )
     return _Several(found, names)
 
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from simulator import remembered
 
 from pccl.protocol import messages as m
-from pccl.protocol.ledger import BACKLOG_MAX
+from pccl.protocol.ledger import BACKLOG_MAX, held
 from pccl.protocol.master import (
-    OPEN_MAX,
     Action,
     Dial,
     Drop,
@@ -23,6 +22,7 @@ from pccl.protocol.master import (
     Note,
     Send,
 )
+from pccl.protocol.rounds import HELD_MAX, OPEN_MAX
 from pccl.runtime.inline import combine
 from pccl.types import Result
 
@@ -182,6 +182,35 @@ def test_one_peer_cannot_fill_the_master_with_rounds() -> None:
     assert isinstance(hall.last(b"2"), m.Started)
     hall.say(b"1", m.Leave())
     assert remembered(hall.master)["_rounds"] == 0
+
+
+def test_one_peer_cannot_fill_the_master_with_lists_of_tensors() -> None:
+    hall = Hall()
+    parts = tuple(m.Part(10, index, "x" * 200) for index in range(20_000))
+    work = m.Work("all_reduce", 0, 0, 0, parts=parts)
+    for tag in range(20):
+        hall.say(b"1", m.StartVote(tag, tag, work))
+    rounds = hall.master._rounds
+    assert len(rounds) == HELD_MAX // held(work) < 20
+    refused = hall.last(b"1")
+    assert isinstance(refused, m.CallError)
+    assert refused.result == Result.INVALID_USAGE.value
+    assert "64 MiB" in refused.why
+    hall.say(b"2", m.StartVote(9, 0, work))  # one ends, so another one can start
+    hall.say(b"1", m.StartVote(99, 99, work))
+    assert rounds.held(1) > HELD_MAX - held(work)
+    hall.say(b"1", m.Withdraw(99))
+    hall.say(b"1", m.Leave())
+    assert rounds.held(1) == 0
+
+
+def test_one_offer_cannot_fill_the_master() -> None:
+    hall = Hall()
+    huge = m.Offer(0, 0, (m.Entry("", 0, 0, False, b""),) * (HELD_MAX // 256 + 1))
+    assert len(m.encode(m.SyncVote(2, huge))) < m.MESSAGE_BYTES_MAX
+    hall.say(b"1", m.SyncVote(2, huge))
+    assert isinstance(hall.last(b"1"), m.CallError)
+    assert len(hall.master._rounds) == 0
 
 
 def test_two_peers_cannot_fill_the_master_with_collectives() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from test_hostile import ENTRY, OTHER, RUN, WORK, Hall, resume
 
+from pccl.errors import PCCLError, PCCLTimeoutError, PeerLostError
 from pccl.protocol import messages as m
 from pccl.protocol import peer as peer_core
 from pccl.protocol.blame import ATTEMPTS
@@ -241,6 +243,99 @@ def test_who_comes_back_to_a_run_that_has_gone_on_is_told_so() -> None:
         hall.perform(hall.master.tick(now_s))
     assert isinstance(hall.last(b"late"), m.Refused)
     assert sorted(hall.master.peers) == [1]
+
+
+# ---- why a collective fails ----
+
+
+def told_of_failure(hall: Hall, conn: bytes) -> tuple[m.Cause, str]:
+    finished = hall.last(conn)
+    assert isinstance(finished, m.Finished)
+    assert not finished.ok
+    return m.Cause(finished.cause), finished.why
+
+
+def test_all_hear_of_what_kind_the_failure_was() -> None:
+    hall = Hall(3)
+    for cause in (*m.Cause, 99):
+        seq = hall.start()
+        hall.say(b"2", m.FinishVote(seq, False, "it was like this", cause))
+        for conn in (b"1", b"3"):  # what they give up for is what they were told
+            hall.say(conn, m.FinishVote(seq, False, "interrupted", m.Cause.OTHER))
+        expected = cause if cause in (m.Cause.TIMEOUT, m.Cause.MEMORY) else m.Cause.OTHER
+        for conn in (b"1", b"2", b"3"):
+            told, why = told_of_failure(hall, conn)
+            assert told is m.Cause(expected)
+            assert "peer 2 (10.0.0.1:1) could not complete: it was like this" in why
+
+
+def test_all_hear_of_a_time_out_and_of_a_loss() -> None:
+    hall = Hall(3)
+    seq = hall.start()
+    hall.say(b"1", m.FinishVote(seq, True))
+    hall.say(b"1", m.Withdraw(2, seq))
+    for conn in (b"2", b"3"):
+        hall.say(conn, m.FinishVote(seq, False))
+    assert told_of_failure(hall, b"3")[0] is m.Cause.TIMEOUT
+    assert "peer 1 (10.0.0.1:1) waited no longer for" in told_of_failure(hall, b"3")[1]
+    seq = hall.start()
+    hall.perform(hall.master.disconnected(b"3", "its connection broke"))
+    for conn in (b"1", b"2"):
+        hall.say(conn, m.FinishVote(seq, False))
+    assert told_of_failure(hall, b"1")[0] is m.Cause.OTHER
+
+
+def running_peer() -> peer_core.Peer:
+    """A peer in a collective, which is its call 2 and seq 9."""
+    core = peer_core.Peer()
+    core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
+    known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
+    for told in (m.Welcome(1), known, m.Admitted(RUN, m.Done())):
+        core.received(told)
+    core.collective(2, 0, WORK)
+    core.received(m.Started(2, 9, 1))
+    return core
+
+
+def end(core: peer_core.Peer, cause: m.Cause) -> peer_core.Fail:
+    core.received(m.Interrupt(9, "why"))
+    core.received(m.Finished(9, False, "why", cause))
+    fail = core.engine_settled(2, 0, 0)[-1]
+    assert isinstance(fail, peer_core.Fail)
+    assert fail.result is Result.RANK_CONNECTION_LOST
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("cause", "error"),
+    [
+        (m.Cause.OTHER, PeerLostError),
+        (m.Cause.TIMEOUT, PCCLTimeoutError),
+        (m.Cause.MEMORY, PCCLError),
+    ],
+)
+def test_the_fault_of_another_peer_is_an_error_that_fits_and_the_call_may_be_made_again(
+    cause: m.Cause, error: type[PCCLError]
+) -> None:
+    fail = end(running_peer(), cause)
+    assert fail.error is error
+    assert fail.again
+
+
+def test_who_runs_out_of_memory_or_time_itself_does_not_try_again() -> None:
+    core = running_peer()
+    said = core.engine_failed(2, "no memory for a message", 0, m.Cause.MEMORY)[-1]
+    assert isinstance(said, peer_core.Send)
+    assert said.message == m.FinishVote(
+        9, False, "it ran out of memory: no memory for a message", m.Cause.MEMORY
+    )
+    fail = end(core, m.Cause.MEMORY)
+    assert fail.error is PCCLError and not fail.again
+    core = running_peer()
+    core.withdraw(2, "its time is up")
+    fail = end(core, m.Cause.OTHER)  # somebody was lost before the master heard of it
+    assert fail.error is PCCLTimeoutError and not fail.again
 
 
 def test_stragglers_are_those_that_others_wait_for() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pccl
+from pccl import operands
 from pccl.protocol import messages as m
 
 INFO = m.PeerInfo(3, 1, "10.0.0.2", 4000, "/tmp/x", "abc")
@@ -21,6 +24,7 @@ FROM_PEER: list[m.PeerMessage] = [
     m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1), b"data", 6),
     m.FinishVote(9, True),
     m.FinishVote(9, False, "a stream was lost"),
+    m.FinishVote(9, False, "no memory", m.Cause.MEMORY),
     m.SyncVote(8, m.Offer(4, 0, (ENTRY,))),
     m.FetchedVote(11, False, "digest"),
     m.Leave(),
@@ -79,8 +83,8 @@ def test_golden_bytes() -> None:
     # Changing these breaks every older peer: raise PROTOCOL_VERSION if you must.
     start = m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000))
     assert m.encode(start).hex() == "9704070399aa616c6c5f726564756365000acd03e80000000090c000c2"
-    assert m.encode(m.FinishVote(9, True)).hex() == "940509c3a0"
-    assert m.encode(m.Finished(9, True)).hex() == "944909c3a0"
+    assert m.encode(m.FinishVote(9, True)).hex() == "950509c3a000"
+    assert m.encode(m.Finished(9, True)).hex() == "954909c3a000"
 
 
 def test_appended_fields_are_ignored() -> None:
@@ -117,3 +121,17 @@ def test_one_changed_byte_never_surprises(message: m.PeerMessage, at: int, value
         m.decode_from_peer(bytes(data))
     except m.ProtocolError:
         pass
+
+
+def test_as_many_tensors_of_a_collective_as_fit_in_a_message() -> None:
+    """What is accepted can be sent, of the longest names and numbers; the rest is an error."""
+    rows = np.zeros((m.PARTS_MAX, 1), np.float32)
+    long = {f"{i:05}" + "\u00e9" * 251: row for i, row in enumerate(rows)}
+    with pytest.raises(ValueError, match=f"{m.PARTS_MAX} arrays take"):
+        operands.all_reduce(long, long, pccl.ReduceOp.SUM, None)
+    fewer = dict(list(long.items())[: operands.LIST_BYTES_MAX // (507 + m.PART_BYTES_MAX)])
+    work = operands.all_reduce(fewer, fewer, pccl.ReduceOp.SUM, None).work
+    parts = tuple(m.Part(one.dtype, (1 << 64) - 1, one.name) for one in work.parts)
+    largest = msgspec.structs.replace(work, parts=parts)
+    vote = m.StartVote((1 << 64) - 1, (1 << 64) - 1, largest, None, (1 << 64) - 1, True)
+    assert len(m.encode(vote)) <= m.MESSAGE_BYTES_MAX

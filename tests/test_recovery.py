@@ -153,6 +153,7 @@ def test_what_strangers_say_takes_no_more_memory_than_there_is_for_it(
         {"last_seq": (1 << 47) - 1, "epoch": (1 << 31) - 1},
         {"done": m.Done(*[(1 << 62) - 1] * 2, True, (1 << 62) - 1, (1 << 62) - 1, (1 << 62) - 1)},
         {"known": infos(1, (1 << 62) - 1)},
+        {"done": m.Done(revision=(1 << 64) - 1)},
     ],
 )
 def test_whatever_is_believed_everybody_can_decode_what_follows(fields: dict[str, object]) -> None:
@@ -177,7 +178,6 @@ def test_whatever_is_believed_everybody_can_decode_what_follows(fields: dict[str
         {"epoch": 1 << 31},
         {"done": m.Done(sync=1 << 62)},
         {"done": m.Done(plan=1 << 62)},
-        {"done": m.Done(revision=1 << 62)},
         {"known": infos(2)},
         {"known": infos(1, 1)},
         {"known": infos(1, 2), "rings": (m.Ring((1, 3), 1),)},
@@ -193,6 +193,18 @@ def test_what_cannot_be_is_not_believed(fields: dict[str, object]) -> None:
 
 
 # ---- a master that was away ----
+
+
+def test_nobody_is_told_epochs_that_cannot_be_written() -> None:
+    ward = Ward()
+    ward.back(b"1", 1, 7, last_seq=1 << 49)
+    assert "impossible numbers" in ward.refused(b"1").why
+
+
+def test_rings_of_others_are_not_believed() -> None:
+    ward = Ward()
+    ward.back(b"1", 1, 7, 1, 2, rings=(m.Ring((1, 3), 1),))
+    assert "impossible numbers" in ward.refused(b"1").why
 
 
 def test_a_run_that_all_were_lost_from_is_there_when_they_come_back() -> None:
@@ -215,15 +227,24 @@ def test_a_run_that_all_were_lost_from_is_there_when_they_come_back() -> None:
     assert ward.master._next_seq > hall.master._next_seq
 
 
-@pytest.mark.parametrize("goes_on", [m.PendingVote(9), m.StartVote(9, 0, WORK), m.Leave()])
-def test_a_run_that_went_on_without_a_peer_does_not_take_it_back(goes_on: m.PeerMessage) -> None:
-    hall = Hall(3)
-    hall.perform(hall.master.disconnected(b"1", "its connection broke"))
-    hall.say(b"2", goes_on)
-    for number in (2, 3):
+def test_a_run_that_went_on_without_a_peer_does_not_take_it_back() -> None:
+    for goes_on in (m.PendingVote(9), m.StartVote(9, 0, WORK), m.Leave()):
+        hall = Hall(3)
+        hall.perform(hall.master.disconnected(b"1", "its connection broke"))
+        hall.say(b"2", goes_on)
+        for number in (2, 3):
+            hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
+        assert not hall.master.deserted(resume(1, hall.master.run))
+        assert hall.master.deserted(resume(3, hall.master.run))
+
+
+def test_an_optimisation_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
+    hall = Hall(2)
+    hall.everyone(m.OptimizeVote(9))
+    for number in (2, 1):
         hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
-    assert not hall.master.deserted(resume(1, hall.master.run))
-    assert hall.master.deserted(resume(3, hall.master.run))
+    assert not hall.master.deserted(resume(2, hall.master.run))
+    assert hall.master.deserted(resume(1, hall.master.run))
 
 
 def test_a_round_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:

@@ -74,6 +74,7 @@ class Collective:
     impatient: bool = False  # the caller waits no longer
     parting: Fail | None = None  # what a caller is told that does not wait for the outcome
     told: bool = False  # whether it has been
+    cause: m.Cause = m.Cause.OTHER  # why we could not complete it
     whole: bool = False  # we hold, or held, the whole result
     broken: str = ""  # why it could not even start here
     stalled: bool = False  # the master knows that others may lack what we had to pass on

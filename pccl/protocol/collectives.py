@@ -11,6 +11,7 @@ from pccl.types import DataType, ReduceOp, Result
 
 _ITEM_BYTES = {dtype.value: dtype.itemsize for dtype in DataType}
 _REDOPS = {op.value for op in ReduceOp}
+CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # that a peer may give for not completing
 
 
 def fits(work: m.Work, data: bytes) -> bool:
@@ -102,7 +103,8 @@ class Collectives(Ledger):
     def _of_group(self, group_number: int) -> list[Running]:
         return [running for running in self._running.values() if running.group == group_number]
 
-    def _finish(self, number: int, seq: int, ok: bool, why: str) -> None:
+    def _finish(self, number: int, vote: m.FinishVote) -> None:
+        seq, ok = vote.seq, vote.ok
         running = self._running.get(seq)
         if running is None and seq < self._first_seq:
             return  # of the time before a restart, and resolved since
@@ -114,15 +116,18 @@ class Collectives(Ledger):
             self._settle(running)
         else:
             self._new_epoch(running.group)
-            why = f"{self.peers[number].info} could not complete: {why}"
-            self._interrupt(self._of_group(running.group), why)
+            why = f"{self.peers[number].info} could not complete: {vote.why}"
+            cause = m.Cause(vote.cause) if vote.cause in CAUSES else m.Cause.OTHER
+            self._interrupt(self._of_group(running.group), why, cause)
 
-    def _interrupt(self, collectives: list[Running], why: str) -> None:
+    def _interrupt(
+        self, collectives: list[Running], why: str, cause: m.Cause = m.Cause.OTHER
+    ) -> None:
         """Whoever has not voted on these must do so now."""
         why = plain(why)
         for running in collectives:
             if not running.why:
-                running.why = why
+                running.why, running.cause = why, cause
                 for number in running.members - running.votes.keys():
                     self._send(number, m.Interrupt(running.seq, why))
             self._settle(running)
@@ -204,7 +209,9 @@ class Collectives(Ledger):
             if ok and running.around is not None:
                 epoch, rings = running.around
                 self._groups[running.group].blame.worked(rings, epoch)
-            finished = m.Finished(running.seq, ok, "" if ok else running.why)
+            finished = m.Finished(running.seq, True)
+            if not ok:
+                finished = m.Finished(running.seq, False, running.why, running.cause)
             for number in sorted(running.members):
                 self.peers[number].running -= 1
                 self.peers[number].proven |= ok and running.around is not None

@@ -21,6 +21,7 @@ _ERRORS: dict[int, type[PCCLError]] = {
     m.Cause.MISMATCH: MismatchError,
     m.Cause.TIMEOUT: PCCLTimeoutError,
     m.Cause.DIVERGENCE: DivergenceError,
+    m.Cause.MEMORY: PCCLError,
 }
 
 
@@ -28,7 +29,18 @@ def refused(refusal: m.CallError) -> Fail:
     """The failure that the master tells, before anything has happened."""
     result = Result(refusal.result)
     lost = PeerLostError if result is Result.RANK_CONNECTION_LOST else PCCLError
-    return Fail(refusal.call, result, refusal.why, _ERRORS.get(refusal.cause, lost), ENTERING)
+    error = _ERRORS.get(refusal.cause, lost)
+    again = error is PeerLostError
+    return Fail(refusal.call, result, refusal.why, error, ENTERING, again)
+
+
+def failed(collective: Collective, told: m.Finished) -> Fail:
+    """The failure of a collective that had begun, by whoever's fault."""
+    own = collective.impatient or collective.cause is not m.Cause.OTHER
+    cause = m.Cause.TIMEOUT if collective.impatient else told.cause
+    error = _ERRORS.get(cause, PeerLostError)
+    lost = Result.RANK_CONNECTION_LOST
+    return Fail(collective.call, lost, told.why, error, collective.phase, again=not own)
 
 
 def parting(fail: Fail, vote: m.PeerMessage | None, long: Collective | Syncing | None) -> Fail:

@@ -23,6 +23,7 @@ from pccl.types import Result
 
 NAMES_MAX = 8  # peers listed by name in such a text
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
+PART_BYTES = 256  # that one tensor in a vote takes in memory, or so, without its name
 WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096
 
 
@@ -97,6 +98,14 @@ class Journal:
     complete: bool = True
 
 
+def held(payload: m.Work | m.Offer) -> int:
+    """Bytes, or so, that a vote takes in memory: many times what small parts take in a message."""
+    parts = payload.parts if isinstance(payload, m.Work) else payload.entries
+    names = sum(len(part.name) for part in parts)
+    width = 1 if all(part.name.isascii() for part in parts) else 4
+    return PART_BYTES * len(parts) + width * names
+
+
 def plain(text: str) -> str:
     """A text that may quote peers, fit for a log, a terminal and a message."""
     if not text.isprintable():
@@ -144,6 +153,7 @@ class Running:
     votes: dict[int, bool] = field(default_factory=dict)
     around: tuple[int, tuple[m.Ring, ...]] | None = None  # the epoch and rings that it goes around
     why: str = ""
+    cause: m.Cause = m.Cause.OTHER
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,7 @@ from pccl.protocol.ledger import (
     Remember,
     Running,
     Send,
+    held,
     plain,
 )
 from pccl.protocol.optimisations import Optimisations
@@ -73,7 +74,7 @@ from pccl.protocol.recovery import (
     plausible,
     reconstruct,
 )
-from pccl.protocol.rounds import PENDING, WITHDRAWN, Kind, Round, RoundId, Vote
+from pccl.protocol.rounds import OPEN_MAX, PENDING, WITHDRAWN, Kind, Round, RoundId, Vote
 from pccl.protocol.synchronisations import Synchronisations
 from pccl.types import Result
 from pccl.version import __version__
@@ -92,7 +93,6 @@ __all__ = [
 ]
 
 GONE = Result.MASTER_CONNECTION_FAILED  # what peers raise MasterLostError for
-OPEN_MAX = 4096  # rounds and collectives in which one peer stands at the same time
 
 
 class Master(Collectives, Synchronisations, Optimisations):
@@ -507,12 +507,13 @@ class Master(Collectives, Synchronisations, Optimisations):
                 work, data
             ):
                 self.peers[number].heard = max(self.peers[number].heard, heard)
-                vote: Vote[object] = Vote(call, work, data, stuck)
+                vote: Vote[object] = Vote(call, work, data, stuck, held(work))
                 self._enter(number, RoundId(Kind.START, group, tag), vote)
             case m.SyncVote(call, offer) if not self._synchronises(number):
-                self._enter(number, RoundId(Kind.SYNC, group), Vote(call, offer))
-            case m.FinishVote(seq, ok, why):
-                self._finish(number, seq, ok, why)
+                vote = Vote(call, offer, held=held(offer))
+                self._enter(number, RoundId(Kind.SYNC, group), vote)
+            case m.FinishVote():
+                self._finish(number, message)
             case m.FetchedVote():
                 self._fetched(number, message)
             case m.OptimizeVote(call) if not self._optimises(number):
@@ -541,8 +542,8 @@ class Master(Collectives, Synchronisations, Optimisations):
             why = f"it entered {stands_in[round_id].describe(number)} twice"
             self._remove(number, why, Result.INVALID_USAGE)
             return
-        if len(stands_in) + self.peers[number].running >= OPEN_MAX:
-            why = f"{OPEN_MAX} calls wait already"
+        why = self._rounds.too_much(number, vote, self.peers[number].running)
+        if why:
             self._fail(number, vote.call, Result.INVALID_USAGE, why)
             return
         group = self.peers[number].info.group
@@ -647,7 +648,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         running = self._running.get(seq)
         if running is not None and number in running.members:
             why = f"{self.peers[number].info} waited no longer for {self._missing_of(running)}"
-            self._interrupt([running], why)
+            self._interrupt([running], why, m.Cause.TIMEOUT)
         elif sync is not None and number in sync.members and sync.members[number].call == call:
             self._fail_sync(group_number, f"{self.peers[number].info} waited no longer")
         elif self._optimises(number, call):

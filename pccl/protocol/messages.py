@@ -28,6 +28,7 @@ RINGS_MAX = 8  # of a group, as in c/pccl.h
 INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
 ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name
+PART_BYTES_MAX = 16  # of a Part in a message, without its name
 
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -43,12 +44,13 @@ class ProtocolError(ValueError):
 
 
 class Cause(IntEnum):
-    """What kind of failure a CallError tells, where its result alone does not."""
+    """What kind of failure a CallError or Finished tells, where its result alone does not."""
 
     OTHER = 0
     MISMATCH = 1  # calls that can never meet
     TIMEOUT = 2  # withdrawn
     DIVERGENCE = 3  # content that had diverged, and a peer that wants an error then
+    MEMORY = 4  # a peer had none for its part
 
 
 # ---- values inside messages ----
@@ -282,11 +284,12 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
 
 
 class FinishVote(Struct, array_like=True, frozen=True, tag=5):
-    """Holds the whole result of a collective, or cannot get it."""
+    """Holds the whole result of a collective, or cannot get it: `why`, and a `Cause`."""
 
     seq: U64
     ok: bool
     why: Text = ""
+    cause: U16 = 0
 
 
 class SyncVote(Struct, array_like=True, frozen=True, tag=6):
@@ -483,11 +486,12 @@ class Interrupt(Struct, array_like=True, frozen=True, tag=72):
 
 
 class Finished(Struct, array_like=True, frozen=True, tag=73):
-    """The one outcome of a collective."""
+    """The one outcome of a collective; `cause` is a `Cause`, of a failure."""
 
     seq: U64
     ok: bool
     why: Text = ""
+    cause: U16 = 0
 
 
 class SyncPlan(Struct, array_like=True, frozen=True, tag=74):

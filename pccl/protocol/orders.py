@@ -100,13 +100,17 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A call failed; `error` is what the API raises, `phase` says how far the call had come."""
+    """A call failed; `error` is what the API raises, `phase` says how far the call had come.
+
+    `again`: the fault was another peer's, so the same call may succeed when it is made again.
+    """
 
     call: int
     result: Result
     why: str
     error: type[PCCLError] = PCCLError
     phase: str = ""
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

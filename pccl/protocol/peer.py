@@ -46,11 +46,10 @@ from pccl.errors import (
     MasterLostError,
     PCCLError,
     PCCLTimeoutError,
-    PeerLostError,
 )
 from pccl.protocol import messages as m
 from pccl.protocol.calls import ENTERING, Collective, Event, State
-from pccl.protocol.failures import parting, refused
+from pccl.protocol.failures import failed, parting, refused
 from pccl.protocol.orders import (
     AbortOp,
     Action,
@@ -98,7 +97,7 @@ __all__ = [
 OUTCOMES_KEPT = 1024
 
 GONE = "its caller waits no longer"
-LOST = Result.RANK_CONNECTION_LOST
+LOST, OTHER = Result.RANK_CONNECTION_LOST, m.Cause.OTHER
 
 
 class Peer(Transfers):
@@ -186,7 +185,7 @@ class Peer(Transfers):
         if self.over is not None or call in self._ghosts:
             return self._take()
         if collective is not None and collective.state is State.RUNNING:
-            self._give_up(collective, Event.STOPPED, why)
+            self._give_up(collective, Event.STOPPED, why, m.Cause.TIMEOUT)
             self._release(call, why, PCCLTimeoutError)
         elif not self._linked:
             self._release(call, f"{why}, while the master was away", PCCLTimeoutError)
@@ -302,8 +301,8 @@ class Peer(Transfers):
                 self._reduced(message)
             case m.Missed(small):
                 self._missed(small)
-            case m.Finished(seq, ok, why):
-                self._finished(seq, ok, why)
+            case m.Finished():
+                self._finished(message)
             case m.Interrupt(seq, why):
                 collective = self._by_seq.get(seq)
                 if collective is not None:
@@ -363,22 +362,25 @@ class Peer(Transfers):
             self._transfer_complete(op, settled, rx)
         return self._take()
 
-    def engine_failed(self, op: int, why: str, starved: int = 0) -> list[Action]:
+    def engine_failed(
+        self, op: int, why: str, starved: int = 0, cause: m.Cause = OTHER
+    ) -> list[Action]:
         """An op cannot complete.
 
         `starved` is not 0 when the op of a transfer lives and only lacks a stream, to somebody to
         fetch from or to serve: the sequence number of the plan in which that happened.
         """
         collective = self._collectives.get(op)
+        why = f"it ran out of memory: {why}" if cause is m.Cause.MEMORY else why
         if collective is None:
             self._transfer_failed(op, why, starved)
         elif collective.state is State.COMPLETE:
             self._stall([collective], why)
         elif collective.state is State.VOTING and collective.move(Event.BROKEN):
-            collective.broken = why
+            collective.broken, collective.cause = why, cause
             self._out.append(AbortOp(op))
         else:
-            self._give_up(collective, Event.BROKEN, why)
+            self._give_up(collective, Event.BROKEN, why, cause)
         return self._take()
 
     def stream_lost(self, stream: int, why: str) -> list[Action]:
@@ -437,11 +439,11 @@ class Peer(Transfers):
         call, seq = started.call, started.seq
         self._by_seq[seq] = collective
         if not collective.move(Event.STARTED):
-            gone = collective.parting is not None
-            self._say(m.FinishVote(seq, False, GONE if gone else collective.broken[:1000]))
+            why = collective.broken[:1000] if collective.parting is None else GONE
+            self._say(m.FinishVote(seq, False, why, collective.cause))
             return
         if collective.impatient:  # it started while the vote was being withdrawn
-            self._give_up(collective, Event.STOPPED, GONE)
+            self._give_up(collective, Event.STOPPED, GONE, m.Cause.TIMEOUT)
             self._release(call, self._withdrawn.get(call, GONE), PCCLTimeoutError)
             return
         self._renew_streams(started.epoch)
@@ -503,18 +505,19 @@ class Peer(Transfers):
             streams.append(self._open(infos[successor]))
         self._streams, self._streams_epoch = tuple(streams), epoch
 
-    def _give_up(self, collective: Collective, event: Event, why: str) -> None:
-        if collective.move(event):
-            if not collective.settled:
-                self._out.append(AbortOp(collective.call))
-            self._say(m.FinishVote(collective.seq, False, why[:1000]))
+    def _give_up(self, one: Collective, event: Event, why: str, cause: m.Cause = OTHER) -> None:
+        if one.move(event):
+            one.cause = cause
+            if not one.settled:
+                self._out.append(AbortOp(one.call))
+            self._say(m.FinishVote(one.seq, False, why[:1000], cause))
 
-    def _finished(self, seq: int, ok: bool, why: str) -> None:
-        collective = self._by_seq.pop(seq, None)
+    def _finished(self, finished: m.Finished) -> None:
+        collective = self._by_seq.pop(finished.seq, None)
         if collective is None:
             return
-        self._outcomes.append((seq, ok))
-        if ok:
+        self._outcomes.append((finished.seq, finished.ok))
+        if finished.ok:
             collective.outcome = True
             if collective.parting is not None:
                 self._succeeded_without(collective.call, collective.title)
@@ -523,9 +526,7 @@ class Peer(Transfers):
             elif collective.data is not None:
                 self._store(collective)
         else:
-            error = PCCLTimeoutError if collective.impatient else PeerLostError
-            lost = Result.RANK_CONNECTION_LOST
-            self._abort(collective, Fail(collective.call, lost, why, error, collective.phase))
+            self._abort(collective, failed(collective, finished))
         self._conclude(collective)
 
     def _abort(self, collective: Collective, outcome: Fail) -> None:

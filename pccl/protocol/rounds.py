@@ -27,6 +27,9 @@ from pccl.types import Result
 
 T = TypeVar("T")
 
+OPEN_MAX = 4096  # rounds and collectives in which one peer stands at the same time
+HELD_MAX = 64 << 20  # bytes, or so, of one peer's votes that wait
+
 
 class Kind(StrEnum):
     """What is agreed on; the value is the API call's name, as errors quote it."""
@@ -81,6 +84,7 @@ class Vote(Generic[T]):
     payload: T
     data: bytes | None = None
     stuck: bool = False
+    held: int = 0  # bytes, or so, that it takes while it waits
 
 
 @dataclass(slots=True)
@@ -111,6 +115,7 @@ class _Voter:
     group: int
     rounds: dict[RoundId, Round[object]] = field(default_factory=dict)
     kinds: Counter[Kind] = field(default_factory=Counter)
+    held: int = 0
 
 
 class OpenRounds:
@@ -144,6 +149,22 @@ class OpenRounds:
         """The rounds in which a peer waits."""
         return self._voters[peer].rounds if peer in self._voters else {}
 
+    def held(self, peer: int) -> int:
+        """Bytes, or so, that the votes of a peer take that waits."""
+        return self._voters[peer].held if peer in self._voters else 0
+
+    def too_much(self, peer: int, vote: Vote[object], running: int) -> str:
+        """Why one more vote is too much, of a peer with so many collectives; empty if it is not."""
+        if len(self.of(peer)) + running >= OPEN_MAX:
+            return f"{OPEN_MAX} calls wait already"
+        if self.held(peer) + vote.held > HELD_MAX:
+            return (
+                "the lists of tensors of its calls that wait would take more than "
+                f"{HELD_MAX >> 20} MiB of the master's memory: fewer calls at the same time, or "
+                "fewer and larger tensors"
+            )
+        return ""
+
     def vote(self, peer: int, group: int, round_id: RoundId, vote: Vote[object]) -> Round[object]:
         """A peer enters a round, which is opened if need be. It must not be in it already."""
         round_ = self._rounds.setdefault(round_id, Round(round_id))
@@ -151,6 +172,7 @@ class OpenRounds:
         round_.votes[peer] = vote
         voter = self._voters.setdefault(peer, _Voter(group))
         voter.rounds[round_id] = round_
+        voter.held += vote.held
         self._count(voter, round_id.kind, 1)
         if vote.stuck:
             self._stuck.setdefault(group, Counter())[round_id] += 1
@@ -220,6 +242,7 @@ class OpenRounds:
             if not stuck:
                 del self._stuck[voter.group]
         del voter.rounds[round_.id]
+        voter.held -= round_.votes[peer].held
         self._count(voter, round_.id.kind, -1)
         if not voter.rounds:
             del self._voters[peer]

@@ -29,6 +29,7 @@ from pccl.runtime.engine import (
     COMPLETE,
     FAILED,
     LEAF,
+    NO_MEMORY,
     SETTLED,
     STARVED,
     STREAM_UP,
@@ -456,9 +457,9 @@ class Client:
                 )
             elif event.kind == FAILED:
                 starved = event.seq if event.status == STARVED else 0
-                actions = self._core.engine_failed(
-                    event.op, self._streams.named(event.text), starved
-                )
+                cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
+                why = self._streams.named(event.text)
+                actions = self._core.engine_failed(event.op, why, starved, cause)
             elif event.kind == LEAF:
                 self._leaf(Leaf(event.op, event.piece, event.leaf))
                 continue

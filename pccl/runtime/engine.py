@@ -31,6 +31,7 @@ STREAM_LOST: int = lib.PCCL_STREAM_LOST
 STREAM_UP: int = lib.PCCL_STREAM_UP
 LEAF: int = lib.PCCL_LEAF
 STARVED: int = lib.PCCL_ESTREAM  # status of a FETCH that FAILED but lives
+NO_MEMORY: int = lib.PCCL_ENOMEM  # status of a FAILED
 UNREACHABLE: int = lib.PCCL_EREACH  # status of a STREAM_LOST that has never been up
 REFUSED: int = lib.PCCL_EZMQ  # and if this process got no socket for it
 ANOTHER: int = lib.PCCL_EOTHER  # and if another process answers there

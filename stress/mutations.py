@@ -1,0 +1,478 @@
+"""Rules of the protocol, and what breaks them: see mutants.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One broken rule: what is replaced by what, in a file of pccl/protocol."""
+
+    rule: str
+    old: str
+    new: str
+
+
+MUTANTS = [
+    Mutant(
+        "patient callers are answered when a peer registers",
+        "            self._evaluate(self._rounds.get(PENDING))",
+        "            self._rounds.get(PENDING)",
+    ),
+    Mutant(
+        "a caller in a hurry is answered although the others are patient",
+        "self.id == PENDING and all(vote.payload",
+        "self.id == PENDING and any(vote.payload",
+    ),
+    Mutant(
+        "a caller whose patience has ended is answered",
+        "            self._calls[call] = m.PendingVote(call, vote.stuck)\n            self._say",
+        "            self._calls[call] = m.PendingVote(call, vote.stuck)\n            repr",
+    ),
+    Mutant(
+        "who is told of a start that it had missed is told once",
+        "        self._last_seq = max(self._last_seq, refusal.seq)",
+        "        pass",
+    ),
+    Mutant(
+        "a link that is measured again, with all others, does not change",
+        "        if hop in optimisation.links:",
+        "        if False:",
+    ),
+    Mutant(
+        "nobody waits for the measurements of who is lost",
+        "            if number not in lost and not lost >= {*senders}\n",
+        "            if number not in lost\n",
+    ),
+    Mutant(
+        "who is lost is no longer a member of an optimisation",
+        "            optimisation.calls.pop(number, None)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "an optimisation ends when all is measured",
+        "        if not optimisation.measuring:\n"
+        "            self._probe(optimisation)\n\n    def _opt",
+        "        self._probe(optimisation)\n\n    def _opt",
+    ),
+    Mutant(
+        "a measurement of an earlier probe does not count",
+        "            or optimisation.seq != measured.seq\n",
+        "",
+    ),
+    Mutant(
+        "the ring that was chosen is installed",
+        "            group.rings = rings\n",
+        "",
+    ),
+    Mutant(
+        "a restarted master goes on with the rings as they were",
+        "group.epoch, group.rings = resume.epoch, resume.rings",
+        "group.epoch = resume.epoch",
+    ),
+    Mutant(
+        "who missed the end of an optimisation is told it by the next master",
+        "if syncing.optimises and before.optimized < done.optimized:",
+        "if False:",
+    ),
+    Mutant(
+        "an optimisation that one gives up ends for all",
+        "        elif self._optimises(number, call):\n",
+        "        elif False:\n",
+    ),
+    Mutant(
+        "what is measured ends with its optimisation",
+        "plan = None if syncing is None or syncing.outcome is not None else syncing.plan\n"
+        "        if syncing is not None and plan is not None and plan.seq == seq:\n"
+        "            self._void_fetch(syncing)\n",
+        "plan = None if syncing is None else syncing.plan\n"
+        "        if syncing is not None and plan is not None and plan.seq == seq:\n"
+        "            self._void_fetch(syncing)\n",
+    ),
+    Mutant(
+        "who missed a small result is told it by the next master",
+        "        for number, small in before.missed:\n",
+        "        for number, small in ():\n",
+    ),
+    Mutant(
+        "a small result is kept until nobody lacks it",
+        "stable = min(self.peers[number].heard for number in round_.votes)",
+        "stable = max(self.peers[number].heard for number in round_.votes) + 1",
+    ),
+    Mutant(
+        "a peer keeps its small results",
+        "        self._small.append(small)\n",
+        "",
+    ),
+    Mutant(
+        "a small result that is not final is voted on",
+        "        self._say(m.FinishVote(started.seq, True))\n",
+        "        self._keep(collective, m.Small(started.seq, collective.tag, (), started.data))\n",
+    ),
+    Mutant(
+        "a collective commits only if all survivors hold the result",
+        "ok = all(running.votes.values())",
+        "ok = any(running.votes.values())",
+    ),
+    Mutant(
+        "ranks that have changed unseen are an error",
+        "work.members not in (0, len(round_.votes))",
+        "work.members == 1",
+    ),
+    Mutant(
+        "peers that go by different ranks do not meet, and may try again",
+        "if asked.sees_others_than(wanted):",
+        "if False:",
+    ),
+    Mutant(
+        "the outcome waits for all survivors",
+        "if len(running.votes) == len(running.members):",
+        "if running.votes:",
+    ),
+    Mutant(
+        "a lost member is no longer waited for in a collective",
+        "            running.members -= lost.keys()\n",
+        "",
+    ),
+    Mutant(
+        "a lost member interrupts the running collectives",
+        'self._interrupt(self._of_group(group_number), "lost " + "; ".join(lost.values()))',
+        "pass",
+    ),
+    Mutant(
+        "a failed vote interrupts the others",
+        "if ok or running.why:",
+        "if True:",
+    ),
+    Mutant(
+        "a lost member's vote does not count in a round",
+        "                    self._rounds.take_back(number, round_)\n        for group_number",
+        "                    pass\n        for group_number",
+    ),
+    Mutant(
+        "rounds are looked at again when a member is lost",
+        "            if round_ in self._rounds:  # or it has ended since\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "pending peers are accepted when nobody is left to admit them",
+        "        if not self._size():\n            self._admit()\n\n    def _leave_group",
+        "\n    def _leave_group",
+    ),
+    Mutant(
+        "the election is repeated when a member is lost",
+        "            self._elect(group_number, sync)\n        if not self._size(",
+        "            pass\n        if not self._size(",
+    ),
+    Mutant(
+        "revisions start anew when the last holder is gone",
+        "            group.revision = None\n            self._note(",
+        "            self._note(",
+    ),
+    Mutant(
+        "a synchronisation ends only when all receivers have verified",
+        "            if not sync.fetching:\n                self._end_sync(group, sync)",
+        "            self._end_sync(group, sync)",
+    ),
+    Mutant(
+        "a plan is replaced even when the next election moves nothing",
+        "if sync.fetching or sync.seq:",
+        "if sync.fetching:",
+    ),
+    Mutant(
+        "a vote that is withdrawn does not count",
+        "                self._rounds.take_back(number, round_)\n                self._fail",
+        "                self._fail",
+    ),
+    Mutant(
+        "a new plan makes what was fetched before void",
+        "and (old.fetch, old.digests) == (plan.fetch, plan.digests)",
+        "",
+    ),
+    Mutant(
+        "an interrupted collective is voted on",
+        "self._say(m.FinishVote(one.seq, False, why[:1000], cause))",
+        "pass",
+    ),
+    Mutant(
+        "a call is answered only when the engine has let go",
+        "if collective.outcome is None or not collective.settled:",
+        "if collective.outcome is None:",
+    ),
+    Mutant(
+        "the highest revision wins",
+        "top = electors[top_peer].revision\n    if",
+        "top = min(offered)\n    if",
+    ),
+    Mutant(
+        "newcomers do not stand against those who were there",
+        "electors = (veterans or standing) if last is not None",
+        "electors = standing if last is not None",
+    ),
+    Mutant(
+        "who offers too high a revision takes nothing",
+        "receives = peer != elected and peer not in refused and",
+        "receives = peer != elected and",
+    ),
+    Mutant(
+        "who was refused holds nothing",
+        "group.holders = set(sync.members) - sync.refused",
+        "group.holders = set(sync.members)",
+    ),
+    Mutant(
+        "a peer knows that it was refused",
+        "offer.strategy != RECEIVE_ONLY and offer.revision > result.revision",
+        "False",
+    ),
+    Mutant(
+        "a refused peer does not say later that it holds the content",
+        "            holds=without is None,",
+        "            holds=True,",
+    ),
+    Mutant(
+        "nothing begins with fewer peers than are wanted",
+        "if group.revision is None and len(members) < wanted:",
+        "if False:",
+    ),
+    Mutant(
+        "a run that has begun goes on with any number",
+        "if group.revision is None and len(members) < wanted:",
+        "if len(members) < wanted:",
+    ),
+    Mutant(
+        "who missed that nothing began is told so by the next master",
+        "done.plan, short=done.short)",
+        "done.plan)",
+    ),
+    Mutant(
+        "nobody holds what has not begun",
+        "            group.holders.clear()\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a group that begins anew repeats no number of a synchronisation",
+        "        group.syncs = self._syncs\n",
+        "        group.syncs += 1\n",
+    ),
+    Mutant(
+        "an unchanged revision is legal once when somebody has joined",
+        "            self._groups[group].grown = True\n",
+        "",
+    ),
+    Mutant(
+        "what peers say is cut before it is told to others",
+        "return text if len(text) <= WHY_MAX else",
+        "return text if True else",
+    ),
+    Mutant(
+        "a peer is one connection, and comes back once",
+        'if conn in self._by_conn:\n            self._remove(self._by_conn[conn], "it came back',
+        'if False:\n            self._remove(self._by_conn[conn], "it came back',
+    ),
+    Mutant(
+        "a group that is empty is forgotten",
+        "            self._groups.pop(group_number, None)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "the same tag with other work is noticed",
+        "asked, wanted = first.payload, mine.payload",
+        "asked = wanted = mine.payload",
+    ),
+    Mutant(
+        "calls that can never meet are noticed",
+        "other = self._rounds.in_the_way(number, mine)",
+        "other = None",
+    ),
+    Mutant(
+        "peers that are stuck in different calls are noticed",
+        "if mine.votes[peer].stuck:",
+        "if False:",
+    ),
+    Mutant(
+        "a call of one group is in nobody's way in another",
+        "scope = None if mine.id.group is None and kind in RUN_WIDE else voter.group",
+        "scope = None",
+    ),
+    Mutant(
+        "a loss in one group interrupts no other",
+        "if running.group == group_number]",
+        "if True]",
+    ),
+    Mutant(
+        "a group's round ends when those of the group have voted",
+        "if len(round_.votes) == self._size(round_.id.group):",
+        "if len(round_.votes) == self._size():",
+    ),
+    Mutant(
+        "a peer that was given up cannot come back",
+        "self._complete and number not in self._expected",
+        "False",
+    ),
+    Mutant(
+        "a journal that could not be written does not shut out those who came after",
+        "journaled=journal.complete)",
+        "journaled=True)",
+    ),
+    Mutant(
+        "nor does it where nobody had been accepted yet",
+        "(journal.accepted or not journal.complete)",
+        "journal.accepted",
+    ),
+    Mutant(
+        "a run that went on without a peer does not take it back after a restart",
+        "for number in outdated({number: one.resume for number, one in back.items()}):",
+        "for number in ():",
+    ),
+    Mutant(
+        "epochs do not begin anew with the master",
+        "        self._epoch = incarnation << EPOCH_SHIFT\n",
+        "",
+    ),
+    Mutant(
+        "a start that was lost with the master fails for all",
+        "if resumes[number].last_seq < seq:",
+        "if False:",
+    ),
+    Mutant(
+        "a caller who gives up while the master is away is told at once",
+        "        elif not self._linked:\n",
+        "        elif False:\n",
+    ),
+    Mutant(
+        "a caller who gave up before the master was lost is told when it is lost",
+        "for call, late in list(self._withdrawn.items()):",
+        "for call, late in ():",
+    ),
+    Mutant(
+        "no peer goes on whose caller was told of a failure of what has succeeded",
+        "if self._ghosts.late(call) and self.over is None:",
+        "if False:",
+    ),
+    Mutant(
+        "no peer goes on whose caller was told of a failure of a round that has succeeded",
+        'return found.get(str(self._places[call]), "")',
+        'return ""',
+    ),
+    Mutant(
+        "a call waits until the ghost in its place is gone, whose caller left",
+        "        if place not in self._places.values():\n            return False",
+        "        if True:\n            return False",
+    ),
+    Mutant(
+        "the memory of a caller who has gone is not written to",
+        "        if collective.parting is None:\n            self._store(",
+        "        if True:\n            self._store(",
+    ),
+    Mutant(
+        "what is complete ends too when its caller leaves",
+        "        Event.LEFT: State.ABORTING,\n    },\n    State.ABORTING",
+        "    },\n    State.ABORTING",
+    ),
+    Mutant(
+        "a caller who has gone is not voted for again",
+        "            if collective.unstarted and collective.parting is None:\n",
+        "            if collective.unstarted:\n",
+    ),
+    Mutant(
+        "what others agreed on without a caller who has gone is not missed twice",
+        "            self._missed_sync(done)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "the start of what a caller has left gets a no",
+        "            self._say(m.FinishVote(seq, False, GONE if gone",
+        "            self._say(m.FinishVote(seq, True, GONE if gone",
+    ),
+    Mutant(
+        "who is told to stop, or has no more time, gives up what runs",
+        "        Event.STOPPED: State.ABORTING,\n",
+        "",
+    ),
+    Mutant(
+        "a peer votes that it holds the result once it does",
+        "        Event.HELD: State.COMPLETE,\n",
+        "",
+    ),
+    Mutant(
+        "who knows of the end of its synchronisation takes nothing back",
+        "syncing if syncing and syncing.call == call and syncing.outcome is None else None",
+        "syncing if syncing and syncing.call == call else None",
+    ),
+    Mutant(
+        "who loses a stream after its own part is done says so",
+        "            self._say(m.Stalled(self._streams_epoch, 0, why[:1000]))\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a stream counts also when the engine has forgotten the op",
+        "self.state is State.COMPLETE and self.outcome is None and self.data is None",
+        "self.state is State.COMPLETE and self.outcome is None and not self.settled",
+    ),
+    Mutant(
+        "a collective that stalls is interrupted",
+        "        elif running and stalled.epoch == self._groups[group_number].epoch:\n",
+        "        elif False:\n",
+    ),
+    Mutant(
+        "a stall of an earlier epoch counts no more",
+        "        elif running and stalled.epoch == self._groups[group_number].epoch:\n",
+        "        elif running:\n",
+    ),
+    Mutant(
+        "who can no longer serve shared state says so",
+        "            self._say(m.Stalled(syncing.group.epoch, plan.seq, why[:1000]))\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "a synchronisation that stalls is planned anew",
+        "            self._note(why)\n            self._elect(group_number, sync)\n        else:\n",
+        "            self._note(why)\n        else:\n",
+    ),
+    Mutant(
+        "a synchronisation that stalls again and again ends",
+        "        if sync.stalls < STALLS_MAX:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "a stall of an earlier plan counts no more",
+        "if sync is None or sync.seq != stalled.seq or number not in sync.members:",
+        "if sync is None or number not in sync.members:",
+    ),
+    Mutant(
+        "stragglers are those that others wait for",
+        "            yield round_.id, self._absent(round_), ",
+        "            yield round_.id, round_.votes, ",
+    ),
+    Mutant(
+        "who is not admitted does not learn the run's number",
+        "m.Welcome(number, plain(warning))",
+        "m.Welcome(number, str(self.run))",
+    ),
+    Mutant(
+        "who comes back knows the run's number",
+        "        if resume.run != self.run:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "who was not accepted has nothing to come back to",
+        "        if not self.accepted:  # and so it",
+        "        if False:  # and so it",
+    ),
+    Mutant(
+        "each call has a nonce of its own",
+        'b"call %d" % seq',
+        'b"call"',
+    ),
+    Mutant(
+        "each epoch has a nonce of its own",
+        'b"epoch %d" % epoch',
+        'b"epoch"',
+    ),
+    Mutant(
+        "nonces cannot be computed without the master's secret",
+        "key=self._secret, ",
+        "",
+    ),
+]

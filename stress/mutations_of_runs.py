@@ -1,0 +1,163 @@
+"""Rules of the protocol, and what breaks them: who is in the run, and why things fail."""
+
+from __future__ import annotations
+
+from mutations import Mutant
+
+MUTANTS = [
+    Mutant(
+        "a failure is told with its cause",
+        "m.Finished(running.seq, False, running.why, running.cause)",
+        "m.Finished(running.seq, False, running.why)",
+    ),
+    Mutant(
+        "a peer may not give any cause",
+        "cause = m.Cause(vote.cause) if vote.cause in CAUSES else m.Cause.OTHER",
+        "cause = vote.cause",
+    ),
+    Mutant(
+        "who has failed by itself does not try again",
+        "again=not own)",
+        "again=True)",
+    ),
+    Mutant(
+        "one peer cannot fill the master's memory with its votes",
+        "        if self.held(peer) + vote.held > HELD_MAX:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "votes that wait no longer take no memory",
+        "        voter.held -= round_.votes[peer].held\n",
+        "",
+    ),
+    Mutant(
+        "of several runs that come back, that of most goes on",
+        "return max(reversed(self._back), key=lambda run: len(self._back[run]))",
+        "return next(iter(self._back))",
+    ),
+    Mutant(
+        "who comes back alone is waited with for longer",
+        "return waited_s > UNJOURNALED_WAIT_S and not self.missing and not alone",
+        "return waited_s > UNJOURNALED_WAIT_S and not self.missing",
+    ),
+    Mutant(
+        "a journal knows its run",
+        "        if self._run not in (None, resume.run):\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "what begins with the master's incarnation fits into 32 bits",
+        "INCARNATION_MAX = 1 << 15",
+        "INCARNATION_MAX = 1 << 18",
+    ),
+    Mutant(
+        "the rings that a peer knows are of the peers that it knows",
+        "len(ring.order) == len(known) == len({*ring.order} & known)",
+        "True",
+    ),
+    Mutant(
+        "who is lost while it waits for the others does not count",
+        "                self._held[run] -= weight(self._back[run].pop(number).resume)\n",
+        "                self._held[run] -= weight(self._back[run][number].resume)\n",
+    ),
+    Mutant(
+        "a run that went on after a loss does not take the lost back",
+        "            self._lost.clear()\n        if isinstance",
+        "            pass\n        if isinstance",
+    ),
+    Mutant(
+        "a round of the whole run that ends goes on without the lost",
+        "                self._lost.clear()  # the run goes on without them\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "an optimisation that ends goes on without the lost",
+        "        self._lost.clear()\n        self._optimize_rounds",
+        "        self._optimize_rounds",
+    ),
+    Mutant(
+        "newcomers to a run that all were lost from begin anew",
+        "        self._lost.clear()\n        for number in fresh:",
+        "        for number in fresh:",
+    ),
+    Mutant(
+        "a master that was away begins a new incarnation",
+        "incarnation = (self._next_seq >> INCARNATION_SHIFT) + 1\n        accepted",
+        "incarnation = self._next_seq >> INCARNATION_SHIFT\n        accepted",
+    ),
+    Mutant(
+        "whom the master cannot reach either goes",
+        "            if self.dials.get(number):\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "whom several cannot reach goes",
+        "            if many and number not in self._dialling:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "against the master's dial it takes more to go",
+        "needed = SEVERAL_AGAINST_DIAL if number in self.dials else SEVERAL",
+        "needed = SEVERAL",
+    ),
+    Mutant(
+        "who reaches nobody goes",
+        "if len(by[number]) >= needed and alone and not by[number] & self._dialling:",
+        "if False:",
+    ),
+    Mutant(
+        "one word removes nobody",
+        "SEVERAL = 2\n",
+        "SEVERAL = 1\n",
+    ),
+    Mutant(
+        "what the master finds does not count where it is not",
+        "if why and not reach.matters(peer.info, peer.seen, accusers):",
+        "if False:",
+    ),
+    Mutant(
+        "rings go around what is blocked",
+        "                return BARRED\n",
+        "                return 3\n",
+    ),
+    Mutant(
+        "suspects are tried on those beyond suspicion",
+        "return (0, 1, 3)[",
+        "return (0, 1, 2)[",
+    ),
+    Mutant(
+        "links that were blocked long ago get another chance before anybody goes",
+        "            blame.forgive()\n",
+        "",
+    ),
+    Mutant(
+        "of two that must meet, who only accuses a peer that the master reaches goes",
+        "return trouble, bool(refuted) - cleared, number not in proven, number",
+        "return trouble, 0, number not in proven, number",
+    ),
+    Mutant(
+        "who was reached before gets some attempts",
+        "if attempts < ATTEMPTS and any(",
+        "if False and any(",
+    ),
+    Mutant(
+        "accusations end with a success",
+        "        self._current.clear()\n",
+        "",
+    ),
+    Mutant(
+        "nobody is blamed for who is gone",
+        "            group.blame.forget(number)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "what did not go around the rings shows nothing of them",
+        "            if data is None and goes_around(work):\n",
+        "            if True:\n",
+    ),
+    Mutant(
+        "new rings interrupt what runs on the old ones",
+        "            self._interrupt(self._of_group(group_number), why)\n        return True",
+        "        return True",
+    ),
+]
