@@ -39,6 +39,7 @@ import numpy as np
 import xxhash
 
 import pccl
+from pccl.runtime.signals import ended_by, interrupt
 
 SETTLE_S = 3.0  # a peer whose link is reset knows it in less
 WARM_S = 15.0  # a process starts, imports and joins in less
@@ -390,4 +391,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ended_by(interrupt):
+        sys.exit(main())

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 import pccl
+from pccl.runtime.signals import ended_by, interrupt
 
 STEPS = 10
 
@@ -96,4 +97,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ended_by(interrupt):
+        sys.exit(main())

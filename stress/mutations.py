@@ -312,8 +312,8 @@ MUTANTS = [
     ),
     Mutant(
         "a journal that could not be written does not shut out those who came after",
-        "journaled=journal.complete)",
-        "journaled=True)",
+        "Recovery(journal.run, journal.accepted, journal.complete)",
+        "Recovery(journal.run, journal.accepted, True)",
     ),
     Mutant(
         "nor does it where nobody had been accepted yet",

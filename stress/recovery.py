@@ -28,6 +28,7 @@ from statistics import median
 import numpy as np
 
 import pccl
+from pccl.runtime.signals import ended_by, interrupt
 
 PATIENCE_S = 60.0
 BEGAN, ENDED, WORLD, CONNECTED_S, FIRST_S, FIELDS = range(6)
@@ -193,4 +194,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ended_by(interrupt):
+        sys.exit(main())

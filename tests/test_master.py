@@ -130,6 +130,33 @@ def test_a_master_that_is_told_to_end_says_so_to_its_peers(
         assert process.wait(20) == (-signal.SIGINT if killed else 0)
 
 
+IGNORING = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+
+
+@posix
+def test_ctrl_c_ends_a_master_that_a_shell_has_started_in_the_background() -> None:
+    as_command = 'from pccl.master import main; sys.exit(main(["--listen-address", "127.0.0.1:0"]))'
+    with started("-c", IGNORING + as_command) as (process, _):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0
+
+
+@posix
+def test_ctrl_c_ends_any_command_that_a_shell_has_started_in_the_background() -> None:
+    program = """
+import os, time
+from pccl import master
+from pccl.cli.main import main
+def run(args):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+master.run = run
+sys.exit(main(["master"]))
+"""
+    ended = subprocess.run([sys.executable, "-c", IGNORING + program], timeout=30)
+    assert ended.returncode == 130
+
+
 @posix
 def test_a_second_signal_ends_it_at_once() -> None:
     slow = """
