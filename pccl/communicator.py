@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -55,6 +57,8 @@ WELCOME_TIMEOUT_S = (
     10.0  # for the master's first answer; admission, later, may take as long as it takes
 )
 ATTEMPT_INTERVAL_S = 1.0
+AGAIN_S = 0.002  # who asks whether peers are pending so soon after a no asks in a loop,
+PATIENCE_S = 0.02  # and hears another no so much later: no core is busy with nothing
 
 
 class Communicator(Collectives):
@@ -111,6 +115,7 @@ class Communicator(Collectives):
         self._client: Client | None = None
         self._finalizer: weakref.finalize[..., Communicator] | None = None
         self._shared_revision = 0
+        self._asked_s = -math.inf  # when `are_peers_pending` was answered by no
 
     # ---- joining and leaving ----
 
@@ -204,7 +209,7 @@ class Communicator(Collectives):
                 raise _Unreachable(f"no answer within {WELCOME_TIMEOUT_S:.0f} s") from None
             if isinstance(note, m.Welcome):
                 log.info("registered as peer %d; waiting to be admitted", note.peer)
-                note = self._await_admission(call, timeout)
+                note = self._await_admission(client, call, timeout)
             if isinstance(note, core.Fail):
                 if note.result is Result.MASTER_CONNECTION_FAILED:
                     raise _Unreachable(note.why)
@@ -217,20 +222,19 @@ class Communicator(Collectives):
                 client.close("connect failed")
             raise
 
-    def _await_admission(self, call: Call, timeout: float | None) -> Note:
-        give_up_at = None if timeout is None else time.monotonic() + timeout
-        try:
-            while True:
-                note = call.next(None if give_up_at is None else give_up_at - time.monotonic())
-                if not isinstance(note, m.Welcome):  # of a master that was restarted meanwhile
-                    return note
-        except queue.Empty:
-            raise PCCLTimeoutError(
-                Result.MASTER_CONNECTION_FAILED,
-                "connect",
-                f"the peers of the run at {self._master} did not admit this one within "
-                f"{timeout:g} s: each of them must call update_topology()",
-            ) from None
+    def _await_admission(self, client: Client, call: Call, timeout: float | None) -> Note:
+        limit = Deadline(timeout)
+        while limit.left_s is None or limit.left_s > 0:
+            seconds = math.inf if limit.left_s is None else limit.left_s
+            note = Deadline(None).next_within(client, call, seconds)
+            if not isinstance(note, m.Welcome | None):  # of a master that was restarted meanwhile
+                return note
+        raise PCCLTimeoutError(
+            Result.MASTER_CONNECTION_FAILED,
+            "connect",
+            f"the peers of the run at {self._master} did not admit this one within "
+            f"{timeout:g} s: each of them must call update_topology()",
+        )
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self, "it is this process's place in a run; make one in each process")
@@ -308,9 +312,20 @@ class Communicator(Collectives):
             PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
                 this one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
         """
+        self._admit(Deadline(timeout))
+
+    def _admit(self, deadline: Deadline) -> int:
+        """Admits pending peers; how many the group has then, the same for all."""
         client = self._connected("update_topology")
-        self._vote("update_topology", client, client.update_topology, timeout)
+
+        def take_part(call: Call) -> Note:
+            client.update_topology(call)
+            return deadline.next(client, call)
+
+        size = self._stand("update_topology", client, take_part).value
         self._ranks.tell(client.plan, client.number)
+        assert isinstance(size, int)
+        return size
 
     def are_peers_pending(self, *, timeout: float | None = None) -> bool:
         """Whether peers wait to be admitted: the same answer for all.
@@ -321,12 +336,63 @@ class Communicator(Collectives):
             PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
                 this one).
         """
+        return self._ask(Deadline(timeout), PATIENCE_S if self._asks_again else 0.0)
+
+    def wait_for_peers(self, n: int, *, timeout: float | None = None) -> int:
+        """Admits newcomers until this peer's group has at least `n` members.
+
+        Every peer of the run that is there has to call this, or `are_peers_pending` and
+        `update_topology`, as a training loop does: newcomers are admitted by all. It waits for
+        events and does not poll; after some seconds the log says for whom.
+
+        Args:
+            n: members, this one included.
+            timeout: seconds to wait for them.
+
+        Returns:
+            How many there are: the same on all peers that were in the group when it returned.
+
+        Raises:
+            PCCLTimeoutError: the time-out has passed; who has come stays.
+            PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS, as for `update_topology`.
+            ValueError: `n` is not positive.
+        """
+        if n < 1:
+            raise ValueError(f"n is {n}: it must be at least 1")
+        deadline = Deadline(timeout)
+        client = self._connected("wait_for_peers")
+        size = client.world.local_size
+        try:
+            while size < n:
+                if self._ask(deadline, threading.TIMEOUT_MAX):
+                    size = self._admit(deadline)
+        except PCCLTimeoutError as error:
+            why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
+            raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
+        return size
+
+    def _ask(self, deadline: Deadline, patience_s: float) -> bool:
+        """Whether peers are pending. A no may come that much later, a yes at once."""
         client = self._connected("are_peers_pending")
-        stuck = self._standing.single_threaded() and timeout is None
-        end = self._vote(
-            "are_peers_pending", client, lambda call: client.are_peers_pending(call, stuck), timeout
-        )
-        return bool(end.value)
+        stuck = self._standing.single_threaded() and deadline.left_s is None
+
+        def take_part(call: Call) -> Note:
+            client.are_peers_pending(call, stuck, patience_s > 0)
+            if patience_s > 0:
+                note = deadline.next_within(client, call, patience_s)
+                if note is not None:
+                    return note
+                client.hurry(call)
+            return deadline.next(client, call)
+
+        pending = bool(self._stand("are_peers_pending", client, take_part).value)
+        self._asked_s = -math.inf if pending else time.monotonic()
+        return pending
+
+    @property
+    def _asks_again(self) -> bool:
+        """Whether the program has just been told that nobody is pending: it may be in a loop."""
+        return time.monotonic() - self._asked_s < AGAIN_S
 
     def optimize_topology(self, *, timeout: float | None = None) -> None:
         """Measures the links between the peers, and gives each group the rings that suit them.
@@ -477,17 +543,6 @@ class Communicator(Collectives):
             client.let_go(call)
         finally:
             self._standing.leave(call)
-
-    def _vote(
-        self, name: str, client: Client, begin: Callable[[Call], None], timeout: float | None
-    ) -> core.Answer:
-        deadline = Deadline(timeout)
-
-        def take_part(call: Call) -> Note:
-            begin(call)
-            return deadline.next(client, call)
-
-        return self._stand(name, client, take_part)
 
 
 def _cure(config: Config) -> str:

@@ -29,6 +29,8 @@ MEMBERSHIP: Table = {
         "< Plan": "pending",
         "< Membership": "pending",
         "< Admitted": "accepted",
+        "> Inquire": "pending",
+        "< Waiting": "pending",
         "> Hello": "asking",  # again, on another connection: it has nothing to come back to
         "> Leave": OVER,
         "< Kicked": OVER,
@@ -38,6 +40,8 @@ MEMBERSHIP: Table = {
         "< Membership": "accepted",
         "> Unreached": "accepted",
         "> Stalled": "accepted",
+        "> Inquire": "accepted",
+        "< Waiting": "accepted",
         "> Resume": "returning",
         "> Leave": OVER,
         "< Kicked": OVER,

@@ -137,6 +137,7 @@ MESSAGES: list[tuple[int, Callable[[random.Random], m.PeerMessage]]] = [  # with
     (4, lambda draw: m.TopologyVote(number(draw))),
     (4, lambda draw: m.PendingVote(number(draw), False, draw.random() < 0.5)),
     (2, lambda draw: m.Hurry(number(draw))),
+    (2, lambda draw: m.Inquire(number(draw), number(draw))),
     (6, lambda draw: m.StartVote(number(draw), draw.choice([0, 0, number(draw)]), work(draw))),
     (8, lambda draw: m.FinishVote(number(draw), draw.random() < 0.7, text(draw, 4096))),
     (6, lambda draw: m.SyncVote(number(draw), offer(draw))),

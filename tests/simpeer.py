@@ -103,6 +103,8 @@ class SimPeer:
         for call in late:
             self.withdraw(call)
         hurried = self.hurry(self.run.steps)
+        if self.standing and self.run.random.random() < 0.005:
+            self.perform(self.core.inquire(self.run.random.choice(list(self.standing))))
         if not self.ready:
             return bool(late) or hurried
         while self.ready:

@@ -12,6 +12,10 @@ ENTERING = "while peers were still entering it"
 MEASURING = "while links were measured"
 CONFIRMING = "when its result was here, but not yet on all peers"
 
+# Messages are in order: a peer that has heard of the start of a collective has heard of the outcome
+# of all that ended before. So others lack at most as many outcomes as were under way at once.
+OUTCOMES_KEPT = 1024
+
 
 class State(Enum):
     """Of a collective; the value says what is so there."""
@@ -96,6 +100,12 @@ class Collective:
     def title(self) -> str:
         """What was called."""
         return f"{self.work} with tag {self.tag}"
+
+    @property
+    def open(self) -> m.Open:
+        """What a master has to know of it that does not know its outcome."""
+        votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
+        return m.Open(self.seq, self.members, votes[self.state], self.tag)
 
     @property
     def unstarted(self) -> bool:

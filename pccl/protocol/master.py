@@ -40,6 +40,7 @@ from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.collectives import Collectives, fits
 from pccl.protocol.door import newcomer, refusal
+from pccl.protocol.explain import explain
 from pccl.protocol.ledger import (
     NAMES_MAX,
     Action,
@@ -166,6 +167,9 @@ class Master(Collectives, Synchronisations, Optimisations):
             self._lost.clear()
         if isinstance(message, m.Leave):
             self._remove(number, "it left")
+        elif isinstance(message, m.Inquire):
+            if why := explain(self, number, message.call, message.seq):
+                self._send(number, m.Waiting(message.call, plain(why)))
         elif not self.peers[number].accepted:
             self._remove(number, "it voted while it was pending", Result.INVALID_USAGE)
         else:

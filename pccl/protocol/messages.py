@@ -268,6 +268,13 @@ class Hurry(Struct, array_like=True, frozen=True, tag=16):
     call: U64
 
 
+class Inquire(Struct, array_like=True, frozen=True, tag=17):
+    """The caller of `call` has waited for long: for whom? Of a collective with its `seq`, or 0."""
+
+    call: U64
+    seq: U64 = 0
+
+
 class StartVote(Struct, array_like=True, frozen=True, tag=4):
     """Enters a collective: its engine knows the buffers already, or `data` is the contribution.
 
@@ -594,6 +601,13 @@ class OptimizeResult(Struct, array_like=True, frozen=True, tag=82):
     round: U64
 
 
+class Waiting(Struct, array_like=True, frozen=True, tag=83):
+    """The answer to Inquire: what the call waits for."""
+
+    call: U64
+    why: Text
+
+
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
     """Dropped from the run."""
 
@@ -606,6 +620,7 @@ PeerMessage: TypeAlias = (
     | TopologyVote
     | PendingVote
     | Hurry
+    | Inquire
     | StartVote
     | FinishVote
     | SyncVote
@@ -627,6 +642,7 @@ MasterMessage: TypeAlias = (
     | Admitted
     | TopologyResult
     | PendingResult
+    | Waiting
     | Started
     | Interrupt
     | Finished

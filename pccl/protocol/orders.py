@@ -136,6 +136,14 @@ class Fetched:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """A call that has lasted long waits for this, in words."""
+
+    call: int
+    why: str
+
+
 Action = (
     Send
     | OpenStream
@@ -149,6 +157,7 @@ Action = (
     | Fail
     | Plan
     | Fetched
+    | Waits
 )
 
 

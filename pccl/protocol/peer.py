@@ -48,7 +48,7 @@ from pccl.errors import (
     PCCLTimeoutError,
 )
 from pccl.protocol import messages as m
-from pccl.protocol.calls import ENTERING, Collective, Event, State
+from pccl.protocol.calls import ENTERING, OUTCOMES_KEPT, Collective, Event, State
 from pccl.protocol.failures import failed, parting, refused
 from pccl.protocol.orders import (
     AbortOp,
@@ -67,8 +67,9 @@ from pccl.protocol.orders import (
     StartOp,
     Store,
     Synced,
+    Waits,
 )
-from pccl.protocol.ring import places
+from pccl.protocol.ring import places, successors
 from pccl.protocol.transfers import Transfers
 from pccl.types import Result
 
@@ -90,11 +91,8 @@ __all__ = [
     "StartOp",
     "Store",
     "Synced",
+    "Waits",
 ]
-
-# Messages are in order: a peer that has heard of the start of a collective has heard of the outcome
-# of all that ended before. So others lack at most as many outcomes as were under way at once.
-OUTCOMES_KEPT = 1024
 
 GONE = "its caller waits no longer"
 LOST, OTHER = Result.RANK_CONNECTION_LOST, m.Cause.OTHER
@@ -148,6 +146,13 @@ class Peer(Transfers):
         if isinstance(vote, m.PendingVote):
             self._calls[call] = m.PendingVote(call, vote.stuck)
             self._say(m.Hurry(call))
+        return self._take()
+
+    def inquire(self, call: int) -> list[Action]:
+        """The caller has waited for long. The answer, if there is one, is a `Waits`."""
+        collective = self._collectives.get(call)
+        if self.over is None and self.number:
+            self._say(m.Inquire(call, 0 if collective is None else collective.seq))
         return self._take()
 
     def collective(
@@ -323,6 +328,8 @@ class Peer(Transfers):
             case m.TopologyResult(call, count):
                 self._done = msgspec.structs.replace(self._done, topology=count)
                 self._reply(call, self.world.local_size)
+            case m.Waiting(call, why):
+                self._out.append(Waits(call, why))
             case m.PendingResult(call, pending, count):
                 self._done = msgspec.structs.replace(
                     self._done, pending=count, were_pending=pending
@@ -499,11 +506,9 @@ class Peer(Transfers):
         for stream in self._streams:
             self._out.append(CloseStream(stream))
         infos = {info.peer: info for info in self.plan.peers}
-        streams = []
-        for ring in self.plan.rings:
-            successor = ring.order[(ring.order.index(self.number) + 1) % len(ring.order)]
-            streams.append(self._open(infos[successor]))
-        self._streams, self._streams_epoch = tuple(streams), epoch
+        to = successors(self.plan.rings, self.number)
+        self._streams = tuple(self._open(infos[successor]) for successor in to)
+        self._streams_epoch = epoch
 
     def _give_up(self, one: Collective, event: Event, why: str, cause: m.Cause = OTHER) -> None:
         if one.move(event):
@@ -572,10 +577,7 @@ class Peer(Transfers):
             self._out.append(Send(hello))
             return self._take()
         own = next(info for info in self.plan.peers if info.peer == self.number)
-        votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
-        open_ = tuple(
-            m.Open(seq, c.members, votes[c.state], c.tag) for seq, c in sorted(self._by_seq.items())
-        )
+        open_ = tuple(collective.open for _, collective in sorted(self._by_seq.items()))
         self._unvoted = {o.seq for o in open_ if o.vote is None}
         done = msgspec.structs.replace(
             self._done, topology=max(self._done.topology, self.plan.topology)

@@ -107,6 +107,11 @@ def _order(peers: Sequence[PeerInfo], chosen: Sequence[int]) -> tuple[int, ...]:
     return tuple(peers[i].peer for i in sorted(range(len(peers)), key=place))
 
 
+def successors(rings: Sequence[Ring], number: int) -> tuple[int, ...]:
+    """Whom a peer sends to in each ring."""
+    return tuple(ring.order[(ring.order.index(number) + 1) % len(ring.order)] for ring in rings)
+
+
 def span(work: Work) -> int:
     """The offsets of a collective's data: its tensors one after the other, in whole quanta."""
     counts = [part.count for part in work.parts] or [work.count]

@@ -8,6 +8,7 @@ What must be done once begun (`insist`, `aside`) is done first; the exception is
 
 from __future__ import annotations
 
+import math
 import numbers
 import queue
 import threading
@@ -20,6 +21,8 @@ from pccl.protocol import messages as m
 from pccl.protocol import peer as core
 
 SLICE_S = 0.5  # of a wait without an end
+QUIET_S = 5.0  # a call may wait so long in silence; then twice as long, and so on
+QUIET_MAX_S = 60.0
 INSISTENCE = 100  # whoever presses Ctrl-C so often gets out in the middle
 
 
@@ -47,6 +50,8 @@ class Call:
         self.number = number
         self.began_s = time.monotonic()
         self.serve_op = 0  # of a synchronisation
+        self._quiet_s = QUIET_S
+        self._quiet_until = self.began_s + QUIET_S
         self.end: End | None = None
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
 
@@ -77,6 +82,16 @@ class Call:
                     self._notes.put(note)  # for whoever waits as well
                 return note
 
+    @property
+    def is_long(self) -> bool:
+        """Whether it is time to say for whom it waits; not again for a while."""
+        now = time.monotonic()
+        if now < self._quiet_until:
+            return False
+        self._quiet_s = min(2 * self._quiet_s, QUIET_MAX_S)
+        self._quiet_until = now + self._quiet_s
+        return True
+
     def settle(self) -> None:
         """Returns when the end is there."""
         while self.end is None:
@@ -88,8 +103,11 @@ class Call:
         return not self._notes.empty()
 
 
-class Withdrawer(Protocol):
-    """Who can give up a call: the client."""
+class Caller(Protocol):
+    """What a wait asks of the client."""
+
+    def inquire(self, call: Call) -> None:
+        """Has the log say for whom a call waits."""
 
     def withdraw(self, call: Call, why: str) -> None:
         """Waits no longer for a call."""
@@ -127,25 +145,33 @@ class Deadline:
         """Seconds until then; None: never."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
-    def next(self, client: Withdrawer, call: Call) -> Note:
-        """The call's next note."""
-        if self._at is not None and self._late is not call:
-            try:
-                return call.next(self.left_s)
-            except queue.Empty:
-                self._late = call
-                client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
-        return call.next()
+    def next(self, client: Caller, call: Call) -> Note:
+        """The call's next note. Where it is long in coming, the log says why."""
+        note = self.next_within(client, call, math.inf)
+        assert note is not None
+        return note
 
-    def next_within(self, client: Withdrawer, call: Call, seconds: float) -> Note | None:
+    def next_within(self, client: Caller, call: Call, seconds: float) -> Note | None:
         """The call's next note, or None when none came for so many seconds."""
         due = time.monotonic() + seconds
-        if self._at is not None and self._at <= due and self._late is not call:
-            return self.next(client, call)
-        try:
-            return call.next(seconds)
-        except queue.Empty:
-            return None
+        while True:
+            until = [QUIET_S, due - time.monotonic()]
+            if self._at is not None and self._late is not call:
+                until.append(self._at - time.monotonic())
+            try:
+                return call.next(max(0.0, min(until)))
+            except queue.Empty:
+                self._notice(client, call)
+            if time.monotonic() >= due:
+                return None
+
+    def _notice(self, client: Caller, call: Call) -> None:
+        """There was no note: gives up if it is time to, or says for whom the call waits."""
+        if self._at is not None and self._late is not call and time.monotonic() >= self._at:
+            self._late = call
+            client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
+        elif call.is_long:
+            client.inquire(call)
 
 
 def insist(work: Callable[[], None]) -> None:

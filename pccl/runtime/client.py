@@ -120,6 +120,7 @@ class Client:
             core.Fail: self._answer,
             core.Plan: self._note,
             core.Fetched: self._note,
+            core.Waits: self._warn,
         }
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
         self._forked = False
@@ -232,9 +233,20 @@ class Client:
         """Enters the round that admits pending peers."""
         self._begin(call, self._core.update_topology)
 
-    def are_peers_pending(self, call: Call, stuck: bool = False) -> None:
-        """Asks, with all others. `stuck`: until the answer the caller makes no other call."""
-        self._begin(call, lambda number: self._core.are_peers_pending(number, stuck))
+    def are_peers_pending(self, call: Call, stuck: bool = False, patient: bool = False) -> None:
+        """Asks, with all others. `stuck`: until the answer the caller makes no other call.
+
+        `patient`: while all are, there is no answer before a peer is pending (`hurry`).
+        """
+        self._begin(call, lambda number: self._core.are_peers_pending(number, stuck, patient))
+
+    def hurry(self, call: Call) -> None:
+        """The caller of `are_peers_pending` is no longer patient."""
+        self._inbox.post(lambda: self._perform(self._core.hurry(call.number)))
+
+    def inquire(self, call: Call) -> None:
+        """Has the log say for whom a call waits."""
+        self._inbox.post(lambda: self._perform(self._core.inquire(call.number)))
 
     def collective(self, call: Call, tag: int, operands: Operands, stuck: bool = False) -> None:
         """Enters a collective. `stuck`: until the answer the caller makes no other call."""
@@ -667,6 +679,12 @@ class Client:
         told = self._forsaken.pop(action.call, None)
         if told is not None:
             told(action)
+
+    def _warn(self, action: core.Waits) -> None:
+        call = self._calls.get(action.call)
+        if call is not None:
+            waited_s = time.monotonic() - call.began_s
+            log.warning("peer %d has waited %.0f s %s", self._core.number, waited_s, action.why)
 
     def _note(self, action: core.Plan | core.Fetched) -> None:
         self._calls[action.call].put(action)
