@@ -507,8 +507,7 @@ class Peer(Transfers):
             self._out.append(CloseStream(stream))
         infos = {info.peer: info for info in self.plan.peers}
         to = successors(self.plan.rings, self.number)
-        self._streams = tuple(self._open(infos[successor]) for successor in to)
-        self._streams_epoch = epoch
+        self._streams, self._streams_epoch = tuple(self._open(infos[n]) for n in to), epoch
 
     def _give_up(self, one: Collective, event: Event, why: str, cause: m.Cause = OTHER) -> None:
         if one.move(event):

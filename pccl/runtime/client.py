@@ -21,10 +21,9 @@ import zmq
 
 from pccl.protocol import messages as m
 from pccl.protocol import peer as core
-from pccl.runtime import forks
+from pccl.runtime import forks, ops
 from pccl.runtime.call import Call, End, Leaf, insist
-from pccl.runtime.config import MIB, Config, chunk_bytes
-from pccl.runtime.digest import LEAF_BYTES
+from pccl.runtime.config import Config
 from pccl.runtime.engine import (
     COMPLETE,
     FAILED,
@@ -36,15 +35,12 @@ from pccl.runtime.engine import (
     Engine,
     EngineOptions,
     Event,
-    Part,
-    Ring,
 )
 from pccl.runtime.identity import Identity
 from pccl.runtime.inbox import Inbox
 from pccl.runtime.inline import store
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.memory import Operands, Pieces, Pool
-from pccl.runtime.quantization import wire_format
 from pccl.runtime.resolve import Found, Resolver
 from pccl.runtime.streams import Refused, Streams
 from pccl.runtime.waiter import Waiter, readable
@@ -615,48 +611,11 @@ class Client:
             pass  # the connection broke: the monitor, which knows why, is about to be read
 
     def _register(self, action: core.RegisterOp) -> None:
-        memory = self._memory[action.op]
-        ids = {"run": action.run, "tag": action.tag, "min_seq": action.min_seq}
-        if isinstance(memory, Pool):
-            ids["first_counted"] = memory.first_counted
-        if isinstance(memory, Operands):
-            self._engine.register_collective(
-                action.op,
-                what=memory.work.what,
-                redop=memory.work.redop,
-                members=memory.work.members,
-                parts=[
-                    Part(each.send.address, each.recv.address, each.count, each.send.dtype.value)
-                    for each in memory.each
-                ],
-                format=wire_format(memory.work),
-                **ids,
-            )
-        elif memory.reader is None:
-            self._engine.register_serve(action.op, pieces=memory.pieces, limit=memory.limit, **ids)
-        else:
-            self._engine.register_fetch(
-                action.op, pieces=memory.pieces, leaf_bytes=LEAF_BYTES, **ids
-            )
+        ops.register(self._engine, action, self._memory[action.op])
 
     def _start(self, action: core.StartOp) -> None:
-        memory = self._memory[action.op]
         local = all(self._local(info) for info in self._core.plan.peers)
-        members = action.rings[0].members if action.rings else 1
-        total, quantized = members * 4 * MIB, False
-        if isinstance(memory, Operands):
-            total = memory.nbytes
-            quantized = bool(memory.work.algorithm)
-        self._engine.start(
-            action.op,
-            seq=action.seq,
-            nonce=action.nonce,
-            chunk_bytes=chunk_bytes(total, members, local, quantized),
-            rings=[
-                Ring(r.stream, r.members, r.position, r.begin, r.count, r.root, r.ranks)
-                for r in action.rings
-            ],
-        )
+        ops.start(self._engine, action, self._memory[action.op], local)
 
     def _local(self, info: m.PeerInfo) -> bool:
         hello = self._hello

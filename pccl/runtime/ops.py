@@ -1,0 +1,53 @@
+"""What the engine is told of an op: from the protocol's action, and the memory that it is about."""
+
+from __future__ import annotations
+
+from pccl.protocol import peer as core
+from pccl.runtime.config import MIB, chunk_bytes
+from pccl.runtime.digest import LEAF_BYTES
+from pccl.runtime.engine import Engine, Part, Ring
+from pccl.runtime.memory import Operands, Pool
+from pccl.runtime.quantization import wire_format
+
+
+def register(engine: Engine, action: core.RegisterOp, memory: Operands | Pool) -> None:
+    """Registers an op, whose memory belongs to the engine until it is settled."""
+    ids = {"run": action.run, "tag": action.tag, "min_seq": action.min_seq}
+    if isinstance(memory, Pool):
+        ids["first_counted"] = memory.first_counted
+    if isinstance(memory, Operands):
+        engine.register_collective(
+            action.op,
+            what=memory.work.what,
+            redop=memory.work.redop,
+            members=memory.work.members,
+            parts=[
+                Part(each.send.address, each.recv.address, each.count, each.send.dtype.value)
+                for each in memory.each
+            ],
+            format=wire_format(memory.work),
+            **ids,
+        )
+    elif memory.reader is None:
+        engine.register_serve(action.op, pieces=memory.pieces, limit=memory.limit, **ids)
+    else:
+        engine.register_fetch(action.op, pieces=memory.pieces, leaf_bytes=LEAF_BYTES, **ids)
+
+
+def start(engine: Engine, action: core.StartOp, memory: Operands | Pool, local: bool) -> None:
+    """Starts a registered op. `local`: all its members are on this machine."""
+    members = action.rings[0].members if action.rings else 1
+    total, quantized = members * 4 * MIB, False
+    if isinstance(memory, Operands):
+        total = memory.nbytes
+        quantized = bool(memory.work.algorithm)
+    engine.start(
+        action.op,
+        seq=action.seq,
+        nonce=action.nonce,
+        chunk_bytes=chunk_bytes(total, members, local, quantized),
+        rings=[
+            Ring(r.stream, r.members, r.position, r.begin, r.count, r.root, r.ranks)
+            for r in action.rings
+        ],
+    )
