@@ -269,6 +269,12 @@ typedef struct pccl_zmq {
     void (*atomic_counter_destroy)(void **counter);
 } pccl_zmq;
 
+/* Sends a message of one frame without waiting, and sets *sent to 1 once it is gone: a caller that
+ * is interrupted between two of its own steps can tell. Returns 1 if the socket has something to be
+ * read (of which this has taken the notice), 0 if not, or a negative error. */
+int pccl_send_now(const pccl_zmq *table, void *socket, const void *data, size_t size,
+                  int32_t *sent);
+
 /* For a table without libzmq: fills in the msg_ and atomic_counter_ members, except msg_send and
  * msg_recv, with messages that are plain blocks of memory. They may be used by one thread at a
  * time only. */

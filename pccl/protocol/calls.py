@@ -96,6 +96,10 @@ class Collective:
         """Whether we hold the result, and others may lack what goes through us."""
         return self.state is State.COMPLETE and self.outcome is None and self.data is None
 
+    def vote(self, heard: int) -> m.StartVote:
+        """Our vote to start it."""
+        return m.StartVote(self.call, self.tag, self.work, self.data, heard, self.stuck)
+
     @property
     def title(self) -> str:
         """What was called."""

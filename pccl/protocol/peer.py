@@ -156,27 +156,31 @@ class Peer(Transfers):
         return self._take()
 
     def collective(
-        self, call: int, tag: int, work: m.Work, data: bytes | None = None, stuck: bool = False
+        self,
+        call: int,
+        tag: int,
+        work: m.Work,
+        data: bytes | None = None,
+        stuck: bool = False,
+        said: bool = False,
     ) -> list[Action]:
         """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
 
         With `data`, the contribution, the master reduces and the engine has no part in it.
+        `said`: its vote is with the master already (`heard_if_free`).
         """
-        if self._dead(call):
-            return self._take()
         collective = Collective(call, tag, work, data, stuck, settled=data is not None)
-        if not self._ghosts or not self._ghosts.keeps(
-            call, tag, lambda: self._enter_it(collective)
-        ):
-            self._enter_it(collective)
-        return self._take()
 
-    def _enter_it(self, collective: Collective) -> None:
-        c = collective
-        self._collectives[c.call] = c
-        if not c.settled:
-            self._out.append(RegisterOp(c.call, self.run, c.tag, self._last_seq))
-        self._say(m.StartVote(c.call, c.tag, c.work, c.data, self._last_seq, c.stuck))
+        def enter() -> None:
+            self._collectives[call] = collective
+            if not collective.settled:
+                self._out.append(RegisterOp(call, self.run, tag, self._last_seq))
+            if not said:
+                self._say(collective.vote(self._last_seq))
+
+        if not self._dead(call) and not self._ghosts.keeps(call, tag, enter):
+            enter()
+        return self._take()
 
     # ---- calls that are given up ----
 
@@ -204,10 +208,7 @@ class Peer(Transfers):
         return self._take()
 
     def abandon(self, call: int) -> list[Action]:
-        """An exception has taken the caller away: the call is answered as soon as that is safe.
-
-        That is when nothing refers to its memory any more. No answer of the master is waited for.
-        """
+        """An exception has taken the caller away: answered when nothing refers to its memory."""
         collective = self._collectives.get(call)
         if self.over is None and call not in self._ghosts:
             if collective is not None and collective.state is State.RUNNING:
@@ -625,8 +626,7 @@ class Peer(Transfers):
             self._resume_sync(self._syncing, missed, done)
         for collective in self._collectives.values():
             if collective.unstarted and collective.parting is None:
-                c = collective
-                self._say(m.StartVote(c.call, c.tag, c.work, c.data, self._last_seq, c.stuck))
+                self._say(collective.vote(self._last_seq))
         for seq, collective in self._by_seq.items():
             if seq in self._unvoted and collective.state is not State.RUNNING:
                 self._say(m.FinishVote(seq, collective.state is State.COMPLETE))

@@ -80,6 +80,15 @@ class Transfers:
         out, self._out = self._out, []
         return out
 
+    @property
+    def heard_if_free(self) -> int | None:
+        """What a vote on a collective that brings its data says it has heard, None if it must wait.
+
+        To vote is then all that such a call would do.
+        """
+        free = self._linked and self.over is None and not self._ghosts
+        return self._last_seq if free else None
+
     # ---- calls ----
 
     def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Action]:

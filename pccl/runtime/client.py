@@ -1,8 +1,7 @@
 """The control thread of a peer: the DEALER to the master, the lane engine, the peer core.
 
-The control thread alone touches sockets and the core. Threads of the user post commands (inbox.py
-says why) and wait on a `Call`. Nothing in the control thread blocks, and bulk data never passes
-here.
+Threads of the user post commands and wait on a `Call` (inbox.py says why; shortcut.py, what they do
+themselves). Nothing in the control thread blocks, and bulk data never passes here.
 """
 
 from __future__ import annotations
@@ -42,6 +41,7 @@ from pccl.runtime.inline import store
 from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.memory import Operands, Pieces, Pool
 from pccl.runtime.resolve import Found, Resolver
+from pccl.runtime.shortcut import Shortcut
 from pccl.runtime.streams import Refused, Streams
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import Security
@@ -91,7 +91,8 @@ class Client:
         self._told: list[tuple[Call, End]] = []  # calls that have ended, and not heard of it yet
         self._forsaken: dict[int, Callable[[End], None]] = {}  # who hears how it ended instead
         self._ended = threading.Event()
-        self._leaving = self._failed = False
+        self._leaving = self._failed = self._closed = False
+        self._working = threading.RLock()  # whoever has it uses the link
         self._inbox = Inbox()
         self._engine, self._hello = self._make_engine(address, hello, config)
         self._resolver = Resolver(self._inbox.post)
@@ -246,13 +247,25 @@ class Client:
 
     def collective(self, call: Call, tag: int, operands: Operands, stuck: bool = False) -> None:
         """Enters a collective. `stuck`: until the answer the caller makes no other call."""
-        data = operands.inline(self._config.inline_bytes)
+        work, data = operands.work, operands.inline(self._config.inline_bytes)
+        shortcut = Shortcut()
 
         def begin(number: int) -> list[core.Action]:
+            shortcut.entered = True
             self._memory[number] = operands
-            return self._core.collective(number, tag, operands.work, data, stuck)
+            return self._core.collective(number, tag, work, data, stuck, shortcut.sent)
 
-        self._begin(call, begin)
+        self._leave_to_begin(call, begin)
+        if data is not None:
+            with self._working:
+                if shortcut.entered or self._closed:
+                    return
+                self._sent = True
+                heard = self._core.heard_if_free
+                vote = m.StartVote(call.number, tag, work, data, heard or 0, stuck)
+                if heard is not None and shortcut.send(self._link, m.encode(vote)):
+                    return
+        self._inbox.signal()
 
     def sync(self, call: Call, offer: m.Offer, pieces: Pieces, owner: object) -> None:
         """Enters a synchronisation. Notes: Plan, Leaf, Fetched, any number, before the answer."""
@@ -387,11 +400,15 @@ class Client:
             insist(wait)
 
     def _begin(self, call: Call, event: Callable[[int], list[core.Action]]) -> None:
+        self._leave_to_begin(call, event)
+        self._inbox.signal()
+
+    def _leave_to_begin(self, call: Call, event: Callable[[int], list[core.Action]]) -> None:
         def begin() -> None:
             self._calls[call.number] = call
             self._perform(event(call.number))
 
-        self._inbox.post(begin)
+        self._inbox.leave(begin)
 
     # ---- the control thread ----
 
@@ -401,15 +418,19 @@ class Client:
             self._waiter.add(self._engine.socket, self._read_engine)
             while not (self._failed or (self._leaving and self._core.idle)):
                 ready = self._waiter.wait(self._patience_s())
-                self._work(ready)
+                with self._working:
+                    self._work(ready)
                 self._tell()
         except BaseException as error:  # whatever it is: somebody waits for an answer
             self._break_down(error)
+        with self._working:
+            self._closed = True
         self._shut_down()
 
     def _work(self, ready: Sequence[Callable[[], object]]) -> None:
         """Does all there is to do."""
         try:
+            self._inbox.carry_out()  # first: what is read may answer it (shortcut.py)
             for read in ready:
                 read()
             self._inbox.carry_out()
@@ -422,8 +443,7 @@ class Client:
             self._break_down(error)
 
     def _tell(self) -> None:
-        """Wakes callers: last of all, or they would wait for the global lock as well."""
-        told, self._told = self._told, []
+        told, self._told = self._told, []  # last of all: they need the global lock
         for call, end in told:
             call.put(end)
 
@@ -437,8 +457,7 @@ class Client:
         else:
             log.error("the control thread of peer %d failed", self._core.number, exc_info=error)
             why = f"an internal error of pccl, {type(error).__name__}: {error}; the log has it"
-        # What follows may fail as well: `_shut_down` answers whoever is left.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # `_shut_down` answers whoever is left
             self._perform(self._core.broken(why))
 
     def _read_link(self) -> None:

@@ -37,6 +37,16 @@ class Inbox:
         if self._forked:
             return
         self._commands.append(command)
+        self.signal()
+
+    def leave(self, command: Command) -> None:
+        """Has a command carried out before whatever comes next; not soon, without `signal`."""
+        self._commands.append(command)
+        if self._ended:
+            self.carry_out()
+
+    def signal(self) -> None:
+        """Has what was left carried out soon."""
         try:
             if not self._ended:
                 self._out.send(b"\0")

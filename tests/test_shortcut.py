@@ -1,0 +1,76 @@
+"""A vote that a caller's thread sends itself: nothing is lost, whatever the control thread does."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from cluster import Cluster
+
+import pccl
+from pccl.ext import tables
+from pccl.runtime.shortcut import Shortcut
+
+
+@pytest.fixture
+def quick() -> None:
+    if tables.load().name != "libzmq":
+        pytest.skip("libzmq's functions are out of reach here")
+
+
+def reduce_often(comm: pccl.Communicator, times: int, tag: int = 0) -> None:
+    x = np.ones(8, np.float32)
+    for _ in range(times):
+        comm.all_reduce(x, op="max", tag=tag, timeout=30.0)
+
+
+def test_no_answer_is_overlooked(quick: None) -> None:
+    with Cluster(2) as cluster:
+        cluster.each(lambda _, comm: reduce_often(comm, 1500))
+
+
+def test_what_came_meanwhile_is_read(quick: None) -> None:
+    """Sends of one thread take in the notice of what comes for another."""
+    with Cluster(2) as cluster:
+
+        def both(_: int, comm: pccl.Communicator) -> None:
+            threads = [
+                threading.Thread(target=reduce_often, args=(comm, 300, tag)) for tag in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        cluster.each(both)
+
+
+def test_what_cannot_be_sent_here_is_left_to_the_control_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Shortcut, "send", lambda *arguments: False)
+    with Cluster(2) as cluster:
+        cluster.each(lambda _, comm: reduce_often(comm, 20))
+
+
+class Alarm(Exception):
+    """Comes right after the vote was sent."""
+
+
+def test_a_vote_that_is_gone_is_taken_back(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Cluster(2) as cluster:
+        ours, other = cluster.comms
+        send = Shortcut.send
+
+        def interrupted(*arguments: object) -> bool:
+            send(*arguments)  # type: ignore[arg-type]
+            raise Alarm
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Shortcut, "send", interrupted)
+            with pytest.raises(Alarm):
+                ours.all_reduce(np.ones(8, np.float32))
+        with pytest.raises(pccl.PCCLTimeoutError):
+            other.all_reduce(np.ones(8, np.float32), timeout=0.2)
+        cluster.each(lambda _, comm: reduce_often(comm, 20))
