@@ -6,16 +6,20 @@ python puppet.py MASTER GROUP POOL_SIZE
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import pccl
+from pccl.protocol import messages as m
 from pccl.runtime.call import Call
+from pccl.runtime.streams import Streams
 
 
 class Puppet:
@@ -55,10 +59,11 @@ class Puppet:
         dtype: str = "float32",
         op: str = "SUM",
         tag: int = 0,
+        timeout: float | None = None,
     ) -> float:
         array = np.full(count, value, dtype)
         try:
-            self.comm.all_reduce(array, array, op=pccl.ReduceOp[op], tag=tag)
+            self.comm.all_reduce(array, array, op=pccl.ReduceOp[op], tag=tag, timeout=timeout)
         except pccl.PCCLError:
             assert (array == value).all(), "the buffer was not restored"
             raise
@@ -137,7 +142,19 @@ def interrupt(thread: int) -> None:
     signal.pthread_kill(thread, signal.SIGINT)
 
 
+def cage() -> None:
+    """No stream of this process leads anywhere, as behind a firewall."""
+    opened = Streams.open
+
+    def open_nowhere(self: Streams, number: int, to: m.PeerInfo, nonce: int) -> None:
+        opened(self, number, msgspec.structs.replace(to, host="127.0.0.1", port=1, ipc=""), nonce)
+
+    Streams.open = open_nowhere  # type: ignore[method-assign]
+
+
 def main() -> None:
+    if "PUPPET_CAGED" in os.environ:
+        cage()
     puppet = Puppet(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     for line in sys.stdin:
         what, arguments = json.loads(line)

@@ -26,8 +26,11 @@ from test_hostile_sockets import wait_until
 from test_never_hangs import Answer, Puppet, gathered
 
 import pccl
+from pccl import operands
 from pccl.cli.main import main
 from pccl.protocol import messages as m
+from pccl.protocol.recovery import OUTNUMBERED
+from pccl.protocol.rounds import HELD_MAX, OpenRounds, Vote
 from pccl.runtime.curve import new_keys
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "errors.md"
@@ -472,6 +475,55 @@ def test_a_newcomer_that_its_neighbour_cannot_reach(stage: Stage, lone: Lone) ->
         where = rf"{PEER} could not reach peer 3 \(240\.0\.0\.1:\d+\)"
         says(newcomer.end(), "KickedError", "RANK_CONNECTION_FAILED", where, SECONDS)
         assert [puppet.value() for puppet in puppets] == [2.0, 2.0]
+
+
+def test_a_newcomer_that_reaches_nobody(stage: Stage, lone: Lone) -> None:
+    env = {"PCCL_INLINE_BYTES": "0", "PCCL_TRANSPORT": "tcp"}
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        puppets = stage(master.address, [0, 0], **env)
+        caged = lone(master.address, **env, PUPPET_CAGED="1")
+        caged.begin("connect")
+        for puppet in puppets:
+            puppet.begin("gather", size=3)
+        assert [puppet.value() for puppet in (*puppets, caged)] == [None] * 3
+        for puppet in (*puppets, caged):
+            puppet.begin("insist", value=1.0)
+        told = rf"peer 3 \(127\.0\.0\.1:\d+\) could not reach {PEER} \(.*, whom the master reaches"
+        says(caged.end(), "KickedError", "RANK_CONNECTION_FAILED", told, SECONDS)
+        assert [puppet.value() for puppet in puppets] == [2.0, 2.0]
+
+
+@POSIX
+def test_the_time_of_one_is_over(stage: Stage) -> None:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        puppets = stage(master.address, [0, 0, 0])
+        assert master._service is not None
+        core = master._service.server._core
+        puppets[2].call("launch", value=1.0, count=LARGE, tag=0)
+        entered(master)
+        os.kill(puppets[2].process.pid, signal.SIGSTOP)
+        puppets[1].begin("all_reduce", count=LARGE)
+        puppets[0].begin("all_reduce", count=LARGE, timeout=1.0)
+        wait_until(lambda: any(running.why for running in core._running.values()))
+        os.kill(puppets[2].process.pid, signal.SIGCONT)
+        words = rf"peer 1 \(127\.0\.0\.1:\d+\) could not complete: .*, {SECONDS}"
+        says(puppets[1].end(), "PCCLTimeoutError", "RANK_CONNECTION_LOST", words)
+        says(puppets[0].end(), "PCCLTimeoutError", "RANK_CONNECTION_LOST", SECONDS)
+
+
+def test_what_takes_more_than_a_test_to_provoke_is_listed_too() -> None:
+    lost = "all_reduce: RANK_CONNECTION_LOST: peer 3 (10.0.0.1:1) could not complete"
+    listed(f"PCCLError: {lost}: it ran out of memory: no memory for a message")
+    rounds = OpenRounds()
+    why = rounds.too_much(1, Vote(1, None, held=HELD_MAX + 1), 0)
+    listed(f"PCCLError: all_reduce: INVALID_USAGE: {why}")
+    listed(
+        f"MasterLostError: all_reduce: MASTER_CONNECTION_FAILED: the master refused: {OUTNUMBERED}"
+    )
+    many = {f"{i:0256}": array for i, array in enumerate(np.zeros((m.PARTS_MAX, 1)))}
+    with pytest.raises(ValueError, match="Use shorter keys") as raised:
+        operands.all_reduce(many, None, "sum")
+    listed(f"ValueError: {raised.value}")
 
 
 def test_no_port_is_free(lone: Lone) -> None:
