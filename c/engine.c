@@ -94,10 +94,12 @@ static int set_heartbeats(pccl_engine *engine)
     return failed;
 }
 
-/* The context, the PAIR for orders and the PULL for everything else: 0 or PCCL_EZMQ. */
+/* The context, the PAIR for orders and the PULL for everything else: 0 or PCCL_EZMQ. A stranger can
+ * make libzmq keep one message on each connection, for as long as a handshake may take. */
 static int open_sockets(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->zmq;
+    int handshake = (int)engine->options.connect_timeout_ms;
     int64_t message_max = (int64_t)PCCL_CHUNK_MAX + WIRE_HEADER_BYTES;
     engine->context = zmq->ctx_new();
     if (engine->context == NULL
@@ -110,6 +112,7 @@ static int open_sockets(pccl_engine *engine)
     engine->pull = open_socket(engine, ZMQ_PULL, (int)engine->options.recv_hwm);
     if (engine->pull == NULL
         || zmq->setsockopt(engine->pull, ZMQ_MAXMSGSIZE, &message_max, sizeof message_max) < 0
+        || zmq->setsockopt(engine->pull, ZMQ_HANDSHAKE_IVL, &handshake, sizeof handshake) < 0
         || set_heartbeats(engine) < 0 || (is_guarded(&engine->options) && set_server(engine) < 0))
         return PCCL_EZMQ;
     return PCCL_OK;

@@ -157,7 +157,7 @@ enum pccl_error {
 
 enum {
     PCCL_QUANTUM = 64,           /* elements; segments and chunks begin at its multiples */
-    PCCL_CHUNK_MAX = 1 << 26,    /* bytes; larger messages end their connection */
+    PCCL_CHUNK_MAX = 1 << 20,    /* bytes of a payload; larger messages end their connection */
     PCCL_RINGS_MAX = 8,
     PCCL_PEERS_MAX = 4096,   /* members of one ring */
     PCCL_PARTS_MAX = 65536,  /* arrays of one collective */
@@ -455,7 +455,7 @@ typedef struct pccl_options {
     uint32_t recv_hwm;               /* messages, for each connection */
     uint32_t heartbeat_ms;           /* a ping to whoever sends to us; 0: none */
     uint32_t heartbeat_timeout_ms;   /* without one, a sender loses its stream to us */
-    uint32_t connect_timeout_ms;     /* until a stream's first lane stands */
+    uint32_t connect_timeout_ms;     /* for a connection, and for a handshake on either side */
     uint32_t copy_max;               /* bytes; payloads up to this size are copied */
     uint32_t fetch_window;           /* requests under way to one holder, at most */
     char curve_public[48];           /* CURVE keys, zero-terminated; empty: no encryption */

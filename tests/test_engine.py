@@ -440,6 +440,15 @@ def test_oversized_messages_end_their_connection(make: Make) -> None:
     assert peer.engine.dropped == 0
 
 
+def test_who_never_says_who_he_is_is_hung_up_on(make: Make) -> None:
+    (peer,) = make(1, connect_timeout_ms=300)
+    peer.wait(STREAM_UP, 1)
+    with socket.create_connection(("127.0.0.1", peer.engine.port)) as mute:
+        mute.settimeout(DEADLINE_S)
+        while mute.recv(64):
+            pass
+
+
 def test_ipc_path_is_private_and_removed(make: Make) -> None:
     (peer,) = make(1)
     directory = os.path.dirname(peer.engine.ipc)

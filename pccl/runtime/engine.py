@@ -60,7 +60,7 @@ class EngineOptions:
         recv_hwm: messages queued for each incoming connection.
         heartbeat_ms: a ping so often to all that send to this engine; 0: none.
         heartbeat_timeout_ms: whoever gets none for this long loses its stream to this engine.
-        connect_timeout_ms: until a stream's first lane must stand.
+        connect_timeout_ms: for a connection, and for a handshake on either side.
         copy_max: bytes; larger payloads are sent from where they are.
         fetch_window: requests under way to one holder of a FETCH, at most.
         curve_public: public key of this peer, in Z85; empty: nothing is encrypted.
