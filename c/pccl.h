@@ -33,7 +33,9 @@
  * crossed a COMPLETE event that said settled. It closes the streams that the op uses if any of its
  * bytes are still queued there: each gets a STREAM_LOST event, and other ops on it a FAILED event.
  * A FAILED op does nothing more and waits for its ABORT; if it was COMPLETE before (its stream was
- * lost, so others may lack what it forwarded) it may be COMMITted as well. SERVE is different:
+ * lost, so others may lack what it forwarded) it may be COMMITted as well. An op that is settled
+ * may have forwarded things that are lost, too: only STREAM_LOST tells, and nobody tells those who
+ * wait for them but the caller of the peer that has lost the stream. SERVE is different:
  * FAILED with PCCL_ESTREAM says that one requester can no longer be answered, and it serves the
  * others on. FETCH goes on with the holders that are left and asks them for what a lost one owes;
  * FAILED with PCCL_ESTREAM says that none is left, and it waits for a START with a greater seq, or

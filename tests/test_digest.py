@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import xxhash
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
 from pccl.runtime.digest import LEAF_BYTES, digest, digests
+from pccl.runtime.spans import SPAN_BYTES, each_span
 from pccl.runtime.staging import Region, Staging
 from pccl.types import DataType
 
@@ -138,3 +140,25 @@ def test_differences(dtype: DataType) -> None:
         assert compare(dtype, a, b, count) == expected
         assert compare(dtype, odd[0], odd[1], count) == expected
     assert lib.pccl_compare(99, ffi.NULL, ffi.NULL, 0, ffi.new("pccl_difference *")) < 0
+
+
+def test_where_no_thread_can_be_started_one_does_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = np.arange(3 * SPAN_BYTES // 8)
+    memory = [(data.ctypes.data, data.nbytes)]
+    expected = digests(memory, threads=1)
+    assert digests(memory, threads=4) == expected
+
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert digests(memory, threads=4) == expected
+
+
+def test_whatever_fails_in_a_thread_is_raised() -> None:
+    def work(index: int, begin: int, end: int) -> None:
+        if begin == SPAN_BYTES:
+            raise MemoryError("of all times now")
+
+    with pytest.raises(MemoryError, match="of all times now"):
+        each_span([4 * SPAN_BYTES], work, threads=2)

@@ -51,6 +51,8 @@ static struct {
     unsigned n_sockets, n_contexts, n_names;
     unsigned refuse_percent;
     int fail_call, fail_second;
+    int fail_step, step_error;
+    bool step_failed;
     struct queue graveyard;          /* arrived, not yet released */
 } world;
 
@@ -139,6 +141,18 @@ static void add_frame(struct message *message, const void *data, size_t size)
     (void)fake_table()->msg_init_data(&message->frame[message->n++], block, size, free_block, NULL);
 }
 
+volatile bool fake_in_step;
+
+/* Whether this call from an engine at work is the one that is to fail. Sets errno. */
+static bool fails_in_step(void)
+{
+    if (!fake_in_step || world.fail_step < 0 || world.fail_step-- > 0)
+        return false;
+    errno = world.step_error;
+    world.step_failed = true;
+    return true;
+}
+
 static bool should_fail(void)
 {
     return world.fail_call >= 0 && world.fail_call-- == 0;
@@ -195,7 +209,7 @@ static struct socket *add_socket(void *context, int type)
 
 static void *open_socket(void *context, int type)
 {
-    return should_fail() ? NULL : add_socket(context, type);
+    return fails_in_step() || should_fail() ? NULL : add_socket(context, type);
 }
 
 static struct socket *find_bound(const void *context, const char *name)
@@ -267,6 +281,8 @@ static int close_socket(void *handle)
 static int set_option(void *handle, int option, const void *value, size_t size)
 {
     struct socket *socket = handle;
+    if (fails_in_step())
+        return -1;
     if (should_fail())
         return fail(EINVAL);
     if (option == ZMQ_SNDHWM) {
@@ -285,6 +301,8 @@ static int get_option(void *handle, int option, void *value, size_t *size)
 {
     const struct socket *socket = handle;
     int events = 0, i;
+    if (fails_in_step())
+        return -1;
     if (option == ZMQ_LAST_ENDPOINT) {
         *size = strlen(socket->bound) + 1;
         memcpy(value, socket->bound, *size);
@@ -313,6 +331,8 @@ static int bind_socket(void *handle, const char *endpoint)
 static int connect_socket(void *handle, const char *endpoint)
 {
     struct socket *socket = handle, *to = find_bound(socket->context, endpoint);
+    if (fails_in_step())
+        return -1;
     if (should_fail())
         return fail(EINVAL);
     if (socket->type == ZMQ_PAIR) {
@@ -338,6 +358,8 @@ static int monitor_socket(void *handle, const char *endpoint, int events)
         socket->monitor = NULL;
         return 0;
     }
+    if (fails_in_step())
+        return -1;
     if (should_fail())
         return fail(EINVAL);
     socket->monitor = add_socket(socket->context, ZMQ_PAIR);
@@ -383,6 +405,8 @@ static int msg_send(pccl_msg *msg, void *handle, int flags)
     int size = (int)fake_table()->msg_size(msg);
     struct queue *queue;
     assert(flags & ZMQ_DONTWAIT);
+    if (fails_in_step())
+        return -1;
     if (message != NULL && world.fail_second >= 0 && world.fail_second-- == 0) {
         cut(socket, &socket->lanes[socket->partial_lane]);
         append(&world.graveyard, message);
@@ -437,6 +461,8 @@ static int msg_recv(pccl_msg *msg, void *handle, int flags)
     struct socket *socket = handle;
     struct message *message = socket->partial;
     assert(flags & ZMQ_DONTWAIT);
+    if (fails_in_step())
+        return -1;
     if (message == NULL) {
         message = socket->type == ZMQ_PULL ? pick_message(socket) : take(&socket->in);
         if (message == NULL)
@@ -464,7 +490,7 @@ void fake_reset(uint64_t seed)
     assert(world.n_sockets == 0 && world.n_contexts == 0 && world.graveyard.n == 0);
     memset(&world, 0, sizeof world);
     world.state = seed * UINT64_C(0x9e3779b97f4a7c15) + 1;
-    world.fail_call = world.fail_second = -1;
+    world.fail_call = world.fail_second = world.fail_step = -1;
 }
 
 const pccl_zmq *fake_table(void)
@@ -488,6 +514,18 @@ const pccl_zmq *fake_table(void)
         table.ctx_new = ctx_new;
     }
     return &table;
+}
+
+void fake_fail_in_step(int nth, int error)
+{
+    world.fail_step = nth;
+    world.step_error = error;
+    world.step_failed = false;
+}
+
+bool fake_failed_in_step(void)
+{
+    return world.step_failed;
 }
 
 void fake_refuse(unsigned percent)

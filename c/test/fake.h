@@ -37,6 +37,14 @@ bool fake_cut(const char *endpoint);
 /* The nth call from now (0: the next one) of setsockopt, socket, connect, bind or ctx_set fails. */
 void fake_fail_call(int nth);
 
+/* True while an engine is at work: set by a test whose linker wraps pccl_engine_step. */
+extern volatile bool fake_in_step;
+
+/* The nth call from now of whatever an engine calls at its work, and that can fail, fails with that
+ * errno; -1: none. Whether it has. */
+void fake_fail_in_step(int nth, int error);
+bool fake_failed_in_step(void);
+
 /* The nth second frame from now is refused: its lane goes just then. */
 void fake_fail_second_frame(int nth);
 

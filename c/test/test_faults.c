@@ -120,6 +120,40 @@ static void test_lose_lane_anywhere(void)
     CHECK(hits > 3);
 }
 
+/* A lane is cut when its op has COMPLETE and is forgotten, but the neighbour has not got all: the
+ * loss of the stream is told, and nobody else could tell. */
+static void test_lose_lane_of_forgotten_op(void)
+{
+    pccl_options options = peers_options();
+    int seed, k, i, hits = 0;
+    options.copy_max = 1 << 20;              /* nothing refers to the op's memory */
+    for (seed = 1; seed <= 20; seed++) {
+        struct job job = make_job(3000, false, 3);
+        const pccl_event *event = NULL;
+        peers_open(&peers, 3, &options, (uint64_t)seed);
+        peers_connect_ring(&peers, 2, 4);
+        for (i = 0; i < 3; i++)
+            job_register(&peers, i, &job);
+        job_start_all(&peers, &job);
+        for (k = 0; k < 1000 && event == NULL; k++) {
+            (void)peers_step(&peers);
+            event = peers_event(&peers, 0, PCCL_COMPLETE, job.op);
+        }
+        if (CHECK(event != NULL) && event->settled && !all_complete(&job)) {
+            while (fake_cut(peers.peer[1].endpoint))
+                continue;
+            peers_run(&peers);
+            CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1) == 1);
+            CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 0);
+            hits += !all_complete(&job);
+        }
+        CHECK(job_abort(&peers, &job));
+        peers_close(&peers);
+        job_free(&job);
+    }
+    CHECK(hits > 0);
+}
+
 /* What has COMPLETE can be committed after its stream was lost: the result is there. */
 static void test_commit_after_loss(void)
 {
@@ -434,6 +468,7 @@ int main(void)
     }
     format = PCCL_UNQUANTIZED;
     test_abort_takes_along();
+    test_lose_lane_of_forgotten_op();
     test_commit_after_loss();
     test_torn_message();
     test_hostile_messages();

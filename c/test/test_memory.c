@@ -1,7 +1,8 @@
-/* test_memory.c - every allocation of a collective fails in turn. The linker puts these before
- * libc's. */
+/* test_memory.c - every allocation of a collective, and of a transfer, fails in turn. The linker
+ * puts these before libc's. */
 #include "check.h"
 #include "job.h"
+#include "star.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -55,7 +56,6 @@ int __wrap_pccl_engine_step(pccl_engine *engine)
  * needed; an abort or the end of the engine gives the buffers back. */
 static bool run(int nth, enum pccl_collective what, bool in_place, int format)
 {
-    static struct peers peers;
     pccl_options options = peers_options();
     struct job job = job_plain(2000, in_place);
     int i, told = 0;
@@ -90,6 +90,40 @@ static bool run(int nth, enum pccl_collective what, bool in_place, int format)
     return failed > 0;
 }
 
+/* The same for a transfer from two holders, with leaves that are proven. */
+static bool run_transfer(int nth)
+{
+    int i, told = 0, reminders = 3;
+    open_star(2, 4);
+    enroll_leaves(0, FETCH_OP, PCCL_FETCH, wanted, PIECES, 0);
+    for (i = 1; i < 3; i++) {
+        enroll(i, SERVE_OP, PCCL_SERVE, offered, PIECES);
+        start(i, SERVE_OP, 1, 7);
+    }
+    start(0, FETCH_OP, 2, 7);
+    failed = 0;
+    fail_at = nth;
+    peers_run(&peers);
+    fail_at = -1;
+    while (reminders-- > 0) {        /* a request that there was no memory to keep */
+        pccl_order order = {0};
+        order.kind = PCCL_REMIND;
+        order.op = FETCH_OP;
+        order.limit = 99;
+        peers_order(&peers, 0, &order);
+        peers_run(&peers);
+    }
+    for (i = 0; i < 3; i++)
+        told += peers.peer[i].error < 0
+            || peers_count(&peers, i, PCCL_FAILED, i == 0 ? FETCH_OP : SERVE_OP) > 0
+            || peers_count(&peers, i, PCCL_STREAM_LOST, 1) > 0
+            || peers_count(&peers, i, PCCL_STREAM_LOST, 2) > 0;
+    if (!CHECK(is_complete() ? has_arrived() : failed > 0 && told > 0))
+        fprintf(stderr, "  transfer, allocation %d\n", nth);
+    peers_close(&peers);
+    return failed > 0;
+}
+
 int main(void)
 {
     int what, in_place, nth;
@@ -102,6 +136,10 @@ int main(void)
         }
     nth = 0;
     while (run(nth, PCCL_ALL_REDUCE, true, PCCL_BLOCK_8))
+        nth++;
+    CHECK(nth > 20);
+    nth = 0;
+    while (run_transfer(nth))
         nth++;
     CHECK(nth > 20);
     return check_report("memory");

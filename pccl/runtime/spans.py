@@ -5,15 +5,18 @@ The work has to let go of the GIL, as hashing and copying do.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from typing import TypeAlias
 
 from pccl.runtime.call import aside
 
 SPAN_BYTES = 16 << 20  # that one thread works on at a stretch
 THREADS_MAX = 8  # they saturate the memory of any machine
 ALONE_BYTES = 32 << 20  # below this, starting threads costs more than they save
+_Span: TypeAlias = tuple[int, int, int]
 
 
 def each_span(
@@ -32,16 +35,37 @@ def each_span(
         for span in _spans(sizes):
             work(*span)
         return
-
-    def in_threads() -> None:
-        with ThreadPoolExecutor(threads, "pccl-span") as pool:
-            for _ in pool.map(lambda span: work(*span), _spans(sizes)):
-                pass
-
-    aside(in_threads)  # an exception that comes to the caller must not leave them at its memory
+    # aside: an exception that comes to the caller must not leave threads at its memory
+    aside(lambda: _share(list(_spans(sizes)), work, threads))
 
 
-def _spans(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _share(spans: list[_Span], work: Callable[[int, int, int], None], threads: int) -> None:
+    """Does it in so many threads, of which this is one, or as many as are to be had."""
+    left = iter(spans)  # next() of a list's iterator may be called by several threads
+    failures: list[BaseException] = []
+
+    def take_part() -> None:
+        try:
+            for span in left:
+                if not failures:
+                    work(*span)
+        except BaseException as error:
+            failures.append(error)
+
+    helpers = []
+    for _ in range(threads - 1):
+        helper = threading.Thread(target=take_part, name="pccl-span", daemon=True)
+        with contextlib.suppress(RuntimeError):  # there are no more: fewer do it
+            helper.start()
+            helpers.append(helper)
+    take_part()
+    for helper in helpers:
+        helper.join()
+    if failures:
+        raise failures[0]
+
+
+def _spans(sizes: Sequence[int]) -> Iterator[_Span]:
     for index, nbytes in enumerate(sizes):
         for begin in range(0, nbytes, SPAN_BYTES):
             yield index, begin, min(begin + SPAN_BYTES, nbytes)
