@@ -37,7 +37,7 @@ def wait_until(true: Callable[[], bool]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
+        time.sleep(0.001)
 
 
 def raw(port: int, data: bytes, ready: bytes = b"", member: Member | None = None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import secrets
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import zmq
 from cluster import Cluster, in_threads
 from test_engine import AllReduce, Peer
+from test_hostile_sockets import wait_until
 from zmq.utils.monitor import parse_monitor_message
 
 import pccl
@@ -25,6 +28,7 @@ from pccl.runtime.engine import ANOTHER, COMPLETE, STREAM_LOST, EngineOptions
 from pccl.security import KeyPair
 
 TOKEN = b"the master's"
+COUNT = 1 << 14
 PAIR = KeyPair(*(each.decode() for each in zmq.curve_keypair()))  # of the first engine
 NEXT = KeyPair(*(each.decode() for each in zmq.curve_keypair()))
 KEYS = [PAIR.public, NEXT.public]
@@ -225,6 +229,48 @@ def test_strangers_get_nothing_in_where_there_are_keys(
         assert not any(map(dropped, run.comms))
         for stranger in outside + unknown:
             stranger.close()
+
+
+# ---- forged chunks ----
+
+
+def forged(run: int, seq: int, hop: int, draw: random.Random) -> list[bytes]:
+    """What peer 1 of 2 receives at that hop in an all-reduce of COUNT elements of FLOAT."""
+    half, segment, nonce = COUNT // 2, 1 - hop, draw.getrandbits(64)
+    numbers = (0x4C434350, 1, 0, 2, run, seq, 0, nonce, segment, hop, 2, 0, segment * half, half, 0)
+    return [struct.pack("<IBBHQQQQHHHHQII", *numbers), draw.randbytes(4 * half)]
+
+
+def test_who_was_a_member_cannot_forge_what_others_reduce() -> None:
+    """To know the run, the epoch and the sequence number does not suffice. (That it would without
+    the nonce of the call is shown in c/test/test_faults.c.)"""
+    with Cluster(2) as cluster, zmq.Context() as context, context.socket(zmq.PUSH) as push:
+        client = cluster.comms[0]._client
+        assert client is not None
+        draw = random.Random(1)
+        push.linger = 0
+        push.plain_username = str(client.number).encode()
+        push.plain_password = f"{client.plan.nonce:016x}".encode()
+        push.connect(f"tcp://127.0.0.1:{client._engine.port}")
+
+        def job(index: int, comm: pccl.Communicator) -> int:
+            succeeded = 0
+            for step in range(50):
+                x = np.full(COUNT, float(index + step), np.float32)
+                seq, forges = client._core._last_seq + 1, index == 0 and step % 2 == 1
+                if forges:
+                    push.send_multipart(forged(client._core.run, seq, 0, draw))
+                handle = comm.all_reduce_async(x, x, op=pccl.ReduceOp.SUM)
+                if forges:
+                    wait_until(lambda: client._core._last_seq >= seq)  # noqa: B023
+                    push.send_multipart(forged(client._core.run, seq, 1, draw))
+                if handle.wait()[0]:
+                    assert (x == 2 * step + 1).all()
+                    succeeded += 1
+            return succeeded
+
+        assert cluster.each(job)[0] >= 25  # nothing is forged in every second one
+        assert client._engine.dropped > 0
 
 
 # ---- another peer's address ----
