@@ -20,7 +20,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 import pccl
 from pccl.cli.main import main
-from pccl.runtime import client as client_module
 from pccl.runtime.call import Call
 from pccl.runtime.client import Client
 from pccl.runtime.curve import new_keys, secure_client
@@ -287,14 +286,16 @@ def test_a_forwarding_that_leads_to_another_peer(
         assert run.comms[1]._client is not None
         port = run.comms[1]._client._hello.port
 
-        def misled(client: Client) -> Call:
+        join = Client.join
+
+        def misled(client: Client, call: Call) -> None:
             changed = {"host": "localhost", "port": port, "ipc": ""}  # not dialled: a name
             client._hello = msgspec.structs.replace(client._hello, **changed)
-            return client._begin(lambda call: client._core.join(call, client._hello))
+            join(client, call)
 
-        monkeypatch.setattr(client_module.Client, "join", misled)
-        last = run.join()
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(Client, "join", misled)
+            last = run.join()
 
         def job(comm: pccl.Communicator) -> str:
             x = np.full(100_000, 1.0, np.float32)
