@@ -6,6 +6,11 @@ from mutations import Mutant
 
 MUTANTS = [
     Mutant(
+        "what is said too early is not kept",
+        "        if self._recovery is not None and not isinstance(message, m.Leave):\n",
+        "        if False:\n",
+    ),
+    Mutant(
         "a failure is told with its cause",
         "m.Finished(running.seq, False, running.why, running.cause)",
         "m.Finished(running.seq, False, running.why)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from test_hostile import WORK, Hall, resume
 
@@ -142,6 +144,27 @@ def test_what_strangers_say_takes_no_more_memory_than_there_is_for_it(
     assert b"another" not in ward.told
     ward.wait(UNJOURNALED_WAIT_S + 0.1)
     assert ward.master.run == 7
+
+
+def test_no_vote_is_kept_while_the_master_waits() -> None:
+    ward = Ward(Journal(7, 1, 3, frozenset((1,))))
+    huge = m.SyncVote(2, m.Offer(0, 0, (m.Entry("x", 10, 4, False, b""),) * 1000))
+    before = sys.getrefcount(huge)
+    ward.say(b"stranger", huge)
+    assert sys.getrefcount(huge) == before
+    ward.back(b"1", 1, 7)
+    assert "before it was welcome" in ward.dropped[b"stranger"]
+    assert sorted(ward.master.peers) == [1]
+
+
+def test_all_who_come_back_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "ALL_HELD_MAX", 90_000)
+    ward = Ward()
+    for number in range(1, 20):
+        ward.back(b"%d" % number, number, 7, *range(1, 20))
+    assert "too much was said" in ward.refused(b"19").why
+    ward.wait(WAIT_S + 0.1)
+    assert 5 < len(ward.master.peers) < 19
 
 
 # ---- numbers ----

@@ -157,6 +157,8 @@ class Master(Collectives, Synchronisations, Optimisations):
 
     def received(self, conn: bytes, message: m.PeerMessage) -> list[Action]:
         """Any later message of a peer."""
+        if self._recovery is not None and not isinstance(message, m.Leave):
+            return self.rejected(conn, "it spoke before it was welcome")  # nobody has been told
         if self._postponed(conn, lambda: self.received(conn, message)):
             return self._take()
         number = self._by_conn.get(conn)

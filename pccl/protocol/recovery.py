@@ -37,6 +37,7 @@ INCARNATION_MAX = 1 << 15  # of the master: what begins with it must fit into 32
 WEIGHTS_MAX = 1 << 31
 INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number,
 EPOCH_SHIFT = 16  # and its epochs too: the last ones may be known to nobody who comes back
+ALL_HELD_MAX = 1 << 31  # bytes, or so, of what is said by all who come back
 HELD_MAX = 1 << 28  # bytes, or so, of what those say who come back to other runs than most
 
 
@@ -146,7 +147,8 @@ class Recovery:
             return GIVEN_UP
         others = sum(held for run, held in self._held.items() if run != self.run)
         crowded = resume.run != self.run and others + weight(resume) > HELD_MAX
-        return CROWDED if crowded else ""
+        full = self._held.total() + weight(resume) > ALL_HELD_MAX
+        return CROWDED if crowded or full else ""
 
     def add(self, conn: bytes, host: str, resume: m.Resume) -> None:
         """A peer has come back."""
