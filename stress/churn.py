@@ -15,6 +15,7 @@ cannot freeze a process).
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import multiprocessing
 import os
 import random
@@ -43,6 +44,7 @@ from pccl.runtime.signals import ended_by, interrupt
 
 SETTLE_S = 3.0  # a peer whose link is reset knows it in less
 WARM_S = 15.0  # a process starts, imports and joins in less
+STACKS_S = 1.0  # for all to print where they stand
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
 Report = tuple[int, str, int, str]  # process, what, revision, details
 
@@ -138,6 +140,8 @@ def train(
     address: str, number: int, elements: int, reports: Any, stop: Any, orders: Connection | None
 ) -> None:
     """Life of a peer's process."""
+    if hasattr(faulthandler, "register"):
+        faulthandler.register(signal.SIGUSR1)
     Program(address, number, elements, reports, orders).live(stop)
 
 
@@ -307,6 +311,10 @@ class Churn:
         for peer in self.peers.values():
             if not peer.frozen and peer.heard_s < late:
                 self.faults.append(f"peer {peer.number} has not moved for {self.args.patience} s")
+        if self.faults and hasattr(faulthandler, "register"):  # where do they stand?
+            for peer in self.peers.values():
+                os.kill(peer.process.pid or 0, signal.SIGUSR1)
+            time.sleep(STACKS_S)
 
     def close(self) -> None:
         """Ends the run: all leave."""
