@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Iterator
@@ -83,6 +84,27 @@ def test_who_proves_himself_is_reached(filling: str, caller: Caller) -> None:
         assert caller.dial(Target(LOCAL, engine.port, token=TOKEN), asker) == ""
     assert caller.dial(Target(LOCAL, engine.port, token="f" * 16)) == ANOTHER
     assert engine.dropped == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("call", ["get_monitor_socket", "connect"])
+def test_a_master_without_descriptors_says_that_it_could_not_dial(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """And it goes on, with nothing left open: the context ends."""
+
+    real = getattr(zmq.Socket, call)
+
+    def none(of: zmq.Socket[bytes], what: object) -> object:
+        if str(what).startswith("inproc:"):
+            return real(of, what)
+        raise zmq.ZMQError(errno.EMFILE)
+
+    engine = Engine(EngineOptions(dialler=TOKEN.encode()), host=LOCAL)
+    with monkeypatch.context() as patched:
+        patched.setattr(zmq.Socket, call, none)
+        assert caller.dial(Target(LOCAL, engine.port, token=TOKEN)) is None
+    assert caller.dial(Target(LOCAL, engine.port, token=TOKEN)) == ""
     engine.close()
 
 

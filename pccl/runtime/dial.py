@@ -174,7 +174,11 @@ class Dialler:
             return
         if said == GREETING:
             self._hang_up(dial)
-            self._shake_hands(dial)
+            try:
+                self._shake_hands(dial)
+            except zmq.ZMQError:  # no descriptors, say: that tells nothing of the peer
+                self._forget(dial)
+                dial.then(None)
         elif said:
             self._end(dial, "something else than a pccl peer answers there")
         else:
@@ -223,11 +227,13 @@ class Dialler:
         if dial.plain is not None:
             self._waiter.remove(dial.plain)
             dial.plain.close()
-        if dial.push is not None and dial.monitor is not None:
-            self._waiter.remove(dial.monitor)
+        if dial.push is not None:
             dial.push.disable_monitor()
+        if dial.monitor is not None:
+            self._waiter.remove(dial.monitor)
             dial.monitor.close(linger=0)
-            dial.push.close()
+        if dial.push is not None:
+            dial.push.close(linger=0)
         dial.plain = dial.push = dial.monitor = None
 
     def _forget(self, dial: _Dial) -> None:

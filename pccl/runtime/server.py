@@ -182,7 +182,7 @@ class Server:
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
         self._context = zmq.Context()
-        opened.callback(self._context.term)
+        opened.callback(self._context.destroy, linger=0)  # `term` would wait for what is left open
         self._router = _router(self._context, config, ipv6=":" in host)
         opened.callback(self._router.close, linger=FAREWELL_MS)
         self._monitor = self._router.get_monitor_socket(
