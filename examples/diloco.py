@@ -52,7 +52,12 @@ def main() -> None:
 
     with pccl.Communicator(args.master_address) as comm:
         diloco = DiLoCo(
-            comm, model, optimizer, inner_steps=args.inner_steps, min_peers=args.min_peers
+            comm,
+            model,
+            optimizer,
+            inner_steps=args.inner_steps,
+            min_peers=args.min_peers,
+            alone="step",  # who has lost all others comes to the end too
         )
         while diloco.outer_step < args.steps:
             points, values = batch(256, generator)

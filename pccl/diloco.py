@@ -17,10 +17,12 @@ THE OUTER ROUND
 Each of these calls is a round of the whole group, so all peers make the same ones in the same
 order:
 
-    1. all_reduce of d, again and again with the survivors until it commits or this peer is alone
-    2. the outer step: theta, v and the counter k move
+    1. all_reduce of d, again and again with the survivors until it commits or this peer is alone;
+       with buffers="mean" those go in the same one, so all of it is averaged or nothing
+    2. the outer step: theta, v and the counter k move; with buffers="first" a broadcast of those
     3. are_peers_pending, and update_topology if there are any
-    4. sync_shared_state: checks that all hold the same bits; a newcomer receives theta, v, k here
+    4. sync_shared_state: checks that all hold the same bits; a newcomer receives theta, v, k here,
+       and what is not trained. Frozen parameters are part of it only where somebody was let in
     5. w <- theta
 
 A newcomer's first call is sync_shared_state. It meets step 4 of the round that admitted it, and
@@ -35,9 +37,10 @@ WHO MAY VANISH WHEN
   lost peer.
 - During the synchronisation: the survivors go on with it; what a lost peer was sending comes from
   another holder.
-- All others: nothing to average with, so no outer step is taken and k stands still, but training
-  goes on. What this peer learns meanwhile stays in w, hence in its next pseudo-gradient, and a
-  newcomer is let in after H steps as ever.
+- All others: nothing to average with. With alone="continue" no outer step is taken and k stands
+  still, but training goes on. What this peer learns meanwhile stays in w, hence in its next
+  pseudo-gradient, and a newcomer is let in after H steps as ever. With alone="step" its own d is
+  the mean; with alone="wait" it lets others in until min_peers are there, and averages with them.
 
 Decisions that all peers must take alike rest on the outcome of a round or on shared state, never on
 the world size of the moment, which may change between the glances of two peers.
@@ -45,13 +48,15 @@ the world size of the moment, which may change between the glances of two peers.
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
+import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import xxhash
@@ -67,9 +72,14 @@ from pccl import (
     TensorInfo,
     TooFewPeersError,
 )
+from pccl.diloco_settings import decode, describe_mismatch, encode, layout_digest, read_state
 from pccl.ext import ffi, lib
+from pccl.logs import REMINDER_S, Reminder
+from pccl.model_state import MODES, BufferMode, Buffers, Frozen, memory
+from pccl.runtime.checkpoint import replacing
 
-_CONFIG_BYTES = 256
+AlonePolicy = Literal["continue", "step", "wait"]
+
 _ASK_INTERVAL_S = 0.05  # between questions whether peers are pending, until min_peers are there
 
 _log = logging.getLogger(__name__)
@@ -82,10 +92,14 @@ class OuterRound:
     Attributes:
         outer_step: k after the round.
         contributors: peers whose pseudo-gradients were averaged. 1 means that this peer was alone:
-            no outer step was taken.
+            no outer step was taken, unless `alone` is "step".
         retries: attempts of the all-reduce that were given up because a peer was lost.
         admitted: whether newcomers were let in.
+        compute_s: seconds since the last round, or since the constructor: the inner steps.
         reduce_s: seconds in the all-reduce, which include the wait for the slowest peer.
+        admit_s: seconds for newcomers to be let in, with alone="wait" also until they come.
+        sync_s: seconds in the synchronisation of the shared state.
+        total_s: seconds in the whole round, without compute_s.
         tx_bytes: payload sent by this peer, all-reduce and synchronisation together.
         rx_bytes: payload received likewise.
     """
@@ -94,7 +108,11 @@ class OuterRound:
     contributors: int
     retries: int
     admitted: bool
+    compute_s: float
     reduce_s: float
+    admit_s: float
+    sync_s: float
+    total_s: float
     tx_bytes: int
     rx_bytes: int
 
@@ -122,15 +140,23 @@ class DiLoCo:
     them is done by pccl's own kernels, since torch's rounds differently from one CPU to the next.
     Memory: four fp32 copies of the trained parameters.
 
-    What is not shared:
-        Parameters that do not require a gradient when this object is made are left alone. Buffers
-        (batch-norm statistics and the like) stay each peer's own and are not averaged. The inner
-        optimizer's state is each peer's own too: a newcomer begins with a fresh one, and may want
-        to warm up its learning rate. A schedule that all peers share is driven by `outer_step`,
-        never by a counter of the script, which a newcomer would start at zero.
+    What is not trained:
+        Parameters that do not require a gradient when this object is made are frozen: they must
+        not change afterwards. They are compared when somebody joins; who has others, of the same
+        names, types and sizes, receives those of the run. The model's persistent buffers
+        (batch-norm statistics and the like) are shared as `buffers` says; those that are not in its
+        `state_dict` are left alone.
 
-    Gradient clipping, scaling and accumulation happen before `step`, as with any optimizer. The
-    model's parameters must not be replaced by other tensors afterwards.
+    What is not shared:
+        The inner optimizer's state is each peer's own: a newcomer begins with a fresh one, and may
+        want to warm up its learning rate. A schedule that all peers share is driven by
+        `outer_step`, never by a counter of the script, which a newcomer would start at zero.
+
+    Gradient clipping and accumulation happen before `step`, as with any optimizer. The model's
+    parameters must not be replaced by other tensors afterwards.
+
+    A peer that has lost all others takes no outer step, so `while diloco.outer_step < steps` does
+    not end until another one comes. Where it should, pass `alone="step"`.
 
     Build the model and the optimizer first and connect last: from the moment that `connect`
     returns, the others wait for this constructor.
@@ -147,14 +173,24 @@ class DiLoCo:
         outer_momentum: mu.
         nesterov: whether the outer momentum is Nesterov's.
         min_peers: a run does not begin, nor go on from `state`, with fewer; the constructor waits.
-            Once it has begun, it goes on with any number.
-        state: the `state_dict` of an earlier run to go on from. When a run begins, the latest state
-            that any of its first `min_peers` has wins. In a run that is under way a newcomer gets
-            its state from the others; one whose own is later than theirs is refused.
+            Once it has begun, it goes on with any number, unless `alone` is "wait".
+        state: the `state_dict` of an earlier run to go on from, or the path of a file that `save`
+            has written. When a run begins, the latest state that any of its first `min_peers` has
+            wins. In a run that is under way a newcomer gets its state from the others; one whose
+            own is later than theirs is refused. The inner optimizer goes on from its own.
+        buffers: "mean": with the pseudo-gradients the peers average how far their buffers have
+            moved, integers rounded towards zero, so that the model that all of them hold has one
+            set of statistics. "first": in each outer step all take those of the peer of rank 0.
+            "local": each keeps its own; a newcomer gets those of one that was there.
+        alone: what to do in an outer round without any other peer. "continue": train on, without
+            outer steps, until somebody comes. "step": take the outer step with the own
+            pseudo-gradient. "wait": let others in until there are `min_peers`, at least 2; then
+            a group that has become smaller than this waits as well. Each is said in a WARNING.
 
     Raises:
         ValueError: a setting is out of range, nothing requires a gradient, `state` belongs to
-            another model, or the run's settings are not this peer's.
+            another model or optimizer or is damaged, or the run's settings are not this peer's.
+        OSError: the file `state` cannot be read.
         PCCLError: the communicator cannot go on (not connected, kicked, master lost, another model
             in the run); INVALID_ARGUMENT: `state` is of a later revision than the run's.
     """
@@ -170,7 +206,9 @@ class DiLoCo:
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         min_peers: int = 1,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        buffers: BufferMode = "mean",
+        alone: AlonePolicy = "continue",
     ) -> None:
         if inner_steps < 1 or min_peers < 1:
             raise ValueError(
@@ -179,6 +217,11 @@ class DiLoCo:
         if outer_lr <= 0 or not 0 <= outer_momentum < 1:
             raise ValueError(
                 f"outer_lr={outer_lr} must be positive, outer_momentum={outer_momentum} in [0, 1)"
+            )
+        if buffers not in MODES or alone not in get_args(AlonePolicy):
+            raise ValueError(
+                f"buffers={buffers!r} must be one of {MODES}, and alone={alone!r} of "
+                f"{get_args(AlonePolicy)}"
             )
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         if not named:
@@ -194,6 +237,9 @@ class DiLoCo:
         self._outer_momentum = outer_momentum
         self._nesterov = nesterov
         self._min_peers = min_peers
+        self._buffer_mode = buffers
+        self._alone = alone
+        self._least = max(2, min_peers) if alone == "wait" else 1  # that an outer step is taken by
         self._parameters = [p for _, p in named]
 
         n = sum(p.numel() for p in self._parameters)
@@ -201,34 +247,49 @@ class DiLoCo:
         self._velocity = torch.zeros(n)
         self._delta = torch.empty(n)
         self._mean = torch.empty(n)
+        self._frozen = Frozen(model)
+        self._buffers = Buffers(model, buffers)
         # k; and the run's name. Fresh peers differ in it, so that the first one's state is elected.
         self._clock = torch.tensor([0, secrets.randbits(62)], dtype=torch.int64)
-        self._config = _encode_config(
+        self._config = encode(
             {
                 "inner_steps": inner_steps,
                 "outer_lr": outer_lr,
                 "outer_momentum": outer_momentum,
                 "nesterov": nesterov,
-                "parameters": _layout_digest(named),
+                # dtypes are left out: a bf16 peer on a GPU and an fp32 one on a CPU may be in a run
+                "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
+                "buffers": buffers,
+                "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
+                "peers_to_go_on": self._least,
             }
         )
-        self._shared = SharedState(
-            [
-                TensorInfo.from_torch(self._config, "diloco.config"),
-                TensorInfo.from_torch(self._clock, "diloco.clock"),
-                TensorInfo.from_torch(self._theta, "diloco.theta"),
-                TensorInfo.from_torch(self._velocity, "diloco.velocity"),
-            ]
-        )
+        self._shared, self._complete = self._shared_states()
         with torch.no_grad():
             for parameter, theta in zip(self._parameters, self._views(self._theta), strict=True):
                 theta.copy_(parameter)
         if state is not None:
-            self._load(state)
+            self._load(state if isinstance(state, Mapping) else read_state(state))
         self._tx_bytes = 0
         self._rx_bytes = 0
         self._last_reduce: ReduceInfo | None = None
+        self._seconds: dict[str, float] = {}
+        self._reminder = Reminder(_log)
         self._join()
+        self._round_ended_s = time.monotonic()
+
+    def _shared_states(self) -> tuple[SharedState, SharedState]:
+        """What every round synchronises, and what a round does in which somebody joins."""
+        always = [
+            TensorInfo.from_torch(self._config, "diloco.config"),
+            TensorInfo.from_torch(self._clock, "diloco.clock"),
+            TensorInfo.from_torch(self._theta, "diloco.theta"),
+            TensorInfo.from_torch(self._velocity, "diloco.velocity"),
+        ]
+        at_joins = list(self._frozen.entries)
+        (at_joins if self._buffer_mode == "local" else always).extend(self._buffers.entries())
+        shared = SharedState(always)
+        return shared, SharedState(always + at_joins) if at_joins else shared
 
     # ---- what a script reads ----
 
@@ -249,7 +310,10 @@ class DiLoCo:
 
     @property
     def shared_state(self) -> SharedState:
-        """theta, v, k and the settings. Its revision counts the synchronisations of the run."""
+        """theta, v, k, the settings, and buffers unless they are local.
+
+        Its revision counts the synchronisations of the run.
+        """
         return self._shared
 
     @property
@@ -273,41 +337,78 @@ class DiLoCo:
         return self._theta.numel() * self._theta.element_size()
 
     def state_digest(self) -> str:
-        """The XXH3-128 of theta, v and k, in hex: equal on all peers between two outer rounds."""
+        """The XXH3-128, in hex, of all that peers have in common between two outer rounds.
+
+        That is theta, v, k, the frozen parameters as they are in the model now, and the buffers as
+        of the last round, unless they are local.
+        """
         digest = xxhash.xxh3_128()
         for tensor in (self._theta, self._velocity, self._clock[:1]):
-            digest.update(_memory(tensor))
+            digest.update(memory(tensor))
+        self._frozen.hash_into(digest)
+        if self._buffer_mode != "local":
+            for tensor in self._buffers.shared:
+                digest.update(memory(tensor))
         return digest.hexdigest()
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the shared state for a checkpoint, for the `state` of a later constructor.
+        """A copy of the training's state for a checkpoint, for the `state` of a later constructor.
 
-        theta and v are flat fp32 tensors. Inner steps since the last outer round are not in it, so
-        the place to save is right after one; the model's buffers and the inner optimizer are the
-        script's to save.
+        It holds theta and v as flat fp32 tensors on the CPU, k, the settings, frozen parameters,
+        buffers, and the state of this peer's inner optimizer. Inner steps since the last outer
+        round are not in it, so the place to take it is right after one. Without "optimizer", or
+        with None there, the next inner optimizer begins anew.
         """
+        if self._buffer_mode == "local":
+            self._buffers.gather()
         return {
             "config": self._config.clone(),
             "clock": self._clock.clone(),
             "theta": self._theta.clone(),
             "velocity": self._velocity.clone(),
             "revision": self._shared.revision,
+            "frozen": self._frozen.state_dict(),
+            "buffers": self._buffers.state_dict(),
+            "optimizer": {
+                "type": type(self._optimizer).__name__,
+                "state": copy.deepcopy(self._optimizer.state_dict()),
+            },
         }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes `state_dict` to a file for the `state` of a later constructor, atomically.
+
+        The file is complete and on disk when this returns; if it fails, or the process dies
+        meanwhile, what was there before is there still.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with replacing(path) as file:
+            torch.save(self.state_dict(), file)
 
     # ---- training ----
 
-    def step(self) -> OuterRound | None:
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> OuterRound | None:
         """Takes one inner step and clears the gradients; every H-th call runs the outer round too.
+
+        Args:
+            scaler: steps the inner optimizer, and is updated then. A step that it skips counts as
+                one all the same, so that the peers stay together.
 
         Returns:
             What happened in the outer round, or None if this call did not come to one. After a
             round the model's parameters equal theta (rounded to their dtype), unless this peer was
-            alone.
+            alone and took no outer step.
 
         Raises:
             PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
         """
-        self._optimizer.step()
+        if scaler is None:
+            self._optimizer.step()
+        else:
+            scaler.step(self._optimizer)
+            scaler.update()
         self._optimizer.zero_grad()
         self._inner_step += 1
         if self._inner_step < self._inner_steps:
@@ -316,29 +417,42 @@ class DiLoCo:
         return self._outer_round()
 
     def _outer_round(self) -> OuterRound:
-        self._measure_delta()
-        tx_before, rx_before = self._tx_bytes, self._rx_bytes
         began_s = time.monotonic()
-        reduced, retries = self._reduce()
-        reduce_s = time.monotonic() - began_s
-        if reduced is not None:
+        self._seconds = {"reduce": 0.0, "admit": 0.0, "sync": 0.0}
+        tx_before, rx_before = self._tx_bytes, self._rx_bytes
+        self._measure_delta()
+        contributors, retries = self._average()
+        stepped = contributors > 1 or self._alone == "step"
+        if stepped:
             self._advance()
         admitted = self._admit()
-        if reduced is not None or admitted:
-            self._shared.push_revision()
-            if self._sync().rx_bytes:
-                _log.error("the outer state of this peer had other bits than the run's; replaced")
-        if reduced is not None:
+        if stepped or admitted:
+            self._agree(admitted)
+        if stepped:
             self._adopt()
+        ended_s = time.monotonic()
+        compute_s, self._round_ended_s = began_s - self._round_ended_s, ended_s
         return OuterRound(
             outer_step=self.outer_step,
-            contributors=1 if reduced is None else reduced.world_size,
+            contributors=contributors,
             retries=retries,
             admitted=admitted,
-            reduce_s=reduce_s,
+            compute_s=compute_s,
+            reduce_s=self._seconds["reduce"],
+            admit_s=self._seconds["admit"],
+            sync_s=self._seconds["sync"],
+            total_s=ended_s - began_s,
             tx_bytes=self._tx_bytes - tx_before,
             rx_bytes=self._rx_bytes - rx_before,
         )
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[what] = self._seconds.get(what, 0.0) + time.monotonic() - began_s
 
     @torch.no_grad()
     def _measure_delta(self) -> None:
@@ -359,23 +473,87 @@ class DiLoCo:
         delta = _floats(self._delta)
         lib.pccl_subtract_f32(delta, _floats(start), delta, start.numel())
 
-    def _reduce(self) -> tuple[ReduceInfo | None, int]:
+    def _average(self) -> tuple[int, int]:
+        """The means over all peers that are there: how many they are, and how often it took more.
+
+        Who is alone has its own pseudo-gradient for a mean. With alone="wait" it ends only when
+        enough have contributed.
+        """
+        moves = self._buffers.moves() if self._buffer_mode == "mean" else []
+        self._buffer_means = [move.clone() for move in moves]
+        retries = 0
+        while True:
+            with self._timed("reduce"):
+                reduced, lost = self._reduce(moves)
+            retries += lost
+            contributors = 1 if reduced is None else reduced.world_size
+            if contributors >= self._least:
+                break
+            self._wait_for_others(contributors)
+        if reduced is not None:
+            self._reminder.reset()
+        elif self._alone == "step":
+            self._mean.copy_(self._delta)
+            self._remind("takes the outer step with its own pseudo-gradient alone")
+        else:
+            self._remind("trains on without outer steps until another one joins")
+        return contributors, retries
+
+    def _reduce(self, moves: list[torch.Tensor]) -> tuple[ReduceInfo | None, int]:
         """The mean of all deltas, or None if this peer is alone; and how often it was retried."""
+
+        def reduce() -> ReduceInfo:
+            if not moves:
+                return self._comm.all_reduce(self._delta, self._mean, op=ReduceOp.AVG)
+            means = [self._mean, *self._buffer_means]
+            return self._comm.all_reduce([self._delta, *moves], means, op=ReduceOp.AVG)
+
+        info, retries = self._until_committed(reduce)
+        self._last_reduce = info or self._last_reduce
+        return info, retries
+
+    def _share_first_buffers(self) -> None:
+        """All take the buffers of the peer of rank 0: any will do, if it is one for all of them."""
+        self._buffers.gather()
+        if self._buffers.shared:
+            self._until_committed(lambda: self._comm.broadcast(self._buffers.shared))
+
+    def _until_committed(self, call: Callable[[], ReduceInfo]) -> tuple[ReduceInfo | None, int]:
+        """A collective of the survivors, or None if this peer is alone; and how often it failed."""
         retries = 0
         while True:
             try:
-                info = self._comm.all_reduce(self._delta, self._mean, op=ReduceOp.AVG)
+                info = call()
             except PCCLError as error:
                 if error.result is Result.TOO_FEW_PEERS:
                     return None, retries
                 if error.result is not Result.RANK_CONNECTION_LOST:
                     raise
-                _log.warning("a peer was lost, averaging again with the others: %s", error)
+                _log.warning("a peer was lost, once more with the others: %s", error)
                 retries += 1
             else:
-                self._last_reduce = info
                 self._count(info)
                 return info, retries
+
+    def _wait_for_others(self, contributors: int) -> None:
+        """Lets newcomers in, once; all peers of the group know that they are too few."""
+        while True:
+            self._remind(
+                f"waits for others before the next outer step: {self._least} are wanted, "
+                f"{contributors} here"
+            )
+            if self._admit():
+                self._agree(admitted=True)
+                return
+            with self._timed("admit"):
+                time.sleep(_ASK_INTERVAL_S)
+
+    def _remind(self, what_it_does: str) -> None:
+        alone = "is alone" if self.world_size == 1 else f"is one of {self.world_size}"
+        self._reminder.warn(
+            f"this peer {alone} in its group at outer step {self.outer_step}, and with "
+            f"alone={self._alone!r} it {what_it_does}"
+        )
 
     def _advance(self) -> None:
         lib.pccl_outer_sgd(
@@ -388,39 +566,69 @@ class DiLoCo:
             int(self._nesterov),
         )
         self._clock[0] += 1
+        if self._buffer_mode == "mean":
+            self._buffers.advance(self._buffer_means)
+        elif self._buffer_mode == "first":
+            self._share_first_buffers()
 
     @torch.no_grad()
     def _adopt(self) -> None:
         for parameter, theta in zip(self._parameters, self._views(self._theta), strict=True):
             parameter.copy_(theta)
+        if self._buffer_mode != "local":
+            self._buffers.put()
 
     # ---- membership ----
 
     def _join(self) -> None:
         own_config = self._config.clone()
+        began_s = time.monotonic()
         while not self._begins():
             while not self._admit():
+                if time.monotonic() - began_s > REMINDER_S:
+                    self._reminder.warn(
+                        f"this peer waits for others to begin with: min_peers is "
+                        f"{self._min_peers} (or more, for another peer), {self.world_size} here"
+                    )
                 time.sleep(_ASK_INTERVAL_S)
+        self._reminder.reset()
         if not torch.equal(own_config, self._config):
-            raise ValueError(_describe_mismatch(run=self._config, own=own_config))
+            raise ValueError(describe_mismatch(run=self._config, own=own_config))
         self._adopt()
+        self._buffers.put()
 
     def _begins(self) -> bool:
         """Synchronises with a run that is under way, or begins one if `min_peers` are there."""
         try:
-            self._sync(self._min_peers)
+            self._sync(self._complete, self._min_peers)
         except TooFewPeersError:
             return False
         return True
 
     def _admit(self) -> bool:
-        pending = self._comm.are_peers_pending()
-        if pending:
-            self._comm.update_topology()
+        with self._timed("admit"):
+            pending = self._comm.are_peers_pending()
+            if pending:
+                self._comm.update_topology()
         return pending
 
-    def _sync(self, min_peers: int = 1) -> SharedStateSyncInfo:
-        info = self._comm.sync_shared_state(self._shared, min_peers=min_peers)
+    def _agree(self, admitted: bool) -> None:
+        """Checks that all hold the same, and gives it to newcomers if any were let in."""
+        if admitted and self._buffer_mode == "local":
+            self._buffers.gather()
+        self._shared.push_revision()
+        if self._sync(self._complete if admitted else self._shared).rx_bytes:
+            _log.error("the outer state of this peer had other bits than the run's; replaced")
+
+    def _sync(self, what: SharedState, min_peers: int = 1) -> SharedStateSyncInfo:
+        what.revision = self._shared.revision
+        if what is self._complete:
+            self._frozen.gather()
+        with self._timed("sync"):
+            info = self._comm.sync_shared_state(what, min_peers=min_peers)
+        if what is self._complete:
+            self._frozen.put()
+        self._shared.revision = what.revision
         self._count(info)
         return info
 
@@ -436,45 +644,43 @@ class DiLoCo:
         return (piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True))
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        own, saved = _decode_config(self._config), _decode_config(state["config"])
+        """Takes over a state that fits, or raises with all as it was."""
+        missing = {"config", "clock", "theta", "velocity", "revision", "frozen", "buffers"} - {
+            *state
+        }
+        if missing:
+            raise ValueError(
+                f"the state is none that DiLoCo.state_dict() has made: it has no {min(missing)!r}"
+            )
+        own, saved = decode(self._config), decode(state["config"])
         if own["parameters"] != saved["parameters"]:
             raise ValueError("the state belongs to a model with other parameters")
+        self._frozen.check(state["frozen"])
+        self._buffers.check(state["buffers"])
+        optimizer = state.get("optimizer")
+        if optimizer is not None:
+            self._load_optimizer(optimizer["type"], optimizer["state"])
+        self._frozen.load(state["frozen"])
+        self._buffers.load(state["buffers"])
         self._theta.copy_(state["theta"])
         self._velocity.copy_(state["velocity"])
         self._clock.copy_(state["clock"])
         self._shared.revision = state["revision"]
 
+    def _load_optimizer(self, kind: str, state: Mapping[str, Any]) -> None:
+        anew = 'give it without "optimizer" to begin with a fresh one'
+        if kind != type(self._optimizer).__name__:
+            raise ValueError(
+                f"the state is of the inner optimizer {kind}, and this peer's is "
+                f"{type(self._optimizer).__name__}: {anew}"
+            )
+        try:
+            self._optimizer.load_state_dict(copy.deepcopy(dict(state)))
+        except ValueError as error:
+            raise ValueError(
+                f"the inner optimizer of the state does not fit: {error}; {anew}"
+            ) from (error)
+
 
 def _floats(tensor: torch.Tensor) -> Any:
     return ffi.cast("float *", tensor.data_ptr())
-
-
-def _memory(tensor: torch.Tensor) -> Any:
-    return ffi.buffer(ffi.cast("char *", tensor.data_ptr()), tensor.numel() * tensor.element_size())
-
-
-def _layout_digest(named: list[tuple[str, torch.nn.Parameter]]) -> str:
-    # dtypes are left out: a bf16 peer on a GPU and an fp32 peer on a CPU may train together.
-    layout = json.dumps([[name, list(parameter.shape)] for name, parameter in named])
-    return xxhash.xxh3_128_hexdigest(layout.encode())
-
-
-def _encode_config(config: dict[str, Any]) -> torch.Tensor:
-    text = json.dumps(config, sort_keys=True).encode()
-    assert len(text) <= _CONFIG_BYTES
-    return torch.frombuffer(bytearray(text.ljust(_CONFIG_BYTES)), dtype=torch.uint8)
-
-
-def _decode_config(encoded: torch.Tensor) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(bytes(_memory(encoded)))
-    return config
-
-
-def _describe_mismatch(*, run: torch.Tensor, own: torch.Tensor) -> str:
-    theirs, ours = _decode_config(run), _decode_config(own)
-    differences = ", ".join(
-        f"{key} is {theirs.get(key)!r} in the run and {ours.get(key)!r} here"
-        for key in sorted(theirs.keys() | ours.keys())
-        if theirs.get(key) != ours.get(key)
-    )
-    return f"this peer's DiLoCo settings are not those of the run: {differences}"

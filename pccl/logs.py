@@ -1,9 +1,12 @@
-"""The logger, as PCCL_LOG_LEVEL sets it."""
+"""The logger, as PCCL_LOG_LEVEL sets it, and warnings that come seldom."""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
+
+REMINDER_S = 5.0  # to the second warning of the same kind; each further gap is twice as long
 
 TRACE = 5
 LEVELS = {
@@ -33,3 +36,24 @@ def configure_logging() -> None:
     logger.setLevel(LEVELS.get(name.upper(), logging.WARNING))
     if name.upper() not in LEVELS:
         logger.warning("PCCL_LOG_LEVEL is %r: it may be %s", name, ", ".join(LEVELS))
+
+
+class Reminder:
+    """Says the same thing seldom: at once, and then after gaps that grow."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self.reset()
+
+    def reset(self) -> None:
+        """What is said next is news."""
+        self._next_s, self._gap_s = 0.0, REMINDER_S
+
+    def warn(self, text: str) -> None:
+        """Says it, if it is time."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._log.warning(text)
+            if self._next_s:
+                self._gap_s *= 2
+            self._next_s = now_s + self._gap_s

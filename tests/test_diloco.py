@@ -164,22 +164,17 @@ def test_rounding_to_bf16_does_not_pull_theta_onto_its_grid(address: str) -> Non
         assert torch.equal(moved, at_last)
 
 
-def test_frozen_parameters_stay_and_trained_ones_are_not_replaced(address: str) -> None:
-    def body(value: float) -> Any:
-        model = Model(value)
-        model.weight.requires_grad_(False)
+def test_parameters_are_not_replaced(address: str) -> None:
+    def body() -> None:
+        model = Model()
         places = model.weight.data_ptr(), model.bias.data_ptr()
         with pccl.Communicator(address) as comm:
             diloco = make(comm, model, min_peers=2)
             model.move(1.0)
-            model.weight.grad = None
             diloco.step()
         assert (model.weight.data_ptr(), model.bias.data_ptr()) == places
-        return model
 
-    a, b = together(lambda: body(1.0), lambda: body(2.0))
-    assert torch.all(a.weight == 1.0) and torch.all(b.weight == 2.0)
-    assert torch.equal(a.bias, b.bias)
+    together(body, body)
 
 
 # ---- who comes and goes ----

@@ -17,7 +17,8 @@ import mmap
 import operator
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -68,13 +69,23 @@ def save(path: str | os.PathLike[str], entries: Sequence[Entry], revision: int) 
         ValueError: an entry is named __metadata__.
     """
     header = _header(entries, revision)
+    with replacing(path) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for entry in entries:
+            file.write(_memory(entry))
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A new file that takes the place of the one at `path` when its content is on disk.
+
+    If the body raises, or the process dies meanwhile, what was there before is there still.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with open(temporary, "xb") as file:
-            file.write(len(header).to_bytes(8, "little") + header)
-            for entry in entries:
-                file.write(_memory(entry))
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

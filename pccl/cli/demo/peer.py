@@ -70,6 +70,7 @@ def _train(
             inner_steps=args.inner_steps,
             outer_momentum=OUTER_MOMENTUM,
             min_peers=args.min_peers,
+            alone="step",  # so that it ends, whoever is lost
         )
         _report(Joined(diloco.outer_step, _evaluate(model, held_out)))
         meter = _Meter(every=max(1, args.inner_steps // REPORTS_PER_ROUND))

@@ -1,0 +1,252 @@
+"""What a model holds besides the parameters that are trained: frozen parameters, and buffers.
+
+`pccl.diloco` gives them to newcomers and keeps them equal. No calls to other peers are made here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import xxhash
+
+from pccl.ext import ffi
+from pccl.shared_state import TensorInfo
+
+BufferMode = Literal["local", "first", "mean"]
+MODES = get_args(BufferMode)
+
+_KINDS = (torch.float32, torch.float64, torch.int64)  # in which buffers are kept between rounds
+_TYPES_OF_ENTRIES = {
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+}
+
+
+def memory(tensor: torch.Tensor) -> Any:
+    """The bytes of a contiguous tensor on the CPU; they do not keep it alive."""
+    return ffi.buffer(ffi.cast("char *", tensor.data_ptr()), tensor.numel() * tensor.element_size())
+
+
+class Frozen:
+    """The parameters that did not require a gradient when this object was made.
+
+    They never change, so they are compared when somebody joins and not in every round. Their memory
+    is used as it lies; only where it cannot be is a copy kept.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parameters = {n: p for n, p in model.named_parameters() if not p.requires_grad}
+        self._copies: dict[str, torch.Tensor] = {}
+        self.entries: list[TensorInfo] = []
+        for name, parameter in self._parameters.items():
+            lying = parameter.detach()
+            if lying.device.type not in ("cpu", "cuda") or not lying.is_contiguous():
+                lying = self._copies[name] = torch.empty(lying.shape, dtype=lying.dtype)
+            if lying.dtype not in _TYPES_OF_ENTRIES:
+                lying = lying.reshape(-1).view(torch.uint8)
+            self.entries.append(TensorInfo.from_torch(lying, f"diloco.frozen.{name}"))
+        self.gather()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Brings the copies up to date, before a synchronisation."""
+        for name, copy in self._copies.items():
+            copy.copy_(self._parameters[name])
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Brings the model up to date with the copies, after a synchronisation."""
+        for name, copy in self._copies.items():
+            self._parameters[name].copy_(copy)
+
+    def layout(self) -> list[tuple[str, list[int]]]:
+        """Names and shapes."""
+        return [(name, list(p.shape)) for name, p in self._parameters.items()]
+
+    def hash_into(self, digest: xxhash.xxh3_128) -> None:
+        """Adds the content as it is now to a digest."""
+        for parameter in self._parameters.values():
+            content = parameter.detach().cpu().contiguous()
+            digest.update(memory(content))  # which does not keep it alive
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies on the CPU."""
+        return {n: p.detach().cpu().clone() for n, p in self._parameters.items()}
+
+    def check(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError where a state does not fit."""
+        _check_shapes("frozen parameter", {n: p.shape for n, p in self._parameters.items()}, state)
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes over a state that has been checked."""
+        for name, parameter in self._parameters.items():
+            parameter.copy_(state[name])
+        self.gather()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a buffer is: a script may put another tensor there at any time, so none is kept."""
+
+    name: str
+    module: torch.nn.Module
+    key: str
+    shape: torch.Size
+    kind: torch.dtype
+
+    def tensor(self) -> torch.Tensor:
+        found = self.module._buffers[self.key]
+        if found is None or _real(found).shape != self.shape:
+            now = "gone" if found is None else f"of shape {list(found.shape)}"
+            raise ValueError(
+                f"buffer {self.name!r} is {now}, and was of shape {list(self.shape)} when DiLoCo "
+                "was made: a buffer that changes its size must be registered with persistent=False"
+            )
+        return _real(found)
+
+
+class Buffers:
+    """The persistent buffers of a model (those in its `state_dict`), flat on the CPU by kind.
+
+    What lies flat here is what the peers last agreed on. Floating-point buffers are kept in fp32
+    (fp64 where they have that, complex ones as their real and imaginary parts), and all others as
+    int64. Peers whose models differ in dtype fit each other thereby.
+    """
+
+    def __init__(self, model: torch.nn.Module, mode: BufferMode) -> None:
+        self._mode = mode
+        self._places = list(_places(model))
+        count = {kind: sum(p.shape.numel() for p in self._of(kind)) for kind in _KINDS}
+        self._flat = {kind: torch.zeros(n, dtype=kind) for kind, n in count.items() if n}
+        self.gather()
+
+    def _of(self, kind: torch.dtype) -> list[_Place]:
+        return [place for place in self._places if place.kind == kind]
+
+    @property
+    def shared(self) -> list[torch.Tensor]:
+        """The flat tensors."""
+        return list(self._flat.values())
+
+    def entries(self) -> list[TensorInfo]:
+        """The flat tensors as a part of the shared state."""
+        return [
+            TensorInfo.from_torch(
+                flat,
+                f"diloco.buffers.{self._mode}.{_name_of(kind)}",
+                allow_content_inequality=self._mode == "local",
+            )
+            for kind, flat in self._flat.items()
+        ]
+
+    def layout(self) -> list[tuple[str, list[int]]]:
+        """Names and shapes."""
+        return [(place.name, list(place.shape)) for place in self._places]
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Takes what is in the model."""
+        for kind, flat in self._flat.items():
+            for place, view in self._views(kind, flat):
+                view.copy_(place.tensor())
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Gives the model what is here."""
+        for kind, flat in self._flat.items():
+            for place, view in self._views(kind, flat):
+                place.tensor().copy_(view)
+
+    @torch.no_grad()
+    def moves(self) -> list[torch.Tensor]:
+        """How far the model's buffers have moved from what is here, to be averaged.
+
+        As differences, so that the mean leaves a constant alone to the last bit. What is not finite
+        here, such as the -inf at which a running maximum begins, has no difference: the value
+        itself is averaged.
+        """
+        return [
+            torch.cat(
+                [self._move(place, view).flatten() for place, view in self._views(kind, flat)]
+            )
+            for kind, flat in self._flat.items()
+        ]
+
+    def _move(self, place: _Place, base: torch.Tensor) -> torch.Tensor:
+        now = place.tensor()
+        begin = base.to(now.dtype).to(base.dtype)  # as the model's dtype had it
+        now = now.to(base.device, base.dtype)
+        return torch.where(torch.isfinite(base), now - begin, now)
+
+    @torch.no_grad()
+    def advance(self, means: list[torch.Tensor]) -> None:
+        """Moves what is here by the means of all peers' `moves`."""
+        for flat, mean in zip(self._flat.values(), means, strict=True):
+            flat.copy_(torch.where(torch.isfinite(flat), flat + mean, mean))
+
+    def _views(
+        self, kind: torch.dtype, flat: torch.Tensor
+    ) -> Iterator[tuple[_Place, torch.Tensor]]:
+        places = self._of(kind)
+        pieces = torch.split(flat, [place.shape.numel() for place in places])
+        for place, piece in zip(places, pieces, strict=True):
+            yield place, piece.view(place.shape)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Copies of the flat tensors."""
+        return {_name_of(kind): flat.clone() for kind, flat in self._flat.items()}
+
+    def check(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Raises ValueError where a state does not fit."""
+        own = {_name_of(kind): flat.shape for kind, flat in self._flat.items()}
+        _check_shapes("flat buffer", own, state)
+
+    def load(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes over a state that has been checked; `put` gives it to the model."""
+        for kind, flat in self._flat.items():
+            flat.copy_(state[_name_of(kind)])
+
+
+def _places(model: torch.nn.Module) -> Iterator[_Place]:
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or key in module._non_persistent_buffers_set:
+                continue
+            real = _real(buffer)
+            kind = torch.int64
+            if real.is_floating_point():
+                kind = torch.float64 if real.dtype == torch.float64 else torch.float32
+            yield _Place(f"{path}.{key}" if path else key, module, key, real.shape, kind)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _name_of(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
+
+
+def _check_shapes(
+    what: str, own: Mapping[str, torch.Size], state: Mapping[str, torch.Tensor]
+) -> None:
+    for name in [*own, *state]:
+        if name not in own or name not in state:
+            where = "here" if name in own else "in the state"
+            raise ValueError(f"the state belongs to another model: {what} {name!r} is only {where}")
+        if own[name] != state[name].shape:
+            raise ValueError(
+                f"the state belongs to another model: {what} {name!r} has shape "
+                f"{list(state[name].shape)} in the state and {list(own[name])} here"
+            )
