@@ -210,25 +210,8 @@ class DiLoCo:
         buffers: BufferMode = "mean",
         alone: AlonePolicy = "continue",
     ) -> None:
-        if inner_steps < 1 or min_peers < 1:
-            raise ValueError(
-                f"inner_steps={inner_steps} and min_peers={min_peers} must be at least 1"
-            )
-        if outer_lr <= 0 or not 0 <= outer_momentum < 1:
-            raise ValueError(
-                f"outer_lr={outer_lr} must be positive, outer_momentum={outer_momentum} in [0, 1)"
-            )
-        if buffers not in MODES or alone not in get_args(AlonePolicy):
-            raise ValueError(
-                f"buffers={buffers!r} must be one of {MODES}, and alone={alone!r} of "
-                f"{get_args(AlonePolicy)}"
-            )
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named:
-            raise ValueError("the model has no parameter that requires a gradient")
-        if any(not p.is_floating_point() for _, p in named):
-            raise ValueError("parameters must be real floating-point tensors")
-
+        _check(inner_steps, min_peers, outer_lr, outer_momentum, buffers, alone)
+        named = _trained(model)
         self._comm = comm
         self._optimizer = inner_optimizer
         self._inner_steps = inner_steps
@@ -680,6 +663,29 @@ class DiLoCo:
             raise ValueError(
                 f"the inner optimizer of the state does not fit: {error}; {anew}"
             ) from (error)
+
+
+def _check(
+    inner_steps: int, min_peers: int, lr: float, momentum: float, buffers: str, alone: str
+) -> None:
+    if inner_steps < 1 or min_peers < 1:
+        raise ValueError(f"inner_steps={inner_steps} and min_peers={min_peers} must be at least 1")
+    if lr <= 0 or not 0 <= momentum < 1:
+        raise ValueError(f"outer_lr={lr} must be positive, outer_momentum={momentum} in [0, 1)")
+    if buffers not in MODES or alone not in get_args(AlonePolicy):
+        raise ValueError(
+            f"buffers={buffers!r} must be one of {MODES}, and alone={alone!r} of "
+            f"{get_args(AlonePolicy)}"
+        )
+
+
+def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("the model has no parameter that requires a gradient")
+    if any(not p.is_floating_point() for _, p in named):
+        raise ValueError("parameters must be real floating-point tensors")
+    return named
 
 
 def _floats(tensor: torch.Tensor) -> Any:
