@@ -18,9 +18,7 @@ import numpy as np
 import pccl
 
 with pccl.Communicator(os.environ.get("PCCL_MASTER", "127.0.0.1:48148")) as comm:
-    while comm.world_size < 2:
-        if comm.are_peers_pending():
-            comm.update_topology()
+    comm.wait_for_peers(2)
     x = np.full(1_000_000, 1.0 + comm.rank, np.float32)
     info = comm.all_reduce(x)
     print(f"the mean over {info.world_size} peers is {x[0]}; sent {info.tx_bytes} bytes")

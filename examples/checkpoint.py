@@ -51,9 +51,7 @@ def main() -> None:
         print(f"loaded revision {shared.revision}", flush=True)
 
     with pccl.Communicator(args.master_address) as comm:
-        while comm.world_size < 2:  # who has the later file must be there when the run begins
-            if comm.are_peers_pending():
-                comm.update_topology()
+        comm.wait_for_peers(2)  # who has the later file must be there when the run begins
         comm.sync_shared_state(shared)  # a newcomer goes on from where the others are
         while shared.revision < args.steps:
             contribution = np.ones_like(total)

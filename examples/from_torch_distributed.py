@@ -51,9 +51,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     with pccl.Communicator(args.master_address) as comm:
-        while comm.world_size < args.peers:
-            if comm.are_peers_pending():
-                comm.update_topology()
+        comm.wait_for_peers(args.peers)
         parameters = {name: p.detach() for name, p in model.named_parameters()}
         with_survivors(lambda: comm.broadcast(parameters, root=0))
         for step in range(1, args.steps + 1):

@@ -67,9 +67,7 @@ def main() -> None:
         {"step": step, **model.state_dict(), **allocate_state(optimizer)}
     )
     with pccl.Communicator(args.master_address) as comm:
-        while comm.world_size < args.min_peers:
-            if comm.are_peers_pending():
-                comm.update_topology()
+        comm.wait_for_peers(args.min_peers)
         comm.sync_shared_state(shared)  # a newcomer meets the others in their call below
         while step < args.steps:
             inputs = torch.randn(32, 8)

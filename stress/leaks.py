@@ -47,9 +47,7 @@ def master(report: Connection) -> None:
 def peer(address: str, collectives: int, tags: int, report: Connection) -> None:
     """Life of a peer; reports its memory at every step."""
     with pccl.Communicator(address) as comm:
-        while comm.world_size < 2:
-            if comm.are_peers_pending():
-                comm.update_topology()
+        comm.wait_for_peers(2)
         for number in range(collectives):
             x = np.full(256, number % 1000, np.float32)
             comm.all_reduce(x, x, op=pccl.ReduceOp.SUM, tag=number % tags)

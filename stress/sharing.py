@@ -105,9 +105,7 @@ def serve(number: int, address: str, iterations: int, report: Connection) -> Non
     large, result = np.ones(64 * MIB, np.float32), np.zeros(64 * MIB, np.float32)
     right = True
     with pccl.Communicator(address) as comm:
-        while comm.world_size < 2:
-            if comm.are_peers_pending():
-                comm.update_topology()
+        comm.wait_for_peers(2)
         peer = Peer(comm, number)
         for _ in range(2 + iterations):
             peer.timed("64 MiB", lambda: peer.reduce(x, y, 1))

@@ -122,7 +122,7 @@ def test_a_command_and_its_options_exist(command: Command, monkeypatch: pytest.M
         case "torchrun":
             check_torchrun(words, monkeypatch)
         case other:
-            assert other == "export", "what is this? tell tests/test_snippets.py"
+            assert other in ("export", "nft"), "what is this? tell tests/test_snippets.py"
     settings = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     for name in command.settings:
         assert name == "PCCL_MASTER" or f"`{name}`" in settings

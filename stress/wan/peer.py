@@ -89,9 +89,7 @@ def main() -> None:
     x = np.random.default_rng(number).standard_normal(nbytes // 4, np.float32)
     y = np.zeros_like(x)
     with pccl.Communicator(job["master"], 0, job["lanes"]) as comm:
-        while comm.world_size < 2:
-            if comm.are_peers_pending():
-                comm.update_topology()
+        comm.wait_for_peers(2)
         made: dict[str, Callable[[], Way]] = {
             "pccl": lambda: lambda: comm.all_reduce(x, y, op=SUM, tag=1),
             "pccl-int8": lambda: lambda: comm.all_reduce(x, y, op=SUM, tag=2, quantization="int8"),

@@ -85,9 +85,7 @@ def peer(job: dict[str, object]) -> None:
     )
     shared.revision = int(job["host"] != "new")
     with pccl.Communicator(str(job["master"])) as comm:
-        while comm.world_size < size:
-            if comm.are_peers_pending():
-                comm.update_topology()
+        comm.wait_for_peers(size)
         comm.barrier()
         began = time.perf_counter()
         info = comm.sync_shared_state(shared)

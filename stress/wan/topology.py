@@ -55,9 +55,7 @@ def peer(job: dict[str, object]) -> None:
     comm = pccl.Communicator(str(job["master"]))
     comm.connect(n_attempts=30)
     print(flush=True)
-    while comm.world_size < peers:
-        if comm.are_peers_pending():
-            comm.update_topology()
+    comm.wait_for_peers(peers)
     x = np.ones(int(str(job["bytes"])) // 4, np.float32)
 
     def reduces() -> list[float]:

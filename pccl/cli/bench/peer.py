@@ -85,9 +85,7 @@ def serve(number: int, job: Job, address: str, store: str, results: Connection) 
 def join(address: str, job: Job) -> Iterator[pccl.Communicator]:
     """A communicator of a run of `job.peers`, which it waits for."""
     with pccl.Communicator(address, p2p_connection_pool_size=job.lanes) as comm:
-        while comm.world_size < job.peers:
-            if comm.are_peers_pending():
-                comm.update_topology()
+        comm.wait_for_peers(job.peers)
         yield comm
 
 

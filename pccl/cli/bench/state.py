@@ -206,9 +206,7 @@ def _gather(comm: pccl.Communicator, job: Job) -> None:
 
 
 def _admit(comm: pccl.Communicator, size: int) -> None:
-    while comm.world_size < size:
-        if comm.are_peers_pending():
-            comm.update_topology()
+    comm.wait_for_peers(size)
 
 
 def _let_in(comm: pccl.Communicator) -> None:
