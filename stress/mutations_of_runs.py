@@ -76,6 +76,11 @@ MUTANTS = [
         "                pass\n",
     ),
     Mutant(
+        "a group that is lost before another one is given up",
+        "            if self._size():  # only those",
+        "            if False:  # only those",
+    ),
+    Mutant(
         "an optimisation that ends goes on without the lost",
         "        self._lost.clear()\n        self._optimize_rounds",
         "        self._optimize_rounds",

@@ -280,6 +280,18 @@ def test_a_round_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
         assert hall.master.deserted(resume(1, hall.master.run))
 
 
+def test_a_group_that_is_lost_before_another_one_is_given_up() -> None:
+    """The other one may have heard of it, and have gone on, and nobody could tell."""
+    hall = Hall(2)
+    hall.join(b"3", group=1)
+    hall.everyone(m.TopologyVote(9))
+    for number in (3, 1, 2):
+        hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
+    assert not hall.master.deserted(resume(3, hall.master.run))
+    for number in (1, 2):
+        assert hall.master.deserted(resume(number, hall.master.run))
+
+
 def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
     hall = Hall(2)
     hall.perform(hall.master.all_disconnected([b"1", b"2"], "its connection broke"))

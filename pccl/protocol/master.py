@@ -192,6 +192,8 @@ class Master(Collectives, Synchronisations, Optimisations):
             lost = [self.peers[number].info for number in numbers if self.peers[number].accepted]
             self._lost |= {info.peer: info for info in lost}
             self._remove_all(dict.fromkeys(numbers, why))
+            if self._size():  # only those of its group can tell whether they have heard of a loss
+                self._lost = {n: i for n, i in self._lost.items() if i.group in self._accepted_in}
         return self._take()
 
     def farewell(self) -> list[Action]:
