@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_diloco import DEADLINE_S, Model, make, together  # noqa: E402
+from test_diloco import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -225,6 +225,33 @@ def test_buffers_of_the_first_or_of_each(address: str, mode: str) -> None:
     (ours, digest), (theirs, other_digest) = together(body(1), body(2))
     assert digest == other_digest
     assert (ours, theirs) == (1, 2) if mode == "local" else ours == theirs in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("mode", "call"), [("mean", "all_reduce"), ("first", "all_reduce"), ("first", "broadcast")]
+)
+def test_a_peer_may_be_lost_where_buffers_are_shared(address: str, mode: str, call: str) -> None:
+    def survivor() -> Any:
+        model = Net(1)
+        with pccl.Communicator(address) as comm:
+            diloco = join(comm, model, min_peers=3, buffers=mode)
+            while diloco.outer_step < 3:
+                model.learn(id(model) % 7)
+                diloco.step()
+            return diloco.state_digest(), model.persistent()
+
+    def deserter() -> None:
+        model = Net(1)
+        with pytest.raises(Left), pccl.Communicator(address) as comm:
+            leaving = Deserter(comm, call, 2)
+            diloco = join(leaving, model, min_peers=3, buffers=mode)  # type: ignore[arg-type]
+            leaving.armed = True
+            while True:
+                model.learn(3)
+                diloco.step()
+
+    ours, theirs, _ = together(survivor, survivor, deserter)
+    assert ours[0] == theirs[0] and same(ours[1], theirs[1])
 
 
 def test_a_buffer_that_changes_its_size_is_named(address: str) -> None:
