@@ -452,7 +452,7 @@ MUTANTS = [
     ),
     Mutant(
         "who comes back knows the run's number",
-        "        if resume.run != self.run:\n",
+        "        if self._run not in (None, resume.run):\n",
         "        if False:\n",
     ),
     Mutant(

@@ -328,6 +328,31 @@ static void test_no_engine(void)
     CHECK(fake_open() == 0);
 }
 
+/* Who may connect is asked of the engine from its beginning on. Any number of keys does no harm,
+ * and nothing of it stays. */
+static void test_who_may_connect(void)
+{
+    static const char key[] = "a key of forty characters, as they are..";
+    pccl_options options = peers_options();
+    pccl_order order = {0};
+    int i;
+    memcpy(options.dialler, "a password", 11);
+    peers_open(&peers, 1, &options, 1);
+    order.peer = 1;
+    order.nonce = 7;
+    order.kind = PCCL_EXPECT;
+    peers_order(&peers, 0, &order);
+    memcpy(order.curve_server, key, PCCL_KEY_CHARS);
+    for (i = 0; i < 100; i++) {
+        order.kind = i % 40 == 0 ? PCCL_EXPECT : PCCL_ADMIT;
+        peers_order(&peers, 0, &order);
+    }
+    peers_run(&peers);
+    CHECK(peers.peer[0].n_events == 0 && peers.peer[0].error == 0);
+    CHECK(pccl_engine_dropped(peers.peer[0].engine) == 0);
+    peers_close(&peers);
+}
+
 int main(void)
 {
     test_wrong_orders();
@@ -338,5 +363,6 @@ int main(void)
     test_late_endpoint();
     test_automatic_lanes();
     test_no_engine();
+    test_who_may_connect();
     return check_report("orders");
 }
