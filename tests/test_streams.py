@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from cluster import Cluster, in_threads
 from processes import Master
+from test_errors import listed
 
 import pccl
 from pccl.ext import lib
@@ -354,6 +355,7 @@ def test_an_engine_that_stops_ends_the_membership_and_says_why(
         assert all(isinstance(error, pccl.PeerLostError) for told in others for error in told)
         assert own.result is pccl.Result.INTERNAL_ERROR
         assert "the lane engine stopped: errno 24, too many open files" in str(own)
+        listed(f"{type(own).__name__}: {own}")
         assert "check that the master runs" not in str(own)
         with pytest.raises(pccl.PCCLError, match="the lane engine stopped"):
             comm.update_topology()
