@@ -118,7 +118,7 @@ def test_a_child_does_not_keep_its_parents_connections(
                 parent.kill()
                 parent.wait()
                 began = time.monotonic()
-                with pytest.raises(pccl.PeerLostError):
+                with pytest.raises((pccl.PeerLostError, pccl.TooFewPeersError)):
                     comm.all_reduce(np.ones(50_000))
                 assert time.monotonic() - began < 10, "it was missed by its heartbeats only"
                 with socket.create_server(("0.0.0.0", port)):

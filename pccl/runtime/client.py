@@ -258,10 +258,10 @@ class Client:
         self._leave_to_begin(call, begin)
         if data is not None:
             with self._working:
-                if shortcut.entered or self._closed:
+                if shortcut.entered:
                     return
                 self._sent = True
-                heard = self._core.heard_if_free
+                heard = None if self._closed else self._core.heard_if_free
                 vote = m.StartVote(call.number, tag, work, data, heard or 0, stuck)
                 if heard is not None and shortcut.send(self._link, m.encode(vote)):
                     return

@@ -33,22 +33,19 @@ class Inbox:
             end.setblocking(False)
 
     def post(self, command: Command) -> None:
-        """Has a command carried out soon; after the end at once, by whoever posts it."""
-        if self._forked:
-            return
-        self._commands.append(command)
+        """Has a command carried out soon."""
+        self.leave(command)
         self.signal()
 
     def leave(self, command: Command) -> None:
         """Has a command carried out before whatever comes next; not soon, without `signal`."""
-        self._commands.append(command)
-        if self._ended:
-            self.carry_out()
+        if not self._forked:
+            self._commands.append(command)
 
     def signal(self) -> None:
-        """Has what was left carried out soon."""
+        """Has what was left carried out soon; after the end at once, by whoever is here."""
         try:
-            if not self._ended:
+            if not (self._ended or self._forked):
                 self._out.send(b"\0")
         except BlockingIOError:
             pass  # full: it is known that there is something
