@@ -150,7 +150,7 @@ class Communicator(Collectives):
         config = replace(Config.from_env(), **self._settings)
         security = Security.of(self._security)
         try:
-            require_room()
+            aside(require_room)  # which has threads and descriptors meanwhile
         except NoRoomError as error:
             raise error_for(Result.INTERNAL_ERROR, "connect", str(error)) from None
         began_s = time.monotonic()

@@ -37,8 +37,9 @@ class Injected(BaseException):
 class Tracer:
     """Raises Injected at some lines of pccl that this thread executes, counted from 1.
 
-    Not at a `with`: a tracer hears of it once more at the end of its body, before what it holds is
-    released, where CPython lets no exception of a signal or of another thread come in.
+    Not at a `with` or a `try`, where CPython lets no exception of a signal or of another thread come
+    in, and nothing would handle it: a tracer hears of a `with` once more at the end of its body,
+    before what it holds is released; and the beginning of a `try` in another one is in neither.
     """
 
     at: frozenset[int] = frozenset()
@@ -47,16 +48,16 @@ class Tracer:
     def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event == "line" and not self._is_with(frame):
+        if event == "line" and not self._begins_block(frame):
             self.lines += 1
             if self.lines in self.at:
                 sys.settrace(self)  # which an exception of a tracer ends
                 raise Injected
         return self
 
-    def _is_with(self, frame: FrameType) -> bool:
+    def _begins_block(self, frame: FrameType) -> bool:
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        return line.lstrip().startswith("with ")
+        return line.lstrip().startswith(("with ", "try:"))
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
