@@ -37,9 +37,9 @@ class Injected(BaseException):
 class Tracer:
     """Raises Injected at some lines of pccl that this thread executes, counted from 1.
 
-    Not at a `with` or a `try`, where CPython lets no exception of a signal or of another thread come
-    in, and nothing would handle it: a tracer hears of a `with` once more at the end of its body,
-    before what it holds is released; and the beginning of a `try` in another one is in neither.
+    Not at a `with` or a `try`, where CPython lets no exception of a signal or of another thread in,
+    and nothing would handle it: a tracer hears of a `with` once more at the end of its body, before
+    what it holds is released; and the beginning of a `try` in another one is in neither.
     """
 
     at: frozenset[int] = frozenset()
