@@ -303,6 +303,9 @@ def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
     refused = hall.last(b"1 again")
     assert isinstance(refused, m.Refused)
     assert "given up" in refused.why
+    hall.perform(hall.master.disconnected(b"3", "its connection broke"))
+    assert not hall.master.deserted(late)
+    assert hall.master.deserted(resume(3, hall.master.run))
 
 
 def test_who_was_kicked_or_left_does_not_come_back() -> None:
