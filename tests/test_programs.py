@@ -36,10 +36,14 @@ def test_every_kind_of_event_and_call_is_drawn() -> None:
 
 
 def test_a_failure_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A master that does not notice calls that can never meet: two peers and two calls show it."""
+    """A master that does not notice calls that can never meet: two calls show it.
+
+    Of two peers, or of three: the first one is accepted at once, and need not call anything.
+    """
     monkeypatch.setattr(Master, "_conflict", lambda *_: False)
     seed = next(s for s in range(1000) if programs.failure(programs.draw(s)))
     small = programs.shrink(programs.draw(seed))
     assert programs.failure(small)
-    assert len(small.peers) == 2
-    assert sum(len(calls) for script in small.peers for calls in script.threads) <= 4
+    calls = sum(len(calls) for script in small.peers for calls in script.threads)
+    assert 2 <= len(small.peers) <= 3
+    assert len(small.peers) + calls <= 6
