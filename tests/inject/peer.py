@@ -137,8 +137,9 @@ class Peer:
             try:
                 self._timed("sync_shared_state", lambda: comm.sync_shared_state(shared))
                 return
-            except pccl.PeerLostError:  # who holds the state could not send it
-                continue
+            except pccl.PCCLError as error:  # who holds the state could not send it
+                if error.result is not pccl.Result.RANK_CONNECTION_LOST:
+                    raise
 
     def _cycle(self, comm: pccl.Communicator, step: np.ndarray) -> tuple[bool, bool]:
         """Takes each kind of step once, or until it is alone: whether one was, and the last one."""
@@ -158,7 +159,9 @@ class Peer:
             call = partial(collective, comm, 2.0**self._slot, bool(self._signs[FINISH]))
             try:
                 value, ended = self._timed(collective.__name__, call)
-            except pccl.PeerLostError:
+            except pccl.PCCLError as error:  # a peer was lost, or could not go on
+                if error.result is not pccl.Result.RANK_CONNECTION_LOST:
+                    raise
                 continue
             self._say(step=step, what=collective.__name__, value=value, world=comm.world_size)
             return ended
