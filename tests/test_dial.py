@@ -10,7 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 import zmq
-from test_hostile_sockets import HELLO, PATIENCE_S, serving, speaker, wait_until, welcome
+from test_hostile_sockets import HELLO, PATIENCE_S, serving, speaker, welcome
+from waiting import wait_until
 
 from pccl.protocol import messages as m
 from pccl.runtime import dial as dial_module

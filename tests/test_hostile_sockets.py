@@ -10,12 +10,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import zmq
 from cluster import Cluster, in_threads
+from waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m
@@ -31,13 +32,6 @@ READY_PUSH = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
 HELLO = m.Hello(m.PROTOCOL_VERSION, "1", 0, "nowhere", 1, "", "x", b"")  # not dialled: a name
 PATIENCE_S = 20.0
 Member = tuple[bytes, bytes]  # whom a stream wants, and the epoch's nonce
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.001)
 
 
 def raw(port: int, data: bytes, ready: bytes = b"", member: Member | None = None) -> None:

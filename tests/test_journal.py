@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import pytest
 from processes import Master
-from test_hostile_sockets import wait_until
+from waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m

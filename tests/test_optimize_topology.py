@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from cluster import Cluster
 from test_errors import entered
-from test_hostile_sockets import wait_until
 from test_never_hangs import Puppet, Start, gathered, master, start, together  # noqa: F401
+from waiting import wait_until
 
 import pccl
 from pccl.runtime.client import Client

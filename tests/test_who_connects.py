@@ -15,7 +15,7 @@ import pytest
 import zmq
 from cluster import Cluster, in_threads
 from test_engine import AllReduce, Peer
-from test_hostile_sockets import wait_until
+from waiting import wait_until
 from zmq.utils.monitor import parse_monitor_message
 
 import pccl
