@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from pccl.errors import UnsupportedError
+from pccl.layout import Layout, described, shares_places
 from pccl.types import DataType, DeviceType, Result
 
 if TYPE_CHECKING:
@@ -25,9 +27,24 @@ _torch_dtype = functools.lru_cache(DataType.from_torch_dtype)
 Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
 
+class NotDenseError(AssertionError):
+    """An array whose elements do not fill one stretch of memory, each in a place of its own.
+
+    Attributes:
+        what: what is wrong, and how a dense copy c is made.
+        there: the statement that gives c what is in the array.
+        back: the one that gives the array what is in c; empty where that is impossible.
+    """
+
+    def __init__(self, what: str, there: str, back: str) -> None:
+        self.what, self.there, self.back = what, there, back
+        after = f", and then do {back}: what the call writes is in c" if back else ""
+        super().__init__(f"{what}: pass c{after}")
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A contiguous stretch of elements.
+    """A stretch of elements without gaps.
 
     Attributes:
         address: of the first element; of any alignment.
@@ -35,6 +52,7 @@ class Buffer:
         dtype: of an element.
         owner: keeps the memory alive.
         device_type: where it is.
+        layout: the order of the elements; None: C's.
     """
 
     address: int
@@ -42,11 +60,17 @@ class Buffer:
     dtype: DataType
     owner: object = field(repr=False, compare=False)
     device_type: DeviceType = DeviceType.CPU
+    layout: Layout | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return self.count * self.dtype.itemsize
+
+    @property
+    def order(self) -> str:
+        """The order of the elements, in words."""
+        return described("" if self.layout is None else str(self.layout))
 
     def overlaps(self, other: Buffer) -> bool:
         """Whether both have a byte in common."""
@@ -63,6 +87,7 @@ class Buffer:
         dtype: DataType,
         owner: object,
         device_type: DeviceType = DeviceType.CPU,
+        layout: Layout | None = None,
     ) -> Buffer:
         """Memory that the caller vouches for.
 
@@ -73,20 +98,20 @@ class Buffer:
             raise ValueError(f"count is {count}: it must not be negative")
         if address <= 0 and count > 0:
             raise ValueError(f"{count} elements at address {address}")
-        return cls(address, count, dtype, owner, device_type)
+        return cls(address, count, dtype, owner, device_type, layout)
 
     @classmethod
     def of(cls, array: Array, *, writable: bool = False) -> Buffer:
         """The memory of an array.
 
         Args:
-            array: of any shape, contiguous in C order.
+            array: of any shape; dense, in any order of its dimensions.
             writable: whether it is going to be written.
 
         Raises:
             ValueError: not a numpy array or torch tensor with memory of its own, of an element type
                 that is not supported, or read-only although it is to be written.
-            AssertionError: it is not contiguous.
+            NotDenseError: it is not dense.
             UnsupportedError: it is neither in host memory nor on a CUDA device.
         """
         if is_torch(array):
@@ -109,18 +134,47 @@ class Buffer:
                 f"tensors on {tensor.device} are not supported yet: pass tensor.cpu()",
             )
         dtype = _torch_dtype(tensor.dtype)
-        if not tensor.is_contiguous() or tensor.is_neg():
-            raise AssertionError("the tensor is not contiguous: pass tensor.contiguous()")
-        return cls(tensor.data_ptr(), tensor.numel(), dtype, tensor, device_type)
+        layout = None
+        if tensor.is_neg():
+            what = "the tensor is stored with its sign reversed, c = tensor.resolve_neg() is not"
+            raise NotDenseError(what, "c.copy_(tensor)", "tensor.copy_(c)")
+        if not tensor.is_contiguous():
+            layout = Layout.of(tensor.shape, tensor.stride())
+            if layout is None:
+                how = "c = tensor.contiguous()", "c.copy_(tensor)", "tensor.copy_(c)"
+                raise _not_dense("tensor", tensor.shape, tensor.stride(), *how)
+        return cls(tensor.data_ptr(), tensor.numel(), dtype, tensor, device_type, layout)
 
     @classmethod
     def _of_numpy(cls, array: np.ndarray[Any, Any], writable: bool) -> Buffer:
         dtype = _numpy_dtype(array.dtype)
+        layout = None
         if not array.flags.c_contiguous:
-            raise AssertionError("the array is not contiguous: pass numpy.ascontiguousarray(array)")
+            strides = _strides(array)
+            layout = Layout.of(array.shape, strides)
+            if layout is None:
+                how = "c = array.copy()", "c[...] = array", "array[...] = c"
+                raise _not_dense("array", array.shape, strides, *how)
         if writable and not array.flags.writeable:
             raise ValueError("the array is read-only, and would be written to")
-        return cls(array.ctypes.data, array.size, dtype, array)
+        return cls(array.ctypes.data, array.size, dtype, array, layout=layout)
+
+
+def _strides(array: np.ndarray[Any, Any]) -> list[float]:
+    """In elements, of which fields of structured arrays take fractions."""
+    each = (divmod(stride, array.itemsize) for stride in array.strides)
+    return [whole + more / array.itemsize if more else whole for whole, more in each]
+
+
+def _not_dense(
+    kind: str, shape: Sequence[int], strides: Sequence[float], copy: str, there: str, back: str
+) -> NotDenseError:
+    where = f"({'x'.join(map(str, shape))} with strides {','.join(map(str, strides))})"
+    if shares_places(shape, strides):
+        what = f"elements of the {kind} {where} share places in memory, those of {copy} do not"
+        return NotDenseError(what, there, "")
+    what = f"elements of the {kind} {where} do not follow each other in memory, those of {copy} do"
+    return NotDenseError(what, there, back)
 
 
 def is_torch(array: object) -> TypeGuard[torch.Tensor]:
@@ -135,13 +189,52 @@ def is_numpy(array: object) -> TypeGuard[np.ndarray[Any, Any]]:
     return numpy_module is not None and isinstance(array, numpy_module.ndarray)
 
 
-def new(shape: tuple[int, ...], like: Array) -> Array:
-    """An array of the same kind and dtype, with any content."""
+def new(shape: tuple[int, ...], like: Array, order: Sequence[int] | None = None) -> Array:
+    """An array of the same kind and dtype, with any content.
+
+    Args:
+        shape: of the array.
+        like: an array of that kind and dtype.
+        order: its dimensions, from the outermost in memory to the innermost; None: C's order.
+    """
+    lying = shape if order is None else tuple(shape[i] for i in order)
+    made: Any
     if is_torch(like):
-        return like.new_empty(shape)
-    numpy_module = sys.modules["numpy"]
-    made: np.ndarray[Any, Any] = numpy_module.empty(shape, like.dtype)
-    return made
+        made = like.new_empty(lying)
+    else:
+        made = sys.modules["numpy"].empty(lying, like.dtype)
+    if order is not None:
+        back = sorted(range(len(order)), key=order.__getitem__)
+        made = made.permute(back) if is_torch(like) else made.transpose(back)
+    array: Array = made
+    return array
+
+
+def order_of(array: Array) -> list[int]:
+    """The dimensions of a dense array, from the outermost in memory to the innermost."""
+    given: Any = array
+    strides = given.stride() if is_torch(array) else given.strides
+    return sorted(range(len(strides)), key=lambda i: strides[i], reverse=True)
+
+
+def in_c_order(buffer: Buffer) -> Buffer:
+    """The same elements in C's order: a copy, where the buffer is in another."""
+    if buffer.layout is None:
+        return buffer
+    array: Any = buffer.owner  # nothing else has a layout
+    return Buffer.of(array.detach().contiguous() if is_torch(array) else array.copy())
+
+
+def put_back(buffer: Buffer, ordered: Buffer) -> None:
+    """Gives a buffer what is in its copy in C's order, if it has one."""
+    if buffer.layout is None:
+        return
+    array: Any = buffer.owner
+    copy: Any = ordered.owner
+    if is_torch(array):
+        array.detach().copy_(copy)
+    else:
+        array[...] = copy
 
 
 def same_kind(send: Array, recv: Array) -> None:
@@ -159,7 +252,7 @@ def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
     Raises:
         ValueError: one is of torch and one of numpy, or neither; an element type is not supported;
             `recv` is read-only; or they overlap without being the same memory.
-        AssertionError: one is not contiguous, or dtypes or element counts differ.
+        AssertionError: one is not dense; or dtypes, element counts or orders in memory differ.
         UnsupportedError: one is neither in host memory nor on a CUDA device.
     """
     same_kind(send, recv)
@@ -169,6 +262,12 @@ def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
         raise AssertionError(f"send is {source.dtype.name}, recv is {target.dtype.name}")
     if source.count != target.count:
         raise AssertionError(f"send has {source.count} elements, recv has {target.count}")
+    if source.layout != target.layout:
+        raise AssertionError(
+            f"send and recv lie in different orders in memory, {source.order} and {target.order}: "
+            f"they must lie alike, as do send and {'torch' if is_torch(send) else 'numpy'}"
+            ".empty_like(send)"
+        )
     if source.overlaps(target) and source.address != target.address:
         raise ValueError("send and recv overlap in part: pass the same array, or separate ones")
     return source, target

@@ -6,8 +6,10 @@ on all of them or on none: when a peer is lost it fails with `PeerLostError` on 
 buffer that was given, in place too, holds what it held before, and calling again is enough. An
 array that only receives is unspecified then.
 
-One array is a contiguous numpy array or CPU torch tensor of any shape, of a dtype of `DataType`. A
-list or dict of arrays is one collective: all of them are reduced (or gathered, ...) over the same
+One array is a numpy array or torch tensor of any shape, of a dtype of `DataType`. Its elements fill
+one stretch of memory, in any order: contiguous, transposed, torch.channels_last. It is moved as it
+lies, so it must lie in the same order on all peers; where it does not, all are told who has which.
+A list or dict of arrays is one collective: all of them are reduced (or gathered, ...) over the same
 peers, or none is. Dicts need the same keys on all peers, in any order.
 
 Ranks are the positions of the first ring, `Communicator.rank`: they shift when peers come and go.
@@ -26,7 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from pccl import operands
-from pccl.arrays import Buffer, is_torch
+from pccl.arrays import Array, Buffer
 from pccl.errors import error_for
 from pccl.handle import AsyncReduceHandle
 from pccl.launch import Launch, info
@@ -38,7 +40,6 @@ from pccl.runtime.client import Client
 from pccl.runtime.memory import Operands
 from pccl.standing import Standing
 from pccl.types import (
-    DeviceType,
     QuantizationOptions,
     ReduceInfo,
     ReduceOp,
@@ -79,7 +80,8 @@ class Collectives(ABC):
 
         Args:
             send: an array, or a list or dict of them.
-            recv: the same kind, dtypes and element counts; None, or `send` itself, is in place.
+            recv: the same kind, dtypes, element counts and order in memory, as that of empty_like;
+                None, or `send` itself, is in place.
             op: AVG is SUM divided by the number of contributors; of integers, rounded towards 0, so
                 that the average of 3 and 4 is 3. Or its name: "sum", "max", ...
             tag: tells apart collectives that run at the same time; the same on all peers.
@@ -315,7 +317,7 @@ class Collectives(ABC):
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
             ValueError: no peer has that rank, or an array cannot be written.
-            AssertionError: an array is not contiguous.
+            AssertionError: the elements of an array do not follow each other in memory.
         """
         client = self._several("broadcast")
         work = operands.broadcast(arrays, root, self._ranks.of(client.number))
@@ -396,9 +398,12 @@ def _described(descriptor: ReduceOpDescriptor) -> Operands:
     work = descriptor.reduce_descriptor
     dtype = work.operand_descriptor.datatype
 
-    def at(address: int, owner: object) -> Buffer:
-        where = Buffer.of(owner).device_type if is_torch(owner) else DeviceType.CPU
-        return Buffer.at(address, work.count, dtype, owner, where)
+    def at(address: int, owner: Array | None) -> Buffer:
+        if owner is None:
+            return Buffer.at(address, work.count, dtype, owner)
+        lying = Buffer.of(owner)
+        where, layout = lying.device_type, lying.layout
+        return Buffer.at(address, work.count, dtype, owner, where, layout)
 
     send, recv = descriptor._owners or (None, None)
     return operands.described(

@@ -75,7 +75,8 @@ class Cuda:
         """The memory of a buffer as a tensor of bytes."""
         owner = buffer.owner
         if is_torch(owner) and owner.data_ptr() == buffer.address:
-            return owner.detach().reshape(-1).view(self._torch.uint8)[: buffer.nbytes]
+            elements = owner.detach().as_strided((buffer.count,), (1,))  # in the order of memory
+            return elements.view(self._torch.uint8)
         made: torch.Tensor = self._torch.as_tensor(_Stretch(buffer), device="cuda")
         if made.data_ptr() != buffer.address:  # torch has copied it from there
             why = f"the memory at {buffer.address:#x} is not on the current CUDA device"

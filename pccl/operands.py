@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar, cast
 
-from pccl.arrays import Array, Buffer, is_numpy, is_torch, new, pair, same_kind
+from pccl.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind
 from pccl.errors import error_for
 from pccl.protocol import messages as m
 from pccl.runtime.memory import Operand, Operands
@@ -81,7 +81,7 @@ def broadcast(arrays: Arrays, root: int, ranks: Ranks) -> Operands:
 
     Raises:
         ValueError: no member has the rank `root`; or an array cannot be written.
-        AssertionError: an array is not contiguous.
+        AssertionError: an array is not dense.
     """
     if not 0 <= root < ranks.members:
         raise ValueError(f"root is {root}: ranks are 0 to {ranks.members - 1}")
@@ -98,14 +98,14 @@ def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
         ValueError, AssertionError: the arrays do not fit each other.
     """
     given = _several(send)
+    blocks = [Buffer.of(array) for array in given.arrays]
     if recv is None:
-        made = [new((ranks.members, *array.shape), array) for array in given.arrays]
+        made = [_gathered(*one, ranks.members) for one in zip(given.arrays, blocks, strict=True)]
         recv = _in_the_form_of(send, given, made)
     targets = _matching(given, recv)
     each = []
-    for source, target in zip(given.arrays, targets.arrays, strict=True):
+    for source, block, target in zip(given.arrays, blocks, targets.arrays, strict=True):
         same_kind(source, target)
-        block = Buffer.of(source)
         whole = Buffer.of(target, writable=True)
         _check_block("recv", whole, "send", block, ranks)
         each.append(Operand(block, whole, block.count))
@@ -126,14 +126,14 @@ def reduce_scatter(
         PCCLError: INVALID_ARGUMENT: they cannot be quantised so.
     """
     given = _several(send)
+    wholes = [Buffer.of(array) for array in given.arrays]
     if recv is None:
-        made = [new(_scattered(array, ranks.members), array) for array in given.arrays]
+        made = [_scattered(*one, ranks.members) for one in zip(given.arrays, wholes, strict=True)]
         recv = _in_the_form_of(send, given, made)
     targets = _matching(given, recv)
     each = []
-    for source, target in zip(given.arrays, targets.arrays, strict=True):
+    for source, whole, target in zip(given.arrays, wholes, targets.arrays, strict=True):
         same_kind(source, target)
-        whole = Buffer.of(source)
         block = Buffer.of(target, writable=True)
         _check_block("send", whole, "recv", block, ranks)
         each.append(Operand(whole, block, block.count))
@@ -184,12 +184,6 @@ def _several(arrays: Arrays) -> _Several:
             )
     if not 0 < len(found) <= m.PARTS_MAX:
         raise ValueError(f"{len(found)} arrays: it must be 1 to {m.PARTS_MAX}")
-    nbytes = m.PART_BYTES_MAX * len(found) + sum(len(name.encode()) for name in names)
-    if nbytes > LIST_BYTES_MAX:
-        raise ValueError(
-            f"{len(found)} arrays take {nbytes} bytes of a message to the master, with their keys: "
-            f"it must be at most {LIST_BYTES_MAX}. Use shorter keys, or fewer, larger arrays"
-        )
     return _Several(found, names)
 
 
@@ -212,14 +206,21 @@ def _in_the_form_of(form: A, given: _Several, arrays: list[Array]) -> A:
     return cast(A, arrays[0])
 
 
-def _scattered(array: Array, members: int) -> tuple[int, ...]:
-    """The shape of one member's part of an array."""
+def _gathered(array: Array, block: Buffer, members: int) -> Array:
+    """A new array for all members' blocks, one after the other, each lying as this one does."""
+    order = None if block.layout is None else [0, *(1 + i for i in order_of(array))]
+    return new((members, *array.shape), array, order)
+
+
+def _scattered(array: Array, whole: Buffer, members: int) -> Array:
+    """A new array for one member's part of an array."""
     if len(array.shape) == 0 or array.shape[0] % members:
         raise AssertionError(
             f"send has the shape {tuple(array.shape)}: its first dimension must be a multiple of "
             f"the {members} peers of the group"
         )
-    return (array.shape[0] // members, *array.shape[1:])
+    order = None if whole.layout is None else order_of(array)
+    return new((array.shape[0] // members, *array.shape[1:]), array, order)
 
 
 def _check_block(
@@ -234,6 +235,13 @@ def _check_block(
         raise AssertionError(
             f"{whole_name} has {whole.count} elements, {block_name} {block.count}: it must be "
             f"{ranks.members} times as many, one for each peer of the group"
+        )
+    part = None if whole.layout is None else whole.layout.part(ranks.members)
+    if part != block.layout or (part is None) != (whole.layout is None):
+        raise AssertionError(
+            f"the order in memory of {whole_name} is {whole.order}, of {block_name} {block.order}: "
+            f"its {ranks.members} parts must lie one after the other, each like {block_name}. Pass "
+            "send in C's order, as a copy if need be, and no recv"
         )
     place = whole.address + ranks.rank * block.nbytes
     if whole.overlaps(block) and block.address != place:
@@ -277,14 +285,33 @@ def _operands(
             quantized = fingerprint(options, dtype, op or ReduceOp.SUM)
         except ValueError as error:
             raise error_for(Result.INVALID_ARGUMENT, what, str(error)) from None
-    dtypes = [operand.send.dtype.value for operand in each]
-    counts = [operand.count for operand in each]
-    parts: tuple[m.Part, ...] = ()
+    parts = tuple(map(_part, each, given.names or [""] * len(each)))
+    one = parts[0]
     if given.is_list:
         _check_apart(each)
-        names = given.names or [""] * len(each)
-        parts = tuple(map(m.Part, dtypes, counts, names))
-        dtypes, counts = [0], [0]
+        _check_size(parts)
+        one = m.Part(0, 0)
+    else:
+        parts = ()
     redop = 0 if op is None else op.value
-    work = m.Work(what, redop, dtypes[0], counts[0], *quantized, root, members, parts)
+    work = m.Work(
+        what, redop, one.dtype, one.count, *quantized, root, members, parts, layout=one.layout
+    )
     return Operands(work, tuple(each))
+
+
+def _part(operand: Operand, name: str) -> m.Part:
+    """What peers must agree on of one array: of its block, where it is several of them."""
+    block = operand.send if operand.send.count <= operand.recv.count else operand.recv
+    layout = "" if block.layout is None else str(block.layout)
+    return m.Part(block.dtype.value, operand.count, name, layout)
+
+
+def _check_size(parts: tuple[m.Part, ...]) -> None:
+    texts = sum(len(part.name.encode()) + len(part.layout) for part in parts)
+    nbytes = m.PART_BYTES_MAX * len(parts) + texts
+    if nbytes > LIST_BYTES_MAX:
+        raise ValueError(
+            f"{len(parts)} arrays take {nbytes} bytes of a message to the master, with their keys: "
+            f"it must be at most {LIST_BYTES_MAX}. Use shorter keys, or fewer, larger arrays"
+        )

@@ -11,7 +11,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pccl.arrays import Array, Buffer, is_numpy, is_torch
+from pccl.arrays import (
+    Array,
+    Buffer,
+    NotDenseError,
+    in_c_order,
+    is_numpy,
+    is_torch,
+    put_back,
+)
 from pccl.errors import not_picklable
 from pccl.protocol.messages import ENTRY_BYTES_MAX, MESSAGE_BYTES_MAX
 from pccl.runtime import checkpoint
@@ -93,6 +101,10 @@ class TensorInfo:
         """Bytes of all elements."""
         return self._buffer.nbytes
 
+    @property
+    def _layout(self) -> str:
+        return "" if self._buffer.layout is None else str(self._buffer.layout)
+
     @classmethod
     def from_torch(
         cls, tensor: torch.Tensor, name: str, *, allow_content_inequality: bool = False
@@ -101,7 +113,7 @@ class TensorInfo:
 
         Raises:
             ValueError: not a torch tensor, a DTensor, or of an element type that is not supported.
-            AssertionError: it is not contiguous.
+            AssertionError: its elements do not follow each other in memory.
             UnsupportedError: it is neither in host memory nor on a CUDA device.
         """
         if not is_torch(tensor):
@@ -116,7 +128,7 @@ class TensorInfo:
 
         Raises:
             ValueError: not a numpy array, read-only, or of an element type that is not supported.
-            AssertionError: it is not contiguous.
+            AssertionError: its elements do not follow each other in memory.
         """
         if not is_numpy(tensor):
             raise ValueError(f"{name!r}: {type(tensor).__name__} is not a numpy.ndarray")
@@ -126,8 +138,12 @@ class TensorInfo:
     def _from_array(cls, array: Array, name: str, allow_content_inequality: bool) -> TensorInfo:
         try:
             buffer = Buffer.of(array, writable=True)
-        except (ValueError, AssertionError) as error:
-            raise type(error)(f"{name!r}: {error}") from None
+        except NotDenseError as error:
+            around = f": {error.there} before each synchronisation, {error.back} after it"
+            how = f"share c instead{around if error.back else ''}"
+            raise AssertionError(f"{name!r}: {error.what}: {how}") from None
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from None
         made = cls(
             name,
             buffer.address,
@@ -151,7 +167,8 @@ class SharedState:
     """An ordered list of entries and the revision of their content.
 
     Args:
-        tensor_infos: the entries; names, order, types and sizes are the same on all peers.
+        tensor_infos: the entries; names, order, types, sizes and the order of elements in memory
+            are the same on all peers.
 
     Raises:
         AssertionError: there is none.
@@ -166,7 +183,8 @@ class SharedState:
         twice = [name for name, uses in names.items() if uses > 1]
         if twice:
             raise ValueError(f"several entries are named {', '.join(map(repr, twice))}")
-        nbytes = sum(len(name.encode()) + ENTRY_BYTES_MAX for name in names)
+        layouts = sum(len(info._layout) for info in tensor_infos)
+        nbytes = sum(len(name.encode()) + ENTRY_BYTES_MAX for name in names) + layouts
         if nbytes > OFFER_BYTES_MAX:
             raise ValueError(
                 f"{len(names)} entries take {nbytes} bytes of a message to the master, with their "
@@ -194,6 +212,8 @@ class SharedState:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes entries and revision to a file in the safetensors format, atomically.
 
+        Entries that lie in memory in another order are in C's order there.
+
         The file is complete and on disk when this returns; if it fails, or the process dies
         meanwhile, what was there before is there still.
 
@@ -201,7 +221,8 @@ class SharedState:
             OSError: it cannot be written.
             ValueError: an entry is named __metadata__.
         """
-        checkpoint.save(path, self._entries(HostView(self._buffers)), self._revision)
+        memory = HostView([in_c_order(buffer) for buffer in self._buffers])
+        checkpoint.save(path, self._entries(memory), self._revision)
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Fills the entries' memory, and the revision, from a file that `save` has written.
@@ -214,9 +235,12 @@ class SharedState:
             ValueError: it is damaged or holds other entries; the message names the first
                 difference. Memory and revision are as they were.
         """
-        memory = HostView(self._buffers, range(len(self._buffers)))
+        ordered = [in_c_order(buffer) for buffer in self._buffers]
+        memory = HostView(ordered, range(len(ordered)))
         revision = checkpoint.load(path, self._entries(memory))
-        memory.write_back(range(len(self._buffers)))
+        memory.write_back(range(len(ordered)))
+        for buffer, copy in zip(self._buffers, ordered, strict=True):
+            put_back(buffer, copy)
         self.revision = revision
 
     @property
@@ -238,6 +262,7 @@ class SharedState:
                 info.allow_content_inequality,
                 memory.address(i),
                 info.nbytes,
+                info._layout,
             )
             for i, info in enumerate(self.tensor_infos)
         ]

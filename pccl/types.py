@@ -283,7 +283,7 @@ class ReduceOpDescriptor:
     sendbuf_ptr: int
     recvbuf_ptr: int
     reduce_descriptor: ReduceDescriptor
-    _owners: tuple[object, ...] = field(default=(), repr=False, compare=False)
+    _owners: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
     @staticmethod
     def from_torch(
@@ -315,6 +315,11 @@ def _describe(send: Array, recv: Array, work: ReduceDescriptor) -> ReduceOpDescr
     if source.count < work.count:
         raise ValueError(
             f"the descriptor says {work.count} elements, the arrays have {source.count}"
+        )
+    if source.layout is not None and source.count > work.count:
+        raise ValueError(
+            f"the descriptor says {work.count} elements, the first of {source.count} of arrays "
+            f"that do not lie in C's order ({source.order}): describe all, or a part of a copy"
         )
     return ReduceOpDescriptor(source.address, target.address, work, (send, recv))
 

@@ -116,6 +116,18 @@ MUTANTS = [
         "ok = any(running.votes.values())",
     ),
     Mutant(
+        "tensors that lie in different orders do not meet",
+        "if asked == wanted and (first.data",
+        "fields = asked.__struct_fields__[:-1]  # the last one is the order\n"
+        "        alike = all(getattr(asked, field) == getattr(wanted, field) for field in fields)\n"
+        "        if alike and (first.data",
+    ),
+    Mutant(
+        "shared state that lies in another order does not fit",
+        '            ("order in memory", described(elected.layout), described(own.layout)),\n',
+        "",
+    ),
+    Mutant(
         "ranks that have changed unseen are an error",
         "work.members not in (0, len(round_.votes))",
         "work.members == 1",

@@ -83,7 +83,10 @@ def work(draw: random.Random) -> m.Work:
     if draw.random() < 0.7:
         return m.Work("all_reduce", 0, 10, 1000)  # what the honest peers do
     count = draw.choice([0, 0, 1, 300])
-    parts = tuple(m.Part(draw.randint(0, 65535), number(draw), text(draw, 9)) for _ in range(count))
+    parts = tuple(
+        m.Part(draw.randint(0, 65535), number(draw), text(draw, 9), text(draw, 9))
+        for _ in range(count)
+    )
     return m.Work(
         text(draw, 256),
         draw.randint(0, 65535),

@@ -196,6 +196,10 @@ def test_an_unknown_strategy_is_dropped() -> None:
         (Offer(0, 0, (Entry("t0", 11, 4, False, b"a"),)), "dtype"),
         (Offer(0, 0, (Entry("t0", 10, 5, False, b"a"),)), "element count"),
         (Offer(0, 0, (Entry("t0", 10, 4, True, b"a"),)), "allow_content_inequality"),
+        (
+            Offer(0, 0, (Entry("t0", 10, 4, False, b"a", "2x2/1,2"),)),
+            "order in memory 'as in C' there and '2x2 with strides 1,2' here",
+        ),
     ],
 )
 def test_another_structure_is_kicked_and_told_why(other: Offer, words: str) -> None:

@@ -207,6 +207,21 @@ def test_who_comes_late_to_a_call_that_failed_is_told_once() -> None:
     assert isinstance(hall.last(b"3"), m.TopologyResult)
 
 
+def test_tensors_that_lie_in_different_orders_do_not_meet() -> None:
+    """They have as many elements, and would be reduced with those of other places."""
+    for listed in (False, True):
+        hall = Hall()
+        for conn, layout in ((b"1", ""), (b"2", "2x3/1,2")):
+            work = m.Work("all_reduce", 0, 10, 6, layout=layout)
+            if listed:
+                work = m.Work("all_reduce", 0, 0, 0, parts=(m.Part(10, 6, "w", layout),))
+            hall.say(conn, m.StartVote(2, 0, work))
+        error = hall.last(b"1")
+        assert isinstance(error, m.CallError) and error.cause == m.Cause.MISMATCH
+        assert "6 elements of float32 (2x3 with strides 1,2)" in error.why
+        assert "have all call it with c = x.contiguous()" in error.why
+
+
 def test_who_was_given_up_before_the_restart_is_told_so() -> None:
     hall = Hall(0)
     hall.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1,))), secret=b"s")

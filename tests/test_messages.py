@@ -23,6 +23,8 @@ FROM_PEER: list[m.PeerMessage] = [
     m.Inquire(6, 9),
     m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000, 1, 2)),
     m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1), b"data", 6),
+    m.StartVote(7, 3, m.Work("broadcast", 0, 10, 6, layout="2x3/1,2")),
+    m.StartVote(7, 3, m.Work("x", 0, 0, 0, parts=(m.Part(10, 6, "w", "2x3/1,2"), m.Part(3, 1)))),
     m.FinishVote(9, True),
     m.FinishVote(9, False, "a stream was lost"),
     m.FinishVote(9, False, "no memory", m.Cause.MEMORY),
@@ -84,7 +86,7 @@ def test_master_messages_survive(message: m.MasterMessage) -> None:
 def test_golden_bytes() -> None:
     # Changing these breaks every older peer: raise PROTOCOL_VERSION if you must.
     start = m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000))
-    assert m.encode(start).hex() == "9704070399aa616c6c5f726564756365000acd03e80000000090c000c2"
+    assert m.encode(start).hex() == "970407039aaa616c6c5f726564756365000acd03e80000000090a0c000c2"
     assert m.encode(m.FinishVote(9, True)).hex() == "950509c3a000"
     assert m.encode(m.Finished(9, True)).hex() == "954909c3a000"
 

@@ -54,6 +54,17 @@ def test_nothing_begins_with_fewer_peers_than_one_wants() -> None:
     assert told == [hall.result(8, 3)] * 2, "a run that has begun goes on with any number"
 
 
+def test_a_newcomer_whose_shared_state_lies_in_another_order_is_dropped_alone() -> None:
+    """The bytes of the others would fit into its memory, and mean something else there."""
+    hall = Sync()
+    hall.sync(offer(0), offer(0))
+    hall.admit(b"3")
+    other = m.Offer(0, 0, (m.Entry("x", 10, 4, False, b"a", "2x2/1,2"),))
+    hall.sync(offer(1), offer(1), other)
+    assert [isinstance(told, m.Kicked) for told in hall.told[b"3"]].count(True) == 1
+    assert hall.last(b"1") == hall.result(1, 2)
+
+
 def test_a_restarted_master_knows_that_nothing_has_begun() -> None:
     hall = Sync(0)
     hall.master = Master(1, combine, secret=b"")

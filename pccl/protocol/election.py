@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from pccl.layout import described
 from pccl.protocol.messages import Entry, Offer
 from pccl.protocol.wording import dtype_name
 from pccl.types import Result, SharedStateSyncStrategy
@@ -214,14 +215,14 @@ def _has(offer: Offer, wanted: tuple[int, ...], digests: tuple[bytes, ...]) -> b
     return all(offer.entries[i].digest == d for i, d in zip(wanted, digests, strict=True))
 
 
-def _form(offer: Offer) -> tuple[object, ...]:
-    return tuple((e.name, e.dtype, e.count, e.any_content) for e in offer.entries)
+def _form(offer: Offer) -> tuple[tuple[object, ...], ...]:
+    return tuple((e.name, e.dtype, e.count, e.any_content, e.layout) for e in offer.entries)
 
 
 def _content(offer: Offer) -> tuple[object, ...]:
     return tuple(
-        (e.name, e.dtype, e.count, e.any_content, b"" if e.any_content else e.digest)
-        for e in offer.entries
+        (*form, b"" if entry.any_content else entry.digest)
+        for form, entry in zip(_form(offer), offer.entries, strict=True)
     )
 
 
@@ -242,6 +243,7 @@ def _difference(reference: Offer, offer: Offer) -> str:
             ("dtype", dtype_name(elected.dtype), dtype_name(own.dtype)),
             ("element count", elected.count, own.count),
             ("allow_content_inequality", elected.any_content, own.any_content),
+            ("order in memory", described(elected.layout), described(own.layout)),
         ):
             if a != b:
                 return f"entry {i} ({elected.name!r}) has {what} {a!r} there and {b!r} here"

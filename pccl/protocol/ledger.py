@@ -23,7 +23,7 @@ from pccl.types import Result
 
 NAMES_MAX = 8  # peers listed by name in such a text
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
-PART_BYTES = 256  # that one tensor in a vote takes in memory, or so, without its name
+PART_BYTES = 256  # that one tensor in a vote takes in memory, or so, without its texts
 WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096
 
 
@@ -101,9 +101,9 @@ class Journal:
 def held(payload: m.Work | m.Offer) -> int:
     """Bytes, or so, that a vote takes in memory: many times what small parts take in a message."""
     parts = payload.parts if isinstance(payload, m.Work) else payload.entries
-    names = sum(len(part.name) for part in parts)
-    width = 1 if all(part.name.isascii() for part in parts) else 4
-    return PART_BYTES * len(parts) + width * names
+    texts = sum(len(part.name) + len(part.layout) for part in parts)
+    width = 1 if all(part.name.isascii() and part.layout.isascii() for part in parts) else 4
+    return PART_BYTES * len(parts) + width * texts
 
 
 def plain(text: str) -> str:

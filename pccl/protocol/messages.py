@@ -27,8 +27,8 @@ PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
 INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
-ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name
-PART_BYTES_MAX = 16  # of a Part in a message, without its name
+ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name and layout
+PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
 
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -94,14 +94,19 @@ class World(Struct, array_like=True, frozen=True):
 
 
 class Part(Struct, array_like=True, frozen=True):
-    """One tensor of a collective over several; `name` is its key, if it has one."""
+    """One tensor of a collective over several; `name` is its key, if it has one.
+
+    `layout` is the order of its elements in memory (pccl.layout); empty for C's.
+    """
 
     dtype: U16
     count: U64
     name: Name = ""
+    layout: Text = ""
 
     def __str__(self) -> str:
-        return f"{self.name or 'a tensor'} of {wording.elements(self.count, self.dtype)}"
+        what = wording.elements(self.count, self.dtype, self.layout)
+        return f"{self.name or 'a tensor'} of {what}"
 
 
 class Work(Struct, array_like=True, frozen=True):
@@ -111,6 +116,7 @@ class Work(Struct, array_like=True, frozen=True):
     of DataType. `count` elements are those that each member gives, or gets of a reduce_scatter.
     `root` is a rank. `members` is the size of the group as the caller knows it, where ranks matter,
     else 0. `parts` are those of a list or dict of tensors, and `count` and `dtype` are 0 then.
+    `layout`: as in Part.
     """
 
     what: Name
@@ -122,6 +128,7 @@ class Work(Struct, array_like=True, frozen=True):
     root: U32 = 0
     members: U32 = 0
     parts: Annotated[tuple[Part, ...], Meta(max_length=PARTS_MAX)] = ()
+    layout: Text = ""
 
     def __str__(self) -> str:
         return wording.call(self)
@@ -131,22 +138,19 @@ class Work(Struct, array_like=True, frozen=True):
         return self.what == other.what and self.members != other.members
 
     def difference(self, other: Work) -> str:
-        """Of two lists of tensors of the same length the first two that differ, or nothing."""
-        if len(self.parts) == len(other.parts):
-            for index, (mine, others) in enumerate(zip(self.parts, other.parts, strict=True)):
-                if mine != others:
-                    return f"; tensor {index} is {mine}, and {others}"
-        return ""
+        """What the names of both calls do not show, or nothing."""
+        return wording.difference(self, other)
 
 
 class Entry(Struct, array_like=True, frozen=True):
-    """One tensor of the shared state, in an offer."""
+    """One tensor of the shared state, in an offer. `layout`: as in Part."""
 
     name: Name
     dtype: U16
     count: U64
     any_content: bool
     digest: Annotated[bytes, Meta(max_length=32)]
+    layout: Text = ""
 
 
 class Offer(Struct, array_like=True, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from pccl.layout import described
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ _DTYPE_NAMES = {dtype.value: dtype.common_name for dtype in DataType}
 _OP_NAMES = {op.value: op.name.lower() for op in ReduceOp}
 _ALGORITHM_NAMES = {each.value: each.name for each in QuantizationAlgorithm}
 _WITH_DTYPE = {QuantizationAlgorithm.MIN_MAX.value, QuantizationAlgorithm.ZERO_POINT_SCALE.value}
+_REORDER = (
+    "; they do not lie in the same order in memory: have all call it with c = x.contiguous() "
+    "(numpy.ascontiguousarray(x)), and then do x.copy_(c) (x[...] = c)"
+)
 
 
 def _named(names: Mapping[int, str], value: int, what: str) -> str:
@@ -26,9 +31,10 @@ def dtype_name(dtype: int) -> str:
     return _named(_DTYPE_NAMES, dtype, "dtype")
 
 
-def elements(count: int, dtype: int) -> str:
-    """So many of them, in words."""
-    return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}"
+def elements(count: int, dtype: int, layout: str = "") -> str:
+    """So many of them, in words; in which order, where that is not C's."""
+    order = f" ({described(layout)})" if layout else ""
+    return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}{order}"
 
 
 def call(work: Work) -> str:
@@ -39,7 +45,7 @@ def call(work: Work) -> str:
         total = sum(part.count for part in work.parts)
         words = [f"{len(work.parts)} tensors of {total} elements"]
     else:
-        words = [elements(work.count, work.dtype)]
+        words = [elements(work.count, work.dtype, work.layout)]
     if work.what in ("all_reduce", "reduce_scatter"):
         words.append(_named(_OP_NAMES, work.redop, "op"))
     if work.what == "broadcast":
@@ -50,3 +56,16 @@ def call(work: Work) -> str:
             quantised += " to " + dtype_name(work.quantized)
         words.append(quantised)
     return f"{work.what}({', '.join(words)})"
+
+
+def difference(one: Work, other: Work) -> str:
+    """What two calls leave unsaid: of two lists of tensors the first two that differ; and what to
+    do about tensors that lie in different orders."""
+    pairs = list(zip(one.parts, other.parts, strict=False))
+    words = ""
+    if len(one.parts) == len(other.parts):
+        unlike = (f"; tensor {i} is {a}, and {b}" for i, (a, b) in enumerate(pairs) if a != b)
+        words = next(unlike, "")
+    if one.layout != other.layout or any(a.layout != b.layout for a, b in pairs):
+        words += _REORDER
+    return words

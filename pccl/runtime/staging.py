@@ -36,7 +36,7 @@ Verdict = tuple[int, int, bool]  # piece, leaf, whether it is right
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One entry of the shared state and where it lies."""
+    """One entry of the shared state, where it lies, and in which order (pccl.layout)."""
 
     name: str
     dtype: int
@@ -44,6 +44,7 @@ class Region:
     any_content: bool
     address: int
     nbytes: int
+    layout: str = ""
 
 
 def served(regions: Sequence[Region], digests: Sequence[Digest]) -> tuple[Pieces, list[Any]]:

@@ -96,7 +96,7 @@ def synchronise(
     hash_seconds = time.monotonic() - began
     pieces, tables = served(regions, found)
     entries = tuple(
-        m.Entry(r.name, r.dtype, r.count, r.any_content, digest.root)
+        m.Entry(r.name, r.dtype, r.count, r.any_content, digest.root, r.layout)
         for r, digest in zip(regions, found, strict=True)
     )
     offer = m.Offer(revision, wish.strategy, entries, wish.strict, wish.min_peers)
