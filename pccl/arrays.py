@@ -24,22 +24,11 @@ if TYPE_CHECKING:
 _numpy_dtype = functools.lru_cache(DataType.from_numpy_dtype)
 _torch_dtype = functools.lru_cache(DataType.from_torch_dtype)
 
+# what to do with a copy c, in collectives and in shared state
+_TORCH = "pass c instead, with c.copy_(tensor) before each call and tensor.copy_(c) after it"
+_NUMPY = "pass c instead, with c[...] = array before each call and array[...] = c after it"
+
 Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
-
-
-class NotDenseError(AssertionError):
-    """An array whose elements do not fill one stretch of memory, each in a place of its own.
-
-    Attributes:
-        what: what is wrong, and how a dense copy c is made.
-        there: the statement that gives c what is in the array.
-        back: the one that gives the array what is in c; empty where that is impossible.
-    """
-
-    def __init__(self, what: str, there: str, back: str) -> None:
-        self.what, self.there, self.back = what, there, back
-        after = f", and then do {back}: what the call writes is in c" if back else ""
-        super().__init__(f"{what}: pass c{after}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +100,7 @@ class Buffer:
         Raises:
             ValueError: not a numpy array or torch tensor with memory of its own, of an element type
                 that is not supported, or read-only although it is to be written.
-            NotDenseError: it is not dense.
+            AssertionError: it is not dense.
             UnsupportedError: it is neither in host memory nor on a CUDA device.
         """
         if is_torch(array):
@@ -131,18 +120,18 @@ class Buffer:
             raise UnsupportedError(
                 Result.INVALID_ARGUMENT,
                 "arrays",
-                f"tensors on {tensor.device} are not supported yet: pass tensor.cpu()",
+                f"tensors on {tensor.device} are not supported yet, c = tensor.cpu() is: {_TORCH}",
             )
         dtype = _torch_dtype(tensor.dtype)
         layout = None
         if tensor.is_neg():
             what = "the tensor is stored with its sign reversed, c = tensor.resolve_neg() is not"
-            raise NotDenseError(what, "c.copy_(tensor)", "tensor.copy_(c)")
+            raise AssertionError(f"{what}: {_TORCH}")
         if not tensor.is_contiguous():
             layout = Layout.of(tensor.shape, tensor.stride())
             if layout is None:
-                how = "c = tensor.contiguous()", "c.copy_(tensor)", "tensor.copy_(c)"
-                raise _not_dense("tensor", tensor.shape, tensor.stride(), *how)
+                how = "c = tensor.contiguous()", _TORCH
+                raise _not_dense("the tensor", tensor.shape, tensor.stride(), *how)
         return cls(tensor.data_ptr(), tensor.numel(), dtype, tensor, device_type, layout)
 
     @classmethod
@@ -153,8 +142,7 @@ class Buffer:
             strides = _strides(array)
             layout = Layout.of(array.shape, strides)
             if layout is None:
-                how = "c = array.copy()", "c[...] = array", "array[...] = c"
-                raise _not_dense("array", array.shape, strides, *how)
+                raise _not_dense("the array", array.shape, strides, "c = array.copy()", _NUMPY)
         if writable and not array.flags.writeable:
             raise ValueError("the array is read-only, and would be written to")
         return cls(array.ctypes.data, array.size, dtype, array, layout=layout)
@@ -167,14 +155,15 @@ def _strides(array: np.ndarray[Any, Any]) -> list[float]:
 
 
 def _not_dense(
-    kind: str, shape: Sequence[int], strides: Sequence[float], copy: str, there: str, back: str
-) -> NotDenseError:
-    where = f"({'x'.join(map(str, shape))} with strides {','.join(map(str, strides))})"
+    what: str, shape: Sequence[int], strides: Sequence[float], copy: str, instead: str
+) -> AssertionError:
+    what += f" ({'x'.join(map(str, shape))} with strides {','.join(map(str, strides))})"
     if shares_places(shape, strides):
-        what = f"elements of the {kind} {where} share places in memory, those of {copy} do not"
-        return NotDenseError(what, there, "")
-    what = f"elements of the {kind} {where} do not follow each other in memory, those of {copy} do"
-    return NotDenseError(what, there, back)
+        instead = "pass c instead, where the result is"
+        why = f"elements of {what} share places in memory, those of {copy} do not"
+    else:
+        why = f"elements of {what} do not follow each other in memory, those of {copy} do"
+    return AssertionError(f"{why}: {instead}")
 
 
 def is_torch(array: object) -> TypeGuard[torch.Tensor]:

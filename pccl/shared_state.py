@@ -11,15 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pccl.arrays import (
-    Array,
-    Buffer,
-    NotDenseError,
-    in_c_order,
-    is_numpy,
-    is_torch,
-    put_back,
-)
+from pccl.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
 from pccl.errors import not_picklable
 from pccl.protocol.messages import ENTRY_BYTES_MAX, MESSAGE_BYTES_MAX
 from pccl.runtime import checkpoint
@@ -138,12 +130,8 @@ class TensorInfo:
     def _from_array(cls, array: Array, name: str, allow_content_inequality: bool) -> TensorInfo:
         try:
             buffer = Buffer.of(array, writable=True)
-        except NotDenseError as error:
-            around = f": {error.there} before each synchronisation, {error.back} after it"
-            how = f"share c instead{around if error.back else ''}"
-            raise AssertionError(f"{name!r}: {error.what}: {how}") from None
-        except ValueError as error:
-            raise ValueError(f"{name!r}: {error}") from None
+        except (ValueError, AssertionError) as error:
+            raise type(error)(f"{name!r}: {error}") from None
         made = cls(
             name,
             buffer.address,

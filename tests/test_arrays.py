@@ -69,15 +69,15 @@ def test_what_is_no_array(array: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "array", [np.zeros((4, 6))[:, ::2], np.zeros((4, 6)).T, torch.eye(3)[:, 1]]
+    "array", [np.zeros((4, 6))[:, ::2], np.zeros((4, 6)).T[:3], torch.eye(3)[:, 1]]
 )
 def test_arrays_with_gaps(array: Any) -> None:
-    with pytest.raises(AssertionError, match="contiguous"):
+    with pytest.raises(AssertionError, match="do not follow each other in memory"):
         Buffer.of(array)
 
 
 def test_memory_elsewhere() -> None:
-    with pytest.raises(UnsupportedError, match="meta"):
+    with pytest.raises(UnsupportedError, match=r"meta .*and tensor\.copy_\(c\) after it"):
         Buffer.of(torch.empty(3, device="meta"))
 
 
@@ -127,7 +127,7 @@ def test_pairs_of_two_kinds(send: Any, recv: Any) -> None:
     ],
 )
 def test_pairs_that_differ(send: Any, recv: Any) -> None:
-    with pytest.raises(AssertionError, match=r"elements|is FLOAT|is DOUBLE|contiguous"):
+    with pytest.raises(AssertionError, match=r"elements|is FLOAT|is DOUBLE"):
         pair(send, recv)
 
 
