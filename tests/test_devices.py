@@ -249,6 +249,14 @@ def test_without_a_gpu_it_is_said_before_anybody_is_involved() -> None:
         assert cluster.comms[0].sync_shared_state(shared).hashed_bytes == 24
 
 
+def test_tensors_in_another_order_are_seen_as_they_lie() -> None:
+    """A copy in C's order would be written to in place of the tensor."""
+    torch = pytest.importorskip("torch")
+    tensor = torch.arange(96.0).view(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    seen = cuda.Cuda()._bytes(Buffer.of(tensor))
+    assert (seen.data_ptr(), seen.numel()) == (tensor.data_ptr(), 4 * 96)
+
+
 # ---- a real GPU ----
 
 needs_gpu = pytest.mark.skipif(not cuda.is_available(), reason="torch finds no CUDA device here")
@@ -331,6 +339,10 @@ def test_collectives_on_cuda() -> None:
         x = full(comm.rank)
         comm.broadcast(x, root=1)
         assert bool((x == 1).all())
+        x = torch.arange(96.0, device="cuda").view(2, 3, 4, 4)
+        y = x.to(memory_format=torch.channels_last).clone()
+        comm.all_reduce(y, op="sum")
+        assert torch.equal(y, 2 * x) and not y.is_contiguous()
 
     with Cluster(2) as cluster:
         cluster.each(job)
