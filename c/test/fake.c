@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "zmqdefs.h"
+#include "zmq/zmqdefs.h"
 
 enum { FRAMES_MAX = 4, SOCKETS_MAX = 256, LANES_MAX = 8, NAME_MAX_BYTES = 64, RELEASE_ONE_IN = 4 };
 

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "ring.h"
+#include "engine/ring.h"
 
 struct job job_plain(uint64_t count, bool in_place)
 {

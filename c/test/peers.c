@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "zmqdefs.h"
+#include "zmq/zmqdefs.h"
 
 enum { IDLE_PASSES = 60 };           /* forced EAGAIN makes busy engines look idle for a while */
 

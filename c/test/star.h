@@ -3,7 +3,7 @@
 #define PCCL_STAR_H
 
 #include "peers.h"
-#include "wire.h"
+#include "engine/wire.h"
 
 enum {
     PIECES = 5, PIECE_MAX = 20001, FETCH_OP = 1, SERVE_OP = 2, TAG = 31, SEQ = 8, CHUNK = 700

@@ -1,7 +1,7 @@
 /* test_drain.c - what is left of a message is dropped, and the next one is still there. */
 #include "check.h"
 #include "fake.h"
-#include "zmqdefs.h"
+#include "zmq/zmqdefs.h"
 
 static int next_size(const pccl_zmq *zmq, void *socket)
 {

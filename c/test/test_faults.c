@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "wire.h"
+#include "engine/wire.h"
 
 static struct peers peers;
 static int format;                   /* of the jobs: all this happens to quantised ones too */

@@ -4,8 +4,8 @@
 #include <string.h>
 
 #include "pccl.h"
-#include "ring.h"
-#include "wire.h"
+#include "engine/ring.h"
+#include "engine/wire.h"
 
 static void test_bounds(void)
 {

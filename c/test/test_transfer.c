@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "wire.h"
+#include "engine/wire.h"
 
 static void test_fetch(void)
 {

@@ -12,6 +12,7 @@ from pathlib import Path
 from cffi import FFI
 
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("kernels", "zmq", "engine")  # of c/; c/test is none of the extension
 
 # Called by C through the function table where libzmq's own symbols are out of reach
 # (pccl.ext.tables).
@@ -70,9 +71,9 @@ def flags() -> tuple[list[str], list[str]]:
     return GCC_ALWAYS + GCC_FLAGS[mode], GCC_SANITIZE if mode == "asan" else []
 
 
-def names(*patterns: str) -> list[str]:
-    """The files of c/ that match, sorted, as setuptools wants them: relative, with slashes."""
-    found = {path for pattern in patterns for path in (ROOT / "c").glob(pattern)}
+def names(suffix: str) -> list[str]:
+    """The files of FOLDERS with that suffix, as setuptools wants them: relative, with slashes."""
+    found = [path for folder in FOLDERS for path in (ROOT / "c" / folder).glob(f"*{suffix}")]
     return sorted(path.relative_to(ROOT).as_posix() for path in found)
 
 
@@ -84,8 +85,8 @@ def builder() -> FFI:
     made.set_source(
         "pccl.ext._core",
         '#include <string.h>\n#include "pccl.h"',
-        sources=names("*.c"),
-        depends=names("*.h", "*.inc"),
+        sources=names(".c"),
+        depends=["c/pccl.h", *names(".h"), *names(".inc")],
         include_dirs=["c"],
         extra_compile_args=compile_args,
         extra_link_args=link_args,

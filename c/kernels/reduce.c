@@ -11,7 +11,7 @@
  * the order of operands. */
 #include "pccl.h"
 
-#include "half.h"
+#include "kernels/half.h"
 
 /* ---- two elements ---- */
 

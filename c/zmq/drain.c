@@ -1,6 +1,6 @@
 /* drain.c - what is left of a message of many frames, without a line of Python for each. */
 #include "pccl.h"
-#include "zmqdefs.h"
+#include "zmq/zmqdefs.h"
 
 int64_t pccl_drain(const pccl_zmq *zmq, void *socket)
 {

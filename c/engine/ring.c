@@ -1,5 +1,5 @@
 /* ring.c - see ring.h. */
-#include "ring.h"
+#include "engine/ring.h"
 
 #include <assert.h>
 

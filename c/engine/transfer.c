@@ -3,7 +3,7 @@
  * A request carries the slot by which the server knows on which stream to answer. The server keeps
  * requests until it is their turn; the bytes are not touched before. Requests may come before the
  * START that names their slot. */
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <stdlib.h>
 #include <string.h>

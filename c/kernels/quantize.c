@@ -20,7 +20,7 @@
 #include <float.h>
 #include <stdbool.h>
 
-#include "half.h"
+#include "kernels/half.h"
 
 enum {
     STRIP = 1024,            /* numbers; a multiple of every format's block */
@@ -88,7 +88,7 @@ static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, u
 #define INFINITE 0x7f800000u
 #define LEAST FLT_MIN
 #define ROUNDER 12582912.0f
-#include "blocks.inc"
+#include "kernels/blocks.inc"
 #undef T
 #undef REAL
 #undef WORD
@@ -104,7 +104,7 @@ static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, u
 #define INFINITE 0x7ff0000000000000u
 #define LEAST DBL_MIN
 #define ROUNDER 6755399441055744.0
-#include "blocks.inc"
+#include "kernels/blocks.inc"
 
 /* ---- elements ---- */
 

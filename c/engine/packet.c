@@ -3,7 +3,7 @@
  * Few bytes are copied behind their header into one frame: an allocation and a copy cost less
  * than a second frame. Many are referred to: a frame of the header, and one that points into the
  * op's buffer. What is received and sent on keeps the form it came in. */
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <errno.h>
 #include <stdlib.h>

@@ -3,7 +3,7 @@
  *
  * This is asked in the engine's thread, for that one never waits for the interpreter: a caller that
  * is busy for long must not look like one that cannot be reached. */
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <inttypes.h>
 #include <stdio.h>

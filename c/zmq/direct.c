@@ -1,7 +1,7 @@
 /* direct.c - a message that is sent in one call, whatever else happens to its caller. */
 #include "pccl.h"
 
-#include "zmqdefs.h"
+#include "zmq/zmqdefs.h"
 
 #include <string.h>
 

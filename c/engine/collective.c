@@ -11,7 +11,7 @@
  * Before START the place in the ring is not known. Early chunks are handled all the same; what
  * they say of the ring is kept as claims that START must confirm, and what is to be sent on
  * waits. */
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <stdlib.h>
 #include <string.h>

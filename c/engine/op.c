@@ -8,7 +8,7 @@
  *
  * A failed op sends and takes nothing more. It keeps its memory and its numbers until the
  * caller's ABORT. */
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <stdarg.h>
 #include <stdio.h>

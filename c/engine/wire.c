@@ -1,5 +1,5 @@
 /* wire.c - encodes and decodes message headers byte by byte: any alignment, any byte order. */
-#include "wire.h"
+#include "engine/wire.h"
 
 enum { WIRE_MAGIC = 0x4c434350, WIRE_VERSION = 2 };
 

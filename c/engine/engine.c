@@ -4,7 +4,7 @@
  * One pass takes orders, receives a bounded batch, lets every stream send, settles ops, looks at
  * the monitors and buries lost streams. It never blocks; when a pass has moved nothing,
  * pccl_engine_run() waits in zmq_poll for whatever could change that. Nothing needs a clock. */
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <errno.h>
 #include <limits.h>

@@ -5,7 +5,7 @@
  * held to it). */
 #include "pccl.h"
 
-#include "exact.h"
+#include "kernels/exact.h"
 
 static inline float load(const float *array, size_t i)
 {

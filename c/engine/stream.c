@@ -12,7 +12,7 @@
  * chunks of our own. The latter two kinds are built only when it is their turn. After "no room"
  * the stream waits until the socket says that there is room again: a send that fails looks at the
  * socket's state only now and then. */
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <errno.h>
 #include <stdarg.h>

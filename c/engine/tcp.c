@@ -12,7 +12,7 @@
 #define _DARWIN_C_SOURCE
 #endif
 
-#include "engine.h"
+#include "engine/engine.h"
 
 #if defined __linux__ || defined __APPLE__
 #include <netinet/in.h>

@@ -17,7 +17,7 @@
  * is asked for again. If one holder gave all of it, that one is asked no more; if several did,
  * another one is from then on the leaf's owner and gives all of it, so that it can be told who is
  * wrong. A leaf thus costs as many attempts as there are holders, and a bit more. */
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -7,7 +7,7 @@
 #ifndef PCCL_HALF_H
 #define PCCL_HALF_H
 
-#include "exact.h"
+#include "kernels/exact.h"
 
 /* a where the condition is 1, b where it is 0. Said with a mask, not ?:, because a compiler may
  * turn that into a branch around the float operation that made a or b, and then cannot vectorise

@@ -6,7 +6,7 @@
  * and nothing written: so no chunk counts twice, and none overwrites what we have yet to give.
  * The op is complete when all that we have to give is given and all of recv is written: then no
  * chunk will come any more. */
-#include "engine.h"
+#include "engine/engine.h"
 
 #include <string.h>
 

@@ -30,9 +30,9 @@
 #include <stdint.h>
 
 #include "pccl.h"
-#include "ring.h"
-#include "wire.h"
-#include "zmqdefs.h"
+#include "engine/ring.h"
+#include "engine/wire.h"
+#include "zmq/zmqdefs.h"
 
 #if defined __GNUC__
 #define PRINTF_LIKE(text, first) __attribute__((format(printf, text, first)))
