@@ -1,20 +1,28 @@
-/* collective.c - the memory of a collective, and its start (pccl.h, COLLECTIVES, THE RING).
+/* collective.c - see collective.h.
  *
- * Two sets of granules say what has been done: `given` holds those of send that have been given (a
- * first chunk sent, a partial result added to), `written` those of recv that hold the result. What
- * only gathers gives nothing: its chunks are final from the start. Both are indexed like the
- * buffers: a buffer of one block has the granules of one block.
+ * Two sets of quanta say what has been done: `given` holds those of send that have been given (a
+ * first chunk was sent, or a partial result added to), `written` those of recv that hold the
+ * result. A collective that only gathers gives nothing: its chunks are final from the start. Both
+ * are indexed like the buffers: a buffer of one block has the quanta of one block.
  *
- * Where recv holds what ABORT must restore, the old bytes of a region go into a shadow before they
- * are overwritten.
+ * Where recv holds what ABORT must restore, the old bytes go into an undo buffer before they are
+ * overwritten.
  *
- * Before START the place in the ring is not known. Early chunks are handled all the same; what
- * they say of the ring is kept as claims that START must confirm, and what is to be sent on
- * waits. */
-#include "engine/engine.h"
+ * Before START the place in the ring is not known. Early chunks are handled all the same: what they
+ * say about the ring is kept as claims that START must confirm, and what is to be sent on waits. */
+#include "engine/collective.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "engine/quanta.h"
+#include "engine/ring.h"
+
+bool collective_is_complete(const struct collective *collective)
+{
+    return collective->op.started && collective->done == collective->wanted;
+}
 
 /* ---- where things lie ---- */
 
@@ -64,37 +72,39 @@ unsigned char *part_recv(const struct collective *collective, const struct part 
     return part->recv + bytes_to(collective, part, collective->recv_blocks, offset);
 }
 
-void written_granules(const struct collective *collective, uint64_t offset, uint64_t length,
+void written_quanta(const struct collective *collective, uint64_t offset, uint64_t length,
                       uint64_t *from, uint64_t *to)
 {
     uint64_t begin = collective->recv_blocks > 1 ? offset : block_offset(collective, offset);
     *from = begin / PCCL_QUANTUM;
-    *to = granules(begin + length);
+    *to = quanta_of(begin + length);
 }
 
-static uint32_t rank_at(const struct link *ring, uint32_t position)
+/* The rank of a position. */
+static uint32_t rank_at(const pccl_ring *ring, uint32_t position)
 {
     return ring->ranks != NULL ? ring->ranks[position] : position;
 }
 
-void ring_part(const struct link *ring, uint32_t segment, uint64_t *from, uint64_t *to)
+void ring_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint64_t *to)
 {
-    const struct collective *collective = &ring->op->collective;
-    uint32_t owner = (segment + ring->members - 1) % ring->members;
-    uint64_t begin = ring->begin;
+    const struct collective *collective = collective_of(op_of(&ring->link));
+    const pccl_ring *place = &ring->link.ring;
+    uint32_t owner = ring_owner(place->members, segment);
+    uint64_t begin = place->begin;
     *from = *to = begin;
     switch (collective->what) {
     case PCCL_ALL_REDUCE:
-        *from = begin + ring_bound(ring->count, ring->members, segment);
-        *to = begin + ring_bound(ring->count, ring->members, segment + 1);
+        *from = begin + ring_bound(place->count, place->members, segment);
+        *to = begin + ring_bound(place->count, place->members, segment + 1);
         break;
     case PCCL_REDUCE_SCATTER:
     case PCCL_ALL_GATHER:
-        *from = rank_at(ring, owner) * collective->span + begin;
-        *to = *from + ring->count;
+        *from = rank_at(place, owner) * collective->span + begin;
+        *to = *from + place->count;
         break;
     case PCCL_BROADCAST:
-        *to += owner == ring->root ? ring->count : 0;
+        *to += owner == place->root ? place->count : 0;
         break;
     }
 }
@@ -164,13 +174,13 @@ static const char *take_parts(struct collective *collective, const pccl_order *o
         part->begin = collective->span;
         bytes += (size_t)part->count * part->width;
         collective->total += part->count;
-        collective->span += granules(part->count) * PCCL_QUANTUM;
+        collective->span += quanta_of(part->count) * PCCL_QUANTUM;
         why = check_buffers(collective, part);
         if (why != NULL)
             return why;
         if (part->overwrites) {
-            part->shadow_at = collective->shadow_bytes;
-            collective->shadow_bytes += (size_t)part->count * part->width;
+            part->undo_at = collective->undo_needed;
+            collective->undo_needed += (size_t)part->count * part->width;
         }
     }
     return NULL;
@@ -209,9 +219,9 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
         && order->n_parts <= PCCL_PARTS_MAX;
 }
 
-void collective_register(struct op *op, const pccl_order *order)
+void collective_enter(struct op *op, const pccl_order *order)
 {
-    struct collective *collective = &op->collective;
+    struct collective *collective = collective_of(op);
     size_t given, written;
     const char *why;
     if (!take_shape(collective, order)) {
@@ -228,8 +238,8 @@ void collective_register(struct op *op, const pccl_order *order)
         op_fail(op, PCCL_EINVAL, "%s", why);
         return;
     }
-    given = granule_words(granules(collective->span * collective->send_blocks));
-    written = granule_words(granules(collective->span * collective->recv_blocks));
+    given = quanta_words(quanta_of(collective->span * collective->send_blocks));
+    written = quanta_words(quanta_of(collective->span * collective->recv_blocks));
     collective->given_set = calloc(given + written + 1, sizeof(uint64_t));
     if (collective->given_set == NULL) {
         op_fail(op, PCCL_ENOMEM, "no memory to keep account of %llu elements",
@@ -241,94 +251,96 @@ void collective_register(struct op *op, const pccl_order *order)
 
 /* ---- what ABORT restores ---- */
 
-/* Gives the op a shadow: the one that the engine keeps, if it is large enough, or a new one. 0 or
- * PCCL_ENOMEM. */
-static int make_shadow(struct op *op)
+/* Gives a collective its undo buffer: the spare one of the engine if it is large enough, or a new
+ * one. 0 or PCCL_ENOMEM. */
+static int make_undo(struct collective *collective)
 {
-    struct collective *collective = &op->collective;
-    pccl_engine *engine = op->engine;
-    if (engine->shadow_size >= collective->shadow_bytes) {
-        collective->shadow = engine->shadow;
-        collective->shadow_size = engine->shadow_size;
-        engine->shadow = NULL;
-        engine->shadow_size = 0;
+    struct ops *ops = collective->op.ops;
+    if (ops->spare_bytes >= collective->undo_needed) {
+        collective->undo = ops->spare;
+        collective->undo_bytes = ops->spare_bytes;
+        ops->spare = NULL;
+        ops->spare_bytes = 0;
     } else {
-        collective->shadow_size = collective->shadow_bytes;
-        collective->shadow = malloc(collective->shadow_size);
+        collective->undo_bytes = collective->undo_needed;
+        collective->undo = malloc(collective->undo_bytes);
     }
-    return collective->shadow != NULL ? PCCL_OK : PCCL_ENOMEM;
+    collective->op.reversible = collective->undo != NULL;
+    return collective->undo != NULL ? PCCL_OK : PCCL_ENOMEM;
 }
 
-int collective_save(struct op *op, const struct part *part, uint64_t offset, size_t bytes)
+int collective_save(struct collective *collective, const struct part *part, uint64_t offset,
+                    size_t bytes)
 {
-    struct collective *collective = &op->collective;
     size_t at = bytes_to(collective, part, 1, offset);
     if (!part->overwrites)
         return PCCL_OK;
-    if (collective->shadow == NULL && make_shadow(op) != PCCL_OK)
+    if (collective->undo == NULL && make_undo(collective) != PCCL_OK)
         return PCCL_ENOMEM;
-    memcpy(collective->shadow + part->shadow_at + at, part->recv + at, bytes);
+    memcpy(collective->undo + part->undo_at + at, part->recv + at, bytes);
     return PCCL_OK;
 }
 
-void collective_drop_shadow(struct op *op)
+/* The larger of this and the spare buffer becomes the spare one. */
+static void drop_undo(struct collective *collective)
 {
-    struct collective *collective = &op->collective;
-    pccl_engine *engine = op->engine;
-    if (collective->shadow != NULL && engine->shadow_size < collective->shadow_size) {
-        free(engine->shadow);
-        engine->shadow = collective->shadow;
-        engine->shadow_size = collective->shadow_size;
+    struct ops *ops = collective->op.ops;
+    if (collective->undo != NULL && ops->spare_bytes < collective->undo_bytes) {
+        free(ops->spare);
+        ops->spare = collective->undo;
+        ops->spare_bytes = collective->undo_bytes;
     } else {
-        free(collective->shadow);
+        free(collective->undo);
     }
-    collective->shadow = NULL;
+    collective->undo = NULL;
+    collective->op.reversible = false;
 }
 
 static void restore_part(const struct collective *collective, const struct part *part)
 {
-    uint64_t first = part->begin / PCCL_QUANTUM, end = first + granules(part->count);
+    uint64_t first = part->begin / PCCL_QUANTUM, end = first + quanta_of(part->count);
     uint64_t from = first, to;
-    while (granules_run(collective->written_set, &from, &to, end)) {
+    while (quanta_run(collective->written_set, &from, &to, end)) {
         uint64_t begin = (from - first) * PCCL_QUANTUM, stop = (to - first) * PCCL_QUANTUM;
         size_t at = (size_t)begin * part->width;
         if (to == end)
             stop = part->count;
-        memcpy(part->recv + at, collective->shadow + part->shadow_at + at,
+        memcpy(part->recv + at, collective->undo + part->undo_at + at,
                (size_t)(stop - begin) * part->width);
         from = to;
     }
 }
 
-void collective_restore(struct op *op)
+void collective_end(struct op *op, bool keep)
 {
-    struct collective *collective = &op->collective;
+    struct collective *collective = collective_of(op);
     uint32_t i;
-    if (collective->shadow == NULL)
-        return;
-    for (i = 0; i < collective->n_parts; i++)
+    for (i = 0; !keep && collective->undo != NULL && i < collective->n_parts; i++)
         if (collective->parts[i].overwrites)
             restore_part(collective, &collective->parts[i]);
-    collective_drop_shadow(op);
+    drop_undo(collective);
 }
 
-void collective_drop_early(struct op *op)
+void collective_drop(struct op *op, struct link *link)
 {
-    struct packet *packet;
-    while ((packet = packets_take(&op->collective.early)) != NULL) {
-        packet_unawait(op, packet);
-        packet_free(op->engine->zmq, packet);
-    }
+    if (link == NULL)
+        packets_drop(op->source.zmq, &collective_of(op)->early, NULL);
+}
+
+void collective_lose(struct op *op, const struct stream *stream)
+{
+    op_fail(op, PCCL_ESTREAM, "stream %lu: %s", (unsigned long)stream->number, stream->text);
 }
 
 void collective_free(struct op *op)
 {
-    assert(op->collective.early.head == NULL);
-    if (op->started && op->is_spread)
-        op->engine->spread_ops--;
-    collective_drop_shadow(op);
-    free(op->collective.given_set);
-    free(op->collective.parts);
+    struct collective *collective = collective_of(op);
+    assert(collective->early.head == NULL);
+    if (op->started && collective->is_spread)
+        op->ops->n_spread--;
+    drop_undo(collective);
+    free(collective->given_set);
+    free(collective->parts);
 }
 
 /* ---- start ---- */
@@ -355,14 +367,13 @@ static uint32_t role(const struct collective *collective, const pccl_ring *ring)
         return ring->position == ring->root;
     if (collective->members == 0)
         return 0;
-    return ring->ranks != NULL ? ring->ranks[ring->position] : ring->position;
+    return rank_at(ring, ring->position);
 }
 
 /* Why the rings of a START cannot be, or NULL: they share out a block, one after the other, and
  * agree on who we are. */
-static const char *check_rings(const struct op *op, const pccl_order *order)
+static const char *check_rings(const struct collective *collective, const pccl_order *order)
 {
-    const struct collective *collective = &op->collective;
     const pccl_ring *first = &order->rings[0];
     uint64_t at = 0;
     uint32_t i;
@@ -382,9 +393,9 @@ static const char *check_rings(const struct op *op, const pccl_order *order)
 }
 
 /* Why the chunks that came before START cannot be, or NULL. */
-static const char *check_claims(const struct op *op, const pccl_order *order)
+static const char *check_claims(const struct collective *collective, const pccl_order *order)
 {
-    const struct collective *collective = &op->collective;
+    const struct op *op = &collective->op;
     uint32_t i;
     if (!collective->claimed)
         return NULL;
@@ -423,42 +434,44 @@ static bool lies_right(const struct collective *collective, const pccl_ring *rin
 }
 
 /* Makes the links of all rings; fails the op if that cannot be. */
-static bool join_rings(struct op *op, const pccl_order *order)
+static bool join_rings(struct collective *collective, const pccl_order *order)
 {
+    struct op *op = &collective->op;
     uint32_t i;
     for (i = 0; i < order->n_rings; i++) {
-        const pccl_ring *ring = &order->rings[i];
-        struct stream *stream = ring->members > 1 ? stream_find(op->engine, ring->stream) : NULL;
+        const pccl_ring *place = &order->rings[i];
+        uint32_t members = place->members;
+        struct stream *stream = members > 1 ? streams_find(op->ops->streams, place->stream) : NULL;
         struct link *link;
-        uint32_t next = (ring->position + 1) % ring->members;
-        if (stream == NULL && ring->members > 1) {
-            op_fail(op, PCCL_ESTREAM, "stream %lu is not open", (unsigned long)ring->stream);
+        if (stream == NULL && members > 1) {
+            op_fail(op, PCCL_ESTREAM, "stream %lu is not open", (unsigned long)place->stream);
             return false;
         }
-        link = op_add_link(op, stream, ring);
+        link = op_add_link(op, stream, place);
         if (link == NULL) {
             op_fail(op, PCCL_ENOMEM, "no memory for a ring");
             return false;
         }
-        op->is_spread |= stream != op->links[0]->stream;
-        if (ring->members > 1)
-            ring_part(link, ring_segment(ring->members, next,
-                                         collective_first_hop(&op->collective, ring->members)),
-                      &link->cursor, &link->end);
+        collective->is_spread |= stream != op->links[0]->stream;
+        if (members > 1) {
+            struct ring *ring = collective_ring(collective, i);
+            uint32_t hop = collective_first_hop(collective, members);
+            ring_range(ring, ring_segment(members, ring_next(members, place->position), hop),
+                       &ring->cursor, &ring->end);
+        }
     }
     return true;
 }
 
 /* Whether an early chunk was of what is ours to send from the beginning. */
-static bool was_forestalled(const struct op *op)
+static bool was_forestalled(const struct collective *collective)
 {
-    const struct collective *collective = &op->collective;
     uint32_t i;
-    for (i = 0; !collective->reduces && i < op->n_links; i++) {
-        const struct link *ring = op->links[i];
+    for (i = 0; !collective->reduces && i < collective->op.n_links; i++) {
+        const struct ring *ring = collective_ring(collective, i);
         if (ring->cursor < ring->end
-            && granules_any(collective->written_set, ring->cursor / PCCL_QUANTUM,
-                            granules(ring->end)))
+            && quanta_any(collective->written_set, ring->cursor / PCCL_QUANTUM,
+                          quanta_of(ring->end)))
             return true;
     }
     return false;
@@ -484,30 +497,49 @@ static uint64_t count_wanted(const struct collective *collective)
     return collective->total * blocks;
 }
 
-void collective_start(struct op *op, const pccl_order *order)
+/* Early chunks that are to be sent on wait no longer. */
+static void release_early(struct collective *collective)
 {
-    struct collective *collective = &op->collective;
-    const char *why = check_rings(op, order);
     struct packet *packet;
-    uint32_t i;
+    while ((packet = packets_take(&collective->early)) != NULL) {
+        struct wire_header header;
+        bool valid = wire_decode(&header, packet_header(collective->op.source.zmq, packet));
+        assert(valid);           /* and the claims say that there is such a ring */
+        (void)valid;
+        packets_append(&collective->op.links[header.ring]->stream->forwards, packet);
+    }
+}
+
+/* Why a START cannot be, or NULL. */
+static const char *check_start(const struct collective *collective, const pccl_order *order)
+{
+    const char *why = check_rings(collective, order);
     if (why == NULL && !lies_right(collective, &order->rings[0]))
         why = "one buffer is part of the other, at the place of another rank";
+    return why;
+}
+
+void collective_start(struct op *op, const pccl_order *order)
+{
+    struct collective *collective = collective_of(op);
+    const char *why = check_start(collective, order);
+    uint32_t i;
     if (why != NULL) {
         op_fail(op, PCCL_EINVAL, "%s", why);
         return;
     }
-    why = check_claims(op, order);
+    why = check_claims(collective, order);
     if (why != NULL) {
         op_fail(op, PCCL_EPROTO, "%s", why);
         return;
     }
-    if (!join_rings(op, order))
+    if (!join_rings(collective, order))
         return;
-    if (was_forestalled(op)) {
+    if (was_forestalled(collective)) {
         op_fail(op, PCCL_EPROTO, "an early chunk is of what is ours to send");
         return;
     }
-    op->engine->spread_ops += op->is_spread;
+    op->ops->n_spread += collective->is_spread;
     op->started = true;
     op->seq = order->seq;
     op->nonce = order->nonce;
@@ -516,11 +548,10 @@ void collective_start(struct op *op, const pccl_order *order)
         finish_alone(collective);
     else
         collective->wanted = count_wanted(collective);
-    while ((packet = packets_take(&collective->early)) != NULL)
-        packets_append(&op->links[packet->ring]->stream->forwards, packet);
+    release_early(collective);
     for (i = 0; i < op->n_links; i++)
-        if (op->links[i]->cursor < op->links[i]->end)
+        if (collective_ring(collective, i)->cursor < collective_ring(collective, i)->end)
             link_request_turn(op->links[i]);
-    if (collective->done == collective->wanted)
+    if (collective_is_complete(collective))
         op_complete(op);
 }

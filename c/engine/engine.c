@@ -1,15 +1,50 @@
-/* engine.c - the loop: orders in, messages in, messages out, events out (engine.h says who does
- * the rest).
+/* engine.c - the loop: orders in, messages in, messages out, events out (pccl.h, THE ENGINE).
+ *
+ * The modules of the engine, each of which uses only those before it (tests/test_layers.py):
+ *
+ * wire        the header in front of every payload
+ * quanta      which parts of a buffer have been handled
+ * ring        the geometry of a ring
+ * tcp         what the operating system is asked about a connection
+ * events      what the caller is told
+ * zap         who may connect to the PULL socket
+ * packet      messages of one or two frames, and references to the memory that they point into
+ * stream      PUSH sockets, their lanes and monitors, and what is sent in which order
+ * op          the life of an op of any kind
+ * pieces      numbered pieces of memory
+ * serve       SERVE: answers requests for pieces
+ * fetch       FETCH: requests pieces
+ * collective  COLLECTIVE: what lies where, what ABORT restores, the start
+ * chunk       the chunks of a collective: sent, judged, reduced or stored, sent on
+ * kinds       the table of these three kinds of ops
  *
  * One pass takes orders, receives a bounded batch, lets every stream send, settles ops, looks at
- * the monitors and buries lost streams. It never blocks; when a pass has moved nothing,
- * pccl_engine_run() waits in zmq_poll for whatever could change that. Nothing needs a clock. */
-#include "engine/engine.h"
+ * the monitors and closes lost streams. It never blocks; when a pass has moved nothing,
+ * pccl_engine_run() waits in zmq_poll for whatever could change that. Nothing needs a clock.
+ *
+ * Everything runs in the thread that is in pccl_engine_run(), except release() in packet.c, which
+ * libzmq calls from its own threads and which touches nothing but an atomic counter.
+ *
+ * Two things may not happen in the middle of a pass, because callers up the stack hold pointers. A
+ * stream is only marked lost where that is noticed, and closed at the end of the pass; and an op
+ * that fails keeps its memory until its ABORT. An op is freed in op_complete(), ops_end(),
+ * ops_settle() and ops_free() only. */
+#include "pccl.h"
 
 #include <errno.h>
-#include <limits.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "engine/events.h"
+#include "engine/kinds.h"
+#include "engine/op.h"
+#include "engine/packet.h"
+#include "engine/stream.h"
+#include "engine/tcp.h"
+#include "engine/wire.h"
+#include "engine/zap.h"
+#include "zmq/zmqdefs.h"
 
 static const char ORDERS_ENDPOINT[] = "inproc://pccl-engine";
 
@@ -19,16 +54,30 @@ enum {
     RECEIVE_BYTES = 1 << 20, /* or so many bytes: reducing them takes as long as sending them */
     FORWARD_BYTES = 32 << 20, /* that may wait to be sent on, but for what lies in ops' memory */
     LISTEN_INTERVAL = 16,    /* busy passes between looks at the monitors: system calls */
-    UNHEARD = 6,             /* heartbeat time-outs until what TCP has not delivered is lost */
     RELEASE_WAIT_MS = 1,     /* libzmq releases what it has written at once, but does not say so */
     SOCKETS_MAX = 8192       /* of the context; a stream takes three */
+};
+
+struct pccl_engine {
+    pccl_options options;
+    void *context, *pull;
+    struct events events;
+    struct zap zap;
+    struct streams streams;
+    struct ops ops;
+    struct packet *inbox;    /* the message at hand */
+    bool stopped;
+    uint32_t passes;
+    uint64_t dropped;        /* orders and messages that could not be read */
+    pccl_pollitem *items;
+    size_t items_room;
 };
 
 /* ---- creation ---- */
 
 static void *open_socket(pccl_engine *engine, int type, int recv_hwm)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = engine->events.zmq;
     void *socket = zmq->socket(engine->context, type);
     int zero = 0, failed;
     if (socket == NULL)
@@ -43,15 +92,15 @@ static void *open_socket(pccl_engine *engine, int type, int recv_hwm)
     return socket;
 }
 
-/* Lets only those connect that zap.c knows: 0, or -1 as setsockopt. An enforced domain, or libzmq
+/* Lets only those connect whom zap.c knows: 0, or -1 as setsockopt. An enforced domain, or libzmq
  * would let everybody in where there is no handler. */
 static int set_server(pccl_engine *engine)
 {
     static const char domain[] = "pccl";
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = engine->events.zmq;
     const char *secret = engine->options.curve_secret;
     int one = 1, failed;
-    if (zap_open(engine) < 0)
+    if (zap_open(&engine->zap, engine->context) < 0)
         return -1;
     if (secret[0] == '\0') {
         failed = zmq->setsockopt(engine->pull, ZMQ_PLAIN_SERVER, &one, sizeof one);
@@ -69,22 +118,15 @@ static bool is_guarded(const pccl_options *options)
     return options->curve_secret[0] != '\0' || options->dialler[0] != '\0';
 }
 
-int engine_unheard_ms(const pccl_options *options)
-{
-    const uint32_t most = INT_MAX / UNHEARD;
-    return (int)(UNHEARD * (options->heartbeat_timeout_ms < most ? options->heartbeat_timeout_ms
-                                                                 : most));
-}
-
 /* Pings whoever sends to us, for as long as it hears no ping for the time-out it is to take us for
  * lost. Its answers do not matter: they come behind its data, which we may take slowly. What is
  * lost in its direction only, TCP has to notice. 0, or -1 as setsockopt. */
 static int set_heartbeats(pccl_engine *engine)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = engine->events.zmq;
     const pccl_options *options = &engine->options;
     int interval = (int)options->heartbeat_ms, ttl = (int)options->heartbeat_timeout_ms;
-    int unheard = engine_unheard_ms(options), never = 0, failed;
+    int unheard = tcp_unheard_ms(options->heartbeat_timeout_ms), never = 0, failed;
     if (interval == 0)
         return 0;
     failed = zmq->setsockopt(engine->pull, ZMQ_HEARTBEAT_IVL, &interval, sizeof interval);
@@ -98,16 +140,16 @@ static int set_heartbeats(pccl_engine *engine)
  * make libzmq keep one message on each connection, for as long as a handshake may take. */
 static int open_sockets(pccl_engine *engine)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = engine->events.zmq;
     int handshake = (int)engine->options.connect_timeout_ms;
     int64_t message_max = (int64_t)PCCL_CHUNK_MAX + WIRE_HEADER_BYTES;
-    engine->context = zmq->ctx_new();
+    engine->context = engine->streams.context = zmq->ctx_new();
     if (engine->context == NULL
         || zmq->ctx_set(engine->context, ZMQ_IO_THREADS, (int)engine->options.io_threads) < 0
         || zmq->ctx_set(engine->context, ZMQ_MAX_SOCKETS, SOCKETS_MAX) < 0)
         return PCCL_EZMQ;
-    engine->pair = open_socket(engine, ZMQ_PAIR, 0);
-    if (engine->pair == NULL || zmq->bind(engine->pair, ORDERS_ENDPOINT) < 0)
+    engine->events.socket = open_socket(engine, ZMQ_PAIR, 0);
+    if (engine->events.socket == NULL || zmq->bind(engine->events.socket, ORDERS_ENDPOINT) < 0)
         return PCCL_EZMQ;
     engine->pull = open_socket(engine, ZMQ_PULL, (int)engine->options.recv_hwm);
     if (engine->pull == NULL
@@ -125,6 +167,21 @@ static bool are_keys(const char *public_key, const char *secret)
     return memchr(public_key, 0, n + 1) == public_key + n && memchr(secret, 0, n + 1) == secret + n;
 }
 
+/* Tells the modules of each other. */
+static void connect_modules(pccl_engine *engine, const pccl_zmq *table,
+                            const pccl_options *options)
+{
+    engine->options = *options;
+    engine->events.zmq = table;
+    engine->zap.events = &engine->events;
+    engine->zap.options = &engine->options;
+    engine->streams.events = &engine->events;
+    engine->streams.options = &engine->options;
+    engine->ops.events = &engine->events;
+    engine->ops.options = &engine->options;
+    engine->ops.streams = &engine->streams;
+}
+
 pccl_engine *pccl_engine_new(const pccl_zmq *table, const pccl_options *options, int *error)
 {
     pccl_engine *engine = NULL;
@@ -138,8 +195,7 @@ pccl_engine *pccl_engine_new(const pccl_zmq *table, const pccl_options *options,
     engine = calloc(1, sizeof *engine);
     if (engine == NULL)
         return NULL;
-    engine->zmq = table;
-    engine->options = *options;
+    connect_modules(engine, table, options);
     engine->inbox = packet_new();
     if (engine->inbox != NULL)
         *error = open_sockets(engine);
@@ -151,12 +207,12 @@ pccl_engine *pccl_engine_new(const pccl_zmq *table, const pccl_options *options,
 
 int pccl_engine_bind(pccl_engine *engine, const char *endpoint, char *bound, size_t size)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = engine->events.zmq;
     int ipv6 = strchr(endpoint, '[') != NULL;
     if (zmq->setsockopt(engine->pull, ZMQ_IPV6, &ipv6, sizeof ipv6) < 0
         || zmq->bind(engine->pull, endpoint) < 0
         || zmq->getsockopt(engine->pull, ZMQ_LAST_ENDPOINT, bound, &size) < 0) {
-        engine->error = zmq->errno_();
+        engine->events.error = zmq->errno_();
         return PCCL_EZMQ;
     }
     return PCCL_OK;
@@ -169,12 +225,25 @@ void *pccl_engine_context(pccl_engine *engine)
 
 int pccl_engine_errno(const pccl_engine *engine)
 {
-    return engine->error;
+    return engine->events.error;
 }
 
 uint64_t pccl_engine_dropped(const pccl_engine *engine)
 {
-    return engine->dropped;
+    return engine->dropped + engine->ops.dropped;
+}
+
+/* Closes streams that are lost, and tells the ops. Whether there were any. */
+static bool close_lost_streams(pccl_engine *engine)
+{
+    struct stream *stream;
+    bool any = false;
+    while ((stream = streams_take_lost(&engine->streams)) != NULL) {
+        ops_lose_stream(&engine->ops, stream);
+        stream_free(stream);
+        any = true;
+    }
+    return any;
 }
 
 void pccl_engine_free(pccl_engine *engine)
@@ -183,99 +252,65 @@ void pccl_engine_free(pccl_engine *engine)
     struct stream *stream;
     if (engine == NULL)
         return;
-    zmq = engine->zmq;
-    for (stream = engine->streams; stream != NULL; stream = stream->next) {
+    zmq = engine->events.zmq;
+    for (stream = engine->streams.first; stream != NULL; stream = stream->next) {
         stream->silent = true;
         stream_lose(stream, PCCL_ESTREAM, "the engine is freed");
     }
-    (void)streams_bury(engine);
+    (void)close_lost_streams(engine);
     if (engine->pull != NULL)
         (void)zmq->close(engine->pull);
-    zap_close(engine);
-    if (engine->pair != NULL)
-        (void)zmq->close(engine->pair);
+    zap_close(&engine->zap);
+    if (engine->events.socket != NULL)
+        (void)zmq->close(engine->events.socket);
     /* Waits until libzmq has forgotten every message. */
     if (engine->context != NULL)
         while (zmq->ctx_term(engine->context) < 0 && zmq->errno_() == EINTR)
             continue;
-    ops_free(engine);
+    ops_free(&engine->ops);
     if (engine->inbox != NULL)
         packet_free(zmq, engine->inbox);
-    free(engine->shadow);
     free(engine->items);
     free(engine);
 }
 
-/* ---- events and orders ---- */
-
-/* Notes why the engine cannot go on. */
-static void stop_with(pccl_engine *engine, int status)
-{
-    if (engine->status == PCCL_OK)
-        engine->status = status;
-}
-
-void engine_emit(pccl_engine *engine, const pccl_event *event)
-{
-    const pccl_zmq *zmq = engine->zmq;
-    pccl_msg message;
-    if (zmq->msg_init_size(&message, sizeof *event) < 0) {
-        stop_with(engine, PCCL_ENOMEM);
-        return;
-    }
-    memcpy(zmq->msg_data(&message), event, sizeof *event);
-    while (zmq->msg_send(&message, engine->pair, ZMQ_DONTWAIT) < 0) {
-        engine->error = zmq->errno_();
-        if (engine->error == EINTR)
-            continue;
-        /* The queue has no bound: EAGAIN means that the caller has closed its end, and nobody is
-         * left to be told. */
-        if (engine->error != EAGAIN)
-            stop_with(engine, PCCL_EZMQ);
-        (void)zmq->msg_close(&message);
-        return;
-    }
-}
+/* ---- orders ---- */
 
 static void obey(pccl_engine *engine, const pccl_order *order)
 {
     switch (order->kind) {
     case PCCL_OPEN_STREAM:
-        stream_order_open(engine, order);
+        streams_order_open(&engine->streams, order);
         break;
     case PCCL_CONNECT_STREAM:
-        stream_order_connect(engine, order);
+        streams_order_connect(&engine->streams, order);
         break;
     case PCCL_LOSE_STREAM:
-        stream_order_lose(engine, order);
+        streams_order_lose(&engine->streams, order);
         break;
     case PCCL_CLOSE_STREAM:
-        stream_order_close(engine, order);
+        streams_order_close(&engine->streams, order);
         break;
     case PCCL_EXPECT:
-        zap_order_expect(engine, order);
+        zap_order_expect(&engine->zap, order);
         break;
     case PCCL_ADMIT:
-        zap_order_admit(engine, order);
+        zap_order_admit(&engine->zap, order);
         break;
     case PCCL_REGISTER:
-        op_order_register(engine, order);
+        ops_register(&engine->ops, op_kind_numbered(order->op_kind), order);
         break;
     case PCCL_START:
-        op_order_start(engine, order);
+        ops_start(&engine->ops, order);
         break;
     case PCCL_VERDICT:
-        op_order_verdict(engine, order);
-        break;
     case PCCL_ALLOW:
-        op_order_allow(engine, order);
-        break;
     case PCCL_REMIND:
-        op_order_remind(engine, order);
+        ops_obey(&engine->ops, order);
         break;
     case PCCL_COMMIT:
     case PCCL_ABORT:
-        op_order_end(engine, order);
+        ops_end(&engine->ops, order);
         break;
     case PCCL_STOP:
         engine->stopped = true;
@@ -288,17 +323,17 @@ static void obey(pccl_engine *engine, const pccl_order *order)
 /* Receives and follows one order: whether there was one. */
 static bool take_order(pccl_engine *engine)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = engine->events.zmq;
     pccl_order order;
     pccl_msg message;
     bool got;
     zmq->msg_init(&message);
-    got = zmq->msg_recv(&message, engine->pair, ZMQ_DONTWAIT) >= 0;
+    got = zmq->msg_recv(&message, engine->events.socket, ZMQ_DONTWAIT) >= 0;
     if (!got) {
         int error = zmq->errno_();
         if (error != EAGAIN && error != EINTR) {
-            engine->error = error;
-            stop_with(engine, PCCL_EZMQ);
+            engine->events.error = error;
+            events_stop(&engine->events, PCCL_EZMQ);
         }
     } else if (zmq->msg_size(&message) == sizeof order) {
         memcpy(&order, zmq->msg_data(&message), sizeof order);
@@ -321,42 +356,25 @@ static bool take_orders(pccl_engine *engine)
 
 /* ---- messages ---- */
 
-/* Whether an op can have a message of that call. A SERVE may get requests of the next round of its
- * transfer before it hears of that round itself. */
-static bool is_current(const struct op *op, const struct wire_header *header)
-{
-    if (!op->started)
-        return header->seq > op->min_seq;
-    if (op->kind == PCCL_SERVE && header->seq > op->seq)
-        return true;
-    return header->seq == op->seq && header->nonce == op->nonce;
-}
-
 /* Gives the message in the inbox to the op it is for. */
 static void dispatch(pccl_engine *engine)
 {
-    static const enum pccl_op_kind kinds[] = {
-        [WIRE_CHUNK] = PCCL_COLLECTIVE, [WIRE_REQUEST] = PCCL_SERVE, [WIRE_DATA] = PCCL_FETCH};
+    const pccl_zmq *zmq = engine->events.zmq;
     struct packet *inbox = engine->inbox;
+    const struct op_kind *kind;
     struct wire_header header;
-    struct op *op = NULL;
-    if (inbox->frames > 0 && wire_decode(&header, packet_header(engine->zmq, inbox))) {
-        /* Its REGISTER came before the vote that let the neighbour send this, so it is here by now;
-         * but it may have come after this pass looked for orders. */
-        do
-            op = op_find_by_tag(engine, kinds[header.kind], header.run, header.tag);
-        while (op == NULL && take_orders(engine));
-    }
-    if (op == NULL || op->failed || !is_current(op, &header)) {
+    struct op *op;
+    if (inbox->frames == 0 || !wire_decode(&header, packet_header(zmq, inbox))) {
         engine->dropped++;
         return;
     }
-    if (header.kind == WIRE_CHUNK)
-        collective_take(op, &header);
-    else if (header.kind == WIRE_REQUEST)
-        serve_take(op, &header);
-    else
-        fetch_take(op, &header);
+    kind = op_kind_taking(header.kind);
+    /* Its REGISTER came before the vote that let the neighbour send this, so it is here by now; but
+     * it may have come after this pass looked for orders. */
+    do
+        op = ops_find(&engine->ops, kind, header.run, header.tag);
+    while (op == NULL && take_orders(engine));
+    ops_take(&engine->ops, op, &header, &engine->inbox);
 }
 
 /* Whether to receive. One ring cannot deadlock when its members stop receiving while enough waits
@@ -364,8 +382,9 @@ static void dispatch(pccl_engine *engine)
  * the first can take, which is full of what only the next of the second can take, and so round. */
 static bool has_room(const pccl_engine *engine)
 {
-    return engine->spread_ops > 0 || (engine->forwards < engine->options.forward_max
-                                      && engine->forward_bytes < FORWARD_BYTES);
+    const struct backlog *backlog = &engine->ops.backlog;
+    return engine->ops.n_spread > 0
+        || (backlog->packets < engine->options.forward_max && backlog->bytes < FORWARD_BYTES);
 }
 
 static bool receive(pccl_engine *engine)
@@ -374,14 +393,14 @@ static bool receive(pccl_engine *engine)
     uint64_t bytes = 0;
     bool any = false;
     while (batch-- > 0 && bytes < RECEIVE_BYTES && has_room(engine)) {
-        got = packet_receive(engine, engine->inbox);
+        got = packet_receive(&engine->events, engine->pull, engine->inbox);
         if (got < 0)
-            stop_with(engine, got);
+            events_stop(&engine->events, got);
         if (got <= 0)
             break;
         bytes += engine->inbox->bytes;
         dispatch(engine);
-        packet_clear(engine->zmq, engine->inbox);
+        packet_clear(engine->events.zmq, engine->inbox);
         any = true;
     }
     return any;
@@ -396,15 +415,15 @@ int pccl_engine_step(pccl_engine *engine)
     if (engine->stopped)
         return 2;
     moved |= receive(engine);
-    for (stream = engine->streams; stream != NULL; stream = stream->next)
+    for (stream = engine->streams.first; stream != NULL; stream = stream->next)
         moved |= stream_pump(stream);
-    moved |= ops_settle(engine);
+    moved |= ops_settle(&engine->ops);
     if (!moved || ++engine->passes % LISTEN_INTERVAL == 0) {
-        moved |= streams_listen(engine);
-        moved |= zap_answer(engine);
+        moved |= streams_listen(&engine->streams);
+        moved |= zap_answer(&engine->zap);
     }
-    moved |= streams_bury(engine);
-    return engine->status < 0 ? engine->status : moved;
+    moved |= close_lost_streams(engine);
+    return engine->events.status < 0 ? engine->events.status : moved;
 }
 
 /* Makes room for `n` poll items: 0 or PCCL_ENOMEM. */
@@ -432,30 +451,30 @@ static void watch(pccl_engine *engine, int *n, void *socket, short events)
 /* Waits until there may be something to do: 0 or an error. */
 static int wait_for_work(pccl_engine *engine)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = engine->events.zmq;
     struct stream *stream;
     size_t room = 3;
     int n = 0;
-    for (stream = engine->streams; stream != NULL; stream = stream->next)
+    for (stream = engine->streams.first; stream != NULL; stream = stream->next)
         room += 2;
     if (reserve_items(engine, room) != PCCL_OK)
         return PCCL_ENOMEM;
-    watch(engine, &n, engine->pair, ZMQ_POLLIN);
+    watch(engine, &n, engine->events.socket, ZMQ_POLLIN);
     if (engine->zap.socket != NULL)
         watch(engine, &n, engine->zap.socket, ZMQ_POLLIN);
     if (has_room(engine))
         watch(engine, &n, engine->pull, ZMQ_POLLIN);
-    for (stream = engine->streams; stream != NULL; stream = stream->next) {
+    for (stream = engine->streams.first; stream != NULL; stream = stream->next) {
         if (stream->push == NULL)
             continue;
         watch(engine, &n, stream->monitor, ZMQ_POLLIN);
         if (stream_pending(stream))
             watch(engine, &n, stream->push, ZMQ_POLLOUT);
     }
-    if (zmq->poll(engine->items, n, ops_await_release(engine) ? RELEASE_WAIT_MS : -1) < 0) {
+    if (zmq->poll(engine->items, n, ops_await_release(&engine->ops) ? RELEASE_WAIT_MS : -1) < 0) {
         int error = zmq->errno_();
         if (error != EINTR) {
-            engine->error = error;
+            engine->events.error = error;
             return PCCL_EZMQ;
         }
     }

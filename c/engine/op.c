@@ -1,4 +1,4 @@
-/* op.c - the life of an op, whatever its kind.
+/* op.c - see op.h.
  *
  * REGISTER puts an op into two indexes, by its number for orders and by (kind, run, tag) for
  * messages. COMMIT and ABORT take it out of the second, so that its tag is free again, and move
@@ -8,8 +8,9 @@
  *
  * A failed op sends and takes nothing more. It keeps its memory and its numbers until the
  * caller's ABORT. */
-#include "engine/engine.h"
+#include "engine/op.h"
 
+#include <assert.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,22 +22,22 @@ static size_t bucket(uint64_t key)
     return (size_t)((key * UINT64_C(0x9e3779b97f4a7c15)) >> 54);    /* the upper 10 bits */
 }
 
-static size_t tag_bucket(enum pccl_op_kind kind, uint64_t run, uint64_t tag)
+static size_t tag_bucket(const struct op_kind *kind, uint64_t run, uint64_t tag)
 {
-    return bucket(tag ^ run ^ (uint64_t)kind << 60);
+    return bucket(tag ^ run ^ (uint64_t)kind->message << 60);
 }
 
-struct op *op_find_by_tag(pccl_engine *engine, enum pccl_op_kind kind, uint64_t run, uint64_t tag)
+struct op *ops_find(const struct ops *ops, const struct op_kind *kind, uint64_t run, uint64_t tag)
 {
-    struct op *op = engine->by_tag[tag_bucket(kind, run, tag)];
+    struct op *op = ops->by_tag[tag_bucket(kind, run, tag)];
     while (op != NULL && (op->kind != kind || op->run != run || op->tag != tag))
         op = op->next_by_tag;
     return op;
 }
 
-static struct op *find_by_id(pccl_engine *engine, uint64_t id)
+static struct op *find_by_id(const struct ops *ops, uint64_t id)
 {
-    struct op *op = engine->by_id[bucket(id)];
+    struct op *op = ops->by_id[bucket(id)];
     while (op != NULL && op->id != id)
         op = op->next_by_id;
     return op;
@@ -44,14 +45,14 @@ static struct op *find_by_id(pccl_engine *engine, uint64_t id)
 
 static void index_id(struct op *op)
 {
-    struct op **at = &op->engine->by_id[bucket(op->id)];
+    struct op **at = &op->ops->by_id[bucket(op->id)];
     op->next_by_id = *at;
     *at = op;
 }
 
 static void index_tag(struct op *op)
 {
-    struct op **at = &op->engine->by_tag[tag_bucket(op->kind, op->run, op->tag)];
+    struct op **at = &op->ops->by_tag[tag_bucket(op->kind, op->run, op->tag)];
     op->next_by_tag = *at;
     *at = op;
     op->by_tag = true;
@@ -59,7 +60,7 @@ static void index_tag(struct op *op)
 
 static void unindex_id(struct op *op)
 {
-    struct op **at = &op->engine->by_id[bucket(op->id)];
+    struct op **at = &op->ops->by_id[bucket(op->id)];
     while (*at != op)
         at = &(*at)->next_by_id;
     *at = op->next_by_id;
@@ -67,7 +68,7 @@ static void unindex_id(struct op *op)
 
 static void unindex_tag(struct op *op)
 {
-    struct op **at = &op->engine->by_tag[tag_bucket(op->kind, op->run, op->tag)];
+    struct op **at = &op->ops->by_tag[tag_bucket(op->kind, op->run, op->tag)];
     if (!op->by_tag)
         return;
     while (*at != op)
@@ -87,8 +88,7 @@ static void list_add(struct op **list, struct op *op)
 
 static void list_remove(struct op *op)
 {
-    pccl_engine *engine = op->engine;
-    struct op **list = op->ending == LIVING ? &engine->ops : &engine->ending;
+    struct op **list = op->ending == LIVING ? &op->ops->living : &op->ops->ending;
     if (op->prev != NULL)
         op->prev->next = op->next;
     else
@@ -97,69 +97,89 @@ static void list_remove(struct op *op)
         op->next->prev = op->prev;
 }
 
-/* ---- references and events ---- */
+/* ---- links and events ---- */
 
-int op_refer(struct op *op)
+struct link *op_add_link(struct op *op, struct stream *stream, const pccl_ring *ring)
 {
-    const pccl_zmq *zmq = op->engine->zmq;
-    if (op->counter == NULL)
-        op->counter = zmq->atomic_counter_new();
-    if (op->counter == NULL)
-        return PCCL_ENOMEM;
-    zmq->atomic_counter_inc(op->counter);
-    return PCCL_OK;
+    struct link **links = realloc(op->links, (op->n_links + (size_t)1) * sizeof *links);
+    struct link *link;
+    if (links == NULL)
+        return NULL;
+    op->links = links;
+    link = calloc(1, op->kind->link_bytes);
+    if (link == NULL)
+        return NULL;
+    link->source = &op->source;
+    link->stream = stream;
+    link->send = op->kind->send;
+    link->urgent = op->kind->urgent;
+    link->index = op->n_links;
+    link->ring = *ring;
+    op->links[op->n_links++] = link;
+    return link;
 }
 
-void op_unrefer(struct op *op)
+/* Drops what waits for a link, or without any (NULL). */
+static void drop(struct op *op, struct link *link)
 {
-    op->engine->zmq->atomic_counter_dec(op->counter);
+    if (op->kind->drop != NULL)
+        op->kind->drop(op, link);
+    if (link != NULL && link->stream != NULL)
+        stream_drop(link->stream, &op->source);
 }
 
-static bool is_referred(const struct op *op)
+/* Drops all that the op waits to send. */
+static void silence(struct op *op)
 {
-    return op->counter != NULL && op->engine->zmq->atomic_counter_value(op->counter) > 0;
+    uint32_t i;
+    drop(op, NULL);
+    for (i = 0; i < op->n_links; i++)
+        drop(op, op->links[i]);
+    assert(op->source.pending == 0);
 }
 
-/* Whether nothing of the op waits to be sent and none of its bytes are under way. */
-static bool is_idle(const struct op *op)
+void op_forget_links(struct op *op)
 {
-    return op->queued == 0 && op->in_turn == 0 && !is_referred(op);
+    uint32_t i;
+    for (i = 0; i < op->n_links; i++) {
+        if (op->links[i]->stream == NULL)
+            continue;
+        drop(op, op->links[i]);
+        op->links[i]->stream = NULL;
+    }
 }
 
-static pccl_event make_event(const struct op *op, enum pccl_event_kind kind)
+struct wire_header op_header(const struct op *op, enum wire_kind kind)
+{
+    struct wire_header header = {0};
+    header.kind = kind;
+    header.run = op->run;
+    header.seq = op->seq;
+    header.tag = op->tag;
+    header.nonce = op->nonce;
+    return header;
+}
+
+pccl_event op_event(const struct op *op, enum pccl_event_kind kind)
 {
     pccl_event event = {0};
     event.kind = kind;
     event.op = op->id;
     event.seq = op->seq;
-    event.tx_bytes = op->tx_bytes;
+    event.tx_bytes = op->source.tx_bytes;
     event.rx_bytes = op->rx_bytes;
     return event;
 }
 
-/* Drops all that the op wants to send. */
-static void silence(struct op *op)
-{
-    uint32_t i;
-    collective_drop_early(op);
-    serve_drop_requests(op, NULL);
-    for (i = 0; i < op->n_links; i++) {
-        serve_drop_requests(op, op->links[i]);
-        if (op->links[i]->stream != NULL)
-            stream_drop_op(op->links[i]->stream, op);
-    }
-    assert(op->queued == 0 && op->in_turn == 0);
-}
-
 void op_report(struct op *op, int status, const char *format, ...)
 {
-    pccl_event event = make_event(op, PCCL_FAILED);
+    pccl_event event = op_event(op, PCCL_FAILED);
     va_list arguments;
     event.status = status;
     va_start(arguments, format);
     (void)vsnprintf(event.text, sizeof event.text, format, arguments);
     va_end(arguments);
-    engine_emit(op->engine, &event);
+    events_emit(op->ops->events, &event);
 }
 
 void op_fail(struct op *op, int status, const char *format, ...)
@@ -176,76 +196,108 @@ void op_fail(struct op *op, int status, const char *format, ...)
     op_report(op, status, "%s", text);
 }
 
-void op_lose_stream(struct op *op, struct stream *stream)
+/* ---- what reaches an op from outside ---- */
+
+/* Whether orders, messages and losses still concern an op. */
+static bool is_active(const struct op *op)
+{
+    return op->ending == LIVING && !op->failed;
+}
+
+/* Whether an op can have a message of that call. */
+static bool is_current(const struct op *op, const struct wire_header *header)
+{
+    if (!op->started)
+        return header->seq > op->min_seq;
+    if (op->kind->early_rounds && header->seq > op->seq)
+        return true;
+    return header->seq == op->seq && header->nonce == op->nonce;
+}
+
+void ops_take(struct ops *ops, struct op *op, const struct wire_header *header,
+              struct packet **packet)
+{
+    if (op != NULL && !op->failed && is_current(op, header))
+        op->kind->take(op, header, packet);
+    else
+        ops->dropped++;
+}
+
+static void lose_stream(struct op *op, struct stream *stream)
 {
     bool used = false;
     uint32_t i;
     for (i = 0; i < op->n_links; i++) {
         if (op->links[i]->stream != stream)
             continue;
-        stream_drop_op(stream, op);
-        serve_drop_requests(op, op->links[i]);
+        drop(op, op->links[i]);
         op->links[i]->stream = NULL;
         used = true;
-        if (op->kind == PCCL_FETCH && op->ending == LIVING && !op->failed)
-            fetch_lose_link(op, op->links[i], stream->text);
     }
-    if (!used || op->ending != LIVING || op->failed || op->kind == PCCL_FETCH)
-        return;
-    if (op->kind == PCCL_SERVE)      /* one requester is gone, the others are served on */
-        op_report(op, PCCL_ESTREAM, "stream %lu: %s", (unsigned long)stream->number, stream->text);
-    else
-        op_fail(op, PCCL_ESTREAM, "stream %lu: %s", (unsigned long)stream->number, stream->text);
+    if (used && is_active(op))
+        op->kind->lose(op, stream);
+}
+
+void ops_lose_stream(struct ops *ops, struct stream *stream)
+{
+    struct op *op;
+    for (op = ops->living; op != NULL; op = op->next)
+        lose_stream(op, stream);
+    for (op = ops->ending; op != NULL; op = op->next)
+        lose_stream(op, stream);
 }
 
 /* ---- the end ---- */
 
 static void free_op(struct op *op)
 {
-    pccl_engine *engine = op->engine;
     uint32_t i;
-    assert(op->queued == 0 && op->in_turn == 0);
     list_remove(op);
     unindex_id(op);
     unindex_tag(op);
+    if (op->kind->free != NULL)
+        op->kind->free(op);
     for (i = 0; i < op->n_links; i++)
         free(op->links[i]);
     free(op->links);
-    collective_free(op);
-    transfer_free(op);
-    if (op->counter != NULL)
-        engine->zmq->atomic_counter_destroy(&op->counter);
+    source_free(&op->source);
     free(op);
 }
 
 void op_complete(struct op *op)
 {
-    pccl_event event = make_event(op, PCCL_COMPLETE);
+    pccl_event event = op_event(op, PCCL_COMPLETE);
     assert(op->started && !op->failed && !op->complete);
     op->complete = true;
-    event.settled = is_idle(op) && op->collective.shadow == NULL;
-    engine_emit(op->engine, &event);
+    event.settled = source_is_idle(&op->source) && !op->reversible;
+    events_emit(op->ops->events, &event);
     if (event.settled)
         free_op(op);
 }
 
-static void settle(struct op *op)
+static void end(struct op *op, bool keep)
 {
-    pccl_event event = make_event(op, PCCL_SETTLED);
-    pccl_engine *engine = op->engine;
-    if (op->ending == ABORTED)
-        collective_restore(op);
-    free_op(op);
-    engine_emit(engine, &event);
+    if (op->kind->end != NULL)
+        op->kind->end(op, keep);
 }
 
-bool ops_settle(pccl_engine *engine)
+static void settle(struct op *op)
 {
-    struct op *op = engine->ending, *next;
+    pccl_event event = op_event(op, PCCL_SETTLED);
+    struct events *events = op->ops->events;
+    if (op->ending == ABORTED)
+        end(op, false);
+    free_op(op);
+    events_emit(events, &event);
+}
+
+bool ops_settle(struct ops *ops)
+{
+    struct op *op = ops->ending, *next;
     bool any = false;
     for (; op != NULL; op = next) {
         next = op->next;
-        if (is_idle(op)) {
+        if (source_is_idle(&op->source)) {
             settle(op);
             any = true;
         }
@@ -253,15 +305,15 @@ bool ops_settle(pccl_engine *engine)
     return any;
 }
 
-bool ops_await_release(const pccl_engine *engine)
+bool ops_await_release(const struct ops *ops)
 {
-    const struct op *op = engine->ending;
-    while (op != NULL && (op->queued > 0 || op->in_turn > 0))
+    const struct op *op = ops->ending;
+    while (op != NULL && op->source.pending > 0)
         op = op->next;
     return op != NULL;
 }
 
-/* ABORT cannot call back what libzmq holds, but for closing its socket. */
+/* ABORT cannot call back what libzmq holds, except by closing its socket. */
 static void lose_streams(struct op *op)
 {
     uint32_t i;
@@ -271,151 +323,119 @@ static void lose_streams(struct op *op)
                         (unsigned long long)op->id);
 }
 
-void op_order_end(pccl_engine *engine, const pccl_order *order)
+void ops_end(struct ops *ops, const pccl_order *order)
 {
-    struct op *op = find_by_id(engine, order->op);
+    struct op *op = find_by_id(ops, order->op);
     bool commit = order->kind == PCCL_COMMIT;
     if (op == NULL) {            /* it settled when it completed: order and event have crossed */
         pccl_event event = {0};
         event.kind = PCCL_SETTLED;
         event.op = order->op;
-        engine_emit(engine, &event);
+        events_emit(ops->events, &event);
         return;
     }
     if (op->ending != LIVING)
         return;
-    if (commit && op->kind != PCCL_SERVE && !op->complete) {
+    if (commit && !op->kind->endless && !op->complete) {
         op_fail(op, PCCL_EINVAL, "COMMIT before COMPLETE");
         return;
     }
     list_remove(op);
     op->ending = commit ? COMMITTED : ABORTED;
-    list_add(&engine->ending, op);
+    list_add(&ops->ending, op);
     unindex_tag(op);
-    if (!commit || op->kind == PCCL_SERVE)
+    if (!commit || op->kind->endless)
         silence(op);
     if (commit)
-        collective_drop_shadow(op);
-    else if (is_referred(op))
+        end(op, true);
+    else if (source_is_referred(&op->source))
         lose_streams(op);
-    if (is_idle(op))
+    if (source_is_idle(&op->source))
         settle(op);
 }
 
-void ops_free(pccl_engine *engine)
+void ops_free(struct ops *ops)
 {
     struct op *op;
-    while ((op = engine->ops != NULL ? engine->ops : engine->ending) != NULL) {
-        collective_drop_early(op);
-        serve_drop_requests(op, NULL);
-        assert(!is_referred(op));
+    while ((op = ops->living != NULL ? ops->living : ops->ending) != NULL) {
+        drop(op, NULL);
+        assert(!source_is_referred(&op->source));
         if (op->ending != COMMITTED)
-            collective_restore(op);
+            end(op, false);
         free_op(op);
     }
+    free(ops->spare);
 }
 
 /* ---- the beginning ---- */
 
-struct link *op_add_link(struct op *op, struct stream *stream, const pccl_ring *ring)
-{
-    struct link **links = realloc(op->links, (op->n_links + (size_t)1) * sizeof *links);
-    struct link *link;
-    if (links == NULL)
-        return NULL;
-    op->links = links;
-    link = calloc(1, sizeof *link);
-    if (link == NULL)
-        return NULL;
-    link->op = op;
-    link->stream = stream;
-    link->index = op->n_links;
-    link->members = ring->members;
-    link->position = ring->position;
-    link->root = ring->root;
-    link->ranks = ring->ranks;
-    link->begin = ring->begin;
-    link->count = ring->count;
-    op->links[op->n_links++] = link;
-    return link;
-}
-
-static void fail_unborn(pccl_engine *engine, uint64_t id)
+static void fail_unborn(struct ops *ops, uint64_t id)
 {
     pccl_event event = {0};
     event.kind = PCCL_FAILED;
     event.op = id;
     event.status = PCCL_ENOMEM;
     (void)snprintf(event.text, sizeof event.text, "no memory for an op");
-    engine_emit(engine, &event);
+    events_emit(ops->events, &event);
 }
 
-void op_order_register(pccl_engine *engine, const pccl_order *order)
+/* A new op of that kind, which its number finds, or NULL without memory. */
+static struct op *new_op(struct ops *ops, const struct op_kind *kind, const pccl_order *order)
 {
-    struct op *op = find_by_id(engine, order->op);
+    struct op *op = calloc(1, kind->bytes);
+    if (op == NULL)
+        return NULL;
+    op->source.zmq = ops->events->zmq;
+    op->source.backlog = &ops->backlog;
+    op->source.copy_max = ops->options->copy_max;
+    op->ops = ops;
+    op->kind = kind;
+    op->id = order->op;
+    op->run = order->run;
+    op->tag = order->tag;
+    op->min_seq = order->min_seq;
+    list_add(&ops->living, op);
+    index_id(op);
+    return op;
+}
+
+void ops_register(struct ops *ops, const struct op_kind *kind, const pccl_order *order)
+{
+    static const struct op_kind unknown = {.bytes = sizeof(struct op)};
+    struct op *op = find_by_id(ops, order->op);
     if (op != NULL) {
         op_fail(op, PCCL_EINVAL, "op number registered twice");
         return;
     }
-    op = calloc(1, sizeof *op);
-    if (op == NULL) {
-        fail_unborn(engine, order->op);
-        return;
-    }
-    op->engine = engine;
-    op->id = order->op;
-    op->kind = (enum pccl_op_kind)order->op_kind;
-    op->run = order->run;
-    op->tag = order->tag;
-    op->min_seq = order->min_seq;
-    list_add(&engine->ops, op);
-    index_id(op);
-    if (op_find_by_tag(engine, op->kind, op->run, op->tag) != NULL)
-        op_fail(op, PCCL_EINVAL, "another op of this kind has the tag");
-    else if (op->kind == PCCL_COLLECTIVE)
-        collective_register(op, order);
-    else if (op->kind == PCCL_SERVE || op->kind == PCCL_FETCH)
-        transfer_register(op, order);
-    else
+    op = new_op(ops, kind != NULL ? kind : &unknown, order);
+    if (op == NULL)
+        fail_unborn(ops, order->op);
+    else if (kind == NULL)
         op_fail(op, PCCL_EINVAL, "unknown kind of op");
-    if (!op->failed)
+    else if (ops_find(ops, kind, op->run, op->tag) != NULL)
+        op_fail(op, PCCL_EINVAL, "another op of this kind has the tag");
+    else
+        kind->enter(op, order);
+    if (op != NULL && !op->failed)
         index_tag(op);
 }
 
-void op_order_start(pccl_engine *engine, const pccl_order *order)
+void ops_start(struct ops *ops, const pccl_order *order)
 {
-    struct op *op = find_by_id(engine, order->op);
-    if (op == NULL || op->failed || op->complete || op->ending != LIVING)
+    struct op *op = find_by_id(ops, order->op);
+    if (op == NULL || op->complete || !is_active(op))
         return;
     if (order->n_rings > PCCL_RINGS_MAX || order->seq <= op->min_seq)
         op_fail(op, PCCL_EINVAL, "START with too many rings or a sequence number that was used");
-    else if (op->started && op->kind == PCCL_COLLECTIVE)
+    else if (op->started && !op->kind->rounds)
         op_fail(op, PCCL_EINVAL, "started twice");
-    else if (op->kind == PCCL_COLLECTIVE)
-        collective_start(op, order);
-    else if (op->kind == PCCL_SERVE)
-        serve_start(op, order);
     else
-        fetch_start(op, order);
+        op->kind->start(op, order);
 }
 
-void op_order_verdict(pccl_engine *engine, const pccl_order *order)
+void ops_obey(struct ops *ops, const pccl_order *order)
 {
-    struct op *op = find_by_id(engine, order->op);
-    if (op != NULL && op->kind == PCCL_FETCH && !op->failed && op->ending == LIVING)
-        fetch_judge(op, order);
-}
-
-void op_order_remind(pccl_engine *engine, const pccl_order *order)
-{
-    struct op *op = find_by_id(engine, order->op);
-    if (op != NULL && op->kind == PCCL_FETCH && !op->failed && op->ending == LIVING)
-        fetch_remind(op, order->limit);
-}
-
-void op_order_allow(pccl_engine *engine, const pccl_order *order)
-{
-    struct op *op = find_by_id(engine, order->op);
-    if (op != NULL && op->kind == PCCL_SERVE && !op->failed && op->ending == LIVING)
-        serve_allow(op, order->limit);
+    struct op *op = find_by_id(ops, order->op);
+    if (op != NULL && is_active(op) && op->kind->obey != NULL)
+        op->kind->obey(op, order);
 }

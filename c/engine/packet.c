@@ -1,13 +1,54 @@
-/* packet.c - messages of one or two frames: the header and its payload.
+/* packet.c - see packet.h.
  *
- * Few bytes are copied behind their header into one frame: an allocation and a copy cost less
- * than a second frame. Many are referred to: a frame of the header, and one that points into the
- * op's buffer. What is received and sent on keeps the form it came in. */
-#include "engine/engine.h"
+ * Few bytes are copied behind their header into one frame: an allocation and a copy cost less than
+ * a second frame. Many are referred to: one frame is the header, the other points into the memory
+ * of the source. A message that is received and sent on keeps the form it came in. */
+#include "engine/packet.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "zmq/zmqdefs.h"
+
+/* ---- sources ---- */
+
+/* Counts one more reference: 0 or PCCL_ENOMEM. */
+static int add_reference(struct source *source)
+{
+    const pccl_zmq *zmq = source->zmq;
+    if (source->references == NULL)
+        source->references = zmq->atomic_counter_new();
+    if (source->references == NULL)
+        return PCCL_ENOMEM;
+    zmq->atomic_counter_inc(source->references);
+    return PCCL_OK;
+}
+
+static void drop_reference(struct source *source)
+{
+    source->zmq->atomic_counter_dec(source->references);
+}
+
+bool source_is_referred(const struct source *source)
+{
+    return source->references != NULL && source->zmq->atomic_counter_value(source->references) > 0;
+}
+
+bool source_is_idle(const struct source *source)
+{
+    return source->pending == 0 && !source_is_referred(source);
+}
+
+void source_free(struct source *source)
+{
+    assert(source->pending == 0);
+    if (source->references != NULL)
+        source->zmq->atomic_counter_destroy(&source->references);
+}
+
+/* ---- packets ---- */
 
 struct packet *packet_new(void)
 {
@@ -20,7 +61,6 @@ void packet_clear(const pccl_zmq *zmq, struct packet *packet)
         zmq->msg_close(&packet->frame[--packet->frames]);
     packet->bytes = 0;
     packet->refers = false;
-    packet->op = NULL;
 }
 
 void packet_free(const pccl_zmq *zmq, struct packet *packet)
@@ -30,59 +70,60 @@ void packet_free(const pccl_zmq *zmq, struct packet *packet)
 }
 
 /* Receives one frame: 1, 0 when there is none, or PCCL_EZMQ. */
-static int receive_frame(pccl_engine *engine, pccl_msg *frame)
+static int receive_frame(struct events *events, void *socket, pccl_msg *frame)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = events->zmq;
     int error;
     zmq->msg_init(frame);
-    while (zmq->msg_recv(frame, engine->pull, ZMQ_DONTWAIT) < 0) {
+    while (zmq->msg_recv(frame, socket, ZMQ_DONTWAIT) < 0) {
         error = zmq->errno_();
         if (error == EINTR)
             continue;
         zmq->msg_close(frame);
         if (error == EAGAIN)
             return 0;
-        engine->error = error;
+        events->error = error;
         return PCCL_EZMQ;
     }
     return 1;
 }
 
 /* Receives and forgets the rest of a message that has too many frames. */
-static int skip_frames(pccl_engine *engine)
+static int skip_frames(struct events *events, void *socket)
 {
+    const pccl_zmq *zmq = events->zmq;
     pccl_msg frame;
     int got, more = 1;
     while (more) {
-        got = receive_frame(engine, &frame);
+        got = receive_frame(events, socket, &frame);
         if (got <= 0)
             return got;
-        more = engine->zmq->msg_more(&frame);
-        engine->zmq->msg_close(&frame);
+        more = zmq->msg_more(&frame);
+        zmq->msg_close(&frame);
     }
     return 1;
 }
 
-int packet_receive(pccl_engine *engine, struct packet *packet)
+int packet_receive(struct events *events, void *socket, struct packet *packet)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = events->zmq;
     int got, more;
     size_t size;
     assert(packet->frames == 0);
-    got = receive_frame(engine, &packet->frame[0]);
+    got = receive_frame(events, socket, &packet->frame[0]);
     if (got <= 0)
         return got;
     packet->frames = 1;
     size = zmq->msg_size(&packet->frame[0]);
     more = zmq->msg_more(&packet->frame[0]);
     if (more) {
-        got = receive_frame(engine, &packet->frame[1]);
+        got = receive_frame(events, socket, &packet->frame[1]);
         if (got < 0)
             return got;
         packet->frames += got;
         more = got && zmq->msg_more(&packet->frame[1]);
     }
-    if (more && (got = skip_frames(engine)) < 0)
+    if (more && (got = skip_frames(events, socket)) < 0)
         return got;
     if (size < WIRE_HEADER_BYTES || more || (packet->frames == 2 && size != WIRE_HEADER_BYTES))
         packet_clear(zmq, packet);
@@ -92,24 +133,23 @@ int packet_receive(pccl_engine *engine, struct packet *packet)
     return 1;
 }
 
-/* Called by libzmq, in a thread of its own, when the last byte has been written: after the
- * decrement the op may be gone at any moment. */
+/* libzmq calls this from a thread of its own when the last byte has been written. After the
+ * decrement the source may be gone at any moment. */
 static void release(void *data, void *hint)
 {
-    struct op *op = hint;
     (void)data;
-    op->engine->zmq->atomic_counter_dec(op->counter);
+    drop_reference(hint);
 }
 
-/* The second frame of a packet: `bytes` bytes of op's memory. 0 or PCCL_ENOMEM. */
-static int refer(struct op *op, struct packet *packet, const void *data, uint64_t bytes)
+/* The second frame of a packet: `bytes` bytes of memory of the source. 0 or PCCL_ENOMEM. */
+static int refer(struct source *source, struct packet *packet, const void *data, uint64_t bytes)
 {
-    const pccl_zmq *zmq = op->engine->zmq;
     void *unwritten = (void *)(uintptr_t)data;      /* libzmq only reads what it sends */
-    if (op_refer(op) != PCCL_OK)
+    if (add_reference(source) != PCCL_OK)
         return PCCL_ENOMEM;
-    if (zmq->msg_init_data(&packet->frame[1], unwritten, (size_t)bytes, release, op) < 0) {
-        op_unrefer(op);
+    if (source->zmq->msg_init_data(&packet->frame[1], unwritten, (size_t)bytes, release, source)
+        < 0) {
+        drop_reference(source);
         return PCCL_ENOMEM;
     }
     packet->frames = 2;
@@ -118,10 +158,9 @@ static int refer(struct op *op, struct packet *packet, const void *data, uint64_
 }
 
 /* A frame of the header and room for so many bytes of payload. 0 or PCCL_ENOMEM. */
-static int make_frame(struct op *op, struct packet *packet, const struct wire_header *header,
+static int make_frame(const pccl_zmq *zmq, struct packet *packet, const struct wire_header *header,
                       uint64_t room)
 {
-    const pccl_zmq *zmq = op->engine->zmq;
     assert(packet->frames == 0);
     if (zmq->msg_init_size(&packet->frame[0], WIRE_HEADER_BYTES + (size_t)room) < 0)
         return PCCL_ENOMEM;
@@ -130,24 +169,24 @@ static int make_frame(struct op *op, struct packet *packet, const struct wire_he
     return PCCL_OK;
 }
 
-int packet_reserve(struct op *op, struct packet *packet, const struct wire_header *header,
+int packet_reserve(struct source *source, struct packet *packet, const struct wire_header *header,
                    uint64_t bytes)
 {
     packet->bytes = bytes;
-    return make_frame(op, packet, header, bytes);
+    return make_frame(source->zmq, packet, header, bytes);
 }
 
-int packet_build(struct op *op, struct packet *packet, const struct wire_header *header,
+int packet_build(struct source *source, struct packet *packet, const struct wire_header *header,
                  const void *data, uint64_t bytes)
 {
-    const pccl_zmq *zmq = op->engine->zmq;
-    bool copy = bytes <= op->engine->options.copy_max;
+    const pccl_zmq *zmq = source->zmq;
+    bool copy = bytes <= source->copy_max;
     packet->bytes = bytes;
-    if (make_frame(op, packet, header, copy ? bytes : 0) != PCCL_OK)
+    if (make_frame(zmq, packet, header, copy ? bytes : 0) != PCCL_OK)
         return PCCL_ENOMEM;
     if (copy && bytes > 0)
         memcpy(packet_payload(zmq, packet), data, (size_t)bytes);
-    if (!copy && refer(op, packet, data, bytes) != PCCL_OK) {
+    if (!copy && refer(source, packet, data, bytes) != PCCL_OK) {
         packet_clear(zmq, packet);
         return PCCL_ENOMEM;
     }
@@ -167,22 +206,27 @@ unsigned char *packet_payload(const pccl_zmq *zmq, struct packet *packet)
     return packet_header(zmq, packet) + WIRE_HEADER_BYTES;
 }
 
-void packet_await(struct op *op, struct packet *packet)
+void packet_await(struct source *source, struct packet *packet)
 {
+    packet->source = source;
     packet->held = packet->refers ? 0 : packet->bytes;
-    op->queued++;
-    op->engine->forwards++;
-    op->engine->forward_bytes += packet->held;
+    source->pending++;
+    source->backlog->packets++;
+    source->backlog->bytes += packet->held;
 }
 
-void packet_unawait(struct op *op, struct packet *packet)
+void packet_unawait(struct packet *packet)
 {
-    assert(op->queued > 0 && op->engine->forwards > 0);
-    assert(op->engine->forward_bytes >= packet->held);
-    op->queued--;
-    op->engine->forwards--;
-    op->engine->forward_bytes -= packet->held;
+    struct source *source = packet->source;
+    assert(source->pending > 0 && source->backlog->packets > 0);
+    assert(source->backlog->bytes >= packet->held);
+    source->pending--;
+    source->backlog->packets--;
+    source->backlog->bytes -= packet->held;
+    packet->source = NULL;
 }
+
+/* ---- queues ---- */
 
 void packets_append(struct packets *queue, struct packet *packet)
 {
@@ -206,11 +250,17 @@ struct packet *packets_take(struct packets *queue)
     return packet;
 }
 
-void packets_split(struct packets *queue, struct packets *out, const struct op *op)
+void packets_drop(const pccl_zmq *zmq, struct packets *queue, const struct source *source)
 {
     struct packets kept = {NULL, NULL};
     struct packet *packet;
-    while ((packet = packets_take(queue)) != NULL)
-        packets_append(packet->op == op ? out : &kept, packet);
+    while ((packet = packets_take(queue)) != NULL) {
+        if (source != NULL && packet->source != source) {
+            packets_append(&kept, packet);
+            continue;
+        }
+        packet_unawait(packet);
+        packet_free(zmq, packet);
+    }
     *queue = kept;
 }

@@ -1,24 +1,30 @@
-/* stream.c - a stream: one PUSH socket with several connections, the lanes, to one neighbour.
+/* stream.c - see stream.h. A stream is one PUSH socket with several connections, the lanes, to one
+ * neighbour.
  *
  * libzmq gives each message to a lane that has room, so a slow lane carries less and nobody waits
- * for it. A lane that is lost may have swallowed messages, hence a stream that loses one is lost
- * as a whole and never repaired. The socket's monitor tells; connect and handshake time-outs and
- * heartbeats are libzmq's, and the caller gives up what does not come up, so that no clock is
- * needed here. It is the neighbour that pings, and
- * says how long the next ping may take (engine.c): a ping of ours, or our answer, would stand
- * behind all that the neighbour has not taken yet, which may be for long if its own is slow.
+ * for it. A lane that is lost may have swallowed messages, so a stream that loses one is lost as a
+ * whole and never repaired. The socket's monitor tells of that. Connect and handshake time-outs and
+ * heartbeats are libzmq's, and the caller gives up streams that do not come up, so no clock is
+ * needed here. The neighbour sends the heartbeats and says how long the next one may take
+ * (engine.c): a ping of ours, or our answer, would queue behind everything that the neighbour has
+ * not taken yet, which may take long if its own link is slow.
  *
- * Order of sending: what was received and is to be sent on; then requests and data; then first
- * chunks of our own. The latter two kinds are built only when it is their turn. After "no room"
- * the stream waits until the socket says that there is room again: a send that fails looks at the
- * socket's state only now and then. */
-#include "engine/engine.h"
+ * Order of sending: first what was received and is to be sent on, then requests and data, then first
+ * chunks of our own. The latter two are built only when it is their turn. After a send that found
+ * no room the stream waits until the socket says that there is room again, because a send that
+ * fails looks at the socket's state only now and then. */
+#include "engine/stream.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "engine/tcp.h"
+#include "engine/zap.h"
+#include "zmq/zmqdefs.h"
 
 enum {
     PUMP_BATCH = 16,         /* messages in one pass, so that receiving keeps its share */
@@ -31,9 +37,14 @@ enum {
 
 /* ---- opening and closing ---- */
 
-struct stream *stream_find(pccl_engine *engine, uint32_t number)
+static const pccl_zmq *table(const struct stream *stream)
 {
-    struct stream *stream = engine->streams;
+    return stream->streams->events->zmq;
+}
+
+struct stream *streams_find(struct streams *streams, uint32_t number)
+{
+    struct stream *stream = streams->first;
     while (stream != NULL && (stream->number != number || stream->lost))
         stream = stream->next;
     return stream;
@@ -54,13 +65,13 @@ void stream_lose(struct stream *stream, int status, const char *format, ...)
 /* Sets an int option: 0, or -1 as setsockopt. */
 static int set_option(struct stream *stream, int option, int value)
 {
-    return stream->engine->zmq->setsockopt(stream->push, option, &value, sizeof value);
+    return table(stream)->setsockopt(stream->push, option, &value, sizeof value);
 }
 
 /* Says whom we want to reach, and that we may: 0, or -1 as setsockopt. */
 static int set_plain_client(struct stream *stream, const pccl_order *order)
 {
-    const pccl_zmq *zmq = stream->engine->zmq;
+    const pccl_zmq *zmq = table(stream);
     char name[ZAP_TEXT_MAX], password[ZAP_TEXT_MAX];
     int failed;
     zap_name(order->peer, name);
@@ -73,8 +84,8 @@ static int set_plain_client(struct stream *stream, const pccl_order *order)
 /* With keys, encrypts to the holder of the key in the order: 0, or -1 as setsockopt. */
 static int set_curve_client(struct stream *stream, const pccl_order *order)
 {
-    const pccl_zmq *zmq = stream->engine->zmq;
-    const pccl_options *options = &stream->engine->options;
+    const pccl_zmq *zmq = table(stream);
+    const pccl_options *options = stream->streams->options;
     int failed;
     failed = zmq->setsockopt(stream->push, ZMQ_CURVE_PUBLICKEY, options->curve_public,
                              PCCL_KEY_CHARS);
@@ -87,7 +98,7 @@ static int set_curve_client(struct stream *stream, const pccl_order *order)
 
 static int set_options(struct stream *stream, const pccl_order *order)
 {
-    const pccl_options *options = &stream->engine->options;
+    const pccl_options *options = stream->streams->options;
     int failed = set_option(stream, ZMQ_LINGER, 0);
     failed |= set_option(stream, ZMQ_IMMEDIATE, 1);
     failed |= set_option(stream, ZMQ_RECONNECT_IVL, -1);
@@ -100,7 +111,7 @@ static int set_options(struct stream *stream, const pccl_order *order)
     else if (options->dialler[0] != '\0')
         failed |= set_plain_client(stream, order);
     if (options->heartbeat_ms > 0)
-        failed |= set_option(stream, ZMQ_TCP_MAXRT, engine_unheard_ms(options));
+        failed |= set_option(stream, ZMQ_TCP_MAXRT, tcp_unheard_ms(options->heartbeat_timeout_ms));
     return failed;
 }
 
@@ -108,7 +119,7 @@ static int set_options(struct stream *stream, const pccl_order *order)
  * that it makes. */
 static int open_monitor(struct stream *stream)
 {
-    const pccl_zmq *zmq = stream->engine->zmq;
+    const pccl_zmq *zmq = table(stream);
     const int events = ZMQ_EVENT_CONNECTED | ZMQ_EVENT_CLOSED | ZMQ_EVENT_DISCONNECTED
         | ZMQ_EVENT_HANDSHAKE_SUCCEEDED | ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL
         | ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL | ZMQ_EVENT_HANDSHAKE_FAILED_AUTH;
@@ -117,7 +128,7 @@ static int open_monitor(struct stream *stream)
                    (unsigned long)stream->number);
     if (zmq->socket_monitor(stream->push, endpoint, events) < 0)
         return -1;
-    stream->monitor = zmq->socket(stream->engine->context, ZMQ_PAIR);
+    stream->monitor = zmq->socket(stream->streams->context, ZMQ_PAIR);
     if (stream->monitor == NULL)
         return -1;
     return zmq->connect(stream->monitor, endpoint);
@@ -125,9 +136,9 @@ static int open_monitor(struct stream *stream)
 
 static int open_sockets(struct stream *stream, const pccl_order *order)
 {
-    const pccl_zmq *zmq = stream->engine->zmq;
+    const pccl_zmq *zmq = table(stream);
     uint32_t lane;
-    stream->push = zmq->socket(stream->engine->context, ZMQ_PUSH);
+    stream->push = zmq->socket(stream->streams->context, ZMQ_PUSH);
     if (stream->push == NULL || set_options(stream, order) < 0 || open_monitor(stream) < 0)
         return -1;
     for (lane = 0; lane < stream->lanes; lane++)
@@ -136,22 +147,22 @@ static int open_sockets(struct stream *stream, const pccl_order *order)
     return 0;
 }
 
-void stream_order_open(pccl_engine *engine, const pccl_order *order)
+void streams_order_open(struct streams *streams, const pccl_order *order)
 {
     struct stream *stream = calloc(1, sizeof *stream);
     if (stream == NULL) {
-        engine->status = PCCL_ENOMEM;
+        events_stop(streams->events, PCCL_ENOMEM);
         return;
     }
-    stream->engine = engine;
+    stream->streams = streams;
     stream->number = order->stream;
-    stream->next = engine->streams;
-    engine->streams = stream;
+    stream->next = streams->first;
+    streams->first = stream;
 }
 
-void stream_order_connect(pccl_engine *engine, const pccl_order *order)
+void streams_order_connect(struct streams *streams, const pccl_order *order)
 {
-    struct stream *stream = stream_find(engine, order->stream);
+    struct stream *stream = streams_find(streams, order->stream);
     if (stream == NULL)
         return;
     if (stream->push != NULL) {
@@ -165,22 +176,23 @@ void stream_order_connect(pccl_engine *engine, const pccl_order *order)
     if (order->hwm == 0 || memchr(order->endpoint, 0, sizeof order->endpoint) == NULL) {
         stream_lose(stream, PCCL_EINVAL, "a stream needs a high-water mark and an endpoint");
     } else if (open_sockets(stream, order) < 0) {
-        engine->error = engine->zmq->errno_();
+        int error = table(stream)->errno_();
+        streams->events->error = error;
         stream_lose(stream, PCCL_EZMQ, "cannot open a stream to %.80s: %.40s", order->endpoint,
-                    strerror(engine->error));
+                    strerror(error));
     }
 }
 
-void stream_order_lose(pccl_engine *engine, const pccl_order *order)
+void streams_order_lose(struct streams *streams, const pccl_order *order)
 {
-    struct stream *stream = stream_find(engine, order->stream);
+    struct stream *stream = streams_find(streams, order->stream);
     if (stream != NULL && memchr(order->endpoint, 0, sizeof order->endpoint) != NULL)
         stream_lose(stream, PCCL_EREACH, "%s", order->endpoint);
 }
 
-void stream_order_close(pccl_engine *engine, const pccl_order *order)
+void streams_order_close(struct streams *streams, const pccl_order *order)
 {
-    struct stream *stream = stream_find(engine, order->stream);
+    struct stream *stream = streams_find(streams, order->stream);
     if (stream == NULL)
         return;
     stream->silent = true;
@@ -190,7 +202,7 @@ void stream_order_close(pccl_engine *engine, const pccl_order *order)
 /* The monitor goes first: libzmq may crash when a monitored socket is closed under its monitor. */
 static void close_sockets(struct stream *stream)
 {
-    const pccl_zmq *zmq = stream->engine->zmq;
+    const pccl_zmq *zmq = table(stream);
     if (stream->push != NULL)
         (void)zmq->socket_monitor(stream->push, NULL, 0);
     if (stream->monitor != NULL) {
@@ -202,15 +214,6 @@ static void close_sockets(struct stream *stream)
         (void)zmq->close(stream->push);
 }
 
-static void free_packets(pccl_engine *engine, struct packets *queue)
-{
-    struct packet *packet;
-    while ((packet = packets_take(queue)) != NULL) {
-        packet_unawait(packet->op, packet);
-        packet_free(engine->zmq, packet);
-    }
-}
-
 static void tell_up(struct stream *stream)
 {
     pccl_event event = {0};
@@ -219,7 +222,7 @@ static void tell_up(struct stream *stream)
     stream->up = true;
     event.kind = PCCL_STREAM_UP;
     event.stream = stream->number;
-    engine_emit(stream->engine, &event);
+    events_emit(stream->streams->events, &event);
 }
 
 static void tell_lost(struct stream *stream)
@@ -231,38 +234,27 @@ static void tell_lost(struct stream *stream)
     event.status = stream->status;
     event.stream = stream->number;
     memcpy(event.text, stream->text, sizeof event.text);
-    engine_emit(stream->engine, &event);
+    events_emit(stream->streams->events, &event);
 }
 
-static void bury(struct stream *stream)
+struct stream *streams_take_lost(struct streams *streams)
 {
-    pccl_engine *engine = stream->engine;
-    struct op *op;
+    struct stream **at = &streams->first, *stream;
+    while ((stream = *at) != NULL && !stream->lost)
+        at = &stream->next;
+    if (stream == NULL)
+        return NULL;
+    *at = stream->next;
     close_sockets(stream);
-    free_packets(engine, &stream->forwards);
+    packets_drop(table(stream), &stream->forwards, NULL);
     tell_lost(stream);
-    for (op = engine->ops; op != NULL; op = op->next)
-        op_lose_stream(op, stream);
-    for (op = engine->ending; op != NULL; op = op->next)
-        op_lose_stream(op, stream);
-    assert(stream->transfers.head == NULL && stream->collectives.head == NULL);
-    free(stream);
+    return stream;
 }
 
-bool streams_bury(pccl_engine *engine)
+void stream_free(struct stream *stream)
 {
-    struct stream **at = &engine->streams, *stream;
-    bool any = false;
-    while ((stream = *at) != NULL) {
-        if (stream->lost) {
-            *at = stream->next;
-            bury(stream);
-            any = true;
-        } else {
-            at = &stream->next;
-        }
-    }
-    return any;
+    assert(!stream_pending(stream));
+    free(stream);
 }
 
 /* ---- monitors ---- */
@@ -281,7 +273,7 @@ static uint32_t choose_lanes(uint32_t round_trip_us)
  * is harmless: what is set there does not change what a connection carries. */
 static void greet_lane(struct stream *stream, int fd)
 {
-    const pccl_zmq *zmq = stream->engine->zmq;
+    const pccl_zmq *zmq = table(stream);
     uint32_t round_trip_us = tcp_round_trip_us(fd), wanted = choose_lanes(round_trip_us);
     if (round_trip_us >= DISTANT_US) {
         stream->distant = true;
@@ -339,7 +331,7 @@ static void handle_monitor(struct stream *stream, const unsigned char *data, siz
 
 static bool listen_one(struct stream *stream)
 {
-    const pccl_zmq *zmq = stream->engine->zmq;
+    const pccl_zmq *zmq = table(stream);
     pccl_msg frame;
     bool any = false, first = true;
     while (stream->monitor != NULL && !stream->lost) {
@@ -360,20 +352,20 @@ static bool listen_one(struct stream *stream)
     return any;
 }
 
-bool streams_listen(pccl_engine *engine)
+bool streams_listen(struct streams *streams)
 {
     struct stream *stream;
     bool any = false;
-    for (stream = engine->streams; stream != NULL; stream = stream->next)
+    for (stream = streams->first; stream != NULL; stream = stream->next)
         any |= listen_one(stream);
     return any;
 }
 
 /* ---- sending ---- */
 
-enum sent stream_send(struct stream *stream, struct op *op, struct packet *packet)
+enum sent stream_send(struct stream *stream, struct source *source, struct packet *packet)
 {
-    const pccl_zmq *zmq = stream->engine->zmq;
+    const pccl_zmq *zmq = table(stream);
     int i = 0, error;
     assert(packet->frames > 0);
     if (stream->lost || stream->blocked || stream->push == NULL)
@@ -391,22 +383,21 @@ enum sent stream_send(struct stream *stream, struct op *op, struct packet *packe
             stream->blocked = true;
             return BLOCKED;
         }
-        stream->engine->error = error;
+        stream->streams->events->error = error;
         if (error == EAGAIN)     /* a second frame has room where the first had, but for this */
             stream_lose(stream, PCCL_ESTREAM, "a lane was disconnected in the middle of a message");
         else
             stream_lose(stream, PCCL_EZMQ, "a lane failed while sending: %.60s", strerror(error));
         return BLOCKED;
     }
-    op->tx_bytes += packet->bytes;
+    source->tx_bytes += packet->bytes;
     packet_clear(zmq, packet);
     return SENT;
 }
 
 static struct turns *turns_of(const struct link *link)
 {
-    struct stream *stream = link->stream;
-    return link->op->kind == PCCL_COLLECTIVE ? &stream->collectives : &stream->transfers;
+    return link->urgent ? &link->stream->urgent : &link->stream->others;
 }
 
 void link_request_turn(struct link *link)
@@ -422,7 +413,7 @@ void link_request_turn(struct link *link)
         turns->head = link;
     turns->tail = link;
     link->in_turn = true;
-    link->op->in_turn++;
+    link->source->pending++;
 }
 
 /* Takes the first link out of its turns. */
@@ -434,22 +425,21 @@ static void end_turn(struct turns *turns)
         turns->tail = NULL;
     link->next = NULL;
     link->in_turn = false;
-    assert(link->op->in_turn > 0);
-    link->op->in_turn--;
+    assert(link->source->pending > 0);
+    link->source->pending--;
 }
 
-/* Takes the links of `op` out of the turns; the others keep their order. */
-static void drop_turns(struct turns *turns, const struct op *op)
+/* Takes the links of a source out of the turns; the others keep their order. */
+static void drop_turns(struct turns *turns, const struct source *source)
 {
     struct link *all = turns->head, *link;
     struct turns kept = {NULL, NULL};
-    turns->head = turns->tail = NULL;
     while ((link = all) != NULL) {
         all = link->next;
         link->next = NULL;
-        if (link->op == op) {
+        if (link->source == source) {
             link->in_turn = false;
-            link->op->in_turn--;
+            link->source->pending--;
             continue;
         }
         if (kept.tail != NULL)
@@ -461,34 +451,18 @@ static void drop_turns(struct turns *turns, const struct op *op)
     *turns = kept;
 }
 
-void stream_drop_op(struct stream *stream, struct op *op)
+void stream_drop(struct stream *stream, const struct source *source)
 {
-    struct packets dropped = {NULL, NULL};
-    packets_split(&stream->forwards, &dropped, op);
-    free_packets(stream->engine, &dropped);
-    drop_turns(&stream->transfers, op);
-    drop_turns(&stream->collectives, op);
-}
-
-static enum turn take_turn(struct link *link)
-{
-    switch (link->op->kind) {
-    case PCCL_COLLECTIVE:
-        return collective_send(link);
-    case PCCL_SERVE:
-        return serve_send(link);
-    case PCCL_FETCH:
-        return fetch_send(link);
-    }
-    assert(!"an op has one of three kinds");
-    return TURN_FAILED;
+    packets_drop(table(stream), &stream->forwards, source);
+    drop_turns(&stream->urgent, source);
+    drop_turns(&stream->others, source);
 }
 
 /* Lets the first link of some turns send. Whether it did. */
 static bool pump_turns(struct turns *turns)
 {
     struct link *link = turns->head;
-    switch (take_turn(link)) {
+    switch (link->send(link)) {
     case TURN_MORE:
         end_turn(turns);
         link_request_turn(link);
@@ -497,7 +471,7 @@ static bool pump_turns(struct turns *turns)
         end_turn(turns);
         return true;
     case TURN_BLOCKED:
-    case TURN_FAILED:        /* op_fail() has taken the link out */
+    case TURN_FAILED:        /* what has failed has taken the link out */
         return false;
     }
     return false;
@@ -506,20 +480,18 @@ static bool pump_turns(struct turns *turns)
 static bool pump_forwards(struct stream *stream)
 {
     struct packet *packet = stream->forwards.head;
-    pccl_engine *engine = stream->engine;
-    struct op *op = packet->op;
-    if (stream_send(stream, op, packet) == BLOCKED)
+    if (stream_send(stream, packet->source, packet) == BLOCKED)
         return false;
     (void)packets_take(&stream->forwards);
-    packet_unawait(op, packet);
-    packet_free(engine->zmq, packet);
+    packet_unawait(packet);
+    packet_free(table(stream), packet);
     return true;
 }
 
 bool stream_pending(const struct stream *stream)
 {
-    return stream->forwards.head != NULL || stream->transfers.head != NULL
-        || stream->collectives.head != NULL;
+    return stream->forwards.head != NULL || stream->urgent.head != NULL
+        || stream->others.head != NULL;
 }
 
 bool stream_has_room(struct stream *stream)
@@ -528,7 +500,7 @@ bool stream_has_room(struct stream *stream)
     size_t size = sizeof events;
     if (stream->lost || stream->push == NULL)
         return false;
-    if (stream->engine->zmq->getsockopt(stream->push, ZMQ_EVENTS, &events, &size) < 0)
+    if (table(stream)->getsockopt(stream->push, ZMQ_EVENTS, &events, &size) < 0)
         return false;
     return (events & ZMQ_POLLOUT) != 0;
 }
@@ -545,10 +517,10 @@ bool stream_pump(struct stream *stream)
     while (batch-- > 0 && !stream->lost && !stream->blocked && stream_pending(stream)) {
         if (stream->forwards.head != NULL)
             any |= pump_forwards(stream);
-        else if (stream->transfers.head != NULL)
-            any |= pump_turns(&stream->transfers);
+        else if (stream->urgent.head != NULL)
+            any |= pump_turns(&stream->urgent);
         else
-            any |= pump_turns(&stream->collectives);
+            any |= pump_turns(&stream->others);
     }
     return any;
 }

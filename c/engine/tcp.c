@@ -1,18 +1,20 @@
-/* tcp.c - what is asked of the operating system about a lane's connection. Where it cannot be
- * asked (ipc, a system without the option) nothing happens and lanes work as TCP comes.
+/* tcp.c - see tcp.h. Where the operating system cannot be asked (an ipc socket, a system without
+ * the option) nothing happens, and the lane works with TCP's defaults.
  *
- * On a long link two things make several connections share it well. First, little waits in the
- * kernel unsent: it would take up to megabytes for each connection, which a slow one then sends
- * long after all others have finished, and behind which a new collective would wait. Second,
- * packets leave paced: a window that opens after a pause would leave as one burst, which overflows
- * the queue before the link, and costs the windows that it came from. */
+ * Two settings make several connections share a long link well. First, little waits unsent in the
+ * kernel: otherwise each connection takes up to megabytes, which a slow one still sends long after
+ * the others have finished, with every new collective queued behind it. Second, packets leave
+ * paced: otherwise a window that opens after a pause leaves as one burst, which overflows the queue
+ * before the link and costs the windows it came from. */
 #if defined __linux__
 #define _GNU_SOURCE
 #elif defined __APPLE__
 #define _DARWIN_C_SOURCE
 #endif
 
-#include "engine/engine.h"
+#include "engine/tcp.h"
+
+#include <limits.h>
 
 #if defined __linux__ || defined __APPLE__
 #include <netinet/in.h>
@@ -21,6 +23,8 @@
 
 enum { UNSENT_MAX = 1 << 17 };   /* bytes: some milliseconds of a fast link's share */
 #endif
+
+enum { UNHEARD = 6 };            /* heartbeat time-outs */
 
 uint32_t tcp_round_trip_us(int fd)
 {
@@ -47,4 +51,10 @@ void tcp_prepare_distant(int fd)
     }
 #endif
     (void)fd;
+}
+
+int tcp_unheard_ms(uint32_t heartbeat_timeout_ms)
+{
+    const uint32_t most = INT_MAX / UNHEARD;
+    return (int)(UNHEARD * (heartbeat_timeout_ms < most ? heartbeat_timeout_ms : most));
 }

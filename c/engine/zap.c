@@ -1,14 +1,15 @@
-/* zap.c - who may connect to the PULL (pccl.h, WHO MAY CONNECT). libzmq asks by ZAP (ZeroMQ RFC
- * 27), in messages over inproc, before it takes anything else from a connection.
+/* zap.c - see zap.h.
  *
- * This is asked in the engine's thread, for that one never waits for the interpreter: a caller that
- * is busy for long must not look like one that cannot be reached. */
-#include "engine/engine.h"
+ * The engine's thread answers because it never waits for the interpreter: a caller that is busy for
+ * long must not look like one that cannot be reached. */
+#include "engine/zap.h"
 
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "zmq/zmqdefs.h"
 
 static const char ZAP_ENDPOINT[] = "inproc://zeromq.zap.01";    /* given by the RFC */
 static const char ZAP_VERSION[] = "1.0";
@@ -67,11 +68,10 @@ static void encode_key(const unsigned char *key, char *text)
     text[PCCL_KEY_CHARS] = '\0';
 }
 
-static enum verdict judge_key(const pccl_engine *engine, const char *key)
+static enum verdict judge_key(const struct zap *zap, const char *key)
 {
-    const struct zap *zap = &engine->zap;
     size_t i;
-    if (is_same(key, engine->options.dialler, PCCL_KEY_CHARS))
+    if (is_same(key, zap->options->dialler, PCCL_KEY_CHARS))
         return ALLOWED;
     for (i = 0; i < zap->n_keys; i++)
         if (is_same(key, zap->keys[i], PCCL_KEY_CHARS))
@@ -80,12 +80,11 @@ static enum verdict judge_key(const pccl_engine *engine, const char *key)
 }
 
 /* Who wants another peer is told so at once; who wants us may know a later epoch than we do. */
-static enum verdict judge_password(const pccl_engine *engine, const char *name,
+static enum verdict judge_password(const struct zap *zap, const char *name,
                                    const char *password)
 {
-    const struct zap *zap = &engine->zap;
     if (strcmp(name, DIALLER) == 0)
-        return is_same(password, engine->options.dialler, PCCL_KEY_CHARS) ? ALLOWED : REFUSED;
+        return is_same(password, zap->options->dialler, PCCL_KEY_CHARS) ? ALLOWED : REFUSED;
     if (zap->name[0] == '\0')
         return UNDECIDED;
     if (strcmp(name, zap->name) != 0)
@@ -96,26 +95,26 @@ static enum verdict judge_password(const pccl_engine *engine, const char *name,
     return UNDECIDED;
 }
 
-static enum verdict judge(const pccl_engine *engine, const struct zap_request *request)
+static enum verdict judge(const struct zap *zap, const struct zap_request *request)
 {
-    if (engine->options.curve_secret[0] != '\0')
-        return judge_key(engine, request->secret);
-    return judge_password(engine, request->name, request->secret);
+    if (zap->options->curve_secret[0] != '\0')
+        return judge_key(zap, request->secret);
+    return judge_password(zap, request->name, request->secret);
 }
 
 /* ---- messages ---- */
 
 /* Receives a request, FRAMES frames at most: how many it has, or 0 if there is none. */
-static int receive_frames(pccl_engine *engine, struct frame *frames)
+static int receive_frames(struct zap *zap, struct frame *frames)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = zap->events->zmq;
     bool more = true;
     int n = 0;
     memset(frames, 0, FRAMES * sizeof *frames);
     while (more) {
         pccl_msg message;
         zmq->msg_init(&message);
-        if (zmq->msg_recv(&message, engine->zap.socket, ZMQ_DONTWAIT) < 0) {
+        if (zmq->msg_recv(&message, zap->socket, ZMQ_DONTWAIT) < 0) {
             (void)zmq->msg_close(&message);
             return 0;
         }
@@ -146,10 +145,10 @@ static bool read_sender(const struct frame *frames, int n, struct zap_request *r
 }
 
 /* What it says; false if that is nothing of this engine's mechanism. */
-static bool read_credentials(const pccl_engine *engine, const struct frame *frames, int n,
+static bool read_credentials(const struct zap *zap, const struct frame *frames, int n,
                          struct zap_request *request)
 {
-    bool curve = engine->options.curve_secret[0] != '\0';
+    bool curve = zap->options->curve_secret[0] != '\0';
     const char *mechanism = curve ? "CURVE" : "PLAIN";
     const struct frame *credentials = &frames[AT_CREDENTIALS];
     if (n != AT_CREDENTIALS + (curve ? 1 : 2)
@@ -165,45 +164,44 @@ static bool read_credentials(const pccl_engine *engine, const struct frame *fram
     return true;
 }
 
-static void send_frame(pccl_engine *engine, const void *data, size_t size, bool more)
+static void send_frame(struct zap *zap, const void *data, size_t size, bool more)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = zap->events->zmq;
     pccl_msg message;
     if (zmq->msg_init_size(&message, size) < 0) {
-        engine->status = PCCL_ENOMEM;
+        events_stop(zap->events, PCCL_ENOMEM);
         return;
     }
     memcpy(zmq->msg_data(&message), data, size);
-    if (zmq->msg_send(&message, engine->zap.socket, ZMQ_DONTWAIT | (more ? ZMQ_SNDMORE : 0)) < 0)
+    if (zmq->msg_send(&message, zap->socket, ZMQ_DONTWAIT | (more ? ZMQ_SNDMORE : 0)) < 0)
         (void)zmq->msg_close(&message);     /* it has hung up meanwhile */
 }
 
-static void reply(pccl_engine *engine, const struct zap_request *request, bool allowed)
+static void reply(struct zap *zap, const struct zap_request *request, bool allowed)
 {
     const char *status = allowed ? "200" : "400", *text = allowed ? "OK" : "not allowed";
-    send_frame(engine, request->route, request->route_size, true);
-    send_frame(engine, "", 0, true);
-    send_frame(engine, ZAP_VERSION, sizeof ZAP_VERSION - 1, true);
-    send_frame(engine, request->number, request->number_size, true);
-    send_frame(engine, status, strlen(status), true);
-    send_frame(engine, text, strlen(text), true);
-    send_frame(engine, "", 0, true);
-    send_frame(engine, "", 0, false);
+    send_frame(zap, request->route, request->route_size, true);
+    send_frame(zap, "", 0, true);
+    send_frame(zap, ZAP_VERSION, sizeof ZAP_VERSION - 1, true);
+    send_frame(zap, request->number, request->number_size, true);
+    send_frame(zap, status, strlen(status), true);
+    send_frame(zap, text, strlen(text), true);
+    send_frame(zap, "", 0, true);
+    send_frame(zap, "", 0, false);
 }
 
 /* ---- who asks ---- */
 
 /* Replies to those that can be decided; the others go on waiting. */
-static void decide_waiting(pccl_engine *engine)
+static void decide_waiting(struct zap *zap)
 {
-    struct zap *zap = &engine->zap;
     size_t i, kept = 0;
     for (i = 0; i < zap->n_waiting; i++) {
-        enum verdict verdict = judge(engine, &zap->waiting[i]);
+        enum verdict verdict = judge(zap, &zap->waiting[i]);
         if (verdict == UNDECIDED)
             zap->waiting[kept++] = zap->waiting[i];
         else
-            reply(engine, &zap->waiting[i], verdict == ALLOWED);
+            reply(zap, &zap->waiting[i], verdict == ALLOWED);
     }
     zap->n_waiting = kept;
 }
@@ -217,74 +215,72 @@ static void await(struct zap *zap, const struct zap_request *request)
     zap->waiting[zap->n_waiting++] = *request;
 }
 
-bool zap_answer(pccl_engine *engine)
+bool zap_answer(struct zap *zap)
 {
     struct frame frames[FRAMES];
     bool any = false;
     int n;
-    while (engine->zap.socket != NULL && (n = receive_frames(engine, frames)) > 0) {
+    while (zap->socket != NULL && (n = receive_frames(zap, frames)) > 0) {
         struct zap_request request;
         enum verdict verdict;
         any = true;
         if (!read_sender(frames, n, &request))
             continue;
-        verdict = read_credentials(engine, frames, n, &request) ? judge(engine, &request) : REFUSED;
+        verdict = read_credentials(zap, frames, n, &request) ? judge(zap, &request) : REFUSED;
         if (verdict == UNDECIDED)
-            await(&engine->zap, &request);
+            await(zap, &request);
         else
-            reply(engine, &request, verdict == ALLOWED);
+            reply(zap, &request, verdict == ALLOWED);
     }
     return any;
 }
 
 /* ---- orders ---- */
 
-void zap_order_expect(pccl_engine *engine, const pccl_order *order)
+void zap_order_expect(struct zap *zap, const pccl_order *order)
 {
-    struct zap *zap = &engine->zap;
     memcpy(zap->passwords[1], zap->passwords[0], sizeof zap->passwords[1]);
     memset(zap->name, 0, sizeof zap->name);
     memset(zap->passwords[0], 0, sizeof zap->passwords[0]);
     zap_name(order->peer, zap->name);
     zap_password(order->nonce, zap->passwords[0]);
     zap->n_keys = 0;
-    decide_waiting(engine);
+    decide_waiting(zap);
 }
 
-void zap_order_admit(pccl_engine *engine, const pccl_order *order)
+void zap_order_admit(struct zap *zap, const pccl_order *order)
 {
-    struct zap *zap = &engine->zap;
     if (zap->n_keys == zap->keys_room) {
         size_t room = 2 * zap->keys_room + 8;
         char (*keys)[PCCL_KEY_CHARS] = realloc(zap->keys, room * sizeof *keys);
         if (keys == NULL) {
-            engine->status = PCCL_ENOMEM;
+            events_stop(zap->events, PCCL_ENOMEM);
             return;
         }
         zap->keys = keys;
         zap->keys_room = room;
     }
     memcpy(zap->keys[zap->n_keys++], order->curve_server, PCCL_KEY_CHARS);
-    decide_waiting(engine);
+    decide_waiting(zap);
 }
 
 /* ---- beginning and end ---- */
 
-int zap_open(pccl_engine *engine)
+int zap_open(struct zap *zap, void *context)
 {
-    const pccl_zmq *zmq = engine->zmq;
+    const pccl_zmq *zmq = zap->events->zmq;
     int zero = 0;
-    engine->zap.socket = zmq->socket(engine->context, ZMQ_ROUTER);
-    if (engine->zap.socket == NULL
-        || zmq->setsockopt(engine->zap.socket, ZMQ_LINGER, &zero, sizeof zero) < 0
-        || zmq->bind(engine->zap.socket, ZAP_ENDPOINT) < 0)
+    zap->socket = zmq->socket(context, ZMQ_ROUTER);
+    if (zap->socket == NULL
+        || zmq->setsockopt(zap->socket, ZMQ_LINGER, &zero, sizeof zero) < 0
+        || zmq->bind(zap->socket, ZAP_ENDPOINT) < 0)
         return PCCL_EZMQ;
     return PCCL_OK;
 }
 
-void zap_close(pccl_engine *engine)
+void zap_close(struct zap *zap)
 {
-    if (engine->zap.socket != NULL)
-        (void)engine->zmq->close(engine->zap.socket);
-    free(engine->zap.keys);
+    if (zap->socket != NULL)
+        (void)zap->events->zmq->close(zap->socket);
+    free(zap->keys);
 }

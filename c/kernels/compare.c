@@ -2,9 +2,9 @@
  *
  * Elements are compared as sign and magnitude, which orders IEEE 754 numbers as their bits do: so
  * the distance of two of them in units in the last place is the difference of integers. */
-#include <string.h>
-
 #include "pccl.h"
+
+#include <string.h>
 
 struct form {
     size_t width;            /* bytes of an element */

@@ -1,9 +1,10 @@
-/* test_ring.c - the geometry of rings, sets of granules, and the message header's bytes. */
+/* test_ring.c - the geometry of rings, sets of quanta, and the message header's bytes. */
 #include "check.h"
 
 #include <string.h>
 
 #include "pccl.h"
+#include "engine/quanta.h"
 #include "engine/ring.h"
 #include "engine/wire.h"
 
@@ -38,25 +39,38 @@ static void test_positions(void)
             }
 }
 
-static void test_granules(void)
+static void test_owners(void)
+{
+    uint32_t members, segment;
+    for (members = 1; members < 6; members++)
+        for (segment = 0; segment < members; segment++) {
+            uint32_t owner = ring_owner(members, segment);
+            CHECK(ring_next(members, owner) == segment);
+            /* Of n hops the last that reduces ends at the owner. */
+            if (members > 1)
+                CHECK(ring_receiver(members, segment, members - 2) == owner);
+        }
+}
+
+static void test_quanta(void)
 {
     uint64_t set[4], from, to, a, b;
     for (from = 0; from < 200; from += 7)
         for (to = from + 1; to <= 256; to += 13) {
             memset(set, 0, sizeof set);
-            CHECK(!granules_any(set, from, to));
-            granules_add(set, from, to);
-            CHECK(granules_all(set, from, to) && granules_any(set, from, to));
-            CHECK(from == 0 || !granules_any(set, 0, from));
-            CHECK(to == 256 || !granules_any(set, to, 256));
-            CHECK(to == 256 || !granules_all(set, from, to + 1));
+            CHECK(!quanta_any(set, from, to));
+            quanta_add(set, from, to);
+            CHECK(quanta_all(set, from, to) && quanta_any(set, from, to));
+            CHECK(from == 0 || !quanta_any(set, 0, from));
+            CHECK(to == 256 || !quanta_any(set, to, 256));
+            CHECK(to == 256 || !quanta_all(set, from, to + 1));
             a = 0;
-            CHECK(granules_run(set, &a, &b, 256) && a == from && b == to);
+            CHECK(quanta_run(set, &a, &b, 256) && a == from && b == to);
             a = b;
-            CHECK(!granules_run(set, &a, &b, 256));
+            CHECK(!quanta_run(set, &a, &b, 256));
         }
-    CHECK(granules(0) == 0 && granules(1) == 1 && granules(64) == 1 && granules(65) == 2);
-    CHECK(granule_words(0) == 0 && granule_words(64) == 1 && granule_words(65) == 2);
+    CHECK(quanta_of(0) == 0 && quanta_of(1) == 1 && quanta_of(64) == 1 && quanta_of(65) == 2);
+    CHECK(quanta_words(0) == 0 && quanta_words(64) == 1 && quanta_words(65) == 2);
 }
 
 /* The bytes of a header are part of the protocol. */
@@ -109,7 +123,8 @@ int main(void)
 {
     test_bounds();
     test_positions();
-    test_granules();
+    test_owners();
+    test_quanta();
     test_wire();
     return check_report("ring");
 }

@@ -1,0 +1,12 @@
+/* chunk.h - the chunks of a collective: our own are sent; others are judged, reduced or stored, and
+ * sent on (pccl.h, THE RING). */
+#ifndef PCCL_CHUNK_H
+#define PCCL_CHUNK_H
+
+#include "engine/op.h"
+
+/* For struct op_kind. */
+void chunk_take(struct op *op, const struct wire_header *header, struct packet **packet);
+enum turn chunk_send(struct link *link);
+
+#endif

@@ -1,0 +1,21 @@
+/* events.h - what the engine tells its caller, and the state that every module shares for that: the
+ * function table, the socket of the caller, and why the engine cannot go on. */
+#ifndef PCCL_EVENTS_H
+#define PCCL_EVENTS_H
+
+#include "pccl.h"
+
+struct events {
+    const pccl_zmq *zmq;
+    void *socket;            /* PAIR: orders come in, events go out. NULL until it is open */
+    int status;              /* why the engine cannot go on, or 0 */
+    int error;               /* errno of the last call of the table that failed */
+};
+
+/* Sends an event to the caller. Without memory for it the engine stops. */
+void events_emit(struct events *events, const pccl_event *event);
+
+/* Notes why the engine cannot go on. The first reason counts. */
+void events_stop(struct events *events, int status);
+
+#endif

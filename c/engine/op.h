@@ -1,0 +1,144 @@
+/* op.h - the life of an op, whatever its kind: registered, started, complete, ended, settled.
+ *
+ * Each kind of op is a struct that begins with a struct op, and a row of functions (struct op_kind).
+ * Nothing here knows which kinds there are. */
+#ifndef PCCL_OP_H
+#define PCCL_OP_H
+
+#include <stdbool.h>
+#include <stddef.h>
+
+#include "engine/events.h"
+#include "engine/packet.h"
+#include "engine/stream.h"
+#include "engine/wire.h"
+
+enum { INDEX_BUCKETS = 1024 };   /* thousands of ops may be outstanding: chains of a few */
+
+struct op;
+
+/* What a kind of op does. A function that is NULL does nothing. None but `end` and `free` is called
+ * for an op that has failed or ended. */
+struct op_kind {
+    enum wire_kind message;      /* that ops of this kind take */
+    size_t bytes;                /* of the struct that begins with the struct op, */
+    size_t link_bytes;           /* and of the one that begins with the struct link */
+    bool urgent;                 /* its links send before those of other kinds */
+    bool rounds;                 /* it can be started again, with a greater sequence number, */
+    bool early_rounds;           /* and takes messages of such a round before it is */
+    bool endless;                /* it never completes; COMMIT ends it at any time */
+
+    /* REGISTER and START: take over what the order says, or fail the op. */
+    void (*enter)(struct op *op, const pccl_order *order);
+    void (*start)(struct op *op, const pccl_order *order);
+
+    /* An order that is of use to this kind only. */
+    void (*obey)(struct op *op, const pccl_order *order);
+
+    /* Handles a message. Whoever keeps the packet puts an empty one in its place. */
+    void (*take)(struct op *op, const struct wire_header *header, struct packet **packet);
+
+    /* Uses the turn of a link. */
+    enum turn (*send)(struct link *link);
+
+    /* Drops what waits for a link's turn, or without any link (NULL). Also for ops that have failed
+     * or ended. */
+    void (*drop)(struct op *op, struct link *link);
+
+    /* A stream of the op is lost, its links have been dropped. */
+    void (*lose)(struct op *op, const struct stream *stream);
+
+    /* The result stays (`keep`), or what was there before comes back. */
+    void (*end)(struct op *op, bool keep);
+
+    /* Frees what the kind has allocated. */
+    void (*free)(struct op *op);
+};
+
+enum ending { LIVING, COMMITTED, ABORTED };
+
+struct op {
+    struct source source;    /* first: see op_of() */
+    struct ops *ops;
+    const struct op_kind *kind;
+    struct op *next, *prev;  /* among the ops that live, or among those that are ending */
+    struct op *next_by_id, *next_by_tag;
+    uint64_t id, run, tag;
+    uint64_t min_seq, seq;
+    uint64_t nonce;          /* of the call, which no stranger can know */
+    enum ending ending;
+    bool by_tag;             /* in the index: messages find it */
+    bool started, complete, failed;
+    bool reversible;         /* it holds what ABORT restores, so COMPLETE does not settle it */
+    uint64_t rx_bytes;
+    struct link **links;
+    uint32_t n_links;
+};
+
+/* All ops of an engine, and what they share. */
+struct ops {
+    struct events *events;
+    const pccl_options *options;
+    struct streams *streams;
+    struct op *living, *ending;
+    struct op *by_id[INDEX_BUCKETS], *by_tag[INDEX_BUCKETS];
+    struct backlog backlog;  /* packets that wait to be sent on */
+    uint32_t n_spread;       /* ops over several neighbours; while there are any, no limit holds */
+    uint64_t dropped;        /* messages that were of use to no op */
+    void *spare;             /* memory that an op has used for its undo buffer, kept for the next: */
+    size_t spare_bytes;      /* page faults cost more than copies */
+};
+
+/* REGISTER, START, COMMIT and ABORT, and the orders of one kind of op. */
+void ops_register(struct ops *ops, const struct op_kind *kind, const pccl_order *order);
+void ops_start(struct ops *ops, const pccl_order *order);
+void ops_obey(struct ops *ops, const pccl_order *order);
+void ops_end(struct ops *ops, const pccl_order *order);
+
+/* The op of this kind, run and tag, or NULL. */
+struct op *ops_find(const struct ops *ops, const struct op_kind *kind, uint64_t run, uint64_t tag);
+
+/* Gives a message to an op, or drops it if it is not of the op's call. `op` may be NULL. */
+void ops_take(struct ops *ops, struct op *op, const struct wire_header *header,
+              struct packet **packet);
+
+/* A stream is gone: drops all links to it, and tells the ops. */
+void ops_lose_stream(struct ops *ops, struct stream *stream);
+
+/* Settles ops that have ended and to which nothing refers any more. Whether there were any. */
+bool ops_settle(struct ops *ops);
+
+/* Whether an op waits for nothing but libzmq to release its bytes. */
+bool ops_await_release(const struct ops *ops);
+
+/* Ends and frees all ops, when the context is gone. */
+void ops_free(struct ops *ops);
+
+/* The op of a link. */
+static inline struct op *op_of(const struct link *link)
+{
+    return (struct op *)link->source;        /* the first member of a struct op */
+}
+
+/* An event of that kind about an op. */
+pccl_event op_event(const struct op *op, enum pccl_event_kind kind);
+
+/* Emits FAILED, once; the op does nothing more until its ABORT. */
+void op_fail(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 4);
+
+/* Emits FAILED, but the op goes on: it has lost one of those it deals with. */
+void op_report(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 4);
+
+/* A new link of the op to a stream (may be NULL), or NULL without memory. */
+struct link *op_add_link(struct op *op, struct stream *stream, const pccl_ring *ring);
+
+/* Takes all links off their streams, for another round with others; drops what they wait for. */
+void op_forget_links(struct op *op);
+
+/* Emits COMPLETE, and frees the op if it is settled too. */
+void op_complete(struct op *op);
+
+/* The beginning of the header of a message of that op. */
+struct wire_header op_header(const struct op *op, enum wire_kind kind);
+
+#endif

@@ -1,0 +1,40 @@
+/* pieces.c - see pieces.h. */
+#include "engine/pieces.h"
+
+bool pieces_enter(struct pieces *pieces, struct op *op, const pccl_order *order)
+{
+    uint32_t i;
+    for (i = 0; i < order->n_pieces; i++) {
+        const pccl_piece *piece = &order->pieces[i];
+        if ((i > 0 && piece->piece <= piece[-1].piece) || (piece->data == NULL && piece->bytes > 0)
+            || piece->bytes > SIZE_MAX / 2) {
+            op_fail(op, PCCL_EINVAL, "pieces must ascend in number and have memory");
+            return false;
+        }
+    }
+    pieces->piece = order->pieces;
+    pieces->n = order->n_pieces;
+    return true;
+}
+
+uint32_t pieces_find(const struct pieces *pieces, uint32_t number)
+{
+    uint32_t low = 0, high = pieces->n;
+    while (low < high) {
+        uint32_t middle = low + (high - low) / 2;
+        if (pieces->piece[middle].piece < number)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < pieces->n && pieces->piece[low].piece == number ? low : pieces->n;
+}
+
+struct wire_header pieces_header(const struct pieces *pieces, const struct link *link,
+                                 enum wire_kind kind, uint32_t index)
+{
+    struct wire_header header = op_header(op_of(link), kind);
+    header.segment = (uint16_t)link->ring.position;
+    header.piece = pieces->piece[index].piece;
+    return header;
+}

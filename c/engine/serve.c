@@ -1,0 +1,240 @@
+/* serve.c - see serve.h.
+ *
+ * A request carries the slot by which the server knows on which stream to answer. The server keeps
+ * requests until it is their turn; the bytes are not touched before. Requests may come before the
+ * START that names their slot. */
+#include "engine/serve.h"
+
+#include <assert.h>
+#include <stdlib.h>
+
+enum {
+    REQUESTS_MAX = 1024,     /* kept of one requester, whose window is smaller, */
+    UNCLAIMED_MAX = 65536    /* and of all whose slots no START has named yet */
+};
+
+static struct serve *serve_of(struct op *op)
+{
+    return (struct serve *)op;
+}
+
+static struct requester *requester_of(struct link *link)
+{
+    return (struct requester *)link;
+}
+
+/* ---- requests ---- */
+
+static void append_request(struct requests *queue, struct request *request)
+{
+    request->next = NULL;
+    if (queue->head != NULL)
+        queue->tail->next = request;
+    else
+        queue->head = request;
+    queue->tail = request;
+    queue->n++;
+}
+
+static struct request *take_request(struct requests *queue)
+{
+    struct request *request = queue->head;
+    if (request == NULL)
+        return NULL;
+    queue->head = request->next;
+    queue->n--;
+    return request;
+}
+
+void serve_drop(struct op *op, struct link *link)
+{
+    struct requests *queue = link != NULL ? &requester_of(link)->requests
+                                          : &serve_of(op)->unclaimed;
+    struct request *request;
+    while ((request = take_request(queue)) != NULL)
+        free(request);
+}
+
+/* Whether a requester waits for that very answer already: late ones are requested again. */
+static bool is_waiting(const struct requester *requester, const struct request *request)
+{
+    const struct request *each = requester->requests.head;
+    while (each != NULL && (each->piece != request->piece || each->offset != request->offset
+                            || each->length != request->length || each->echo != request->echo))
+        each = each->next;
+    return each != NULL;
+}
+
+/* Keeps a request for its turn, if that requester has not too many. */
+static void queue_request(struct op *op, struct requester *requester, struct request *request)
+{
+    if (requester->requests.n >= REQUESTS_MAX || is_waiting(requester, request)) {
+        op->ops->dropped++;
+        free(request);
+        return;
+    }
+    append_request(&requester->requests, request);
+    link_request_turn(&requester->link);
+}
+
+/* The requester of that slot that can be answered, or NULL. */
+static struct requester *find_slot(const struct op *op, uint32_t slot)
+{
+    uint32_t i;
+    for (i = 0; i < op->n_links; i++)
+        if (op->links[i]->ring.position == slot && op->links[i]->stream != NULL)
+            return requester_of(op->links[i]);
+    return NULL;
+}
+
+/* Gives the early requests to the requesters that are known by now. Those of an earlier round are
+ * stale; those of a later one go on waiting for its START. */
+static void claim_requests(struct op *op)
+{
+    struct requests *unclaimed = &serve_of(op)->unclaimed, all = *unclaimed;
+    struct request *request;
+    unclaimed->head = NULL;
+    unclaimed->n = 0;
+    while ((request = take_request(&all)) != NULL) {
+        bool later = request->seq > op->seq;
+        struct requester *requester = later ? NULL : find_slot(op, request->slot);
+        if (request->seq < op->seq || (!later && request->nonce != op->nonce)) {
+            op->ops->dropped++;
+            free(request);
+        } else if (requester != NULL) {
+            queue_request(op, requester, request);
+        } else {
+            append_request(unclaimed, request);
+        }
+    }
+}
+
+/* ---- orders ---- */
+
+/* ALLOW: about so many bytes more may be sent. */
+static void allow(struct op *op, uint64_t bytes)
+{
+    struct serve *serve = serve_of(op);
+    uint32_t i;
+    serve->allowance = (serve->allowance < 0 ? serve->allowance : 0)
+        + (int64_t)(bytes < INT32_MAX ? bytes : INT32_MAX);
+    for (i = 0; i < op->n_links; i++)
+        if (requester_of(op->links[i])->requests.head != NULL)
+            link_request_turn(op->links[i]);
+}
+
+void serve_enter(struct op *op, const pccl_order *order)
+{
+    if (pieces_enter(&serve_of(op)->pieces, op, order) && order->limit > 0) {
+        serve_of(op)->limited = true;
+        allow(op, order->limit);
+    }
+}
+
+void serve_obey(struct op *op, const pccl_order *order)
+{
+    if (order->kind == PCCL_ALLOW)
+        allow(op, order->limit);
+}
+
+void serve_start(struct op *op, const pccl_order *order)
+{
+    uint32_t i;
+    if (!op->started || order->seq > op->seq) {
+        op_forget_links(op);     /* nobody waits for answers of the last round any more */
+        op->started = true;
+        op->seq = order->seq;
+        op->nonce = order->nonce;
+    }
+    for (i = 0; i < order->n_rings; i++) {
+        const pccl_ring *ring = &order->rings[i];
+        struct stream *stream = streams_find(op->ops->streams, ring->stream);
+        if (ring->position > UINT16_MAX || find_slot(op, ring->position) != NULL) {
+            op_fail(op, PCCL_EINVAL, "slot %lu is taken or too large",
+                    (unsigned long)ring->position);
+            return;
+        }
+        if (stream == NULL) {
+            op_report(op, PCCL_ESTREAM, "stream %lu is not open", (unsigned long)ring->stream);
+        } else if (op_add_link(op, stream, ring) == NULL) {
+            op_fail(op, PCCL_ENOMEM, "no memory for a requester");
+            return;
+        }
+    }
+    claim_requests(op);
+}
+
+void serve_lose(struct op *op, const struct stream *stream)
+{
+    /* One requester is gone, the others are served on. */
+    op_report(op, PCCL_ESTREAM, "stream %lu: %s", (unsigned long)stream->number, stream->text);
+}
+
+/* ---- messages ---- */
+
+/* Whether a request can be answered. */
+static bool is_possible(const struct pieces *pieces, uint32_t index,
+                        const struct wire_header *header, const struct packet *packet)
+{
+    uint64_t bytes = index < pieces->n ? pieces->piece[index].bytes : 0;
+    return packet->bytes == 0 && header->length > 0 && header->length <= PCCL_CHUNK_MAX
+        && header->offset <= bytes && header->length <= bytes - header->offset;
+}
+
+void serve_take(struct op *op, const struct wire_header *header, struct packet **packet)
+{
+    struct serve *serve = serve_of(op);
+    uint32_t index = pieces_find(&serve->pieces, header->piece);
+    struct request *request = NULL;
+    bool early = !op->started || header->seq > op->seq;
+    struct requester *requester = early ? NULL : find_slot(op, header->segment);
+    bool room = requester != NULL || serve->unclaimed.n < UNCLAIMED_MAX;
+    if (room && is_possible(&serve->pieces, index, header, *packet))
+        request = calloc(1, sizeof *request);
+    if (request == NULL) {       /* the others are served on */
+        op->ops->dropped++;
+        return;
+    }
+    request->seq = header->seq;
+    request->nonce = header->nonce;
+    request->slot = header->segment;
+    request->echo = header->hop;
+    request->piece = index;
+    request->length = header->length;
+    request->offset = header->offset;
+    if (requester != NULL)
+        queue_request(op, requester, request);
+    else
+        append_request(&serve->unclaimed, request);
+}
+
+enum turn serve_send(struct link *link)
+{
+    struct op *op = op_of(link);
+    struct serve *serve = serve_of(op);
+    struct requests *requests = &requester_of(link)->requests;
+    const struct request *request = requests->head;
+    const pccl_piece *piece = &serve->pieces.piece[request->piece];
+    struct wire_header header = pieces_header(&serve->pieces, link, WIRE_DATA, request->piece);
+    struct packet packet = {0};
+    if (serve->limited && serve->allowance <= 0)
+        return TURN_OVER;
+    header.hop = request->echo;
+    header.offset = request->offset;
+    header.length = request->length;
+    if (packet_build(&op->source, &packet, &header,
+                     (const unsigned char *)piece->data + request->offset, request->length)
+        != PCCL_OK) {
+        op_fail(op, PCCL_ENOMEM, "no memory for a message");
+        return TURN_FAILED;
+    }
+    if (stream_send(link->stream, &op->source, &packet) == BLOCKED) {
+        packet_clear(op->source.zmq, &packet);
+        return TURN_BLOCKED;
+    }
+    if (piece->uncounted)
+        op->source.tx_bytes -= request->length;
+    serve->allowance -= serve->limited ? (int64_t)request->length : 0;
+    free(take_request(requests));
+    return requests->head != NULL ? TURN_MORE : TURN_OVER;
+}

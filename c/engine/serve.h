@@ -1,0 +1,49 @@
+/* serve.h - a SERVE op: gives bytes of numbered pieces of memory to those who request them
+ * (fetch.h). */
+#ifndef PCCL_SERVE_H
+#define PCCL_SERVE_H
+
+#include "engine/op.h"
+#include "engine/pieces.h"
+
+/* A request that waits to be answered. */
+struct request {
+    struct request *next;
+    uint64_t seq, nonce;
+    uint32_t slot;
+    uint32_t piece;          /* index into pieces */
+    uint32_t length;
+    uint64_t offset;
+    uint16_t echo;           /* what the answer repeats */
+};
+
+/* A FIFO of requests. */
+struct requests {
+    struct request *head, *tail;
+    uint32_t n;
+};
+
+struct serve {
+    struct op op;
+    struct pieces pieces;
+    bool limited;            /* it may not send more than is allowed, */
+    int64_t allowance;       /* so many bytes; below 0 when an answer was larger */
+    struct requests unclaimed;   /* of slots that no START has named yet */
+};
+
+/* Whoever requests; its slot is its position. */
+struct requester {
+    struct link link;
+    struct requests requests;
+};
+
+/* For struct op_kind. */
+void serve_enter(struct op *op, const pccl_order *order);
+void serve_start(struct op *op, const pccl_order *order);
+void serve_obey(struct op *op, const pccl_order *order);
+void serve_take(struct op *op, const struct wire_header *header, struct packet **packet);
+enum turn serve_send(struct link *link);
+void serve_drop(struct op *op, struct link *link);
+void serve_lose(struct op *op, const struct stream *stream);
+
+#endif
