@@ -102,8 +102,8 @@
  * and cannot deadlock on its own back-pressure. Several rings could block each other, so the limits
  * do not hold while an op has rings that lead to different neighbours.
  *
- * Quantised (order's format), a payload is a chunk's elements by pccl_quantize(). Each partial
- * result is quantised anew; what is final is quantised once and then sent on as it is, and all
+ * Quantized (order's format), a payload is a chunk's elements by pccl_quantize(). Each partial
+ * result is quantized anew; what is final is quantized once and then sent on as it is, and all
  * members, the one that made it included, store what these bytes say. Chunks are whole blocks of
  * the format, counted from the begin of the part or segment, so that results do not depend on
  * chunk_bytes.
@@ -181,7 +181,7 @@ size_t pccl_dtype_size(int dtype);
 int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, size_t n,
                 uint32_t divisor);
 
-/* How an array of floats is quantised: docs/quantization.md says what each does. A block is a
+/* How an array of floats is quantized: docs/quantization.md says what each does. A block is a
  * header of one number (BLOCK: step) or two (MIN_MAX: step, offset; ZERO_POINT: step, zero code, or
  * -step, offset), fp64 for fp64 elements and fp32 for all others, and a code of so many bits for
  * each element; the last block of an array may be shorter. Of n codes of 4 bits, byte i has code i
@@ -191,20 +191,20 @@ enum pccl_format {
     PCCL_MIN_MAX_16 = 4, PCCL_ZERO_POINT_8 = 5, PCCL_ZERO_POINT_16 = 6
 };
 
-/* Elements of a block, 0 for an unknown format; bytes of n elements that are quantised, 0 for an
+/* Elements of a block, 0 for an unknown format; bytes of n elements that are quantized, 0 for an
  * unknown format or elements that are no floats. */
 size_t pccl_quantized_block(int format);
 uint64_t pccl_quantized_size(int format, int dtype, uint64_t n);
 
-/* Quantises n elements, and back. Arrays do not overlap. A block with a NaN or an infinity becomes
+/* Quantizes n elements, and back. Arrays do not overlap. A block with a NaN or an infinity becomes
  * all NaN. 0, or PCCL_EINVAL for an unknown format or elements that are no floats. */
 int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n);
 int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n);
 
-/* One step of a ring, in one pass: partial = quantised(partial op own), where partial is quantised
+/* One step of a ring, in one pass: partial = quantized(partial op own), where partial is quantized
  * and own is not, and op is SUM, AVG (which adds, and then divides), MAX or MIN. With MAX and MIN a
  * NaN or an infinity of either side spoils its block, as ever. If out is not NULL it receives
- * partial, no longer quantised; out may be own. What is wrong gives PCCL_EINVAL: PROD, and a
+ * partial, no longer quantized; out may be own. What is wrong gives PCCL_EINVAL: PROD, and a
  * divisor of 0 for AVG. Other operations ignore the divisor. */
 int pccl_quantized_reduce(int format, int dtype, int redop, void *partial, const void *own,
                           size_t n, uint32_t divisor, void *out);
@@ -356,7 +356,7 @@ enum pccl_order_kind {
  *                 waits for its VERDICT.
  *   START         op, seq, nonce (of the call, the same for all who take part), n_rings, rings;
  *                 COLLECTIVE and FETCH: chunk_bytes (of a message, in whole quanta, or in whole
- *                 blocks if it is quantised).
+ *                 blocks if it is quantized).
  *                 COLLECTIVE: the rings, as said above, all with the same members. BROADCAST: the
  *                 position of the root in each. `ranks` are the ranks by position, valid until
  *                 SETTLED; NULL: the positions. A ring of one member needs no stream.

@@ -1,4 +1,4 @@
-"""How far a quantised all-reduce is from the exact result: the tables and the plot of
+"""How far a quantized all-reduce is from the exact result: the tables and the plot of
 docs/quantization.md.
 
     python examples/quantization.py [PLOT.svg]

@@ -86,7 +86,7 @@ class Collectives(ABC):
                 that the average of 3 and 4 is 3. Or its name: "sum", "max", ...
             tag: tells apart collectives that run at the same time; the same on all peers.
             operand_descriptor: its dtype must be the array's.
-            quantization_options: what goes over the wire is quantised like this: floats only, and
+            quantization_options: what goes over the wire is quantized like this: floats only, and
                 no PROD. Every peer's result has the same bits; docs/quantization.md has the
                 errors. A NaN or an infinity makes its block of elements NaN.
             quantization: the same by a short name: "int8" or "int4" (block-wise), "uint8".
@@ -99,7 +99,7 @@ class Collectives(ABC):
             PCCLTimeoutError: the time-out has passed; the message names who was waited for.
             PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
                 RANK_CONNECTION_LOST (call again), INVALID_ARGUMENT (the peers ask for different
-                work, the tag is in use, or this cannot be quantised), INVALID_USAGE.
+                work, the tag is in use, or this cannot be quantized), INVALID_USAGE.
             ValueError, AssertionError: the arrays do not fit each other.
             ValueError: an unknown `quantization`, or `quantization_options` as well.
             OverflowError: `tag` is negative or above 2**64 - 1.
@@ -128,7 +128,7 @@ class Collectives(ABC):
 
         Raises:
             PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use, or this cannot be
-                quantised), INVALID_USAGE. What happens later is the handle's to tell.
+                quantized), INVALID_USAGE. What happens later is the handle's to tell.
             ValueError, AssertionError, OverflowError: as for `all_reduce`.
         """
         options = _options(quantization_options, quantization)

@@ -53,7 +53,7 @@ def all_reduce(
 
     Raises:
         ValueError, AssertionError: the arrays do not fit each other, or there is no such operation.
-        PCCLError: INVALID_ARGUMENT: they cannot be quantised so.
+        PCCLError: INVALID_ARGUMENT: they cannot be quantized so.
     """
     given = _several(send)
     targets = given if recv is None else _matching(given, recv)
@@ -70,7 +70,7 @@ def described(
     """The operands of an all-reduce of memory that the caller vouches for.
 
     Raises:
-        PCCLError: INVALID_ARGUMENT: it cannot be quantised so.
+        PCCLError: INVALID_ARGUMENT: it cannot be quantized so.
     """
     each = [Operand(send, recv, send.count)]
     return _operands("all_reduce", _Several([], [], False), each, op=op, options=options)
@@ -123,7 +123,7 @@ def reduce_scatter(
 
     Raises:
         ValueError, AssertionError: the arrays do not fit each other.
-        PCCLError: INVALID_ARGUMENT: they cannot be quantised so.
+        PCCLError: INVALID_ARGUMENT: they cannot be quantized so.
     """
     given = _several(send)
     wholes = [Buffer.of(array) for array in given.arrays]

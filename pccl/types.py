@@ -185,7 +185,7 @@ class DeviceType(Enum):
 
 
 class DistributionHint(Enum):
-    """How values are distributed, for quantisers that care."""
+    """How values are distributed, for quantizers that care."""
 
     NONE = 0
     NORMAL = 1
@@ -193,7 +193,7 @@ class DistributionHint(Enum):
 
 
 class QuantizationAlgorithm(Enum):
-    """How values are quantised on the wire; docs/quantization.md says exactly, and the errors.
+    """How values are quantized on the wire; docs/quantization.md says exactly, and the errors.
 
     MIN_MAX, ZERO_POINT_SCALE: as `QuantizationOptions.quantized_datatype` says, of 8 or 16 bits.
     BLOCKWISE_INT8, BLOCKWISE_INT4: a scale for every 256, or 64, elements. The recommended ones.
@@ -212,7 +212,7 @@ class ReduceOperandDescriptor:
 
     Attributes:
         datatype: must be that of the arrays.
-        distribution_hint: for quantisers.
+        distribution_hint: for quantizers.
     """
 
     datatype: DataType
@@ -221,7 +221,7 @@ class ReduceOperandDescriptor:
 
 @dataclass(slots=True)
 class QuantizationOptions:
-    """How a collective is quantised on the wire.
+    """How a collective is quantized on the wire.
 
     Attributes:
         quantized_datatype: of an element on the wire: UINT8, INT8, UINT16 or INT16. Of no meaning
@@ -260,7 +260,7 @@ class ReduceDescriptor:
         op: what is computed.
         tag: tells collectives that are under way at the same time apart.
         operand_descriptor: what the elements are.
-        quantization_options: None is not quantised.
+        quantization_options: None is not quantized.
     """
 
     count: int

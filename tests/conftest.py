@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: they run on each filling of the engine's function table."""
+"""Fixtures of the end-to-end tests: they run on each backend of the engine's function table."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ settings.load_profile("pccl")
 
 
 @pytest.fixture(params=["libzmq", "pyzmq"])
-def filling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The filling that engines made in this test, and in its child processes, use.
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The backend that engines made in this test, and in its child processes, use.
 
     Small arrays go over the engine too.
     """
@@ -32,7 +32,7 @@ def filling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture(params=[2, 3, 5])
-def cluster(request: pytest.FixtureRequest, filling: str) -> Iterator[Cluster]:
+def cluster(request: pytest.FixtureRequest, backend: str) -> Iterator[Cluster]:
     """Connected peers."""
     with Cluster(request.param) as made:
         yield made

@@ -1,4 +1,4 @@
-"""What quantisation must give, in numpy, to the bit: docs/quantization.md in code.
+"""What quantization must give, in numpy, to the bit: docs/quantization.md in code.
 
 Formats go by the names of c/pccl.h's pccl_format, without the prefix, and in its order.
 """
@@ -161,7 +161,7 @@ def reduce(
 
 
 def all_reduce(inputs: list[Array], op: str, dtype: str, format: Format) -> Array:
-    """What every member of one ring holds after a quantised all-reduce: as oracle.all_reduce."""
+    """What every member of one ring holds after a quantized all-reduce: as oracle.all_reduce."""
     members = len(inputs)
     result = inputs[0].copy()
     cuts = oracle.bounds(inputs[0].size, members)

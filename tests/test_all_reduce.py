@@ -75,7 +75,7 @@ def test_a_larger_odd_size(cluster: Cluster, in_place: bool) -> None:
     check(cluster, list(itertools.product(oracle.DTYPES, ["sum", "avg"], [203530])), in_place)
 
 
-def test_alone(filling: str) -> None:
+def test_alone(backend: str) -> None:
     with Cluster(1) as cluster:
         comm = cluster.comms[0]
         array = np.arange(5, dtype=np.float32)
@@ -87,7 +87,7 @@ def test_alone(filling: str) -> None:
         assert comm.world_size == 1
 
 
-def test_forty_tags_launched_in_opposite_orders(filling: str) -> None:
+def test_forty_tags_launched_in_opposite_orders(backend: str) -> None:
     with Cluster(2) as cluster:
         sends = [np.full(1000, float(i + 1), np.float32) for i in range(2)]
         recvs = [[np.empty_like(sends[0]) for _ in range(40)] for _ in range(2)]

@@ -158,7 +158,7 @@ def test_peers_of_several_machines_print_one_table(tmp_path: Path) -> None:
         assert row[15] == str(size // 2)
 
 
-def test_quantised_takes_turns_with_unquantised(tmp_path: Path) -> None:
+def test_quantized_takes_turns_with_unquantized(tmp_path: Path) -> None:
     ended = bench(
         *("all_reduce", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0),
         *("--quantize", "int8", "--against", "unquantized"),
@@ -180,14 +180,14 @@ def test_digest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4", "uint8"])
-def test_quantised_elements_are_near(tmp_path: Path, quantization: str) -> None:
+def test_quantized_elements_are_near(tmp_path: Path, quantization: str) -> None:
     ended = bench(
         *("all_reduce", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0, "--peers", 3),
         *("-d", "half", "-o", "avg", "--quantize", quantization),
         cwd=tmp_path,
     )
     assert ended.returncode == 0, ended.stderr
-    assert f"quantised to {quantization}" in ended.stdout
+    assert f"quantized to {quantization}" in ended.stdout
     (row,) = rows(ended.stdout)
     assert row[8] == row[12] == "0"
 

@@ -185,7 +185,7 @@ def test_lists_and_dicts_of_arrays(cluster: Cluster, in_place: bool) -> None:
 
 
 @pytest.mark.parametrize("how", ["int8", "int4", "uint8"])
-def test_quantised_lists_and_scatters(cluster: Cluster, how: str) -> None:
+def test_quantized_lists_and_scatters(cluster: Cluster, how: str) -> None:
     """The same bits on all peers, as near to the mean as these codes can be."""
     size = len(cluster.comms)
 
@@ -211,7 +211,7 @@ def test_quantised_lists_and_scatters(cluster: Cluster, how: str) -> None:
     cluster.each(job)
 
 
-def test_torch(filling: str) -> None:
+def test_torch(backend: str) -> None:
     torch = pytest.importorskip("torch")
     with Cluster(3) as cluster:
 
@@ -233,7 +233,7 @@ def test_torch(filling: str) -> None:
         cluster.each(job)
 
 
-def test_alone(filling: str) -> None:
+def test_alone(backend: str) -> None:
     with Cluster(1) as cluster:
         comm = cluster.comms[0]
         x = np.arange(4.0)
@@ -337,7 +337,7 @@ def test_arguments_that_cannot_be() -> None:
         assert handle.wait()[0]
 
 
-def test_ranks_that_have_changed_unseen_are_an_error_first(filling: str) -> None:
+def test_ranks_that_have_changed_unseen_are_an_error_first(backend: str) -> None:
     """A lost root makes nobody else the source before the program has been told."""
     with Cluster(3) as cluster:
         cluster.comms.sort(key=lambda comm: comm.rank)
@@ -379,7 +379,7 @@ def in_place_work(rank: int) -> dict[str, tuple[list[Array], Any]]:
 
 
 @pytest.mark.parametrize("what", in_place_work(0))
-def test_a_peer_that_goes_in_the_middle_leaves_what_was_given(filling: str, what: str) -> None:
+def test_a_peer_that_goes_in_the_middle_leaves_what_was_given(backend: str, what: str) -> None:
     with Cluster(3) as cluster:
         cluster.comms.sort(key=lambda comm: comm.rank)
         works = [in_place_work(comm.rank)[what] for comm in cluster.comms]

@@ -175,7 +175,7 @@ def on_gpu(address: int, count: int) -> Buffer:
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_an_all_reduce(gpu: Gpu, in_place: bool, filling: str) -> None:
+def test_an_all_reduce(gpu: Gpu, in_place: bool, backend: str) -> None:
     count = 5000
     sends = [gpu.hold(np.full(count, 1 + index, np.float32)) for index in range(2)]
     recvs = sends if in_place else [gpu.hold(np.zeros(count, np.float32)) for _ in range(2)]

@@ -79,7 +79,7 @@ def caller(waiter: Waiter, context: zmq.Context[zmq.Socket[bytes]]) -> Caller:
     return Caller(waiter, context)
 
 
-def test_who_proves_himself_is_reached(filling: str, caller: Caller) -> None:
+def test_who_proves_himself_is_reached(backend: str, caller: Caller) -> None:
     engine = Engine(EngineOptions(dialler=TOKEN.encode()), host=LOCAL)
     for asker in (LOCAL, ELSEWHERE, None):
         assert caller.dial(Target(LOCAL, engine.port, token=TOKEN), asker) == ""
@@ -231,7 +231,7 @@ def test_who_cannot_be_let_in_is_not_dialled() -> None:
             target.accept()
 
 
-def test_a_newcomer_that_somebody_else_answers_for_is_told_so(filling: str) -> None:
+def test_a_newcomer_that_somebody_else_answers_for_is_told_so(backend: str) -> None:
     """As where a forwarding of ports leads to another peer."""
     server = Server("127.0.0.1", 0, Config())
     other = Engine(EngineOptions(dialler=b"f" * 16), host=LOCAL)

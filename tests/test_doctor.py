@@ -32,7 +32,7 @@ def test_this_machine() -> None:
     code, text = doctor()
     assert code == 0
     assert line(text, "all_reduce").startswith("ok")
-    for title in ("pccl", "python", "pyzmq", "numpy", "engine filling", "arithmetic"):
+    for title in ("pccl", "python", "pyzmq", "numpy", "engine backend", "arithmetic"):
         assert line(text, title)
 
 

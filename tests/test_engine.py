@@ -1,4 +1,4 @@
-"""Real engines, several in one process, over both fillings of the function table."""
+"""Real engines, several in one process, over both backends of the function table."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ Make = Callable[..., list[Peer]]
 
 
 @pytest.fixture(params=["libzmq", "pyzmq"])
-def filling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("PCCL_ENGINE", request.param)
     tables.load.cache_clear()
     yield request.param
@@ -76,7 +76,7 @@ def filling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def make(filling: str) -> Iterator[Make]:
+def make(backend: str) -> Iterator[Make]:
     """Makes engines in a ring: each one's stream 1 leads to the next."""
     made: list[Peer] = []
 
@@ -84,7 +84,7 @@ def make(filling: str) -> Iterator[Make]:
         peers = [Peer(replace(OPTIONS, **changes)) for _ in range(n)]
         made.extend(peers)
         for i, peer in enumerate(peers):
-            assert peer.engine.filling == filling
+            assert peer.engine.backend == backend
             to = peers[(i + 1) % n].endpoint(transport)
             peer.engine.open_stream(1)
             peer.engine.connect_stream(1, to, lanes=lanes, hwm=4)
@@ -457,7 +457,7 @@ def test_ipc_path_is_private_and_removed(make: Make) -> None:
     assert not os.path.exists(directory)
 
 
-def test_what_an_engine_cannot_be(filling: str) -> None:
+def test_what_an_engine_cannot_be(backend: str) -> None:
     with pytest.raises(ValueError, match="forward_max=0"):
         Engine(EngineOptions(forward_max=0))
     engine = Engine(host="127.0.0.1")

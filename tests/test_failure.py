@@ -33,7 +33,7 @@ Start = Callable[..., Worker]
 
 
 @pytest.fixture
-def workers(filling: str) -> Iterator[Start]:
+def workers(backend: str) -> Iterator[Start]:
     started: list[Worker] = []
 
     def start(master: str, slot: int, count: int, what: str = "all_reduce") -> Worker:
@@ -121,7 +121,7 @@ def test_a_frozen_peer_is_dropped(workers: Start, monkeypatch: pytest.MonkeyPatc
         agree(alive)
 
 
-def test_a_peer_that_leaves_costs_the_others_nothing(filling: str) -> None:
+def test_a_peer_that_leaves_costs_the_others_nothing(backend: str) -> None:
     with Cluster(3) as cluster:
         leaver = cluster.comms.pop()
         array = np.ones(1000)
@@ -137,7 +137,7 @@ def test_a_peer_that_leaves_costs_the_others_nothing(filling: str) -> None:
             leaver.all_reduce(array, array, op=pccl.ReduceOp.SUM)
 
 
-def test_the_last_survivor_is_told_that_it_is_alone(filling: str) -> None:
+def test_the_last_survivor_is_told_that_it_is_alone(backend: str) -> None:
     with Cluster(2) as cluster:
         survivor, victim = cluster.comms
         array = np.arange(1000.0)
@@ -153,7 +153,7 @@ def test_the_last_survivor_is_told_that_it_is_alone(filling: str) -> None:
         assert survivor.world_size == 1
 
 
-def test_a_lost_master_is_told_apart(filling: str) -> None:
+def test_a_lost_master_is_told_apart(backend: str) -> None:
     with Cluster(2) as cluster:
         array = np.ones(1000)
         handle = cluster.comms[0].all_reduce_async(array, array, op=pccl.ReduceOp.SUM)
@@ -164,7 +164,7 @@ def test_a_lost_master_is_told_apart(filling: str) -> None:
             cluster.comms[0].update_topology()
 
 
-def test_deleting_a_communicator_with_a_collective_pending(filling: str) -> None:
+def test_deleting_a_communicator_with_a_collective_pending(backend: str) -> None:
     with Cluster(2) as cluster:
         survivor, deleted = cluster.comms
         array = np.ones(1000)

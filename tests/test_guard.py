@@ -207,7 +207,7 @@ def test_a_message_of_many_frames_is_dropped_with_its_connection() -> None:
         wait_until(lambda: server.peers == 1)
 
 
-def test_many_frames_are_dropped_and_the_next_message_stays(filling: str) -> None:
+def test_many_frames_are_dropped_and_the_next_message_stays(backend: str) -> None:
     drain = Drain()
     with (
         zmq.Context() as context,

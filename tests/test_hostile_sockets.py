@@ -140,7 +140,7 @@ def reduce_until(stop: threading.Event, index: int, comm: pccl.Communicator) -> 
 
 
 @pytest.mark.parametrize("target", ["master", "engine", "engine, by a member"])
-def test_two_peers_reduce_on_while_strangers_send_garbage(target: str, filling: str) -> None:
+def test_two_peers_reduce_on_while_strangers_send_garbage(target: str, backend: str) -> None:
     with Cluster(2) as cluster:
         stop = threading.Event()
         draw = random.Random(target)

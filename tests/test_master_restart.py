@@ -18,7 +18,7 @@ import pccl
 
 
 @pytest.fixture
-def team(filling: str) -> Iterator[Callable[[str, int], Worker]]:
+def team(backend: str) -> Iterator[Callable[[str, int], Worker]]:
     started: list[Worker] = []
 
     def start(address: str, slot: int) -> Worker:

@@ -1,4 +1,4 @@
-"""The quantising kernels against numpy, to the bit, and what their errors may be."""
+"""The quantizing kernels against numpy, to the bit, and what their errors may be."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def dequantize(name: str, dtype: str, data: bytes, n: int, offset: int = 0) -> A
 
 
 def there_and_back(name: str, dtype: str, values: Any) -> Array:
-    """Numbers, quantised and read again."""
+    """Numbers, quantized and read again."""
     array = oracle.encode(np.asarray(values, quantized.real(dtype)), dtype)
     data = quantize(name, dtype, array)
     return oracle.decode(dequantize(name, dtype, data, array.size), dtype)

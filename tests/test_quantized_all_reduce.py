@@ -1,4 +1,4 @@
-"""Quantised all_reduce end to end: bit for bit what the oracle says, on every peer alike."""
+"""Quantized all_reduce end to end: bit for bit what the oracle says, on every peer alike."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Case = tuple[str, str, int, pccl.QuantizationOptions, str]  # dtype, op, count, 
 
 @pytest.fixture(autouse=True)
 def over_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small arrays too: what travels with the votes is not quantised."""
+    """Small arrays too: what travels with the votes is not quantized."""
     monkeypatch.setenv("PCCL_INLINE_BYTES", "0")
 
 
@@ -203,14 +203,14 @@ def test_a_peer_that_leaves_in_the_middle() -> None:
     ("second", "words"),
     [
         ({}, "elements of float32, sum) with"),
-        ({"quantization": "int4"}, "quantised by BLOCKWISE_INT4"),
+        ({"quantization": "int4"}, "quantized by BLOCKWISE_INT4"),
         (
             {"quantization_options": pccl.QuantizationOptions(pccl.DataType.INT8)},
-            "quantised by MIN_MAX to int8",
+            "quantized by MIN_MAX to int8",
         ),
     ],
 )
-def test_another_quantisation_is_an_error_on_both(second: dict[str, Any], words: str) -> None:
+def test_another_quantization_is_an_error_on_both(second: dict[str, Any], words: str) -> None:
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:
@@ -219,7 +219,7 @@ def test_another_quantisation_is_an_error_on_both(second: dict[str, Any], words:
             with pytest.raises(pccl.MismatchError, match="INVALID_ARGUMENT") as caught:
                 comm.all_reduce(array, array, op=pccl.ReduceOp.SUM, **wish)
             assert words in str(caught.value)
-            assert "quantised by BLOCKWISE_INT8" in str(caught.value)
+            assert "quantized by BLOCKWISE_INT8" in str(caught.value)
             assert (array == 1).all()
             comm.all_reduce(array, array, op=pccl.ReduceOp.SUM, quantization="int8")
             assert np.abs(array - 2).max() < 0.02
@@ -227,7 +227,7 @@ def test_another_quantisation_is_an_error_on_both(second: dict[str, Any], words:
         cluster.each(job)
 
 
-def test_what_cannot_be_quantised() -> None:
+def test_what_cannot_be_quantized() -> None:
     with Cluster(2) as cluster:
         comm = cluster.comms[0]
         floats, integers = np.ones(10, np.float32), np.ones(10, np.int32)
@@ -235,7 +235,7 @@ def test_what_cannot_be_quantised() -> None:
         for array, op, options, words in (
             (integers, pccl.ReduceOp.SUM, pccl.QuantizationOptions(), "INT32.*only floats"),
             (floats, pccl.ReduceOp.PROD, pccl.QuantizationOptions(), "PROD.*only SUM, AVG, MAX"),
-            (floats, pccl.ReduceOp.SUM, wide, "cannot quantise to UINT32"),
+            (floats, pccl.ReduceOp.SUM, wide, "cannot quantize to UINT32"),
         ):
             with pytest.raises(pccl.PCCLError, match=f"INVALID_ARGUMENT.*{words}"):
                 comm.all_reduce(array, array, op=op, quantization_options=options)

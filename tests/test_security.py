@@ -38,7 +38,7 @@ def foreign(tmp_path: Path, keys: Path) -> Path:
 
 
 @pytest.fixture
-def run(filling: str, keys: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def run(backend: str, keys: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """Two connected peers of an encrypted run."""
     monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
     with Cluster(2) as made:
@@ -60,7 +60,7 @@ def reduce(run: Cluster, count: int = 100_000) -> None:
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_allowed_peers_reduce_and_synchronise(
-    filling: str, keys: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, keys: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PCCL_TRANSPORT", transport)
     monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
@@ -249,7 +249,7 @@ def test_files_that_hold_no_keys_are_named_and_not_quoted(keys: Path) -> None:
 
 
 @pytest.mark.parametrize(("public", "secret"), [(40, 0), (0, 40), (39, 40), (40, 41), (48, 48)])
-def test_an_engine_refuses_half_a_key(filling: str, public: int, secret: int) -> None:
+def test_an_engine_refuses_half_a_key(backend: str, public: int, secret: int) -> None:
     with pytest.raises(ValueError, match="an engine cannot work with"):
         Engine(EngineOptions(curve_public=b"k" * public, curve_secret=b"s" * secret))
 

@@ -36,7 +36,7 @@ def test_equal_content_moves_nothing(cluster: Cluster) -> None:
     cluster.each(job)
 
 
-def test_the_popular_content_wins_and_only_what_differs_moves(filling: str) -> None:
+def test_the_popular_content_wins_and_only_what_differs_moves(backend: str) -> None:
     with Cluster(3) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> pccl.SharedStateSyncInfo:
@@ -52,7 +52,7 @@ def test_the_popular_content_wins_and_only_what_differs_moves(filling: str) -> N
         assert sum(info.tx_bytes for info in infos) == 800_024
 
 
-def test_a_newcomer_receives_everything(filling: str) -> None:
+def test_a_newcomer_receives_everything(backend: str) -> None:
     with Cluster(2) as cluster:
         arrays = [np.full(300_001, 5.0, np.float32) for _ in range(2)]
         states = [state(array, revision=41) for array in arrays]
@@ -69,7 +69,7 @@ def test_a_newcomer_receives_everything(filling: str) -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.05])
-def test_a_holder_leaves_in_the_middle_of_the_transfer(filling: str, delay_s: float) -> None:
+def test_a_holder_leaves_in_the_middle_of_the_transfer(backend: str, delay_s: float) -> None:
     with Cluster(3) as cluster:
         arrays = [np.full(4_000_000, 3.0, np.float64) for _ in range(2)] + [np.zeros(4_000_000)]
         moment = threading.Event()
@@ -94,7 +94,7 @@ def test_a_holder_leaves_in_the_middle_of_the_transfer(filling: str, delay_s: fl
         assert cluster.comms[1].world_size == 2
 
 
-def test_fp16_and_unaligned_entries(filling: str) -> None:
+def test_fp16_and_unaligned_entries(backend: str) -> None:
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:
@@ -138,7 +138,7 @@ def test_another_structure_is_dropped_with_the_first_difference() -> None:
             cluster.comms[2].update_topology()
 
 
-def test_alone(filling: str) -> None:
+def test_alone(backend: str) -> None:
     with Cluster(1) as cluster:
         shared = state(np.ones(3), revision=9)
         assert cluster.comms[0].sync_shared_state(shared) == pccl.SharedStateSyncInfo(0, 0)
@@ -148,7 +148,7 @@ def test_alone(filling: str) -> None:
 # ---- strategies ----
 
 
-def test_late_joiners_receive_and_the_others_send(filling: str) -> None:
+def test_late_joiners_receive_and_the_others_send(backend: str) -> None:
     with Cluster(4) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> pccl.SharedStateSyncInfo:
@@ -168,7 +168,7 @@ def test_late_joiners_receive_and_the_others_send(filling: str) -> None:
         assert sum(info.tx_bytes for info in infos) == 800_016
 
 
-def test_a_newcomer_receives_where_the_others_are(filling: str) -> None:
+def test_a_newcomer_receives_where_the_others_are(backend: str) -> None:
     """The pattern of asynchronous DiLoCo: who joins late gets the revision that is there."""
     with Cluster(2) as cluster:
         cluster.each(lambda i, comm: comm.sync_shared_state(state(np.ones(9)), SEND_ONLY))
@@ -371,7 +371,7 @@ def test_a_first_synchronisation_waits_for_enough_peers() -> None:
             cluster.comms[0].sync_shared_state(state(arrays[0]), min_peers=0)
 
 
-def test_memory_that_rots_between_two_synchronisations_is_seen(filling: str) -> None:
+def test_memory_that_rots_between_two_synchronisations_is_seen(backend: str) -> None:
     """Content that was verified is hashed again each time."""
     with Cluster(3) as cluster:
 
@@ -417,7 +417,7 @@ def test_a_group_that_waits_holds_up_no_other() -> None:
 # ---- entries of all kinds ----
 
 
-def test_entries_that_may_differ_are_received_by_newcomers_alone(filling: str) -> None:
+def test_entries_that_may_differ_are_received_by_newcomers_alone(backend: str) -> None:
     def offered(array: np.ndarray, revision: int) -> pccl.SharedState:
         same = pccl.TensorInfo.from_numpy(np.ones(3), "same")
         own = pccl.TensorInfo.from_numpy(array, "own", allow_content_inequality=True)
@@ -461,7 +461,7 @@ def test_every_element_type(dtype: pccl.DataType) -> None:
         cluster.each(job)
 
 
-def test_thousands_of_entries(filling: str) -> None:
+def test_thousands_of_entries(backend: str) -> None:
     entries = 3000
     with Cluster(3) as cluster:
 

@@ -32,7 +32,7 @@ def state(array: np.ndarray, revision: int = 0) -> pccl.SharedState:
     return made
 
 
-def test_several_holders_share_the_work(filling: str) -> None:
+def test_several_holders_share_the_work(backend: str) -> None:
     """Of different sizes, so that the last leaves and chunks are short ones."""
     count = 41 * MIB + 17
     with Cluster(3) as cluster:
@@ -52,7 +52,7 @@ def test_several_holders_share_the_work(filling: str) -> None:
         assert min(info.tx_bytes for info in infos[:2]) > 0
 
 
-def test_a_holder_keeps_its_budget(filling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_keeps_its_budget(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lower bound of the time, so no load can break it: 4 MB at 80 Mbit/s, but for one chunk."""
     monkeypatch.setenv("PCCL_SYNC_MBITS", "80")
     with Cluster(2) as cluster:
@@ -92,7 +92,7 @@ def holders(
     ("how", "victims"), [("SIGKILL", 1), ("SIGKILL", 2), ("SIGSTOP", 1)], ids=str
 )
 def test_holders_are_lost_in_the_middle(
-    filling: str, how: str, victims: int, monkeypatch: pytest.MonkeyPatch
+    backend: str, how: str, victims: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two: what one lacks comes from the other; without any the newcomer keeps what it had."""
     mib = 64
@@ -127,7 +127,7 @@ def test_holders_are_lost_in_the_middle(
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_a_receiver_is_killed_in_the_middle(filling: str) -> None:
+def test_a_receiver_is_killed_in_the_middle(backend: str) -> None:
     mib = 64
     with pccl.MasterNode("127.0.0.1:0") as master, holders(master.address, 2, 3, mib) as running:
         program = [sys.executable, "-c", RECEIVER, master.address, str(mib)]
@@ -176,7 +176,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, liar: pccl.Communicator, array: np.nd
     monkeypatch.setattr(Client, "sync", wrapper)
 
 
-def test_a_holder_that_lies_is_asked_no_more(filling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_that_lies_is_asked_no_more(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 20 * MIB
     with Cluster(3) as cluster:
         arrays = [np.full(count, 5 * (index < 2), np.uint8) for index in range(3)]
@@ -223,7 +223,7 @@ def diverged(index: int) -> dict[str, np.ndarray]:
     return {"same": np.ones(5), "weights": weights, "counter": counter}
 
 
-def test_divergence_is_told_to_all(filling: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_divergence_is_told_to_all(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     with Cluster(3) as cluster:
         logging.getLogger("pccl").addHandler(caplog.handler)
         try:
@@ -264,7 +264,7 @@ def test_a_newcomer_and_a_fresh_run_have_not_diverged() -> None:
         assert [info.divergence for info in infos] == [(), (), ()]
 
 
-def test_divergence_can_be_an_error(filling: str) -> None:
+def test_divergence_can_be_an_error(backend: str) -> None:
     """One peer that wants it is enough. Nothing has changed, and the next call repairs it."""
     with Cluster(3) as cluster:
 
@@ -285,7 +285,7 @@ def test_divergence_can_be_an_error(filling: str) -> None:
 
 
 def test_progress_is_told_to_the_receiver(
-    filling: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     count = 9 * MIB
     monkeypatch.setattr("pccl.runtime.sync.LOG_S", 0.0)

@@ -42,7 +42,7 @@ def options(pair: KeyPair | None) -> EngineOptions:
 
 
 @pytest.fixture(params=["keys", "no keys"])
-def ring(filling: str, request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
+def ring(backend: str, request: pytest.FixtureRequest) -> Iterator[list[Peer]]:
     """Peers 1 and 2, each other's only neighbours, of which none expects anybody yet."""
     pairs = [PAIR, NEXT] if request.param == "keys" else [None, None]
     peers = [Peer(options(pair)) for pair in pairs]
@@ -74,7 +74,7 @@ def test_neighbours_wait_until_they_are_known(ring: list[Peer], later: bool) -> 
     assert all((recv == job.expected).all() for recv in job.recv)
 
 
-def test_who_wants_another_peer_is_told_so_at_once(filling: str) -> None:
+def test_who_wants_another_peer_is_told_so_at_once(backend: str) -> None:
     peers = [Peer(options(None)) for _ in range(2)]
     for transport, stream in (("tcp", 1), ("ipc", 2)):
         to = peers[1].endpoint(transport)
@@ -88,7 +88,7 @@ def test_who_wants_another_peer_is_told_so_at_once(filling: str) -> None:
         peer.engine.close()
 
 
-def test_who_wants_the_holder_of_another_key_loses_the_stream_at_once(filling: str) -> None:
+def test_who_wants_the_holder_of_another_key_loses_the_stream_at_once(backend: str) -> None:
     peers = [Peer(options(pair)) for pair in (PAIR, NEXT)]
     to = peers[1].endpoint("tcp")
     peers[0].engine.open_stream(1)
@@ -100,7 +100,7 @@ def test_who_wants_the_holder_of_another_key_loses_the_stream_at_once(filling: s
         peer.engine.close()
 
 
-def test_an_engine_for_everybody(filling: str) -> None:
+def test_an_engine_for_everybody(backend: str) -> None:
     """So the strangers below fail for want of a name, and not because nobody gets in."""
     peer = Peer(EngineOptions())
     stranger = Stranger(peer.endpoint("tcp"), lambda push: None)
@@ -184,7 +184,7 @@ def reduce(run: Cluster, count: int = 100_000) -> None:
     run.each(job)
 
 
-def test_strangers_get_nothing_in(filling: str, transport: str) -> None:
+def test_strangers_get_nothing_in(backend: str, transport: str) -> None:
     with Cluster(2) as run:
         endpoint = target(run.comms[0], transport)
         outside = [
@@ -206,7 +206,7 @@ def test_strangers_get_nothing_in(filling: str, transport: str) -> None:
 
 
 def test_strangers_get_nothing_in_where_there_are_keys(
-    filling: str, keys: Path, transport: str, monkeypatch: pytest.MonkeyPatch
+    backend: str, keys: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
     with Cluster(2) as run:

@@ -163,7 +163,7 @@ static const char *take_parts(struct collective *collective, const pccl_order *o
             return "unknown element type";
         if (collective->format != PCCL_UNQUANTIZED
             && pccl_quantized_size(collective->format, part->dtype, 1) == 0)
-            return "what is quantised is floats";
+            return "what is quantized is floats";
         if (given->count > (SIZE_MAX / 2 / blocks - bytes) / part->width)
             return "too many elements";
         part->send = given->send;

@@ -210,7 +210,7 @@ static const void *numbers_of(const struct type *type, const unsigned char *elem
     return x;
 }
 
-/* Elements from quantised ones. */
+/* Elements from quantized ones. */
 static void read_elements(const struct type *type, int format, const unsigned char *in,
                           unsigned char *out, size_t n)
 {
@@ -260,7 +260,7 @@ int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n)
     return PCCL_OK;
 }
 
-/* x = what is quantised, reduced with `own`. */
+/* x = what is quantized, reduced with `own`. */
 static void reduce_into(const struct type *type, int format, int redop, const unsigned char *in,
                         const void *own, union numbers *x, size_t n, uint32_t divisor)
 {

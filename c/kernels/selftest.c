@@ -76,7 +76,7 @@ static uint64_t sample(int dtype, uint64_t i)
 }
 
 /* Only numbers near 1: one that is not finite, or is much larger, would be all that is seen of its
- * block when that is quantised. */
+ * block when that is quantized. */
 static uint64_t near_sample(int dtype, uint64_t i)
 {
     const uint64_t near = (uint64_t)15 << 60;
@@ -166,7 +166,7 @@ static void sink_blocks(sink *to, int format, int dtype, const unsigned char *da
     }
 }
 
-/* Quantises, reads that, reduces it as a ring does in every way, and reads that. */
+/* Quantizes, reads that, reduces it as a ring does in every way, and reads that. */
 static void test_format(sink *to, int format, int dtype, const unsigned char *a,
                         const unsigned char *b)
 {

@@ -130,7 +130,7 @@ static unsigned char *reduced(const struct job *job, int k)
     return sum;
 }
 
-/* What a ring of quantised chunks makes of the one segment from element `begin` on, which goes
+/* What a ring of quantized chunks makes of the one segment from element `begin` on, which goes
  * round from position s on. */
 static void reduce_quantized(const struct job *job, unsigned char *sum, int s, uint64_t begin,
                              uint64_t count)
@@ -148,7 +148,7 @@ static void reduce_quantized(const struct job *job, unsigned char *sum, int s, u
     free(data - 1);
 }
 
-/* The quantised reduction of a job of one part, whose segments are those of one ring. */
+/* The quantized reduction of a job of one part, whose segments are those of one ring. */
 static void expect_quantized(const struct job *job, unsigned char *sum)
 {
     uint32_t n = (uint32_t)job->n, s;

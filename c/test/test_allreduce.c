@@ -73,7 +73,7 @@ static void test_types(void)
         }
 }
 
-/* Quantised: every format, with chunks of one block and of several, with and without partial
+/* Quantized: every format, with chunks of one block and of several, with and without partial
  * results, all-reduced and scattered. */
 static void test_quantized(void)
 {

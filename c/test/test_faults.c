@@ -8,7 +8,7 @@
 #include "engine/wire.h"
 
 static struct peers peers;
-static int format;                   /* of the jobs: all this happens to quantised ones too */
+static int format;                   /* of the jobs: all this happens to quantized ones too */
 
 static struct job make_job(uint64_t count, bool in_place, int n)
 {
@@ -312,7 +312,7 @@ static void test_hostile_messages(void)
     TRY(FATAL, FATAL, bytes = 0);
 }
 
-/* What a quantised payload says is some numbers, whatever its bytes; its size must be right. */
+/* What a quantized payload says is some numbers, whatever its bytes; its size must be right. */
 static void test_hostile_payloads(void)
 {
     format = PCCL_BLOCK_8;

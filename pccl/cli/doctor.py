@@ -98,9 +98,9 @@ def _software() -> Iterator[Finding]:
         except PackageNotFoundError:
             found = "not installed"
         yield Finding(package, found)
-    filling = tables.load()
-    reason = f" ({filling.reason})" if filling.reason else ""
-    yield Finding("engine filling", filling.name + reason)
+    backend = tables.load()
+    reason = f" ({backend.reason})" if backend.reason else ""
+    yield Finding("engine backend", backend.name + reason)
     yield Finding("arithmetic", f"{arithmetic_digest().hex()} (must be equal on all peers)")
 
 

@@ -12,7 +12,7 @@ class Drain:
     """Drops what is left of messages. To be made before it is needed: that takes descriptors."""
 
     def __init__(self) -> None:
-        self._filling = load()
+        self._backend = load()
 
     def __call__(self, socket: zmq.Socket[bytes]) -> int:
         """Drops the other frames of the message of which one was just received.
@@ -20,9 +20,9 @@ class Drain:
         Returns:
             How many there were.
         """
-        if self._filling.name == "libzmq":
+        if self._backend.name == "libzmq":
             pointer = ffi.cast("void *", socket.underlying)
-            return int(lib.pccl_drain(self._filling.table, pointer))
+            return int(lib.pccl_drain(self._backend.table, pointer))
         frames = 0
         while socket.getsockopt(zmq.RCVMORE):
             socket.recv(zmq.DONTWAIT)

@@ -1,6 +1,6 @@
 """Fills the engine's function table: all that the C core knows of ZeroMQ.
 
-Two fillings. `libzmq` takes the functions out of the very libzmq that pyzmq has loaded, so that no
+Two backends. `libzmq` takes the functions out of the very libzmq that pyzmq has loaded, so that no
 Python runs per message. `pyzmq` calls back into pyzmq's sockets; it serves where those symbols are
 hidden, as in the Windows wheels, which link libzmq statically. Which one is taken can be forced
 with PCCL_ENGINE=libzmq or pyzmq; the default, auto, takes libzmq if it can be had.
@@ -31,7 +31,7 @@ COPY_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Filling:
+class Backend:
     """A filled table.
 
     Attributes:
@@ -54,8 +54,8 @@ class Filling:
 
 
 @functools.cache
-def load(choice: str = "") -> Filling:
-    """The filling to use.
+def load(choice: str = "") -> Backend:
+    """The backend to use.
 
     Args:
         choice: `libzmq`, `pyzmq` or `auto`; empty: what PCCL_ENGINE says, else `auto`.
@@ -68,13 +68,13 @@ def load(choice: str = "") -> Filling:
     if choice not in ("auto", "libzmq", "pyzmq"):
         raise ValueError(f"PCCL_ENGINE is {choice!r}: it can be libzmq, pyzmq or auto")
     if choice == "pyzmq":
-        return Filling("pyzmq", "chosen by PCCL_ENGINE", _fill_from_pyzmq())
+        return Backend("pyzmq", "chosen by PCCL_ENGINE", _fill_from_pyzmq())
     try:
-        return Filling("libzmq", "", _fill_from_libzmq())
+        return Backend("libzmq", "", _fill_from_libzmq())
     except (OSError, AttributeError, RuntimeError) as error:
         if choice == "libzmq":
             raise ImportError(f"libzmq's functions are out of reach: {error}") from error
-        return Filling("pyzmq", str(error), _fill_from_pyzmq())
+        return Backend("pyzmq", str(error), _fill_from_pyzmq())
 
 
 # ---- libzmq ----

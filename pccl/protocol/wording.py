@@ -51,10 +51,10 @@ def call(work: Work) -> str:
     if work.what == "broadcast":
         words.append(f"root {work.root}")
     if work.algorithm:
-        quantised = "quantised by " + _named(_ALGORITHM_NAMES, work.algorithm, "algorithm")
+        quantized = "quantized by " + _named(_ALGORITHM_NAMES, work.algorithm, "algorithm")
         if work.algorithm in _WITH_DTYPE:
-            quantised += " to " + dtype_name(work.quantized)
-        words.append(quantised)
+            quantized += " to " + dtype_name(work.quantized)
+        words.append(quantized)
     return f"{work.what}({', '.join(words)})"
 
 

@@ -214,9 +214,9 @@ class Client:
         forks.let_go(self._engine.port, self._engine.ipc, others)
 
     @property
-    def filling(self) -> str:
-        """Which filling of the engine's function table is active."""
-        return self._engine.filling
+    def backend(self) -> str:
+        """Which backend of the engine's function table is active."""
+        return self._engine.backend
 
     def call(self) -> Call:
         """A call to be made: nothing has happened yet."""

@@ -137,7 +137,7 @@ def chunk_bytes(total: int, members: int, local: bool, quantized: bool) -> int:
     Several chunks to a segment let the hops of a ring overlap; above 1 MiB a chunk no longer fits
     the caches (measured: half the speed at 4 MiB), and on slow links the last chunks on slow lanes
     hold up everyone. On one machine each chunk costs several switches between threads, and 256 KiB
-    pay best (measured: with 64 KiB 1 MiB takes four peers half as long again). A quantised chunk
+    pay best (measured: with 64 KiB 1 MiB takes four peers half as long again). A quantized chunk
     has about four times as many bytes in memory as on the wire.
     """
     segment = total // max(1, members)

@@ -145,7 +145,7 @@ class Engine:
     Attributes:
         port: the TCP port on which it listens.
         ipc: the path of its ipc endpoint; empty where there is none.
-        filling: which filling of the function table is active, `libzmq` or `pyzmq`.
+        backend: which backend of the function table is active, `libzmq` or `pyzmq`.
         socket: readable when there are events.
         broken: why it has stopped on an error, if it has.
 
@@ -169,8 +169,8 @@ class Engine:
         stopped: Callable[[], None] = lambda: None,
     ) -> None:
         options = options or EngineOptions()
-        self._filling = tables.load()
-        self._engine = _new_engine(self._filling, options)
+        self._backend = tables.load()
+        self._engine = _new_engine(self._backend, options)
         self._order = ffi.new("pccl_order *")
         self._order_bytes = ffi.buffer(self._order)
         self._blank = bytes(self._order_bytes)
@@ -178,10 +178,10 @@ class Engine:
         self._stopped = stopped
         self.broken = ""
         self._closed = False
-        self.filling = self._filling.name
+        self.backend = self._backend.name
         self._directory = ""
         self.socket: zmq.Socket[bytes] = None  # type: ignore[assignment]
-        context = self._filling.context(lib.pccl_engine_context(self._engine))
+        context = self._backend.context(lib.pccl_engine_context(self._engine))
         try:
             self.port = self._bind_tcp(host, ports)
             self.ipc = self._bind_ipc()
@@ -369,7 +369,7 @@ class Engine:
             redop: operation, a pccl.ReduceOp value.
             members: blocks of the larger buffers of reduce_scatter and all_gather.
             parts: the arrays, which complete or fail together.
-            format: how they are quantised, a pccl_format; 0: not.
+            format: how they are quantized, a pccl_format; 0: not.
         """
         array = ffi.new("pccl_part[]", len(parts))
         for slot, part in zip(array, parts, strict=True):
@@ -541,8 +541,8 @@ def _pieces(pieces: Sequence[tuple[int, int, int]], first_counted: int) -> Any:
     return array
 
 
-def _new_engine(filling: tables.Filling, options: EngineOptions) -> Any:
-    """A C engine of that filling.
+def _new_engine(backend: tables.Backend, options: EngineOptions) -> Any:
+    """A C engine of that backend.
 
     Raises:
         ValueError: an option is zero that must not be.
@@ -553,7 +553,7 @@ def _new_engine(filling: tables.Filling, options: EngineOptions) -> Any:
     settings = ffi.new("pccl_options *")
     for name in EngineOptions.__slots__:
         setattr(settings, name, getattr(options, name))
-    engine = lib.pccl_engine_new(filling.table, settings, error)
+    engine = lib.pccl_engine_new(backend.table, settings, error)
     if engine != ffi.NULL:
         return engine
     if error[0] == lib.PCCL_EINVAL:

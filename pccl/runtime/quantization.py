@@ -1,4 +1,4 @@
-"""Which quantised format of the C core does what `QuantizationOptions` ask for."""
+"""Which quantized format of the C core does what `QuantizationOptions` ask for."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def fingerprint(
     """`Work.algorithm` and `Work.quantized` of a collective of `dtype` elements.
 
     Raises:
-        ValueError: it cannot be quantised so; the text says why.
+        ValueError: it cannot be quantized so; the text says why.
     """
     if options is None or options.algorithm is QuantizationAlgorithm.NONE:
         return 0, 0
     if dtype not in _SOURCES:
-        raise ValueError(f"elements of {dtype.name} cannot be quantised: only floats can")
+        raise ValueError(f"elements of {dtype.name} cannot be quantized: only floats can")
     if op is ReduceOp.PROD:
         raise ValueError(
-            "PROD cannot be quantised, for the error of one factor is multiplied by the others: "
+            "PROD cannot be quantized, for the error of one factor is multiplied by the others: "
             "only SUM, AVG, MAX and MIN can"
         )
     if options.algorithm in _BLOCKWISE:
         return options.algorithm.value, 0
     if options.quantized_datatype not in _TARGETS:
         raise ValueError(
-            f"{options.algorithm.name} cannot quantise to {options.quantized_datatype.name}: "
+            f"{options.algorithm.name} cannot quantize to {options.quantized_datatype.name}: "
             "only to UINT8, INT8, UINT16 and INT16"
         )
     return options.algorithm.value, options.quantized_datatype.value
 
 
 def wire_format(work: Work) -> int:
-    """The pccl_format of a collective; 0 where it is not quantised."""
+    """The pccl_format of a collective; 0 where it is not quantized."""
     algorithm = QuantizationAlgorithm(work.algorithm)
     if algorithm in _BY_BITS:
         return int(_BY_BITS[algorithm][8 * DataType(work.quantized).itemsize])

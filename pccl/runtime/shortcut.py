@@ -37,8 +37,8 @@ class Shortcut:
             Whether all is well. If not the control thread has to look: the vote is not gone, or
             there is something to be read, of which nobody else will be told.
         """
-        filling = tables.load()
-        if filling.name != "libzmq":  # the others call back into Python
+        backend = tables.load()
+        if backend.name != "libzmq":  # the others call back into Python
             return False
-        table, socket = filling.table, ffi.cast("void *", link.socket.underlying)
+        table, socket = backend.table, ffi.cast("void *", link.socket.underlying)
         return bool(lib.pccl_send_now(table, socket, vote, len(vote), self._sent) == 0)

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         measurement.set_defaults(measure=collectives.run)
     for name, text, module in (
         ("state", "shared state to a newcomer, and already equal", state),
-        ("kernels", "kernels that reduce and quantise against numpy's add", kernels),
+        ("kernels", "kernels that reduce and quantize against numpy's add", kernels),
         ("digest", "the digest of shared state against a copy of memory", digest),
     ):
         measurement = measurements.add_parser(name, help=text, description=module.__doc__)

@@ -5,7 +5,7 @@ algbw is the size over the time, and busbw = algbw * 2 (n-1) / n for all-reduce,
 all-gather and reduce-scatter, whose size is that of the larger buffer, and algbw for broadcast,
 which is in place only; wire is what a peer sends. `--against` lets torch.distributed with gloo, or
 the same without `--quantize`, take turns with it, iteration by iteration, in the same processes on
-the same memory, and says how many times as fast pccl is, or quantised pccl.
+the same memory, and says how many times as fast pccl is, or quantized pccl.
 
 Between machines: start `pccl master` on one, and this with the same arguments and `--master HOST`
 once for each of the `--peers`, anywhere. All of them print the table.
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         parser.add_argument(
             "--quantize",
             choices=["int8", "int4", "uint8"],
-            help="quantise: elements are verified to be as near as they must",
+            help="quantize: elements are verified to be as near as they must",
         )
     else:
         parser.set_defaults(op="none", quantize=None)
@@ -169,7 +169,7 @@ def _title(job: Job, master: str | None) -> str:
         f"# pccl {pccl.__version__} bench {job.what}: {job.peers} processes {where}, "
         f"transport {os.environ.get('PCCL_TRANSPORT', 'auto')}, lanes {job.lanes or 'auto'}\n"
         f"# medians of {job.iterations} iterations after {job.warmups} warm-ups"
-        + (f", quantised to {job.quantization}" if job.quantization else "")
+        + (f", quantized to {job.quantization}" if job.quantization else "")
         + (f", in turns with {job.against}" if job.against else "")
     )
 

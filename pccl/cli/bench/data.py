@@ -68,9 +68,9 @@ def count_wrong(bits: Bits, table: Bits) -> int:
 
 
 def error_max(dtype: DataType, op: ReduceOp, peers: int, quantization: str) -> float:
-    """How far a quantised sum or mean may be from `expected`.
+    """How far a quantized sum or mean may be from `expected`.
 
-    Half a step for each of the `peers` times that it is quantised; a step is at most the largest
+    Half a step for each of the `peers` times that it is quantized; a step is at most the largest
     magnitude there, over the codes on one side of zero. As much again for rounding in `dtype`.
     """
     codes = 7 if quantization == "int4" else 127

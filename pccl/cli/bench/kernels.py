@@ -2,8 +2,8 @@
 
 GB/s count all that is read and written: an addition reads two arrays and writes one. The kernel and
 numpy take turns, iteration by iteration; the table shows medians and, in brackets, the fastest.
-Sizes are those of the arrays that are not quantised; "int8->" dequantises, and "int8+" is a step of
-a ring: dequantise, add, quantise.
+Sizes are those of the arrays that are not quantized; "int8->" dequantizes, and "int8+" is a step of
+a ring: dequantize, add, quantize.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _add(name: str, dtype: DataType, nbytes: int) -> Kernel:
 
 
 def _quantized(name: str, nbytes: int) -> list[Kernel]:
-    """Quantise, dequantise, and a step of a ring, of float32."""
+    """Quantize, dequantize, and a step of a ring, of float32."""
     dtype, how = DataType.FLOAT, (_FORMATS[name], DataType.FLOAT.value)
     a, b = _operands(dtype, nbytes)
     out = np.zeros_like(a)
@@ -116,7 +116,7 @@ def _quantized(name: str, nbytes: int) -> list[Kernel]:
         step()
         return far(to_total, 2)
 
-    quantize()  # for who dequantises, and so that the sums below stay finite
+    quantize()  # for who dequantizes, and so that the sums below stay finite
     lib.pccl_quantize(*how, to_total, to_a, a.size)
     return [
         Kernel(name, quantize, nbytes + size, lambda: far(to_codes, 1)),
