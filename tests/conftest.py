@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: they run on each backend of the engine's function table."""
+"""Fixtures of the end-to-end tests: they run on each backend of the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real engines, several in one process, over both backends of the function table."""
+"""Real engines, several in one process, on both backends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import zmq
 
-from pccl.ext import ffi, lib, tables
+from pccl.ext import lib, tables
+from pccl.protocol.orders import RingPart
 from pccl.runtime.engine import (
     COMPLETE,
     FAILED,
@@ -28,7 +29,6 @@ from pccl.runtime.engine import (
     EngineOptions,
     Event,
     Part,
-    Ring,
 )
 
 F32, I64, SUM, AVG = 10, 7, 0, 1
@@ -118,7 +118,7 @@ class AllReduce:
             )
 
     def start(self, who: int, chunk_bytes: int = 1 << 18) -> None:
-        rings = [Ring(1, len(self.peers), who, 0, -(-self.count // QUANTUM) * QUANTUM)]
+        rings = [RingPart(1, len(self.peers), who, 0, -(-self.count // QUANTUM) * QUANTUM)]
         self.peers[who].engine.start(
             self.op, seq=self.op, nonce=NONCE, chunk_bytes=chunk_bytes, rings=rings
         )
@@ -163,7 +163,7 @@ def test_average_of_integers_truncates(make: Make) -> None:
             members=0,
             parts=[Part(send[who].ctypes.data, recv[who].ctypes.data, 3, I64)],
         )
-        rings = [Ring(1, 2, who, 0, QUANTUM)]
+        rings = [RingPart(1, 2, who, 0, QUANTUM)]
         peer.engine.start(1, seq=1, nonce=1, chunk_bytes=4096, rings=rings)
     for who, peer in enumerate(peers):
         peer.wait(COMPLETE, 1)
@@ -253,7 +253,7 @@ def test_closed_stream_fails_its_ops(make: Make) -> None:
     peers[0].engine.close_stream(1)
     assert peers[0].wait(FAILED, 1).status == lib.PCCL_ESTREAM
     again = AllReduce(peers[:1], 2, 1000)
-    peers[0].engine.start(2, seq=2, nonce=1, chunk_bytes=64, rings=[Ring(1, 2, 0, 0, 1024)])
+    peers[0].engine.start(2, seq=2, nonce=1, chunk_bytes=64, rings=[RingPart(1, 2, 0, 0, 1024)])
     assert "not open" in peers[0].wait(FAILED, 2).text
     np.testing.assert_array_equal(again.send, again.given)
 
@@ -363,7 +363,7 @@ def test_a_neighbour_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: 
             5, run=RUN, tag=5, min_seq=4, what="broadcast", redop=SUM, members=0, parts=[part]
         )
         peer.engine.start(
-            5, seq=5, nonce=NONCE, chunk_bytes=1 << 18, rings=[Ring(2, 2, 0, 0, x.size)]
+            5, seq=5, nonce=NONCE, chunk_bytes=1 << 18, rings=[RingPart(2, 2, 0, 0, x.size)]
         )
         for stream in (1, 2):
             peer.wait(STREAM_UP, stream)
@@ -388,10 +388,10 @@ def test_serve_and_fetch(make: Make, holders: int) -> None:
         holder.engine.open_stream(9)
         holder.engine.connect_stream(9, fetcher.endpoint("tcp"), lanes=2, hwm=2)
         holder.engine.register_serve(1, run=RUN, tag=4, min_seq=0, pieces=pieces)
-        holder.engine.start(1, seq=1, nonce=1, chunk_bytes=0, rings=[Ring(9, 0, 5)])
+        holder.engine.start(1, seq=1, nonce=1, chunk_bytes=0, rings=[RingPart(9, 0, 5)])
         fetcher.engine.open_stream(20 + number)
         fetcher.engine.connect_stream(20 + number, holder.endpoint("tcp"), lanes=1, hwm=8)
-    rings = [Ring(20 + number, 0, 5) for number in range(holders)]
+    rings = [RingPart(20 + number, 0, 5) for number in range(holders)]
     fetcher.engine.start(1, seq=1, nonce=1, chunk_bytes=1 << 16, rings=rings)
     complete = fetcher.wait(COMPLETE, 1)
     assert complete.settled
@@ -479,15 +479,3 @@ def test_choice_of_filling(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="out of reach"):
         tables.load("libzmq")
     tables.load.cache_clear()
-
-
-def test_event_layout() -> None:
-    event = ffi.new("pccl_event *")
-    event.kind, event.status, event.op, event.stream = COMPLETE, -4, 2**60, 7
-    event.settled, event.tx_bytes, event.rx_bytes, event.text = 1, 2**50, 3, b"why"
-    event.seq, event.piece, event.leaf = 2**40, 5, 6
-    from pccl.runtime.engine import _EVENT
-
-    fields = _EVENT.unpack(bytes(ffi.buffer(event)))
-    assert fields[:10] == (COMPLETE, -4, 2**60, 7, 1, 2**50, 3, 2**40, 5, 6)
-    assert fields[10].rstrip(b"\0") == b"why"

@@ -1,11 +1,11 @@
-"""Fills the engine's function table: all that the C core knows of ZeroMQ.
+"""The engine's function table: all that the C core knows of ZeroMQ.
 
-Two backends. `libzmq` takes the functions out of the very libzmq that pyzmq has loaded, so that no
-Python runs per message. `pyzmq` calls back into pyzmq's sockets; it serves where those symbols are
-hidden, as in the Windows wheels, which link libzmq statically. Which one is taken can be forced
-with PCCL_ENGINE=libzmq or pyzmq; the default, auto, takes libzmq if it can be had.
+Two backends can fill it. `libzmq` takes the functions from the very libzmq that pyzmq has loaded,
+so no Python runs per message. `pyzmq` calls back into pyzmq's sockets; it is for platforms where
+those symbols are hidden, as in the Windows wheels, which link libzmq statically. PCCL_ENGINE=libzmq
+or pyzmq forces one of them; the default, auto, takes libzmq if it is available.
 
-Never is another libzmq loaded by name: a socket belongs to one instance of the library.
+No other libzmq is ever loaded by name: a socket belongs to one instance of the library.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COPY_MAX = 8192
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A filled table.
+    """A table and what fills it.
 
     Attributes:
         name: `libzmq` or `pyzmq`.

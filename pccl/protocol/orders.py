@@ -33,17 +33,25 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class RingPart:
-    """One ring of a start order: a stream to the successor, our position, a range of offsets.
+    """A peer's place in one ring of a collective, or a stream and slot of a state transfer.
 
-    For collectives that tell members apart: the root's position, the ranks by position (empty: they
-    are the positions).
+    What c/pccl.h calls a pccl_ring, field by field.
+
+    Attributes:
+        stream: leads to the successor; of a transfer, to the other peer.
+        members: how many the ring has.
+        position: our own in the ring; of a transfer, the slot.
+        begin: where the ring's share of the data begins, an offset.
+        count: offsets of the share.
+        root: the position of a broadcast's root.
+        ranks: the members' ranks by position; empty: they are the positions.
     """
 
     stream: int
     members: int
     position: int
-    begin: int
-    count: int
+    begin: int = 0
+    count: int = 0
     root: int = 0
     ranks: tuple[int, ...] = ()
 

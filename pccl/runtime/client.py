@@ -215,7 +215,7 @@ class Client:
 
     @property
     def backend(self) -> str:
-        """Which backend of the engine's function table is active."""
+        """Which backend fills the engine's function table."""
         return self._engine.backend
 
     def call(self) -> Call:

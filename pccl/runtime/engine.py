@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from pccl.ext import ffi, lib, tables
+from pccl.protocol.orders import RingPart
 from pccl.runtime.waiter import readable
 
 log = logging.getLogger("pccl")
@@ -47,6 +48,7 @@ COLLECTIVES: dict[str, int] = {  # by the API call's name
 _EVENT = struct.Struct("@IiQIIQQQII160s")  # a pccl_event
 assert _EVENT.size == ffi.sizeof("pccl_event")
 
+ORDERS_ENDPOINT = "inproc://pccl-engine"  # in the engine's own context
 _ADDRESS_MAX = 100  # bytes of an ipc path: what sockaddr_un holds, on any system
 
 
@@ -80,23 +82,6 @@ class EngineOptions:
     curve_public: bytes = b""
     curve_secret: bytes = field(default=b"", repr=False)
     dialler: bytes = field(default=b"", repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Ring:
-    """A peer's place in one ring, as START says it; SERVE and FETCH use stream and position (slot).
-
-    `begin` and `count` are the ring's share of the data, in offsets. `root` is the position of a
-    broadcast's root. `ranks` are the members' ranks by position; empty: the positions.
-    """
-
-    stream: int
-    members: int
-    position: int
-    begin: int = 0
-    count: int = 0
-    root: int = 0
-    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +130,7 @@ class Engine:
     Attributes:
         port: the TCP port on which it listens.
         ipc: the path of its ipc endpoint; empty where there is none.
-        backend: which backend of the function table is active, `libzmq` or `pyzmq`.
+        backend: which backend fills the function table, `libzmq` or `pyzmq`.
         socket: readable when there are events.
         broken: why it has stopped on an error, if it has.
 
@@ -200,7 +185,7 @@ class Engine:
         orders: zmq.Socket[bytes] = context.socket(zmq.PAIR)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             orders.set(option, 0)
-        orders.connect("inproc://pccl-engine")
+        orders.connect(ORDERS_ENDPOINT)
         return orders
 
     def _bind_tcp(self, host: str, ports: Sequence[int]) -> int:
@@ -449,7 +434,7 @@ class Engine:
         return order
 
     def start(
-        self, op: int, *, seq: int, nonce: int, chunk_bytes: int, rings: Sequence[Ring]
+        self, op: int, *, seq: int, nonce: int, chunk_bytes: int, rings: Sequence[RingPart]
     ) -> None:
         """Starts a registered op.
 
@@ -542,7 +527,7 @@ def _pieces(pieces: Sequence[tuple[int, int, int]], first_counted: int) -> Any:
 
 
 def _new_engine(backend: tables.Backend, options: EngineOptions) -> Any:
-    """A C engine of that backend.
+    """A C engine on that backend.
 
     Raises:
         ValueError: an option is zero that must not be.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pccl.protocol import peer as core
 from pccl.runtime.config import MIB, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
-from pccl.runtime.engine import Engine, Part, Ring
+from pccl.runtime.engine import Engine, Part
 from pccl.runtime.memory import Operands, Pool
 from pccl.runtime.quantization import wire_format
 
@@ -46,8 +46,5 @@ def start(engine: Engine, action: core.StartOp, memory: Operands | Pool, local: 
         seq=action.seq,
         nonce=action.nonce,
         chunk_bytes=chunk_bytes(total, members, local, quantized),
-        rings=[
-            Ring(r.stream, r.members, r.position, r.begin, r.count, r.root, r.ranks)
-            for r in action.rings
-        ],
+        rings=action.rings,
     )
