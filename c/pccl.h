@@ -9,60 +9,65 @@
  *
  * THE ENGINE
  *
- * An engine moves the bulk data of one peer. It owns a ZeroMQ context, one PULL socket on which
- * all chunks of other peers arrive, and one PUSH socket for each stream (one neighbour, one or
- * more connections, the lanes). A thread of the caller enters pccl_engine_run() and stays there,
+ * An engine moves the bulk data of one peer. It owns a ZeroMQ context, one PULL socket on which all
+ * chunks of other peers arrive, and one PUSH socket for each STREAM: one neighbour, reached by one
+ * or more connections, its LANES. A thread of the caller enters pccl_engine_run() and stays there,
  * without the GIL, until it is told to stop. Everything else is messages: the caller connects a
  * PAIR socket of the engine's own context to "inproc://pccl-engine", sends pccl_order structs and
- * receives pccl_event structs, each one message, each in native layout (both ends are in one
- * process).
+ * receives pccl_event structs, each as one message in native layout (both ends are in one process).
  *
  * An OP is one peer's part in one collective or state transfer:
  *
  *     REGISTER -> (START) -> COMPLETE event -> COMMIT or ABORT -> SETTLED event
  *
- * It is registered before the peer votes to start it, so a chunk from a neighbour who heard of the
- * start first finds its buffers. It is started with its place in the rings when the start is
- * agreed. COMPLETE says that this peer holds the whole result; the op goes on forwarding what
- * others need. COMMIT keeps the result, ABORT restores what an in-place op has overwritten. After
- * SETTLED the engine refers to no memory of that op (no queued message, no zero-copy send) and has
- * forgotten it. When a COMPLETE event has `settled` set, that is true already and neither order is
- * needed. From COMMIT or ABORT on, the op's tag is free for another op.
+ * The caller registers it before its peer votes to start it, so that a chunk from a neighbour that
+ * has heard of the start first finds the buffers. The caller starts it, with its place in the
+ * rings, when the start is agreed. COMPLETE says that this peer holds the whole result; the op goes
+ * on forwarding what others need. COMMIT keeps the result, ABORT restores what an in-place op has
+ * overwritten. After SETTLED the engine refers to no memory of that op (no queued message, no
+ * zero-copy send) and has forgotten it. When a COMPLETE event has `settled` set, all that is true
+ * already and neither order is needed. From COMMIT or ABORT on, the op's tag is free for another.
  *
- * ABORT is legal at any time after REGISTER and is always answered by SETTLED, also when it has
- * crossed a COMPLETE event that said settled. It closes the streams that the op uses if any of its
- * bytes are still queued there: each gets a STREAM_LOST event, and other ops on it a FAILED event.
- * A FAILED op does nothing more and waits for its ABORT; if it was COMPLETE before (its stream was
- * lost, so others may lack what it forwarded) it may be COMMITted as well. An op that is settled
- * may have forwarded things that are lost, too: only STREAM_LOST tells, and nobody tells those who
- * wait for them but the caller of the peer that has lost the stream. SERVE is different:
- * FAILED with PCCL_ESTREAM says that one requester can no longer be answered, and it serves the
- * others on. FETCH goes on with the holders that are left and asks them for what a lost one owes;
- * FAILED with PCCL_ESTREAM says that none is left, and it waits for a START with a greater seq, or
- * its ABORT. An op that there was no memory to register is FAILED too, and its ABORT is SETTLED.
+ * ABORT is legal at any time after REGISTER and is always answered by SETTLED, even when it has
+ * crossed a COMPLETE event with `settled`. It closes the streams on which bytes of the op are still
+ * queued: each of these gives a STREAM_LOST event, and other ops on it get a FAILED event.
  *
- * Where recv is also send, or part of it, the engine saves what recv held before it overwrites it:
- * as many bytes again as recv has, until COMMIT or ABORT. It keeps one such memory, the largest,
- * for later ops. (ALL_GATHER in place overwrites no contribution, so nothing is saved.)
+ * A FAILED op does nothing more and waits for its ABORT. If it was COMPLETE before (then its stream
+ * was lost, and others may lack what it forwarded) COMMIT is legal as well. What a settled op has
+ * forwarded can be lost, too. Only STREAM_LOST tells of that, and only the caller of the peer that
+ * has lost the stream can tell those who wait for it.
+ *
+ * Two kinds of op outlive a FAILED event with PCCL_ESTREAM. For SERVE it says that one requester
+ * can no longer be answered; the op goes on serving the others. A FETCH that loses a holder asks
+ * the others for what that one owes; the event says that no holder is left, and the op waits for a
+ * START with a greater seq, or for its ABORT. An op that could not be registered for want of memory
+ * is FAILED, and its ABORT is answered by SETTLED.
+ *
+ * Where recv is also send, or part of it, the engine saves what recv held in an undo buffer before
+ * it overwrites it: as many bytes as recv has, until COMMIT or ABORT. It keeps one such buffer, the
+ * largest, for later ops. (ALL_GATHER in place overwrites no contribution, so nothing is saved.)
  *
  * WHO MAY CONNECT
  *
- * With keys in its options, the PULL is a CURVE server and every PUSH a CURVE client, over ipc too,
- * and whoever holds a key that an ADMIT order names may connect. Without keys both speak PLAIN: the
- * PUSH names the peer that it wants (in decimal digits) and the nonce of the epoch (in 16
- * hexadecimal ones) as OPEN_STREAM says them, the PULL knows its own by EXPECT orders. Who names
- * another peer is refused; who knows another nonce, or has another key, may know of an epoch that
- * we do not know of yet, and waits for the next of these orders until libzmq's patience with
- * handshakes ends. So a stream knows whom it has reached, and strangers can send nothing at all.
- * Besides, whoever dials to see whether we can be reached may connect: by the public key
- * `dialler`, or as "dial" with the password `dialler`. An engine without keys and without
+ * If the options hold keys, the PULL socket is a CURVE server and every PUSH socket a CURVE client,
+ * over ipc too, and whoever holds a key that an ADMIT order names may connect. Without keys both
+ * use PLAIN: the PUSH socket sends the number of the peer that it wants to reach as the user name
+ * (decimal) and the nonce of the epoch as the password (16 hexadecimal digits), both from
+ * CONNECT_STREAM; the PULL socket compares them with those of EXPECT orders. A connection that
+ * names another peer is refused. One with another nonce or another key may be from an epoch that we
+ * do not know of yet: it waits for the next EXPECT or ADMIT until libzmq's handshake time-out. So a
+ * stream knows whom it has reached, and strangers can send nothing at all.
+ *
+ * The master, which dials to see whether we can be reached, may connect as well: with the public
+ * key `dialler`, or as user "dial" with the password `dialler`. An engine without keys and without
  * `dialler` lets everybody in.
  *
  * COLLECTIVES AND THEIR OFFSETS
  *
  * A collective is over one or more arrays, its PARTS, which complete or fail together. They lie
- * one after the other in a space of offsets: a part of `count` elements takes as many offsets, and
- * up to the next multiple of Q = PCCL_QUANTUM there is nothing. What all take is a BLOCK.
+ * one after the other in a space of offsets: a part of `count` elements takes `count` offsets, and
+ * the rest up to the next multiple of Q = PCCL_QUANTUM (a QUANTUM) is empty. The offsets of all
+ * parts together are a BLOCK.
  *
  *                   send, blocks   recv, blocks
  *     ALL_REDUCE    1              1              recv = the reduction of all sends
@@ -70,15 +75,15 @@
  *     ALL_GATHER    1              members        block r of recv = the send of rank r
  *     BROADCAST     1              1              recv = the send of the root; send is recv
  *
- * Several blocks follow each other in the offsets as they do in memory, for each part by itself: a
- * part of a buffer with m blocks is m * count elements without gaps. A peer's RANK is the same in
- * all rings; it is its position in a ring that does not say otherwise.
+ * The blocks of a buffer follow each other in the space of offsets. In memory they do so for each
+ * part separately: a part of a buffer with m blocks is m * count elements without gaps. A peer's
+ * RANK is the same in all rings; it is its position in a ring that names no ranks.
  *
  * THE RING
  *
- * With n members a ring's share of a block, `count` offsets from `begin`, makes n segments. The
- * last position to add to segment s, or the one that has it in the beginning, is s - 1 (mod n), its
- * OWNER. Segment s is
+ * In a ring of n members, the ring's share of a block, `count` offsets from `begin`, is cut into n
+ * SEGMENTS. The OWNER of segment s is position s - 1 (mod n): the last one to add to it, or the one
+ * that has it from the beginning. Segment s is
  *
  *     ALL_REDUCE:   [bound(s), bound(s+1)) with
  *                   bound(s) = begin + min(count, Q * (ceil(count / Q) * s / n)), rounded down
@@ -95,21 +100,22 @@
  * REDUCE_SCATTER those up to n-2, ALL_GATHER and BROADCAST those from n-1. Position r begins with
  * its own chunks of the segment that its successor sees at the first hop; a receiver at position p
  * only ever sees segment (p - h - 1) mod n at hop h. There is no barrier: each chunk is handled
- * when it comes, over whichever lane. Sends on a stream: what was received and is to be sent on
- * comes first; a chunk of one's own is sent only when no forward waits. Own chunks of several ops
- * take turns. When `forward_max` messages wait, or 32 MiB that are not the ops' own memory, the
- * engine stops receiving; as own chunks enter only an empty queue, the ring always keeps a bubble
- * and cannot deadlock on its own back-pressure. Several rings could block each other, so the limits
- * do not hold while an op has rings that lead to different neighbours.
+ * when it comes, over whichever lane.
  *
- * Quantized (order's format), a payload is a chunk's elements by pccl_quantize(). Each partial
- * result is quantized anew; what is final is quantized once and then sent on as it is, and all
- * members, the one that made it included, store what these bytes say. Chunks are whole blocks of
- * the format, counted from the begin of the part or segment, so that results do not depend on
- * chunk_bytes.
+ * A stream first sends what was received and is to be sent on (forwards). It sends a chunk of the
+ * peer's own only when no forward waits; own chunks of several ops take turns. The engine stops
+ * receiving when `forward_max` forwards wait, or forwards of 32 MiB that are not the ops' own
+ * memory. Because own chunks enter only an empty queue, the ring always has free space and cannot
+ * deadlock on its own back-pressure. Several rings could block each other, so these limits are
+ * lifted while an op has rings that lead to different neighbours.
  *
- * Several rings share out a block in their order: the first begins at 0, each other where the one
- * before it ends, the last ends where the block does; shares begin at multiples of Q.
+ * If the order names a format, a payload is a chunk's elements as pccl_quantize() writes them. Each
+ * partial result is quantized anew. A final one is quantized once and sent on unchanged, and all
+ * members, its owner included, store what these bytes say. Chunks are whole blocks of the format,
+ * counted from the beginning of the part or segment, so results do not depend on chunk_bytes.
+ *
+ * Several rings divide a block in their order: the first begins at 0, each other where the one
+ * before it ends, and the last ends where the block does. Shares begin at multiples of Q.
  *
  * THE WIRE
  *
@@ -120,14 +126,15 @@
  *     40 u16 segment (chunk) or slot (request, data)   44 u16 members   46 u16 0
  *     42 u16 hop (chunk), or of a request any number, which its data repeats
  *     48 u64 offset   56 u32 length   60 u32 piece (request, data)
- * Kinds: 1 chunk, 2 request, 3 data. What a kind does not use is 0.
- * A chunk's offset is one of its op's, its length counts elements; a
- * request's and data's bytes of a piece. Messages of another run, of no op that is known, with a
- * sequence number that an op cannot have, or with another nonce than that of its START are stale or
- * foreign: dropped and counted. What came before START fixes sequence number and nonce; a START
- * that contradicts fails a collective, and makes requests void. A message
- * for a known op whose position, size or alignment is impossible, or that repeats a chunk, fails
- * that op; an impossible request is dropped, as the others are to be served. */
+ * Kinds: 1 chunk, 2 request, 3 data. Fields that a kind does not use are 0. A chunk's offset is one
+ * of its op's, and its length counts elements; those of a request and of data are bytes of a piece.
+ *
+ * Messages of another run, of an unknown op, with a sequence number that the op cannot have, or
+ * with another nonce than that of its START are stale or foreign: they are dropped and counted. A
+ * message that comes before START fixes sequence number and nonce; if START contradicts, a
+ * collective fails, and requests are void. A message for a known op whose position, size or
+ * alignment is impossible, or that repeats a chunk, fails that op; an impossible request is
+ * dropped, because the others are to be served. */
 #ifndef PCCL_H
 #define PCCL_H
 
@@ -150,7 +157,7 @@ enum pccl_error {
     PCCL_EINVAL = -1,    /* an argument is out of range */
     PCCL_ENOMEM = -2,
     PCCL_EZMQ = -3,      /* a call of the table failed; pccl_engine_errno() has its errno. Of
-                          * STREAM_LOST: so no lane was tried, and the peer is not to blame */
+                          * STREAM_LOST: our own fault, the peer is not to blame */
     PCCL_ESTREAM = -4,   /* a stream was lost, or could not be connected */
     PCCL_EPROTO = -5,    /* a neighbour sent an impossible message */
     PCCL_EREACH = -6,    /* of STREAM_LOST: no lane has ever stood */
@@ -271,9 +278,10 @@ typedef struct pccl_zmq {
     void (*atomic_counter_destroy)(void **counter);
 } pccl_zmq;
 
-/* Sends a message of one frame without waiting, and sets *sent to 1 once it is gone: a caller that
- * is interrupted between two of its own steps can tell. Returns 1 if the socket has something to be
- * read (of which this has taken the notice), 0 if not, or a negative error. */
+/* Sends a message of one frame without waiting, and sets *sent to 1 once it is gone, so that a
+ * caller that is interrupted between two of its own steps can tell. Returns 1 if the socket has
+ * something to be read (the notification of which this call has consumed), 0 if not, or a negative
+ * error. */
 int pccl_send_now(const pccl_zmq *table, void *socket, const void *data, size_t size,
                   int32_t *sent);
 
@@ -285,9 +293,9 @@ void pccl_plain_fill(pccl_zmq *table);
 /* Says of a plain message whether another frame follows it: for the msg_recv of such a table. */
 void pccl_plain_set_more(pccl_msg *msg, int more);
 
-/* Receives what is left of a message of which a frame has been received, and drops it. As libzmq
- * bounds the size of a frame but not their number, this may be millions. Returns how many, and ends
- * early where a frame cannot be received. */
+/* Receives and drops the remaining frames of a message of which one has been received. libzmq
+ * bounds the size of a frame but not their number, so there may be millions. Returns how many there
+ * were; ends early where a frame cannot be received. */
 int64_t pccl_drain(const pccl_zmq *zmq, void *socket);
 
 /* ---- orders and events ---- */
@@ -335,15 +343,15 @@ enum pccl_order_kind {
  *   CONNECT_STREAM  stream, an open one, once; lanes (0: as many as the round trip asks for), hwm
  *                 (messages queued for each lane), endpoint, peer (its number); curve_server, the
  *                 neighbour's public key, if the engine has keys, else nonce, the epoch's.
- *                 The host of a TCP endpoint is to be an address: libzmq's own thread would look
- *                 up a name, and move nothing meanwhile. Where it gets no socket for a lane libzmq
- *                 says nothing: so the caller gives each stream a time until its STREAM_UP.
+ *                 The host of a TCP endpoint must be an address: libzmq would look up a name in its
+ *                 I/O thread, and move nothing meanwhile. libzmq reports nothing when it gets no
+ *                 socket for a lane, so the caller sets each stream a deadline for its STREAM_UP.
  *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED.
  *   LOSE_STREAM   stream, endpoint: a text that says why. The same, but with a STREAM_LOST event
  *                 (PCCL_EREACH) with that text.
  *   EXPECT        peer (our own number), nonce (of an epoch): who may connect by PLAIN. The nonce
- *                 of the EXPECT before remains good. Forgets the keys of all ADMITs.
- *   ADMIT         curve_server: who has this public key may connect.
+ *                 of the previous EXPECT remains valid. Forgets the keys of all ADMITs.
+ *   ADMIT         curve_server: whoever has this public key may connect.
  *   REGISTER      op (a number that was never used before), op_kind, run, tag, min_seq: the op's
  *                 sequence number will be greater.
  *                 COLLECTIVE: collective, redop, format (if not 0: floats that are summed or
@@ -351,33 +359,34 @@ enum pccl_order_kind {
  *                 parts, n_parts, an array that stays valid until SETTLED.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
  *                 that stays valid until SETTLED. SERVE: limit, 0 or the bytes that it may send
- *                 before the first ALLOW. FETCH: leaf_bytes, 0 or the size of the leaves
- *                 into which each piece is cut. Each that has arrived gives a LEAF event and
- *                 waits for its VERDICT.
+ *                 before the first ALLOW. FETCH: leaf_bytes, 0 or the size of the leaves into which
+ *                 each piece is cut: a leaf that has arrived gives a LEAF event and waits for its
+ *                 VERDICT.
  *   START         op, seq, nonce (of the call, the same for all who take part), n_rings, rings;
  *                 COLLECTIVE and FETCH: chunk_bytes (of a message, in whole quanta, or in whole
  *                 blocks if it is quantized).
- *                 COLLECTIVE: the rings, as said above, all with the same members. BROADCAST: the
+ *                 COLLECTIVE: the rings (THE RING), all with the same members. BROADCAST: the
  *                 position of the root in each. `ranks` are the ranks by position, valid until
  *                 SETTLED; NULL: the positions. A ring of one member needs no stream.
  *                 SERVE: rings[i].stream leads to the peer whose slot is rings[i].position.
  *                 FETCH: rings[i].stream leads to a holder, where our slot is rings[i].position.
- *                 For SERVE and FETCH any number of START orders add up; seq, nonce and
- *                 chunk_bytes are those of the first. Both can be started again with a greater
- *                 seq, for another round of their transfer: earlier requesters, or holders, are
- *                 forgotten; what has been fetched stays.
- *   ALLOW         op, limit: a SERVE with such a limit may send about `limit` bytes more. What it
- *                 has not used of earlier ones lapses, and an answer that exceeds the rest is
- *                 taken off the next: so a caller that gives these regularly bounds a rate.
- *   REMIND        op, limit: when nothing has come since the last REMIND, a FETCH asks again for
- *                 what it has asked for, of other holders first; after that, when nothing has come
- *                 for 2, 4, 8 of them, and so on; and after `limit` it FAILED with PCCL_ESTREAM, as
- *                 when no holder is left. The caller, who has a clock, sends one every few seconds:
- *                 an answer may take long over a slow link, but a request that a holder has dropped
- *                 (it keeps 1024 of each requester) is never answered.
- *   VERDICT       op, piece, leaf (its index in that piece), good. What is not good is fetched
- *                 again; the holder that alone gave it is asked no more, and its stream is closed
- *                 with a STREAM_LOST event. A FETCH is COMPLETE when every leaf is good.
+ *                 SERVE and FETCH take any number of START orders, which add to each other; seq,
+ *                 nonce and chunk_bytes are those of the first. A START with a greater seq begins
+ *                 another round of the transfer: earlier requesters or holders are forgotten, what
+ *                 has been fetched stays.
+ *   ALLOW         op, limit: a SERVE with a limit may send about `limit` bytes more. What is left
+ *                 of earlier allowances lapses, and an answer that exceeds the rest is deducted
+ *                 from the next one: so a caller that sends ALLOW regularly bounds a rate.
+ *   REMIND        op, limit: if nothing has come since the last REMIND, a FETCH requests again what
+ *                 it is waiting for, from other holders first; then again when nothing has come for
+ *                 2, 4, 8 of them, and so on; after `limit` of them it reports FAILED with
+ *                 PCCL_ESTREAM, as when no holder is left. The caller, who has a clock, sends one
+ *                 every few seconds: an answer may take long over a slow link, but a request that a
+ *                 holder has dropped (it keeps 1024 of each requester) is never answered.
+ *   VERDICT       op, piece, leaf (its index in that piece), good. A leaf that is not good is
+ *                 fetched again; if one holder gave all of it, that one is asked no more, and its
+ *                 stream is closed with a STREAM_LOST event. A FETCH is COMPLETE when every leaf is
+ *                 good.
  *   COMMIT        op. It must be COMPLETE; SERVE: at any time.
  *   ABORT         op
  *   STOP          pccl_engine_run() returns. */

@@ -1,5 +1,5 @@
-/* collective.h - a COLLECTIVE op: its arrays, which of their elements are done, what ABORT restores,
- * and its start (pccl.h, COLLECTIVES, THE RING). chunk.h moves its data. */
+/* collective.h - a COLLECTIVE op: its arrays, which of their elements are done, what ABORT
+ * restores, and its start (pccl.h, COLLECTIVES, THE RING). chunk.h moves its data. */
 #ifndef PCCL_COLLECTIVE_H
 #define PCCL_COLLECTIVE_H
 

@@ -1,6 +1,6 @@
 /* op.h - the life of an op, whatever its kind: registered, started, complete, ended, settled.
  *
- * Each kind of op is a struct that begins with a struct op, and a row of functions (struct op_kind).
+ * A kind of op is a struct that begins with a struct op, and a row of functions (struct op_kind).
  * Nothing here knows which kinds there are. */
 #ifndef PCCL_OP_H
 #define PCCL_OP_H
@@ -17,8 +17,8 @@ enum { INDEX_BUCKETS = 1024 };   /* thousands of ops may be outstanding: chains 
 
 struct op;
 
-/* What a kind of op does. A function that is NULL does nothing. None but `end` and `free` is called
- * for an op that has failed or ended. */
+/* What a kind of op does. `obey`, `drop`, `end` and `free` may be NULL: they do nothing. Only
+ * `drop`, `end` and `free` are called for an op that has failed or ended. */
 struct op_kind {
     enum wire_kind message;      /* that ops of this kind take */
     size_t bytes;                /* of the struct that begins with the struct op, */
@@ -32,7 +32,7 @@ struct op_kind {
     void (*enter)(struct op *op, const pccl_order *order);
     void (*start)(struct op *op, const pccl_order *order);
 
-    /* An order that is of use to this kind only. */
+    /* An order for this kind only: VERDICT, ALLOW or REMIND. One for another kind is ignored. */
     void (*obey)(struct op *op, const pccl_order *order);
 
     /* Handles a message. Whoever keeps the packet puts an empty one in its place. */
@@ -41,14 +41,13 @@ struct op_kind {
     /* Uses the turn of a link. */
     enum turn (*send)(struct link *link);
 
-    /* Drops what waits for a link's turn, or without any link (NULL). Also for ops that have failed
-     * or ended. */
+    /* Drops what waits for a link's turn, or what waits without a link (NULL). */
     void (*drop)(struct op *op, struct link *link);
 
-    /* A stream of the op is lost, its links have been dropped. */
+    /* A stream of the op is lost. Its links lead nowhere by now. */
     void (*lose)(struct op *op, const struct stream *stream);
 
-    /* The result stays (`keep`), or what was there before comes back. */
+    /* The result stays (`keep`), or what was there before it is restored. */
     void (*end)(struct op *op, bool keep);
 
     /* Frees what the kind has allocated. */
@@ -85,8 +84,8 @@ struct ops {
     struct backlog backlog;  /* packets that wait to be sent on */
     uint32_t n_spread;       /* ops over several neighbours; while there are any, no limit holds */
     uint64_t dropped;        /* messages that were of use to no op */
-    void *spare;             /* memory that an op has used for its undo buffer, kept for the next: */
-    size_t spare_bytes;      /* page faults cost more than copies */
+    void *spare;             /* the undo buffer of an earlier op, kept for the next one: page */
+    size_t spare_bytes;      /* faults cost more than copies */
 };
 
 /* REGISTER, START, COMMIT and ABORT, and the orders of one kind of op. */

@@ -9,10 +9,10 @@
  * (engine.c): a ping of ours, or our answer, would queue behind everything that the neighbour has
  * not taken yet, which may take long if its own link is slow.
  *
- * Order of sending: first what was received and is to be sent on, then requests and data, then first
- * chunks of our own. The latter two are built only when it is their turn. After a send that found
- * no room the stream waits until the socket says that there is room again, because a send that
- * fails looks at the socket's state only now and then. */
+ * Order of sending: first what was received and is to be sent on, then requests and data, then
+ * first chunks of our own. The latter two are built only when it is their turn. After a send that
+ * found no room the stream waits until the socket says that there is room again, because a send
+ * that fails looks at the socket's state only now and then. */
 #include "engine/stream.h"
 
 #include <assert.h>

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 from textwrap import dedent
 
-LANGUAGES = {".py": "python", ".h": "text"}
+LANGUAGES = {".py": "python", ".h": "text", ".c": "text"}  # of C only comments are listed
 
 
 def listing(root: Path, path: str, *words: str) -> str:
