@@ -33,7 +33,7 @@ from pccl.errors import error_for
 from pccl.handle import AsyncReduceHandle
 from pccl.launch import Launch, info
 from pccl.operands import A, Arrays
-from pccl.protocol import peer as core
+from pccl.protocol.peer import effects
 from pccl.ranks import KnownRanks
 from pccl.runtime.call import Deadline
 from pccl.runtime.client import Client
@@ -182,7 +182,7 @@ class Collectives(ABC):
                 index, launch = in_flight[0]
                 end = launch.finish(deadline)
                 del in_flight[0]
-                if isinstance(end, core.Answer):
+                if isinstance(end, effects.Answer):
                     one = info(end)
                     world_size = one.local_world_size
                     tx_bytes += one.tx_bytes
@@ -388,7 +388,7 @@ class Collectives(ABC):
         except BaseException:
             launch.let_go()
             raise
-        if isinstance(end, core.Fail):
+        if isinstance(end, effects.Fail):
             raise launch.error(end)
         return info(end)
 

@@ -22,7 +22,7 @@ from pccl.ext import ffi, lib
 from pccl.launch import error_of
 from pccl.logs import configure_logging
 from pccl.protocol import messages as m
-from pccl.protocol import peer as core
+from pccl.protocol.peer import effects
 from pccl.runtime.call import Call, Deadline, Note, aside
 from pccl.runtime.client import Client
 from pccl.runtime.config import Config, machine_id
@@ -210,7 +210,7 @@ class Communicator(Collectives):
             if isinstance(note, m.Welcome):
                 log.info("registered as peer %d; waiting to be admitted", note.peer)
                 note = self._await_admission(client, call, timeout)
-            if isinstance(note, core.Fail):
+            if isinstance(note, effects.Fail):
                 if note.result is Result.MASTER_CONNECTION_FAILED:
                     raise _Unreachable(note.why)
                 raise error_of("connect", note, call.began_s)
@@ -478,7 +478,7 @@ class Communicator(Collectives):
         end = outcome.end
         if outcome.error is not None:
             raise outcome.error
-        if isinstance(end, core.Fail):
+        if isinstance(end, effects.Fail):
             raise error_of("sync_shared_state", end, call.began_s)
         divergence = tuple(_divergence(end, regions, client))
         for one in divergence:
@@ -497,7 +497,7 @@ class Communicator(Collectives):
         memory = HostView(shared_state._buffers)
         regions = shared_state._regions(memory)
 
-        def adopt(synced: core.Synced, overwritten: tuple[int, ...]) -> None:
+        def adopt(synced: effects.Synced, overwritten: tuple[int, ...]) -> None:
             memory.write_back(overwritten)
             shared_state.revision = self._shared_revision = synced.revision
 
@@ -522,7 +522,9 @@ class Communicator(Collectives):
         self._standing.single_threaded()
         return client
 
-    def _stand(self, name: str, client: Client, take_part: Callable[[Call], Note]) -> core.Answer:
+    def _stand(
+        self, name: str, client: Client, take_part: Callable[[Call], Note]
+    ) -> effects.Answer:
         """Takes part in a round of the whole run, to its end."""
         call = client.call()
         try:
@@ -532,9 +534,9 @@ class Communicator(Collectives):
         except BaseException:
             self._let_go(client, call)
             raise
-        if isinstance(end, core.Fail):
+        if isinstance(end, effects.Fail):
             raise error_of(name, end, call.began_s)
-        assert isinstance(end, core.Answer)
+        assert isinstance(end, effects.Answer)
         return end
 
     def _let_go(self, client: Client, call: Call) -> None:
@@ -558,7 +560,7 @@ class _Unreachable(Exception):
 
 
 def _divergence(
-    synced: core.Synced, regions: Sequence[Region], client: Client
+    synced: effects.Synced, regions: Sequence[Region], client: Client
 ) -> Iterator[EntryDivergence]:
     infos = {info.peer: str(info) for info in client.plan.peers}
     for one in synced.divergence:

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from pccl.errors import PCCLError, not_picklable
 from pccl.launch import Launch, info
-from pccl.protocol import peer as core
+from pccl.protocol.peer import effects
 from pccl.runtime.call import Deadline
 from pccl.types import ReduceInfo, Result
 
@@ -56,7 +56,7 @@ class AsyncReduceHandle:
         except BaseException:
             launch.let_go()
             raise
-        if isinstance(end, core.Fail):
+        if isinstance(end, effects.Fail):
             return False, end.result.value, ReduceInfo(0, 0, 0)
         return True, Result.SUCCESS.value, info(end)
 
@@ -67,7 +67,7 @@ class AsyncReduceHandle:
         None before `wait()` has returned, and when the collective has succeeded.
         """
         launch = self._launch
-        return launch.error(launch.end) if launch and isinstance(launch.end, core.Fail) else None
+        return launch.error(launch.end) if launch and isinstance(launch.end, effects.Fail) else None
 
     def __del__(self) -> None:
         launch = getattr(self, "_launch", None)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from pccl.errors import PCCLError
-from pccl.protocol import peer as core
+from pccl.protocol.peer import effects
 from pccl.ranks import KnownRanks
 from pccl.runtime.call import Deadline, End, aside
 from pccl.runtime.client import Client
@@ -65,7 +65,7 @@ class Launch:
             self.end, self.over = FORKED, True
         if self.end is None:
             note = deadline.next(self._client, self.call)
-            assert isinstance(note, core.Answer | core.Fail)
+            assert isinstance(note, effects.Answer | effects.Fail)
             with self._lock:
                 if self.end is None:
                     self._conclude(note)
@@ -76,7 +76,7 @@ class Launch:
     def _conclude(self, end: End) -> None:
         self.over = True
         self._standing.leave(self.call)
-        if isinstance(end, core.Fail):
+        if isinstance(end, effects.Fail):
             if end.result is Result.RANK_CONNECTION_LOST:
                 self._ranks.lose(self._client.plan, self._client.number)
         elif self._bring_back is not None:
@@ -95,17 +95,17 @@ class Launch:
 
         def told(end: End) -> None:
             self._standing.leave(self.call)
-            if isinstance(end, core.Fail):
+            if isinstance(end, effects.Fail):
                 log.warning("nobody waits for this one, which failed: %s", self.error(end))
 
         self._client.forsake(self.call, told)
 
-    def error(self, end: core.Fail) -> PCCLError:
+    def error(self, end: effects.Fail) -> PCCLError:
         """The exception for its failure."""
         return error_of(self._name, end, self.call.began_s)
 
 
-def error_of(name: str, end: core.Fail, began_s: float | None = None) -> PCCLError:
+def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCLError:
     """The exception for a failed call, with its phase and how long it took."""
     when = [end.phase] if end.phase else []
     if began_s is not None:
@@ -113,8 +113,8 @@ def error_of(name: str, end: core.Fail, began_s: float | None = None) -> PCCLErr
     return end.error(end.result, name, f"{end.why} ({', '.join(when)})" if when else end.why)
 
 
-def info(end: core.Answer) -> ReduceInfo:
+def info(end: effects.Answer) -> ReduceInfo:
     """What the answer to a collective says."""
     reduced = end.value
-    assert isinstance(reduced, core.Reduced)
+    assert isinstance(reduced, effects.Reduced)
     return ReduceInfo(reduced.world_size, reduced.tx_bytes, reduced.rx_bytes)

@@ -55,14 +55,25 @@ else:
 """
 
 
+def sources(package: Path) -> dict[Path, str]:
+    """The text of each file of the protocol."""
+    files = package.glob("protocol/**/*.py")
+    return {path: path.read_text(encoding="utf-8") for path in files}
+
+
+def occurrences(mutant: Mutant, texts: dict[Path, str]) -> int:
+    """How often what the mutant replaces stands there: it must be once."""
+    return sum(text.count(mutant.old) for text in texts.values())
+
+
 def survives(mutant: Mutant, seeds: int) -> str:
     """What the simulation says of a mutant."""
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory, "pccl")
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "pccl", package, ignore=ignore)
-        texts = {path: path.read_text(encoding="utf-8") for path in package.glob("protocol/*.py")}
-        if sum(text.count(mutant.old) for text in texts.values()) != 1:
+        texts = sources(package)
+        if occurrences(mutant, texts) != 1:
             return f"SURVIVED: {mutant.old!r} does not stand in the protocol just once"
         for path, text in texts.items():
             path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")

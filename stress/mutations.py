@@ -239,8 +239,8 @@ MUTANTS = [
     ),
     Mutant(
         "a refused peer does not say later that it holds the content",
-        "            holds=without is None,",
-        "            holds=True,",
+        "            holds=without is None and ",
+        "            holds=",
     ),
     Mutant(
         "nothing begins with fewer peers than are wanted",
@@ -314,8 +314,8 @@ MUTANTS = [
     ),
     Mutant(
         "a group's round ends when those of the group have voted",
-        "if len(round_.votes) == self._size(round_.id.group):",
-        "if len(round_.votes) == self._size():",
+        "and len(round_.votes) == self._size(round_.id.group)\n",
+        "and len(round_.votes) == self._size()\n",
     ),
     Mutant(
         "a peer that was given up cannot come back",
@@ -394,8 +394,8 @@ MUTANTS = [
     ),
     Mutant(
         "the start of what a caller has left gets a no",
-        "            self._say(m.FinishVote(seq, False, GONE if gone",
-        "            self._say(m.FinishVote(seq, True, GONE if gone",
+        "            self._say(m.FinishVote(seq, False, why, collective.cause))",
+        "            self._say(m.FinishVote(seq, True, why, collective.cause))",
     ),
     Mutant(
         "who is told to stop, or has no more time, gives up what runs",

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pccl.protocol import messages as m
-from pccl.protocol.master import Drop, Master, Send
+from pccl.protocol.master import Master
+from pccl.protocol.master.effects import Drop, Send
 from pccl.runtime.inline import combine
 
 VOTE_US_MAX = 25.0

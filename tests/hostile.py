@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from simpeer import End
 from simulator import Program, Run, SimPeer, Thread
 
-from pccl.protocol import master as master_core
 from pccl.protocol import messages as m
-from pccl.protocol import peer as peer_core
+from pccl.protocol.master.effects import Drop, Effect, Send
+from pccl.protocol.peer.effects import Answer
 
 CONNECTIONS = 3
 WAIT_MAX = 15  # steps before one blow
@@ -217,7 +217,7 @@ OUTVOTED = re.compile(
 
 def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None, None]:
     """Makes a call again and again while others spoil it."""
-    while not isinstance((yield from call()), peer_core.Answer):
+    while not isinstance((yield from call()), Answer):
         pass
 
 
@@ -230,11 +230,11 @@ def survivor(steps: int) -> Program:
             if peer.content[0] % 3 == 0:
                 yield from insist(peer.optimize_topology)
             while peer.core.world.local_size > 1:
-                if isinstance((yield from peer.all_reduce()), peer_core.Answer):
+                if isinstance((yield from peer.all_reduce()), Answer):
                     break
             peer.content = (peer.content[0] + 1, peer.content[1])
             pending = yield from peer.are_peers_pending()
-            while not isinstance(pending, peer_core.Answer):
+            while not isinstance(pending, Answer):
                 pending = yield from peer.are_peers_pending()
             if pending.value:
                 yield from insist(peer.update_topology)
@@ -330,7 +330,7 @@ class Siege(Run):
         known = (m.PROTOCOL_VERSION, "1", b"", self.run, me, plan.peers, plan.epoch, seq)
         return m.Resume(*known, m.Done(), (open_,), ())
 
-    def _hear(self, conn: bytes, data: bytes) -> list[master_core.Action]:
+    def _hear(self, conn: bytes, data: bytes) -> list[Effect]:
         if data[0] == MIMIC and len(data) == 2 and self._heard:
             data = m.encode(self._mimic(conn, data[-1]))
         try:
@@ -345,17 +345,17 @@ class Siege(Run):
             return self.master.resume(conn, message, "10.0.0.9")
         return self.master.received(conn, message)
 
-    def perform(self, actions: Iterable[master_core.Action]) -> None:
+    def perform(self, actions: Iterable[Effect]) -> None:
         mine = []
         for action in actions:
             conn = getattr(action, "conn", b"")
             if not conn.startswith(b"h"):
-                if isinstance(action, master_core.Drop):
+                if isinstance(action, Drop):
                     self._check_drop(conn, action.why)
                 mine.append(action)
-            elif isinstance(action, master_core.Drop):
+            elif isinstance(action, Drop):
                 self._ignored.add(conn)
-            elif isinstance(action, master_core.Send):
+            elif isinstance(action, Send):
                 sent = m.decode_from_master(m.encode(action.message))
                 if isinstance(sent, m.Started | m.SyncPlan | m.Probe | m.Interrupt):
                     self._told[conn] = sent.seq

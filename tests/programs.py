@@ -21,7 +21,7 @@ from simulator import EXCLUSIVE
 
 from pccl.errors import MismatchError, PCCLTimeoutError, PeerLostError
 from pccl.protocol import messages as m
-from pccl.protocol import peer as peer_core
+from pccl.protocol.peer.effects import Fail
 from pccl.types import Result
 
 CALLS = (
@@ -243,7 +243,7 @@ class Facade:
                 for _ in range(RETRIES_MAX):
                     end = yield from peer.all_reduce(call.tag, self._work(call))
                     self._check(end)
-                    lost = isinstance(end, peer_core.Fail) and end.error is PeerLostError
+                    lost = isinstance(end, Fail) and end.error is PeerLostError
                     if not lost or call.tag in peer.tags or peer.core.world.local_size < 2:
                         break
 
@@ -260,7 +260,7 @@ class Facade:
         peer.content = (revision + advance, text)
         wanted = 2 + call.tag % 2 if call.what == "begin" else 0
         end = yield from peer.sync("y" if call.variant == 2 else "x", min_peers=wanted)
-        if isinstance(end, peer_core.Fail):
+        if isinstance(end, Fail):
             peer.content = (revision, text)
             if self.lawful:  # it is refused only with what another run has left
                 assert wanted or end.result is not Result.TOO_FEW_PEERS, end
@@ -271,11 +271,11 @@ class Facade:
         return OTHER_WORK[call.variant - 1] if call.variant else WORK
 
     def _check(self, end: End) -> None:
-        if self.lawful and isinstance(end, peer_core.Fail) and not self.play.forgetful:
+        if self.lawful and isinstance(end, Fail) and not self.play.forgetful:
             assert end.error is not MismatchError, end
-        if isinstance(end, peer_core.Fail) and not self.play.given_up:
+        if isinstance(end, Fail) and not self.play.given_up:
             assert end.error is not PCCLTimeoutError, end
-        if isinstance(end, peer_core.Fail) and end.error is PeerLostError:
+        if isinstance(end, Fail) and end.error is PeerLostError:
             assert self.play.lossy(self.peer.group), end
 
 

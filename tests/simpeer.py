@@ -12,12 +12,30 @@ import msgspec
 from conversation import Conversation
 
 from pccl.protocol import messages as m
-from pccl.protocol import peer as peer_core
+from pccl.protocol.peer import Peer
+from pccl.protocol.peer.effects import (
+    AbortOp,
+    Answer,
+    CloseStream,
+    CommitOp,
+    Effect,
+    Fail,
+    Fetched,
+    OpenStream,
+    Plan,
+    Reduced,
+    RegisterOp,
+    Send,
+    StartOp,
+    Store,
+    Synced,
+)
+from pccl.protocol.ring import RingPart
 
 if TYPE_CHECKING:
     from simulator import Run
 
-End = peer_core.Answer | peer_core.Fail
+End = Answer | Fail
 Key = tuple[int, int]  # a run and a seq: only together they never repeat
 Thread = Generator[int, None, Any]  # yields the call that it waits for
 Program = Callable[["SimPeer"], Thread]
@@ -55,7 +73,7 @@ class SimPeer:
     run: Run
     group: int = 0
     programs: tuple[Program, ...] = ()
-    core: peer_core.Peer = field(default_factory=peer_core.Peer)
+    core: Peer = field(default_factory=Peer)
     up: deque[bytes] = field(default_factory=deque)
     down: deque[bytes] = field(default_factory=deque)
     alive: bool = True
@@ -162,7 +180,12 @@ class SimPeer:
         return self.calls
 
     def begin(
-        self, call: int, what: str, actions: list[peer_core.Action], tag: int = 0, work: Any = None
+        self,
+        call: int,
+        what: str,
+        actions: list[Effect],
+        tag: int = 0,
+        work: Any = None,
     ) -> int:
         self.run.say(f"peer {self.name} calls {what}", f"tag {tag}" if work else "")
         self.standing[call] = (what, tag, work)
@@ -176,7 +199,7 @@ class SimPeer:
         while call not in self.answers:
             yield call
         end = self.answers.pop(call)
-        if self.core.over is not None and isinstance(end, peer_core.Fail):
+        if self.core.over is not None and isinstance(end, Fail):
             self.run.check_over(self, self.core.over.why)
             raise Ended
         return end
@@ -211,8 +234,8 @@ class SimPeer:
         parts = (m.Part(10, 7, "b"), m.Part(3, 1000, "w"))
         work = m.Work("broadcast", 0, 0, 0, root=members - 1, members=members, parts=parts)
         end = yield from self.all_reduce(work=work)
-        if isinstance(end, peer_core.Answer):
-            assert isinstance(end.value, peer_core.Reduced)
+        if isinstance(end, Answer):
+            assert isinstance(end.value, Reduced)
             assert end.value.world_size == members, "ranks had changed, and nobody was told"
         return end
 
@@ -248,8 +271,8 @@ class SimPeer:
         call, serve = self.number(), self.number("serve")
         actions = self.core.sync(call, serve, offer)
         end = yield from self.wait(self.begin(call, "sync_shared_state", actions))
-        if isinstance(end, peer_core.Answer):
-            assert isinstance(end.value, peer_core.Synced)
+        if isinstance(end, Answer):
+            assert isinstance(end.value, Synced)
             if self.plan is not None and self.plan.fetch:
                 assert self.staged is not None, "synchronised without what was to be fetched"
                 text = self.staged
@@ -297,41 +320,41 @@ class SimPeer:
 
     # ---- what the runtime would do ----
 
-    def perform(self, actions: list[peer_core.Action]) -> None:
+    def perform(self, actions: list[Effect]) -> None:
         for action in actions:
             match action:
-                case peer_core.Send(message):
+                case Send(message):
                     self.conversation.said(message)
                     self.up.append(m.encode(message))
-                case peer_core.RegisterOp(op):
+                case RegisterOp(op):
                     assert op not in self.ops
                     self.ops[op] = SimOp(self.kinds[op])
-                case peer_core.StartOp(op, seq, _, rings):
+                case StartOp(op, seq, _, rings):
                     self.start(self.ops[op], seq, rings)
-                case peer_core.CommitOp(op) | peer_core.AbortOp(op):
-                    self.end(op, isinstance(action, peer_core.AbortOp))
-                case peer_core.OpenStream(stream, to):
+                case CommitOp(op) | AbortOp(op):
+                    self.end(op, isinstance(action, AbortOp))
+                case OpenStream(stream, to):
                     assert stream not in self.streams
                     self.streams[stream] = to
-                case peer_core.CloseStream(stream):
+                case CloseStream(stream):
                     del self.streams[stream]
                     self.lost.discard(stream)
                     self.carried.pop(stream, None)
-                case peer_core.Store(call, data):
+                case Store(call, data):
                     assert data in self.run.combined
                     assert call in self.standing, "memory is written whose owner has gone"
-                case peer_core.Answer(call) | peer_core.Fail(call):
+                case Answer(call) | Fail(call):
                     self.answered(call, action)
-                case peer_core.Plan(_, plan, resumed):
+                case Plan(_, plan, resumed):
                     self.plan = plan
                     if not resumed:
                         self.staged = None
                     if plan.fetch and not resumed:
                         self.perform(self.core.fetch(self.number("fetch"), plan.seq))
-                case peer_core.Fetched(_, seq, _, _) if self.probing:
+                case Fetched(_, seq, _, _) if self.probing:
                     if self.probing == seq:
                         self.measure(seq)
-                case peer_core.Fetched(_, seq, ok, why):
+                case Fetched(_, seq, ok, why):
                     if ok and self.plan is not None and self.plan.seq == seq:
                         self.staged = self.plan.digests[0].decode()
                     self.perform(self.core.fetched(seq, ok, why))
@@ -346,7 +369,7 @@ class SimPeer:
         if call in self.waiters:
             self.ready.append(self.waiters.pop(call))
 
-    def start(self, op: SimOp, seq: int, rings: tuple[peer_core.RingPart, ...]) -> None:
+    def start(self, op: SimOp, seq: int, rings: tuple[RingPart, ...]) -> None:
         assert all(ring.stream in self.streams for ring in rings), "a stream that is not open"
         op.seq = key = (self.core.run, seq)
         op.streams, op.deaf = tuple(ring.stream for ring in rings), set()
@@ -522,8 +545,8 @@ def brief(value: object) -> str:
         return f"{type(value).__name__}({', '.join(fields)})"
     if isinstance(value, tuple):
         return f"({' '.join(map(brief, value))})"
-    if isinstance(value, peer_core.Answer):
+    if isinstance(value, Answer):
         return str(value.value)
-    if isinstance(value, peer_core.Fail):
+    if isinstance(value, Fail):
         return f"{value.error.__name__} {value.result.name}: {value.why}"
     return str(value)

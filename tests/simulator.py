@@ -21,11 +21,13 @@ from typing import Any
 
 from simpeer import Key, Program, SimPeer, Thread, brief
 
-from pccl.protocol import master as master_core
 from pccl.protocol import messages as m
-from pccl.protocol import peer as peer_core
-from pccl.protocol.blame import Verdict
-from pccl.protocol.ledger import Group
+from pccl.protocol.master import Journal, Master
+from pccl.protocol.master.blame import Verdict
+from pccl.protocol.master.effects import Adopt, Dial, Drop, Effect, Forget, Note, Remember, Send
+from pccl.protocol.master.ledger import Group
+from pccl.protocol.master.recovery import GIVEN_UP
+from pccl.protocol.peer.effects import Answer
 from pccl.protocol.rounds import OpenRounds
 
 # who stands in one of these can enter no other call
@@ -33,7 +35,7 @@ EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
 RUN_WIDE = {"update_topology", "are_peers_pending", "optimize_topology"}
 
 
-class Watched(master_core.Master):
+class Watched(Master):
     """A master that lets itself be watched when it judges."""
 
     convicted: Callable[[int, tuple[int, bool]], None]
@@ -86,9 +88,7 @@ class Run:
         self.loss_rate = self.random.choice([0.0, 0.0, 0.01, 0.05])  # of streams, at any time
         self.losses = 0
 
-    def _new_master(
-        self, number: int, journal: master_core.Journal | None = None
-    ) -> master_core.Master:
+    def _new_master(self, number: int, journal: Journal | None = None) -> Master:
         secret = self.random.randbytes(32)
         master = Watched(number, self.combine, self.straggler_s, journal, secret=secret)
         master.convicted = self.convictions.__setitem__
@@ -120,7 +120,7 @@ class Run:
 
         def whole() -> Thread:
             end = yield from peer.join(hello)
-            if isinstance(end, peer_core.Answer):
+            if isinstance(end, Answer):
                 for program in peer.programs:
                     peer.start_thread(program(peer))
 
@@ -162,9 +162,7 @@ class Run:
         self.broken.clear()
         if not self.journal:  # nobody is left to come back
             self.history = {group: count + 1 for group, count in self.history.items()}
-        journal = master_core.Journal(
-            self.run, self.incarnation, self.next_peer, frozenset(self.journal)
-        )
+        journal = Journal(self.run, self.incarnation, self.next_peer, frozenset(self.journal))
         self.master = self._new_master(
             self.random.getrandbits(40), journal if self.journaled else None
         )
@@ -306,8 +304,8 @@ class Run:
         """Why a peer may be out of the run."""
         assert (
             peer.left
-            or (peer.severed and master_core.GIVEN_UP in why)
-            or (self.incarnation and master_core.GIVEN_UP in why)
+            or (peer.severed and GIVEN_UP in why)
+            or (self.incarnation and GIVEN_UP in why)
             or ("could not reach" in why and self.may_go(peer))
             or (self.incarnation and not peer.core.number)  # it had hardly said hello
             or (self.incarnation and not self.journaled and "started another run" in why)
@@ -394,26 +392,26 @@ class Run:
     def _by_conn(self, conn: bytes) -> SimPeer:
         return self.peers[int(conn[1:].partition(b".")[0]) - 1]
 
-    def perform(self, actions: Iterable[master_core.Action]) -> None:
+    def perform(self, actions: Iterable[Effect]) -> None:
         """What the server does."""
         for action in actions:
             match action:
-                case master_core.Send(conn, message):
+                case Send(conn, message):
                     peer = self._by_conn(conn)
                     if peer.conn == conn:  # else it is a connection of before
                         peer.down.append(m.encode(message))
-                case master_core.Drop(conn):
+                case Drop(conn):
                     self.dropped.add(conn)
-                case master_core.Remember(info):
+                case Remember(info):
                     self.journal.add(info.peer)
                     self.next_peer = max(self.next_peer, info.peer + 1)
-                case master_core.Forget(number):
+                case Forget(number):
                     self.journal.discard(number)
-                case master_core.Adopt(_, incarnation):
+                case Adopt(_, incarnation):
                     self.incarnation = max(self.incarnation, incarnation)
-                case master_core.Dial(info):
+                case Dial(info):
                     self.dials.append(info.peer)
-                case master_core.Note(text):
+                case Note(text):
                     self.say("master:", text)
                     self.notes.append(text)
                     if "last holder" in text:  # a new history of revisions begins
@@ -525,7 +523,7 @@ class Run:
         assert not waiting, f"peers {waiting} wait for ever"
 
 
-def remembered(master: master_core.Master) -> dict[str, int]:
+def remembered(master: Master) -> dict[str, int]:
     """How much a master has in each of its tables, but for those who may come back."""
     return {
         name: len(table)

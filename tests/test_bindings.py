@@ -15,7 +15,7 @@ import zmq
 
 from pccl.ext import build, ffi, lib, tables
 from pccl.protocol import messages, ring
-from pccl.protocol.orders import RingPart
+from pccl.protocol.ring import RingPart
 from pccl.runtime import config, dial, digest, engine, quantization
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 

@@ -12,8 +12,9 @@ from simulator import Run, Thread
 from test_simulation import simulate, trainer
 
 from pccl.protocol import messages as m
-from pccl.protocol.calls import TRANSITIONS, Collective, Event, State
-from pccl.protocol.peer import Action, Peer, Send
+from pccl.protocol.peer import Peer
+from pccl.protocol.peer.calls import TRANSITIONS, Collective, Event, State
+from pccl.protocol.peer.effects import Effect, Send
 
 SEEDS_MAX = 4000
 
@@ -95,7 +96,7 @@ def cut_off(script: str) -> conversation.Conversation:
     """What happens to a peer whose collective runs, while its master dies and comes back."""
     core, talk = Peer(), conversation.Conversation()
 
-    def perform(actions: list[Action]) -> None:
+    def perform(actions: list[Effect]) -> None:
         for action in actions:
             if isinstance(action, Send):
                 talk.said(action.message)
@@ -182,7 +183,7 @@ def test_what_is_not_in_the_table_changes_nothing() -> None:
             assert collective.state is TRANSITIONS[state].get(event, state)
 
 
-def sent(actions: list[Action]) -> list[m.PeerMessage]:
+def sent(actions: list[Effect]) -> list[m.PeerMessage]:
     return [action.message for action in actions if isinstance(action, Send)]
 
 

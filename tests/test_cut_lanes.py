@@ -16,7 +16,7 @@ from cluster import Cluster
 from test_errors import listed
 
 import pccl
-from pccl.protocol.calls import State
+from pccl.protocol.peer.calls import State
 from pccl.runtime import sync as sync_module
 from pccl.runtime.call import Call
 from pccl.runtime.client import Client

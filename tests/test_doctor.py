@@ -12,7 +12,8 @@ import pytest
 import pccl
 from pccl.cli.main import main
 from pccl.protocol import messages as m
-from pccl.protocol.master import Action, Master, Send
+from pccl.protocol.master import Master
+from pccl.protocol.master.effects import Effect, Send
 from pccl.protocol.reach import cure, matters
 
 
@@ -105,7 +106,7 @@ def test_when_it_matters_that_a_peer_cannot_be_reached() -> None:
     assert not matters(peer("my.host"), seen, [elsewhere]), "a name is not resolved"
 
 
-def said(actions: list[Action]) -> list[m.MasterMessage]:
+def said(actions: list[Effect]) -> list[m.MasterMessage]:
     return [action.message for action in actions if isinstance(action, Send)]
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from pccl.protocol.election import Rejection, elect
+from pccl.protocol.master.election import Rejection, elect
 from pccl.protocol.messages import Entry, Offer
 from pccl.types import Result
 from pccl.types import SharedStateSyncStrategy as Strategy

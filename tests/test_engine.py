@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from pccl.ext import lib, tables
-from pccl.protocol.orders import RingPart
+from pccl.protocol.ring import RingPart
 from pccl.runtime.engine import (
     COMPLETE,
     FAILED,

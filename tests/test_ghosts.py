@@ -7,25 +7,25 @@ from test_errors import listed
 
 from pccl.errors import KickedError, PCCLError, PCCLTimeoutError
 from pccl.protocol import messages as m
-from pccl.protocol import peer as core
+from pccl.protocol.peer import Peer, effects
 
 WORK = m.Work("all_reduce", 0, 10, 2)
 BIG = m.Work("all_reduce", 0, 10, 1000)
 DATA = b"8 bytes."
 
 
-def said(actions: list[core.Action]) -> list[m.PeerMessage]:
-    return [action.message for action in actions if isinstance(action, core.Send)]
+def said(actions: list[effects.Effect]) -> list[m.PeerMessage]:
+    return [action.message for action in actions if isinstance(action, effects.Send)]
 
 
-def ends(actions: list[core.Action]) -> list[core.Answer | core.Fail]:
-    return [action for action in actions if isinstance(action, core.Answer | core.Fail)]
+def ends(actions: list[effects.Effect]) -> list[effects.Answer | effects.Fail]:
+    return [action for action in actions if isinstance(action, effects.Answer | effects.Fail)]
 
 
 @pytest.fixture
-def peer() -> core.Peer:
+def peer() -> Peer:
     """Peer 2 of two, which are accepted."""
-    made = core.Peer()
+    made = Peer()
     made.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1002, "", "m2", b""))
     infos = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in (1, 2))
     for message in (
@@ -38,36 +38,36 @@ def peer() -> core.Peer:
     return made
 
 
-def test_a_limit_holds_while_the_master_is_away(peer: core.Peer) -> None:
+def test_a_limit_holds_while_the_master_is_away(peer: Peer) -> None:
     peer.collective(2, 0, WORK, DATA)
     peer.update_topology(3)
     assert not ends(peer.withdraw(2, "its caller gave up after 1 s"))  # the master is asked
     (lost,) = ends(peer.link_lost("the connection broke"))
-    assert isinstance(lost, core.Fail) and lost.call == 2 and lost.error is PCCLTimeoutError
+    assert isinstance(lost, effects.Fail) and lost.call == 2 and lost.error is PCCLTimeoutError
     (late,) = ends(peer.withdraw(3, "its caller gave up after 1 s"))
-    assert isinstance(late, core.Fail) and late.error is PCCLTimeoutError
+    assert isinstance(late, effects.Fail) and late.error is PCCLTimeoutError
     assert "while the master was away" in late.why
     peer.linked()
     assert not ends(peer.received(m.Resumed(m.Done())))
     assert said(peer.update_topology(4)) == [m.TopologyVote(4)]
 
 
-def test_who_was_told_of_a_failure_of_what_has_succeeded_leaves(peer: core.Peer) -> None:
+def test_who_was_told_of_a_failure_of_what_has_succeeded_leaves(peer: Peer) -> None:
     peer.collective(2, 0, WORK, DATA)
     peer.link_lost("the connection broke")
     peer.withdraw(2, "its caller gave up after 1 s")
     peer.linked()
     actions = peer.received(m.Missed(m.Small(5, 0, (1, 2), DATA)))
     assert said(actions) == [m.Leave()]
-    assert not any(isinstance(action, core.Store) for action in actions)
+    assert not any(isinstance(action, effects.Store) for action in actions)
     assert peer.over is not None and peer.over.error is KickedError
     listed(f"KickedError: {peer.over.why}")
 
 
-def test_who_had_an_exception_was_told_nothing_and_stays(peer: core.Peer) -> None:
+def test_who_had_an_exception_was_told_nothing_and_stays(peer: Peer) -> None:
     peer.collective(2, 0, WORK, DATA)
     (gone,) = ends(peer.abandon(2))
-    assert isinstance(gone, core.Fail) and gone.error is PCCLError
+    assert isinstance(gone, effects.Fail) and gone.error is PCCLError
     actions = peer.received(m.Started(2, 5, 1, DATA, True))
     assert not actions and peer.over is None, "the memory is another's by now"
     peer.link_lost("the connection broke")
@@ -75,7 +75,7 @@ def test_who_had_an_exception_was_told_nothing_and_stays(peer: core.Peer) -> Non
     assert isinstance(resume, m.Resume) and [small.seq for small in resume.small] == [5]
 
 
-def test_the_next_call_waits_for_the_ghost_in_its_place(peer: core.Peer) -> None:
+def test_the_next_call_waits_for_the_ghost_in_its_place(peer: Peer) -> None:
     peer.collective(2, 0, WORK, DATA)
     assert said(peer.abandon(2)) == [m.Withdraw(2)]
     assert not said(peer.collective(3, 0, WORK, DATA))
@@ -85,20 +85,20 @@ def test_the_next_call_waits_for_the_ghost_in_its_place(peer: core.Peer) -> None
     assert isinstance(vote, m.StartVote) and vote.call == 3
 
 
-def test_who_waits_for_a_ghost_can_give_up_too(peer: core.Peer) -> None:
+def test_who_waits_for_a_ghost_can_give_up_too(peer: Peer) -> None:
     peer.collective(2, 0, WORK, DATA)
     peer.abandon(2)
     peer.collective(3, 0, WORK, DATA)
     (end,) = ends(peer.withdraw(3, "its caller gave up after 1 s"))
-    assert isinstance(end, core.Fail) and end.call == 3
+    assert isinstance(end, effects.Fail) and end.call == 3
     assert not peer.received(m.CallError(2, 5, "waited for peer 1", m.Cause.TIMEOUT))
 
 
-def test_what_runs_is_aborted_and_settled_first(peer: core.Peer) -> None:
+def test_what_runs_is_aborted_and_settled_first(peer: Peer) -> None:
     peer.collective(2, 0, BIG)
     peer.received(m.Started(2, 5, 1))
     actions = peer.abandon(2)
-    assert core.AbortOp(2) in actions and not ends(actions)
+    assert effects.AbortOp(2) in actions and not ends(actions)
     assert [(vote.seq, vote.ok) for vote in said(actions) if isinstance(vote, m.FinishVote)] == [
         (5, False)
     ]
@@ -106,17 +106,17 @@ def test_what_runs_is_aborted_and_settled_first(peer: core.Peer) -> None:
     assert not peer.received(m.Finished(5, False, "a caller waits no longer"))
 
 
-def test_what_is_complete_is_restored_when_its_caller_goes(peer: core.Peer) -> None:
+def test_what_is_complete_is_restored_when_its_caller_goes(peer: Peer) -> None:
     peer.collective(2, 0, BIG)
     peer.received(m.Started(2, 5, 1))
     peer.engine_complete(2, False, 0, 0)
     actions = peer.abandon(2)
-    assert core.AbortOp(2) in actions and said(actions) == [m.Withdraw(2, 5)]
+    assert effects.AbortOp(2) in actions and said(actions) == [m.Withdraw(2, 5)]
     peer.engine_settled(2, 0, 0)
     assert not peer.received(m.Finished(5, True, "")), "others may have it; nothing is left here"
 
 
-def test_a_start_that_crosses_gets_a_no(peer: core.Peer) -> None:
+def test_a_start_that_crosses_gets_a_no(peer: Peer) -> None:
     peer.collective(2, 0, BIG)
     peer.abandon(2)
     peer.engine_settled(2, 0, 0)

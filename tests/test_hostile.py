@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 from simulator import remembered
 
 from pccl.protocol import messages as m
-from pccl.protocol.ledger import BACKLOG_MAX, held
-from pccl.protocol.master import (
-    Action,
-    Dial,
-    Drop,
-    Journal,
-    Master,
-    Note,
-    Send,
-)
+from pccl.protocol.master import Journal, Master
+from pccl.protocol.master.effects import Dial, Drop, Effect, Note, Send
+from pccl.protocol.master.ledger import BACKLOG_MAX, held
 from pccl.protocol.rounds import HELD_MAX, OPEN_MAX
 from pccl.runtime.inline import combine
 from pccl.types import Result
@@ -91,7 +84,7 @@ class Hall:
         if peers:
             self.say(b"1", m.TopologyVote(1))
 
-    def perform(self, actions: list[Action]) -> None:
+    def perform(self, actions: list[Effect]) -> None:
         for action in actions:
             match action:
                 case Send(conn, message):

@@ -14,8 +14,9 @@ from test_all_reduce import make
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.protocol.collectives import fits
-from pccl.protocol.master import Drop, Master, Send
+from pccl.protocol.master import Master
+from pccl.protocol.master.collectives import fits
+from pccl.protocol.master.effects import Drop, Send
 from pccl.runtime import client as client_module
 from pccl.runtime.inline import combine
 

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 import pccl
-from pccl.protocol import master as core
+from pccl.protocol.master import Master
 
 
 def test_misuse() -> None:
@@ -176,12 +176,12 @@ sys.exit(main(["--listen-address", "127.0.0.1:0"]))
 
 BROKEN = """
 import sys
-from pccl.protocol import master as core
+from pccl.protocol.master import Master
 def fail(self, now_s):
     if self.peers:
         raise RuntimeError("a bug")
     return []
-core.Master.tick = fail
+Master.tick = fail
 """
 AS_COMMAND = 'from pccl.master import main; sys.exit(main(["--listen-address", "127.0.0.1:0"]))'
 
@@ -203,7 +203,7 @@ def fail(*_: object) -> list[object]:
 
 
 def test_a_program_is_told_that_its_master_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core.Master, "tick", fail)
+    monkeypatch.setattr(Master, "tick", fail)
     with pytest.raises(pccl.PCCLError, match="has failed: RuntimeError: a bug"):
         with pccl.MasterNode("127.0.0.1:0") as master:
             with pytest.raises(pccl.PCCLError, match="RuntimeError: a bug"):

@@ -7,10 +7,11 @@ from test_hostile import ENTRY, OTHER, RUN, WORK, Hall, resume
 
 from pccl.errors import PCCLError, PCCLTimeoutError, PeerLostError
 from pccl.protocol import messages as m
-from pccl.protocol import peer as peer_core
-from pccl.protocol.blame import ATTEMPTS
 from pccl.protocol.master import Journal, Master
-from pccl.protocol.synchronisations import STALLS_MAX
+from pccl.protocol.master.blame import ATTEMPTS
+from pccl.protocol.master.synchronisations import STALLS_MAX
+from pccl.protocol.peer import Peer
+from pccl.protocol.peer.effects import Fail, Send
 from pccl.runtime.inline import combine
 from pccl.types import Result
 
@@ -300,9 +301,9 @@ def test_all_hear_of_a_time_out_and_of_a_loss() -> None:
     assert told_of_failure(hall, b"1")[0] is m.Cause.OTHER
 
 
-def running_peer() -> peer_core.Peer:
+def running_peer() -> Peer:
     """A peer in a collective, which is its call 2 and seq 9."""
-    core = peer_core.Peer()
+    core = Peer()
     core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
     known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
@@ -313,11 +314,11 @@ def running_peer() -> peer_core.Peer:
     return core
 
 
-def end(core: peer_core.Peer, cause: m.Cause) -> peer_core.Fail:
+def end(core: Peer, cause: m.Cause) -> Fail:
     core.received(m.Interrupt(9, "why"))
     core.received(m.Finished(9, False, "why", cause))
     fail = core.engine_settled(2, 0, 0)[-1]
-    assert isinstance(fail, peer_core.Fail)
+    assert isinstance(fail, Fail)
     assert fail.result is Result.RANK_CONNECTION_LOST
     return fail
 
@@ -341,7 +342,7 @@ def test_the_fault_of_another_peer_is_an_error_that_fits_and_the_call_may_be_mad
 def test_who_runs_out_of_memory_or_time_itself_does_not_try_again() -> None:
     core = running_peer()
     said = core.engine_failed(2, "no memory for a message", 0, m.Cause.MEMORY)[-1]
-    assert isinstance(said, peer_core.Send)
+    assert isinstance(said, Send)
     assert said.message == m.FinishVote(
         9, False, "it ran out of memory: no memory for a message", m.Cause.MEMORY
     )
@@ -385,7 +386,7 @@ def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
 
 
 def test_who_was_told_of_a_start_that_it_had_missed_knows_of_it() -> None:
-    core = peer_core.Peer()
+    core = Peer()
     core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
     known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
@@ -395,19 +396,19 @@ def test_who_was_told_of_a_start_that_it_had_missed_knows_of_it() -> None:
     core.received(m.CallError(2, Result.RANK_CONNECTION_LOST.value, "a restart", 0, 9))
     core.link_lost("the next restart")
     (again,) = core.linked()
-    assert isinstance(again, peer_core.Send)
+    assert isinstance(again, Send)
     assert isinstance(again.message, m.Resume)
     assert again.message.last_seq == 9
 
 
 def test_why_an_engine_refused_a_collective_is_what_the_others_hear() -> None:
-    core = peer_core.Peer()
+    core = Peer()
     core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     for told in (m.Welcome(1), m.Admitted(7, m.Done())):
         core.received(told)
     core.collective(2, 0, WORK)
     core.engine_failed(2, "no memory for 7 arrays")
-    said = [a.message for a in core.received(m.Started(2, 9, 1)) if isinstance(a, peer_core.Send)]
+    said = [a.message for a in core.received(m.Started(2, 9, 1)) if isinstance(a, Send)]
     assert said == [m.FinishVote(9, False, "no memory for 7 arrays")]
 
 

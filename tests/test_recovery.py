@@ -8,10 +8,9 @@ import pytest
 from test_hostile import WORK, Hall, resume
 
 from pccl.protocol import messages as m
-from pccl.protocol import recovery
-from pccl.protocol.ledger import Remember
-from pccl.protocol.master import Adopt, Journal, Master
-from pccl.protocol.recovery import UNJOURNALED_WAIT_S, WAIT_S
+from pccl.protocol.master import Journal, Master, recovery
+from pccl.protocol.master.effects import Adopt, Remember
+from pccl.protocol.master.recovery import UNJOURNALED_WAIT_S, WAIT_S
 from pccl.runtime.inline import combine
 from pccl.types import Result
 

@@ -9,7 +9,7 @@ from simpeer import End
 from simulator import Program, Run, SimPeer, Thread
 
 from pccl.errors import PCCLTimeoutError
-from pccl.protocol import peer as core
+from pccl.protocol.peer import effects
 from pccl.types import Result, SharedStateSyncStrategy
 
 SEEDS = 400
@@ -17,11 +17,11 @@ SEND_ONLY = SharedStateSyncStrategy.SEND_ONLY.value
 RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
 
 
-def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None, core.Answer]:
+def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None, effects.Answer]:
     """Makes a call again and again while its own or another caller gives up."""
     while True:
         end = yield from call()
-        if isinstance(end, core.Answer):
+        if isinstance(end, effects.Answer):
             return end
         assert end.error is PCCLTimeoutError or "data was lost" in end.why, end
 
@@ -35,7 +35,7 @@ def reduce(peer: SimPeer) -> Generator[int, None, bool]:
             end = yield from peer.broadcast(len(peer.core.plan.peers))
         else:
             end = yield from peer.all_reduce(data=data)
-        if isinstance(end, core.Answer):
+        if isinstance(end, effects.Answer):
             return True
         assert end.result is Result.RANK_CONNECTION_LOST, end
     return False
@@ -92,7 +92,7 @@ def late_joiner(steps: int, founder: bool) -> Program:
         strategy = SEND_ONLY if founder else RECEIVE_ONLY
         while True:
             end = yield from peer.sync(strategy=strategy)
-            if isinstance(end, core.Answer):
+            if isinstance(end, effects.Answer):
                 if peer.content[0] == steps:
                     break
                 yield from reduce(peer)

@@ -6,8 +6,9 @@ from test_hostile import Hall, resume
 
 from pccl.errors import PCCLError, TooFewPeersError
 from pccl.protocol import messages as m
-from pccl.protocol import peer as peer_core
 from pccl.protocol.master import Master
+from pccl.protocol.peer import Peer
+from pccl.protocol.peer.effects import Answer, Fail, Send
 from pccl.runtime.inline import combine
 from pccl.types import Result
 
@@ -114,9 +115,9 @@ def test_a_group_that_begins_anew_repeats_no_number() -> None:
 # ---- what a peer concludes ----
 
 
-def standing(one: m.Offer) -> peer_core.Peer:
+def standing(one: m.Offer) -> Peer:
     """A peer that stands in a synchronisation, call 2."""
-    core = peer_core.Peer()
+    core = Peer()
     core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
     known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
@@ -126,13 +127,13 @@ def standing(one: m.Offer) -> peer_core.Peer:
     return core
 
 
-def ends(core: peer_core.Peer, message: m.MasterMessage) -> peer_core.Answer | peer_core.Fail:
+def ends(core: Peer, message: m.MasterMessage) -> Answer | Fail:
     actions = core.received(message) + core.engine_settled(3, 0, 0)
-    (end,) = (a for a in actions if isinstance(a, peer_core.Answer | peer_core.Fail))
+    (end,) = (a for a in actions if isinstance(a, Answer | Fail))
     return end
 
 
-def missed(core: peer_core.Peer, done: m.Done) -> peer_core.Answer | peer_core.Fail:
+def missed(core: Peer, done: m.Done) -> Answer | Fail:
     """The end, by way of a master that was restarted."""
     core.link_lost("a restart")
     core.linked()
@@ -144,7 +145,7 @@ def test_a_peer_concludes_that_it_was_refused_also_from_a_restarted_master() -> 
         ends(standing(offer(9)), m.SyncResult(2, 6, 5, 0)),
         missed(standing(offer(9)), m.Done(sync=5, revision=6)),
     ):
-        assert isinstance(end, peer_core.Fail)
+        assert isinstance(end, Fail)
         assert (end.result, end.error) == (Result.INVALID_ARGUMENT, PCCLError)
         assert "this peer offers revision 9, and the others of its group are at 6" in end.why
 
@@ -154,14 +155,14 @@ def test_a_peer_concludes_that_nothing_began_also_from_a_restarted_master() -> N
         ends(standing(offer(9)), m.SyncResult(2, 0, 5, 0, short=3)),
         missed(standing(offer(9)), m.Done(sync=5, short=3)),
     ):
-        assert isinstance(end, peer_core.Fail)
+        assert isinstance(end, Fail)
         assert (end.result, end.error) == (Result.TOO_FEW_PEERS, TooFewPeersError)
         assert "begin with 3 peers, and its group has 2" in end.why
 
 
 def test_who_only_receives_is_never_refused() -> None:
     end = ends(standing(offer(9, strategy=1)), m.SyncResult(2, 6, 5, 0))
-    assert isinstance(end, peer_core.Answer)
+    assert isinstance(end, Answer)
 
 
 def test_what_a_refused_peer_says_of_itself_later() -> None:
@@ -169,5 +170,5 @@ def test_what_a_refused_peer_says_of_itself_later() -> None:
     ends(core, m.SyncResult(2, 6, 5, 0))
     core.link_lost("a restart")
     (again,) = core.linked()
-    assert isinstance(again, peer_core.Send) and isinstance(again.message, m.Resume)
+    assert isinstance(again, Send) and isinstance(again.message, m.Resume)
     assert (again.message.done.sync, again.message.done.holds) == (5, False)

@@ -12,7 +12,7 @@ import conversation as talk
 import msgspec
 
 from pccl.protocol import messages as m
-from pccl.protocol.calls import TRANSITIONS, Event, State
+from pccl.protocol.peer.calls import TRANSITIONS, Event, State
 from pccl.protocol.rounds import EXCLUDED, RUN_WIDE, Kind
 
 # The names of the types that stand for numbers and texts within limits.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 from pccl.protocol.messages import PeerInfo, Ring, Work
-from pccl.protocol.orders import RingPart
 from pccl.protocol.topology import hops
 
 QUANTUM = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl.h)
@@ -17,6 +17,31 @@ EXACT_MAX = 7  # peers whose orders are all looked at for a cheaper one; of more
 
 Hop = tuple[int, int]  # from whom, to whom
 Cost = Callable[[Hop], int]
+
+
+@dataclass(frozen=True, slots=True)
+class RingPart:
+    """A peer's place in one ring of a collective, or a stream and slot of a state transfer.
+
+    What c/pccl.h calls a pccl_ring, field by field.
+
+    Attributes:
+        stream: leads to the successor; of a transfer, to the other peer.
+        members: how many the ring has.
+        position: our own in the ring; of a transfer, the slot.
+        begin: where the ring's share of the data begins, an offset.
+        count: offsets of the share.
+        root: the position of a broadcast's root.
+        ranks: the members' ranks by position; empty: they are the positions.
+    """
+
+    stream: int
+    members: int
+    position: int
+    begin: int = 0
+    count: int = 0
+    root: int = 0
+    ranks: tuple[int, ...] = ()
 
 
 def free(hop: Hop) -> int:

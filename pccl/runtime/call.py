@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pccl.protocol import messages as m
-from pccl.protocol import peer as core
+from pccl.protocol.peer import effects
 
 SLICE_S = 0.5  # of a wait without an end
 QUIET_S = 5.0  # a call may wait so long in silence; then twice as long, and so on
@@ -35,8 +35,8 @@ class Leaf:
     leaf: int
 
 
-Note = core.Answer | core.Fail | core.Plan | core.Fetched | m.Welcome | Leaf
-End = core.Answer | core.Fail
+Note = effects.Answer | effects.Fail | effects.Plan | effects.Fetched | m.Welcome | Leaf
+End = effects.Answer | effects.Fail
 
 
 class Call:
@@ -57,7 +57,7 @@ class Call:
 
     def put(self, note: Note) -> None:
         """Called by the control thread."""
-        if isinstance(note, core.Answer | core.Fail):
+        if isinstance(note, effects.Answer | effects.Fail):
             self.end = self.end or note
         self._notes.put(note)
 

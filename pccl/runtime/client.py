@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from pccl.protocol import messages as m
-from pccl.protocol import peer as core
+from pccl.protocol.peer import Peer, effects
 from pccl.runtime import forks, ops
 from pccl.runtime.call import Call, End, Leaf, insist
 from pccl.runtime.config import Config
@@ -52,7 +52,13 @@ log = logging.getLogger("pccl")
 
 SERVE_INTERVAL_S = 0.02  # a limit on what is served is kept in each such time
 RETRY_S = 0.2  # between attempts to reach a master that is gone
-SILENT = (core.Store, core.Answer, core.Fail, core.Plan, core.Fetched)  # they touch no socket
+SILENT = (
+    effects.Store,
+    effects.Answer,
+    effects.Fail,
+    effects.Plan,
+    effects.Fetched,
+)  # they touch no socket
 
 
 class Client:
@@ -84,7 +90,7 @@ class Client:
     ) -> None:
         self._identity = Identity.of(security)
         self._config = config
-        self._core = core.Peer()
+        self._core = Peer()
         self._numbers = itertools.count(1)
         self._calls: dict[int, Call] = {}
         self._memory: dict[int, Operands | Pool] = {}  # op -> what the engine refers to
@@ -105,19 +111,19 @@ class Client:
         self._waiter = Waiter()
         self._sent = True  # since the sockets were last read
         self._perform_by_type: dict[type, Callable[..., None]] = {
-            core.Send: self._send,
-            core.RegisterOp: self._register,
-            core.StartOp: self._start,
-            core.CommitOp: lambda action: self._engine.commit(action.op),
-            core.AbortOp: lambda action: self._engine.abort(action.op),
-            core.Store: self._store,
-            core.OpenStream: self._open_stream,
-            core.CloseStream: lambda action: self._streams.close(action.stream),
-            core.Answer: self._answer,
-            core.Fail: self._answer,
-            core.Plan: self._note,
-            core.Fetched: self._note,
-            core.Waits: self._warn,
+            effects.Send: self._send,
+            effects.RegisterOp: self._register,
+            effects.StartOp: self._start,
+            effects.CommitOp: lambda action: self._engine.commit(action.op),
+            effects.AbortOp: lambda action: self._engine.abort(action.op),
+            effects.Store: self._store,
+            effects.OpenStream: self._open_stream,
+            effects.CloseStream: lambda action: self._streams.close(action.stream),
+            effects.Answer: self._answer,
+            effects.Fail: self._answer,
+            effects.Plan: self._note,
+            effects.Fetched: self._note,
+            effects.Waits: self._warn,
         }
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
         self._forked = False
@@ -202,7 +208,7 @@ class Client:
         return self._core.number
 
     @property
-    def over(self) -> core.Fail | None:
+    def over(self) -> effects.Fail | None:
         """Why this peer is out of the run, if it is."""
         return forks.FORKED if self._forked else self._core.over
 
@@ -250,7 +256,7 @@ class Client:
         work, data = operands.work, operands.inline(self._config.inline_bytes)
         shortcut = Shortcut()
 
-        def begin(number: int) -> list[core.Action]:
+        def begin(number: int) -> list[effects.Effect]:
             shortcut.entered = True
             self._memory[number] = operands
             return self._core.collective(number, tag, work, data, stuck, shortcut.sent)
@@ -277,11 +283,11 @@ class Client:
         self._serve(call, Pool(pieces, 0, owner), self._core.optimize)
 
     def _serve(
-        self, call: Call, pool: Pool, enter: Callable[[int, int], list[core.Action]]
+        self, call: Call, pool: Pool, enter: Callable[[int, int], list[effects.Effect]]
     ) -> None:
         call.serve_op = serve = next(self._numbers)
 
-        def begin(number: int) -> list[core.Action]:
+        def begin(number: int) -> list[effects.Effect]:
             self._memory[serve] = pool
             return enter(number, serve)
 
@@ -358,7 +364,7 @@ class Client:
             if call.number in self._calls:
                 self._perform(self._core.abandon(call.number))
             elif call.end is None:
-                call.put(core.Fail(call.number, Result.INVALID_USAGE, "it was never made"))
+                call.put(effects.Fail(call.number, Result.INVALID_USAGE, "it was never made"))
 
         def settle() -> None:
             if call.end is None:
@@ -399,11 +405,11 @@ class Client:
         if not self._forked:
             insist(wait)
 
-    def _begin(self, call: Call, event: Callable[[int], list[core.Action]]) -> None:
+    def _begin(self, call: Call, event: Callable[[int], list[effects.Effect]]) -> None:
         self._leave_to_begin(call, event)
         self._inbox.signal()
 
-    def _leave_to_begin(self, call: Call, event: Callable[[int], list[core.Action]]) -> None:
+    def _leave_to_begin(self, call: Call, event: Callable[[int], list[effects.Effect]]) -> None:
         def begin() -> None:
             self._calls[call.number] = call
             self._perform(event(call.number))
@@ -617,22 +623,22 @@ class Client:
 
     # ---- actions ----
 
-    def _perform(self, actions: list[core.Action]) -> None:
+    def _perform(self, actions: list[effects.Effect]) -> None:
         for action in actions:
             kind = type(action)
             self._sent |= kind not in SILENT
             self._perform_by_type[kind](action)
 
-    def _send(self, action: core.Send) -> None:
+    def _send(self, action: effects.Send) -> None:
         try:
             self._link.socket.send(m.encode(action.message), zmq.DONTWAIT)
         except zmq.Again:
             pass  # the connection broke: the monitor, which knows why, is about to be read
 
-    def _register(self, action: core.RegisterOp) -> None:
+    def _register(self, action: effects.RegisterOp) -> None:
         ops.register(self._engine, action, self._memory[action.op])
 
-    def _start(self, action: core.StartOp) -> None:
+    def _start(self, action: effects.StartOp) -> None:
         local = all(self._local(info) for info in self._core.plan.peers)
         ops.start(self._engine, action, self._memory[action.op], local)
 
@@ -640,16 +646,16 @@ class Client:
         hello = self._hello
         return bool(hello.ipc and info.ipc) and info.machine == hello.machine
 
-    def _open_stream(self, action: core.OpenStream) -> None:
+    def _open_stream(self, action: effects.OpenStream) -> None:
         self._streams.open(action.stream, action.to, self._core.plan.nonce)
 
-    def _store(self, action: core.Store) -> None:
+    def _store(self, action: effects.Store) -> None:
         memory = self._memory[action.call]
         assert isinstance(memory, Operands)
         for operand in memory.each:
             store(operand.recv, action.data)
 
-    def _answer(self, action: core.Answer | core.Fail) -> None:
+    def _answer(self, action: effects.Answer | effects.Fail) -> None:
         self._memory.pop(action.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(action.call, None)
         if call is not None:
@@ -658,13 +664,13 @@ class Client:
         if told is not None:
             told(action)
 
-    def _warn(self, action: core.Waits) -> None:
+    def _warn(self, action: effects.Waits) -> None:
         call = self._calls.get(action.call)
         if call is not None:
             waited_s = time.monotonic() - call.began_s
             log.warning("peer %d has waited %.0f s %s", self._core.number, waited_s, action.why)
 
-    def _note(self, action: core.Plan | core.Fetched) -> None:
+    def _note(self, action: effects.Plan | effects.Fetched) -> None:
         self._calls[action.call].put(action)
 
     # ---- the end ----
@@ -686,6 +692,6 @@ class Client:
     def _answer_all(self) -> None:
         """Fails every call that no one will answer any more."""
         for number in list(self._calls):
-            ended = core.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
+            ended = effects.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
             self._answer(replace(self._core.over or ended, call=number))
         self._tell()

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from pccl.ext import ffi, lib, tables
-from pccl.protocol.orders import RingPart
+from pccl.protocol.ring import RingPart
 from pccl.runtime.waiter import readable
 
 log = logging.getLogger("pccl")

@@ -15,11 +15,11 @@ import weakref
 from collections.abc import Collection
 from typing import Any, Protocol
 
-from pccl.protocol import peer as core
+from pccl.protocol.peer import effects
 from pccl.types import Result
 
 DESCRIPTORS = "/dev/fd"
-FORKED = core.Fail(
+FORKED = effects.Fail(
     0,
     Result.INVALID_USAGE,
     "this process was forked from that of the peer, to which the membership belongs: make a "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pccl.protocol import peer as core
+from pccl.protocol.peer import effects
 from pccl.runtime.config import MIB, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.engine import Engine, Part
@@ -10,7 +10,7 @@ from pccl.runtime.memory import Operands, Pool
 from pccl.runtime.quantization import wire_format
 
 
-def register(engine: Engine, action: core.RegisterOp, memory: Operands | Pool) -> None:
+def register(engine: Engine, action: effects.RegisterOp, memory: Operands | Pool) -> None:
     """Registers an op, whose memory belongs to the engine until it is settled."""
     ids = {"run": action.run, "tag": action.tag, "min_seq": action.min_seq}
     if isinstance(memory, Pool):
@@ -34,7 +34,7 @@ def register(engine: Engine, action: core.RegisterOp, memory: Operands | Pool) -
         engine.register_fetch(action.op, pieces=memory.pieces, leaf_bytes=LEAF_BYTES, **ids)
 
 
-def start(engine: Engine, action: core.StartOp, memory: Operands | Pool, local: bool) -> None:
+def start(engine: Engine, action: effects.StartOp, memory: Operands | Pool, local: bool) -> None:
     """Starts a registered op. `local`: all its members are on this machine."""
     members = action.rings[0].members if action.rings else 1
     total, quantized = members * 4 * MIB, False

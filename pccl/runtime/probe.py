@@ -13,7 +13,7 @@ import time
 from typing import TypeAlias
 
 from pccl.ext import ffi
-from pccl.protocol import peer as core
+from pccl.protocol.peer import effects
 from pccl.runtime.call import Call, Deadline, End, Leaf
 from pccl.runtime.client import Client
 from pccl.runtime.memory import Pieces
@@ -43,15 +43,15 @@ def optimise(client: Client, call: Call, deadline: Deadline) -> End:
     while True:
         note = deadline.next_within(client, call, prober.patience_s)
         match note:
-            case core.Plan(_, plan) if plan.fetch:
+            case effects.Plan(_, plan) if plan.fetch:
                 prober.begin(plan.seq, plan.holders)
-            case core.Plan():  # a probe that is void: the master was restarted
+            case effects.Plan():  # a probe that is void: the master was restarted
                 prober.end()
             case Leaf():
                 prober.take(note)
-            case core.Fetched(_, seq) if seq == prober.seq:
+            case effects.Fetched(_, seq) if seq == prober.seq:
                 prober.report(ended=True)
-            case core.Answer() | core.Fail():
+            case effects.Answer() | effects.Fail():
                 return note
         prober.work()
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import msgspec
 
-from pccl.protocol import master as core
 from pccl.protocol import messages as m
+from pccl.protocol.master import Journal
 from pccl.runtime.journal import JournalError, JournalFile, State
 
 log = logging.getLogger("pccl")
@@ -69,7 +69,7 @@ class Scribe:
             if isinstance(error, JournalError):
                 raise
             raise JournalError(f"the journal {path} cannot be written: {error}") from None
-        self.remembered = core.Journal(
+        self.remembered = Journal(
             state.run,
             state.incarnation,
             state.next_peer,

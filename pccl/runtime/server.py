@@ -37,8 +37,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pccl.errors import PCCLError
 from pccl.ext.drain import Drain
-from pccl.protocol import master as core
 from pccl.protocol import messages as m
+from pccl.protocol.master import Journal, Master, effects
 from pccl.runtime import descriptors
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
@@ -270,9 +270,9 @@ class Server:
 
     # ---- pauses ----
 
-    def _new_core(self, run: int, journal: core.Journal | None) -> core.Master:
+    def _new_core(self, run: int, journal: Journal | None) -> Master:
         secret = secrets.token_bytes(32)
-        return core.Master(run, combine, self._straggler_s, journal, secret=secret)
+        return Master(run, combine, self._straggler_s, journal, secret=secret)
 
     def _feel_pulse(self, waited_s: float) -> None:
         paused_s = self._pulse.beat(waited_s)
@@ -425,7 +425,7 @@ class Server:
             del self._arriving[conn]
             self._perform(self._core.rejected(conn, "it said too much before it was welcome"))
 
-    def _guarded(self, conn: bytes, event: Callable[[], list[core.Action]]) -> None:
+    def _guarded(self, conn: bytes, event: Callable[[], list[effects.Effect]]) -> None:
         """Has the core handle what a connection says, which must not end the service for others."""
         try:
             actions = event()
@@ -435,7 +435,7 @@ class Server:
         self._perform(actions)
 
     def _dial(
-        self, conn: bytes, target: Target, event: Callable[[str | None], list[core.Action]]
+        self, conn: bytes, target: Target, event: Callable[[str | None], list[effects.Effect]]
     ) -> None:
         """Dials a connection's peer back; `event` handles its message when that has ended."""
         self._arriving[conn] = []
@@ -459,7 +459,7 @@ class Server:
 
         self._dialler.dial(target, time.monotonic(), then)
 
-    def _hear(self, conn: bytes, data: bytes | None) -> list[core.Action]:
+    def _hear(self, conn: bytes, data: bytes | None) -> list[effects.Effect]:
         """What the core makes of a message."""
         try:
             if data is None:
@@ -484,7 +484,7 @@ class Server:
             return self._core.resume(conn, message, self._senders[conn].host)
         return self._core.received(conn, message)
 
-    def _hear_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[core.Action]:
+    def _hear_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[effects.Effect]:
         """Dials who may come in, and nobody else."""
         if self._core.knows(conn) or self._core.objection(hello, host):
             return self._core.hello(conn, hello, host)
@@ -510,32 +510,32 @@ class Server:
 
     # ---- actions ----
 
-    def _perform(self, actions: list[core.Action]) -> None:
+    def _perform(self, actions: list[effects.Effect]) -> None:
         last: m.MasterMessage | None = None
         data = b""
-        dials: list[core.Dial] = []  # when all is done: they may end at once, and lead to more
+        dials: list[effects.Dial] = []  # when all is done: they may end at once, and lead to more
         for action in actions:
             match action:
-                case core.Send(conn, message):
+                case effects.Send(conn, message):
                     if self._journal is not None:
                         self._journal.settle()
                     if message is not last:  # many peers are told the same
                         last, data = message, m.encode(message)
                     self._send(conn, data)
-                case core.Remember(info):
+                case effects.Remember(info):
                     if self._journal is not None:
                         self._journal.remember(info)
-                case core.Forget(number):
+                case effects.Forget(number):
                     if self._journal is not None:
                         self._journal.forget(number)
-                case core.Adopt(run, incarnation):
+                case effects.Adopt(run, incarnation):
                     if self._journal is not None:
                         self._journal.adopt(run, incarnation)
-                case core.Dial():
+                case effects.Dial():
                     dials.append(action)
-                case core.Note(text):
+                case effects.Note(text):
                     log.info("master: %s", text)
-                case core.Drop(conn, why):
+                case effects.Drop(conn, why):
                     log.debug("master: connection %s dropped: %s", conn.hex(), why)
                     if conn in self._senders:
                         self._dropped[conn] = time.monotonic()

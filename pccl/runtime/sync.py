@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
-from pccl.protocol import peer as core
+from pccl.protocol.peer import effects
 from pccl.runtime.call import Call, Deadline, Leaf, Note, aside
 from pccl.runtime.client import SERVE_INTERVAL_S, Client
 from pccl.runtime.digest import digests
@@ -26,7 +26,7 @@ from pccl.types import SharedStateProgress
 log = logging.getLogger("pccl")
 
 FAILURE_S = 0.1  # until a first failure is told; four times as long each time
-Adopt: TypeAlias = Callable[[core.Synced, tuple[int, ...]], None]
+Adopt: TypeAlias = Callable[[effects.Synced, tuple[int, ...]], None]
 BATCH = 64  # verdicts on small entries that are given at once
 REMIND_S = 5.0  # what is not answered for so long is asked for again, if nothing comes at all
 REMINDERS_MAX = 64  # then holders that do not answer count as lost
@@ -62,7 +62,7 @@ class Outcome:
             past the point of no return.
     """
 
-    end: core.Synced | core.Fail
+    end: effects.Synced | effects.Fail
     error: Exception | None
     hashed_bytes: int
     hash_seconds: float
@@ -131,24 +131,24 @@ class _Receiver:
         """What the caller's callback has raised."""
         return self._progress.error
 
-    def receive(self, adopt: Adopt) -> core.Synced | core.Fail:
+    def receive(self, adopt: Adopt) -> effects.Synced | effects.Fail:
         """Until the end, with the caller's memory overwritten if that is a success."""
         while True:
             match self._next():
-                case core.Plan(_, plan, resumed):
+                case effects.Plan(_, plan, resumed):
                     self._follow(plan, resumed)
                 case Leaf(op, piece, leaf) if op == self._op and self._staging is not None:
                     self._verdicts += self._staging.judge(piece, leaf)
-                case core.Fetched(_, seq, True) if seq == self._plan.seq:
+                case effects.Fetched(_, seq, True) if seq == self._plan.seq:
                     self._vote()
-                case core.Fetched(_, seq, False, why) if seq == self._plan.seq:
+                case effects.Fetched(_, seq, False, why) if seq == self._plan.seq:
                     self._failure = why
                     self._fail_at = time.monotonic() + FAILURE_S * 4**self._failures
                     self._failures += 1
-                case core.Answer(_, core.Synced() as synced):
+                case effects.Answer(_, effects.Synced() as synced):
                     self._install(synced, adopt)
                     return synced
-                case core.Fail() as fail:
+                case effects.Fail() as fail:
                     return fail
             if self._verdicts and not (self._call.has_notes and len(self._verdicts) < BATCH):
                 self._client.judge(self._op, self._verdicts)
@@ -203,7 +203,7 @@ class _Receiver:
             self._remind_at = time.monotonic() + REMIND_S
             self._progress.begin(staging)
 
-    def _install(self, synced: core.Synced, adopt: Adopt) -> None:
+    def _install(self, synced: effects.Synced, adopt: Adopt) -> None:
         staging = self._staging
         if staging is None:
             adopt(synced, ())

@@ -13,26 +13,27 @@ import msgspec
 
 from pccl.errors import PCCLError, TooFewPeersError
 from pccl.protocol import messages as m
-from pccl.protocol.calls import Syncing
-from pccl.protocol.election import RECEIVE_ONLY
-from pccl.protocol.ghosts import Ghosts
-from pccl.protocol.orders import (
+from pccl.protocol.peer.calls import Syncing
+from pccl.protocol.peer.effects import (
     AbortOp,
-    Action,
     Answer,
     CloseStream,
     CommitOp,
+    Effect,
     Fail,
     Fetched,
     OpenStream,
     Plan,
     RegisterOp,
-    RingPart,
     Send,
     StartOp,
     Synced,
 )
-from pccl.types import Result
+from pccl.protocol.peer.ghosts import Ghosts
+from pccl.protocol.ring import RingPart
+from pccl.types import Result, SharedStateSyncStrategy
+
+RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
 
 
 class Transfers:
@@ -57,7 +58,7 @@ class Transfers:
         self.over: Fail | None = None
         self._linked = True  # to the master
         self._next_stream = 1
-        self._out: list[Action] = []
+        self._out: list[Effect] = []
 
     def _say(self, message: m.PeerMessage) -> None:
         """Tells the master, unless it must be told who we are first: then Resume says it all."""
@@ -76,7 +77,7 @@ class Transfers:
             self._out.append(replace(self.over, call=call))
         return self.over is not None
 
-    def _take(self) -> list[Action]:
+    def _take(self) -> list[Effect]:
         out, self._out = self._out, []
         return out
 
@@ -91,14 +92,14 @@ class Transfers:
 
     # ---- calls ----
 
-    def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Action]:
+    def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Effect]:
         """Answered with a `Synced`; zero or more `Plan` actions come before.
 
         `serve_op` is a fresh op number under which the offered content is served.
         """
         return self._enter(Syncing(call, serve_op, m.SyncVote(call, offer), ops={serve_op}))
 
-    def optimize(self, call: int, serve_op: int) -> list[Action]:
+    def optimize(self, call: int, serve_op: int) -> list[Effect]:
         """Answered with None; zero or more `Plan` actions come before, each of a probe.
 
         A probe's plan names no digests, for its content does not matter. `serve_op` is a fresh op
@@ -106,7 +107,7 @@ class Transfers:
         """
         return self._enter(Syncing(call, serve_op, m.OptimizeVote(call), ops={serve_op}))
 
-    def _enter(self, syncing: Syncing) -> list[Action]:
+    def _enter(self, syncing: Syncing) -> list[Effect]:
         def enter() -> None:
             self._syncing = syncing
             self._out.append(RegisterOp(syncing.serve_op, self.run, 0, self._last_seq))
@@ -118,7 +119,7 @@ class Transfers:
             enter()
         return self._take()
 
-    def measured(self, seq: int, rate: int, delay_us: int) -> list[Action]:
+    def measured(self, seq: int, rate: int, delay_us: int) -> list[Effect]:
         """The caller has what a probe was for: nothing more is fetched."""
         syncing = self._syncing
         plan = None if syncing is None or syncing.outcome is not None else syncing.plan
@@ -127,7 +128,7 @@ class Transfers:
             self._say(m.Measured(seq, rate, delay_us))
         return self._take()
 
-    def fetch(self, op: int, seq: int) -> list[Action]:
+    def fetch(self, op: int, seq: int) -> list[Effect]:
         """Starts fetching by a plan; the caller knows the staging memory of `op`.
 
         Does nothing when a newer plan, or the end, came in between.
@@ -144,7 +145,7 @@ class Transfers:
 
     def fetched(
         self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
-    ) -> list[Action]:
+    ) -> list[Effect]:
         """The caller has, or cannot get, what a plan told it to fetch."""
         syncing = self._syncing
         if syncing is not None and syncing.plan is not None and syncing.plan.seq == seq:

@@ -1,11 +1,13 @@
-"""What a peer's state machine wants done, and what it answers to calls."""
+"""What a peer's state machine wants done, and what it answers to calls: effects, in order."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from pccl.errors import PCCLError
 from pccl.protocol import messages as m
+from pccl.protocol.ring import RingPart
 from pccl.types import Result
 
 
@@ -29,31 +31,6 @@ class CloseStream:
     """Close a stream; what is queued in it is of no use any more."""
 
     stream: int
-
-
-@dataclass(frozen=True, slots=True)
-class RingPart:
-    """A peer's place in one ring of a collective, or a stream and slot of a state transfer.
-
-    What c/pccl.h calls a pccl_ring, field by field.
-
-    Attributes:
-        stream: leads to the successor; of a transfer, to the other peer.
-        members: how many the ring has.
-        position: our own in the ring; of a transfer, the slot.
-        begin: where the ring's share of the data begins, an offset.
-        count: offsets of the share.
-        root: the position of a broadcast's root.
-        ranks: the members' ranks by position; empty: they are the positions.
-    """
-
-    stream: int
-    members: int
-    position: int
-    begin: int = 0
-    count: int = 0
-    root: int = 0
-    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +129,7 @@ class Waits:
     why: str
 
 
-Action = (
+Effect: TypeAlias = (
     Send
     | OpenStream
     | CloseStream

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pccl.protocol.ledger import Ledger
+from pccl.protocol.master.ledger import Ledger
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId
 
 ADMITTING = RoundId(Kind.TOPOLOGY, None)

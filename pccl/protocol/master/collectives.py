@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.ledger import Action, Dial, Group, Ledger, Running, plain
+from pccl.protocol.master.effects import Dial, Effect
+from pccl.protocol.master.ledger import Group, Ledger, Running, plain
 from pccl.protocol.ring import plan_rings, uses
 from pccl.protocol.rounds import Round
 from pccl.types import DataType, ReduceOp, Result
@@ -156,7 +157,7 @@ class Collectives(Ledger):
             self._out.append(Dial(self.peers[accused].info, self.peers[accused].dial))
         self._judge(group_number)
 
-    def dialled(self, number: int, why: str | None) -> list[Action]:
+    def dialled(self, number: int, why: str | None) -> list[Effect]:
         """A dial has ended: "" where it got through to the peer, None where it was not made."""
         peer = self.peers.get(number)
         if peer is None or peer.info.group not in self._groups:

@@ -8,7 +8,7 @@ from itertools import islice, zip_longest
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.ledger import Ledger, Optimisation
+from pccl.protocol.master.ledger import Ledger, Optimisation
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round
 from pccl.protocol.topology import (
     SPREAD_MAX,

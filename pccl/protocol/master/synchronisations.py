@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pccl.protocol import messages as m
-from pccl.protocol.election import Decision, Rejection, elect
-from pccl.protocol.ledger import Group, Ledger, Sync
+from pccl.protocol.master.election import Decision, Rejection, elect
+from pccl.protocol.master.ledger import Group, Ledger, Sync
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round
 from pccl.types import Result
 

@@ -12,8 +12,8 @@ from pccl.errors import (
     PeerLostError,
 )
 from pccl.protocol import messages as m
-from pccl.protocol.calls import ENTERING, Collective, Syncing
-from pccl.protocol.orders import Fail
+from pccl.protocol.peer.calls import ENTERING, Collective, Syncing
+from pccl.protocol.peer.effects import Fail
 from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.types import Result
 

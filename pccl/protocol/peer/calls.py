@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pccl.protocol import messages as m
-from pccl.protocol.orders import Fail
+from pccl.protocol.peer.effects import Fail
 
 ENTERING = "while peers were still entering it"
 MEASURING = "while links were measured"

@@ -1,6 +1,9 @@
 """The master's state machine: who is in the run, and what all have agreed on. No I/O.
 
-Theory of operation ------------------- The caller feeds three kinds of events, `hello`, `received`
+Theory of operation
+-------------------
+
+The caller feeds three kinds of events, `hello`, `received`
 and `disconnected`, each naming a connection, and performs the actions that come back, in order. A
 connection stands for one peer for ever: a peer that comes back is a new peer.
 
@@ -38,30 +41,23 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.collectives import Collectives, fits
-from pccl.protocol.door import newcomer, refusal
-from pccl.protocol.explain import explain
-from pccl.protocol.ledger import (
+from pccl.protocol.master.collectives import Collectives, fits
+from pccl.protocol.master.door import newcomer, refusal
+from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Remember, Send
+from pccl.protocol.master.explain import explain
+from pccl.protocol.master.ledger import (
     NAMES_MAX,
-    Action,
-    Adopt,
     Backlog,
-    Dial,
     Doom,
-    Drop,
-    Forget,
     Group,
     Journal,
-    Note,
     Peer,
-    Remember,
     Running,
-    Send,
     held,
     plain,
 )
-from pccl.protocol.optimisations import Optimisations
-from pccl.protocol.recovery import (
+from pccl.protocol.master.optimisations import Optimisations
+from pccl.protocol.master.recovery import (
     EPOCH_SHIFT,
     GIVEN_UP,
     INCARNATION_SHIFT,
@@ -75,23 +71,10 @@ from pccl.protocol.recovery import (
     plausible,
     reconstruct,
 )
+from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.rounds import OPEN_MAX, PENDING, WITHDRAWN, Kind, Round, RoundId, Vote
-from pccl.protocol.synchronisations import Synchronisations
 from pccl.types import Result
 from pccl.version import __version__
-
-__all__ = [
-    "Action",
-    "Adopt",
-    "Dial",
-    "Drop",
-    "Forget",
-    "Journal",
-    "Master",
-    "Note",
-    "Remember",
-    "Send",
-]
 
 GONE = Result.MASTER_CONNECTION_FAILED  # what peers raise MasterLostError for
 
@@ -109,7 +92,7 @@ class Master(Collectives, Synchronisations, Optimisations):
 
     # ---- events ----
 
-    def hello(self, conn: bytes, hello: m.Hello, host: str, unreached: str = "") -> list[Action]:
+    def hello(self, conn: bytes, hello: m.Hello, host: str, unreached: str = "") -> list[Effect]:
         """A peer's first message, from a connection whose other end is seen as `host`.
 
         `unreached` says why it cannot be reached where it listens, if it has been dialled in vain.
@@ -134,7 +117,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         """Why a `hello` is refused wherever its peer is reached; empty if it is not."""
         return refusal(hello, newcomer(hello, host), self._arithmetic if self.peers else None)
 
-    def examine(self, conn: bytes, host: str, unreached: str | None, unix_s: float) -> list[Action]:
+    def examine(self, conn: bytes, host: str, unreached: str | None, unix_s: float) -> list[Effect]:
         """Somebody asks what a `hello` would lead to; arguments as there, and the time of day.
 
         `unreached` is None if it was not dialled.
@@ -155,7 +138,7 @@ class Master(Collectives, Synchronisations, Optimisations):
             self._out += [Send(conn, report), Drop(conn, "it has been examined")]
         return self._take()
 
-    def received(self, conn: bytes, message: m.PeerMessage) -> list[Action]:
+    def received(self, conn: bytes, message: m.PeerMessage) -> list[Effect]:
         """Any later message of a peer."""
         if self._recovery is not None and not isinstance(message, m.Leave):
             return self.rejected(conn, "it spoke before it was welcome")  # nobody has been told
@@ -178,11 +161,11 @@ class Master(Collectives, Synchronisations, Optimisations):
             self._vote(number, message)
         return self._take()
 
-    def disconnected(self, conn: bytes, why: str) -> list[Action]:
+    def disconnected(self, conn: bytes, why: str) -> list[Effect]:
         """A connection is gone: the only evidence of a peer's death that counts."""
         return self.all_disconnected([conn], why)
 
-    def all_disconnected(self, conns: list[bytes], why: str) -> list[Action]:
+    def all_disconnected(self, conns: list[bytes], why: str) -> list[Effect]:
         """Several connections are gone: the others hear of it once."""
         if self._recovery is not None:
             self._recovery.gone(conns)
@@ -196,14 +179,14 @@ class Master(Collectives, Synchronisations, Optimisations):
                 self._lost = {n: i for n, i in self._lost.items() if i.group in self._accepted_in}
         return self._take()
 
-    def farewell(self) -> list[Action]:
+    def farewell(self) -> list[Effect]:
         """The master ends for good: nobody needs to wait for it."""
         for number in self.peers:
             why = "the master was stopped"
             self._send(number, m.Kicked(GONE.value, why))
         return self._take()
 
-    def rejected(self, conn: bytes, why: str) -> list[Action]:
+    def rejected(self, conn: bytes, why: str) -> list[Effect]:
         """A connection sent bytes that are no message."""
         if self._postponed(conn, lambda: self.rejected(conn, why)):
             return self._take()
@@ -213,7 +196,7 @@ class Master(Collectives, Synchronisations, Optimisations):
             self._out.append(Drop(conn, why))
         return self._take()
 
-    def _postponed(self, conn: bytes, event: Callable[[], list[Action]]) -> bool:
+    def _postponed(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
         """Keeps what a connection says during a recovery for later, within limits."""
         if self._recovery is None:
             return False
@@ -248,7 +231,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         peer = self.peers.get(resume.info.peer)
         return peer is not None and peer.accepted and resume.run == self.run
 
-    def reborn(self) -> tuple[Journal, list[Action]]:
+    def reborn(self) -> tuple[Journal, list[Effect]]:
         """What a fresh master goes on from when all connections of this one are lost, and what is
         to be done first."""
         infos = [self.peers[number].info for number in self._accepted()] or [*self._lost.values()]
@@ -258,7 +241,7 @@ class Master(Collectives, Synchronisations, Optimisations):
         journal = Journal(self.run, incarnation, self._next_peer, accepted)
         return journal, [Adopt(self.run, incarnation), *remember]
 
-    def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Action]:
+    def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Effect]:
         """A peer of before is back, on a connection whose other end is seen as `host`."""
         if conn in self._by_conn:
             self._remove(self._by_conn[conn], "it came back twice", Result.INTERNAL_ERROR)
@@ -678,7 +661,7 @@ class Master(Collectives, Synchronisations, Optimisations):
     def _missing_of(self, running: Running) -> str:
         return self._names(sorted(running.members - running.votes.keys()))
 
-    def tick(self, now_s: float) -> list[Action]:
+    def tick(self, now_s: float) -> list[Effect]:
         """Time has passed: ends a recovery; drops stragglers where there is a limit for them."""
         if self._recovery is not None:
             if self._recovery.over(now_s):

@@ -1,6 +1,9 @@
 """The peer's state machine: its calls, its collectives, its streams. No I/O.
 
-Theory of operation ------------------- Three kinds of events come in: calls of the API (each with a
+Theory of operation
+-------------------
+
+Three kinds of events come in: calls of the API (each with a
 number, `call`, that the caller never uses twice), messages of the master, and events of the lane
 engine. Actions come out, to be performed in order: messages to send, orders to the engine, and
 answers to calls.
@@ -48,51 +51,25 @@ from pccl.errors import (
     PCCLTimeoutError,
 )
 from pccl.protocol import messages as m
-from pccl.protocol.calls import ENTERING, OUTCOMES_KEPT, Collective, Event, State
-from pccl.protocol.failures import failed, parting, refused
-from pccl.protocol.orders import (
+from pccl.protocol.peer.calls import ENTERING, OUTCOMES_KEPT, Collective, Event, State
+from pccl.protocol.peer.effects import (
     AbortOp,
-    Action,
     Answer,
     CloseStream,
     CommitOp,
+    Effect,
     Fail,
-    Fetched,
-    OpenStream,
-    Plan,
     Reduced,
     RegisterOp,
-    RingPart,
     Send,
     StartOp,
     Store,
-    Synced,
     Waits,
 )
+from pccl.protocol.peer.failures import failed, parting, refused
+from pccl.protocol.peer.transfers import Transfers
 from pccl.protocol.ring import places, successors
-from pccl.protocol.transfers import Transfers
 from pccl.types import Result
-
-__all__ = [
-    "AbortOp",
-    "Action",
-    "Answer",
-    "CloseStream",
-    "CommitOp",
-    "Fail",
-    "Fetched",
-    "OpenStream",
-    "Peer",
-    "Plan",
-    "Reduced",
-    "RegisterOp",
-    "RingPart",
-    "Send",
-    "StartOp",
-    "Store",
-    "Synced",
-    "Waits",
-]
 
 GONE = "its caller waits no longer"
 LOST, OTHER = Result.RANK_CONNECTION_LOST, m.Cause.OTHER
@@ -119,7 +96,7 @@ class Peer(Transfers):
 
     # ---- calls ----
 
-    def join(self, call: int, hello: m.Hello) -> list[Action]:
+    def join(self, call: int, hello: m.Hello) -> list[Effect]:
         """Asks to join; answered when this peer is accepted."""
         if self._dead(call):  # the connection failed before we came to say anything
             return self._take()
@@ -127,20 +104,20 @@ class Peer(Transfers):
         self._say(hello)
         return self._take()
 
-    def update_topology(self, call: int) -> list[Action]:
+    def update_topology(self, call: int) -> list[Effect]:
         """Answered with the size of the group when pending peers have been accepted."""
         return self._simple(call, m.TopologyVote(call))
 
     def are_peers_pending(
         self, call: int, stuck: bool = False, patient: bool = False
-    ) -> list[Action]:
+    ) -> list[Effect]:
         """Answered with a bool. `stuck`: until then this peer makes no other call.
 
         `patient`: while all voters are, there is no answer before a peer is pending (`hurry`).
         """
         return self._simple(call, m.PendingVote(call, stuck, patient))
 
-    def hurry(self, call: int) -> list[Action]:
+    def hurry(self, call: int) -> list[Effect]:
         """The caller of `are_peers_pending` is no longer patient."""
         vote = self._calls.get(call)
         if isinstance(vote, m.PendingVote):
@@ -148,7 +125,7 @@ class Peer(Transfers):
             self._say(m.Hurry(call))
         return self._take()
 
-    def inquire(self, call: int) -> list[Action]:
+    def inquire(self, call: int) -> list[Effect]:
         """The caller has waited for long. The answer, if there is one, is a `Waits`."""
         collective = self._collectives.get(call)
         if self.over is None and self.number:
@@ -163,7 +140,7 @@ class Peer(Transfers):
         data: bytes | None = None,
         stuck: bool = False,
         said: bool = False,
-    ) -> list[Action]:
+    ) -> list[Effect]:
         """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
 
         With `data`, the contribution, the master reduces and the engine has no part in it.
@@ -184,7 +161,7 @@ class Peer(Transfers):
 
     # ---- calls that are given up ----
 
-    def withdraw(self, call: int, why: str) -> list[Action]:
+    def withdraw(self, call: int, why: str) -> list[Effect]:
         """The caller waits no longer. The call is answered all the same, one way or the other.
 
         The master knows whether it is over already, and tells. It is not asked where our own vote
@@ -207,7 +184,7 @@ class Peer(Transfers):
             self._say_withdraw(call)
         return self._take()
 
-    def abandon(self, call: int) -> list[Action]:
+    def abandon(self, call: int) -> list[Effect]:
         """An exception has taken the caller away: answered when nothing refers to its memory."""
         collective = self._collectives.get(call)
         if self.over is None and call not in self._ghosts:
@@ -270,7 +247,7 @@ class Peer(Transfers):
         elif collective is not None and collective.outcome is None:
             self._say(m.Withdraw(call, collective.seq))
 
-    def leave(self, why: str) -> list[Action]:
+    def leave(self, why: str) -> list[Effect]:
         """Leaves the run; every call that waits fails."""
         if self.over is None:
             self._out.append(Send(m.Leave()))
@@ -284,19 +261,19 @@ class Peer(Transfers):
 
     # ---- the master ----
 
-    def lost_master(self, why: str) -> list[Action]:
+    def lost_master(self, why: str) -> list[Effect]:
         """The connection to the master is gone."""
         if self.over is None:
             self._end(Result.MASTER_CONNECTION_FAILED, why, MasterLostError)
         return self._take()
 
-    def broken(self, why: str) -> list[Action]:
+    def broken(self, why: str) -> list[Effect]:
         """Something in this process that everything else needs has failed."""
         if self.over is None:
             self._end(Result.INTERNAL_ERROR, why)
         return self._take()
 
-    def received(self, message: m.MasterMessage) -> list[Action]:
+    def received(self, message: m.MasterMessage) -> list[Effect]:
         """A message of the master."""
         match message:
             case _ if self.over is not None:
@@ -356,7 +333,7 @@ class Peer(Transfers):
 
     # ---- the engine ----
 
-    def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Action]:
+    def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Effect]:
         """An op holds its whole result. What a fetch brought is for the caller to verify."""
         collective = self._collectives.get(op)
         if collective is not None:
@@ -372,7 +349,7 @@ class Peer(Transfers):
 
     def engine_failed(
         self, op: int, why: str, starved: int = 0, cause: m.Cause = OTHER
-    ) -> list[Action]:
+    ) -> list[Effect]:
         """An op cannot complete.
 
         `starved` is not 0 when the op of a transfer lives and only lacks a stream, to somebody to
@@ -391,7 +368,7 @@ class Peer(Transfers):
             self._give_up(collective, Event.BROKEN, why, cause)
         return self._take()
 
-    def stream_lost(self, stream: int, why: str) -> list[Action]:
+    def stream_lost(self, stream: int, why: str) -> list[Effect]:
         """A stream is gone. The ops that have still to use it fail (`engine_failed`).
 
         But what an op has given to the stream may be lost as well, and its engine may have
@@ -409,7 +386,7 @@ class Peer(Transfers):
         if concerned:
             self._say(m.Stalled(self._streams_epoch, 0, why[:1000]))
 
-    def unreached(self, info: m.PeerInfo, why: str) -> list[Action]:
+    def unreached(self, info: m.PeerInfo, why: str) -> list[Effect]:
         """No stream to a peer could be opened. The ops that wanted it fail, as ever.
 
         A probe that fails so has found what it is for: a ring may have other neighbours.
@@ -418,7 +395,7 @@ class Peer(Transfers):
             self._say(m.Unreached(info.peer, self.plan.epoch, why[:1000]))
         return self._take()
 
-    def engine_settled(self, op: int, tx: int, rx: int) -> list[Action]:
+    def engine_settled(self, op: int, tx: int, rx: int) -> list[Effect]:
         """The engine has let go of an op."""
         collective = self._collectives.get(op)
         if collective is not None:
@@ -558,7 +535,7 @@ class Peer(Transfers):
 
     # ---- the link to the master ----
 
-    def link_lost(self, why: str) -> list[Action]:
+    def link_lost(self, why: str) -> list[Effect]:
         """The connection to the master broke; another will be tried (`linked`, `lost_master`)."""
         self._linked = False
         for call, late in list(self._withdrawn.items()):
@@ -567,7 +544,7 @@ class Peer(Transfers):
             self._end(Result.MASTER_CONNECTION_FAILED, why, MasterLostError)
         return self._take()
 
-    def linked(self) -> list[Action]:
+    def linked(self) -> list[Effect]:
         """There is a connection again: says all that the master may need to know."""
         if self.over is not None or self._hello is None:
             return self._take()
@@ -634,7 +611,7 @@ class Peer(Transfers):
 
     # ---- simple calls, and the end ----
 
-    def _simple(self, call: int, message: m.PeerMessage) -> list[Action]:
+    def _simple(self, call: int, message: m.PeerMessage) -> list[Effect]:
         def enter() -> None:
             self._calls[call] = message
             self._say(message)

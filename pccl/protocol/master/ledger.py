@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
-from pccl.protocol.blame import Blame, Verdict
-from pccl.protocol.election import Transfer
-from pccl.protocol.nonces import Nonces
-from pccl.protocol.recovery import EPOCH_SHIFT, INCARNATION_SHIFT, Recovery
+from pccl.protocol.master.blame import Blame, Verdict
+from pccl.protocol.master.effects import Effect, Note, Send
+from pccl.protocol.master.election import Transfer
+from pccl.protocol.master.nonces import Nonces
+from pccl.protocol.master.recovery import EPOCH_SHIFT, INCARNATION_SHIFT, Recovery
+from pccl.protocol.master.stragglers import Stragglers
 from pccl.protocol.rounds import OpenRounds, Round, RoundId, Vote
-from pccl.protocol.stragglers import Stragglers
 from pccl.protocol.topology import Link
 from pccl.types import Result
 
@@ -27,60 +28,6 @@ PART_BYTES = 256  # that one tensor in a vote takes in memory, or so, without it
 WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send a message on a connection."""
-
-    conn: bytes
-    message: m.MasterMessage
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """Forget a connection: nothing that still comes from it counts. `why` is for the log."""
-
-    conn: bytes
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """Something an operator wants to read in the log."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """Write to the journal that this peer is accepted, before anything that follows is sent."""
-
-    info: m.PeerInfo
-
-
-@dataclass(frozen=True, slots=True)
-class Forget:
-    """Write to the journal that a peer is gone."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dial:
-    """Dial a peer where it listens; `dialled` is to be called with what came of it."""
-
-    info: m.PeerInfo
-    password: str
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """Write to the journal which run this is, and how often its master has begun anew."""
-
-    run: int
-    incarnation: int
-
-
-Action = Send | Drop | Note | Remember | Forget | Adopt | Dial
 Combine: TypeAlias = Callable[[m.Work, Sequence[bytes]], bytes]
 
 
@@ -117,10 +64,10 @@ class Backlog:
     """What was said while a master recovered, to be heard afterwards; within limits."""
 
     def __init__(self) -> None:
-        self.events: list[Callable[[], list[Action]]] = []
+        self.events: list[Callable[[], list[Effect]]] = []
         self._said: Counter[bytes] = Counter()
 
-    def add(self, conn: bytes, event: Callable[[], list[Action]]) -> bool:
+    def add(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
         """Something that a connection has said. False, once, when that is too much."""
         self._said[conn] += 1
         if self._said[conn] <= BACKLOG_MAX:
@@ -263,7 +210,7 @@ class Ledger(ABC):
         if journal is not None and (journal.accepted or not journal.complete):
             self._recovery = Recovery(journal.run, journal.accepted, journal.complete)
         self._backlog = Backlog()
-        self._out: list[Action] = []
+        self._out: list[Effect] = []
 
     @abstractmethod
     def _remove_all(self, whys: Mapping[int, str], kick: Result | None = None) -> None:
@@ -335,7 +282,7 @@ class Ledger(ABC):
         self._next_seq += 1
         return self._next_seq - 1
 
-    def _take(self) -> list[Action]:
+    def _take(self) -> list[Effect]:
         out, self._out = self._out, []
         return out
 
