@@ -17,8 +17,8 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "patient callers are answered when a peer registers",
-        "            self._evaluate(self._rounds.get(PENDING))",
-        "            self._rounds.get(PENDING)",
+        "        self.evaluate(self.open.get(PENDING))\n",
+        "        pass\n",
     ),
     Mutant(
         "a caller in a hurry is answered although the others are patient",
@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         "an optimisation ends when all is measured",
         "        if not optimisation.measuring:\n"
-        "            self._probe(optimisation)\n\n    def _opt",
-        "        self._probe(optimisation)\n\n    def _opt",
+        "            self._probe(optimisation)\n\n    def has",
+        "        self._probe(optimisation)\n\n    def has",
     ),
     Mutant(
         "a measurement of an earlier probe does not count",
@@ -78,8 +78,8 @@ MUTANTS = [
     ),
     Mutant(
         "an optimisation that one gives up ends for all",
-        "        elif self._optimises(number, call):\n",
-        "        elif False:\n",
+        "if optimisation is None or optimisation.calls.get(number) != call:",
+        "if True:",
     ),
     Mutant(
         "what is measured ends with its optimisation",
@@ -92,13 +92,13 @@ MUTANTS = [
     ),
     Mutant(
         "who missed a small result is told it by the next master",
-        "        for number, small in before.missed:\n",
-        "        for number, small in ():\n",
+        "    for number, small in before.missed:\n",
+        "    for number, small in ():\n",
     ),
     Mutant(
         "a small result is kept until nobody lacks it",
-        "stable = min(self.peers[number].heard for number in round_.votes)",
-        "stable = max(self.peers[number].heard for number in round_.votes) + 1",
+        "stable = min(peers[number].heard for number in round_.votes)",
+        "stable = max(peers[number].heard for number in round_.votes) + 1",
     ),
     Mutant(
         "a peer keeps its small results",
@@ -117,9 +117,10 @@ MUTANTS = [
     ),
     Mutant(
         "tensors that lie in different orders do not meet",
-        "if asked == wanted and (first.data",
+        "if asked == requested and (first.data",
         "fields = asked.__struct_fields__[:-1]  # the last one is the order\n"
-        "        alike = all(getattr(asked, field) == getattr(wanted, field) for field in fields)\n"
+        "        pairs = [(getattr(asked, f), getattr(requested, f)) for f in fields]\n"
+        "        alike = all(one == other for one, other in pairs)\n"
         "        if alike and (first.data",
     ),
     Mutant(
@@ -134,22 +135,22 @@ MUTANTS = [
     ),
     Mutant(
         "peers that go by different ranks do not meet, and may try again",
-        "if asked.sees_others_than(wanted):",
+        "if asked.sees_others_than(requested):",
         "if False:",
     ),
     Mutant(
         "the outcome waits for all survivors",
-        "if len(running.votes) == len(running.members):",
-        "if running.votes:",
+        "if len(running.votes) < len(running.members):",
+        "if not running.votes:",
     ),
     Mutant(
         "a lost member is no longer waited for in a collective",
-        "            running.members -= lost.keys()\n",
+        "            one.members.difference_update(lost)\n",
         "",
     ),
     Mutant(
         "a lost member interrupts the running collectives",
-        'self._interrupt(self._of_group(group_number), "lost " + "; ".join(lost.values()))',
+        'self.interrupt(running, "lost " + "; ".join(lost.values()))',
         "pass",
     ),
     Mutant(
@@ -159,33 +160,33 @@ MUTANTS = [
     ),
     Mutant(
         "a lost member's vote does not count in a round",
-        "                    self._rounds.take_back(number, round_)\n        for group_number",
-        "                    pass\n        for group_number",
+        "        self.voting.take_back(numbers)\n",
+        "",
     ),
     Mutant(
         "rounds are looked at again when a member is lost",
-        "            if round_ in self._rounds:  # or it has ended since\n",
+        "            if round_ in self.open:  # or it has ended since\n",
         "            if False:\n",
     ),
     Mutant(
         "pending peers are accepted when nobody is left to admit them",
-        "        if not self._size():\n            self._admit()\n\n    def _leave_group",
+        "        if not self.membership.size():\n            self.admit()\n\n    def _leave_group",
         "\n    def _leave_group",
     ),
     Mutant(
         "the election is repeated when a member is lost",
-        "            self._elect(group_number, sync)\n        if not self._size(",
-        "            pass\n        if not self._size(",
+        "        if gone:\n            self._elect(sync)\n",
+        "",
     ),
     Mutant(
         "revisions start anew when the last holder is gone",
-        "            group.revision = None\n            self._note(",
-        "            self._note(",
+        "        state.revision = None\n        return True",
+        "        return True",
     ),
     Mutant(
         "a synchronisation ends only when all receivers have verified",
-        "            if not sync.fetching:\n                self._end_sync(group, sync)",
-        "            self._end_sync(group, sync)",
+        "            if not sync.fetching:\n                self._end(sync)",
+        "            self._end(sync)",
     ),
     Mutant(
         "a plan is replaced even when the next election moves nothing",
@@ -194,8 +195,8 @@ MUTANTS = [
     ),
     Mutant(
         "a vote that is withdrawn does not count",
-        "                self._rounds.take_back(number, round_)\n                self._fail",
-        "                self._fail",
+        "                self.open.take_back(number, round_)\n                self._outbox.fail",
+        "                self._outbox.fail",
     ),
     Mutant(
         "a new plan makes what was fetched before void",
@@ -229,8 +230,8 @@ MUTANTS = [
     ),
     Mutant(
         "who was refused holds nothing",
-        "group.holders = set(sync.members) - sync.refused",
-        "group.holders = set(sync.members)",
+        "state.holders = set(sync.members) - sync.refused",
+        "state.holders = set(sync.members)",
     ),
     Mutant(
         "a peer knows that it was refused",
@@ -244,13 +245,13 @@ MUTANTS = [
     ),
     Mutant(
         "nothing begins with fewer peers than are wanted",
-        "if group.revision is None and len(members) < wanted:",
+        "if self._history.of(group).revision is None and len(members) < needed:",
         "if False:",
     ),
     Mutant(
         "a run that has begun goes on with any number",
-        "if group.revision is None and len(members) < wanted:",
-        "if len(members) < wanted:",
+        "if self._history.of(group).revision is None and len(members) < needed:",
+        "if len(members) < needed:",
     ),
     Mutant(
         "who missed that nothing began is told so by the next master",
@@ -264,12 +265,12 @@ MUTANTS = [
     ),
     Mutant(
         "a group that begins anew repeats no number of a synchronisation",
-        "        group.syncs = self._syncs\n",
-        "        group.syncs += 1\n",
+        "        state.syncs = self._syncs\n",
+        "        state.syncs += 1\n",
     ),
     Mutant(
         "an unchanged revision is legal once when somebody has joined",
-        "            self._groups[group].grown = True\n",
+        "            self.history.of(group).grown = True\n",
         "",
     ),
     Mutant(
@@ -279,22 +280,22 @@ MUTANTS = [
     ),
     Mutant(
         "a peer is one connection, and comes back once",
-        'if conn in self._by_conn:\n            self._remove(self._by_conn[conn], "it came back',
-        'if False:\n            self._remove(self._by_conn[conn], "it came back',
+        '        if self._known(conn, "it came back twice"):\n',
+        "        if False:\n",
     ),
     Mutant(
         "a group that is empty is forgotten",
-        "            self._groups.pop(group_number, None)\n",
-        "            pass\n",
+        "            self.groups.forget(group)\n",
+        "",
     ),
     Mutant(
         "the same tag with other work is noticed",
-        "asked, wanted = first.payload, mine.payload",
-        "asked = wanted = mine.payload",
+        "asked, requested = first.payload, mine.payload",
+        "asked = requested = mine.payload",
     ),
     Mutant(
         "calls that can never meet are noticed",
-        "other = self._rounds.in_the_way(number, mine)",
+        "other = self.open.in_the_way(number, mine)",
         "other = None",
     ),
     Mutant(
@@ -309,13 +310,13 @@ MUTANTS = [
     ),
     Mutant(
         "a loss in one group interrupts no other",
-        "if running.group == group_number]",
+        "if running.group == group]",
         "if True]",
     ),
     Mutant(
         "a group's round ends when those of the group have voted",
-        "and len(round_.votes) == self._size(round_.id.group)\n",
-        "and len(round_.votes) == self._size()\n",
+        "and len(round_.votes) == self._membership.size(round_.id.group)\n",
+        "and len(round_.votes) == self._membership.size()\n",
     ),
     Mutant(
         "a peer that was given up cannot come back",
@@ -424,13 +425,13 @@ MUTANTS = [
     ),
     Mutant(
         "a collective that stalls is interrupted",
-        "        elif running and stalled.epoch == self._groups[group_number].epoch:\n",
-        "        elif False:\n",
+        "if running and stalled.epoch == self._groups[group].epoch:",
+        "if False:",
     ),
     Mutant(
         "a stall of an earlier epoch counts no more",
-        "        elif running and stalled.epoch == self._groups[group_number].epoch:\n",
-        "        elif running:\n",
+        "if running and stalled.epoch == self._groups[group].epoch:",
+        "if running:",
     ),
     Mutant(
         "who can no longer serve shared state says so",
@@ -439,8 +440,8 @@ MUTANTS = [
     ),
     Mutant(
         "a synchronisation that stalls is planned anew",
-        "            self._note(why)\n            self._elect(group_number, sync)\n        else:\n",
-        "            self._note(why)\n        else:\n",
+        "            self._outbox.note(why)\n            self._elect(sync)\n        else:\n",
+        "            self._outbox.note(why)\n        else:\n",
     ),
     Mutant(
         "a synchronisation that stalls again and again ends",
@@ -449,18 +450,18 @@ MUTANTS = [
     ),
     Mutant(
         "a stall of an earlier plan counts no more",
-        "if sync is None or sync.seq != stalled.seq or number not in sync.members:",
-        "if sync is None or number not in sync.members:",
+        "if sync is None or sync.seq != stalled.seq:",
+        "if sync is None:",
     ),
     Mutant(
         "stragglers are those that others wait for",
-        "            yield round_.id, self._absent(round_), ",
+        "            yield round_.id, self.absent(round_), ",
         "            yield round_.id, round_.votes, ",
     ),
     Mutant(
         "who is not admitted does not learn the run's number",
-        "m.Welcome(number, plain(warning))",
-        "m.Welcome(number, str(self.run))",
+        "m.Welcome(info.peer, plain(warning))",
+        "m.Welcome(info.peer, str(self.number))",
     ),
     Mutant(
         "who comes back knows the run's number",

@@ -7,7 +7,7 @@ from mutations import Mutant
 MUTANTS = [
     Mutant(
         "what is said too early is not kept",
-        "        if self._recovery is not None and not isinstance(message, m.Leave):\n",
+        "        if self._restart is not None and not isinstance(message, m.Leave):\n",
         "        if False:\n",
     ),
     Mutant(
@@ -67,33 +67,33 @@ MUTANTS = [
     ),
     Mutant(
         "a run that went on after a loss does not take the lost back",
-        "            self._lost.clear()\n        if isinstance",
-        "            pass\n        if isinstance",
+        "        if accepted:\n            self._members.go_on()\n",
+        "",
     ),
     Mutant(
         "a round of the whole run that ends goes on without the lost",
-        "                self._lost.clear()  # the run goes on without them\n",
-        "                pass\n",
+        "        if round_.id.group is None:\n            self.membership.go_on()\n",
+        "",
     ),
     Mutant(
         "a group that is lost before another one is given up",
-        "            if self._size():  # only those",
-        "            if False:  # only those",
+        "        if self.size():\n            self._lost = ",
+        "        if False:\n            self._lost = ",
     ),
     Mutant(
         "an optimisation that ends goes on without the lost",
-        "        self._lost.clear()\n        self._optimize_rounds",
-        "        self._optimize_rounds",
+        "        self._membership.go_on()\n        self._history",
+        "        self._history",
     ),
     Mutant(
         "newcomers to a run that all were lost from begin anew",
-        "        self._lost.clear()\n        for number in fresh:",
-        "        for number in fresh:",
+        "        self.membership.go_on()\n        heard",
+        "        heard",
     ),
     Mutant(
         "a master that was away begins a new incarnation",
-        "incarnation = (self._next_seq >> INCARNATION_SHIFT) + 1\n        accepted",
-        "incarnation = self._next_seq >> INCARNATION_SHIFT\n        accepted",
+        "incarnation = self.run.numbers.incarnation + 1",
+        "incarnation = self.run.numbers.incarnation",
     ),
     Mutant(
         "whom the master cannot reach either goes",
@@ -157,7 +157,7 @@ MUTANTS = [
     ),
     Mutant(
         "nobody is blamed for who is gone",
-        "            group.blame.forget(number)\n",
+        "            blame.forget(number)\n",
         "            pass\n",
     ),
     Mutant(
@@ -167,7 +167,8 @@ MUTANTS = [
     ),
     Mutant(
         "new rings interrupt what runs on the old ones",
-        "            self._interrupt(self._of_group(group_number), why)\n        return True",
+        "            self._collectives.interrupt(self._table.of_group(group_number), why)\n"
+        "        return True",
         "        return True",
     ),
 ]

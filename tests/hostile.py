@@ -365,7 +365,7 @@ class Siege(Run):
                     self._names.update((int(conn[1:2]), info) for info in found)
                 if isinstance(sent, m.Started):  # its engine takes its part, whatever it says
                     name = -1 - int(conn[1:2])
-                    self.starters.setdefault((self.master.run, sent.seq), set()).add(name)
+                    self.starters.setdefault((self.master.run.number, sent.seq), set()).add(name)
         strangers = sum(p.accepted and p.conn[:1] == b"h" for p in self.master.peers.values())
         self.members_max = max(self.members_max, strangers)
         super().perform(mine)

@@ -25,7 +25,6 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.blame import Verdict
 from pccl.protocol.master.effects import Adopt, Dial, Drop, Effect, Forget, Note, Remember, Send
-from pccl.protocol.master.ledger import Group
 from pccl.protocol.master.recovery import GIVEN_UP
 from pccl.protocol.peer.effects import Answer
 from pccl.protocol.rounds import OpenRounds
@@ -40,10 +39,15 @@ class Watched(Master):
 
     convicted: Callable[[int, tuple[int, bool]], None]
 
-    def _convict(self, group: Group, verdict: Verdict) -> None:
-        size = self._size(self.peers[verdict.guilty].info.group)
-        self.convicted(verdict.guilty, (size, group.sync is not None))
-        super()._convict(group, verdict)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._convict = self.run.dismissals.convict
+        self.run.dismissals.convict = self.watch
+
+    def watch(self, group: int, verdict: Verdict) -> None:
+        size, synchronises = self.run.membership.size(group), self.run.synchronisations.under_way
+        self.convicted(verdict.guilty, (size, synchronises(group)))
+        self._convict(group, verdict)
 
 
 class Run:
@@ -92,7 +96,7 @@ class Run:
         secret = self.random.randbytes(32)
         master = Watched(number, self.combine, self.straggler_s, journal, secret=secret)
         master.convicted = self.convictions.__setitem__
-        master.small_max = self.small_max
+        master.run.collectives.small_max = self.small_max
         return master
 
     def combine(self, work: m.Work, parts: Sequence[bytes]) -> bytes:
@@ -261,8 +265,8 @@ class Run:
 
     def given_up_by_master(self, peer: SimPeer) -> bool:
         """Whether the run goes on without a peer that does not know it yet."""
-        if (recovery := self.master._recovery) is not None:
-            return recovery._complete and peer.core.number not in self.journal
+        if (restart := self.master._restart) is not None:
+            return restart.recovery._complete and peer.core.number not in self.journal
         return not self.master.knows(peer.conn)
 
     def check_told(self, peer: SimPeer, message: m.MasterMessage) -> None:
@@ -341,7 +345,9 @@ class Run:
         revision, content = peer.content
         if self.master.knows(peer.conn):  # else the run may have gone on without it
             history = self.history.setdefault(peer.group, 0)
-            self.agree(("content", self.master.run, peer.group, history, revision), content, peer)
+            self.agree(
+                ("content", self.master.run.number, peer.group, history, revision), content, peer
+            )
 
     def check_waiting(self) -> None:
         """Nothing is under way: whoever waits must wait for somebody who may still come."""
@@ -526,8 +532,10 @@ class Run:
 def remembered(master: Master) -> dict[str, int]:
     """How much a master has in each of its tables, but for those who may come back."""
     return {
-        name: len(table)
-        for name, table in vars(master).items()
+        f"{part}.{name.lstrip('_')}": len(table)
+        for part, owner in vars(master.run).items()
+        if hasattr(owner, "__dict__")
+        for name, table in vars(owner).items()
         if isinstance(table, dict | list | set | OpenRounds) and name != "_lost"
     }
 

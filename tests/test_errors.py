@@ -101,11 +101,11 @@ def in_the_middle(master: pccl.MasterNode, puppets: list[Puppet]) -> None:
     assert master._service is not None
     core = master._service.server._core
     puppets[-1].call("launch", value=1.0, count=LARGE, tag=0)
-    wait_until(lambda: len(core._rounds) == 1)
+    wait_until(lambda: len(core.run.voting.open) == 1)
     os.kill(puppets[-1].process.pid, signal.SIGSTOP)
     for puppet in puppets[:-1]:
         puppet.begin("all_reduce", count=LARGE)
-    wait_until(lambda: len(core._running) == 1)
+    wait_until(lambda: len(core.run.table) == 1)
 
 
 @POSIX
@@ -497,7 +497,7 @@ def test_the_time_of_one_is_over(stage: Stage) -> None:
         os.kill(puppets[2].process.pid, signal.SIGSTOP)
         puppets[1].begin("all_reduce", count=LARGE)
         puppets[0].begin("all_reduce", count=LARGE, timeout=1.0)
-        wait_until(lambda: any(running.why for running in core._running.values()))
+        wait_until(lambda: any(running.why for running in core.run.table))
         os.kill(puppets[2].process.pid, signal.SIGCONT)
         words = rf"peer 1 \(127\.0\.0\.1:\d+\) could not complete: .*, {SECONDS}"
         says(puppets[1].end(), "PCCLTimeoutError", "RANK_CONNECTION_LOST", words)

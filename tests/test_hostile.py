@@ -14,7 +14,8 @@ from simulator import remembered
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.effects import Dial, Drop, Effect, Note, Send
-from pccl.protocol.master.ledger import BACKLOG_MAX, held
+from pccl.protocol.master.restart import BACKLOG_MAX
+from pccl.protocol.master.voting import held
 from pccl.protocol.rounds import HELD_MAX, OPEN_MAX
 from pccl.runtime.inline import combine
 from pccl.types import Result
@@ -167,14 +168,14 @@ def test_one_peer_cannot_fill_the_master_with_rounds() -> None:
     hall = Hall()
     for tag in range(OPEN_MAX + 1000):
         hall.say(b"1", m.StartVote(tag, tag, WORK))
-    assert remembered(hall.master)["_rounds"] == OPEN_MAX
+    assert remembered(hall.master)["voting.open"] == OPEN_MAX
     refused = hall.last(b"1")
     assert isinstance(refused, m.CallError)
     assert refused.result == Result.INVALID_USAGE.value
     hall.say(b"2", m.StartVote(9, 0, WORK))  # others are as free as ever
     assert isinstance(hall.last(b"2"), m.Started)
     hall.say(b"1", m.Leave())
-    assert remembered(hall.master)["_rounds"] == 0
+    assert remembered(hall.master)["voting.open"] == 0
 
 
 def test_one_peer_cannot_fill_the_master_with_lists_of_tensors() -> None:
@@ -183,7 +184,7 @@ def test_one_peer_cannot_fill_the_master_with_lists_of_tensors() -> None:
     work = m.Work("all_reduce", 0, 0, 0, parts=parts)
     for tag in range(20):
         hall.say(b"1", m.StartVote(tag, tag, work))
-    rounds = hall.master._rounds
+    rounds = hall.master.run.voting.open
     assert len(rounds) == HELD_MAX // held(work) < 20
     refused = hall.last(b"1")
     assert isinstance(refused, m.CallError)
@@ -203,14 +204,14 @@ def test_one_offer_cannot_fill_the_master() -> None:
     assert len(m.encode(m.SyncVote(2, huge))) < m.MESSAGE_BYTES_MAX
     hall.say(b"1", m.SyncVote(2, huge))
     assert isinstance(hall.last(b"1"), m.CallError)
-    assert len(hall.master._rounds) == 0
+    assert len(hall.master.run.voting.open) == 0
 
 
 def test_two_peers_cannot_fill_the_master_with_collectives() -> None:
     hall = Hall()
     for tag in range(OPEN_MAX + 10):
         hall.everyone(m.StartVote(tag + 9, tag, WORK))
-    assert remembered(hall.master)["_running"] == OPEN_MAX
+    assert remembered(hall.master)["table.running"] == OPEN_MAX
     seq = next(message.seq for message in hall.told[b"1"] if isinstance(message, m.Started))
     hall.everyone(m.FinishVote(seq, True))  # one ends, so another one can start
     hall.everyone(m.StartVote(1 << 20, 1 << 20, WORK))
@@ -223,7 +224,7 @@ def test_a_group_that_all_have_left_is_forgotten() -> None:
         hall.join(b"stranger", group=group)
         hall.everyone(m.TopologyVote(group))
         hall.perform(hall.master.disconnected(b"stranger", "its connection broke"))
-    assert remembered(hall.master)["_groups"] == 1
+    assert remembered(hall.master)["groups.groups"] == 1
     hall.everyone(m.Leave())
     assert not any(remembered(hall.master).values())
 
@@ -306,7 +307,7 @@ def test_what_a_connection_says_during_a_recovery_is_kept_within_limits() -> Non
     for i in range(100):
         hall.say(b"stranger", m.SyncVote(i, m.Offer(0, 0, (ENTRY,) * 1000)))
     assert hall.master.recovering
-    assert len(hall.master._backlog.events) == BACKLOG_MAX + 1
+    assert len(hall.master._restart.backlog.events) == BACKLOG_MAX + 1
     assert b"stranger" in hall.dropped
     known = tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in (1, 2))
     for number in (1, 2):

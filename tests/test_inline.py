@@ -15,8 +15,8 @@ from test_all_reduce import make
 import pccl
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
-from pccl.protocol.master.collectives import fits
 from pccl.protocol.master.effects import Drop, Send
+from pccl.protocol.master.work import fits
 from pccl.runtime import client as client_module
 from pccl.runtime.inline import combine
 
@@ -67,7 +67,7 @@ def test_what_is_stable_is_what_all_have_heard_of() -> None:
 
 def test_too_many_results_on_the_way_are_voted_on() -> None:
     table = Table()
-    table.master.small_max = 2
+    table.master.run.collectives.small_max = 2
     started = [table.reduce(tag) for tag in range(3)]
     assert [s.final for s in started] == [True, True, False]
     assert started[2].data is not None

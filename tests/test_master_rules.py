@@ -19,7 +19,7 @@ SMALL = m.Work("all_reduce", 0, 0, 4)
 
 
 def unreached(hall: Hall, by: bytes, peer: int) -> None:
-    hall.say(by, m.Unreached(peer, hall.master._groups[0].epoch, "timed out"))
+    hall.say(by, m.Unreached(peer, hall.master.run.groups[0].epoch, "timed out"))
 
 
 def commit(hall: Hall) -> None:
@@ -75,19 +75,19 @@ def test_what_the_master_finds_in_a_private_network_of_others_does_not_count() -
 
 def test_a_stall_interrupts_who_has_not_voted_and_begins_a_new_epoch() -> None:
     hall = Hall(3)
-    seq, epoch = hall.start(), hall.master._groups[0].epoch
+    seq, epoch = hall.start(), hall.master.run.groups[0].epoch
     hall.say(b"1", m.FinishVote(seq, True))
     hall.say(b"1", m.Stalled(epoch, 0, "a lane was disconnected"))
     interrupt = hall.last(b"2")
     assert isinstance(interrupt, m.Interrupt)
     assert "peer 1 (10.0.0.1:1) could not pass on its data: a lane was disc" in interrupt.why
-    assert hall.master._groups[0].epoch == epoch + 1
+    assert hall.master.run.groups[0].epoch == epoch + 1
     hall.say(b"2", m.FinishVote(seq, False, "interrupted"))
     hall.say(b"3", m.FinishVote(seq, False, "interrupted"))
     hall.start()
     for late in (epoch, 0):
         hall.say(b"2", m.Stalled(late, 0, "heard of after the epoch's end"))
-        assert hall.master._groups[0].epoch == epoch + 1
+        assert hall.master.run.groups[0].epoch == epoch + 1
         assert isinstance(hall.last(b"3"), m.Started)
     assert sorted(hall.master.peers) == [1, 2, 3]
 
@@ -130,13 +130,13 @@ def test_who_reaches_nobody_goes_and_not_those_whom_it_accuses() -> None:
 def test_a_small_result_or_a_broadcast_does_not_show_that_a_ring_works() -> None:
     hall = Hall(3)
     for work, data in ((WORK, None), (m.Work("broadcast", 0, 10, 5), None), (SMALL, b"abcd")):
-        hall.master.small_max = 0
+        hall.master.run.collectives.small_max = 0
         hall.everyone(m.StartVote(2, 0, work, data))
         started = hall.last(b"1")
         assert isinstance(started, m.Started)
         if work is not WORK:
             unreached(hall, b"1", 2)
-            assert hall.master._groups[0].blame.blocked
+            assert hall.master.run.groups[0].blame.blocked
         hall.everyone(m.FinishVote(started.seq, work is not WORK))
     assert not any(peer.proven for peer in hall.master.peers.values())
     unreached(hall, b"1", 3)
@@ -159,12 +159,12 @@ def test_a_fetch_fails_for_want_of_a_link_and_the_one_at_fault_goes() -> None:
 
 def test_what_cannot_be_is_no_accusation() -> None:
     hall = Hall(3)
-    hall.say(b"1", m.Unreached(2, hall.master._groups[0].epoch + 1))
+    hall.say(b"1", m.Unreached(2, hall.master.run.groups[0].epoch + 1))
     for accused in (1, 99):
         unreached(hall, b"1", accused)
     hall.perform(hall.master.dialled(99, "refused"))
     hall.perform(hall.master.dialled(3, "refused"))
-    assert not hall.master._groups[0].blame.blocked
+    assert not hall.master.run.groups[0].blame.blocked
     assert sorted(hall.master.peers) == [1, 2, 3]
 
 
@@ -448,8 +448,8 @@ class Lab(Hall):
         `together`: what reaches a peer of all others at once.
         """
         seqs: set[int] = set()
-        while self.master._optimisation is not None:
-            seq = self.master._optimisation.seq
+        while self.master.run.optimisations.current is not None:
+            seq = self.master.run.optimisations.current.seq
             seqs.add(seq)
             for number, probe in self.probes().items():
                 if probe.seq == seq:
@@ -525,7 +525,7 @@ def test_nobody_waits_for_the_measurements_of_who_is_lost() -> None:
     after = lab.probes()
     assert after[1].seq > probes[1].seq
     lab.say(b"1", m.Measured(probes[1].seq, 1, 1))  # it was on its way
-    assert 1 in lab.master._optimisation.measuring  # type: ignore[union-attr]
+    assert 1 in lab.master.run.optimisations.current.measuring  # type: ignore[union-attr]
     assert lab.measure() >= 1
     for conn in (b"1", b"2", b"3"):
         assert isinstance(lab.last(conn), m.OptimizeResult)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import programs
 import pytest
 
-from pccl.protocol.master import Master
+from pccl.protocol.master.voting import Voting
 
 SEEDS = 4000
 PART = 250
@@ -40,7 +40,7 @@ def test_a_failure_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Of two peers, or of three: the first one is accepted at once, and need not call anything.
     """
-    monkeypatch.setattr(Master, "_conflict", lambda *_: False)
+    monkeypatch.setattr(Voting, "_conflict", lambda *_: False)
     seed = next(s for s in range(1000) if programs.failure(programs.draw(s)))
     small = programs.shrink(programs.draw(seed))
     assert programs.failure(small)

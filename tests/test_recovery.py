@@ -52,7 +52,7 @@ def test_without_a_journal_the_run_of_most_goes_on_whoever_came_first() -> None:
         ward.back(b"%d" % number, number, 7, 1, 2)
     assert ward.master.recovering
     ward.wait(UNJOURNALED_WAIT_S + 0.1)
-    assert ward.master.run == 7
+    assert ward.master.run.number == 7
     assert sorted(ward.master.peers) == [1, 2]
     assert "most peers" in ward.refused(b"stranger").why
     assert ward.refused(b"stranger").result == Result.MASTER_CONNECTION_FAILED.value
@@ -65,12 +65,12 @@ def test_who_comes_back_alone_is_waited_with_and_yields_to_one_who_comes_later()
     assert ward.master.recovering
     ward.back(b"1", 1, 7)
     ward.wait(2)
-    assert ward.master.run == 7
+    assert ward.master.run.number == 7
     assert "most peers" in ward.refused(b"stranger").why
     alone = Ward()
     alone.back(b"1", 1, 7)
     alone.wait(WAIT_S + 0.1)
-    assert alone.master.run == 7
+    assert alone.master.run.number == 7
     assert sorted(alone.master.peers) == [1]
 
 
@@ -82,7 +82,7 @@ def test_a_peer_that_is_lost_while_it_waits_does_not_count() -> None:
     for number in (1, 2):
         ward.back(b"%d" % number, number, 7, 1, 2)
     ward.wait(UNJOURNALED_WAIT_S + 0.1)
-    assert ward.master.run == 7
+    assert ward.master.run.number == 7
 
 
 def test_one_number_comes_back_once() -> None:
@@ -142,7 +142,7 @@ def test_what_strangers_say_takes_no_more_memory_than_there_is_for_it(
     ward.back(b"another", 1, 2000)
     assert b"another" not in ward.told
     ward.wait(UNJOURNALED_WAIT_S + 0.1)
-    assert ward.master.run == 7
+    assert ward.master.run.number == 7
 
 
 def test_no_vote_is_kept_while_the_master_waits() -> None:
@@ -189,7 +189,9 @@ def test_whatever_is_believed_everybody_can_decode_what_follows(fields: dict[str
     for message in (m.TopologyVote(2), m.StartVote(2, 0, WORK), m.PendingVote(3)):
         ward.everyone(message)  # Hall decodes as a peer does
     assert any(isinstance(told, m.Started) for told in ward.told[b"3"])
-    back = resume(1, 7, epoch=ward.master._epoch, last_seq=ward.master._next_seq)
+    back = resume(
+        1, 7, epoch=ward.master.run.numbers.epoch, last_seq=ward.master.run.numbers.next_seq
+    )
     assert recovery.plausible(back) or fields.keys() == {"last_seq", "epoch"}
 
 
@@ -234,19 +236,21 @@ def test_a_run_that_all_were_lost_from_is_there_when_they_come_back() -> None:
     hall.start()
     for number in (1, 2, 3):
         hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
-    said = resume(2, hall.master.run, known=infos(1, 2, 3), epoch=hall.master._epoch)
+    said = resume(
+        2, hall.master.run.number, known=infos(1, 2, 3), epoch=hall.master.run.numbers.epoch
+    )
     assert hall.master.deserted(said)
     assert not hall.master.deserted(resume(2, 99))
-    assert not hall.master.deserted(resume(9, hall.master.run))
+    assert not hall.master.deserted(resume(9, hall.master.run.number))
     journal, actions = hall.master.reborn()
-    assert journal == Journal(hall.master.run, 1, 4, frozenset((1, 2, 3)))
-    assert actions[0] == Adopt(hall.master.run, 1)
+    assert journal == Journal(hall.master.run.number, 1, 4, frozenset((1, 2, 3)))
+    assert actions[0] == Adopt(hall.master.run.number, 1)
     assert [a.info.peer for a in actions if isinstance(a, Remember)] == [1, 2, 3]
     ward = Ward(journal)
     for number in (1, 2, 3):
-        ward.back(b"%d again" % number, number, hall.master.run, 1, 2, 3, epoch=1)
+        ward.back(b"%d again" % number, number, hall.master.run.number, 1, 2, 3, epoch=1)
     assert sorted(ward.master.peers) == [1, 2, 3]
-    assert ward.master._next_seq > hall.master._next_seq
+    assert ward.master.run.numbers.next_seq > hall.master.run.numbers.next_seq
 
 
 def test_a_run_that_went_on_without_a_peer_does_not_take_it_back() -> None:
@@ -256,8 +260,8 @@ def test_a_run_that_went_on_without_a_peer_does_not_take_it_back() -> None:
         hall.say(b"2", goes_on)
         for number in (2, 3):
             hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
-        assert not hall.master.deserted(resume(1, hall.master.run))
-        assert hall.master.deserted(resume(3, hall.master.run))
+        assert not hall.master.deserted(resume(1, hall.master.run.number))
+        assert hall.master.deserted(resume(3, hall.master.run.number))
 
 
 def test_an_optimisation_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
@@ -265,8 +269,8 @@ def test_an_optimisation_that_ends_for_want_of_a_peer_goes_on_without_it() -> No
     hall.everyone(m.OptimizeVote(9))
     for number in (2, 1):
         hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
-    assert not hall.master.deserted(resume(2, hall.master.run))
-    assert hall.master.deserted(resume(1, hall.master.run))
+    assert not hall.master.deserted(resume(2, hall.master.run.number))
+    assert hall.master.deserted(resume(1, hall.master.run.number))
 
 
 def test_a_round_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
@@ -275,8 +279,8 @@ def test_a_round_that_ends_for_want_of_a_peer_goes_on_without_it() -> None:
         hall.say(b"1", vote)
         for number in (2, 1):
             hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
-        assert not hall.master.deserted(resume(2, hall.master.run))
-        assert hall.master.deserted(resume(1, hall.master.run))
+        assert not hall.master.deserted(resume(2, hall.master.run.number))
+        assert hall.master.deserted(resume(1, hall.master.run.number))
 
 
 def test_a_group_that_is_lost_before_another_one_is_given_up() -> None:
@@ -286,9 +290,9 @@ def test_a_group_that_is_lost_before_another_one_is_given_up() -> None:
     hall.everyone(m.TopologyVote(9))
     for number in (3, 1, 2):
         hall.perform(hall.master.disconnected(b"%d" % number, "its connection broke"))
-    assert not hall.master.deserted(resume(3, hall.master.run))
+    assert not hall.master.deserted(resume(3, hall.master.run.number))
     for number in (1, 2):
-        assert hall.master.deserted(resume(number, hall.master.run))
+        assert hall.master.deserted(resume(number, hall.master.run.number))
 
 
 def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
@@ -296,7 +300,7 @@ def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
     hall.perform(hall.master.all_disconnected([b"1", b"2"], "its connection broke"))
     hall.join(b"3")
     assert isinstance(hall.told[b"3"][-1], m.Admitted)
-    late = resume(1, hall.master.run)
+    late = resume(1, hall.master.run.number)
     assert not hall.master.deserted(late)
     hall.perform(hall.master.resume(b"1 again", late, "10.0.0.1"))
     refused = hall.last(b"1 again")
@@ -304,7 +308,7 @@ def test_newcomers_to_a_run_that_all_were_lost_from_wait_for_nobody() -> None:
     assert "given up" in refused.why
     hall.perform(hall.master.disconnected(b"3", "its connection broke"))
     assert not hall.master.deserted(late)
-    assert hall.master.deserted(resume(3, hall.master.run))
+    assert hall.master.deserted(resume(3, hall.master.run.number))
 
 
 def test_who_was_kicked_or_left_does_not_come_back() -> None:
@@ -312,13 +316,13 @@ def test_who_was_kicked_or_left_does_not_come_back() -> None:
     hall.say(b"1", m.Leave())
     hall.perform(hall.master.rejected(b"2", "it sent bytes that are no message"))
     for number in (1, 2):
-        assert not hall.master.deserted(resume(number, hall.master.run))
+        assert not hall.master.deserted(resume(number, hall.master.run.number))
 
 
 def test_a_peer_may_be_back_before_its_old_connection_is_seen_to_be_broken() -> None:
     hall = Hall(2)
-    assert hall.master.misses(resume(2, hall.master.run))
+    assert hall.master.misses(resume(2, hall.master.run.number))
     assert not hall.master.misses(resume(2, 99))
-    assert not hall.master.misses(resume(3, hall.master.run))
+    assert not hall.master.misses(resume(3, hall.master.run.number))
     journal, _ = hall.master.reborn()
     assert journal.accepted == {1, 2}

@@ -85,7 +85,7 @@ def test_who_was_refused_holds_nothing() -> None:
     hall.sync(offer(5), offer(5), offer(5))
     told = hall.sync(offer(6), offer(6), offer(9, b"x"))
     assert told == [hall.result(6, 2)] * 3, "the third one concludes that it was refused"
-    assert hall.master._groups[0].holders == {1, 2}
+    assert hall.master.run.history.of(0).holders == {1, 2}
     assert any("was synchronised without peer 3" in note for note in hall.notes)
     hall.say(b"1", m.Leave())
     told = hall.sync(offer(6), offer(7, b"x"))
@@ -107,7 +107,7 @@ def test_a_group_that_begins_anew_repeats_no_number() -> None:
     hall = Sync(1)
     assert hall.sync(offer(5)) == [hall.result(5, 1)]
     hall.say(b"1", m.Leave())
-    assert not hall.master._groups
+    assert not len(hall.master.run.groups)
     hall.join(b"2")
     assert hall.sync(offer(3)) == [hall.result(3, 2)]
 

@@ -114,6 +114,20 @@ def test_nothing_names_a_machine_or_is_left_for_later() -> None:
     assert not found
 
 
+def test_no_object_of_the_protocol_reaches_into_another() -> None:
+    reaches = [
+        f"{name(path)}:{node.lineno}: {ast.unparse(node)}"
+        for path in (ROOT / "pccl" / "protocol").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and node.attr != "_replace"  # which is public, of named tuples
+        and ast.unparse(node.value) != "self"
+    ]
+    assert not reaches
+
+
 def test_the_extension_is_built_from_this_header() -> None:
     from pccl.ext import ffi, lib
 

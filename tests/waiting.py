@@ -21,4 +21,4 @@ def entered(master: pccl.MasterNode, votes: int = 1) -> None:
     """Waits until so many peers stand in a round."""
     assert master._service is not None
     core = master._service.server._core
-    wait_until(lambda: sum(len(round_.votes) for round_ in core._rounds) == votes)
+    wait_until(lambda: sum(len(round_.votes) for round_ in core.run.voting.open) == votes)

@@ -1,6 +1,6 @@
 """The master's state machine: events go in, effects come out."""
 
-from pccl.protocol.master.ledger import Journal
 from pccl.protocol.master.machine import Master
+from pccl.protocol.master.recovery import Journal
 
 __all__ = ["Journal", "Master"]

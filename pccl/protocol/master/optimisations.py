@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
 from itertools import islice, zip_longest
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.master.ledger import Ledger, Optimisation
+from pccl.protocol.master.dismissals import Dismissals
+from pccl.protocol.master.groups import Groups
+from pccl.protocol.master.history import History
+from pccl.protocol.master.membership import Membership
+from pccl.protocol.master.numbers import Numbers
+from pccl.protocol.master.outbox import Outbox
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round
 from pccl.protocol.topology import (
     SPREAD_MAX,
@@ -24,29 +30,59 @@ from pccl.types import Result
 SLOTS_MAX = 16  # of pairs that are measured one after the other: the rest of many is not
 
 
-class Optimisations(Ledger):
+@dataclass(slots=True)
+class Optimisation:
+    """Links that are measured, from the vote of all accepted peers to the choice of the rings."""
+
+    calls: dict[int, int]  # of its members
+    slots: deque[dict[int, tuple[int, ...]]]  # who is still to measure what comes from whom
+    seq: int = 0
+    measuring: dict[int, tuple[int, ...]] = field(default_factory=dict)  # those that do so now
+    links: dict[tuple[int, int], Link] = field(default_factory=dict)  # from whom to whom
+    inflow: dict[int, int] = field(default_factory=dict)  # bytes per second from all at once
+
+
+class Optimisations:
     """Has links measured, several pairs at once, and installs the rings that suit them.
 
     Only links within groups matter, and of those only links between machines.
+
+    Attributes:
+        current: the one that is under way, if any.
     """
 
-    def _begin_optimisation(self, round_: Round[object]) -> None:
-        groups = dict.fromkeys(self.peers[number].info.group for number in round_.votes)
-        schedules = [self._schedule(self._accepted(group)) for group in groups]
+    def __init__(
+        self,
+        membership: Membership,
+        numbers: Numbers,
+        history: History,
+        groups: Groups,
+        outbox: Outbox,
+        dismissals: Dismissals,
+    ) -> None:
+        self._membership, self._numbers = membership, numbers
+        self._history, self._groups = history, groups
+        self._outbox, self._dismissals = outbox, dismissals
+        self.current: Optimisation | None = None
+
+    def begin(self, round_: Round[object]) -> None:
+        """All accepted peers have voted for one."""
+        groups = dict.fromkeys(map(self._membership.group_of, round_.votes))
+        schedules = [self._schedule(self._membership.accepted(group)) for group in groups]
         slots = deque(
             {number: senders for part in slot for number, senders in part.items()}
             for slot in zip_longest(*schedules, fillvalue={})
         )
         calls = {number: vote.call for number, vote in round_.votes.items()}
-        self._optimisation = Optimisation(calls, slots)
-        self._probe(self._optimisation)
+        self.current = Optimisation(calls, slots)
+        self._probe(self.current)
 
     def _schedule(self, numbers: list[int]) -> list[dict[int, tuple[int, ...]]]:
         """Who of a group is to measure what comes from whom, slot by slot.
 
         First each link by itself; then, where there may be several rings, all at once.
         """
-        infos = {number: self.peers[number].info for number in numbers}
+        infos = {number: self._membership.info(number) for number in numbers}
         pairs = (
             [(a, b) for a, b in slot if not reach.local(infos[a], infos[b])]
             for slot in tournament(numbers)
@@ -75,22 +111,24 @@ class Optimisations(Ledger):
                 if number in calls and left:
                     optimisation.measuring[number] = left
         if not optimisation.measuring:
-            self._end_optimisation(optimisation)
+            self._end(optimisation)
             return
-        seq = optimisation.seq = self._take_seq()
+        seq = optimisation.seq = self._numbers.take_seq()
+        nonce = self._numbers.nonce_of_call(seq)
         for number, senders in optimisation.measuring.items():
-            self._send(number, m.Probe(calls[number], seq, senders, self._nonces.of_call(seq)))
+            self._outbox.send(number, m.Probe(calls[number], seq, senders, nonce))
 
-    def _measured(self, number: int, measured: m.Measured) -> None:
-        optimisation = self._optimisation
+    def measured(self, number: int, measured: m.Measured) -> None:
+        """A peer has measured what comes from others."""
+        optimisation = self.current
         if (
             optimisation is None
             or optimisation.seq != measured.seq
             or number not in optimisation.measuring
         ):
-            if measured.seq >= self._next_seq:
+            if self._numbers.is_unknown(measured.seq):
                 why = f"it measured in probe {measured.seq} out of turn"
-                self._remove(number, why, Result.INTERNAL_ERROR)
+                self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
             return  # of a probe that has ended otherwise, while this was on its way
         senders = optimisation.measuring.pop(number)
         hop = senders[0], number
@@ -101,16 +139,13 @@ class Optimisations(Ledger):
         if not optimisation.measuring:
             self._probe(optimisation)
 
-    def _optimises(self, number: int, call: int | None = None) -> bool:
-        """Whether a peer stands in the optimisation, by this call."""
-        optimisation = self._optimisation
-        if optimisation is None or number not in optimisation.calls:
-            return False
-        return call is None or optimisation.calls[number] == call
+    def has(self, number: int) -> bool:
+        """Whether a peer stands in the optimisation."""
+        return self.current is not None and number in self.current.calls
 
-    def _optimise_without(self, lost: Set[int]) -> None:
+    def lose(self, lost: Set[int]) -> None:
         """Peers are lost: nobody waits for them, or measures links to them."""
-        optimisation = self._optimisation
+        optimisation = self.current
         if optimisation is None or not optimisation.calls.keys() & lost:
             return
         for number in lost:
@@ -121,30 +156,38 @@ class Optimisations(Ledger):
             if number not in lost and not lost >= {*senders}
         }
         if not optimisation.calls:
-            self._optimisation = None
+            self.current = None
         elif not optimisation.measuring:
             self._probe(optimisation)
 
-    def _fail_optimisation(self, why: str) -> None:
-        """Gives an optimisation up for all; the rings stay as they are."""
-        optimisation, self._optimisation = self._optimisation, None
-        assert optimisation is not None
-        for number, call in optimisation.calls.items():
-            self._fail(number, call, WITHDRAWN[Kind.OPTIMIZE], why, m.Cause.TIMEOUT)
+    def withdraw(self, number: int, call: int) -> bool:
+        """A caller waits no longer, and so it ends for all; whether it stood in it by that call.
 
-    def _end_optimisation(self, optimisation: Optimisation) -> None:
-        self._optimisation = None
-        self._lost.clear()
-        self._optimize_rounds += 1
-        for group in dict.fromkeys(self.peers[n].info.group for n in optimisation.calls):
+        The rings stay as they are.
+        """
+        optimisation = self.current
+        if optimisation is None or optimisation.calls.get(number) != call:
+            return False
+        self.current = None
+        why = f"{self._membership.info(number)} waited no longer"
+        for one, its_call in optimisation.calls.items():
+            result = WITHDRAWN[Kind.OPTIMIZE]
+            self._outbox.fail(one, its_call, result, why, m.Cause.TIMEOUT)
+        return True
+
+    def _end(self, optimisation: Optimisation) -> None:
+        self.current = None
+        self._membership.go_on()
+        self._history.optimized += 1
+        for group in dict.fromkeys(map(self._membership.group_of, optimisation.calls)):
             self._choose_rings(group, optimisation)
         for number, call in optimisation.calls.items():
-            self._send(number, m.OptimizeResult(call, self._optimize_rounds))
+            self._outbox.send(number, m.OptimizeResult(call, self._history.optimized))
 
     def _choose_rings(self, group_number: int, optimisation: Optimisation) -> None:
         """Installs the best rings for a group, if they are better than those that it has."""
-        group, numbers = self._groups[group_number], self._accepted(group_number)
-        infos = {number: self.peers[number].info for number in numbers}
+        group, numbers = self._groups[group_number], self._membership.accepted(group_number)
+        infos = {number: self._membership.info(number) for number in numbers}
         measured = {hop: link for hop, link in optimisation.links.items() if infos.keys() >= {*hop}}
         if not measured:
             return
@@ -160,10 +203,12 @@ class Optimisations(Ledger):
         current = group.planned
         rings = best_rings(current, links)
         for title, found in (("were", current), ("are", rings)):
-            self._note(f"the rings of group {group_number} {title} {_describe(found, links)}")
+            self._outbox.note(
+                f"the rings of group {group_number} {title} {_describe(found, links)}"
+            )
         if rings != current:
             group.rings = rings
-            self._new_epoch(group_number)
+            self._groups.renew(group_number)
 
 
 def _describe(rings: Sequence[m.Ring], links: Links) -> str:

@@ -41,6 +41,20 @@ ALL_HELD_MAX = 1 << 31  # bytes, or so, of what is said by all who come back
 HELD_MAX = 1 << 28  # bytes, or so, of what those say who come back to other runs than most
 
 
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What a restarted master remembers: of the run, how often it was started, who was accepted.
+
+    It may be incomplete, if it could not be written in the end: those who come back know more.
+    """
+
+    run: int
+    incarnation: int
+    next_peer: int
+    accepted: frozenset[int]
+    complete: bool = True
+
+
 @dataclass(slots=True)
 class Unresolved:
     """A collective of the time before."""

@@ -2,70 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
 from pccl.protocol import messages as m
-from pccl.protocol.master.election import Decision, Rejection, elect
-from pccl.protocol.master.ledger import Group, Ledger, Sync
-from pccl.protocol.rounds import WITHDRAWN, Kind, Round
+from pccl.protocol.master.dismissals import Dismissals
+from pccl.protocol.master.election import Decision, Rejection, Transfer, elect
+from pccl.protocol.master.groups import Groups
+from pccl.protocol.master.history import History
+from pccl.protocol.master.membership import Membership
+from pccl.protocol.master.numbers import Numbers
+from pccl.protocol.master.outbox import Outbox
+from pccl.protocol.rounds import WITHDRAWN, Kind, Round, Vote
 from pccl.types import Result
 
 STALLS_MAX = 8  # connections that break while they serve, in one synchronisation
 SYNC_ATTEMPTS_MAX = 3  # failed fetches in one synchronisation that a peer may have a part in
 
 
-class Synchronisations(Ledger):
+@dataclass(slots=True)
+class Sync:
+    """A synchronisation between its election and its end."""
+
+    group: int
+    members: dict[int, Vote[m.Offer]]
+    seq: int = 0
+    revision: int = 0
+    fetching: set[int] = field(default_factory=set)
+    transfers: Mapping[int, Transfer] = field(default_factory=dict)
+    differences: dict[int, tuple[m.Difference, ...]] = field(default_factory=dict)
+    failures: dict[int, int] = field(default_factory=dict)  # of fetches, by who had a part in them
+    stalls: int = 0  # how often it was planned anew because somebody could not serve
+    refused: frozenset[int] = frozenset()  # who offers too high a revision: out of it all
+
+
+class Synchronisations:
     """Elects, tells who serves whom, and repeats that when a member is lost or a fetch fails."""
 
-    def _begin_sync(self, round_: Round[object]) -> None:
-        group_number = round_.id.group
-        assert group_number is not None
-        members = {n: round_.votes[n] for n in self._accepted(group_number)}
-        sync = Sync(members)  # type: ignore[arg-type]
-        group = self._groups[group_number]
-        wanted = max(vote.payload.min_peers for vote in sync.members.values())
-        if group.revision is None and len(members) < wanted:
-            self._fall_short(group, sync, wanted)
+    def __init__(
+        self,
+        membership: Membership,
+        numbers: Numbers,
+        history: History,
+        groups: Groups,
+        outbox: Outbox,
+        dismissals: Dismissals,
+    ) -> None:
+        self._membership, self._numbers = membership, numbers
+        self._history, self._groups = history, groups
+        self._outbox, self._dismissals = outbox, dismissals
+        self._current: dict[int, Sync] = {}  # by group
+
+    def under_way(self, group: int) -> bool:
+        """Whether a group synchronises just now."""
+        return group in self._current
+
+    def of(self, number: int) -> Sync | None:
+        """The synchronisation that a peer is a member of, if there is one."""
+        sync = self._current.get(self._membership.group_of(number))
+        return sync if sync is not None and number in sync.members else None
+
+    def begin(self, round_: Round[object]) -> None:
+        """All members of a group have offered what they have."""
+        group = round_.id.group
+        assert group is not None
+        members = {n: round_.votes[n] for n in self._membership.accepted(group)}
+        sync = Sync(group, members)  # type: ignore[arg-type]
+        needed = max(vote.payload.min_peers for vote in sync.members.values())
+        if self._history.of(group).revision is None and len(members) < needed:
+            self._fall_short(sync, needed)
             return
-        group.sync = sync
-        self._elect(group_number, sync)
+        self._current[group] = sync
+        self._elect(sync)
 
-    def _fall_short(self, group: Group, sync: Sync, wanted: int) -> None:
+    def _fall_short(self, sync: Sync, needed: int) -> None:
         """Nothing begins: more peers are to be let in first. A result that all must know alike."""
-        self._count(group)
-        group.last_plan, group.short = 0, wanted
+        state = self._history.count_sync(sync.group)
+        state.last_plan, state.short = 0, needed
         for number, vote in sync.members.items():
-            self._send(number, m.SyncResult(vote.call, 0, group.syncs, 0, short=wanted))
+            result = m.SyncResult(vote.call, 0, state.syncs, 0, short=needed)
+            self._outbox.send(number, result)
 
-    def _elect(self, group_number: int, sync: Sync) -> None:
+    def _elect(self, sync: Sync) -> None:
         """Decides who sends what to whom among the members that are left, and tells them."""
-        group = self._groups[group_number]
         if not sync.members:
-            group.sync = None
+            del self._current[sync.group]
             return
         offers = {number: vote.payload for number, vote in sync.members.items()}
-        joined = frozenset(sync.members.keys() - group.holders)
+        state = self._history.of(sync.group)
+        joined = frozenset(sync.members.keys() - state.holders)
         try:
-            decision = elect(offers, group.revision, joined, group.grown)
+            decision = elect(offers, state.revision, joined, state.grown)
         except Rejection as error:
-            group.sync = None
-            for number, vote in sync.members.items():
-                self._fail(number, vote.call, error.result, str(error))
+            self._fail(sync, error.result, str(error))
             return
-        if decision.kicks:
-            self._remove_all(decision.kicks, Result.INVALID_ARGUMENT)  # elects among the others
+        if decision.kicks:  # elects among the others
+            self._dismissals.dismiss_all(decision.kicks, Result.INVALID_ARGUMENT)
             return
         sync.revision, sync.refused = decision.revision, decision.refused
         sync.transfers, sync.fetching = decision.transfers, set(decision.transfers)
         if sync.fetching or sync.seq:  # a plan that was sent before must be replaced in any case
-            sync.seq = self._take_seq()
+            sync.seq = self._numbers.take_seq()
             self._send_plans(sync, decision)
         if not sync.fetching:
-            self._end_sync(group, sync)
-
-    def _count(self, group: Group) -> None:
-        self._syncs += 1
-        group.syncs = self._syncs
+            self._end(sync)
 
     def _send_plans(self, sync: Sync, decision: Decision) -> None:
+        nonce = self._numbers.nonce_of_call(sync.seq)
         for number, vote in sync.members.items():
             own = decision.transfers.get(number)
             serve = tuple(p for p, t in decision.transfers.items() if number in t.holders)
@@ -77,105 +120,126 @@ class Synchronisations(Ledger):
                 own.entries if own else (),
                 own.digests if own else (),
                 own.diverged if own else False,
-                self._nonces.of_call(sync.seq),
+                nonce,
             )
-            self._send(number, plan)
+            self._outbox.send(number, plan)
 
-    def _fetched(self, number: int, vote: m.FetchedVote) -> None:
-        seq, why = vote.seq, vote.why
-        group_number = self.peers[number].info.group
-        group = self._groups[group_number]
-        sync = group.sync
+    def fetched(self, number: int, vote: m.FetchedVote) -> None:
+        """A receiver has all of what it was to fetch, or could not get it."""
+        seq = vote.seq
+        sync = self.of(number)
         if sync is None or sync.seq != seq or number not in sync.fetching:
-            if seq >= self._next_seq:
-                self._remove(
-                    number, f"it voted on transfer {seq} out of turn", Result.INTERNAL_ERROR
-                )
+            if self._numbers.is_unknown(seq):
+                why = f"it voted on transfer {seq} out of turn"
+                self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
             return  # a transfer that a newer plan made void, while the vote was on its way
         if vote.ok:
             sync.differences[number] = vote.differences
             sync.fetching.discard(number)
             if not sync.fetching:
-                self._end_sync(group, sync)
-            return
-        self._note(f"{self.peers[number].info} could not fetch the shared state: {why}")
+                self._end(sync)
+        else:
+            info = self._membership.info(number)
+            self._outbox.note(f"{info} could not fetch the shared state: {vote.why}")
+            self._blame(sync, number, vote.why)
+
+    def _blame(self, sync: Sync, number: int, why: str) -> None:
+        """A fetch has failed: who had a part in too many has to go; else it is planned anew."""
         holders = sync.transfers[number].holders
+        # a receiver that fails with several holders is itself suspect
         suspects = (number, *holders) if len(holders) == 1 else (number,)
-        for suspect in suspects:  # who gets it from none of several has himself to blame
+        for suspect in suspects:
             sync.failures[suspect] = sync.failures.get(suspect, 0) + 1
         guilty = [s for s in suspects if sync.failures[s] >= SYNC_ATTEMPTS_MAX]
+        verdict = None
         if len(guilty) == 2:
-            verdict = group.blame.between(number, holders[0], self._proven(group_number))
-        else:
-            verdict = None
+            proven = self._groups.proven(sync.group)
+            verdict = self._groups[sync.group].blame.between(number, holders[0], proven)
         if verdict is not None:
-            self._convict(group, verdict)
+            self._dismissals.convict(sync.group, verdict)
         elif guilty:  # of two that only accuse each other, the one that came last
             why = f"it took part in {SYNC_ATTEMPTS_MAX} failed transfers of shared state: {why}"
-            self._remove(max(guilty), why, Result.RANK_CONNECTION_FAILED)
+            self._dismissals.dismiss(max(guilty), why, Result.RANK_CONNECTION_FAILED)
         else:
-            self._elect(group_number, sync)
+            self._elect(sync)
 
-    def _stalled_sync(self, number: int, stalled: m.Stalled) -> None:
+    def stalled(self, number: int, stalled: m.Stalled) -> None:
         """Somebody's data may have been lost on the way: planned anew, over new streams.
 
         What receivers have, they keep. Nobody is to blame for a connection that breaks; so when it
         breaks again and again, all are told.
         """
-        group_number = self.peers[number].info.group
-        sync = self._groups[group_number].sync
-        if sync is None or sync.seq != stalled.seq or number not in sync.members:
+        sync = self.of(number)
+        if sync is None or sync.seq != stalled.seq:
             return  # a newer plan has replaced that one meanwhile, or all is done
         sync.stalls += 1
-        why = f"{self.peers[number].info} could not send the shared state: {stalled.why}"
+        info = self._membership.info(number)
+        why = f"{info} could not send the shared state: {stalled.why}"
         if sync.stalls < STALLS_MAX:
-            self._note(why)
-            self._elect(group_number, sync)
+            self._outbox.note(why)
+            self._elect(sync)
         else:
             why = f"{sync.stalls} times in one synchronisation data was lost; the last time {why}"
-            self._fail_sync(group_number, why, m.Cause.OTHER)
+            self._fail(sync, WITHDRAWN[Kind.SYNC], why)
 
-    def _synchronises(self, number: int) -> bool:
-        sync = self._groups[self.peers[number].info.group].sync
-        return sync is not None and number in sync.members
+    def withdraw(self, number: int, call: int) -> bool:
+        """A caller waits no longer, and so it ends for all; whether it stood in one by that call.
 
-    def _fail_sync(self, group_number: int, why: str, cause: m.Cause = m.Cause.TIMEOUT) -> None:
+        Nobody's memory has changed.
+        """
+        sync = self.of(number)
+        if sync is None or sync.members[number].call != call:
+            return False
+        why = f"{self._membership.info(number)} waited no longer"
+        self._fail(sync, WITHDRAWN[Kind.SYNC], why, m.Cause.TIMEOUT)
+        return True
+
+    def lose(self, group: int, lost: Iterable[int]) -> None:
+        """Members of a group are lost: elects among the others."""
+        sync = self._current.get(group)
+        if sync is None:
+            return
+        gone = [number for number in lost if sync.members.pop(number, None) is not None]
+        if gone:
+            self._elect(sync)
+
+    # ---- the end ----
+
+    def _fail(self, sync: Sync, result: Result, why: str, cause: m.Cause = m.Cause.OTHER) -> None:
         """Gives a synchronisation up for all; nobody's memory has changed."""
-        sync = self._groups[group_number].sync
-        assert sync is not None
-        self._groups[group_number].sync = None
+        del self._current[sync.group]
         for number, vote in sync.members.items():
-            self._fail(number, vote.call, WITHDRAWN[Kind.SYNC], why, cause)
+            self._outbox.fail(number, vote.call, result, why, cause)
 
-    def _end_sync(self, group: Group, sync: Sync) -> None:
-        group.sync = None
+    def _end(self, sync: Sync) -> None:
+        """All receivers have what they were to fetch."""
         divergence = tuple(
             m.Divergence(number, len(transfer.entries), sync.differences[number])
             for number, transfer in sync.transfers.items()
             if transfer.diverged
         )
         if divergence:
-            names = self._names([d.peer for d in divergence])
-            self._note(f"at revision {sync.revision} other content was held by {names}")
+            names = self._membership.names([d.peer for d in divergence])
+            self._outbox.note(f"at revision {sync.revision} other content was held by {names}")
         votes = [(n, vote) for n, vote in sync.members.items() if n not in sync.refused]
         strict = next((n for n, vote in votes if vote.payload.strict), None)
         if divergence and strict is not None:
             why = self._describe(sync, divergence) + f"; peer {strict} wants an error then"
-            for number, vote in sync.members.items():
-                self._fail(number, vote.call, Result.INVALID_ARGUMENT, why, m.Cause.DIVERGENCE)
+            self._fail(sync, Result.INVALID_ARGUMENT, why, m.Cause.DIVERGENCE)
             return
-        group.revision = sync.revision
-        self._count(group)
-        group.last_plan, group.short, group.grown = sync.seq, 0, False
-        group.holders = set(sync.members) - sync.refused
+        del self._current[sync.group]
         if sync.refused:
-            names = self._names(sorted(sync.refused))
-            self._note(
+            names = self._membership.names(sorted(sync.refused))
+            self._outbox.note(
                 f"revision {sync.revision} was synchronised without {names}: theirs is higher"
             )
+        state = self._history.count_sync(sync.group)
+        state.revision = sync.revision
+        state.last_plan, state.short, state.grown = sync.seq, 0, False
+        state.holders = set(sync.members) - sync.refused
         for number, vote in sync.members.items():
-            result = m.SyncResult(vote.call, sync.revision, group.syncs, sync.seq, divergence)
-            self._send(number, result)
+            result = m.SyncResult(vote.call, sync.revision, state.syncs, sync.seq, divergence)
+            self._outbox.send(number, result)
 
     def _describe(self, sync: Sync, divergence: tuple[m.Divergence, ...]) -> str:
         """Who had other content than what was elected, and where, in words."""
@@ -184,5 +248,5 @@ class Synchronisations(Ledger):
         for one in divergence:
             known = [entries[d.entry].name for d in one.differences if d.entry < len(entries)]
             names = ", ".join(map(repr, known[:3])) + (", ..." if one.count > 3 else "")
-            peers.append(f"{self.peers[one.peer].info} in {one.count} entries ({names})")
+            peers.append(f"{self._membership.info(one.peer)} in {one.count} entries ({names})")
         return f"at revision {sync.revision} content has diverged: " + "; ".join(peers)

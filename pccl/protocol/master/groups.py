@@ -1,0 +1,73 @@
+"""Each group's epoch and rings, and what is known of the links between its peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pccl.protocol import messages as m
+from pccl.protocol.master.blame import Blame
+from pccl.protocol.master.history import History
+from pccl.protocol.master.membership import Membership
+from pccl.protocol.master.numbers import Numbers
+from pccl.protocol.master.outbox import Outbox
+from pccl.protocol.ring import plan_rings
+
+
+@dataclass(slots=True)
+class Group:
+    """What the peers of one group share."""
+
+    epoch: int = 0
+    rings: tuple[m.Ring, ...] = ()  # as they were optimised
+    planned: tuple[m.Ring, ...] = ()  # as they are, in this epoch
+    blame: Blame = field(default_factory=Blame)
+
+
+class Groups:
+    """The groups that have accepted peers."""
+
+    def __init__(
+        self, membership: Membership, numbers: Numbers, history: History, outbox: Outbox
+    ) -> None:
+        self._membership, self._numbers = membership, numbers
+        self._history, self._outbox = history, outbox
+        self._groups: dict[int, Group] = {}
+
+    def __getitem__(self, number: int) -> Group:
+        return self._groups[number]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._groups
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def renew(self, number: int) -> None:
+        """New streams for a group: its membership changed, or a collective failed."""
+        group = self._groups.setdefault(number, Group())
+        group.epoch = self._numbers.take_epoch()
+        group.planned = self.plan(number)
+        peers = tuple(map(self._membership.info, self._membership.accepted(number)))
+        nonce = self._numbers.nonce_of_epoch(group.epoch)
+        plan = m.Plan(group.epoch, peers, group.planned, self._history.topology, nonce)
+        for peer in peers:
+            self._outbox.send(peer.peer, plan)
+
+    def plan(self, number: int) -> tuple[m.Ring, ...]:
+        """The rings that a group is to have."""
+        group = self._groups[number]
+        infos = [self._membership.info(one) for one in self._membership.accepted(number)]
+        return plan_rings(infos, group.rings, group.blame.cost())
+
+    def proven(self, number: int) -> set[int]:
+        """The peers of a group with which a collective has gone around the rings."""
+        accepted = self._membership.accepted(number)
+        return {one for one in accepted if self._membership.peers[one].proven}
+
+    def restore(self, number: int, rings: tuple[m.Ring, ...]) -> None:
+        """A group is there again after a restart; `renew` it next."""
+        self._groups[number] = Group(rings=rings)
+
+    def forget(self, number: int) -> None:
+        """A group is empty."""
+        self._groups.pop(number, None)

@@ -1,0 +1,96 @@
+"""What a run has agreed on so far: rounds of the whole run, and each group's shared state."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from pccl.protocol import messages as m
+from pccl.protocol.master.recovery import Before, GroupBefore
+
+
+@dataclass(slots=True)
+class StateHistory:
+    """What is known of a group's shared state."""
+
+    revision: int | None = None
+    syncs: int = 0  # number of its last synchronisation; those of all groups are counted together
+    last_plan: int = 0  # seq of the last plan of the last synchronisation
+    holders: set[int] = field(default_factory=set)
+    short: int = 0  # peers that the last synchronisation lacked to begin with
+    grown: bool = False  # whether a peer has joined since the last synchronisation
+
+
+class History:
+    """Counts of rounds that have ended, and how the last ones did.
+
+    Attributes:
+        topology: rounds of `update_topology`.
+        pending: rounds of `are_peers_pending`.
+        were_pending: what the last one of these said.
+        optimized: rounds of `optimize_topology`.
+    """
+
+    def __init__(self) -> None:
+        self.topology = self.pending = self.optimized = 0
+        self.were_pending = False
+        self._syncs = 0  # of all groups: a group that begins anew repeats no number of before
+        self._groups: dict[int, StateHistory] = {}
+
+    def restore(self, before: Before) -> None:
+        """Goes on with what was before a restart."""
+        self.topology, self.pending = before.topology, before.pendings
+        self.were_pending, self.optimized = before.were_pending, before.optimized
+        self._syncs = max((was.syncs for was in before.groups.values()), default=0)
+        self._groups = {number: _state_of(was) for number, was in before.groups.items()}
+
+    def of(self, group: int) -> StateHistory:
+        """The history of a group's shared state."""
+        if group not in self._groups:
+            self._groups[group] = StateHistory()
+        return self._groups[group]
+
+    def count_sync(self, group: int) -> StateHistory:
+        """A group's synchronisation has a result, and with it a number."""
+        self._syncs += 1
+        state = self.of(group)
+        state.syncs = self._syncs
+        return state
+
+    def lose(self, group: int, numbers: Set[int]) -> bool:
+        """Peers are gone. Whether the group's shared state is gone with them."""
+        state = self.of(group)
+        state.holders -= numbers
+        if state.holders or state.revision is None:
+            return False
+        state.revision = None
+        return True
+
+    def forget(self, group: int) -> None:
+        """A group is empty."""
+        self._groups.pop(group, None)
+
+    def done(self, group: int) -> m.Done:
+        """What a peer of a group may have missed; of a pending one there may be no group."""
+        state = self._groups.get(group) or StateHistory()
+        return m.Done(
+            self.topology,
+            self.pending,
+            self.were_pending,
+            state.syncs,
+            state.revision or 0,
+            state.last_plan,
+            optimized=self.optimized,
+            short=state.short,
+        )
+
+
+def _state_of(was: GroupBefore) -> StateHistory:
+    return StateHistory(
+        was.revision,
+        was.syncs,
+        was.last_plan,
+        was.holders,
+        was.short,
+        grown=True,  # as far as anybody knows
+    )

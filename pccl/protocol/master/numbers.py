@@ -1,0 +1,66 @@
+"""Sequence numbers and epochs, which never repeat, and the nonces that belong to them."""
+
+from __future__ import annotations
+
+from pccl.protocol.master.nonces import Nonces
+from pccl.protocol.master.recovery import EPOCH_SHIFT, INCARNATION_SHIFT
+
+
+class Numbers:
+    """What one master numbers.
+
+    Args:
+        nonces: of this master.
+        incarnation: how often the run's master has begun anew: all numbers begin with it.
+    """
+
+    def __init__(self, nonces: Nonces, incarnation: int = 0) -> None:
+        self._nonces = nonces
+        self._first_seq = self._next_seq = self._epoch = 0
+        self.begin(incarnation)
+
+    def begin(self, incarnation: int) -> None:
+        """Numbers of an incarnation follow; those of earlier ones may be known to somebody."""
+        self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
+        self._epoch = incarnation << EPOCH_SHIFT
+
+    @property
+    def incarnation(self) -> int:
+        """How often the run's master has begun anew."""
+        return self._next_seq >> INCARNATION_SHIFT
+
+    @property
+    def next_seq(self) -> int:
+        """The sequence number that is given next."""
+        return self._next_seq
+
+    @property
+    def epoch(self) -> int:
+        """The latest epoch of any group."""
+        return self._epoch
+
+    def take_seq(self) -> int:
+        """The next sequence number."""
+        self._next_seq += 1
+        return self._next_seq - 1
+
+    def take_epoch(self) -> int:
+        """The next epoch."""
+        self._epoch += 1
+        return self._epoch
+
+    def is_old(self, seq: int) -> bool:
+        """Whether a sequence number is of an earlier incarnation."""
+        return seq < self._first_seq
+
+    def is_unknown(self, seq: int) -> bool:
+        """Whether a sequence number was given by nobody yet."""
+        return seq >= self._next_seq
+
+    def nonce_of_call(self, seq: int) -> int:
+        """By which bulk data is known to belong to what has this sequence number."""
+        return self._nonces.of_call(seq)
+
+    def nonce_of_epoch(self, epoch: int) -> int:
+        """By which peers let each other's streams in."""
+        return self._nonces.of_epoch(epoch)

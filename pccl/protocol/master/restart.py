@@ -1,0 +1,88 @@
+"""A restarted master: it hears peers of before, and then goes on from what they have said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from pccl.protocol import messages as m
+from pccl.protocol.master.effects import Adopt, Effect, Remember
+from pccl.protocol.master.recovery import Back, Before, Recovery, Unresolved
+from pccl.protocol.master.run import Run
+from pccl.protocol.master.table import Running
+from pccl.protocol.master.voting import PendingRejection
+from pccl.protocol.rounds import Kind, RoundId
+from pccl.types import Result
+
+BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
+RESTARTED = "the master was restarted"
+
+
+class Backlog:
+    """What was said while a master recovered, to be heard afterwards; within limits."""
+
+    def __init__(self) -> None:
+        self.events: list[Callable[[], list[Effect]]] = []
+        self._said: Counter[bytes] = Counter()
+
+    def add(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
+        """Something that a connection has said. False, once, when that is too much."""
+        self._said[conn] += 1
+        if self._said[conn] <= BACKLOG_MAX:
+            self.events.append(event)
+        return self._said[conn] != BACKLOG_MAX + 1
+
+
+class Restart:
+    """The time in which a master waits for the peers of before.
+
+    Attributes:
+        recovery: who is back, and who is still waited for.
+        backlog: what all others say meanwhile.
+    """
+
+    def __init__(self, recovery: Recovery) -> None:
+        self.recovery = recovery
+        self.backlog = Backlog()
+
+
+def restore(run: Run, before: Before, back: Mapping[int, Back]) -> None:
+    """Has a run go on as it was, with those who are back."""
+    membership = run.membership
+    membership.next_number = max(membership.next_number, before.next_peer)
+    incarnation = max(run.numbers.incarnation, before.incarnation + 1)
+    run.numbers.begin(incarnation)
+    run.outbox.do(Adopt(run.number, incarnation))
+    for number, info in before.accepted.items():
+        membership.bring_back(back[number].conn, info, back[number].host, back[number].resume)
+        run.outbox.do(Remember(info))
+    run.history.restore(before)
+    for group, was in before.groups.items():
+        run.groups.restore(group, was.rings)
+        if not was.holders:
+            run.outbox.note(f"the last holder of group {group}'s shared state is gone")
+    run.publish_world()
+    for group in before.groups:
+        run.groups.renew(group)
+    for number, info in before.accepted.items():
+        run.outbox.send(number, m.Admitted(run.number, run.history.done(info.group)))
+    for seq in sorted(before.collectives):
+        _resolve(run, seq, before.collectives[seq])
+    for number, small in before.missed:
+        run.outbox.send(number, m.Missed(small))
+    for number, peer in membership.peers.items():
+        run.outbox.send(number, m.Resumed(run.history.done(peer.info.group)))
+
+
+def _resolve(run: Run, seq: int, was: Unresolved) -> None:
+    start = frozenset((RoundId(Kind.START, was.group, was.tag),))
+    lost = Result.RANK_CONNECTION_LOST
+    for number in sorted(was.unheard):  # its vote to start is void, as it is for the others
+        rejection = PendingRejection(start, lost, RESTARTED, m.Cause.OTHER, seq)
+        run.voting.reject_later(number, rejection)
+    if was.outcome is None:
+        running = Running(seq, was.group, was.members, f"collective {seq}", was.votes)
+        run.collectives.resolve(running, RESTARTED)
+        return
+    for number in sorted(was.open):
+        run.outbox.send(number, m.Finished(seq, was.outcome, "" if was.outcome else RESTARTED))

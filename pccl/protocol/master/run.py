@@ -1,0 +1,203 @@
+"""A run as its master sees it: the parts it is made of, and what concerns all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from pccl.protocol import messages as m
+from pccl.protocol.master.accusations import Accusations
+from pccl.protocol.master.collectives import Collectives, Combine
+from pccl.protocol.master.dismissals import Dismissals
+from pccl.protocol.master.effects import Drop, Forget, Remember
+from pccl.protocol.master.groups import Groups
+from pccl.protocol.master.history import History
+from pccl.protocol.master.membership import Membership
+from pccl.protocol.master.nonces import Nonces
+from pccl.protocol.master.numbers import Numbers
+from pccl.protocol.master.optimisations import Optimisations
+from pccl.protocol.master.outbox import Outbox, plain
+from pccl.protocol.master.recovery import Journal
+from pccl.protocol.master.synchronisations import Synchronisations
+from pccl.protocol.master.table import CollectiveTable
+from pccl.protocol.master.voting import Voting
+from pccl.protocol.rounds import Kind, Round
+from pccl.types import Result
+
+
+class Run:
+    """Who comes and who goes, and how all parts go on after that.
+
+    Args:
+        number: the run's nonce; bulk data of another run is never mistaken for this one's.
+        combine: reduces contributions of the work's size, in their order.
+        journal: of the master that was here before, if there was one.
+        secret: random bytes that no master has ever used, from which nonces are made.
+    """
+
+    def __init__(
+        self, number: int, combine: Combine, journal: Journal | None, secret: bytes
+    ) -> None:
+        self.number = number if journal is None else journal.run
+        self.membership = Membership(1 if journal is None else journal.next_peer)
+        self.numbers = Numbers(Nonces(secret), 0 if journal is None else journal.incarnation)
+        self.history = History()
+        self.outbox = Outbox(self.membership.peers)
+        self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
+        self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
+        self.table = CollectiveTable()
+        self.collectives = Collectives(
+            self.membership,
+            self.numbers,
+            self.groups,
+            self.table,
+            self.outbox,
+            self.dismissals,
+            combine,
+        )
+        lasting = (
+            self.membership,
+            self.numbers,
+            self.history,
+            self.groups,
+            self.outbox,
+            self.dismissals,
+        )
+        self.synchronisations = Synchronisations(*lasting)
+        self.optimisations = Optimisations(*lasting)
+        self.accusations = Accusations(
+            self.membership,
+            self.groups,
+            self.table,
+            self.collectives,
+            self.outbox,
+            self.dismissals,
+            self.synchronisations.under_way,
+        )
+        self.voting = Voting(
+            self.membership, self.table, self.outbox, self.dismissals, self._commit
+        )
+        self._commits = {
+            Kind.TOPOLOGY: self._commit_topology,
+            Kind.PENDING: self._commit_pending,
+            Kind.START: self.collectives.start,
+            Kind.SYNC: self.synchronisations.begin,
+            Kind.OPTIMIZE: self.optimisations.begin,
+        }
+
+    # ---- who comes ----
+
+    def register(
+        self, conn: bytes, info: m.PeerInfo, hello: m.Hello, seen: str, warning: str
+    ) -> None:
+        """A newcomer is let in, pending until it is admitted; at once where nobody is to ask."""
+        info = self.membership.register(conn, info, seen, hello).info
+        self.outbox.send(info.peer, m.Welcome(info.peer, plain(warning)))
+        self.outbox.note(f"{info} of group {info.group} registered")
+        if not self.membership.size():
+            self.admit()
+        else:
+            self.voting.newcomer()
+
+    def admit(self) -> None:
+        """Accepts all pending peers."""
+        fresh = self.membership.pending
+        if not fresh:
+            return
+        self.membership.go_on()
+        heard = self.numbers.next_seq - 1
+        for number in fresh:
+            self.membership.accept(number, heard)
+        for group in dict.fromkeys(map(self.membership.group_of, fresh)):
+            self.groups.renew(group)
+            self.history.of(group).grown = True
+        self.publish_world()
+        for number in fresh:
+            info = self.membership.info(number)
+            self.outbox.do(Remember(info))
+            self.outbox.send(number, m.Admitted(self.number, self.history.done(info.group)))
+            self.outbox.note(f"{info} accepted")
+
+    def publish_world(self) -> None:
+        """Tells all how many are there."""
+        for numbers, world in self.membership.worlds():
+            message = m.Membership(world)
+            for number in numbers:
+                self.outbox.send(number, message)
+
+    # ---- who goes ----
+
+    def remove_all(self, whys: Mapping[int, str], kick: Result | None = None) -> None:
+        """Peers leave, for a reason each; with `kick` they are told so."""
+        lost: dict[int, dict[int, str]] = {}  # what is said of them, by group and number
+        for number, why in whys.items():
+            why = plain(why)
+            if kick is not None:
+                self.outbox.send(number, m.Kicked(kick.value, why))
+            peer = self.membership.remove(number)
+            self.voting.forget(number)
+            self.outbox.do(Drop(peer.conn, why))
+            title = f"{peer.info}: {why}"
+            if peer.accepted:
+                self.outbox.do(Forget(number))
+                lost.setdefault(peer.info.group, {})[number] = title
+            self.outbox.note(f"{title}; {self.membership.size()} peers remain")
+        if lost:
+            self._go_on_without(lost)
+
+    def _go_on_without(self, lost: Mapping[int, dict[int, str]]) -> None:
+        self.publish_world()
+        numbers = {number for titles in lost.values() for number in titles}
+        self.voting.take_back(numbers)
+        for group, titles in lost.items():
+            self._leave_group(group, titles)
+        self.optimisations.lose(numbers)
+        self.voting.go_on_without(lost)
+        if not self.membership.size():
+            self.admit()
+
+    def _leave_group(self, group: int, lost: dict[int, str]) -> None:
+        blame = self.groups[group].blame
+        for number in lost:
+            blame.forget(number)
+        if self.history.lose(group, lost.keys()):
+            self.outbox.note(f"the last holder of group {group}'s shared state is gone")
+        self.groups.renew(group)
+        self.collectives.lose(group, lost)
+        self.synchronisations.lose(group, lost)
+        if not self.membership.size(group):
+            self.groups.forget(group)
+            self.history.forget(group)
+            self.collectives.forget(group)
+
+    # ---- rounds that all have voted in ----
+
+    def _commit(self, round_: Round[object]) -> None:
+        if round_.id.group is None:
+            self.membership.go_on()
+        self._commits[round_.id.kind](round_)
+
+    def _commit_topology(self, round_: Round[object]) -> None:
+        self.history.topology = count = self.history.topology + 1
+        self.admit()
+        self.outbox.answer(round_, lambda call: m.TopologyResult(call, count))
+
+    def _commit_pending(self, round_: Round[object]) -> None:
+        self.history.pending = count = self.history.pending + 1
+        self.history.were_pending = pending = self.membership.any_pending
+        self.outbox.answer(round_, lambda call: m.PendingResult(call, pending, count))
+
+    # ---- patience ----
+
+    def withdraw(self, number: int, call: int, seq: int) -> None:
+        """A caller waits no longer. Nothing happens if its answer is on the way already."""
+        if not (
+            self.collectives.withdraw(number, seq)
+            or self.synchronisations.withdraw(number, call)
+            or self.optimisations.withdraw(number, call)
+        ):
+            self.voting.withdraw(number, call)
+
+    def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
+        """All that somebody waits for: its name, who is missing, and what it is."""
+        yield from self.voting.waits()
+        yield from self.table.waits()

@@ -1,0 +1,87 @@
+"""The table of running collectives: those that have started and whose outcome is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from pccl.protocol import messages as m
+
+
+@dataclass(slots=True)
+class Running:
+    """A collective between its start and its outcome, and who says what of its end."""
+
+    seq: int
+    group: int
+    members: set[int]
+    title: str
+    votes: dict[int, bool] = field(default_factory=dict)
+    around: tuple[int, tuple[m.Ring, ...]] | None = None  # the epoch and rings that it goes around
+    why: str = ""
+    cause: m.Cause = m.Cause.OTHER
+
+    @property
+    def missing(self) -> set[int]:
+        """The members who have not voted on its end."""
+        return self.members - self.votes.keys()
+
+
+class CollectiveTable:
+    """Running collectives by their sequence numbers."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, Running] = {}
+        self._counts: dict[int, int] = {}  # how many a peer is a member of
+
+    def __iter__(self) -> Iterator[Running]:
+        return iter(self._running.values())
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def get(self, seq: int) -> Running | None:
+        """The one with this number, if it runs."""
+        return self._running.get(seq)
+
+    def of_group(self, group: int) -> list[Running]:
+        """All those of a group, in the order of their starts."""
+        return [running for running in self._running.values() if running.group == group]
+
+    def running(self, number: int) -> int:
+        """How many a peer is a member of."""
+        return self._counts.get(number, 0)
+
+    def add(self, running: Running) -> None:
+        """A collective has started."""
+        self._running[running.seq] = running
+        counts = self._counts
+        for number in running.members:
+            counts[number] = counts.get(number, 0) + 1
+
+    def remove(self, running: Running) -> None:
+        """A collective has an outcome."""
+        del self._running[running.seq]
+        counts = self._counts
+        for number in running.members:
+            if counts[number] == 1:
+                del counts[number]
+            else:
+                counts[number] -= 1
+
+    def lose(self, group: int, lost: Collection[int]) -> list[Running]:
+        """Peers of a group are gone: nobody waits for them. The collectives of their group."""
+        running = self.of_group(group)
+        for one in running:
+            one.members.difference_update(lost)
+            for number in lost:
+                one.votes.pop(number, None)
+        for number in lost:
+            self._counts.pop(number, None)
+        return running
+
+    def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
+        """All that somebody waits for: its name, who is missing, and what it is."""
+        for running in self._running.values():
+            if running.votes:
+                yield running.seq, running.missing, running.title

@@ -1,0 +1,223 @@
+"""Peers enter rounds: rounds commit, or fail because votes can never meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pccl.protocol import messages as m
+from pccl.protocol.master.dismissals import Dismissals
+from pccl.protocol.master.membership import NAMES_MAX, Membership
+from pccl.protocol.master.outbox import Outbox, plain
+from pccl.protocol.master.table import CollectiveTable
+from pccl.protocol.master.work import outdated
+from pccl.protocol.rounds import (
+    OPEN_MAX,
+    PENDING,
+    WITHDRAWN,
+    Kind,
+    OpenRounds,
+    Round,
+    RoundId,
+    Vote,
+)
+from pccl.types import Result
+
+PART_BYTES = 256  # that one tensor in a vote takes in memory, or so, without its texts
+Commit: TypeAlias = Callable[[Round[object]], None]
+
+
+def held(payload: m.Work | m.Offer) -> int:
+    """Bytes, or so, that a vote takes in memory: many times what small parts take in a message."""
+    parts = payload.parts if isinstance(payload, m.Work) else payload.entries
+    texts = sum(len(part.name) + len(part.layout) for part in parts)
+    width = 1 if all(part.name.isascii() and part.layout.isascii() for part in parts) else 4
+    return PART_BYTES * len(parts) + width * texts
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRejection:
+    """What a peer is told, once, that comes to one of these rounds after their end.
+
+    `seq` is that of a collective that began without this peer's knowledge.
+    """
+
+    rounds: frozenset[RoundId]
+    result: Result
+    why: str
+    cause: m.Cause
+    seq: int = 0
+
+
+class Voting:
+    """The rounds in which somebody waits.
+
+    Args:
+        table: the collectives that run, which count with the rounds that a peer stands in.
+        commit: told of a round in which all members have voted; it has ended by then.
+
+    Attributes:
+        open: the rounds themselves.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        table: CollectiveTable,
+        outbox: Outbox,
+        dismissals: Dismissals,
+        commit: Commit,
+    ) -> None:
+        self._membership, self._table = membership, table
+        self._outbox, self._dismissals = outbox, dismissals
+        self._commit = commit
+        self._rejections: dict[int, list[PendingRejection]] = {}  # by peer
+        self.open = OpenRounds()
+
+    def enter(self, number: int, round_id: RoundId, vote: Vote[object]) -> None:
+        """A peer votes."""
+        if number in self._rejections and self._reject(number, round_id, vote):
+            return
+        stands_in = self.open.of(number)
+        if round_id in stands_in:
+            why = f"it entered {stands_in[round_id].describe(number)} twice"
+            self._dismissals.dismiss(number, why, Result.INVALID_USAGE)
+            return
+        why = self.open.too_much(number, vote, self._table.running(number))
+        if why:
+            self._outbox.fail(number, vote.call, Result.INVALID_USAGE, why)
+            return
+        round_ = self.open.vote(number, self._membership.group_of(number), round_id, vote)
+        if not (self._mismatch(round_) or self._conflict(number, round_)):
+            self.evaluate(round_)
+
+    def evaluate(self, round_: Round[object] | None) -> None:
+        """Commits a round if all members have voted, and are not to wait for a newcomer."""
+        if (
+            round_ is not None
+            and len(round_.votes) == self._membership.size(round_.id.group)
+            and (self._membership.any_pending or not round_.is_patient)
+        ):
+            self.open.close(round_)
+            self._commit(round_)
+
+    def hurry(self, number: int, call: int) -> None:
+        """A patient caller wants its answer now."""
+        self.evaluate(self.open.hurry(number, call))
+
+    def newcomer(self) -> None:
+        """A peer has registered: for this patient callers wait."""
+        self.evaluate(self.open.get(PENDING))
+
+    def withdraw(self, number: int, call: int) -> None:
+        """A caller waits no longer. Nothing happens if its answer is on the way already."""
+        for round_ in list(self.open.of(number).values()):
+            if round_.votes[number].call == call:
+                why = f"waited for {self._membership.names(self.absent(round_))}"
+                self.open.take_back(number, round_)
+                self._outbox.fail(number, call, WITHDRAWN[round_.id.kind], why, m.Cause.TIMEOUT)
+
+    def absent(self, round_: Round[object]) -> list[int]:
+        """The members who have not voted."""
+        members = self._membership.accepted(round_.id.group)
+        return [number for number in members if number not in round_.votes]
+
+    def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
+        """All that somebody waits for: its name, who is missing, and what it is."""
+        for round_ in self.open:
+            yield round_.id, self.absent(round_), round_.describe(next(iter(round_.votes)))
+
+    # ---- who leaves ----
+
+    def forget(self, number: int) -> None:
+        """A peer has left: it is told nothing any more."""
+        self._rejections.pop(number, None)
+
+    def take_back(self, numbers: Iterable[int]) -> None:
+        """Peers are lost: their votes do not count."""
+        for number in numbers:
+            for round_ in list(self.open.of(number).values()):
+                self.open.take_back(number, round_)
+
+    def go_on_without(self, lost: Mapping[int, Mapping[int, str]]) -> None:
+        """Peers are lost, by group and number, with what is said of each: commits what waited for
+        nobody else."""
+        for round_ in self.open:
+            groups = lost if round_.id.group is None else {round_.id.group} & lost.keys()
+            round_.lost += [title for group in groups for title in lost[group].values()]
+            if round_ in self.open:  # or it has ended since
+                self.evaluate(round_)
+
+    # ---- votes that can never meet ----
+
+    def _mismatch(self, round_: Round[object]) -> bool:
+        """Fails a start round whose votes ask for different work, or go by different ranks."""
+        if round_.id.kind is not Kind.START:
+            return False
+        first, mine = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
+        asked, requested = first.payload, mine.payload
+        assert isinstance(asked, m.Work) and isinstance(requested, m.Work)
+        if asked == requested and (first.data is None) == (mine.data is None):
+            return False
+        if asked.sees_others_than(requested):
+            self.open.close(round_)
+            why = outdated(round_, self._membership.size(round_.id.group))
+            self._outbox.fail_all(round_, Result.RANK_CONNECTION_LOST, why)
+            return True
+        if asked == requested:
+            why = "PCCL_INLINE_BYTES is not the same for all: " + self._who([round_])
+        else:
+            why = "the peers do not ask for the same: " + self._who([round_])
+            why += asked.difference(requested)
+        self._end([round_], Result.INVALID_ARGUMENT, why)
+        return True
+
+    def _conflict(self, number: int, mine: Round[object]) -> bool:
+        """Fails two rounds that wait for each other's voters, which can then never meet."""
+        other = self.open.in_the_way(number, mine)
+        if other is None:
+            return False
+        why = "the peers stand in calls that can never meet: " + self._who([mine, other])
+        self._end([mine, other], Result.INVALID_USAGE, why)
+        return True
+
+    def _who(self, rounds: Iterable[Round[object]]) -> str:
+        """Who called what: of each round who came first, and who came last."""
+        calls = []
+        for round_ in rounds:
+            voters = list(round_.votes)
+            named = voters if len(voters) <= NAMES_MAX else [*voters[: NAMES_MAX - 1], voters[-1]]
+            calls += [f"{self._membership.info(n)} called {round_.describe(n)}" for n in named]
+            if len(voters) > len(named):
+                calls.append(f"so did {len(voters) - len(named)} more")
+        return "; ".join(calls)
+
+    def _end(self, rounds: list[Round[object]], result: Result, why: str) -> None:
+        """Ends rounds with an error: for all voters now, for other members when they come."""
+        why = plain(why)
+        self._outbox.note(why)
+        ids = frozenset(round_.id for round_ in rounds)
+        rejection = PendingRejection(ids, result, why, m.Cause.MISMATCH)
+        voters = {number for round_ in rounds for number in round_.votes}
+        for round_ in rounds:
+            self.open.close(round_)
+            self._outbox.fail_all(round_, result, why, m.Cause.MISMATCH)
+            for number in self._membership.accepted(round_.id.group):
+                if number not in voters:
+                    self.reject_later(number, rejection)
+
+    def reject_later(self, number: int, rejection: PendingRejection) -> None:
+        """A peer is told of the end of a round when it comes to it."""
+        pending = self._rejections.setdefault(number, [])
+        pending[:] = [old for old in pending if old.rounds != rejection.rounds][-OPEN_MAX:]
+        pending.append(rejection)
+
+    def _reject(self, number: int, round_id: RoundId, vote: Vote[object]) -> bool:
+        """Whether the round has ended before this peer came to it, which it is told then."""
+        pending = self._rejections[number]
+        found = next((one for one in pending if round_id in one.rounds), None)
+        if found is not None:
+            pending.remove(found)
+            self._outbox.fail(number, vote.call, found.result, found.why, found.cause, found.seq)
+        return found is not None

@@ -1,0 +1,35 @@
+"""What the master checks of the work that peers vote to start. Pure functions."""
+
+from __future__ import annotations
+
+from pccl.protocol import messages as m
+from pccl.protocol.rounds import Round
+from pccl.types import DataType, ReduceOp
+
+_ITEM_BYTES = {dtype.value: dtype.itemsize for dtype in DataType}
+_REDOPS = {op.value for op in ReduceOp}
+
+
+def fits(work: m.Work, data: bytes) -> bool:
+    """Whether these can be the bytes of a contribution that the master is to reduce."""
+    return (
+        work.what in ("all_reduce", "barrier")
+        and not work.parts
+        and work.redop in _REDOPS
+        and len(data) == work.count * _ITEM_BYTES.get(work.dtype, -1)
+    )
+
+
+def goes_around(work: m.Work) -> bool:
+    """Whether a collective's data uses every hop of the rings that it goes over."""
+    carries = work.count or any(part.count for part in work.parts)
+    return bool(carries) and work.what in ("all_reduce", "reduce_scatter", "all_gather")
+
+
+def outdated(round_: Round[object], size: int) -> str:
+    """Why a start round fails in which ranks matter, and not all know who has which by now.
+
+    `size` is that of the group.
+    """
+    lost = "".join(f"; {title}" for title in round_.lost)
+    return f"the group has {size} peers by now, and ranks have changed: call again{lost}"

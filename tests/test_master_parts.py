@@ -1,0 +1,269 @@
+"""Each part of the master alone: it needs only those that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from pccl.protocol import messages as m
+from pccl.protocol.master.collectives import Collectives
+from pccl.protocol.master.dismissals import Dismissals
+from pccl.protocol.master.effects import Effect, Note, Send
+from pccl.protocol.master.groups import Groups
+from pccl.protocol.master.history import History
+from pccl.protocol.master.membership import Membership
+from pccl.protocol.master.nonces import Nonces
+from pccl.protocol.master.numbers import Numbers
+from pccl.protocol.master.outbox import WHY_MAX, Outbox
+from pccl.protocol.master.synchronisations import Synchronisations
+from pccl.protocol.master.table import CollectiveTable, Running
+from pccl.protocol.master.voting import PendingRejection, Voting
+from pccl.protocol.rounds import PENDING, Kind, Round, RoundId, Vote
+from pccl.types import Result
+
+WORK = m.Work("all_reduce", 0, 10, 1000)
+START = RoundId(Kind.START, 0, 7)
+
+
+def hello(group: int) -> m.Hello:
+    return m.Hello(m.PROTOCOL_VERSION, "1", group, "", 1, "", "machine", b"bits")
+
+
+def info(group: int = 0) -> m.PeerInfo:
+    return m.PeerInfo(0, group, "10.0.0.1", 1, "", "machine")
+
+
+def registered(*groups: int) -> Membership:
+    """Pending peers, one of each of these groups."""
+    membership = Membership()
+    for group in groups:
+        conn = b"%d" % membership.next_number
+        membership.register(conn, info(group), "10.0.0.1", hello(group))
+    return membership
+
+
+def accepted(*groups: int) -> Membership:
+    """Accepted peers, one of each of these groups."""
+    membership = registered(*groups)
+    for number in membership.pending:
+        membership.accept(number, 0)
+    return membership
+
+
+class Table:
+    """What most parts are given, around some peers of group 0; it notes who has to go."""
+
+    def __init__(self, peers: int) -> None:
+        self.membership = accepted(*[0] * peers)
+        self.numbers = Numbers(Nonces(b"secret"))
+        self.history = History()
+        self.outbox = Outbox(self.membership.peers)
+        self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
+        self.gone: dict[int, str] = {}
+        self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
+        self.running = CollectiveTable()
+        self.groups.renew(0)
+        self.said()
+
+    def remove_all(self, whys: Mapping[int, str], result: Result | None) -> None:
+        self.gone |= whys
+
+    def collectives(self) -> Collectives:
+        return Collectives(
+            self.membership,
+            self.numbers,
+            self.groups,
+            self.running,
+            self.outbox,
+            self.dismissals,
+            lambda work, parts: b"".join(parts),
+        )
+
+    def voting(self, committed: list[Round[object]]) -> Voting:
+        return Voting(self.membership, self.running, self.outbox, self.dismissals, committed.append)
+
+    def synchronisations(self) -> Synchronisations:
+        return Synchronisations(
+            self.membership,
+            self.numbers,
+            self.history,
+            self.groups,
+            self.outbox,
+            self.dismissals,
+        )
+
+    def said(self) -> dict[int, list[m.MasterMessage]]:
+        """What was sent to whom since this was asked last."""
+        found: dict[int, list[m.MasterMessage]] = {}
+        for effect in self.outbox.take():
+            if isinstance(effect, Send):
+                found.setdefault(int(effect.conn), []).append(effect.message)
+        return found
+
+
+def test_the_outbox_keeps_effects_in_order_until_they_are_taken() -> None:
+    outbox = Outbox(accepted(0).peers)
+    outbox.note("first\n" + "x" * 2 * WHY_MAX)
+    outbox.send(1, m.Missed(m.Small(1, 2, (1,), b"")))
+    outbox.fail(1, 5, Result.INVALID_USAGE, "why")
+    note, missed, failure = outbox.take()
+    assert isinstance(note, Note) and len(note.text) < WHY_MAX + 10 and "\n" not in note.text
+    assert missed == Send(b"1", m.Missed(m.Small(1, 2, (1,), b"")))
+    assert failure == Send(b"1", m.CallError(5, Result.INVALID_USAGE.value, "why"))
+    assert outbox.take() == []
+
+
+def test_membership_counts_who_is_accepted() -> None:
+    membership = registered(0, 7, 0)
+    assert membership.pending == [1, 2, 3] and membership.any_pending
+    assert membership.size() == 0 and membership.arithmetic == b"bits"
+    membership.accept(2, 9)
+    membership.accept(3, 9)
+    assert membership.accepted() == [2, 3]
+    assert membership.accepted(7) == [2] and membership.size(0) == 1
+    assert [(list(n), w) for n, w in membership.worlds()] == [
+        ([2], m.World(2, 1, 2, 1)),
+        ([3], m.World(2, 1, 2, 1)),
+    ]
+    assert membership.at(b"2") == 2
+    assert membership.remove(2).info.group == 7
+    assert membership.at(b"2") is None and membership.size(7) == 0
+    assert membership.names([1, 3]) == "peer 1 (10.0.0.1:1), peer 3 (10.0.0.1:1)"
+
+
+def test_membership_knows_who_may_have_been_cut_off_with_all_others() -> None:
+    membership = accepted(0, 0)
+    membership.lose([1])
+    membership.remove(1)
+    assert not membership.deserted_by(1)  # the other one is still there
+    membership.lose([2])
+    membership.remove(2)
+    assert membership.deserted_by(1) and membership.deserted_by(2)
+    assert {info.peer for info in membership.last_seen} == {1, 2}
+    membership.go_on()
+    assert not membership.deserted_by(1)
+
+
+def test_numbers_never_repeat() -> None:
+    numbers = Numbers(Nonces(b"secret"), 3)
+    seq, epoch = numbers.take_seq(), numbers.take_epoch()
+    assert numbers.incarnation == 3
+    assert numbers.take_seq() == seq + 1 and numbers.take_epoch() == epoch + 1
+    assert numbers.is_unknown(seq + 2) and not numbers.is_unknown(seq + 1)
+    numbers.begin(4)
+    assert numbers.is_old(seq + 1) and not numbers.is_old(numbers.take_seq())
+    assert numbers.take_epoch() > epoch + 1
+
+
+def test_a_history_ends_with_its_last_holder() -> None:
+    history = History()
+    state = history.count_sync(0)
+    state.revision, state.holders = 5, {1, 2}
+    assert history.done(0) == m.Done(sync=1, revision=5)
+    assert not history.lose(0, {1})
+    assert history.lose(0, {2})
+    assert history.of(0).revision is None
+    assert history.count_sync(1).syncs == 2  # those of all groups are counted together
+    history.forget(0)
+    assert history.done(0) == m.Done()
+
+
+def test_the_table_counts_what_each_peer_stands_in() -> None:
+    table = CollectiveTable()
+    one, other = Running(1, 0, {1, 2}, "one"), Running(2, 5, {3}, "other")
+    table.add(one)
+    table.add(other)
+    assert table.running(1) == table.running(3) == 1 and len(table) == 2
+    assert list(table.waits()) == []
+    one.votes[1] = True
+    assert list(table.waits()) == [(1, {2}, "one")]
+    assert table.lose(0, [1]) == [one]
+    assert one.members == {2} and not one.votes
+    table.remove(one)
+    assert table.running(2) == 0 and list(table) == [other]
+
+
+def test_voting_commits_when_all_have_voted() -> None:
+    table, committed = Table(2), list[Round[object]]()
+    voting = table.voting(committed)
+    voting.enter(1, START, Vote(10, WORK))
+    assert not committed and voting.absent(next(iter(voting.open))) == [2]
+    voting.enter(2, START, Vote(20, WORK))
+    assert [round_.votes.keys() for round_ in committed] == [{1, 2}]
+    assert not len(voting.open) and not table.said()
+
+
+def test_voting_rejects_who_comes_too_late_to_what_can_never_meet() -> None:
+    table, committed = Table(3), list[Round[object]]()
+    voting = table.voting(committed)
+    voting.enter(1, START, Vote(10, WORK))
+    voting.enter(2, START, Vote(20, m.Work("all_reduce", 0, 10, 1)))
+    assert {n: [type(one) for one in told] for n, told in table.said().items()} == {
+        1: [m.CallError],
+        2: [m.CallError],
+    }
+    voting.enter(3, START, Vote(30, WORK))
+    assert [type(one) for one in table.said()[3]] == [m.CallError]
+    voting.enter(3, START, Vote(31, WORK))  # which it is told once
+    assert not table.said() and len(voting.open) == 1
+    voting.reject_later(2, PendingRejection(frozenset({PENDING}), Result.INVALID_USAGE, "", 0))  # type: ignore[arg-type]
+    voting.forget(2)
+    voting.enter(2, PENDING, Vote(22, False))
+    assert not table.said()
+
+
+def test_voting_sends_away_who_enters_twice() -> None:
+    table = Table(2)
+    voting = table.voting([])
+    voting.enter(1, START, Vote(10, WORK))
+    voting.enter(1, START, Vote(11, WORK))
+    assert list(table.gone) == [1] and "twice" in table.gone[1]
+
+
+def test_a_collective_has_one_outcome() -> None:
+    table = Table(2)
+    collectives = table.collectives()
+    collectives.start(Round(START, {1: Vote(10, WORK), 2: Vote(20, WORK)}))
+    started = table.said()
+    seq = started[1][0].seq  # type: ignore[union-attr]
+    collectives.finish(1, m.FinishVote(seq, True))
+    assert not table.said()
+    collectives.finish(2, m.FinishVote(seq, True))
+    assert table.said() == {1: [m.Finished(seq, True)], 2: [m.Finished(seq, True)]}
+    assert not len(table.running)
+    collectives.finish(2, m.FinishVote(seq, True))
+    assert list(table.gone) == [2]
+
+
+def test_a_small_collective_is_final_at_once() -> None:
+    table = Table(2)
+    collectives = table.collectives()
+    votes: dict[int, Vote[object]] = {1: Vote(10, WORK, b"a"), 2: Vote(20, WORK, b"b")}
+    collectives.start(Round(START, votes))
+    (started,) = table.said()[2]
+    assert isinstance(started, m.Started)
+    assert started.final and started.data == b"ab" and not len(table.running)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_a_synchronisation_ends_when_all_have_fetched(ok: bool) -> None:
+    table = Table(2)
+    syncs = table.synchronisations()
+    offers = [m.Offer(0, 0, (m.Entry("x", 10, 4, False, digest),)) for digest in (b"1", b"2")]
+    round_ = Round(RoundId(Kind.SYNC, 0), {n + 1: Vote(n, o) for n, o in enumerate(offers)})
+    syncs.begin(round_)
+    assert syncs.under_way(0)
+    plan = table.said()[2][0]
+    assert isinstance(plan, m.SyncPlan) and plan.holders == (1,)
+    syncs.fetched(2, m.FetchedVote(plan.seq, ok, "why"))
+    assert syncs.under_way(0) is not ok
+    assert [type(one) for one in table.said()[1]] == [m.SyncResult if ok else m.SyncPlan]
+    assert syncs.withdraw(1, 0) is not ok
+
+
+def test_effects_are_values() -> None:
+    effect: Effect = Note("text")
+    assert effect == Note("text")
+    with pytest.raises(AttributeError):
+        effect.text = "other"  # type: ignore[misc]
