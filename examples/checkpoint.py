@@ -67,6 +67,9 @@ def main() -> None:
             if advanced and shared.revision % 10 == 0:
                 shared.save(args.file)
                 print(f"step {shared.revision}: {total[0]:.0f} contributions", flush=True)
+            if not (advanced or newcomers):
+                print("all others have gone: start them and this one again, to go on", flush=True)
+                break
 
 
 if __name__ == "__main__":

@@ -70,6 +70,9 @@ def main() -> None:
                 weights += 0.5 * update
                 shared_state.revision += 1
                 print(f"step {shared_state.revision}, {info.world_size} peers", flush=True)
+        elif shared_state.revision:
+            print("all others have gone", flush=True)
+            break
         else:
             time.sleep(0.05)
         if communicator.are_peers_pending():

@@ -214,14 +214,17 @@ def serve_until_signal(master: MasterNode) -> None:
 
 @atexit.register
 def _serve_on() -> None:
-    """A script whose main() only calls run() expects the master to serve on; Ctrl-C ends both."""
+    """A script whose main() only calls run() expects the master to serve on; Ctrl-C ends both.
+
+    So does any other exception of the script: who has started it must learn that it has failed.
+    """
     if not _running:
         return
     stopping = Stopping(_stop_all)
     for number in ENDING:
         if signal.getsignal(number) in (signal.default_int_handler, _terminate):
             signal.signal(number, stopping)  # an exception would have nobody to go to
-    if getattr(sys, "last_type", None) is KeyboardInterrupt:
+    if getattr(sys, "last_type", None) is not None:
         _stop_all()
     well = [_served(master) for master in list(_running)]
     if not all(well):  # nothing else can change the exit status any more

@@ -79,10 +79,14 @@ def test_ipv6() -> None:
 
 
 @contextlib.contextmanager
-def started(*command: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def started(*command: str, stdin: int | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A Python process that prints the address of its master at the end of its first line."""
     process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, *command],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         with process:
@@ -172,6 +176,22 @@ sys.exit(main(["--listen-address", "127.0.0.1:0"]))
         assert process.stdout.readline() == "closing\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == -signal.SIGTERM
+
+
+def test_a_script_that_hosts_a_master_and_fails_ends() -> None:
+    """And its peers are told so, by the master."""
+    fails = "; import sys; sys.stdin.readline(); raise OSError('of the script')"
+    with started("-c", SCRIPT + fails, stdin=subprocess.PIPE) as (process, address):
+        with pccl.Communicator(address) as comm:
+            assert process.stdin is not None
+            process.stdin.close()
+            with pytest.raises(pccl.MasterLostError, match="the master was stopped"):
+                while True:
+                    comm.update_topology(timeout=20)
+        assert process.wait(20) == 1
+        assert process.stderr is not None
+        errors = process.stderr.read()
+        assert errors.endswith("OSError: of the script\n") and errors.count("Traceback") == 1
 
 
 BROKEN = """
