@@ -52,7 +52,13 @@ def processor_flags() -> set[str]:
     return set(info.read_text().split()) if info.exists() else set()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(level, marks=[] if level in ("avx2-fma", "x86-64-v4") else pytest.mark.slow)
+        for level in LEVELS
+    ],
+)
 def test_every_level_gives_the_same_bits(level: str, tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None or sys.platform == "win32":

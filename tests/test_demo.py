@@ -185,7 +185,7 @@ def test_as_many_peers_as_the_machine_has_room_for(monkeypatch: pytest.MonkeyPat
 def test_a_short_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
     chart = tmp_path / "chart.png"
     done = subprocess.run(
-        [*COMMAND, "--steps", "7", "--inner-steps", "4", "--output", str(chart)],
+        [*COMMAND, "--steps", "7", "--inner-steps", "2", "--output", str(chart)],
         capture_output=True,
         text=True,
         timeout=80,

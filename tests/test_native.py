@@ -32,7 +32,7 @@ def make(target: str, build: Path) -> str:
 
 @needs_tools
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("target", ["test", "asan"])
+@pytest.mark.parametrize("target", ["asan", pytest.param("test", marks=pytest.mark.slow)])
 def test_c_tests(target: str, tmp_path: Path) -> None:
     output = make(target, tmp_path)
     programs = {path.stem.removeprefix("test_") for path in (C / "test").glob("test_*.c")}
