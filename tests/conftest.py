@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from cluster import Cluster
@@ -14,25 +16,40 @@ settings.register_profile("pccl", deadline=None)  # speed is not what is tested
 settings.load_profile("pccl")
 
 
-@pytest.fixture(params=["libzmq", "pyzmq"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The backend that engines made in this test, and in its child processes, use.
-
-    Small arrays go over the engine too.
-    """
-    monkeypatch.setenv("PCCL_ENGINE", request.param)
+@contextlib.contextmanager
+def using(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Engines made meanwhile, in child processes too, use this backend; for small arrays too."""
+    monkeypatch.setenv("PCCL_ENGINE", backend)
     monkeypatch.setenv("PCCL_INLINE_BYTES", "0")
     tables.load.cache_clear()
     try:
-        assert tables.load().name == request.param
+        assert tables.load().name == backend
     except ImportError as error:  # Windows wheels hide libzmq's symbols
-        pytest.skip(f"{request.param} is not available here: {error}")
-    yield request.param
+        pytest.skip(f"{backend} is not available here: {error}")
+    yield
     tables.load.cache_clear()
 
 
-@pytest.fixture(params=[2, 3, 5])
-def cluster(request: pytest.FixtureRequest, backend: str) -> Iterator[Cluster]:
-    """Connected peers."""
-    with Cluster(request.param) as made:
+@pytest.fixture(params=["libzmq", "pyzmq"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The backend that is used."""
+    with using(request.param, monkeypatch):
+        yield request.param
+
+
+def _cluster(size: int, backend: str, slow: bool = False) -> Any:
+    marks = [pytest.mark.slow] if slow else []
+    return pytest.param((size, backend), id=f"{size}-{backend}", marks=marks)
+
+
+@pytest.fixture(
+    params=[
+        *(_cluster(size, "libzmq") for size in (2, 3, 5)),
+        *(_cluster(size, "pyzmq", slow=size != 3) for size in (2, 3, 5)),
+    ]
+)
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """Connected peers. A backend knows nothing of how many there are: one size does for pyzmq."""
+    size, backend = request.param
+    with using(backend, monkeypatch), Cluster(size) as made:
         yield made

@@ -85,6 +85,9 @@ def agree(workers: list[Worker]) -> None:
             assert report["value"] >> worker.slot & 1, "its own contribution is missing"
 
 
+@pytest.mark.parametrize(
+    "backend", ["libzmq", pytest.param("pyzmq", marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.timeout(150)
 def test_kill_one_of_three_again_and_again(workers: Start) -> None:
     churn(workers, kills=6, count=100_003, seed=int(time.time()))

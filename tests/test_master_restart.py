@@ -16,6 +16,10 @@ from test_failure import Worker, agree
 
 import pccl
 
+ONE_BACKEND = pytest.mark.parametrize(  # by default: a restart does not depend on it
+    "backend", ["libzmq", pytest.param("pyzmq", marks=pytest.mark.slow)], indirect=True
+)
+
 
 @pytest.fixture
 def team(backend: str) -> Iterator[Callable[[str, int], Worker]]:
@@ -60,11 +64,13 @@ def restart_again_and_again(
         master.kill()
 
 
+@ONE_BACKEND
 @pytest.mark.timeout(120)
 def test_with_a_journal(team: Callable[[str, int], Worker], tmp_path: Path) -> None:
     restart_again_and_again(team, tmp_path / "master.db", times=3, pause_s=1.0)
 
 
+@ONE_BACKEND
 @pytest.mark.timeout(120)
 def test_without_a_journal(team: Callable[[str, int], Worker]) -> None:
     restart_again_and_again(team, None, times=2, pause_s=1.0)
