@@ -7,7 +7,16 @@ import threading
 import time
 from collections.abc import Callable
 
-from pccl.errors import PCCLError
+from pccl.errors import (
+    DivergenceError,
+    KickedError,
+    MasterLostError,
+    MismatchError,
+    PCCLError,
+    PCCLTimeoutError,
+    PeerLostError,
+    TooFewPeersError,
+)
 from pccl.protocol.peer import effects
 from pccl.ranks import KnownRanks
 from pccl.runtime.call import Deadline, End, aside
@@ -19,6 +28,17 @@ from pccl.standing import Standing
 from pccl.types import ReduceInfo, Result
 
 log = logging.getLogger("pccl")
+
+_ERRORS: dict[effects.Fault, type[PCCLError]] = {
+    effects.Fault.OTHER: PCCLError,
+    effects.Fault.PEER_LOST: PeerLostError,
+    effects.Fault.MASTER_LOST: MasterLostError,
+    effects.Fault.KICKED: KickedError,
+    effects.Fault.MISMATCH: MismatchError,
+    effects.Fault.TIMEOUT: PCCLTimeoutError,
+    effects.Fault.DIVERGENCE: DivergenceError,
+    effects.Fault.TOO_FEW_PEERS: TooFewPeersError,
+}
 
 
 class Launch:
@@ -110,7 +130,8 @@ def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCL
     when = [end.phase] if end.phase else []
     if began_s is not None:
         when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
-    return end.error(end.result, name, f"{end.why} ({', '.join(when)})" if when else end.why)
+    why = f"{end.why} ({', '.join(when)})" if when else end.why
+    return _ERRORS[end.fault](end.result, name, why)
 
 
 def info(end: effects.Answer) -> ReduceInfo:

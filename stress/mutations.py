@@ -27,12 +27,12 @@ MUTANTS = [
     ),
     Mutant(
         "a caller whose patience has ended is answered",
-        "            self._calls[call] = m.PendingVote(call, vote.stuck)\n            self._say",
-        "            self._calls[call] = m.PendingVote(call, vote.stuck)\n            repr",
+        "            self._outbox.say(m.Hurry(call))",
+        "            pass",
     ),
     Mutant(
         "who is told of a start that it had missed is told once",
-        "        self._last_seq = max(self._last_seq, refusal.seq)",
+        "        self.knowledge.heard(refusal.seq)",
         "        pass",
     ),
     Mutant(
@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "who missed the end of an optimisation is told it by the next master",
-        "if syncing.optimises and before.optimized < done.optimized:",
+        "if before.optimized < done.optimized:",
         "if False:",
     ),
     Mutant(
@@ -83,12 +83,8 @@ MUTANTS = [
     ),
     Mutant(
         "what is measured ends with its optimisation",
-        "plan = None if syncing is None or syncing.outcome is not None else syncing.plan\n"
-        "        if syncing is not None and plan is not None and plan.seq == seq:\n"
-        "            self._void_fetch(syncing)\n",
-        "plan = None if syncing is None else syncing.plan\n"
-        "        if syncing is not None and plan is not None and plan.seq == seq:\n"
-        "            self._void_fetch(syncing)\n",
+        "        one = self._transfers.by(seq)\n        if one is not None:\n",
+        "        one = self._transfers.current\n        if one is not None and one.seq == seq:\n",
     ),
     Mutant(
         "who missed a small result is told it by the next master",
@@ -107,8 +103,8 @@ MUTANTS = [
     ),
     Mutant(
         "a small result that is not final is voted on",
-        "        self._say(m.FinishVote(started.seq, True))\n",
-        "        self._keep(collective, m.Small(started.seq, collective.tag, (), started.data))\n",
+        "        self._outbox.say(m.FinishVote(one.seq, True))\n\n    def missed",
+        "        self._keep(one, m.Small(one.seq, one.tag, (), data))\n\n    def missed",
     ),
     Mutant(
         "a collective commits only if all survivors hold the result",
@@ -200,18 +196,18 @@ MUTANTS = [
     ),
     Mutant(
         "a new plan makes what was fetched before void",
-        "and (old.fetch, old.digests) == (plan.fetch, plan.digests)",
-        "",
+        "one.planned and one.content == content",
+        "one.planned",
     ),
     Mutant(
         "an interrupted collective is voted on",
-        "self._say(m.FinishVote(one.seq, False, why[:1000], cause))",
+        "self._outbox.say(m.FinishVote(one.seq, False, why[:WHY_MAX], cause))",
         "pass",
     ),
     Mutant(
         "a call is answered only when the engine has let go",
-        "if collective.outcome is None or not collective.settled:",
-        "if collective.outcome is None:",
+        "if one.outcome is None or not one.settled:",
+        "if one.outcome is None:",
     ),
     Mutant(
         "the highest revision wins",
@@ -350,18 +346,23 @@ MUTANTS = [
     ),
     Mutant(
         "a caller who gives up while the master is away is told at once",
-        "        elif not self._linked:\n",
+        "        elif not self._outbox.linked:\n",
         "        elif False:\n",
     ),
     Mutant(
         "a caller who gave up before the master was lost is told when it is lost",
-        "for call, late in list(self._withdrawn.items()):",
-        "for call, late in ():",
+        "for call, reason in self._withdrawals.all():",
+        "for call, reason in ():",
     ),
     Mutant(
         "no peer goes on whose caller was told of a failure of what has succeeded",
         "if self._ghosts.late(call) and self.over is None:",
         "if False:",
+    ),
+    Mutant(
+        "a peer that leaves for one ghost looks for no other",
+        "            if self.over is not None:\n                return  # one of them",
+        "            if False:\n                return  # one of them",
     ),
     Mutant(
         "no peer goes on whose caller was told of a failure of a round that has succeeded",
@@ -375,7 +376,7 @@ MUTANTS = [
     ),
     Mutant(
         "the memory of a caller who has gone is not written to",
-        "        if collective.parting is None:\n            self._store(",
+        "        if one.parting is None:\n            self._store(",
         "        if True:\n            self._store(",
     ),
     Mutant(
@@ -385,18 +386,18 @@ MUTANTS = [
     ),
     Mutant(
         "a caller who has gone is not voted for again",
-        "            if collective.unstarted and collective.parting is None:\n",
-        "            if collective.unstarted:\n",
+        "            if one.unstarted and one.parting is None:\n",
+        "            if one.unstarted:\n",
     ),
     Mutant(
         "what others agreed on without a caller who has gone is not missed twice",
-        "            self._missed_sync(done)\n",
+        "            self._syncs.missed(done)\n",
         "            pass\n",
     ),
     Mutant(
         "the start of what a caller has left gets a no",
-        "            self._say(m.FinishVote(seq, False, why, collective.cause))",
-        "            self._say(m.FinishVote(seq, True, why, collective.cause))",
+        "            self._outbox.say(m.FinishVote(seq, False, why, one.cause))",
+        "            self._outbox.say(m.FinishVote(seq, True, why, one.cause))",
     ),
     Mutant(
         "who is told to stop, or has no more time, gives up what runs",
@@ -410,12 +411,12 @@ MUTANTS = [
     ),
     Mutant(
         "who knows of the end of its synchronisation takes nothing back",
-        "syncing if syncing and syncing.call == call and syncing.outcome is None else None",
-        "syncing if syncing and syncing.call == call else None",
+        "        one = self.open\n        return one if one is not None and one.call == call",
+        "        one = self._current\n        return one if one is not None and one.call == call",
     ),
     Mutant(
         "who loses a stream after its own part is done says so",
-        "            self._say(m.Stalled(self._streams_epoch, 0, why[:1000]))\n",
+        "            self._outbox.say(m.Stalled(self._streams.epoch, 0, why[:WHY_MAX]))\n",
         "            pass\n",
     ),
     Mutant(
@@ -435,7 +436,7 @@ MUTANTS = [
     ),
     Mutant(
         "who can no longer serve shared state says so",
-        "            self._say(m.Stalled(syncing.group.epoch, plan.seq, why[:1000]))\n",
+        "            self._outbox.say(m.Stalled(one.group.epoch, one.seq, why[:WHY_MAX]))\n",
         "            pass\n",
     ),
     Mutant(

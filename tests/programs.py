@@ -19,9 +19,8 @@ from hostile import OUTVOTED, Blow, Siege, draw_script
 from simpeer import WORK, End, Program, SimPeer, Thread
 from simulator import EXCLUSIVE
 
-from pccl.errors import MismatchError, PCCLTimeoutError, PeerLostError
 from pccl.protocol import messages as m
-from pccl.protocol.peer.effects import Fail
+from pccl.protocol.peer.effects import Fail, Fault
 from pccl.types import Result
 
 CALLS = (
@@ -201,10 +200,10 @@ class Facade:
     def _from_here(self, calls: Calls) -> Iterator[Call]:
         """All calls; of a lawful newcomer, those that come after the one that admitted it."""
         positions, core = self.positions, self.peer.core
-        begin = positions.get((core.run, core._done.topology), 0) if self.lawful else 0
+        begin = positions.get((core.run, core.knowledge.done.topology), 0) if self.lawful else 0
         for i in range(begin, len(calls)):
             if calls[i].what == "update_topology":
-                positions[core.run, core._done.topology + 1] = i + 1
+                positions[core.run, core.knowledge.done.topology + 1] = i + 1
             yield calls[i]
 
     def _perform(self, call: Call, handles: list[tuple[int, int]]) -> Generator[int, None, None]:
@@ -243,7 +242,7 @@ class Facade:
                 for _ in range(RETRIES_MAX):
                     end = yield from peer.all_reduce(call.tag, self._work(call))
                     self._check(end)
-                    lost = isinstance(end, Fail) and end.error is PeerLostError
+                    lost = isinstance(end, Fail) and end.fault is Fault.PEER_LOST
                     if not lost or call.tag in peer.tags or peer.core.world.local_size < 2:
                         break
 
@@ -272,10 +271,10 @@ class Facade:
 
     def _check(self, end: End) -> None:
         if self.lawful and isinstance(end, Fail) and not self.play.forgetful:
-            assert end.error is not MismatchError, end
+            assert end.fault is not Fault.MISMATCH, end
         if isinstance(end, Fail) and not self.play.given_up:
-            assert end.error is not PCCLTimeoutError, end
-        if isinstance(end, Fail) and end.error is PeerLostError:
+            assert end.fault is not Fault.TIMEOUT, end
+        if isinstance(end, Fail) and end.fault is Fault.PEER_LOST:
             assert self.play.lossy(self.peer.group), end
 
 

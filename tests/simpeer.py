@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ import msgspec
 from conversation import Conversation
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer import Peer
+from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
@@ -21,12 +21,14 @@ from pccl.protocol.peer.effects import (
     Effect,
     Fail,
     Fetched,
+    Measure,
     OpenStream,
     Plan,
     Reduced,
     RegisterOp,
     Send,
     StartOp,
+    StartTransfer,
     Store,
     Synced,
 )
@@ -40,8 +42,6 @@ Key = tuple[int, int]  # a run and a seq: only together they never repeat
 Thread = Generator[int, None, Any]  # yields the call that it waits for
 Program = Callable[["SimPeer"], Thread]
 WORK = m.Work("all_reduce", 0, 10, 1000)
-# of an idle core
-IDLE_TABLES = ("_calls", "_collectives", "_by_seq", "_withdrawn", "_ghosts", "_streams")
 
 
 class Ended(Exception):
@@ -104,6 +104,7 @@ class SimPeer:
     dialled: str | None = ""  # what comes of the master's dial to it
     content: tuple[int, str] = (0, "")  # revision and content of the shared state
     plan: m.SyncPlan | None = None
+    probe: int = 0  # the seq of the one under way
     staged: str | None = None  # content fetched by that plan
     failed_fetches: int = 0
     tries: Counter[int] = field(default_factory=Counter)  # to reach peers that it cannot
@@ -141,7 +142,7 @@ class SimPeer:
         self.run.say(f"peer {self.name} gives up", *self.standing[call][:1])
         self.deadlines.pop(call, None)
         self.given_up.add(call)
-        away = self.link != "up" and not self.core._linked
+        away = self.link != "up" and not self.core._outbox.linked
         self.perform(self.core.withdraw(call, "its caller gave up"))
         self.check_ends(call, away)
 
@@ -259,7 +260,7 @@ class SimPeer:
         call, serve = self.number(), self.number("serve")
         actions = self.core.optimize(call, serve)
         end = yield from self.wait(self.begin(call, "optimize_topology", actions))
-        self.plan, self.failed_fetches = None, 0
+        self.probe, self.failed_fetches = 0, 0
         return end
 
     def sync(
@@ -304,16 +305,25 @@ class SimPeer:
 
     def waits(self) -> list[tuple[str, int, bool]]:
         """What it waits for: call, tag, and whether its round has ended and more is to come."""
-        syncing = self.core._syncing
-        started = {c.call for c in self.core._by_seq.values()}
-        if syncing is not None and syncing.plan is not None:
-            started.add(syncing.call)
+        transfer = self.core.transfers.current
+        started = {c.call for c in self.core.collectives.started.values()}
+        if transfer is not None and transfer.planned:
+            started.add(transfer.call)
         return [(what, tag, call in started) for call, (what, tag, _) in self.standing.items()]
 
     def check_empty(self) -> None:
         """Its threads have ended, so nothing may be left of any call."""
-        left = {t: len(getattr(self.core, t)) for t in IDLE_TABLES if len(getattr(self.core, t))}
-        assert not left and self.core._syncing is None, f"peer {self.name} still has {left}"
+        core = self.core
+        tables = {
+            "votes": core.votes,
+            "collectives": core.collectives,
+            "started": core.collectives.started,
+            "withdrawals": core._withdrawals,
+            "ghosts": core._ghosts,
+            "streams": core._streams.ring,
+        }
+        left = {name: len(table) for name, table in tables.items() if len(table)}
+        assert not left and core.transfers.current is None, f"peer {self.name} still has {left}"
         assert not self.ops, f"the engine of peer {self.name} still has ops {self.ops}"
         assert not self.streams, f"peer {self.name} has left streams {self.streams} open"
         assert not self.standing, f"peer {self.name} still stands in {self.stands_in}"
@@ -329,8 +339,8 @@ class SimPeer:
                 case RegisterOp(op):
                     assert op not in self.ops
                     self.ops[op] = SimOp(self.kinds[op])
-                case StartOp(op, seq, _, rings):
-                    self.start(self.ops[op], seq, rings)
+                case StartOp(op, seq, _, parts) | StartTransfer(op, seq, _, parts):
+                    self.start(self.ops[op], seq, parts)
                 case CommitOp(op) | AbortOp(op):
                     self.end(op, isinstance(action, AbortOp))
                 case OpenStream(stream, to):
@@ -351,6 +361,10 @@ class SimPeer:
                         self.staged = None
                     if plan.fetch and not resumed:
                         self.perform(self.core.fetch(self.number("fetch"), plan.seq))
+                case Measure(_, seq, holders):
+                    self.probe = seq if holders else 0
+                    if holders:
+                        self.perform(self.core.fetch(self.number("fetch"), seq))
                 case Fetched(_, seq, _, _) if self.probing:
                     if self.probing == seq:
                         self.measure(seq)
@@ -369,26 +383,26 @@ class SimPeer:
         if call in self.waiters:
             self.ready.append(self.waiters.pop(call))
 
-    def start(self, op: SimOp, seq: int, rings: tuple[RingPart, ...]) -> None:
-        assert all(ring.stream in self.streams for ring in rings), "a stream that is not open"
+    def start(self, op: SimOp, seq: int, parts: Sequence[RingPart | effects.End]) -> None:
+        assert all(part.stream in self.streams for part in parts), "a stream that is not open"
         op.seq = key = (self.core.run, seq)
-        op.streams, op.deaf = tuple(ring.stream for ring in rings), set()
+        op.streams, op.deaf = tuple(part.stream for part in parts), set()
         gone = {self.streams[stream].peer for stream in op.streams if stream in self.lost}
-        ends = [self.streams[ring.stream] for ring in rings]
+        ends = [self.streams[stream] for stream in op.streams]
         op.walled = tuple(to for to in ends if self.run.blocked(self, to.peer))
         if op.kind == "collective":
             if op.walled:
                 self.run.cut_to[key] = set()
             for stream in op.streams:
                 self.carried.setdefault(stream, set()).add(key)
-            op.members, op.broken = rings[0].members, bool(gone)
+            assert isinstance(parts[0], RingPart)
+            op.members, op.broken = parts[0].members, bool(gone)
             if gone:
                 self.run.cut_to[key] = set()
             self.run.starters.setdefault(key, set()).add(self.name)
         elif op.kind == "fetch":
-            assert self.plan is not None
             blocked = {info.peer for info in op.walled} | gone
-            op.holders = tuple(h for h in self.plan.holders if h not in blocked)
+            op.holders = tuple(to.peer for to in ends if to.peer not in blocked)
             op.complete = False
         elif gone:
             self.deafen(op, gone)
@@ -508,14 +522,13 @@ class SimPeer:
     @property
     def probing(self) -> int:
         """The seq of the probe under way, 0 if there is none."""
-        syncing = self.core._syncing
-        probes = syncing is not None and syncing.optimises and self.plan is not None
-        return self.plan.seq if probes and self.plan is not None and self.plan.fetch else 0
+        transfer = self.core.transfers.current
+        return self.probe if transfer is not None and transfer.optimises else 0
 
     def measure(self, seq: int) -> None:
         """Time is up, or everything is here, or nobody sends any more."""
         rate = self.run.random.choice([0, 1, 10, 100]) * 1000
-        self.plan = None
+        self.probe = 0
         self.perform(self.core.measured(seq, rate, rate))
 
     def settle(self, number: int) -> None:
@@ -548,5 +561,5 @@ def brief(value: object) -> str:
     if isinstance(value, Answer):
         return str(value.value)
     if isinstance(value, Fail):
-        return f"{value.error.__name__} {value.result.name}: {value.why}"
+        return f"{value.fault.name} {value.result.name}: {value.why}"
     return str(value)

@@ -141,7 +141,8 @@ def test_a_lane_that_is_lost_after_completion(run: Cluster, gate: Gate) -> None:
         client = run.comms[0]._client
         assert client is not None
         until = time.monotonic() + PATIENCE_S
-        while not any(c.state is State.COMPLETE for c in [*client._core._collectives.values()]):
+        started = client._core.collectives.started
+        while not any(one.state is State.COMPLETE for one in [*started.values()]):
             assert time.monotonic() < until, "it should complete"
             time.sleep(0.01)
         gate.reset()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from test_errors import listed
 
-from pccl.errors import KickedError, PCCLError, PCCLTimeoutError
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
 
@@ -43,9 +42,9 @@ def test_a_limit_holds_while_the_master_is_away(peer: Peer) -> None:
     peer.update_topology(3)
     assert not ends(peer.withdraw(2, "its caller gave up after 1 s"))  # the master is asked
     (lost,) = ends(peer.link_lost("the connection broke"))
-    assert isinstance(lost, effects.Fail) and lost.call == 2 and lost.error is PCCLTimeoutError
+    assert isinstance(lost, effects.Fail) and lost.call == 2 and lost.fault is effects.Fault.TIMEOUT
     (late,) = ends(peer.withdraw(3, "its caller gave up after 1 s"))
-    assert isinstance(late, effects.Fail) and late.error is PCCLTimeoutError
+    assert isinstance(late, effects.Fail) and late.fault is effects.Fault.TIMEOUT
     assert "while the master was away" in late.why
     peer.linked()
     assert not ends(peer.received(m.Resumed(m.Done())))
@@ -60,14 +59,25 @@ def test_who_was_told_of_a_failure_of_what_has_succeeded_leaves(peer: Peer) -> N
     actions = peer.received(m.Missed(m.Small(5, 0, (1, 2), DATA)))
     assert said(actions) == [m.Leave()]
     assert not any(isinstance(action, effects.Store) for action in actions)
-    assert peer.over is not None and peer.over.error is KickedError
+    assert peer.over is not None and peer.over.fault is effects.Fault.KICKED
     listed(f"KickedError: {peer.over.why}")
+
+
+def test_who_leaves_for_one_ghost_has_no_other(peer: Peer) -> None:
+    peer.update_topology(2)
+    peer.link_lost("the connection broke")
+    peer.withdraw(2, "its caller gave up after 1 s")
+    peer.are_peers_pending(3)
+    peer.withdraw(3, "its caller gave up after 1 s")
+    peer.linked()
+    assert said(peer.received(m.Resumed(m.Done(topology=1)))) == [m.Leave()]
+    assert peer.over is not None and "update_topology()" in peer.over.why
 
 
 def test_who_had_an_exception_was_told_nothing_and_stays(peer: Peer) -> None:
     peer.collective(2, 0, WORK, DATA)
     (gone,) = ends(peer.abandon(2))
-    assert isinstance(gone, effects.Fail) and gone.error is PCCLError
+    assert isinstance(gone, effects.Fail) and gone.fault is effects.Fault.OTHER
     actions = peer.received(m.Started(2, 5, 1, DATA, True))
     assert not actions and peer.over is None, "the memory is another's by now"
     peer.link_lost("the connection broke")

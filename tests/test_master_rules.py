@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 from test_hostile import ENTRY, OTHER, RUN, WORK, Hall, resume
 
-from pccl.errors import PCCLError, PCCLTimeoutError, PeerLostError
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.blame import ATTEMPTS
 from pccl.protocol.master.synchronisations import STALLS_MAX
 from pccl.protocol.peer import Peer
-from pccl.protocol.peer.effects import Fail, Send
+from pccl.protocol.peer.effects import Fail, Fault, Send
 from pccl.runtime.inline import combine
 from pccl.types import Result
 
@@ -324,18 +323,18 @@ def end(core: Peer, cause: m.Cause) -> Fail:
 
 
 @pytest.mark.parametrize(
-    ("cause", "error"),
+    ("cause", "fault"),
     [
-        (m.Cause.OTHER, PeerLostError),
-        (m.Cause.TIMEOUT, PCCLTimeoutError),
-        (m.Cause.MEMORY, PCCLError),
+        (m.Cause.OTHER, Fault.PEER_LOST),
+        (m.Cause.TIMEOUT, Fault.TIMEOUT),
+        (m.Cause.MEMORY, Fault.OTHER),
     ],
 )
 def test_the_fault_of_another_peer_is_an_error_that_fits_and_the_call_may_be_made_again(
-    cause: m.Cause, error: type[PCCLError]
+    cause: m.Cause, fault: Fault
 ) -> None:
     fail = end(running_peer(), cause)
-    assert fail.error is error
+    assert fail.fault is fault
     assert fail.again
 
 
@@ -347,11 +346,11 @@ def test_who_runs_out_of_memory_or_time_itself_does_not_try_again() -> None:
         9, False, "it ran out of memory: no memory for a message", m.Cause.MEMORY
     )
     fail = end(core, m.Cause.MEMORY)
-    assert fail.error is PCCLError and not fail.again
+    assert fail.fault is Fault.OTHER and not fail.again
     core = running_peer()
     core.withdraw(2, "its time is up")
     fail = end(core, m.Cause.OTHER)  # somebody was lost before the master heard of it
-    assert fail.error is PCCLTimeoutError and not fail.again
+    assert fail.fault is Fault.TIMEOUT and not fail.again
 
 
 def test_stragglers_are_those_that_others_wait_for() -> None:

@@ -37,11 +37,10 @@ def slow_pairs(monkeypatch: pytest.MonkeyPatch) -> set[frozenset[int]]:
 
     def lies(client: Client, seq: int, rate: int, delay_us: int) -> None:
         assert rate > 0
-        syncing = client._core._syncing
-        assert syncing is not None
-        assert syncing.plan is not None
-        pair = frozenset((client.number, *syncing.plan.holders))
-        rate = 10**8 if pairs else 10**8 * len(syncing.plan.holders)
+        transfer = client._core.transfers.current
+        assert transfer is not None
+        pair = frozenset((client.number, *transfer.streams))
+        rate = 10**8 if pairs else 10**8 * len(transfer.streams)
         measured(client, seq, 10**4 if pair in pairs else rate, 100)
 
     monkeypatch.setattr(Client, "measured", lies)

@@ -8,7 +8,6 @@ import pytest
 from simpeer import End
 from simulator import Program, Run, SimPeer, Thread
 
-from pccl.errors import PCCLTimeoutError
 from pccl.protocol.peer import effects
 from pccl.types import Result, SharedStateSyncStrategy
 
@@ -23,7 +22,7 @@ def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None
         end = yield from call()
         if isinstance(end, effects.Answer):
             return end
-        assert end.error is PCCLTimeoutError or "data was lost" in end.why, end
+        assert end.fault is effects.Fault.TIMEOUT or "data was lost" in end.why, end
 
 
 def reduce(peer: SimPeer) -> Generator[int, None, bool]:
@@ -103,7 +102,7 @@ def late_joiner(steps: int, founder: bool) -> Program:
             elif end.result is Result.NO_SHARED_STATE_AVAILABLE:
                 assert strategy == RECEIVE_ONLY
             else:
-                assert end.error is PCCLTimeoutError, end
+                assert end.fault is effects.Fault.TIMEOUT, end
                 continue
             strategy = SEND_ONLY
         peer.leave()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from test_hostile import Hall, resume
 
-from pccl.errors import PCCLError, TooFewPeersError
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.peer import Peer
-from pccl.protocol.peer.effects import Answer, Fail, Send
+from pccl.protocol.peer.effects import Answer, Fail, Fault, Send
 from pccl.runtime.inline import combine
 from pccl.types import Result
 
@@ -146,7 +145,7 @@ def test_a_peer_concludes_that_it_was_refused_also_from_a_restarted_master() -> 
         missed(standing(offer(9)), m.Done(sync=5, revision=6)),
     ):
         assert isinstance(end, Fail)
-        assert (end.result, end.error) == (Result.INVALID_ARGUMENT, PCCLError)
+        assert (end.result, end.fault) == (Result.INVALID_ARGUMENT, Fault.OTHER)
         assert "this peer offers revision 9, and the others of its group are at 6" in end.why
 
 
@@ -156,7 +155,7 @@ def test_a_peer_concludes_that_nothing_began_also_from_a_restarted_master() -> N
         missed(standing(offer(9)), m.Done(sync=5, short=3)),
     ):
         assert isinstance(end, Fail)
-        assert (end.result, end.error) == (Result.TOO_FEW_PEERS, TooFewPeersError)
+        assert (end.result, end.fault) == (Result.TOO_FEW_PEERS, Fault.TOO_FEW_PEERS)
         assert "begin with 3 peers, and its group has 2" in end.why
 
 

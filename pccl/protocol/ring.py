@@ -21,14 +21,14 @@ Cost = Callable[[Hop], int]
 
 @dataclass(frozen=True, slots=True)
 class RingPart:
-    """A peer's place in one ring of a collective, or a stream and slot of a state transfer.
+    """A peer's place in one ring of a collective.
 
     What c/pccl.h calls a pccl_ring, field by field.
 
     Attributes:
-        stream: leads to the successor; of a transfer, to the other peer.
+        stream: leads to the successor.
         members: how many the ring has.
-        position: our own in the ring; of a transfer, the slot.
+        position: our own in the ring.
         begin: where the ring's share of the data begins, an offset.
         count: offsets of the share.
         root: the position of a broadcast's root.

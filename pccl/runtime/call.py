@@ -35,7 +35,15 @@ class Leaf:
     leaf: int
 
 
-Note = effects.Answer | effects.Fail | effects.Plan | effects.Fetched | m.Welcome | Leaf
+Note = (
+    effects.Answer
+    | effects.Fail
+    | effects.Plan
+    | effects.Measure
+    | effects.Fetched
+    | m.Welcome
+    | Leaf
+)
 End = effects.Answer | effects.Fail
 
 

@@ -52,13 +52,14 @@ log = logging.getLogger("pccl")
 
 SERVE_INTERVAL_S = 0.02  # a limit on what is served is kept in each such time
 RETRY_S = 0.2  # between attempts to reach a master that is gone
-SILENT = (
+SILENT = (  # effects that touch no socket
     effects.Store,
     effects.Answer,
     effects.Fail,
     effects.Plan,
+    effects.Measure,
     effects.Fetched,
-)  # they touch no socket
+)
 
 
 class Client:
@@ -114,6 +115,7 @@ class Client:
             effects.Send: self._send,
             effects.RegisterOp: self._register,
             effects.StartOp: self._start,
+            effects.StartTransfer: self._start,
             effects.CommitOp: lambda action: self._engine.commit(action.op),
             effects.AbortOp: lambda action: self._engine.abort(action.op),
             effects.Store: self._store,
@@ -122,6 +124,7 @@ class Client:
             effects.Answer: self._answer,
             effects.Fail: self._answer,
             effects.Plan: self._note,
+            effects.Measure: self._note,
             effects.Fetched: self._note,
             effects.Waits: self._warn,
         }
@@ -638,7 +641,7 @@ class Client:
     def _register(self, action: effects.RegisterOp) -> None:
         ops.register(self._engine, action, self._memory[action.op])
 
-    def _start(self, action: effects.StartOp) -> None:
+    def _start(self, action: effects.StartOp | effects.StartTransfer) -> None:
         local = all(self._local(info) for info in self._core.plan.peers)
         ops.start(self._engine, action, self._memory[action.op], local)
 
@@ -670,7 +673,7 @@ class Client:
             waited_s = time.monotonic() - call.began_s
             log.warning("peer %d has waited %.0f s %s", self._core.number, waited_s, action.why)
 
-    def _note(self, action: effects.Plan | effects.Fetched) -> None:
+    def _note(self, action: effects.Plan | effects.Measure | effects.Fetched) -> None:
         self._calls[action.call].put(action)
 
     # ---- the end ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pccl.protocol.peer import effects
+from pccl.protocol.ring import RingPart
 from pccl.runtime.config import MIB, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.engine import Engine, Part
@@ -34,17 +35,29 @@ def register(engine: Engine, action: effects.RegisterOp, memory: Operands | Pool
         engine.register_fetch(action.op, pieces=memory.pieces, leaf_bytes=LEAF_BYTES, **ids)
 
 
-def start(engine: Engine, action: effects.StartOp, memory: Operands | Pool, local: bool) -> None:
-    """Starts a registered op. `local`: all its members are on this machine."""
-    members = action.rings[0].members if action.rings else 1
+def start(
+    engine: Engine,
+    action: effects.StartOp | effects.StartTransfer,
+    memory: Operands | Pool,
+    local: bool,
+) -> None:
+    """Starts a registered op. `local`: all its members are on this machine.
+
+    The engine takes each stream of a transfer for that of a ring of two, in which the slot is the
+    position.
+    """
+    if isinstance(action, effects.StartTransfer):
+        rings = tuple(RingPart(end.stream, 2, end.slot) for end in action.ends)
+    else:
+        rings = action.rings
+    members = rings[0].members if rings else 1
     total, quantized = members * 4 * MIB, False
     if isinstance(memory, Operands):
-        total = memory.nbytes
-        quantized = bool(memory.work.algorithm)
+        total, quantized = memory.nbytes, bool(memory.work.algorithm)
     engine.start(
         action.op,
         seq=action.seq,
         nonce=action.nonce,
         chunk_bytes=chunk_bytes(total, members, local, quantized),
-        rings=action.rings,
+        rings=rings,
     )

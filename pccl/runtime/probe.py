@@ -43,9 +43,9 @@ def optimise(client: Client, call: Call, deadline: Deadline) -> End:
     while True:
         note = deadline.next_within(client, call, prober.patience_s)
         match note:
-            case effects.Plan(_, plan) if plan.fetch:
-                prober.begin(plan.seq, plan.holders)
-            case effects.Plan():  # a probe that is void: the master was restarted
+            case effects.Measure(_, seq, holders) if holders:
+                prober.begin(seq, holders)
+            case effects.Measure():  # the last probe is void: the master was restarted
                 prober.end()
             case Leaf():
                 prober.take(note)

@@ -1,15 +1,14 @@
-"""What a peer knows of its calls that last longer than one answer of the master."""
+"""What a peer knows of a collective, and the states that it goes through."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 
 ENTERING = "while peers were still entering it"
-MEASURING = "while links were measured"
 CONFIRMING = "when its result was here, but not yet on all peers"
 
 # Messages are in order: a peer that has heard of the start of a collective has heard of the outcome
@@ -122,42 +121,3 @@ class Collective:
         if self.seq == 0:
             return ENTERING
         return CONFIRMING if self.whole else "while its data went around the ring"
-
-
-@dataclass(slots=True)
-class Syncing:
-    """The synchronisation we stand in: its ops, its streams, the plan that counts.
-
-    An optimisation is one as well, of something that is sent to be measured only.
-    """
-
-    call: int
-    serve_op: int
-    vote: m.SyncVote | m.OptimizeVote
-    plan: m.SyncPlan | None = None
-    group: m.Plan | None = None  # the group as it was when the plan was made: slots count in it
-    broken: str = ""  # why nothing can be served, if so
-    fetch_op: int = 0
-    fetched: bool = False  # it has all that it was to fetch
-    streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
-    ops: set[int] = field(default_factory=set)  # not settled yet
-    ending: set[int] = field(default_factory=set)  # told to commit or abort
-    outcome: m.SyncResult | m.OptimizeResult | Fail | None = None
-    tx_bytes: int = 0
-    rx_bytes: int = 0
-
-    @property
-    def optimises(self) -> bool:
-        """Whether it is an optimisation."""
-        return isinstance(self.vote, m.OptimizeVote)
-
-    @property
-    def phase(self) -> str:
-        """How far it has come, in words."""
-        if self.optimises:
-            return MEASURING if self.plan is not None else f"{ENTERING}, or others measured links"
-        if self.plan is None:
-            return ENTERING
-        if self.plan.fetch and not self.fetched:
-            return "while this peer fetched the content that it lacks"
-        return "while peers fetched the content that they lack"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TypeAlias
 
-from pccl.errors import PCCLError
 from pccl.protocol import messages as m
 from pccl.protocol.ring import RingPart
 from pccl.types import Result
@@ -35,12 +35,33 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class StartOp:
-    """Start a registered op. For state transfers `rings` name streams and slots (c/pccl.h)."""
+    """Start the registered op of a collective, on these rings."""
 
     op: int
     seq: int
     nonce: int
     rings: tuple[RingPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """A stream that one end of a transfer sends on, and the slot at the holders of its receiver.
+
+    The slot of a receiver is its place in the group, the same at all holders.
+    """
+
+    stream: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartTransfer:
+    """Start the registered op of a transfer: serve receivers, or fetch from holders."""
+
+    op: int
+    seq: int
+    nonce: int
+    ends: tuple[End, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +104,22 @@ class Answer:
     value: object
 
 
+class Fault(Enum):
+    """What kind of failure it is, where its result alone does not tell."""
+
+    OTHER = "a failure of another kind"
+    PEER_LOST = "a peer was lost, or failed"
+    MASTER_LOST = "the master cannot be reached any more"
+    KICKED = "the run goes on without this peer"
+    MISMATCH = "calls that can never meet"
+    TIMEOUT = "a caller's time was up"
+    DIVERGENCE = "content had diverged, and a peer wants an error then"
+    TOO_FEW_PEERS = "fewer peers than the shared state is to begin with"
+
+
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A call failed; `error` is what the API raises, `phase` says how far the call had come.
+    """A call failed; `phase` says how far it had come.
 
     `again`: the fault was another peer's, so the same call may succeed when it is made again.
     """
@@ -93,7 +127,7 @@ class Fail:
     call: int
     result: Result
     why: str
-    error: type[PCCLError] = PCCLError
+    fault: Fault = Fault.OTHER
     phase: str = ""
     again: bool = False
 
@@ -103,7 +137,7 @@ class Plan:
     """A synchronisation has a plan, or another one, which makes what was fetched before void.
 
     If it says to fetch anything, do so, and vote with `fetched`. If it is resumed, what has been
-    fetched so far is what this plan wants, too, and the rest is being fetched already.
+    fetched so far is what this plan requires, too, and the rest is being fetched already.
     """
 
     call: int
@@ -112,8 +146,18 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Measure:
+    """An optimisation has links measured: fetch from these holders, all at once, and call
+    `measured`. An earlier probe is void; without holders, so is this one."""
+
+    call: int
+    seq: int
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a plan said has arrived, to be verified (`ok`), or cannot arrive."""
+    """What was to be fetched has arrived, to be verified (`ok`), or cannot arrive."""
 
     call: int
     seq: int
@@ -134,6 +178,7 @@ Effect: TypeAlias = (
     | OpenStream
     | CloseStream
     | StartOp
+    | StartTransfer
     | RegisterOp
     | CommitOp
     | AbortOp
@@ -141,6 +186,7 @@ Effect: TypeAlias = (
     | Answer
     | Fail
     | Plan
+    | Measure
     | Fetched
     | Waits
 )

@@ -92,3 +92,33 @@ class Ghosts:
         self._late.clear()
         self._behind.clear()
         return waiting
+
+
+class Withdrawals:
+    """Calls whose callers wait no longer, until the master has said whether they had ended."""
+
+    def __init__(self) -> None:
+        self._whys: dict[int, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._whys)
+
+    def add(self, call: int, why: str) -> None:
+        """The caller of this call waits no longer."""
+        self._whys[call] = why
+
+    def why(self, call: int, otherwise: str) -> str:
+        """Why it does not, if that is known."""
+        return self._whys.get(call, otherwise)
+
+    def forget(self, call: int) -> None:
+        """The call has ended."""
+        self._whys.pop(call, None)
+
+    def all(self) -> list[tuple[int, str]]:
+        """All such calls, and why."""
+        return list(self._whys.items())
+
+    def clear(self) -> None:
+        """All calls have ended."""
+        self._whys.clear()

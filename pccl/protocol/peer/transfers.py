@@ -1,372 +1,277 @@
-"""A peer's part in a synchronisation of the shared state. No I/O.
+"""Transfers: bulk data between peers of a group, beside its rings.
 
-What it offers is served from the vote on. A plan says what to fetch from whom; it can be replaced
-by another one while it is carried out (a holder died, another receiver failed). A fetch whose
-content is still what is wanted goes on with the new holders where it was; any other is void.
+A peer that takes part serves what it has, from its vote on, and fetches what it is told to. A plan
+says who serves whom; it can be replaced by another one while it is carried out. Synchronisations
+transfer the shared state (synchronisations.py), optimisations what is only there to be measured
+(optimisations.py). A peer stands in one of them at a time.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-import msgspec
-
-from pccl.errors import PCCLError, TooFewPeersError
 from pccl.protocol import messages as m
-from pccl.protocol.peer.calls import Syncing
+from pccl.protocol.peer.calls import ENTERING
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
-    CloseStream,
     CommitOp,
-    Effect,
+    End,
     Fail,
+    Fault,
     Fetched,
-    OpenStream,
-    Plan,
     RegisterOp,
-    Send,
-    StartOp,
+    StartTransfer,
     Synced,
 )
-from pccl.protocol.peer.ghosts import Ghosts
-from pccl.protocol.ring import RingPart
-from pccl.types import Result, SharedStateSyncStrategy
+from pccl.protocol.peer.failures import WHY_MAX
+from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
+from pccl.protocol.peer.knowledge import Knowledge
+from pccl.protocol.peer.outbox import Outbox
+from pccl.protocol.peer.streams import Streams
 
-RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
+# what a plan says to fetch: entries, and their digests
+Content = tuple[tuple[int, ...], tuple[bytes, ...]]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """The transfer that we stand in: its ops, its streams, the plan that counts."""
+
+    call: int
+    serve_op: int
+    vote: m.SyncVote | m.OptimizeVote
+    seq: int = 0  # of the plan; 0: there is none
+    nonce: int = 0
+    planned: bool = False
+    content: Content | None = None  # that the plan says to fetch; None: content does not matter
+    serves: bool = False  # somebody, by the plan
+    group: m.Plan | None = None  # as it was when the plan was made: slots count in it
+    broken: str = ""  # why nothing can be served, if so
+    fetch_op: int = 0
+    fetched: bool = False  # it has all that it was to fetch
+    streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
+    ops: set[int] = field(default_factory=set)  # not settled yet
+    ending: set[int] = field(default_factory=set)  # told to commit or abort
+    outcome: m.SyncResult | m.OptimizeResult | Fail | None = None
+    tx_bytes: int = 0
+    rx_bytes: int = 0
+
+    @property
+    def optimises(self) -> bool:
+        """Whether it is part of an optimisation."""
+        return isinstance(self.vote, m.OptimizeVote)
+
+    @property
+    def phase(self) -> str:
+        """How far it has come, in words."""
+        if self.optimises:
+            measuring = "while links were measured"
+            return measuring if self.planned else f"{ENTERING}, or others measured links"
+        if not self.planned:
+            return ENTERING
+        if self.content is not None and self.content[0] and not self.fetched:
+            return "while this peer fetched the content that it lacks"
+        return "while peers fetched the content that they lack"
 
 
 class Transfers:
-    """What a peer knows of the synchronisation it stands in, and does in it.
+    """The transfer that this peer stands in, if any."""
 
-    Attributes:
-        number: of the peer.
-        over: why it is no longer in the run, if it is not.
-        plan: who is there.
-    """
-
-    run: int
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.plan = m.Plan(0, (), (), 0)
-        self._done = m.Done()
-        self._syncing: Syncing | None = None
-        self._withdrawn: dict[int, str] = {}  # calls whose time ran out, and why
-        self._ghosts = Ghosts()
-        self._last_seq = 0
-        self.over: Fail | None = None
-        self._linked = True  # to the master
-        self._next_stream = 1
-        self._out: list[Effect] = []
-
-    def _say(self, message: m.PeerMessage) -> None:
-        """Tells the master, unless it must be told who we are first: then Resume says it all."""
-        if self._linked:
-            self._out.append(Send(message))
-
-    def _open(self, info: m.PeerInfo) -> int:
-        stream = self._next_stream
-        self._next_stream += 1
-        self._out.append(OpenStream(stream, info))
-        return stream
-
-    def _dead(self, call: int) -> bool:
-        """Whether this peer is out of the run; then the call is answered."""
-        if self.over is not None:
-            self._out.append(replace(self.over, call=call))
-        return self.over is not None
-
-    def _take(self) -> list[Effect]:
-        out, self._out = self._out, []
-        return out
+    def __init__(
+        self,
+        knowledge: Knowledge,
+        outbox: Outbox,
+        streams: Streams,
+        ghosts: Ghosts,
+        withdrawals: Withdrawals,
+    ) -> None:
+        self._knowledge, self._outbox, self._streams = knowledge, outbox, streams
+        self._ghosts, self._withdrawals = ghosts, withdrawals
+        self._current: Transfer | None = None
 
     @property
-    def heard_if_free(self) -> int | None:
-        """What a vote on a collective that brings its data says it has heard, None if it must wait.
+    def current(self) -> Transfer | None:
+        """The transfer, until the engine has let go of it."""
+        return self._current
 
-        To vote is then all that such a call would do.
-        """
-        free = self._linked and self.over is None and not self._ghosts
-        return self._last_seq if free else None
+    @property
+    def open(self) -> Transfer | None:
+        """The transfer, while nothing is known of its end."""
+        one = self._current
+        return one if one is not None and one.outcome is None else None
 
-    # ---- calls ----
+    def of(self, call: int) -> Transfer | None:
+        """The transfer of a call, while nothing is known of its end."""
+        one = self.open
+        return one if one is not None and one.call == call else None
 
-    def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Effect]:
-        """Answered with a `Synced`; zero or more `Plan` actions come before.
+    def by(self, seq: int) -> Transfer | None:
+        """The transfer by the plan of this number, while that is the one that counts."""
+        one = self.open
+        return one if one is not None and one.planned and one.seq == seq else None
 
-        `serve_op` is a fresh op number under which the offered content is served.
-        """
-        return self._enter(Syncing(call, serve_op, m.SyncVote(call, offer), ops={serve_op}))
-
-    def optimize(self, call: int, serve_op: int) -> list[Effect]:
-        """Answered with None; zero or more `Plan` actions come before, each of a probe.
-
-        A probe's plan names no digests, for its content does not matter. `serve_op` is a fresh op
-        number under which as much is served as is to be fetched.
-        """
-        return self._enter(Syncing(call, serve_op, m.OptimizeVote(call), ops={serve_op}))
-
-    def _enter(self, syncing: Syncing) -> list[Effect]:
-        def enter() -> None:
-            self._syncing = syncing
-            self._out.append(RegisterOp(syncing.serve_op, self.run, 0, self._last_seq))
-            self._say(syncing.vote)
-
-        if not self._dead(syncing.call) and not self._ghosts.keeps(
-            syncing.call, type(syncing.vote).__name__, enter
-        ):
-            enter()
-        return self._take()
-
-    def measured(self, seq: int, rate: int, delay_us: int) -> list[Effect]:
-        """The caller has what a probe was for: nothing more is fetched."""
-        syncing = self._syncing
-        plan = None if syncing is None or syncing.outcome is not None else syncing.plan
-        if syncing is not None and plan is not None and plan.seq == seq:
-            self._void_fetch(syncing)
-            self._say(m.Measured(seq, rate, delay_us))
-        return self._take()
-
-    def fetch(self, op: int, seq: int) -> list[Effect]:
-        """Starts fetching by a plan; the caller knows the staging memory of `op`.
-
-        Does nothing when a newer plan, or the end, came in between.
-        """
-        syncing = self._syncing
-        plan = None if syncing is None or syncing.outcome is not None else syncing.plan
-        if syncing is None or plan is None or plan.seq != seq:
-            return self._take()
-        syncing.fetch_op, syncing.fetched = op, False
-        syncing.ops.add(op)
-        self._out.append(RegisterOp(op, self.run, 0, seq - 1))
-        self._start_fetch(syncing, plan)
-        return self._take()
-
-    def fetched(
-        self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
-    ) -> list[Effect]:
-        """The caller has, or cannot get, what a plan told it to fetch."""
-        syncing = self._syncing
-        if syncing is not None and syncing.plan is not None and syncing.plan.seq == seq:
-            self._say(m.FetchedVote(seq, ok, why[:1000], differences))
-        return self._take()
-
-    # ---- the engine ----
-
-    def _transfer_complete(self, op: int, settled: bool, rx: int) -> None:
-        syncing = self._syncing
-        if syncing is None or op != syncing.fetch_op:
-            return
-        syncing.fetched = True
-        self._report_fetch(syncing, True, "")
-        if settled:
-            self._transfer_settled(op, 0, rx)
-
-    def _transfer_failed(self, op: int, why: str, starved: int) -> None:
-        syncing = self._syncing
-        if syncing is not None and op == syncing.serve_op:
-            self._serve_failed(syncing, why, starved)
-            return
-        if syncing is None or op != syncing.fetch_op or syncing.plan is None:
-            return
-        if starved and starved != syncing.plan.seq:
-            return  # it has other holders by now
-        if not starved:
-            self._void_fetch(syncing)
-        self._report_fetch(syncing, False, why)
-
-    def _serve_failed(self, syncing: Syncing, why: str, starved: int) -> None:
-        """A receiver may wait for ever, or all of them. (Who measures links waits for nobody.)"""
-        plan = syncing.plan
-        if not starved:
-            syncing.broken = why
-        if plan is not None and plan.serve and starved in (0, plan.seq):
-            self._say_stalled(syncing, plan, why)
-
-    def _say_stalled(self, syncing: Syncing, plan: m.SyncPlan, why: str) -> None:
-        if syncing.outcome is None and syncing.group is not None and not syncing.optimises:
-            self._say(m.Stalled(syncing.group.epoch, plan.seq, why[:1000]))
-
-    def _transfer_settled(self, op: int, tx: int, rx: int) -> None:
-        syncing = self._syncing
-        if syncing is not None and op in syncing.ops:
-            syncing.tx_bytes += tx
-            syncing.rx_bytes += rx
-            syncing.ops.discard(op)
-            self._conclude_sync(syncing)
+    def enter(self, transfer: Transfer) -> None:
+        """A caller enters one."""
+        self._current = transfer
+        transfer.ops.add(transfer.serve_op)
+        run, heard = self._knowledge.run, self._knowledge.last_seq
+        self._outbox.do(RegisterOp(transfer.serve_op, run, 0, heard))
+        self._outbox.say(transfer.vote)
 
     # ---- plans ----
 
-    def _planned(self, plan: m.SyncPlan) -> None:
-        syncing = self._syncing
-        if syncing is None or syncing.call != plan.call or syncing.outcome is not None:
-            return
-        old = syncing.plan
-        resumed = (
-            bool(syncing.fetch_op)
-            and not syncing.optimises  # each probe begins anew
-            and old is not None
-            and (old.fetch, old.digests) == (plan.fetch, plan.digests)
-        )
-        if not resumed:
-            self._void_fetch(syncing)
-        streams, syncing.streams = syncing.streams, {}
-        syncing.plan, syncing.group = plan, self.plan
-        if plan.serve:
-            ends = [(receiver, self._slot(syncing, receiver)) for receiver in plan.serve]
-            self._start_transfer(syncing, syncing.serve_op, plan, ends)
-            if syncing.broken:
-                self._say_stalled(syncing, plan, syncing.broken)
-        if resumed and not syncing.fetched:
-            self._start_fetch(syncing, plan)
-        for stream in streams.values():
-            self._out.append(CloseStream(stream))
-        # when its streams are open; also when it has nothing to fetch
-        self._out.append(Plan(syncing.call, plan, resumed))
-        self._last_seq = max(self._last_seq, plan.seq)
-        if resumed and syncing.fetched:
-            self._report_fetch(syncing, True, "")
-
-    def _slot(self, syncing: Syncing, receiver: int) -> int:
-        """A receiver's number at its holders: its place in the group, the same on both sides."""
-        assert syncing.group is not None
-        return [info.peer for info in syncing.group.peers].index(receiver)
-
-    def _start_fetch(self, syncing: Syncing, plan: m.SyncPlan) -> None:
-        slot = self._slot(syncing, self.number)
-        ends = [(holder, slot) for holder in plan.holders]
-        self._start_transfer(syncing, syncing.fetch_op, plan, ends)
-
-    def _start_transfer(
-        self, syncing: Syncing, op: int, plan: m.SyncPlan, ends: list[tuple[int, int]]
+    def plan(
+        self,
+        one: Transfer,
+        seq: int,
+        nonce: int,
+        content: Content | None,
+        serve: Sequence[int],
+        resumed: Sequence[int] | None = None,
     ) -> None:
+        """Another plan counts from now on.
+
+        Args:
+            one: the transfer.
+            seq: of the plan; 0: of a void one.
+            nonce: that its data carries.
+            content: to be fetched.
+            serve: whom we serve.
+            resumed: the holders from whom the fetch that is under way goes on, if it does.
+        """
+        earlier, one.streams = one.streams, {}
+        one.seq, one.nonce, one.content, one.planned = seq, nonce, content, True
+        one.serves, one.group = bool(serve), self._knowledge.plan
+        if serve:
+            ends = [(receiver, _slot(one, receiver)) for receiver in serve]
+            self._start(one, one.serve_op, ends)
+            if one.broken:
+                self._say_stalled(one, one.broken)
+        if resumed is not None:
+            self._fetch(one, resumed)
+        self._streams.close(earlier.values())
+        self._knowledge.heard(seq)
+
+    def fetch(self, one: Transfer, op: int, holders: Sequence[int]) -> None:
+        """Begins to fetch; the caller knows the memory of `op`."""
+        one.fetch_op, one.fetched = op, False
+        one.ops.add(op)
+        self._outbox.do(RegisterOp(op, self._knowledge.run, 0, one.seq - 1))
+        self._fetch(one, holders)
+
+    def void_fetch(self, one: Transfer) -> None:
+        """What was fetched is of no use any more."""
+        if one.fetch_op:
+            self._let_go(one, one.fetch_op, AbortOp)
+            one.fetch_op, one.fetched = 0, False
+
+    def report(self, one: Transfer, ok: bool, why: str) -> None:
+        """Tells the caller that its fetch has ended."""
+        self._outbox.do(Fetched(one.call, one.seq, ok, why))
+
+    def _fetch(self, one: Transfer, holders: Sequence[int]) -> None:
+        slot = _slot(one, self._knowledge.number)
+        self._start(one, one.fetch_op, [(holder, slot) for holder in holders])
+
+    def _start(self, one: Transfer, op: int, ends: list[tuple[int, int]]) -> None:
         """Starts a serve or fetch op on streams to (peer, slot)s."""
-        rings = tuple(
-            RingPart(self._sync_stream(syncing, peer), 2, slot, 0, 0) for peer, slot in ends
-        )
-        self._out.append(StartOp(op, plan.seq, plan.nonce, rings))
+        streams = tuple(End(self._stream(one, peer), slot) for peer, slot in ends)
+        self._outbox.do(StartTransfer(op, one.seq, one.nonce, streams))
 
-    def _sync_stream(self, syncing: Syncing, peer: int) -> int:
-        if peer not in syncing.streams:
-            assert syncing.group is not None
-            info = next(info for info in syncing.group.peers if info.peer == peer)
-            syncing.streams[peer] = self._open(info)
-        return syncing.streams[peer]
+    def _stream(self, one: Transfer, peer: int) -> int:
+        if peer not in one.streams:
+            assert one.group is not None
+            info = next(info for info in one.group.peers if info.peer == peer)
+            one.streams[peer] = self._streams.open(info)
+        return one.streams[peer]
 
-    def _report_fetch(self, syncing: Syncing, ok: bool, why: str) -> None:
-        assert syncing.plan is not None
-        self._out.append(Fetched(syncing.call, syncing.plan.seq, ok, why))
+    # ---- the engine ----
 
-    def _void_fetch(self, syncing: Syncing) -> None:
-        if syncing.fetch_op:
-            self._let_go(syncing, syncing.fetch_op, AbortOp)
-            syncing.fetch_op, syncing.fetched = 0, False
+    def complete(self, op: int, settled: bool, rx: int) -> None:
+        """An op has all that it was to fetch."""
+        one = self._current
+        if one is None or op != one.fetch_op:
+            return
+        one.fetched = True
+        self.report(one, True, "")
+        if settled:
+            self.settle(op, 0, rx)
 
-    def _let_go(self, syncing: Syncing, op: int, order: type[AbortOp] | type[CommitOp]) -> None:
-        """Ends an op of a transfer, once."""
-        if op in syncing.ops and op not in syncing.ending:
-            syncing.ending.add(op)
-            self._out.append(order(op))
+    def fail(self, op: int, why: str, starved: int) -> None:
+        """An op cannot go on; `starved`: by the plan of this number, and with its streams alone."""
+        one = self._current
+        if one is not None and op == one.serve_op:
+            self._serve_failed(one, why, starved)
+        elif one is not None and op == one.fetch_op and one.planned:
+            if starved and starved != one.seq:
+                return  # it has other holders by now
+            if not starved:
+                self.void_fetch(one)
+            self.report(one, False, why)
+
+    def settle(self, op: int, tx: int, rx: int) -> None:
+        """The engine has let go of an op."""
+        one = self._current
+        if one is not None and op in one.ops:
+            one.tx_bytes += tx
+            one.rx_bytes += rx
+            one.ops.discard(op)
+            self._conclude(one)
+
+    def _serve_failed(self, one: Transfer, why: str, starved: int) -> None:
+        """A receiver may wait for ever, or all of them."""
+        if not starved:
+            one.broken = why
+        if one.serves and starved in (0, one.seq):
+            self._say_stalled(one, why)
+
+    def _say_stalled(self, one: Transfer, why: str) -> None:
+        """Tells the master; but who measures links waits for nobody."""
+        if one.outcome is None and one.group is not None and not one.optimises:
+            self._outbox.say(m.Stalled(one.group.epoch, one.seq, why[:WHY_MAX]))
 
     # ---- the end ----
 
-    def _synced(self, result: m.SyncResult) -> None:
-        syncing = self._syncing
-        ours = syncing is not None and syncing.call == result.call
-        without = self._without_us(syncing, result) if syncing is not None and ours else None
-        self._done = msgspec.structs.replace(
-            self._done,
-            sync=result.round,
-            revision=result.revision,
-            plan=result.plan,
-            holds=without is None and result.call not in self._ghosts,
-            short=result.short,
-        )
-        self._ghosts.lay(result.call)
-        if syncing is not None and ours:
-            self._end_sync(syncing, without or result)
+    def release(self, one: Transfer, fail: Fail) -> None:
+        """A caller goes before its transfer has ended."""
+        self._withdrawals.forget(one.call)
+        self._ghosts.add(one.call, type(one.vote).__name__, fail.fault is Fault.TIMEOUT)
+        self.end(one, fail)
 
-    def _without_us(self, syncing: Syncing, result: m.SyncResult) -> Fail | None:
-        """Why a synchronisation that is over was none of this peer's, if so.
-
-        Concluded from what was asked and what came of it: by this a peer that missed the result,
-        and hears from a restarted master of it, takes it as if it had been told.
-        """
-        assert isinstance(syncing.vote, m.SyncVote)
-        offer = syncing.vote.offer
-        call, phase = syncing.call, syncing.phase
-        if result.short:
-            why = (
-                f"the shared state is to begin with {result.short} peers, and its group has "
-                f"{len(self.plan.peers)}"
-            )
-            return Fail(call, Result.TOO_FEW_PEERS, why, TooFewPeersError, phase)
-        if offer.strategy != RECEIVE_ONLY and offer.revision > result.revision:
-            why = (
-                f"this peer offers revision {offer.revision}, and the others of its group are at "
-                f"{result.revision}, which they have synchronised without this peer: offer that "
-                "one or a lower one to receive what they have, or start them from this peer's"
-            )
-            return Fail(call, Result.INVALID_ARGUMENT, why, PCCLError, phase)
-        return None
-
-    def _optimized(self, result: m.OptimizeResult) -> None:
-        self._done = msgspec.structs.replace(self._done, optimized=result.round)
-        self._ghosts.lay(result.call)
-        if self._syncing is not None and self._syncing.call == result.call:
-            self._end_sync(self._syncing, result)
-
-    def _end_sync(self, syncing: Syncing, outcome: m.SyncResult | m.OptimizeResult | Fail) -> None:
-        """The outcome is known: let go of everything, then answer."""
-        if syncing.outcome is not None:
+    def end(self, one: Transfer, outcome: m.SyncResult | m.OptimizeResult | Fail) -> None:
+        """The outcome is known: lets go of everything, then answers."""
+        if one.outcome is not None:
             return
-        syncing.outcome = outcome
-        for op in sorted(syncing.ops):
-            self._let_go(syncing, op, CommitOp if isinstance(outcome, m.SyncResult) else AbortOp)
-        for stream in syncing.streams.values():
-            self._out.append(CloseStream(stream))
-        self._conclude_sync(syncing)
+        one.outcome = outcome
+        for op in sorted(one.ops):
+            self._let_go(one, op, CommitOp if isinstance(outcome, m.SyncResult) else AbortOp)
+        self._streams.close(one.streams.values())
+        self._conclude(one)
 
-    def _conclude_sync(self, syncing: Syncing) -> None:
-        if syncing.outcome is None or syncing.ops:
+    def _let_go(self, one: Transfer, op: int, effect: type[AbortOp] | type[CommitOp]) -> None:
+        """Ends an op, once."""
+        if op in one.ops and op not in one.ending:
+            one.ending.add(op)
+            self._outbox.do(effect(op))
+
+    def _conclude(self, one: Transfer) -> None:
+        if one.outcome is None or one.ops:
             return
-        self._syncing = None
-        self._withdrawn.pop(syncing.call, None)
-        if isinstance(syncing.outcome, m.SyncResult):
-            result = syncing.outcome
-            synced = Synced(result.revision, syncing.tx_bytes, syncing.rx_bytes, result.divergence)
-            self._out.append(Answer(syncing.call, synced))
-        elif isinstance(syncing.outcome, m.OptimizeResult):
-            self._out.append(Answer(syncing.call, None))
+        self._current = None
+        self._withdrawals.forget(one.call)
+        if isinstance(one.outcome, m.SyncResult):
+            result = one.outcome
+            synced = Synced(result.revision, one.tx_bytes, one.rx_bytes, result.divergence)
+            self._outbox.do(Answer(one.call, synced))
+        elif isinstance(one.outcome, m.OptimizeResult):
+            self._outbox.do(Answer(one.call, None))
         else:
-            self._out.append(syncing.outcome)
+            self._outbox.do(one.outcome)
 
-    def _in_sync(self, call: int) -> Syncing | None:
-        """The synchronisation that this call waits for, if there is nothing known of its end."""
-        syncing = self._syncing
-        return syncing if syncing and syncing.call == call and syncing.outcome is None else None
 
-    def _missed_sync(self, done: m.Done) -> None:
-        """What others have agreed on since without us, if our caller has gone."""
-        if self._done.sync != done.sync:
-            self._done = msgspec.structs.replace(
-                self._done, sync=done.sync, revision=done.revision, plan=done.plan, holds=False
-            )
-        self._done = msgspec.structs.replace(self._done, optimized=done.optimized)
-
-    def _resume_sync(self, syncing: Syncing, before: m.Done, done: m.Done) -> None:
-        """Goes on with a master that knows what is `done`; we know what was done `before`."""
-        if syncing.optimises and before.optimized < done.optimized:
-            self._optimized(m.OptimizeResult(syncing.call, done.optimized))
-            return
-        if syncing.optimises or before.sync == done.sync:
-            if syncing.plan is not None:  # whatever it said, the next election begins anew
-                self._planned(m.SyncPlan(syncing.call, 0, (), (), (), ()))
-            self._say(syncing.vote)
-            return
-        if syncing.plan is not None and syncing.plan.seq != done.plan:
-            # the last plan was lost too: it had nothing to fetch for us, or we would have voted
-            self._planned(m.SyncPlan(syncing.call, done.plan, (), (), (), ()))
-        result = m.SyncResult(syncing.call, done.revision, done.sync, done.plan, short=done.short)
-        self._synced(result)
+def _slot(one: Transfer, receiver: int) -> int:
+    """A receiver's number at its holders: its place in the group, the same on both sides."""
+    assert one.group is not None
+    return [info.peer for info in one.group.peers].index(receiver)

@@ -1,0 +1,315 @@
+"""A peer's collectives, from the vote to start until their callers are answered.
+
+A collective goes through the states of calls.py, by the table there; its call number is also the
+engine's op number.
+
+A small one has nothing to do with the engine: its contribution travels with the start vote and the
+result comes with Started. Mostly it has committed herewith: the master has sent the result to all,
+so a peer that lives gets it unless the master dies. For that case each peer keeps the result until
+it has heard that nobody lacks it. Else the small collective is COMPLETE now, and voted on.
+The user's memory is written when it has committed.
+
+It ends when two things are known: the outcome (Finished, an error of the start round, or the end of
+the run) and that the engine is settled, that is, refers to none of the user's memory and has
+restored it where the outcome is no commit. Both can come in either order. Only then is the call
+answered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TypeAlias
+
+from pccl.protocol import messages as m
+from pccl.protocol.peer.calls import OUTCOMES_KEPT, Collective, Event, State
+from pccl.protocol.peer.effects import (
+    AbortOp,
+    Answer,
+    CommitOp,
+    Fail,
+    Fault,
+    Reduced,
+    RegisterOp,
+    StartOp,
+    Store,
+)
+from pccl.protocol.peer.failures import GONE, WHY_MAX, failed, timed_out
+from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
+from pccl.protocol.peer.knowledge import Knowledge
+from pccl.protocol.peer.outbox import Outbox
+from pccl.protocol.peer.streams import Streams
+from pccl.protocol.ring import places
+from pccl.protocol.rounds import WITHDRAWN, Kind
+
+OTHER = m.Cause.OTHER
+Outcomes: TypeAlias = tuple[tuple[int, bool], ...]  # of collectives, by seq
+
+
+class Collectives:
+    """All collectives in which this peer has voted and whose callers are not answered.
+
+    Args:
+        succeeded_without: told of one, by call and title, that has succeeded for the others and
+            whose caller had gone.
+    """
+
+    def __init__(
+        self,
+        knowledge: Knowledge,
+        outbox: Outbox,
+        streams: Streams,
+        ghosts: Ghosts,
+        withdrawals: Withdrawals,
+        succeeded_without: Callable[[int, str], None],
+    ) -> None:
+        self._knowledge, self._outbox, self._streams = knowledge, outbox, streams
+        self._ghosts, self._withdrawals = ghosts, withdrawals
+        self._succeeded_without = succeeded_without
+        self._by_call: dict[int, Collective] = {}
+        self._by_seq: dict[int, Collective] = {}  # that have started, and have no outcome
+        self._small: deque[m.Small] = deque()  # results that others may lack
+        self._outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES_KEPT)
+        self._unvoted: set[int] = set()  # those that Resume reported without our vote
+
+    def __len__(self) -> int:
+        return len(self._by_call)
+
+    def get(self, call: int) -> Collective | None:
+        """The collective of a call."""
+        return self._by_call.get(call)
+
+    @property
+    def started(self) -> dict[int, Collective]:
+        """Those that have started and have no outcome, by sequence number."""
+        return self._by_seq
+
+    # ---- the start ----
+
+    def enter(self, one: Collective, said: bool) -> None:
+        """A caller enters one; `said`: its vote is with the master already."""
+        self._by_call[one.call] = one
+        if not one.settled:
+            register = RegisterOp(one.call, self._knowledge.run, one.tag, self._knowledge.last_seq)
+            self._outbox.do(register)
+        if not said:
+            self._outbox.say(one.vote(self._knowledge.last_seq))
+
+    def start(self, started: m.Started) -> None:
+        """The master says that all have voted."""
+        self._knowledge.last_seq = started.seq
+        if started.data is not None:
+            while self._small and self._small[0].seq <= started.stable:
+                self._small.popleft()
+        one = self._by_call.get(started.call)
+        if one is None:
+            return
+        one.seq = started.seq
+        one.members = tuple(info.peer for info in self._knowledge.plan.peers)
+        if started.data is None:
+            self._start_op(one, started)
+        elif started.final:
+            self._keep(one, m.Small(started.seq, one.tag, one.members, started.data))
+        else:
+            self._vote_on(one, started.data)
+
+    def _start_op(self, one: Collective, started: m.Started) -> None:
+        seq = started.seq
+        self._by_seq[seq] = one
+        if not one.move(Event.STARTED):
+            why = one.broken[:WHY_MAX] if one.parting is None else GONE
+            self._outbox.say(m.FinishVote(seq, False, why, one.cause))
+            return
+        if one.impatient:  # it started while the vote was being withdrawn
+            fail = timed_out(one.call, self._withdrawals.why(one.call, GONE))
+            self.stop(one, GONE, m.Cause.TIMEOUT, fail)
+            return
+        self._streams.renew(started.epoch)
+        plan, number = self._knowledge.plan, self._knowledge.number
+        parts = places(one.work, plan.rings, number, self._streams.ring)
+        self._outbox.do(StartOp(one.call, seq, started.nonce, parts))
+
+    def _vote_on(self, one: Collective, data: bytes) -> None:
+        """A small one has its result, which is not final."""
+        self._by_seq[one.seq] = one
+        if not one.move(Event.RESULT):
+            self._outbox.say(m.FinishVote(one.seq, False, GONE))
+            return
+        one.data, one.whole = data, True
+        self._outbox.say(m.FinishVote(one.seq, True))
+
+    def missed(self, small: m.Small) -> None:
+        """A small one has committed, and the master that is gone did not get to say so."""
+        for one in list(self._by_call.values()):
+            same = one.tag == small.tag and len(one.data or b"") == len(small.data)
+            if same and one.unstarted and one.data is not None:
+                one.seq = self._knowledge.last_seq = small.seq
+                one.members = small.members
+                self._keep(one, small)
+
+    def _keep(self, one: Collective, small: m.Small) -> None:
+        """It has committed: but others may have to hear of it from us."""
+        self._small.append(small)
+        one.data, one.outcome = small.data, True
+        if one.parting is None:
+            self._store(one)
+        else:
+            self._succeeded_without(one.call, one.title)
+        self._conclude(one)
+
+    def _store(self, one: Collective) -> None:
+        assert one.data is not None
+        one.tx_bytes = one.rx_bytes = len(one.data)
+        self._outbox.do(Store(one.call, one.data))
+
+    # ---- the engine ----
+
+    def complete(self, one: Collective, settled: bool, tx: int, rx: int) -> None:
+        """The engine holds the whole result of one."""
+        one.tx_bytes, one.rx_bytes, one.settled = tx, rx, settled
+        if one.move(Event.HELD):
+            one.whole = True
+            self._outbox.say(m.FinishVote(one.seq, True))
+        self._conclude(one)
+
+    def fail(self, one: Collective, why: str, cause: m.Cause) -> None:
+        """The engine cannot complete one."""
+        if one.state is State.COMPLETE:
+            self._stall([one], why)
+        elif one.state is State.VOTING and one.move(Event.BROKEN):
+            one.broken, one.cause = why, cause
+            self._outbox.do(AbortOp(one.call))
+        else:
+            self._give_up(one, Event.BROKEN, why, cause)
+
+    def settle(self, one: Collective, tx: int, rx: int) -> None:
+        """The engine has let go of one."""
+        one.settled = True
+        one.tx_bytes, one.rx_bytes = tx, rx
+        self._conclude(one)
+
+    def stream_lost(self, stream: int, why: str) -> None:
+        """A stream is gone, and with it perhaps what an op had given to it.
+
+        The engine may have forgotten that op: then only we know that the neighbour waits.
+        """
+        if stream in self._streams.ring:
+            self._stall(self._by_call.values(), why)
+
+    def _stall(self, collectives: Iterable[Collective], why: str) -> None:
+        """The master is told, once, of collectives that we hold and others may never complete."""
+        concerned = [one for one in collectives if one.passes_on and not one.stalled]
+        for one in concerned:
+            one.stalled = True
+        if concerned:
+            self._outbox.say(m.Stalled(self._streams.epoch, 0, why[:WHY_MAX]))
+
+    # ---- the end ----
+
+    def interrupt(self, interrupt: m.Interrupt) -> None:
+        """Others cannot complete one: it is voted on now."""
+        one = self._by_seq.get(interrupt.seq)
+        if one is not None:
+            self._give_up(one, Event.STOPPED, interrupt.why)
+
+    def finish(self, finished: m.Finished) -> None:
+        """One has its outcome."""
+        one = self._by_seq.pop(finished.seq, None)
+        if one is None:
+            return
+        self._outcomes.append((finished.seq, finished.ok))
+        if finished.ok:
+            one.outcome = True
+            if one.parting is not None:
+                self._succeeded_without(one.call, one.title)
+            elif not one.settled:
+                self._outbox.do(CommitOp(one.call))
+            elif one.data is not None:
+                self._store(one)
+        else:
+            self._abort(one, failed(one, finished))
+        self._conclude(one)
+
+    def refuse(self, fail: Fail) -> None:
+        """One has failed before it started."""
+        one = self._by_call[fail.call]
+        self._abort(one, fail)
+        self._conclude(one)
+
+    def _give_up(self, one: Collective, event: Event, why: str, cause: m.Cause = OTHER) -> None:
+        if one.move(event):
+            one.cause = cause
+            if not one.settled:
+                self._outbox.do(AbortOp(one.call))
+            self._outbox.say(m.FinishVote(one.seq, False, why[:WHY_MAX], cause))
+
+    def _abort(self, one: Collective, outcome: Fail) -> None:
+        one.outcome = outcome
+        if one.move(Event.FAILED) and not one.settled:
+            self._outbox.do(AbortOp(one.call))
+
+    def _conclude(self, one: Collective) -> None:
+        """Answers the call once outcome and settlement are both there."""
+        if one.parting is not None and one.settled and not one.told:
+            one.told = True
+            self._outbox.do(one.parting)
+        if one.outcome is None or not one.settled:
+            return
+        del self._by_call[one.call]
+        self._withdrawals.forget(one.call)
+        if one.told:
+            self._ghosts.lay(one.call)
+        elif isinstance(one.outcome, Fail):
+            self._outbox.do(one.outcome)
+        else:
+            end = Reduced(len(one.members), one.tx_bytes, one.rx_bytes)
+            self._outbox.do(Answer(one.call, end))
+
+    # ---- callers that go ----
+
+    def stop(self, one: Collective, why: str, cause: m.Cause, fail: Fail) -> None:
+        """A caller waits no longer for one that runs, which the others are told: they stop too."""
+        self._give_up(one, Event.STOPPED, why, cause)
+        self.release(one, fail)
+
+    def release(self, one: Collective, fail: Fail) -> None:
+        """A caller goes before its collective has ended."""
+        self._withdrawals.forget(one.call)
+        if one.outcome is not None:
+            return
+        self._ghosts.add(one.call, one.tag, fail.fault is Fault.TIMEOUT)
+        one.parting = replace(fail, result=WITHDRAWN[Kind.START], phase=one.phase)
+        if one.move(Event.LEFT) and not one.settled:
+            self._outbox.do(AbortOp(one.call))
+        self._conclude(one)
+
+    def void(self, one: Collective) -> None:
+        """The master that is gone had the vote of a ghost, which counts no more."""
+        one.outcome = one.parting
+        self._conclude(one)
+
+    # ---- the master that comes back, and the end of the run ----
+
+    def report(self) -> tuple[tuple[m.Open, ...], Outcomes, tuple[m.Small, ...]]:
+        """What a master has to know: those without an outcome, outcomes, and small results."""
+        open_ = tuple(one.open for _, one in sorted(self._by_seq.items()))
+        self._unvoted = {each.seq for each in open_ if each.vote is None}
+        return open_, tuple(self._outcomes), tuple(self._small)
+
+    def resume(self) -> None:
+        """Votes on all that the master, who is back, has no vote on."""
+        for one in self._by_call.values():
+            if one.unstarted and one.parting is None:
+                self._outbox.say(one.vote(self._knowledge.last_seq))
+        for seq, one in self._by_seq.items():
+            if seq in self._unvoted and one.state is not State.RUNNING:
+                self._outbox.say(m.FinishVote(seq, one.state is State.COMPLETE))
+
+    def end(self, over: Fail) -> None:
+        """The run is over for this peer."""
+        self._by_seq.clear()
+        for one in list(self._by_call.values()):
+            if one.outcome is None:
+                self._abort(one, replace(over, call=one.call, phase=one.phase))
+                self._conclude(one)

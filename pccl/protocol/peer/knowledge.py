@@ -1,0 +1,50 @@
+"""What a peer knows of its run, and of its own place there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pccl.protocol import messages as m
+from pccl.protocol.peer.effects import Fail
+
+NO_PLAN = m.Plan(0, (), (), 0)
+NO_WORLD = m.World(0, 0, 0, 0)
+
+
+@dataclass(slots=True)
+class Knowledge:
+    """As the master has told it.
+
+    Attributes:
+        number: of this peer; 0 before it is registered.
+        run: the run's nonce.
+        accepted: whether it is a member of the run, or was until it was `over`.
+        plan: the peers and rings of its group.
+        world: how many peers there are.
+        last_seq: the greatest sequence number that it has heard of.
+        done: the rounds that it knows the results of.
+        over: why it is no longer in the run, if it is not.
+    """
+
+    number: int = 0
+    run: int = 0
+    accepted: bool = False
+    plan: m.Plan = NO_PLAN
+    world: m.World = NO_WORLD
+    last_seq: int = 0
+    done: m.Done = field(default_factory=m.Done)
+    over: Fail | None = None
+
+    def heard(self, seq: int) -> None:
+        """Something has this sequence number."""
+        self.last_seq = max(self.last_seq, seq)
+
+    def learn(self, **results: object) -> None:
+        """Rounds have ended: changes fields of `done`."""
+        self.done = msgspec.structs.replace(self.done, **results)
+
+    def info(self, number: int) -> m.PeerInfo:
+        """How a peer of the group is reached."""
+        return next(info for info in self.plan.peers if info.peer == number)

@@ -1,0 +1,132 @@
+"""A peer's part in a synchronisation of the shared state.
+
+What it offers is served from the vote on. A plan says what to fetch from whom; it can be replaced
+by another one while it is carried out (a holder died, another receiver failed). A fetch whose
+content is still what is wanted goes on with the new holders where it was; any other is void.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pccl.protocol import messages as m
+from pccl.protocol.peer.effects import Fail, Fault, Plan
+from pccl.protocol.peer.failures import WHY_MAX
+from pccl.protocol.peer.ghosts import Ghosts
+from pccl.protocol.peer.knowledge import Knowledge
+from pccl.protocol.peer.outbox import Outbox
+from pccl.protocol.peer.transfers import Transfer, Transfers
+from pccl.protocol.rounds import WITHDRAWN, Kind
+from pccl.types import Result, SharedStateSyncStrategy
+
+RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
+
+
+class Synchronisations:
+    """What plans and results of synchronisations mean for the transfer that they are about."""
+
+    def __init__(
+        self, knowledge: Knowledge, outbox: Outbox, ghosts: Ghosts, transfers: Transfers
+    ) -> None:
+        self._knowledge, self._outbox = knowledge, outbox
+        self._ghosts, self._transfers = ghosts, transfers
+        self._plan: m.SyncPlan | None = None
+
+    # ---- plans ----
+
+    def planned(self, plan: m.SyncPlan) -> None:
+        """The master says who serves whom."""
+        one = self._transfers.of(plan.call)
+        if one is None:
+            return
+        content = plan.fetch, plan.digests
+        resumed = bool(one.fetch_op) and one.planned and one.content == content
+        if not resumed:
+            self._transfers.void_fetch(one)
+        holders = plan.holders if resumed and not one.fetched else None
+        self._transfers.plan(one, plan.seq, plan.nonce, content, plan.serve, holders)
+        self._plan = plan
+        # when its streams are open; also when it has nothing to fetch
+        self._outbox.do(Plan(one.call, plan, resumed))
+        if resumed and one.fetched:
+            self._transfers.report(one, True, "")
+
+    def fetch(self, op: int, seq: int) -> None:
+        """The caller has memory for what the plan says to fetch; nothing, if another one counts."""
+        one, plan = self._transfers.by(seq), self._plan
+        if one is not None and plan is not None and plan.call == one.call:
+            self._transfers.fetch(one, op, plan.holders)
+
+    def fetched(self, seq: int, ok: bool, why: str, differences: m.Differences) -> None:
+        """The caller has, or cannot get, what a plan told it to fetch."""
+        one = self._transfers.current
+        if one is not None and one.planned and one.seq == seq:
+            self._outbox.say(m.FetchedVote(seq, ok, why[:WHY_MAX], differences))
+
+    # ---- the end ----
+
+    def synced(self, result: m.SyncResult) -> None:
+        """All receivers hold what was elected."""
+        one = self._transfers.current
+        ours = one is not None and one.call == result.call
+        without = self._without_us(one, result) if one is not None and ours else None
+        self._knowledge.learn(
+            sync=result.round,
+            revision=result.revision,
+            plan=result.plan,
+            holds=without is None and result.call not in self._ghosts,
+            short=result.short,
+        )
+        self._ghosts.lay(result.call)
+        if one is not None and ours:
+            self._transfers.end(one, without or result)
+
+    def _without_us(self, one: Transfer, result: m.SyncResult) -> Fail | None:
+        """Why a synchronisation that is over was none of this peer's, if so.
+
+        Concluded from what was asked and what came of it: by this a peer that missed the result,
+        and hears from a restarted master of it, takes it as if it had been told.
+        """
+        assert isinstance(one.vote, m.SyncVote)
+        offer = one.vote.offer
+        if result.short:
+            why = (
+                f"the shared state is to begin with {result.short} peers, and its group has "
+                f"{len(self._knowledge.plan.peers)}"
+            )
+            return Fail(one.call, Result.TOO_FEW_PEERS, why, Fault.TOO_FEW_PEERS, one.phase)
+        if offer.strategy != RECEIVE_ONLY and offer.revision > result.revision:
+            why = (
+                f"this peer offers revision {offer.revision}, and the others of its group are at "
+                f"{result.revision}, which they have synchronised without this peer: offer that "
+                "one or a lower one to receive what they have, or start them from this peer's"
+            )
+            return Fail(one.call, Result.INVALID_ARGUMENT, why, phase=one.phase)
+        return None
+
+    def release(self, one: Transfer, fail: Fail) -> None:
+        """A caller goes before its synchronisation has ended."""
+        result = WITHDRAWN[Kind.SYNC]
+        self._transfers.release(one, replace(fail, result=result, phase=one.phase))
+
+    # ---- the master that comes back ----
+
+    def missed(self, done: m.Done) -> None:
+        """What others have agreed on since without us, if our caller has gone."""
+        if self._knowledge.done.sync != done.sync:
+            self._knowledge.learn(
+                sync=done.sync, revision=done.revision, plan=done.plan, holds=False
+            )
+
+    def resume(self, one: Transfer, before: m.Done, done: m.Done) -> None:
+        """Goes on with a master that knows what is `done`; we know what was done `before`."""
+        void = m.SyncPlan(one.call, 0, (), (), (), ())
+        if before.sync == done.sync:
+            if one.planned:  # whatever it said, the next election begins anew
+                self.planned(void)
+            self._outbox.say(one.vote)
+            return
+        if one.planned and one.seq != done.plan:
+            # the last plan was lost too: it had nothing to fetch for us, or we would have voted
+            self.planned(m.SyncPlan(one.call, done.plan, (), (), (), ()))
+        self.synced(m.SyncResult(one.call, done.revision, done.sync, done.plan, short=done.short))

@@ -1,0 +1,106 @@
+"""Calls that are one round and nothing else: `update_topology` and `are_peers_pending`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeAlias
+
+from pccl.protocol import messages as m
+from pccl.protocol.peer.calls import ENTERING
+from pccl.protocol.peer.effects import Answer, Fail, Fault
+from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
+from pccl.protocol.peer.knowledge import Knowledge
+from pccl.protocol.peer.outbox import Outbox
+from pccl.protocol.rounds import WITHDRAWN, Kind
+
+Vote: TypeAlias = m.TopologyVote | m.PendingVote
+
+
+class Votes:
+    """The calls that wait for their round, with the votes that they cast."""
+
+    def __init__(
+        self, knowledge: Knowledge, outbox: Outbox, ghosts: Ghosts, withdrawals: Withdrawals
+    ) -> None:
+        self._knowledge, self._outbox = knowledge, outbox
+        self._ghosts, self._withdrawals = ghosts, withdrawals
+        self._waiting: dict[int, Vote] = {}
+
+    def __contains__(self, call: int) -> bool:
+        return call in self._waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def enter(self, call: int, vote: Vote) -> None:
+        """A caller enters its round."""
+        self._waiting[call] = vote
+        self._outbox.say(vote)
+
+    def hurry(self, call: int) -> None:
+        """The caller of `are_peers_pending` is no longer patient."""
+        vote = self._waiting.get(call)
+        if isinstance(vote, m.PendingVote):
+            self._waiting[call] = m.PendingVote(call, vote.stuck)
+            self._outbox.say(m.Hurry(call))
+
+    # ---- results ----
+
+    def topology(self, result: m.TopologyResult) -> None:
+        """A round of `update_topology` has ended."""
+        self._knowledge.learn(topology=result.round)
+        self._reply(result.call, self._knowledge.world.local_size)
+
+    def pending(self, result: m.PendingResult) -> None:
+        """A round of `are_peers_pending` has ended."""
+        self._knowledge.learn(pending=result.round, were_pending=result.pending)
+        self._reply(result.call, result.pending)
+
+    def refuse(self, fail: Fail) -> None:
+        """A call has failed."""
+        self._end(fail.call, fail)
+
+    def _reply(self, call: int, value: object) -> None:
+        if call in self._waiting:
+            self._end(call, Answer(call, value))
+
+    def _end(self, call: int, end: Answer | Fail) -> None:
+        """A call ends; if its caller has gone, nobody is told."""
+        del self._waiting[call]
+        self._withdrawals.forget(call)
+        if call in self._ghosts:
+            self._ghosts.lay(call)
+        else:
+            self._outbox.do(end)
+
+    # ---- callers that go, and the master that comes back ----
+
+    def release(self, call: int, fail: Fail) -> None:
+        """A caller goes before its round has ended."""
+        vote = self._waiting[call]
+        self._withdrawals.forget(call)
+        self._ghosts.add(call, type(vote).__name__, fail.fault is Fault.TIMEOUT)
+        kind = Kind.TOPOLOGY if isinstance(vote, m.TopologyVote) else Kind.PENDING
+        self._outbox.do(replace(fail, result=WITHDRAWN[kind], phase=ENTERING))
+
+    def resume(self, before: m.Done, done: m.Done) -> None:
+        """Answers those whose result was missed, and votes anew in the other rounds."""
+        for call, vote in list(self._waiting.items()):
+            if call in self._ghosts:
+                continue
+            if isinstance(vote, m.TopologyVote) and before.topology < done.topology:
+                self._reply(call, self._knowledge.world.local_size)
+            elif isinstance(vote, m.PendingVote) and before.pending < done.pending:
+                self._reply(call, done.were_pending)
+            else:
+                self._outbox.say(vote)
+
+    def forget(self, call: int) -> None:
+        """The vote of a ghost is void."""
+        self._waiting.pop(call, None)
+
+    def end(self) -> list[int]:
+        """Nothing is answered any more; the calls that waited, but for ghosts."""
+        waiting = [call for call in self._waiting if call not in self._ghosts]
+        self._waiting.clear()
+        return waiting

@@ -1,0 +1,214 @@
+"""Each part of the peer alone: it needs only those that it is given."""
+
+from __future__ import annotations
+
+import pytest
+
+from pccl.protocol import messages as m
+from pccl.protocol.peer.calls import Collective
+from pccl.protocol.peer.collectives import Collectives
+from pccl.protocol.peer.effects import (
+    AbortOp,
+    Answer,
+    CloseStream,
+    CommitOp,
+    Effect,
+    End,
+    Fail,
+    Fault,
+    Fetched,
+    Measure,
+    OpenStream,
+    Plan,
+    Reduced,
+    RegisterOp,
+    Send,
+    StartOp,
+    StartTransfer,
+    Synced,
+)
+from pccl.protocol.peer.failures import timed_out
+from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
+from pccl.protocol.peer.knowledge import Knowledge
+from pccl.protocol.peer.optimisations import Optimisations
+from pccl.protocol.peer.outbox import Outbox
+from pccl.protocol.peer.streams import Streams
+from pccl.protocol.peer.synchronisations import Synchronisations
+from pccl.protocol.peer.transfers import Transfer, Transfers
+from pccl.protocol.peer.votes import Votes
+from pccl.types import Result
+
+WORK = m.Work("all_reduce", 0, 10, 1000)
+INFOS = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in (1, 2, 3))
+
+
+class Bench:
+    """What the parts of peer 2 of three are given."""
+
+    def __init__(self) -> None:
+        plan = m.Plan(5, INFOS, (m.Ring((1, 2, 3), 1),), 0)
+        self.knowledge = Knowledge(2, 7, True, plan, m.World(3, 3, 1, 3))
+        self.outbox = Outbox()
+        self.ghosts, self.withdrawals = Ghosts(), Withdrawals()
+        self.streams = Streams(self.knowledge, self.outbox)
+        self.missed: list[tuple[int, str]] = []
+        self.votes = Votes(self.knowledge, self.outbox, self.ghosts, self.withdrawals)
+        around = (self.knowledge, self.outbox, self.streams, self.ghosts, self.withdrawals)
+        self.collectives = Collectives(*around, lambda *one: self.missed.append(one))
+        self.transfers = Transfers(*around)
+        known = self.knowledge, self.outbox, self.ghosts, self.transfers
+        self.syncs, self.optimisations = Synchronisations(*known), Optimisations(*known)
+
+    @property
+    def done(self) -> list[Effect]:
+        return self.outbox.take()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_the_outbox_says_nothing_to_a_master_that_does_not_know_who_speaks() -> None:
+    outbox = Outbox()
+    outbox.linked = False
+    outbox.say(m.TopologyVote(1))
+    outbox.introduce(m.Leave())
+    outbox.linked = True
+    outbox.say(m.TopologyVote(2))
+    assert outbox.take() == [Send(m.Leave()), Send(m.TopologyVote(2))]
+    assert outbox.take() == []
+
+
+def test_streams_around_the_rings_are_of_an_epoch(bench: Bench) -> None:
+    bench.streams.renew(5)
+    assert bench.done == [OpenStream(1, INFOS[2])] and bench.streams.ring == (1,)
+    bench.streams.renew(5)
+    assert not bench.done
+    bench.streams.renew(6)
+    assert bench.done == [CloseStream(1), OpenStream(2, INFOS[2])]
+    bench.streams.end()
+    assert bench.done == [CloseStream(2)] and not bench.streams.ring
+
+
+def test_votes_are_answered_with_what_was_agreed_on(bench: Bench) -> None:
+    bench.votes.enter(1, m.TopologyVote(1))
+    bench.votes.enter(2, m.PendingVote(2, patient=True))
+    bench.votes.hurry(2)
+    sent = [m.TopologyVote(1), m.PendingVote(2, patient=True), m.Hurry(2)]
+    assert bench.done == [Send(one) for one in sent]
+    bench.votes.topology(m.TopologyResult(1, 4))
+    bench.votes.pending(m.PendingResult(2, True, 9))
+    assert bench.done == [Answer(1, 3), Answer(2, True)]
+    assert bench.knowledge.done == m.Done(topology=4, pending=9, were_pending=True)
+    bench.votes.topology(m.TopologyResult(1, 4))
+    assert not bench.done and not len(bench.votes)
+
+
+def test_a_caller_that_goes_leaves_a_ghost(bench: Bench) -> None:
+    bench.votes.enter(1, m.TopologyVote(1))
+    bench.votes.release(1, timed_out(1, "late"))
+    _, fail = bench.done
+    assert isinstance(fail, Fail) and fail.fault is Fault.TIMEOUT
+    assert fail.result is Result.UPDATE_TOPOLOGY_FAILED
+    assert 1 in bench.ghosts and bench.ghosts.late(1)
+    bench.votes.topology(m.TopologyResult(1, 1))
+    assert not bench.done and 1 not in bench.ghosts
+
+
+def test_a_collective_is_answered_when_its_outcome_is_known_and_the_engine_settled(
+    bench: Bench,
+) -> None:
+    one = Collective(1, 4, WORK)
+    bench.collectives.enter(one, said=False)
+    assert bench.done == [RegisterOp(1, 7, 4, 0), Send(m.StartVote(1, 4, WORK))]
+    bench.collectives.start(m.Started(1, 9, 5, nonce=3))
+    opened, started = bench.done
+    assert isinstance(opened, OpenStream) and isinstance(started, StartOp)
+    assert (started.op, started.seq, started.nonce) == (1, 9, 3)
+    bench.collectives.complete(one, settled=False, tx=10, rx=20)
+    bench.collectives.finish(m.Finished(9, True))
+    assert bench.done == [Send(m.FinishVote(9, True)), CommitOp(1)]
+    bench.collectives.settle(one, 11, 22)
+    assert bench.done == [Answer(1, Reduced(3, 11, 22))] and not len(bench.collectives)
+
+
+def test_a_collective_that_breaks_is_voted_on_and_restored(bench: Bench) -> None:
+    one = Collective(1, 4, WORK)
+    bench.collectives.enter(one, said=True)
+    bench.collectives.start(m.Started(1, 9, 5))
+    assert len(bench.done) == 3
+    bench.collectives.fail(one, "a stream was lost", m.Cause.OTHER)
+    assert bench.done == [AbortOp(1), Send(m.FinishVote(9, False, "a stream was lost"))]
+    bench.collectives.settle(one, 0, 0)
+    bench.collectives.finish(m.Finished(9, False, "why"))
+    (fail,) = bench.done
+    assert isinstance(fail, Fail) and fail.fault is Fault.PEER_LOST and fail.again
+
+
+def test_a_transfer_serves_fetches_and_ends(bench: Bench) -> None:
+    vote = m.SyncVote(1, m.Offer(0, 0, ()))
+    bench.transfers.enter(Transfer(1, 2, vote))
+    assert bench.done == [RegisterOp(2, 7, 0, 0), Send(vote)]
+    bench.syncs.planned(m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4))
+    plan = m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4)
+    assert bench.done == [
+        OpenStream(1, INFOS[2]),
+        StartTransfer(2, 9, 4, (End(1, 2),)),  # peer 3 is the third of the group
+        Plan(1, plan),
+    ]
+    bench.syncs.fetch(8, seq=5)  # by a plan that is no longer in force
+    assert not bench.done
+    bench.syncs.fetch(8, 9)
+    assert bench.done == [
+        RegisterOp(8, 7, 0, 8),
+        OpenStream(2, INFOS[0]),
+        StartTransfer(8, 9, 4, (End(2, 1),)),
+    ]
+    bench.transfers.complete(8, False, 100)
+    bench.syncs.fetched(9, True, "", ())
+    assert bench.done == [Fetched(1, 9, True, ""), Send(m.FetchedVote(9, True))]
+    bench.syncs.synced(m.SyncResult(1, 3, 1, 9))
+    assert bench.done == [CommitOp(2), CommitOp(8), CloseStream(1), CloseStream(2)]
+    bench.transfers.settle(2, 50, 0)
+    bench.transfers.settle(8, 0, 100)
+    assert bench.done == [Answer(1, Synced(3, 50, 100))] and bench.transfers.current is None
+
+
+def test_a_fetch_goes_on_when_another_plan_wants_the_same(bench: Bench) -> None:
+    bench.transfers.enter(Transfer(1, 2, m.SyncVote(1, m.Offer(0, 0, ()))))
+    bench.syncs.planned(m.SyncPlan(1, 9, (), (1, 3), (0,), (b"digest",)))
+    bench.syncs.fetch(8, 9)
+    assert len(bench.done) == 7
+    second = m.SyncPlan(1, 10, (), (3,), (0,), (b"digest",))
+    bench.syncs.planned(second)
+    assert bench.done == [
+        OpenStream(3, INFOS[2]),
+        StartTransfer(8, 10, 0, (End(3, 1),)),
+        CloseStream(1),
+        CloseStream(2),
+        Plan(1, second, resumed=True),
+    ]
+    third = m.SyncPlan(1, 11, (), (3,), (0,), (b"other",))
+    bench.syncs.planned(third)
+    assert bench.done == [AbortOp(8), CloseStream(3), Plan(1, third)]
+
+
+def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:
+    bench.transfers.enter(Transfer(1, 2, m.OptimizeVote(1)))
+    bench.optimisations.probed(m.Probe(1, 9, (1,), 4))
+    bench.optimisations.fetch(8, 9)
+    assert bench.done[2:] == [
+        OpenStream(1, INFOS[0]),
+        StartTransfer(2, 9, 4, (End(1, 0),)),
+        Measure(1, 9, (1,)),
+        RegisterOp(8, 7, 0, 8),
+        StartTransfer(8, 9, 4, (End(1, 1),)),
+    ]
+    bench.transfers.fail(2, "a stream was lost", 0)  # for which nobody waits
+    bench.optimisations.measured(9, 1000, 5)
+    assert bench.done == [AbortOp(8), Send(m.Measured(9, 1000, 5))]
+    bench.optimisations.optimized(m.OptimizeResult(1, 1))
+    bench.transfers.settle(2, 0, 0)
+    bench.transfers.settle(8, 0, 0)
+    assert bench.done[-1] == Answer(1, None)
