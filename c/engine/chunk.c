@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "engine/collective.h"
+#include "engine/parts.h"
 #include "engine/quanta.h"
 #include "engine/ring.h"
 
@@ -22,12 +23,12 @@ static void count_given(struct collective *collective, uint64_t offset, uint64_t
 static void count_written(struct collective *collective, uint64_t offset, uint64_t length)
 {
     uint64_t from, to;
-    written_quanta(collective, offset, length, &from, &to);
+    parts_written(&collective->parts, offset, length, &from, &to);
     quanta_add(collective->written_set, from, to);
     collective->done += length;
 }
 
-/* Bytes of so many elements of a part in a message. */
+/* The bytes that `n` elements of a part take in a message. */
 static uint64_t payload_bytes(const struct collective *collective, const struct part *part,
                               uint64_t n)
 {
@@ -38,7 +39,7 @@ static uint64_t payload_bytes(const struct collective *collective, const struct 
 
 /* ---- sending our own ---- */
 
-/* Elements of a part whose message has about as many bytes as START says. */
+/* How many elements of a part make a message of about as many bytes as START says. */
 static uint64_t chunk_elements(const struct ring *ring, const struct part *part)
 {
     const struct collective *collective = collective_of(op_of(&ring->link));
@@ -49,23 +50,23 @@ static uint64_t chunk_elements(const struct ring *ring, const struct part *part)
     return steps > 0 ? steps * step : step;
 }
 
-/* Elements of a part's chunk that begins at the cursor. */
+/* How many elements our next chunk has, which begins at the cursor. */
 static uint64_t own_length(const struct ring *ring, const struct part *part)
 {
     const struct collective *collective = collective_of(op_of(&ring->link));
-    uint64_t length = part_left(collective, part, ring->cursor);
+    uint64_t length = part_left(&collective->parts, part, ring->cursor);
     uint64_t chunk = chunk_elements(ring, part);
     if (length > ring->end - ring->cursor)
         length = ring->end - ring->cursor;
     return length < chunk ? length : chunk;
 }
 
-/* What we have sent is given, or it is part of the result. */
+/* Notes what we have sent: it is given, or it is part of the result. */
 static void note_sent(struct collective *collective, const struct part *part, uint64_t offset,
                       uint64_t length)
 {
-    const unsigned char *from = part_send(collective, part, offset);
-    unsigned char *to = part_recv(collective, part, offset);
+    const unsigned char *from = part_send(&collective->parts, part, offset);
+    unsigned char *to = part_recv(&collective->parts, part, offset);
     if (collective->reduces) {
         count_given(collective, offset, length);
         return;
@@ -75,13 +76,13 @@ static void note_sent(struct collective *collective, const struct part *part, ui
     count_written(collective, offset, length);
 }
 
-/* The message of a chunk of our own: TURN_OVER when it is made. */
+/* Makes the message of a chunk of our own: TURN_OVER when it is made. */
 static enum turn build_own(struct ring *ring, const struct part *part, struct packet *packet,
                            const struct wire_header *header)
 {
     struct op *op = op_of(&ring->link);
     struct collective *collective = collective_of(op);
-    const unsigned char *own = part_send(collective, part, header->offset);
+    const unsigned char *own = part_send(&collective->parts, part, header->offset);
     uint64_t bytes = payload_bytes(collective, part, header->length);
     int status;
     if (collective->format == PCCL_UNQUANTIZED) {
@@ -122,7 +123,7 @@ enum turn chunk_send(struct link *link)
     struct op *op = op_of(link);
     struct ring *ring = (struct ring *)link;
     struct collective *collective = collective_of(op);
-    const struct part *part = part_at(collective, ring->cursor);
+    const struct part *part = part_at(&collective->parts, ring->cursor);
     uint64_t length = own_length(ring, part);
     struct packet packet = {0};
     struct wire_header header = own_header(ring, length);
@@ -140,14 +141,14 @@ enum turn chunk_send(struct link *link)
     note_sent(collective, part, ring->cursor, length);
     ring->cursor += quanta_of(length) * PCCL_QUANTUM;
     if (collective_is_complete(collective))
-        op_complete(op);             /* which does not free it, as it is still our turn */
+        op_complete(op);             /* cannot free it: it is still our turn */
     return ring->cursor < ring->end ? TURN_MORE : TURN_OVER;
 }
 
 /* ---- judging a chunk ---- */
 
-/* Why a chunk cannot be part of the op at all, or NULL. After this its offset and length may
- * become addresses. */
+/* Why a chunk cannot belong to the op at all, or NULL. After this its offset and length may become
+ * addresses. */
 static const char *check_shape(const struct collective *collective, const struct wire_header *chunk,
                                uint64_t bytes)
 {
@@ -159,12 +160,12 @@ static const char *check_shape(const struct collective *collective, const struct
         || chunk->hop > collective_last_hop(collective, members))
         return "a chunk has an impossible place in the ring";
     if (chunk->length == 0 || chunk->offset % PCCL_QUANTUM != 0
-        || chunk->offset >= collective->span * (collective->members > 0 ? members : 1))
+        || chunk->offset >= collective->parts.span * (collective->members > 0 ? members : 1))
         return "a chunk is empty, not aligned or out of bounds";
-    part = part_at(collective, chunk->offset);
-    if (chunk->length > part_left(collective, part, chunk->offset)
+    part = part_at(&collective->parts, chunk->offset);
+    if (chunk->length > part_left(&collective->parts, part, chunk->offset)
         || (chunk->length % PCCL_QUANTUM != 0
-            && chunk->length != part_left(collective, part, chunk->offset)))
+            && chunk->length != part_left(&collective->parts, part, chunk->offset)))
         return "a chunk is not aligned or out of bounds";
     if (payload_bytes(collective, part, chunk->length) != bytes)
         return "a chunk's payload has another size than its header says";
@@ -207,7 +208,7 @@ static const char *check_place(const struct collective *collective, const struct
     if (chunk->members != place->members
         || chunk->segment != ring_segment(place->members, place->position, chunk->hop))
         return "a chunk has another place in the ring";
-    ring_range(ring, chunk->segment, &from, &to);
+    collective_range(ring, chunk->segment, &from, &to);
     if (chunk->offset < from || chunk->offset + chunk->length > to)
         return "a chunk lies outside its segment";
     return NULL;
@@ -222,13 +223,13 @@ static const char *check_turn(const struct collective *collective, const struct 
         return quanta_any(collective->given_set, from, to) ? "a chunk came twice" : NULL;
     if (collective->reduces && !quanta_all(collective->given_set, from, to))
         return "a final chunk lacks our contribution";
-    written_quanta(collective, chunk->offset, chunk->length, &from, &to);
+    parts_written(&collective->parts, chunk->offset, chunk->length, &from, &to);
     return quanta_any(collective->written_set, from, to) ? "a chunk came twice" : NULL;
 }
 
 /* ---- what becomes of it ---- */
 
-/* Sends a message on: now if nothing is before it and there is room, else it waits. */
+/* Sends a message on: now if none waits before it and there is room, else later. */
 static void forward(struct op *op, uint8_t index, struct packet **packet)
 {
     struct stream *stream = op->started ? op->links[index]->stream : NULL;
@@ -256,19 +257,19 @@ static void next_hop(const pccl_zmq *zmq, struct packet *packet, const struct wi
     wire_set_hop(packet_header(zmq, packet), (uint16_t)(chunk->hop + 1u));
 }
 
-/* The last reducing hop: recv = partial result + ours. What is sent on, if anything is, is the
- * message again if it is small, else recv itself, so that nothing is written twice. */
+/* The last reducing hop: recv = partial result + ours. What is sent on, if anything, is the same
+ * message if it is small, else recv itself, so that nothing is written twice. */
 static int reduce_last(struct collective *collective, const struct part *part,
                        const struct wire_header *chunk, struct packet *packet)
 {
     struct source *source = &collective->op.source;
     unsigned char *in = packet_payload(source->zmq, packet);
-    unsigned char *out = part_recv(collective, part, chunk->offset);
+    unsigned char *out = part_recv(&collective->parts, part, chunk->offset);
     uint64_t bytes = packet->bytes;
     bool last = is_last_hop(collective, chunk), again = bytes <= source->copy_max && !last;
     struct wire_header header = *chunk;
     int status = pccl_reduce(part->dtype, collective->redop, again ? in : out, in,
-                             part_send(collective, part, chunk->offset), chunk->length,
+                             part_send(&collective->parts, part, chunk->offset), chunk->length,
                              chunk->members);
     assert(status == PCCL_OK);
     (void)status;
@@ -291,26 +292,26 @@ static void reduce_partial(struct collective *collective, const struct part *par
     const pccl_zmq *zmq = collective->op.source.zmq;
     unsigned char *in = packet_payload(zmq, packet);
     int status = pccl_reduce(part->dtype, collective->redop, in, in,
-                             part_send(collective, part, chunk->offset), chunk->length, 1);
+                             part_send(&collective->parts, part, chunk->offset), chunk->length, 1);
     assert(status == PCCL_OK);
     (void)status;
     next_hop(zmq, packet, chunk);
 }
 
-/* What apply() does to the payload of a quantized chunk, in place, and what it stores. */
+/* apply() for a quantized chunk: changes the payload in place, and stores what is final. */
 static void apply_quantized(struct collective *collective, const struct part *part,
                             const struct wire_header *chunk, struct packet *packet)
 {
     const pccl_zmq *zmq = collective->op.source.zmq;
     unsigned char *in = packet_payload(zmq, packet);
-    unsigned char *out = part_recv(collective, part, chunk->offset);
+    unsigned char *out = part_recv(&collective->parts, part, chunk->offset);
     bool last = chunk->hop + 2u == chunk->members;
     uint32_t divisor = last ? chunk->members : 1;
     int status;
     if (chunk->hop + 2u <= chunk->members)
         status = pccl_quantized_reduce(collective->format, part->dtype, collective->redop, in,
-                                       part_send(collective, part, chunk->offset), chunk->length,
-                                       divisor, last ? out : NULL);
+                                       part_send(&collective->parts, part, chunk->offset),
+                                       chunk->length, divisor, last ? out : NULL);
     else
         status = pccl_dequantize(collective->format, part->dtype, out, in, chunk->length);
     assert(status == PCCL_OK);
@@ -323,7 +324,7 @@ static int apply(struct collective *collective, const struct wire_header *chunk,
                  struct packet *packet)
 {
     const pccl_zmq *zmq = collective->op.source.zmq;
-    const struct part *part = part_at(collective, chunk->offset);
+    const struct part *part = part_at(&collective->parts, chunk->offset);
     bool stored = chunk->hop + 2u >= chunk->members;
     if (chunk->hop + 1u < chunk->members)
         count_given(collective, chunk->offset, chunk->length);
@@ -343,7 +344,7 @@ static int apply(struct collective *collective, const struct wire_header *chunk,
     }
     if (chunk->hop + 2u == chunk->members)
         return reduce_last(collective, part, chunk, packet);
-    memcpy(part_recv(collective, part, chunk->offset), packet_payload(zmq, packet),
+    memcpy(part_recv(&collective->parts, part, chunk->offset), packet_payload(zmq, packet),
            (size_t)packet->bytes);
     next_hop(zmq, packet, chunk);
     return PCCL_OK;

@@ -26,67 +26,13 @@ bool collective_is_complete(const struct collective *collective)
 
 /* ---- where things lie ---- */
 
-static uint64_t block_offset(const struct collective *collective, uint64_t offset)
-{
-    return offset % collective->span;
-}
-
-const struct part *part_at(const struct collective *collective, uint64_t offset)
-{
-    uint64_t inside = block_offset(collective, offset);
-    uint32_t low = 0, high = collective->n_parts;
-    while (high - low > 1) {         /* parts[low].begin <= inside < parts[high].begin */
-        uint32_t middle = low + (high - low) / 2;
-        if (collective->parts[middle].begin <= inside)
-            low = middle;
-        else
-            high = middle;
-    }
-    return &collective->parts[low];
-}
-
-uint64_t part_left(const struct collective *collective, const struct part *part, uint64_t offset)
-{
-    return part->count - (block_offset(collective, offset) - part->begin);
-}
-
-/* Bytes from the beginning of a buffer of so many blocks to the element at an offset. */
-static size_t bytes_to(const struct collective *collective, const struct part *part,
-                       uint32_t blocks, uint64_t offset)
-{
-    uint64_t element = block_offset(collective, offset) - part->begin;
-    if (blocks > 1)
-        element += offset / collective->span * part->count;
-    return (size_t)element * part->width;
-}
-
-const unsigned char *part_send(const struct collective *collective, const struct part *part,
-                               uint64_t offset)
-{
-    return part->send + bytes_to(collective, part, collective->send_blocks, offset);
-}
-
-unsigned char *part_recv(const struct collective *collective, const struct part *part,
-                         uint64_t offset)
-{
-    return part->recv + bytes_to(collective, part, collective->recv_blocks, offset);
-}
-
-void written_quanta(const struct collective *collective, uint64_t offset, uint64_t length,
-                      uint64_t *from, uint64_t *to)
-{
-    uint64_t begin = collective->recv_blocks > 1 ? offset : block_offset(collective, offset);
-    *from = begin / PCCL_QUANTUM;
-    *to = quanta_of(begin + length);
-}
-
 /* The rank of a position. */
 static uint32_t rank_at(const pccl_ring *ring, uint32_t position)
 {
     return ring->ranks != NULL ? ring->ranks[position] : position;
 }
 
-void ring_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint64_t *to)
+void collective_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint64_t *to)
 {
     const struct collective *collective = collective_of(op_of(&ring->link));
     const pccl_ring *place = &ring->link.ring;
@@ -100,7 +46,7 @@ void ring_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint6
         break;
     case PCCL_REDUCE_SCATTER:
     case PCCL_ALL_GATHER:
-        *from = rank_at(place, owner) * collective->span + begin;
+        *from = rank_at(place, owner) * collective->parts.span + begin;
         *to = *from + place->count;
         break;
     case PCCL_BROADCAST:
@@ -121,89 +67,24 @@ uint32_t collective_last_hop(const struct collective *collective, uint32_t membe
 
 /* ---- register ---- */
 
-/* Whether `part` of `bytes` lies in a buffer, as one of its blocks or not at all: it does not
- * overlap two. *inside says which. */
-static bool is_block_or_apart(const unsigned char *buffer, uint32_t blocks,
-                              const unsigned char *part, size_t bytes, bool *inside)
-{
-    const unsigned char *end = buffer + blocks * bytes;
-    *inside = buffer <= part && part < end && (size_t)(part - buffer) % bytes == 0;
-    return *inside || part >= end || part + bytes <= buffer;
-}
-
-/* Why a part cannot be, or NULL; whether its recv holds what ABORT must restore. */
-static const char *check_buffers(const struct collective *collective, struct part *part)
-{
-    size_t bytes = (size_t)part->count * part->width;
-    bool apart, inside;
-    if (part->count == 0)
-        return NULL;
-    if (part->recv == NULL || part->send == NULL)
-        return "no buffer";
-    if (collective->what == PCCL_ALL_GATHER)
-        apart = is_block_or_apart(part->recv, collective->recv_blocks, part->send, bytes, &inside);
-    else
-        apart = is_block_or_apart(part->send, collective->send_blocks, part->recv, bytes, &inside);
-    part->overwrites = inside && collective->what != PCCL_ALL_GATHER;
-    return apart ? NULL : "the buffers overlap in part";
-}
-
-/* Takes over the parts of an order; why it cannot, or NULL. */
-static const char *take_parts(struct collective *collective, const pccl_order *order)
-{
-    uint32_t blocks = collective->members > 0 ? collective->members : 1, i;
-    size_t bytes = 0;
-    for (i = 0; i < order->n_parts; i++) {
-        const pccl_part *given = &order->parts[i];
-        struct part *part = &collective->parts[i];
-        const char *why;
-        part->dtype = (int)given->dtype;
-        part->width = pccl_dtype_size(part->dtype);
-        if (part->width == 0)
-            return "unknown element type";
-        if (collective->format != PCCL_UNQUANTIZED
-            && pccl_quantized_size(collective->format, part->dtype, 1) == 0)
-            return "what is quantized is floats";
-        if (given->count > (SIZE_MAX / 2 / blocks - bytes) / part->width)
-            return "too many elements";
-        part->send = given->send;
-        part->recv = given->recv;
-        if (collective->what == PCCL_BROADCAST)
-            part->send = part->recv;
-        part->count = given->count;
-        part->begin = collective->span;
-        bytes += (size_t)part->count * part->width;
-        collective->total += part->count;
-        collective->span += quanta_of(part->count) * PCCL_QUANTUM;
-        why = check_buffers(collective, part);
-        if (why != NULL)
-            return why;
-        if (part->overwrites) {
-            part->undo_at = collective->undo_needed;
-            collective->undo_needed += (size_t)part->count * part->width;
-        }
-    }
-    return NULL;
-}
-
-/* What an order says but for its parts; false if it cannot be. */
+/* Takes over what an order says except its parts; false if it is impossible. */
 static bool take_shape(struct collective *collective, const pccl_order *order)
 {
     collective->what = (enum pccl_collective)order->collective;
     collective->redop = (int)order->redop;
     collective->format = (int)order->format;
-    collective->n_parts = order->n_parts;
-    collective->send_blocks = collective->recv_blocks = 1;
+    collective->parts.n = order->n_parts;
+    collective->parts.send_blocks = collective->parts.recv_blocks = 1;
     switch (collective->what) {
     case PCCL_ALL_REDUCE:
         collective->reduces = true;
         break;
     case PCCL_REDUCE_SCATTER:
         collective->reduces = true;
-        collective->members = collective->send_blocks = order->members;
+        collective->members = collective->parts.send_blocks = order->members;
         break;
     case PCCL_ALL_GATHER:
-        collective->members = collective->recv_blocks = order->members;
+        collective->members = collective->parts.recv_blocks = order->members;
         break;
     case PCCL_BROADCAST:
         break;
@@ -214,7 +95,7 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
         && (!collective->reduces || order->redop == PCCL_PROD
             || order->format > PCCL_ZERO_POINT_16))
         return false;
-    return collective->send_blocks > 0 && collective->recv_blocks > 0
+    return collective->parts.send_blocks > 0 && collective->parts.recv_blocks > 0
         && order->members <= PCCL_PEERS_MAX && order->redop <= PCCL_MIN
         && order->n_parts <= PCCL_PARTS_MAX;
 }
@@ -222,28 +103,29 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
 void collective_enter(struct op *op, const pccl_order *order)
 {
     struct collective *collective = collective_of(op);
+    struct parts *parts = &collective->parts;
     size_t given, written;
     const char *why;
     if (!take_shape(collective, order)) {
         op_fail(op, PCCL_EINVAL, "unknown collective or operation, or an impossible number");
         return;
     }
-    collective->parts = calloc(order->n_parts + (size_t)1, sizeof *collective->parts);
-    if (collective->parts == NULL) {
+    parts->part = calloc(order->n_parts + (size_t)1, sizeof *parts->part);
+    if (parts->part == NULL) {
         op_fail(op, PCCL_ENOMEM, "no memory for %lu arrays", (unsigned long)order->n_parts);
         return;
     }
-    why = take_parts(collective, order);
+    why = parts_enter(parts, order);
     if (why != NULL) {
         op_fail(op, PCCL_EINVAL, "%s", why);
         return;
     }
-    given = quanta_words(quanta_of(collective->span * collective->send_blocks));
-    written = quanta_words(quanta_of(collective->span * collective->recv_blocks));
+    given = quanta_words(quanta_of(parts->span * parts->send_blocks));
+    written = quanta_words(quanta_of(parts->span * parts->recv_blocks));
     collective->given_set = calloc(given + written + 1, sizeof(uint64_t));
     if (collective->given_set == NULL) {
         op_fail(op, PCCL_ENOMEM, "no memory to keep account of %llu elements",
-                (unsigned long long)collective->total);
+                (unsigned long long)parts->total);
         return;
     }
     collective->written_set = collective->given_set + given;
@@ -251,74 +133,28 @@ void collective_enter(struct op *op, const pccl_order *order)
 
 /* ---- what ABORT restores ---- */
 
-/* Gives a collective its undo buffer: the spare one of the engine if it is large enough, or a new
- * one. 0 or PCCL_ENOMEM. */
-static int make_undo(struct collective *collective)
-{
-    struct ops *ops = collective->op.ops;
-    if (ops->spare_bytes >= collective->undo_needed) {
-        collective->undo = ops->spare;
-        collective->undo_bytes = ops->spare_bytes;
-        ops->spare = NULL;
-        ops->spare_bytes = 0;
-    } else {
-        collective->undo_bytes = collective->undo_needed;
-        collective->undo = malloc(collective->undo_bytes);
-    }
-    collective->op.reversible = collective->undo != NULL;
-    return collective->undo != NULL ? PCCL_OK : PCCL_ENOMEM;
-}
-
 int collective_save(struct collective *collective, const struct part *part, uint64_t offset,
                     size_t bytes)
 {
-    size_t at = bytes_to(collective, part, 1, offset);
+    struct op *op = &collective->op;
     if (!part->overwrites)
         return PCCL_OK;
-    if (collective->undo == NULL && make_undo(collective) != PCCL_OK)
+    if (collective->undo.memory == NULL)
+        op->reversible = undo_open(&collective->undo, collective->parts.undo_bytes,
+                                   &op->ops->spare);
+    if (!op->reversible)
         return PCCL_ENOMEM;
-    memcpy(collective->undo + part->undo_at + at, part->recv + at, bytes);
+    part_save(&collective->parts, part, &collective->undo, offset, bytes);
     return PCCL_OK;
-}
-
-/* The larger of this and the spare buffer becomes the spare one. */
-static void drop_undo(struct collective *collective)
-{
-    struct ops *ops = collective->op.ops;
-    if (collective->undo != NULL && ops->spare_bytes < collective->undo_bytes) {
-        free(ops->spare);
-        ops->spare = collective->undo;
-        ops->spare_bytes = collective->undo_bytes;
-    } else {
-        free(collective->undo);
-    }
-    collective->undo = NULL;
-    collective->op.reversible = false;
-}
-
-static void restore_part(const struct collective *collective, const struct part *part)
-{
-    uint64_t first = part->begin / PCCL_QUANTUM, end = first + quanta_of(part->count);
-    uint64_t from = first, to;
-    while (quanta_run(collective->written_set, &from, &to, end)) {
-        uint64_t begin = (from - first) * PCCL_QUANTUM, stop = (to - first) * PCCL_QUANTUM;
-        size_t at = (size_t)begin * part->width;
-        if (to == end)
-            stop = part->count;
-        memcpy(part->recv + at, collective->undo + part->undo_at + at,
-               (size_t)(stop - begin) * part->width);
-        from = to;
-    }
 }
 
 void collective_end(struct op *op, bool keep)
 {
     struct collective *collective = collective_of(op);
-    uint32_t i;
-    for (i = 0; !keep && collective->undo != NULL && i < collective->n_parts; i++)
-        if (collective->parts[i].overwrites)
-            restore_part(collective, &collective->parts[i]);
-    drop_undo(collective);
+    if (!keep && op->reversible)
+        parts_restore(&collective->parts, &collective->undo, collective->written_set);
+    op->reversible = false;
+    undo_close(&collective->undo, &op->ops->spare);
 }
 
 void collective_drop(struct op *op, struct link *link)
@@ -338,14 +174,14 @@ void collective_free(struct op *op)
     assert(collective->early.head == NULL);
     if (op->started && collective->is_spread)
         op->ops->n_spread--;
-    drop_undo(collective);
+    undo_close(&collective->undo, &op->ops->spare);
     free(collective->given_set);
-    free(collective->parts);
+    free(collective->parts.part);
 }
 
 /* ---- start ---- */
 
-/* Why one ring of a START cannot be, or NULL. */
+/* Why one ring of a START is impossible, or NULL. */
 static const char *check_ring(const struct collective *collective, const pccl_ring *ring)
 {
     uint32_t i;
@@ -370,8 +206,8 @@ static uint32_t role(const struct collective *collective, const pccl_ring *ring)
     return rank_at(ring, ring->position);
 }
 
-/* Why the rings of a START cannot be, or NULL: they share out a block, one after the other, and
- * agree on who we are. */
+/* Why the rings of a START are impossible, or NULL: they must divide a block, one after the other,
+ * and agree on who we are. */
 static const char *check_rings(const struct collective *collective, const pccl_order *order)
 {
     const pccl_ring *first = &order->rings[0];
@@ -384,15 +220,15 @@ static const char *check_rings(const struct collective *collective, const pccl_o
             return why;
         if (ring->members != first->members || role(collective, ring) != role(collective, first))
             return "the rings contradict each other";
-        if (ring->begin != at || ring->count > collective->span - at
+        if (ring->begin != at || ring->count > collective->parts.span - at
             || (ring->count > 0 && ring->begin % PCCL_QUANTUM != 0))
             return "the rings do not share out the data";
         at += ring->count;
     }
-    return at == collective->span ? NULL : "the rings do not share out the data";
+    return at == collective->parts.span ? NULL : "the rings do not share out the data";
 }
 
-/* Why the chunks that came before START cannot be, or NULL. */
+/* Why the chunks that came before START contradict it, or NULL. */
 static const char *check_claims(const struct collective *collective, const pccl_order *order)
 {
     const struct op *op = &collective->op;
@@ -411,29 +247,7 @@ static const char *check_claims(const struct collective *collective, const pccl_
     return NULL;
 }
 
-/* Our own block of the larger buffer is send or recv itself, or a block of its own. */
-static bool is_own_block(const struct collective *collective, const struct part *part,
-                         uint32_t rank)
-{
-    bool scatters = collective->send_blocks > 1;
-    const unsigned char *buffer = scatters ? part->send : part->recv;
-    const unsigned char *block = scatters ? part->recv : part->send;
-    size_t bytes = (size_t)part->count * part->width;
-    return block == buffer + rank * bytes || block < buffer
-        || block >= buffer + collective->members * bytes;
-}
-
-/* Whether all parts that are in place lie where our rank is. */
-static bool lies_right(const struct collective *collective, const pccl_ring *ring)
-{
-    uint32_t i;
-    for (i = 0; collective->members > 0 && i < collective->n_parts; i++)
-        if (!is_own_block(collective, &collective->parts[i], role(collective, ring)))
-            return false;
-    return true;
-}
-
-/* Makes the links of all rings; fails the op if that cannot be. */
+/* Makes the links of all rings, or fails the op. */
 static bool join_rings(struct collective *collective, const pccl_order *order)
 {
     struct op *op = &collective->op;
@@ -456,14 +270,14 @@ static bool join_rings(struct collective *collective, const pccl_order *order)
         if (members > 1) {
             struct ring *ring = collective_ring(collective, i);
             uint32_t hop = collective_first_hop(collective, members);
-            ring_range(ring, ring_segment(members, ring_next(members, place->position), hop),
+            collective_range(ring, ring_segment(members, ring_next(members, place->position), hop),
                        &ring->cursor, &ring->end);
         }
     }
     return true;
 }
 
-/* Whether an early chunk was of what is ours to send from the beginning. */
+/* Whether an early chunk brought what we are to send from the beginning. */
 static bool was_forestalled(const struct collective *collective)
 {
     uint32_t i;
@@ -477,46 +291,38 @@ static bool was_forestalled(const struct collective *collective)
     return false;
 }
 
-/* With nobody else in the ring our own contribution is the result. */
-static void finish_alone(struct collective *collective)
-{
-    uint32_t i;
-    for (i = 0; i < collective->n_parts; i++) {
-        const struct part *part = &collective->parts[i];
-        if (part->send != part->recv && part->count > 0)
-            memcpy(part->recv, part->send, (size_t)part->count * part->width);
-    }
-}
-
 /* How many elements there are to give and to write. */
 static uint64_t count_wanted(const struct collective *collective)
 {
-    uint64_t blocks = collective->recv_blocks;
+    uint64_t blocks = collective->parts.recv_blocks;
     if (collective->reduces)
-        blocks += collective->send_blocks;
-    return collective->total * blocks;
+        blocks += collective->parts.send_blocks;
+    return collective->parts.total * blocks;
 }
 
-/* Early chunks that are to be sent on wait no longer. */
+/* Queues the early chunks that are to be sent on. */
 static void release_early(struct collective *collective)
 {
     struct packet *packet;
     while ((packet = packets_take(&collective->early)) != NULL) {
         struct wire_header header;
         bool valid = wire_decode(&header, packet_header(collective->op.source.zmq, packet));
-        assert(valid);           /* and the claims say that there is such a ring */
+        assert(valid);           /* the claims say that there is such a ring */
         (void)valid;
         packets_append(&collective->op.links[header.ring]->stream->forwards, packet);
     }
 }
 
-/* Why a START cannot be, or NULL. */
+/* Why a START is impossible, or NULL. */
 static const char *check_start(const struct collective *collective, const pccl_order *order)
 {
     const char *why = check_rings(collective, order);
-    if (why == NULL && !lies_right(collective, &order->rings[0]))
-        why = "one buffer is part of the other, at the place of another rank";
-    return why;
+    if (why != NULL)
+        return why;
+    if (collective->members > 0
+        && !parts_lie_at(&collective->parts, role(collective, &order->rings[0])))
+        return "one buffer is part of the other, at the place of another rank";
+    return NULL;
 }
 
 void collective_start(struct op *op, const pccl_order *order)
@@ -545,7 +351,7 @@ void collective_start(struct op *op, const pccl_order *order)
     op->nonce = order->nonce;
     collective->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
     if (order->rings[0].members == 1)
-        finish_alone(collective);
+        parts_copy(&collective->parts);  /* our own contribution is the result */
     else
         collective->wanted = count_wanted(collective);
     release_early(collective);

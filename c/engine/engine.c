@@ -6,6 +6,8 @@
  * quanta      which parts of a buffer have been handled
  * ring        the geometry of a ring
  * tcp         what the operating system is asked about a connection
+ * undo        memory for what an op overwrites in place
+ * parts       the arrays of a collective: what lies where, what ABORT restores
  * events      what the caller is told
  * zap         who may connect to the PULL socket
  * packet      messages of one or two frames, and references to the memory that they point into
@@ -14,7 +16,7 @@
  * pieces      numbered pieces of memory
  * serve       SERVE: answers requests for pieces
  * fetch       FETCH: requests pieces
- * collective  COLLECTIVE: what lies where, what ABORT restores, the start
+ * collective  COLLECTIVE: which elements are done, the start
  * chunk       the chunks of a collective: sent, judged, reduced or stored, sent on
  * kinds       the table of these three kinds of ops
  *
@@ -51,10 +53,10 @@ static const char ORDERS_ENDPOINT[] = "inproc://pccl-engine";
 enum {
     ORDER_BATCH = 64,        /* in one pass */
     RECEIVE_BATCH = 16,      /* messages in one pass, */
-    RECEIVE_BYTES = 1 << 20, /* or so many bytes: reducing them takes as long as sending them */
-    FORWARD_BYTES = 32 << 20, /* that may wait to be sent on, but for what lies in ops' memory */
-    LISTEN_INTERVAL = 16,    /* busy passes between looks at the monitors: system calls */
-    RELEASE_WAIT_MS = 1,     /* libzmq releases what it has written at once, but does not say so */
+    RECEIVE_BYTES = 1 << 20, /* or bytes: reducing them takes as long as sending them */
+    FORWARD_BYTES = 32 << 20, /* that may wait to be sent on, besides ops' own memory */
+    LISTEN_INTERVAL = 16,    /* busy passes between looks at the monitors (system calls) */
+    RELEASE_WAIT_MS = 1,     /* libzmq releases what it has written at once, but sends no notice */
     SOCKETS_MAX = 8192       /* of the context; a stream takes three */
 };
 
@@ -92,8 +94,8 @@ static void *open_socket(pccl_engine *engine, int type, int recv_hwm)
     return socket;
 }
 
-/* Lets only those connect whom zap.c knows: 0, or -1 as setsockopt. An enforced domain, or libzmq
- * would let everybody in where there is no handler. */
+/* Lets only those connect whom zap.c allows: 0, or -1 as setsockopt. The domain is enforced,
+ * because otherwise libzmq lets everybody in when there is no handler. */
 static int set_server(pccl_engine *engine)
 {
     static const char domain[] = "pccl";
@@ -118,9 +120,9 @@ static bool is_guarded(const pccl_options *options)
     return options->curve_secret[0] != '\0' || options->dialler[0] != '\0';
 }
 
-/* Pings whoever sends to us, for as long as it hears no ping for the time-out it is to take us for
- * lost. Its answers do not matter: they come behind its data, which we may take slowly. What is
- * lost in its direction only, TCP has to notice. 0, or -1 as setsockopt. */
+/* Pings whoever sends to us: a sender that hears no ping for the time-out shall take us for lost.
+ * Its answers do not matter, because they queue behind its data, which we may take slowly. TCP has
+ * to notice what is lost in the sender's direction only. 0, or -1 as setsockopt. */
 static int set_heartbeats(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
@@ -136,8 +138,9 @@ static int set_heartbeats(pccl_engine *engine)
     return failed;
 }
 
-/* The context, the PAIR for orders and the PULL for everything else: 0 or PCCL_EZMQ. A stranger can
- * make libzmq keep one message on each connection, for as long as a handshake may take. */
+/* Opens the context, the PAIR for orders and the PULL for everything else: 0 or PCCL_EZMQ. The
+ * limits bound what a stranger can make libzmq keep: one message on each connection, for as long as
+ * a handshake may take. */
 static int open_sockets(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
@@ -160,14 +163,14 @@ static int open_sockets(pccl_engine *engine)
     return PCCL_OK;
 }
 
-/* Whether these are two keys, or both empty. */
+/* Whether both texts are keys, or both are empty. */
 static bool are_keys(const char *public_key, const char *secret)
 {
     size_t n = public_key[0] == '\0' ? 0 : PCCL_KEY_CHARS;
     return memchr(public_key, 0, n + 1) == public_key + n && memchr(secret, 0, n + 1) == secret + n;
 }
 
-/* Tells the modules of each other. */
+/* Gives each module what it uses of the others. */
 static void connect_modules(pccl_engine *engine, const pccl_zmq *table,
                             const pccl_options *options)
 {
@@ -320,7 +323,7 @@ static void obey(pccl_engine *engine, const pccl_order *order)
     }
 }
 
-/* Receives and follows one order: whether there was one. */
+/* Receives and obeys one order. Whether there was one. */
 static bool take_order(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
@@ -369,8 +372,8 @@ static void dispatch(pccl_engine *engine)
         return;
     }
     kind = op_kind_taking(header.kind);
-    /* Its REGISTER came before the vote that let the neighbour send this, so it is here by now; but
-     * it may have come after this pass looked for orders. */
+    /* The caller sent REGISTER before the vote that let the neighbour send this message, so
+     * REGISTER is here by now; but it may have come after this pass looked for orders. */
     do
         op = ops_find(&engine->ops, kind, header.run, header.tag);
     while (op == NULL && take_orders(engine));
@@ -378,8 +381,9 @@ static void dispatch(pccl_engine *engine)
 }
 
 /* Whether to receive. One ring cannot deadlock when its members stop receiving while enough waits
- * to be sent on (pccl.h). Several can: a member of two may be full of what only the next member of
- * the first can take, which is full of what only the next of the second can take, and so round. */
+ * to be sent on (pccl.h). Several can: a member of two rings may be full of messages that only its
+ * successor in the first can take, which is full of messages that only its successor in the second
+ * can take, and so on around a circle. */
 static bool has_room(const pccl_engine *engine)
 {
     const struct backlog *backlog = &engine->ops.backlog;

@@ -26,8 +26,8 @@
 enum {
     FROM_NOBODY = UINT32_MAX,
     FROM_SEVERAL = UINT32_MAX - 1,
-    WINDOW_MIN = 4,          /* requests: a holder that was slow can show that it is no more */
-    WINDOW_LAST = 8,         /* requests: not fewer when little is left */
+    WINDOW_MIN = 4,          /* requests: so that a slow holder can show that it is fast again */
+    WINDOW_LAST = 8,         /* requests: the least when little is left */
     LATELY = 64              /* answers for each holder */
 };
 
@@ -134,7 +134,7 @@ static void request_turns(const struct fetch *fetch)
         link_request_turn(fetch->op.links[i]);
 }
 
-/* Everything is here: no holder needs a turn any more. */
+/* Ends the fetch when everything is here: no holder needs a turn any more. */
 static void complete(struct fetch *fetch)
 {
     struct op *op = &fetch->op;
@@ -217,7 +217,7 @@ static int grow_wants(struct fetch *fetch, uint32_t holders)
     return PCCL_OK;
 }
 
-/* Nothing is asked of a holder any more; others may be asked for what it owes. */
+/* Asks nothing more of a holder, and lets others be asked for what it owes. */
 static void return_wants(struct fetch *fetch, struct holder *holder)
 {
     uint32_t i;
@@ -242,7 +242,7 @@ static void return_wants(struct fetch *fetch, struct holder *holder)
     holder->outstanding = 0;
 }
 
-/* What holders owe that are gone may be asked of others. */
+/* Lets others be asked for what holders owe that are gone. */
 static void return_lost(struct fetch *fetch)
 {
     uint32_t i;
@@ -254,7 +254,7 @@ static void return_lost(struct fetch *fetch)
     }
 }
 
-/* What all holders owe may be asked for again. Whether there is anything. */
+/* Lets what all holders owe be asked for again. Whether there is anything. */
 static bool return_all(struct fetch *fetch)
 {
     uint32_t i, silent = 0;
@@ -285,7 +285,7 @@ static void remind(struct fetch *fetch, uint64_t limit)
         op_report(&fetch->op, PCCL_ESTREAM, "its holders do not answer");
     } else if (n > 0 && (n & (n - 1)) == 0) {
         if (!return_all(fetch))
-            fetch->reminders = 1;    /* nobody is asked: our own caller keeps us waiting */
+            fetch->reminders = 1;    /* nothing is asked for: we wait for our own caller */
         request_turns(fetch);
     }
 }
@@ -309,7 +309,7 @@ void fetch_lose(struct op *op, const struct stream *stream)
         op_report(op, PCCL_ESTREAM, "no holder is left: %s", stream->text);
 }
 
-/* Another round begins, with other holders. */
+/* Begins another round, with other holders. */
 static void begin_round(struct fetch *fetch, const pccl_order *order)
 {
     struct op *op = &fetch->op;
@@ -351,8 +351,8 @@ void fetch_start(struct op *op, const pccl_order *order)
 
 /* ---- requests ---- */
 
-/* How many requests may be under way to a holder: its share of all that came lately, and never so
- * many that nothing would be left for a holder that connects later. */
+/* How many requests may be under way to a holder: in proportion to its share of all that came
+ * lately, and never so many that nothing is left for a holder that connects later. */
 static uint32_t window_of(const struct holder *holder)
 {
     const struct fetch *fetch = fetch_from(holder);
@@ -369,7 +369,7 @@ static uint32_t window_of(const struct holder *holder)
     return window < least ? least : window > most ? most : (uint32_t)window;
 }
 
-/* Counts an answer, and lets what came earlier count for less. */
+/* Counts an answer, and halves the weight of earlier ones from time to time. */
 static void count_delivery(struct holder *holder)
 {
     struct fetch *fetch = fetch_from(holder);
@@ -549,7 +549,7 @@ void fetch_take(struct op *op, const struct wire_header *header, struct packet *
     const pccl_piece *piece;
     struct holder *holder;
     struct leaf *leaf;
-    if (want == NULL) {              /* late: it was asked for again; or nobody asked for it */
+    if (want == NULL) {              /* late, and asked of another by now; or never asked for */
         op->ops->dropped++;
         return;
     }

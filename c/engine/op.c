@@ -1,12 +1,12 @@
 /* op.c - see op.h.
  *
  * REGISTER puts an op into two indexes, by its number for orders and by (kind, run, tag) for
- * messages. COMMIT and ABORT take it out of the second, so that its tag is free again, and move
- * it to the engine's list of ending ops, where it stays until nothing of it waits to be sent and
- * ZeroMQ refers to none of its bytes. A message of an op that ends finds nothing and is dropped
- * as stale.
+ * messages. COMMIT and ABORT take it out of the second, so that its tag is free again, and move it
+ * to the engine's list of ending ops, where it stays until nothing of it waits to be sent and
+ * ZeroMQ refers to none of its bytes. A message for an ending op finds nothing and is dropped as
+ * stale.
  *
- * A failed op sends and takes nothing more. It keeps its memory and its numbers until the
+ * A failed op neither sends nor takes anything more. It keeps its memory, number and tag until the
  * caller's ABORT. */
 #include "engine/op.h"
 
@@ -119,7 +119,7 @@ struct link *op_add_link(struct op *op, struct stream *stream, const pccl_ring *
     return link;
 }
 
-/* Drops what waits for a link, or without any (NULL). */
+/* Drops what waits for a link's turn, or what waits without a link (NULL). */
 static void drop(struct op *op, struct link *link)
 {
     if (op->kind->drop != NULL)
@@ -204,7 +204,7 @@ static bool is_active(const struct op *op)
     return op->ending == LIVING && !op->failed;
 }
 
-/* Whether an op can have a message of that call. */
+/* Whether a message is of the op's call. */
 static bool is_current(const struct op *op, const struct wire_header *header)
 {
     if (!op->started)
@@ -364,7 +364,7 @@ void ops_free(struct ops *ops)
             end(op, false);
         free_op(op);
     }
-    free(ops->spare);
+    free(ops->spare.memory);
 }
 
 /* ---- the beginning ---- */
@@ -379,7 +379,7 @@ static void fail_unborn(struct ops *ops, uint64_t id)
     events_emit(ops->events, &event);
 }
 
-/* A new op of that kind, which its number finds, or NULL without memory. */
+/* A new op of that kind, found by its number, or NULL without memory. */
 static struct op *new_op(struct ops *ops, const struct op_kind *kind, const pccl_order *order)
 {
     struct op *op = calloc(1, kind->bytes);

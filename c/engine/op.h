@@ -11,6 +11,7 @@
 #include "engine/events.h"
 #include "engine/packet.h"
 #include "engine/stream.h"
+#include "engine/undo.h"
 #include "engine/wire.h"
 
 enum { INDEX_BUCKETS = 1024 };   /* thousands of ops may be outstanding: chains of a few */
@@ -84,8 +85,7 @@ struct ops {
     struct backlog backlog;  /* packets that wait to be sent on */
     uint32_t n_spread;       /* ops over several neighbours; while there are any, no limit holds */
     uint64_t dropped;        /* messages that were of use to no op */
-    void *spare;             /* the undo buffer of an earlier op, kept for the next one: page */
-    size_t spare_bytes;      /* faults cost more than copies */
+    struct undo spare;       /* of an earlier op, for the next one that needs an undo buffer */
 };
 
 /* REGISTER, START, COMMIT and ABORT, and the orders of one kind of op. */

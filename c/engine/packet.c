@@ -141,7 +141,7 @@ static void release(void *data, void *hint)
     drop_reference(hint);
 }
 
-/* The second frame of a packet: `bytes` bytes of memory of the source. 0 or PCCL_ENOMEM. */
+/* Makes the second frame: `bytes` bytes of the source's memory. 0 or PCCL_ENOMEM. */
 static int refer(struct source *source, struct packet *packet, const void *data, uint64_t bytes)
 {
     void *unwritten = (void *)(uintptr_t)data;      /* libzmq only reads what it sends */
@@ -157,7 +157,7 @@ static int refer(struct source *source, struct packet *packet, const void *data,
     return PCCL_OK;
 }
 
-/* A frame of the header and room for so many bytes of payload. 0 or PCCL_ENOMEM. */
+/* Makes the first frame: the header and room for `room` bytes of payload. 0 or PCCL_ENOMEM. */
 static int make_frame(const pccl_zmq *zmq, struct packet *packet, const struct wire_header *header,
                       uint64_t room)
 {

@@ -9,8 +9,8 @@
 #include <stdlib.h>
 
 enum {
-    REQUESTS_MAX = 1024,     /* kept of one requester, whose window is smaller, */
-    UNCLAIMED_MAX = 65536    /* and of all whose slots no START has named yet */
+    REQUESTS_MAX = 1024,     /* of one requester, whose window is smaller, */
+    UNCLAIMED_MAX = 65536    /* and of all whose slot no START has named yet */
 };
 
 static struct serve *serve_of(struct op *op)
@@ -55,7 +55,7 @@ void serve_drop(struct op *op, struct link *link)
         free(request);
 }
 
-/* Whether a requester waits for that very answer already: late ones are requested again. */
+/* Whether a requester waits for that very answer already: it requests late ones again. */
 static bool is_waiting(const struct requester *requester, const struct request *request)
 {
     const struct request *each = requester->requests.head;
@@ -65,7 +65,7 @@ static bool is_waiting(const struct requester *requester, const struct request *
     return each != NULL;
 }
 
-/* Keeps a request for its turn, if that requester has not too many. */
+/* Keeps a request for its turn, unless that requester has too many. */
 static void queue_request(struct op *op, struct requester *requester, struct request *request)
 {
     if (requester->requests.n >= REQUESTS_MAX || is_waiting(requester, request)) {
@@ -77,7 +77,7 @@ static void queue_request(struct op *op, struct requester *requester, struct req
     link_request_turn(&requester->link);
 }
 
-/* The requester of that slot that can be answered, or NULL. */
+/* The requester with that slot, if it can be answered, or NULL. */
 static struct requester *find_slot(const struct op *op, uint32_t slot)
 {
     uint32_t i;

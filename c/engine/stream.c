@@ -28,11 +28,11 @@
 
 enum {
     PUMP_BATCH = 16,         /* messages in one pass, so that receiving keeps its share */
-    DISTANT_US = 1000,       /* round trips of so much are not of a local network */
-    DISTANT_CHUNK = 1 << 16, /* bytes: what a slow lane has still to send is what all wait for */
+    DISTANT_US = 1000,       /* a round trip this long is not that of a local network */
+    DISTANT_CHUNK = 1 << 16, /* bytes: all wait for what a slow lane still has to send */
     LANES_UNKNOWN = 8,       /* where the round trip is not known */
-    LANES_MAX = 16,          /* more make no link faster, and share it less evenly */
-    LANE_US = 7000           /* one more lane for each: windows are limited, and loss halves them */
+    LANES_MAX = 16,          /* more make no link faster and share it less evenly */
+    LANE_US = 7000           /* of round trip for each more lane: see choose_lanes() */
 };
 
 /* ---- opening and closing ---- */
@@ -68,7 +68,7 @@ static int set_option(struct stream *stream, int option, int value)
     return table(stream)->setsockopt(stream->push, option, &value, sizeof value);
 }
 
-/* Says whom we want to reach, and that we may: 0, or -1 as setsockopt. */
+/* Sends whom we want to reach, and the password: 0, or -1 as setsockopt. */
 static int set_plain_client(struct stream *stream, const pccl_order *order)
 {
     const pccl_zmq *zmq = table(stream);
@@ -81,7 +81,7 @@ static int set_plain_client(struct stream *stream, const pccl_order *order)
     return failed;
 }
 
-/* With keys, encrypts to the holder of the key in the order: 0, or -1 as setsockopt. */
+/* Encrypts to the holder of the key in the order: 0, or -1 as setsockopt. */
 static int set_curve_client(struct stream *stream, const pccl_order *order)
 {
     const pccl_zmq *zmq = table(stream);
@@ -259,8 +259,8 @@ void stream_free(struct stream *stream)
 
 /* ---- monitors ---- */
 
-/* The more of a window's time a round trip takes, the more lanes fill the link: a window is limited
- * by the kernel's buffers, and grows from little after each loss and each pause. */
+/* The longer the round trip, the more lanes it takes to fill a link: a connection's window is
+ * limited by the kernel's buffers, and grows from small after each loss and each pause. */
 static uint32_t choose_lanes(uint32_t round_trip_us)
 {
     uint32_t lanes = 1 + round_trip_us / LANE_US + (round_trip_us >= DISTANT_US);
@@ -269,8 +269,8 @@ static uint32_t choose_lanes(uint32_t round_trip_us)
     return lanes < LANES_MAX ? lanes : LANES_MAX;
 }
 
-/* A lane has its connection. By the time we hear of it the descriptor may be another one's, which
- * is harmless: what is set there does not change what a connection carries. */
+/* Handles a lane whose connection stands. By now the descriptor may belong to another connection,
+ * which is harmless: what is set there does not change what a connection carries. */
 static void greet_lane(struct stream *stream, int fd)
 {
     const pccl_zmq *zmq = table(stream);
@@ -295,9 +295,9 @@ uint64_t stream_chunk(const struct stream *stream, uint64_t chunk)
     return stream->distant && chunk > DISTANT_CHUNK ? DISTANT_CHUNK : chunk;
 }
 
-/* Whether a handshake shows that another process answers: it says that it is not who we want, or it
- * hangs up, as it must when it lacks the key to which we have encrypted, or speaks otherwise.
- * (A peer that has just ended may look like that, too. But one that is slow does not.) */
+/* Whether a failed handshake shows that another process answers: it refuses because it is not whom
+ * we want, or it hangs up, as it must without the key to which we have encrypted, or it speaks
+ * another protocol. (A peer that has just ended may look like that, too; a slow one does not.) */
 static bool is_another(uint16_t event, int32_t value)
 {
     return event == ZMQ_EVENT_HANDSHAKE_FAILED_AUTH || event == ZMQ_EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -384,7 +384,7 @@ enum sent stream_send(struct stream *stream, struct source *source, struct packe
             return BLOCKED;
         }
         stream->streams->events->error = error;
-        if (error == EAGAIN)     /* a second frame has room where the first had, but for this */
+        if (error == EAGAIN)     /* a second frame has room if the lane is there */
             stream_lose(stream, PCCL_ESTREAM, "a lane was disconnected in the middle of a message");
         else
             stream_lose(stream, PCCL_EZMQ, "a lane failed while sending: %.60s", strerror(error));
@@ -471,7 +471,7 @@ static bool pump_turns(struct turns *turns)
         end_turn(turns);
         return true;
     case TURN_BLOCKED:
-    case TURN_FAILED:        /* what has failed has taken the link out */
+    case TURN_FAILED:        /* who fails takes its links out */
         return false;
     }
     return false;

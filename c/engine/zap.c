@@ -18,11 +18,11 @@ static const char DIALLER[] = "dial";    /* the name by which a master dials */
 /* The frames of a request. */
 enum {
     AT_ROUTE = 0, AT_NUMBER = 3, AT_MECHANISM = 7, AT_CREDENTIALS = 8, FRAMES = 10,
-    FRAME_MAX = 48       /* bytes of a frame that are looked at */
+    FRAME_MAX = 48       /* bytes of a frame that are read */
 };
 
 struct frame {
-    size_t size;         /* more than FRAME_MAX: it is none of ours */
+    size_t size;         /* more than FRAME_MAX: none of ours */
     unsigned char data[FRAME_MAX + 1];
 };
 
@@ -30,7 +30,7 @@ enum verdict { ALLOWED, REFUSED, UNDECIDED };
 
 /* ---- credentials ---- */
 
-/* Whether two texts are the same, in a time that does not tell where they differ. */
+/* Whether two texts are the same, in constant time. */
 static bool is_same(const char *a, const char *b, size_t size)
 {
     unsigned difference = 0;
@@ -79,7 +79,8 @@ static enum verdict judge_key(const struct zap *zap, const char *key)
     return UNDECIDED;
 }
 
-/* Who wants another peer is told so at once; who wants us may know a later epoch than we do. */
+/* A connection that wants another peer is refused at once; one that wants us may know a later epoch
+ * than we do. */
 static enum verdict judge_password(const struct zap *zap, const char *name,
                                    const char *password)
 {
@@ -104,7 +105,7 @@ static enum verdict judge(const struct zap *zap, const struct zap_request *reque
 
 /* ---- messages ---- */
 
-/* Receives a request, FRAMES frames at most: how many it has, or 0 if there is none. */
+/* Receives a request and keeps FRAMES frames at most. How many it has, or 0 if there is none. */
 static int receive_frames(struct zap *zap, struct frame *frames)
 {
     const pccl_zmq *zmq = zap->events->zmq;
@@ -130,7 +131,7 @@ static int receive_frames(struct zap *zap, struct frame *frames)
     return n;
 }
 
-/* To whom a request is to be answered; false if it cannot be. */
+/* Reads to whom a request is to be answered; false if it cannot be. */
 static bool read_sender(const struct frame *frames, int n, struct zap_request *request)
 {
     memset(request, 0, sizeof *request);
@@ -144,7 +145,7 @@ static bool read_sender(const struct frame *frames, int n, struct zap_request *r
     return true;
 }
 
-/* What it says; false if that is nothing of this engine's mechanism. */
+/* Reads its credentials; false if they are not of this engine's mechanism. */
 static bool read_credentials(const struct zap *zap, const struct frame *frames, int n,
                          struct zap_request *request)
 {
@@ -206,8 +207,8 @@ static void decide_waiting(struct zap *zap)
     zap->n_waiting = kept;
 }
 
-/* Too many, and the one that has waited longest gets no answer: to be refused would tell it that
- * another peer is here. */
+/* Keeps a request until it can be decided. When there are too many, the oldest gets no answer: a
+ * refusal would tell it that another peer is here. */
 static void await(struct zap *zap, const struct zap_request *request)
 {
     if (zap->n_waiting == ZAP_WAITING_MAX)

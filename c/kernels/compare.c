@@ -1,4 +1,4 @@
-/* compare.c - how two buffers of elements differ: what is told of shared state that has diverged.
+/* compare.c - how two buffers of elements differ, for reports on shared state that has diverged.
  *
  * Elements are compared as sign and magnitude, which orders IEEE 754 numbers as their bits do: so
  * the distance of two of them in units in the last place is the difference of integers. */
@@ -8,7 +8,7 @@
 
 struct form {
     size_t width;            /* bytes of an element */
-    uint64_t sign;           /* the bit that tells a sign, in floats; 0 in others */
+    uint64_t sign;           /* the sign bit of floats; 0 in others */
     uint64_t infinity;       /* the greatest magnitude that is no NaN */
     int is_signed;           /* an integer in two's complement */
 };

@@ -1,9 +1,9 @@
 /* half.h - float16 (IEEE binary16) and bfloat16, as bit patterns, to fp32 and back.
  *
- * To fp32 is exact. From fp32 rounds once, to nearest even, with subnormals and overflow to
- * infinity as IEEE has them; every NaN becomes the one quiet NaN of exact.h. All are branch-free,
- * so that loops over them vectorise, and none touches an fp32 subnormal of a float16, so a
- * processor that flushes those cannot change one. */
+ * Conversion to fp32 is exact. Conversion from fp32 rounds once, to nearest even, with subnormals
+ * and overflow to infinity as IEEE 754 says; every NaN becomes the one quiet NaN of exact.h. All
+ * are branch-free, so that loops over them vectorise, and none touches an fp32 subnormal of a
+ * float16, so a processor that flushes those cannot change one. */
 #ifndef PCCL_HALF_H
 #define PCCL_HALF_H
 

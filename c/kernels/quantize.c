@@ -1,20 +1,19 @@
 /* quantize.c - arrays of floats as blocks of small codes, and the step of a ring that reduces them.
  *
  * DESIGN. docs/quantization.md says what each format is and why. A block is a header, which says
- * how a code becomes a number, and its codes; every format is the one affine map of blocks.inc,
- * and differs in how the map is found and how many bits a code has.
+ * how a code becomes a number, and its codes; every format is the one affine map of blocks.inc, and
+ * differs in how the map is found and how many bits a code has.
  *
  * Everything goes strip by strip through a buffer of fp32 or fp64 numbers that stays in the first
  * level of the cache: blocks are decoded into it while a contribution is added, and it is encoded.
  * So a step of a ring is one pass over memory. Elements that are fp32 or fp64 are used where they
  * are, others are loaded and stored by functions of their own, so that types of elements and
- * formats need not be multiplied with each other. Likewise MAX and MIN are passes of their own over
- * what is decoded, which is in the cache: only the sum, which is what is mostly wanted, is fused.
+ * formats need not be multiplied with each other. Likewise MAX and MIN are separate passes over the
+ * decoded numbers, which are in the cache: only the sum, the most common operation, is fused.
  *
  * A block with an element that is not finite has a NaN for a step; one whose header is not finite
- * is read as all NaN.
- * Steps are never below the least normal number, so that their inverses are finite and a processor
- * that flushes subnormals computes the same bits. */
+ * is read as all NaN. Steps are never below the least normal number, so that their inverses are
+ * finite and a processor that flushes subnormals computes the same bits. */
 #include "pccl.h"
 
 #include <float.h>
@@ -194,7 +193,7 @@ static size_t strip(const struct format *format, size_t n)
     return n < STRIP ? n - n % format->block : STRIP;
 }
 
-/* Whether elements are what is computed with, where they are: then they need not be copied. */
+/* Whether elements can be computed with where they are, without a copy. */
 static bool is_number(const struct type *type, const unsigned char *element)
 {
     return type->element == type->number && (uintptr_t)element % type->number == 0;
@@ -260,7 +259,7 @@ int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n)
     return PCCL_OK;
 }
 
-/* x = what is quantized, reduced with `own`. */
+/* x = the quantized elements reduced with `own`. */
 static void reduce_into(const struct type *type, int format, int redop, const unsigned char *in,
                         const void *own, union numbers *x, size_t n, uint32_t divisor)
 {

@@ -104,8 +104,8 @@ DEFINE_FLOAT(f64, uint64_t, int64_t, double, f64_from_bits, f64_to_bits, 64, 0x7
         memcpy(out + i * sizeof z, &z, sizeof z);                                                  \
     }
 
-/* Two loops, because a compiler's own check for overlap, made before a vector loop, takes out == a
- * for one. */
+/* Two loops, because the check for overlap that a compiler makes before a vector loop takes out ==
+ * a for an overlap. */
 #define EACH(storage, expression)                                                                  \
     if (out == a) {                                                                                \
         LOOP(storage, out, b, expression)                                                          \

@@ -12,8 +12,8 @@
 #include <string.h>
 
 enum {
-    ELEMENTS = 203,          /* some vectors of any width, and a tail */
-    QUANTIZED = 2 * 256 + 75 /* some blocks of any format, and a tail */
+    ELEMENTS = 203,          /* a few vectors of any width, and a tail */
+    QUANTIZED = 2 * 256 + 75 /* a few blocks of any format, and a tail */
 };
 
 typedef struct {
@@ -75,8 +75,8 @@ static uint64_t sample(int dtype, uint64_t i)
     }
 }
 
-/* Only numbers near 1: one that is not finite, or is much larger, would be all that is seen of its
- * block when that is quantized. */
+/* Only numbers near 1: one that is not finite or is much larger would hide the rest of its block
+ * when that is quantized. */
 static uint64_t near_sample(int dtype, uint64_t i)
 {
     const uint64_t near = (uint64_t)15 << 60;

@@ -1,4 +1,5 @@
-/* direct.c - a message that is sent in one call, whatever else happens to its caller. */
+/* direct.c - sends a message in one call, so that it is clear whether it is gone when the caller is
+ * interrupted. */
 #include "pccl.h"
 
 #include "zmq/zmqdefs.h"

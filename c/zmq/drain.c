@@ -1,4 +1,4 @@
-/* drain.c - what is left of a message of many frames, without a line of Python for each. */
+/* drain.c - drops the rest of a message of many frames, without running Python for each. */
 #include "pccl.h"
 #include "zmq/zmqdefs.h"
 

@@ -1,8 +1,8 @@
-/* plain.c - messages and counters without libzmq, for tables that are filled otherwise (pccl.h,
+/* plain.c - messages and counters without libzmq, for other backends of the table (pccl.h,
  * pccl_plain_fill).
  *
- * A plain message lives in a pccl_msg: where its bytes are, how many, who is told when they are
- * let go of. */
+ * A pccl_msg holds the address and the number of a plain message's bytes, and whom to call when
+ * they are released. */
 #include "pccl.h"
 
 #include <assert.h>

@@ -1,0 +1,195 @@
+/* parts.c - see parts.h. */
+#include "engine/parts.h"
+
+#include <string.h>
+
+#include "engine/quanta.h"
+
+/* ---- where things lie ---- */
+
+static uint64_t block_offset(const struct parts *parts, uint64_t offset)
+{
+    return offset % parts->span;
+}
+
+const struct part *part_at(const struct parts *parts, uint64_t offset)
+{
+    uint64_t inside = block_offset(parts, offset);
+    uint32_t low = 0, high = parts->n;
+    while (high - low > 1) {         /* parts[low].begin <= inside < parts[high].begin */
+        uint32_t middle = low + (high - low) / 2;
+        if (parts->part[middle].begin <= inside)
+            low = middle;
+        else
+            high = middle;
+    }
+    return &parts->part[low];
+}
+
+uint64_t part_left(const struct parts *parts, const struct part *part, uint64_t offset)
+{
+    return part->count - (block_offset(parts, offset) - part->begin);
+}
+
+/* Bytes from the beginning of a buffer of so many blocks to the element at an offset. */
+static size_t bytes_to(const struct parts *parts, const struct part *part, uint32_t blocks,
+                       uint64_t offset)
+{
+    uint64_t element = block_offset(parts, offset) - part->begin;
+    if (blocks > 1)
+        element += offset / parts->span * part->count;
+    return (size_t)element * part->width;
+}
+
+const unsigned char *part_send(const struct parts *parts, const struct part *part,
+                               uint64_t offset)
+{
+    return part->send + bytes_to(parts, part, parts->send_blocks, offset);
+}
+
+unsigned char *part_recv(const struct parts *parts, const struct part *part, uint64_t offset)
+{
+    return part->recv + bytes_to(parts, part, parts->recv_blocks, offset);
+}
+
+void parts_written(const struct parts *parts, uint64_t offset, uint64_t length, uint64_t *from,
+                   uint64_t *to)
+{
+    uint64_t begin = parts->recv_blocks > 1 ? offset : block_offset(parts, offset);
+    *from = begin / PCCL_QUANTUM;
+    *to = quanta_of(begin + length);
+}
+
+/* ---- what an order says ---- */
+
+/* Blocks of the larger buffers. */
+static uint32_t most_blocks(const struct parts *parts)
+{
+    return parts->send_blocks > parts->recv_blocks ? parts->send_blocks : parts->recv_blocks;
+}
+
+/* Whether `bytes` bytes at `part` are exactly one of a buffer's blocks (*inside) or lie outside the
+ * buffer. */
+static bool is_block_or_apart(const unsigned char *buffer, uint32_t blocks,
+                              const unsigned char *part, size_t bytes, bool *inside)
+{
+    const unsigned char *end = buffer + blocks * bytes;
+    *inside = buffer <= part && part < end && (size_t)(part - buffer) % bytes == 0;
+    return *inside || part >= end || part + bytes <= buffer;
+}
+
+/* Why a part's buffers are impossible, or NULL. Notes whether ABORT must restore recv. */
+static const char *check_buffers(const struct parts *parts, struct part *part, bool gathers)
+{
+    size_t bytes = (size_t)part->count * part->width;
+    bool apart, inside;
+    if (part->count == 0)
+        return NULL;
+    if (part->recv == NULL || part->send == NULL)
+        return "no buffer";
+    if (gathers)
+        apart = is_block_or_apart(part->recv, parts->recv_blocks, part->send, bytes, &inside);
+    else
+        apart = is_block_or_apart(part->send, parts->send_blocks, part->recv, bytes, &inside);
+    part->overwrites = inside && !gathers;
+    return apart ? NULL : "the buffers overlap in part";
+}
+
+const char *parts_enter(struct parts *parts, const pccl_order *order)
+{
+    uint32_t blocks = most_blocks(parts), i;
+    size_t bytes = 0;
+    for (i = 0; i < order->n_parts; i++) {
+        const pccl_part *given = &order->parts[i];
+        struct part *part = &parts->part[i];
+        const char *why;
+        part->dtype = (int)given->dtype;
+        part->width = pccl_dtype_size(part->dtype);
+        if (part->width == 0)
+            return "unknown element type";
+        if (order->format != PCCL_UNQUANTIZED
+            && pccl_quantized_size((int)order->format, part->dtype, 1) == 0)
+            return "only floats can be quantized";
+        if (given->count > (SIZE_MAX / 2 / blocks - bytes) / part->width)
+            return "too many elements";
+        part->send = given->send;
+        part->recv = given->recv;
+        if (order->collective == PCCL_BROADCAST)
+            part->send = part->recv;
+        part->count = given->count;
+        part->begin = parts->span;
+        bytes += (size_t)part->count * part->width;
+        parts->total += part->count;
+        parts->span += quanta_of(part->count) * PCCL_QUANTUM;
+        why = check_buffers(parts, part, order->collective == PCCL_ALL_GATHER);
+        if (why != NULL)
+            return why;
+        if (part->overwrites) {
+            part->undo_at = parts->undo_bytes;
+            parts->undo_bytes += (size_t)part->count * part->width;
+        }
+    }
+    return NULL;
+}
+
+/* Whether the smaller buffer is that rank's block of the larger one, or lies outside it. */
+static bool is_own_block(const struct parts *parts, const struct part *part, uint32_t rank)
+{
+    bool scatters = parts->send_blocks > 1;
+    const unsigned char *buffer = scatters ? part->send : part->recv;
+    const unsigned char *block = scatters ? part->recv : part->send;
+    size_t bytes = (size_t)part->count * part->width;
+    return block == buffer + rank * bytes || block < buffer
+        || block >= buffer + most_blocks(parts) * bytes;
+}
+
+bool parts_lie_at(const struct parts *parts, uint32_t rank)
+{
+    uint32_t i;
+    for (i = 0; i < parts->n; i++)
+        if (!is_own_block(parts, &parts->part[i], rank))
+            return false;
+    return true;
+}
+
+/* ---- contents ---- */
+
+void parts_copy(const struct parts *parts)
+{
+    uint32_t i;
+    for (i = 0; i < parts->n; i++) {
+        const struct part *part = &parts->part[i];
+        if (part->send != part->recv && part->count > 0)
+            memcpy(part->recv, part->send, (size_t)part->count * part->width);
+    }
+}
+
+void part_save(const struct parts *parts, const struct part *part, struct undo *undo,
+               uint64_t offset, size_t bytes)
+{
+    size_t at = bytes_to(parts, part, 1, offset);
+    memcpy(undo->memory + part->undo_at + at, part->recv + at, bytes);
+}
+
+static void restore_part(const struct part *part, const struct undo *undo, const uint64_t *written)
+{
+    uint64_t first = part->begin / PCCL_QUANTUM, end = first + quanta_of(part->count);
+    uint64_t from = first, to;
+    while (quanta_run(written, &from, &to, end)) {
+        uint64_t begin = (from - first) * PCCL_QUANTUM, stop = (to - first) * PCCL_QUANTUM;
+        size_t at = (size_t)begin * part->width;
+        if (to == end)
+            stop = part->count;
+        memcpy(part->recv + at, undo->memory + part->undo_at + at,
+               (size_t)(stop - begin) * part->width);
+        from = to;
+    }
+}
+
+void parts_restore(const struct parts *parts, const struct undo *undo, const uint64_t *written)
+{
+    uint32_t i;
+    for (i = 0; i < parts->n; i++)
+        if (parts->part[i].overwrites)
+            restore_part(&parts->part[i], undo, written);
+}

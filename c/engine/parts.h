@@ -1,0 +1,64 @@
+/* parts.h - the arrays of a collective in memory: where an offset lies in them, and what of them
+ * ABORT restores (pccl.h, COLLECTIVES AND THEIR OFFSETS). Pure functions of memory. */
+#ifndef PCCL_PARTS_H
+#define PCCL_PARTS_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/undo.h"
+#include "pccl.h"
+
+/* An array of a collective. */
+struct part {
+    const unsigned char *send;
+    unsigned char *recv;
+    int dtype;
+    size_t width;            /* bytes of an element in memory */
+    uint64_t count;          /* elements of a block */
+    uint64_t begin;          /* its first offset in a block */
+    bool overwrites;         /* recv holds what ABORT must restore, */
+    size_t undo_at;          /* here in the undo buffer */
+};
+
+struct parts {
+    struct part *part;
+    uint32_t n;
+    uint32_t send_blocks, recv_blocks;
+    uint64_t span;           /* offsets of a block */
+    uint64_t total;          /* elements of a block */
+    size_t undo_bytes;       /* of all that ABORT must restore */
+};
+
+/* Takes over the arrays of an order, for which `parts` has the room and the numbers of blocks. Why
+ * it cannot, or NULL. */
+const char *parts_enter(struct parts *parts, const pccl_order *order);
+
+/* The part that an offset below blocks * span belongs to; how many elements it has from there
+ * on. */
+const struct part *part_at(const struct parts *parts, uint64_t offset);
+uint64_t part_left(const struct parts *parts, const struct part *part, uint64_t offset);
+
+/* Where the element at an offset is in send and in recv. A buffer with one block has it at the
+ * offset within the block, whichever block the offset is of. */
+const unsigned char *part_send(const struct parts *parts, const struct part *part,
+                               uint64_t offset);
+unsigned char *part_recv(const struct parts *parts, const struct part *part, uint64_t offset);
+
+/* The quanta from <= i < to of recv that `length` elements from an offset on take. */
+void parts_written(const struct parts *parts, uint64_t offset, uint64_t length, uint64_t *from,
+                   uint64_t *to);
+
+/* Whether all parts that are in place lie where that rank's block is. */
+bool parts_lie_at(const struct parts *parts, uint32_t rank);
+
+/* Makes the contribution the result: recv = send. */
+void parts_copy(const struct parts *parts);
+
+/* Saves the bytes of recv at an offset; restores all that is in the set of quanta `written`. */
+void part_save(const struct parts *parts, const struct part *part, struct undo *undo,
+               uint64_t offset, size_t bytes);
+void parts_restore(const struct parts *parts, const struct undo *undo, const uint64_t *written);
+
+#endif
