@@ -67,27 +67,27 @@
  * A collective is over one or more arrays, its PARTS, which complete or fail together. They lie
  * one after the other in a space of offsets: a part of `count` elements takes `count` offsets, and
  * the rest up to the next multiple of Q = PCCL_QUANTUM (a QUANTUM) is empty. The offsets of all
- * parts together are a BLOCK.
+ * parts together are a SLICE; a buffer has one, or one for each member.
  *
- *                   send, blocks   recv, blocks
+ *                   send, slices   recv, slices
  *     ALL_REDUCE    1              1              recv = the reduction of all sends
- *     REDUCE_SCATTER  members      1              recv = block r of that reduction
- *     ALL_GATHER    1              members        block r of recv = the send of rank r
+ *     REDUCE_SCATTER  members      1              recv = slice r of that reduction
+ *     ALL_GATHER    1              members        slice r of recv = the send of rank r
  *     BROADCAST     1              1              recv = the send of the root; send is recv
  *
- * The blocks of a buffer follow each other in the space of offsets. In memory they do so for each
- * part separately: a part of a buffer with m blocks is m * count elements without gaps. A peer's
+ * The slices of a buffer follow each other in the space of offsets. In memory they do so for each
+ * part separately: a part of a buffer with m slices is m * count elements without gaps. A peer's
  * RANK is the same in all rings; it is its position in a ring that names no ranks.
  *
  * THE RING
  *
- * In a ring of n members, the ring's share of a block, `count` offsets from `begin`, is cut into n
+ * In a ring of n members, the ring's share of a slice, `count` offsets from `begin`, is cut into n
  * SEGMENTS. The OWNER of segment s is position s - 1 (mod n): the last one to add to it, or the one
  * that has it from the beginning. Segment s is
  *
  *     ALL_REDUCE:   [bound(s), bound(s+1)) with
  *                   bound(s) = begin + min(count, Q * (ceil(count / Q) * s / n)), rounded down
- *     REDUCE_SCATTER, ALL_GATHER: the ring's share of the block of the owner's rank
+ *     REDUCE_SCATTER, ALL_GATHER: the ring's share of the slice of the owner's rank
  *     BROADCAST:    the ring's share, if the owner is the root; else empty.
  *
  * A chunk is a piece of one part and one segment. It travels from position to position:
@@ -114,8 +114,8 @@
  * members, its owner included, store what these bytes say. Chunks are whole blocks of the format,
  * counted from the beginning of the part or segment, so results do not depend on chunk_bytes.
  *
- * Several rings divide a block in their order: the first begins at 0, each other where the one
- * before it ends, and the last ends where the block does. Shares begin at multiples of Q.
+ * Several rings divide a slice in their order: the first begins at 0, each other where the one
+ * before it ends, and the last ends where the slice does. Shares begin at multiples of Q.
  *
  * THE WIRE
  *
@@ -310,10 +310,10 @@ enum pccl_collective {
     PCCL_ALL_REDUCE = 1, PCCL_REDUCE_SCATTER = 2, PCCL_ALL_GATHER = 3, PCCL_BROADCAST = 4
 };
 
-/* An array of a collective: `count` elements for each block. In place is
+/* An array of a collective: `count` elements for each slice. In place is
  *     ALL_REDUCE       send == recv
- *     REDUCE_SCATTER   recv is the block of our rank in send
- *     ALL_GATHER       send is the block of our rank in recv
+ *     REDUCE_SCATTER   recv is the slice of our rank in send
+ *     ALL_GATHER       send is the slice of our rank in recv
  * and otherwise the two do not overlap; BROADCAST uses recv alone. */
 typedef struct pccl_part {
     const void *send;
@@ -355,7 +355,7 @@ enum pccl_order_kind {
  *   REGISTER      op (a number that was never used before), op_kind, run, tag, min_seq: the op's
  *                 sequence number will be greater.
  *                 COLLECTIVE: collective, redop, format (if not 0: floats that are summed or
- *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: blocks of the larger buffers),
+ *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: slices of the larger buffers),
  *                 parts, n_parts, an array that stays valid until SETTLED.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
  *                 that stays valid until SETTLED. SERVE: limit, 0 or the bytes that it may send

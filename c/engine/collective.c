@@ -3,7 +3,7 @@
  * Two sets of quanta say what has been done: `given` holds those of send that have been given (a
  * first chunk was sent, or a partial result added to), `written` those of recv that hold the
  * result. A collective that only gathers gives nothing: its chunks are final from the start. Both
- * are indexed like the buffers: a buffer of one block has the quanta of one block.
+ * are indexed like the buffers: a buffer of one slice has the quanta of one slice.
  *
  * Where recv holds what ABORT must restore, the old bytes go into an undo buffer before they are
  * overwritten.
@@ -74,17 +74,17 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
     collective->redop = (int)order->redop;
     collective->format = (int)order->format;
     collective->parts.n = order->n_parts;
-    collective->parts.send_blocks = collective->parts.recv_blocks = 1;
+    collective->parts.send_slices = collective->parts.recv_slices = 1;
     switch (collective->what) {
     case PCCL_ALL_REDUCE:
         collective->reduces = true;
         break;
     case PCCL_REDUCE_SCATTER:
         collective->reduces = true;
-        collective->members = collective->parts.send_blocks = order->members;
+        collective->members = collective->parts.send_slices = order->members;
         break;
     case PCCL_ALL_GATHER:
-        collective->members = collective->parts.recv_blocks = order->members;
+        collective->members = collective->parts.recv_slices = order->members;
         break;
     case PCCL_BROADCAST:
         break;
@@ -95,7 +95,7 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
         && (!collective->reduces || order->redop == PCCL_PROD
             || order->format > PCCL_ZERO_POINT_16))
         return false;
-    return collective->parts.send_blocks > 0 && collective->parts.recv_blocks > 0
+    return collective->parts.send_slices > 0 && collective->parts.recv_slices > 0
         && order->members <= PCCL_PEERS_MAX && order->redop <= PCCL_MIN
         && order->n_parts <= PCCL_PARTS_MAX;
 }
@@ -120,8 +120,8 @@ void collective_enter(struct op *op, const pccl_order *order)
         op_fail(op, PCCL_EINVAL, "%s", why);
         return;
     }
-    given = quanta_words(quanta_of(parts->span * parts->send_blocks));
-    written = quanta_words(quanta_of(parts->span * parts->recv_blocks));
+    given = quanta_words(quanta_of(parts->span * parts->send_slices));
+    written = quanta_words(quanta_of(parts->span * parts->recv_slices));
     collective->given_set = calloc(given + written + 1, sizeof(uint64_t));
     if (collective->given_set == NULL) {
         op_fail(op, PCCL_ENOMEM, "no memory to keep account of %llu elements",
@@ -189,7 +189,7 @@ static const char *check_ring(const struct collective *collective, const pccl_ri
         || (collective->what == PCCL_BROADCAST && ring->root >= ring->members))
         return "a ring has no such position";
     if (collective->members > 0 && ring->members != collective->members)
-        return "a ring has more or fewer members than the buffers have blocks";
+        return "a ring has more or fewer members than the buffers have slices";
     for (i = 0; ring->ranks != NULL && i < ring->members; i++)
         if (ring->ranks[i] >= ring->members)
             return "a ring has no such rank";
@@ -206,7 +206,7 @@ static uint32_t role(const struct collective *collective, const pccl_ring *ring)
     return rank_at(ring, ring->position);
 }
 
-/* Why the rings of a START are impossible, or NULL: they must divide a block, one after the other,
+/* Why the rings of a START are impossible, or NULL: they must divide a slice, one after the other,
  * and agree on who we are. */
 static const char *check_rings(const struct collective *collective, const pccl_order *order)
 {
@@ -294,10 +294,10 @@ static bool was_forestalled(const struct collective *collective)
 /* How many elements there are to give and to write. */
 static uint64_t count_wanted(const struct collective *collective)
 {
-    uint64_t blocks = collective->parts.recv_blocks;
+    uint64_t slices = collective->parts.recv_slices;
     if (collective->reduces)
-        blocks += collective->parts.send_blocks;
-    return collective->parts.total * blocks;
+        slices += collective->parts.send_slices;
+    return collective->parts.total * slices;
 }
 
 /* Queues the early chunks that are to be sent on. */

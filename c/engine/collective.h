@@ -23,7 +23,7 @@ struct collective {
     int redop, format;
     bool reduces;            /* or else gathers: chunks are final from the start */
     bool is_spread;          /* its rings lead to different neighbours */
-    uint32_t members;        /* blocks of the larger buffers; 0: all have one */
+    uint32_t members;        /* slices of the larger buffers; 0: all have one */
     struct parts parts;
     uint64_t chunk;          /* bytes of a message, about */
     uint64_t done, wanted;   /* elements given and written, and how many there are */

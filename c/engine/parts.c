@@ -7,14 +7,14 @@
 
 /* ---- where things lie ---- */
 
-static uint64_t block_offset(const struct parts *parts, uint64_t offset)
+static uint64_t slice_offset(const struct parts *parts, uint64_t offset)
 {
     return offset % parts->span;
 }
 
 const struct part *part_at(const struct parts *parts, uint64_t offset)
 {
-    uint64_t inside = block_offset(parts, offset);
+    uint64_t inside = slice_offset(parts, offset);
     uint32_t low = 0, high = parts->n;
     while (high - low > 1) {         /* parts[low].begin <= inside < parts[high].begin */
         uint32_t middle = low + (high - low) / 2;
@@ -28,15 +28,15 @@ const struct part *part_at(const struct parts *parts, uint64_t offset)
 
 uint64_t part_left(const struct parts *parts, const struct part *part, uint64_t offset)
 {
-    return part->count - (block_offset(parts, offset) - part->begin);
+    return part->count - (slice_offset(parts, offset) - part->begin);
 }
 
-/* Bytes from the beginning of a buffer of so many blocks to the element at an offset. */
-static size_t bytes_to(const struct parts *parts, const struct part *part, uint32_t blocks,
+/* Bytes from the beginning of a buffer of so many slices to the element at an offset. */
+static size_t bytes_to(const struct parts *parts, const struct part *part, uint32_t slices,
                        uint64_t offset)
 {
-    uint64_t element = block_offset(parts, offset) - part->begin;
-    if (blocks > 1)
+    uint64_t element = slice_offset(parts, offset) - part->begin;
+    if (slices > 1)
         element += offset / parts->span * part->count;
     return (size_t)element * part->width;
 }
@@ -44,36 +44,36 @@ static size_t bytes_to(const struct parts *parts, const struct part *part, uint3
 const unsigned char *part_send(const struct parts *parts, const struct part *part,
                                uint64_t offset)
 {
-    return part->send + bytes_to(parts, part, parts->send_blocks, offset);
+    return part->send + bytes_to(parts, part, parts->send_slices, offset);
 }
 
 unsigned char *part_recv(const struct parts *parts, const struct part *part, uint64_t offset)
 {
-    return part->recv + bytes_to(parts, part, parts->recv_blocks, offset);
+    return part->recv + bytes_to(parts, part, parts->recv_slices, offset);
 }
 
 void parts_written(const struct parts *parts, uint64_t offset, uint64_t length, uint64_t *from,
                    uint64_t *to)
 {
-    uint64_t begin = parts->recv_blocks > 1 ? offset : block_offset(parts, offset);
+    uint64_t begin = parts->recv_slices > 1 ? offset : slice_offset(parts, offset);
     *from = begin / PCCL_QUANTUM;
     *to = quanta_of(begin + length);
 }
 
 /* ---- what an order says ---- */
 
-/* Blocks of the larger buffers. */
-static uint32_t most_blocks(const struct parts *parts)
+/* Slices of the larger buffers. */
+static uint32_t most_slices(const struct parts *parts)
 {
-    return parts->send_blocks > parts->recv_blocks ? parts->send_blocks : parts->recv_blocks;
+    return parts->send_slices > parts->recv_slices ? parts->send_slices : parts->recv_slices;
 }
 
-/* Whether `bytes` bytes at `part` are exactly one of a buffer's blocks (*inside) or lie outside the
+/* Whether `bytes` bytes at `part` are exactly one of a buffer's slices (*inside) or lie outside the
  * buffer. */
-static bool is_block_or_apart(const unsigned char *buffer, uint32_t blocks,
+static bool is_slice_or_apart(const unsigned char *buffer, uint32_t slices,
                               const unsigned char *part, size_t bytes, bool *inside)
 {
-    const unsigned char *end = buffer + blocks * bytes;
+    const unsigned char *end = buffer + slices * bytes;
     *inside = buffer <= part && part < end && (size_t)(part - buffer) % bytes == 0;
     return *inside || part >= end || part + bytes <= buffer;
 }
@@ -88,16 +88,16 @@ static const char *check_buffers(const struct parts *parts, struct part *part, b
     if (part->recv == NULL || part->send == NULL)
         return "no buffer";
     if (gathers)
-        apart = is_block_or_apart(part->recv, parts->recv_blocks, part->send, bytes, &inside);
+        apart = is_slice_or_apart(part->recv, parts->recv_slices, part->send, bytes, &inside);
     else
-        apart = is_block_or_apart(part->send, parts->send_blocks, part->recv, bytes, &inside);
+        apart = is_slice_or_apart(part->send, parts->send_slices, part->recv, bytes, &inside);
     part->overwrites = inside && !gathers;
     return apart ? NULL : "the buffers overlap in part";
 }
 
 const char *parts_enter(struct parts *parts, const pccl_order *order)
 {
-    uint32_t blocks = most_blocks(parts), i;
+    uint32_t slices = most_slices(parts), i;
     size_t bytes = 0;
     for (i = 0; i < order->n_parts; i++) {
         const pccl_part *given = &order->parts[i];
@@ -110,7 +110,7 @@ const char *parts_enter(struct parts *parts, const pccl_order *order)
         if (order->format != PCCL_UNQUANTIZED
             && pccl_quantized_size((int)order->format, part->dtype, 1) == 0)
             return "only floats can be quantized";
-        if (given->count > (SIZE_MAX / 2 / blocks - bytes) / part->width)
+        if (given->count > (SIZE_MAX / 2 / slices - bytes) / part->width)
             return "too many elements";
         part->send = given->send;
         part->recv = given->recv;
@@ -132,22 +132,22 @@ const char *parts_enter(struct parts *parts, const pccl_order *order)
     return NULL;
 }
 
-/* Whether the smaller buffer is that rank's block of the larger one, or lies outside it. */
-static bool is_own_block(const struct parts *parts, const struct part *part, uint32_t rank)
+/* Whether the smaller buffer is that rank's slice of the larger one, or lies outside it. */
+static bool is_own_slice(const struct parts *parts, const struct part *part, uint32_t rank)
 {
-    bool scatters = parts->send_blocks > 1;
+    bool scatters = parts->send_slices > 1;
     const unsigned char *buffer = scatters ? part->send : part->recv;
-    const unsigned char *block = scatters ? part->recv : part->send;
+    const unsigned char *slice = scatters ? part->recv : part->send;
     size_t bytes = (size_t)part->count * part->width;
-    return block == buffer + rank * bytes || block < buffer
-        || block >= buffer + most_blocks(parts) * bytes;
+    return slice == buffer + rank * bytes || slice < buffer
+        || slice >= buffer + most_slices(parts) * bytes;
 }
 
 bool parts_lie_at(const struct parts *parts, uint32_t rank)
 {
     uint32_t i;
     for (i = 0; i < parts->n; i++)
-        if (!is_own_block(parts, &parts->part[i], rank))
+        if (!is_own_slice(parts, &parts->part[i], rank))
             return false;
     return true;
 }

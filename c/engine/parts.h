@@ -16,8 +16,8 @@ struct part {
     unsigned char *recv;
     int dtype;
     size_t width;            /* bytes of an element in memory */
-    uint64_t count;          /* elements of a block */
-    uint64_t begin;          /* its first offset in a block */
+    uint64_t count;          /* elements of a slice */
+    uint64_t begin;          /* its first offset in a slice */
     bool overwrites;         /* recv holds what ABORT must restore, */
     size_t undo_at;          /* here in the undo buffer */
 };
@@ -25,23 +25,23 @@ struct part {
 struct parts {
     struct part *part;
     uint32_t n;
-    uint32_t send_blocks, recv_blocks;
-    uint64_t span;           /* offsets of a block */
-    uint64_t total;          /* elements of a block */
+    uint32_t send_slices, recv_slices;
+    uint64_t span;           /* offsets of a slice */
+    uint64_t total;          /* elements of a slice */
     size_t undo_bytes;       /* of all that ABORT must restore */
 };
 
-/* Takes over the arrays of an order, for which `parts` has the room and the numbers of blocks. Why
+/* Takes over the arrays of an order, for which `parts` has the room and the numbers of slices. Why
  * it cannot, or NULL. */
 const char *parts_enter(struct parts *parts, const pccl_order *order);
 
-/* The part that an offset below blocks * span belongs to; how many elements it has from there
+/* The part that an offset below slices * span belongs to; how many elements it has from there
  * on. */
 const struct part *part_at(const struct parts *parts, uint64_t offset);
 uint64_t part_left(const struct parts *parts, const struct part *part, uint64_t offset);
 
-/* Where the element at an offset is in send and in recv. A buffer with one block has it at the
- * offset within the block, whichever block the offset is of. */
+/* Where the element at an offset is in send and in recv. A buffer with one slice has it at the
+ * offset within the slice, whichever slice the offset is of. */
 const unsigned char *part_send(const struct parts *parts, const struct part *part,
                                uint64_t offset);
 unsigned char *part_recv(const struct parts *parts, const struct part *part, uint64_t offset);
@@ -50,7 +50,7 @@ unsigned char *part_recv(const struct parts *parts, const struct part *part, uin
 void parts_written(const struct parts *parts, uint64_t offset, uint64_t length, uint64_t *from,
                    uint64_t *to);
 
-/* Whether all parts that are in place lie where that rank's block is. */
+/* Whether all parts that are in place lie where that rank's slice is. */
 bool parts_lie_at(const struct parts *parts, uint32_t rank);
 
 /* Makes the contribution the result: recv = send. */

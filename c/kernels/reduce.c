@@ -104,8 +104,8 @@ DEFINE_FLOAT(f64, uint64_t, int64_t, double, f64_from_bits, f64_to_bits, 64, 0x7
         memcpy(out + i * sizeof z, &z, sizeof z);                                                  \
     }
 
-/* Two loops, because the check for overlap that a compiler makes before a vector loop takes out ==
- * a for an overlap. */
+/* Two loops, because the compiler's own check for overlap, before a vector loop, would find one
+ * where out == a. */
 #define EACH(storage, expression)                                                                  \
     if (out == a) {                                                                                \
         LOOP(storage, out, b, expression)                                                          \

@@ -56,30 +56,30 @@ static unsigned char *allocate(size_t bytes)
     return memory + 1;               /* odd: buffers may have any alignment */
 }
 
-/* Blocks of send, and of recv. */
-static size_t send_blocks(const struct job *job)
+/* Slices of send, and of recv. */
+static size_t send_slices(const struct job *job)
 {
     return job->what == PCCL_REDUCE_SCATTER ? (size_t)job->n : 1;
 }
 
-static size_t recv_blocks(const struct job *job)
+static size_t recv_slices(const struct job *job)
 {
     return job->what == PCCL_ALL_GATHER ? (size_t)job->n : 1;
 }
 
-static size_t block_bytes(const struct job *job, int k)
+static size_t slice_bytes(const struct job *job, int k)
 {
     return (size_t)job->part[k].count * pccl_dtype_size(job->part[k].dtype);
 }
 
 static size_t send_bytes(const struct job *job, int k)
 {
-    return block_bytes(job, k) * send_blocks(job);
+    return slice_bytes(job, k) * send_slices(job);
 }
 
 static size_t recv_bytes(const struct job *job, int k)
 {
-    return block_bytes(job, k) * recv_blocks(job);
+    return slice_bytes(job, k) * recv_slices(job);
 }
 
 /* Whether send and recv of a part are separate memory. */
@@ -93,7 +93,7 @@ static void make_part(struct job *job, int who, int k)
 {
     pccl_part *part = &job->parts[who][k];
     size_t width = pccl_dtype_size(job->part[k].dtype), bytes = send_bytes(job, k), j;
-    size_t mine = block_bytes(job, k) * (size_t)who;
+    size_t mine = slice_bytes(job, k) * (size_t)who;
     unsigned char *send, *recv;
     if (is_apart(job)) {
         send = allocate(bytes);
@@ -164,7 +164,7 @@ static void expect_quantized(const struct job *job, unsigned char *sum)
 
 static void expect_part(struct job *job, int k)
 {
-    size_t block = block_bytes(job, k);
+    size_t slice = slice_bytes(job, k);
     unsigned char *sum = reduced(job, k);
     int i, j;
     if (job->format != PCCL_UNQUANTIZED && job->n > 1)
@@ -173,12 +173,12 @@ static void expect_part(struct job *job, int k)
         unsigned char *expected = job->expected[i][k] = allocate(recv_bytes(job, k));
         if (job->what == PCCL_ALL_GATHER)
             for (j = 0; j < job->n; j++)
-                memcpy(expected + block * (size_t)j, job->given[j][k], block);
+                memcpy(expected + slice * (size_t)j, job->given[j][k], slice);
         else if (job->what == PCCL_BROADCAST)
-            memcpy(expected, job->given[job->root][k], block);
+            memcpy(expected, job->given[job->root][k], slice);
         else
-            memcpy(expected, sum + (job->what == PCCL_REDUCE_SCATTER ? block * (size_t)i : 0),
-                   block);
+            memcpy(expected, sum + (job->what == PCCL_REDUCE_SCATTER ? slice * (size_t)i : 0),
+                   slice);
     }
     free(sum - 1);
 }

@@ -18,7 +18,7 @@ struct job {
     int dtype;
     uint64_t count;
     int n;
-    uint64_t span;                           /* offsets of a block */
+    uint64_t span;                           /* offsets of a slice */
     pccl_part parts[TEST_PEERS_MAX][TEST_PARTS_MAX];
     unsigned char *given[TEST_PEERS_MAX][TEST_PARTS_MAX];   /* what send held in the beginning */
     unsigned char *expected[TEST_PEERS_MAX][TEST_PARTS_MAX];

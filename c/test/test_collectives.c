@@ -188,10 +188,10 @@ static void test_aborts(void)
             }
 }
 
-/* Payload bytes in and out of each position, for 4 peers and blocks of 64 floats. */
+/* Payload bytes in and out of each position, for 4 peers and slices of 64 floats. */
 static void test_byte_counts(void)
 {
-    static const uint64_t blocks[WHATS_N][2] = {{6, 6}, {12, 12}, {12, 12}, {4, 4}};
+    static const uint64_t slices[WHATS_N][2] = {{6, 6}, {12, 12}, {12, 12}, {4, 4}};
     int what, i;
     for (what = 0; what < WHATS_N; what++) {
         struct job job = make_job(WHATS[what], 256, true);
@@ -208,8 +208,8 @@ static void test_byte_counts(void)
             bool last = WHATS[what] == PCCL_BROADCAST && i == 2;
             if (event == NULL)
                 event = peers_event(&peers, i, PCCL_COMPLETE, job.op);
-            CHECK(event->tx_bytes == (last ? 0 : blocks[what][0] * 256));
-            CHECK(event->rx_bytes == (root ? 0 : blocks[what][1] * 256));
+            CHECK(event->tx_bytes == (last ? 0 : slices[what][0] * 256));
+            CHECK(event->rx_bytes == (root ? 0 : slices[what][1] * 256));
             CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
         }
         peers_close(&peers);

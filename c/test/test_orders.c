@@ -77,8 +77,8 @@ static void test_wrong_orders(void)
 static void test_wrong_starts(void)
 {
     static const char *const names[] = {"members", "position", "begin", "share",
-                                        "stream", "seq", "rings", "none", "root", "blocks",
-                                        "another block", "no rank", "two ranks"};
+                                        "stream", "seq", "rings", "none", "root", "slices",
+                                        "another slice", "no rank", "two ranks"};
     static const uint16_t ranks[] = {1, 2}, swapped[] = {1, 0};
     int variant;
     for (variant = 0; variant < 13; variant++) {

@@ -86,7 +86,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An array of a collective: addresses, elements of a block, a pccl.DataType value."""
+    """An array of a collective: addresses, elements of a slice, a pccl.DataType value."""
 
     send: int
     recv: int
@@ -352,7 +352,7 @@ class Engine:
             min_seq: its sequence number will be greater.
             what: a name of COLLECTIVES.
             redop: operation, a pccl.ReduceOp value.
-            members: blocks of the larger buffers of reduce_scatter and all_gather.
+            members: slices of the larger buffers of reduce_scatter and all_gather.
             parts: the arrays, which complete or fail together.
             format: how they are quantized, a pccl_format; 0: not.
         """

@@ -15,7 +15,7 @@ Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One array of a collective: what it gives, where the result goes, elements of one block."""
+    """One array of a collective: what it gives, where the result goes, elements of one slice."""
 
     send: Buffer
     recv: Buffer

@@ -1,0 +1,145 @@
+/* test_parts.c - the arrays of a collective: what lies where, what is in place, what is restored. */
+#include "check.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/parts.h"
+#include "engine/quanta.h"
+
+enum { N_PARTS = 3, MEMBERS = 3, COUNT_MAX = 200 };
+
+static const uint64_t counts[N_PARTS] = {130, 0, 7};
+
+/* The parts of an order, for buffers with so many slices. `room` holds N_PARTS parts. */
+static const char *enter(struct parts *parts, struct part *room, const pccl_part *given,
+                         enum pccl_collective what, uint32_t send_slices, uint32_t recv_slices)
+{
+    pccl_order order = {0};
+    order.collective = (uint32_t)what;
+    order.parts = given;
+    order.n_parts = N_PARTS;
+    memset(room, 0, N_PARTS * sizeof *room);
+    memset(parts, 0, sizeof *parts);
+    parts->part = room;
+    parts->n = N_PARTS;
+    parts->send_slices = send_slices;
+    parts->recv_slices = recv_slices;
+    return parts_enter(parts, &order);
+}
+
+static unsigned char sends[N_PARTS][COUNT_MAX * MEMBERS], recvs[N_PARTS][COUNT_MAX * MEMBERS];
+
+static void make(pccl_part *given)
+{
+    int i;
+    for (i = 0; i < N_PARTS; i++) {
+        given[i].send = sends[i];
+        given[i].recv = recvs[i];
+        given[i].count = counts[i];
+        given[i].dtype = PCCL_U8;
+    }
+}
+
+/* Two parts that are not empty take 192 and 64 offsets of a slice. */
+static void test_addresses(void)
+{
+    struct part room[N_PARTS];
+    pccl_part given[N_PARTS];
+    struct parts parts;
+    uint64_t slice, from, to;
+    make(given);
+    CHECK(enter(&parts, room, given, PCCL_ALL_GATHER, 1, MEMBERS) == NULL);
+    CHECK(parts.span == 256 && parts.total == 137 && parts.undo_bytes == 0);
+    for (slice = 0; slice < MEMBERS; slice++) {
+        uint64_t at = slice * parts.span;
+        const struct part *last = part_at(&parts, at + 192);
+        CHECK(part_at(&parts, at) == &room[0] && part_at(&parts, at + 128) == &room[0]);
+        CHECK(last == &room[2]);
+        CHECK(part_left(&parts, &room[0], at + 64) == 66 && part_left(&parts, last, at + 192) == 7);
+        CHECK(part_send(&parts, &room[0], at + 64) == sends[0] + 64);
+        CHECK(part_recv(&parts, &room[0], at + 64) == recvs[0] + slice * 130 + 64);
+        CHECK(part_recv(&parts, last, at + 192) == recvs[2] + slice * 7);
+        parts_written(&parts, at + 192, 7, &from, &to);
+        CHECK(from == slice * 4 + 3 && to == from + 1);
+    }
+    CHECK(enter(&parts, room, given, PCCL_ALL_REDUCE, 1, 1) == NULL);
+    parts_written(&parts, 2 * parts.span + 64, 66, &from, &to);
+    CHECK(from == 1 && to == 3);
+}
+
+static void test_places(void)
+{
+    struct part room[N_PARTS];
+    pccl_part given[N_PARTS];
+    struct parts parts;
+    uint32_t rank;
+    for (rank = 0; rank < MEMBERS; rank++) {
+        make(given);
+        given[0].recv = sends[0] + rank * counts[0];
+        CHECK(enter(&parts, room, given, PCCL_REDUCE_SCATTER, MEMBERS, 1) == NULL);
+        CHECK(room[0].overwrites && !room[2].overwrites && parts.undo_bytes == counts[0]);
+        CHECK(parts_lie_at(&parts, rank) && !parts_lie_at(&parts, (rank + 1) % MEMBERS));
+        given[0].recv = sends[0] + rank * counts[0] + 1;
+        CHECK(enter(&parts, room, given, PCCL_REDUCE_SCATTER, MEMBERS, 1) != NULL);
+    }
+    make(given);
+    CHECK(enter(&parts, room, given, PCCL_REDUCE_SCATTER, MEMBERS, 1) == NULL);
+    CHECK(parts_lie_at(&parts, 0) && parts_lie_at(&parts, 2));
+    given[2].dtype = 99;
+    CHECK(enter(&parts, room, given, PCCL_ALL_REDUCE, 1, 1) != NULL);
+}
+
+/* What is in the set comes back, and nothing else does. */
+static void test_undo(void)
+{
+    struct undo undo = {NULL, 0}, spare = {NULL, 0};
+    struct part room[N_PARTS];
+    pccl_part given[N_PARTS];
+    struct parts parts;
+    uint64_t written = 0;
+    make(given);
+    given[0].send = recvs[0];
+    memset(recvs[0], 'a', counts[0]);
+    CHECK(enter(&parts, room, given, PCCL_ALL_REDUCE, 1, 1) == NULL);
+    CHECK(undo_open(&undo, parts.undo_bytes, &spare));
+    part_save(&parts, &room[0], &undo, 64, 64);
+    quanta_add(&written, 1, 2);
+    memset(recvs[0], 'b', counts[0]);
+    parts_restore(&parts, &undo, &written);
+    CHECK(recvs[0][63] == 'b' && recvs[0][64] == 'a' && recvs[0][127] == 'a');
+    CHECK(recvs[0][128] == 'b' && recvs[0][129] == 'b');
+    undo_close(&undo, &spare);
+    CHECK(undo.memory == NULL && spare.bytes == counts[0]);
+    free(spare.memory);
+}
+
+/* The larger buffer is kept, for the next that needs no more. */
+static void test_spare(void)
+{
+    struct undo small = {NULL, 0}, large = {NULL, 0}, spare = {NULL, 0};
+    unsigned char *kept;
+    CHECK(undo_open(&small, 10, &spare) && undo_open(&large, 20, &spare));
+    kept = large.memory;
+    undo_close(&small, &spare);
+    CHECK(spare.bytes == 10);
+    undo_close(&large, &spare);
+    CHECK(spare.bytes == 20 && spare.memory == kept);
+    CHECK(undo_open(&large, 21, &spare) && large.memory != kept && spare.memory == kept);
+    CHECK(undo_open(&small, 5, &spare) && small.memory == kept && spare.memory == NULL);
+    undo_close(&small, &spare);
+    undo_close(&small, &spare);      /* it is closed already */
+    CHECK(spare.memory == kept);
+    undo_close(&large, &spare);
+    CHECK(spare.bytes == 21);
+    free(spare.memory);
+}
+
+int main(void)
+{
+    test_addresses();
+    test_places();
+    test_undo();
+    test_spare();
+    return check_report("parts");
+}
