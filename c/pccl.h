@@ -464,8 +464,8 @@ typedef struct pccl_options {
     uint32_t io_threads;             /* of the context, at least 1 */
     uint32_t forward_max;            /* messages that may wait to be sent on */
     uint32_t recv_hwm;               /* messages, for each connection */
-    uint32_t heartbeat_ms;           /* a ping to whoever sends to us; 0: none */
-    uint32_t heartbeat_timeout_ms;   /* without one, a sender loses its stream to us */
+    uint32_t heartbeat_ms;           /* interval of heartbeats to whoever sends to us; 0: none */
+    uint32_t heartbeat_timeout_ms;   /* a sender that gets none for this long loses its stream */
     uint32_t connect_timeout_ms;     /* for a connection, and for a handshake on either side */
     uint32_t copy_max;               /* bytes; payloads up to this size are copied */
     uint32_t fetch_window;           /* requests under way to one holder, at most */

@@ -67,7 +67,7 @@ static void note_sent(struct collective *collective, const struct part *part, ui
 {
     const unsigned char *from = part_send(&collective->parts, part, offset);
     unsigned char *to = part_recv(&collective->parts, part, offset);
-    if (collective->reduces) {
+    if (collective->shape.reduces) {
         count_given(collective, offset, length);
         return;
     }
@@ -221,7 +221,7 @@ static const char *check_turn(const struct collective *collective, const struct 
     bool final = chunk->hop + 1u >= chunk->members;
     if (!final)
         return quanta_any(collective->given_set, from, to) ? "a chunk came twice" : NULL;
-    if (collective->reduces && !quanta_all(collective->given_set, from, to))
+    if (collective->shape.reduces && !quanta_all(collective->given_set, from, to))
         return "a final chunk lacks our contribution";
     parts_written(&collective->parts, chunk->offset, chunk->length, &from, &to);
     return quanta_any(collective->written_set, from, to) ? "a chunk came twice" : NULL;

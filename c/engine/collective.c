@@ -19,6 +19,13 @@
 #include "engine/quanta.h"
 #include "engine/ring.h"
 
+static const struct shape shapes[] = {
+    [PCCL_ALL_REDUCE] = {.reduces = true},
+    [PCCL_REDUCE_SCATTER] = {.reduces = true, .scatters = true},
+    [PCCL_ALL_GATHER] = {.gathers = true},
+    [PCCL_BROADCAST] = {.rooted = true},
+};
+
 bool collective_is_complete(const struct collective *collective)
 {
     return collective->op.started && collective->done == collective->wanted;
@@ -38,31 +45,26 @@ void collective_range(const struct ring *ring, uint32_t segment, uint64_t *from,
     const pccl_ring *place = &ring->link.ring;
     uint32_t owner = ring_owner(place->members, segment);
     uint64_t begin = place->begin;
-    *from = *to = begin;
-    switch (collective->what) {
-    case PCCL_ALL_REDUCE:
-        *from = begin + ring_bound(place->count, place->members, segment);
-        *to = begin + ring_bound(place->count, place->members, segment + 1);
-        break;
-    case PCCL_REDUCE_SCATTER:
-    case PCCL_ALL_GATHER:
+    if (collective->shape.scatters || collective->shape.gathers) {
         *from = rank_at(place, owner) * collective->parts.span + begin;
         *to = *from + place->count;
-        break;
-    case PCCL_BROADCAST:
-        *to += owner == place->root ? place->count : 0;
-        break;
+    } else if (collective->shape.rooted) {
+        *from = begin;
+        *to = begin + (owner == place->root ? place->count : 0);
+    } else {
+        *from = begin + ring_bound(place->count, place->members, segment);
+        *to = begin + ring_bound(place->count, place->members, segment + 1);
     }
 }
 
 uint32_t collective_first_hop(const struct collective *collective, uint32_t members)
 {
-    return collective->reduces ? 0 : members - 1;
+    return collective->shape.reduces ? 0 : members - 1;
 }
 
 uint32_t collective_last_hop(const struct collective *collective, uint32_t members)
 {
-    return collective->what == PCCL_REDUCE_SCATTER ? members - 2 : 2 * members - 3;
+    return collective->shape.scatters ? members - 2 : 2 * members - 3;
 }
 
 /* ---- register ---- */
@@ -70,30 +72,18 @@ uint32_t collective_last_hop(const struct collective *collective, uint32_t membe
 /* Takes over what an order says except its parts; false if it is impossible. */
 static bool take_shape(struct collective *collective, const pccl_order *order)
 {
-    collective->what = (enum pccl_collective)order->collective;
+    const struct shape *shape = &collective->shape;
+    if (order->collective == 0 || order->collective >= sizeof shapes / sizeof shapes[0])
+        return false;
+    collective->shape = shapes[order->collective];
     collective->redop = (int)order->redop;
     collective->format = (int)order->format;
+    collective->members = shape->scatters || shape->gathers ? order->members : 0;
     collective->parts.n = order->n_parts;
-    collective->parts.send_slices = collective->parts.recv_slices = 1;
-    switch (collective->what) {
-    case PCCL_ALL_REDUCE:
-        collective->reduces = true;
-        break;
-    case PCCL_REDUCE_SCATTER:
-        collective->reduces = true;
-        collective->members = collective->parts.send_slices = order->members;
-        break;
-    case PCCL_ALL_GATHER:
-        collective->members = collective->parts.recv_slices = order->members;
-        break;
-    case PCCL_BROADCAST:
-        break;
-    default:
-        return false;
-    }
+    collective->parts.send_slices = shape->scatters ? order->members : 1;
+    collective->parts.recv_slices = shape->gathers ? order->members : 1;
     if (order->format != PCCL_UNQUANTIZED
-        && (!collective->reduces || order->redop == PCCL_PROD
-            || order->format > PCCL_ZERO_POINT_16))
+        && (!shape->reduces || order->redop == PCCL_PROD || order->format > PCCL_ZERO_POINT_16))
         return false;
     return collective->parts.send_slices > 0 && collective->parts.recv_slices > 0
         && order->members <= PCCL_PEERS_MAX && order->redop <= PCCL_MIN
@@ -115,7 +105,7 @@ void collective_enter(struct op *op, const pccl_order *order)
         op_fail(op, PCCL_ENOMEM, "no memory for %lu arrays", (unsigned long)order->n_parts);
         return;
     }
-    why = parts_enter(parts, order);
+    why = parts_enter(parts, &collective->shape, order);
     if (why != NULL) {
         op_fail(op, PCCL_EINVAL, "%s", why);
         return;
@@ -186,7 +176,7 @@ static const char *check_ring(const struct collective *collective, const pccl_ri
 {
     uint32_t i;
     if (ring->members == 0 || ring->members > PCCL_PEERS_MAX || ring->position >= ring->members
-        || (collective->what == PCCL_BROADCAST && ring->root >= ring->members))
+        || (collective->shape.rooted && ring->root >= ring->members))
         return "a ring has no such position";
     if (collective->members > 0 && ring->members != collective->members)
         return "a ring has more or fewer members than the buffers have slices";
@@ -199,7 +189,7 @@ static const char *check_ring(const struct collective *collective, const pccl_ri
 /* What all rings must agree on: our rank, or whether we are the root. */
 static uint32_t role(const struct collective *collective, const pccl_ring *ring)
 {
-    if (collective->what == PCCL_BROADCAST)
+    if (collective->shape.rooted)
         return ring->position == ring->root;
     if (collective->members == 0)
         return 0;
@@ -281,7 +271,7 @@ static bool join_rings(struct collective *collective, const pccl_order *order)
 static bool was_forestalled(const struct collective *collective)
 {
     uint32_t i;
-    for (i = 0; !collective->reduces && i < collective->op.n_links; i++) {
+    for (i = 0; !collective->shape.reduces && i < collective->op.n_links; i++) {
         const struct ring *ring = collective_ring(collective, i);
         if (ring->cursor < ring->end
             && quanta_any(collective->written_set, ring->cursor / PCCL_QUANTUM,
@@ -295,7 +285,7 @@ static bool was_forestalled(const struct collective *collective)
 static uint64_t count_wanted(const struct collective *collective)
 {
     uint64_t slices = collective->parts.recv_slices;
-    if (collective->reduces)
+    if (collective->shape.reduces)
         slices += collective->parts.send_slices;
     return collective->parts.total * slices;
 }

@@ -19,9 +19,8 @@ struct claim {
 
 struct collective {
     struct op op;
-    enum pccl_collective what;
+    struct shape shape;
     int redop, format;
-    bool reduces;            /* or else gathers: chunks are final from the start */
     bool is_spread;          /* its rings lead to different neighbours */
     uint32_t members;        /* slices of the larger buffers; 0: all have one */
     struct parts parts;

@@ -23,9 +23,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* The source of a leaf that is no index of a holder. */
+static const uint32_t FROM_NOBODY = UINT32_MAX, FROM_SEVERAL = UINT32_MAX - 1;
+
 enum {
-    FROM_NOBODY = UINT32_MAX,
-    FROM_SEVERAL = UINT32_MAX - 1,
     WINDOW_MIN = 4,          /* requests: so that a slow holder can show that it is fast again */
     WINDOW_LAST = 8,         /* requests: the least when little is left */
     LATELY = 64              /* answers for each holder */

@@ -95,7 +95,7 @@ static const char *check_buffers(const struct parts *parts, struct part *part, b
     return apart ? NULL : "the buffers overlap in part";
 }
 
-const char *parts_enter(struct parts *parts, const pccl_order *order)
+const char *parts_enter(struct parts *parts, const struct shape *shape, const pccl_order *order)
 {
     uint32_t slices = most_slices(parts), i;
     size_t bytes = 0;
@@ -114,14 +114,14 @@ const char *parts_enter(struct parts *parts, const pccl_order *order)
             return "too many elements";
         part->send = given->send;
         part->recv = given->recv;
-        if (order->collective == PCCL_BROADCAST)
+        if (shape->rooted)
             part->send = part->recv;
         part->count = given->count;
         part->begin = parts->span;
         bytes += (size_t)part->count * part->width;
         parts->total += part->count;
         parts->span += quanta_of(part->count) * PCCL_QUANTUM;
-        why = check_buffers(parts, part, order->collective == PCCL_ALL_GATHER);
+        why = check_buffers(parts, part, shape->gathers);
         if (why != NULL)
             return why;
         if (part->overwrites) {

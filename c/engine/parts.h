@@ -22,6 +22,14 @@ struct part {
     size_t undo_at;          /* here in the undo buffer */
 };
 
+/* What sets a collective apart from the others. */
+struct shape {
+    bool reduces;            /* or else it gathers: chunks are final from the start */
+    bool scatters;           /* send has a slice for each member, */
+    bool gathers;            /* or recv has */
+    bool rooted;             /* one member has the data, in recv: send is recv */
+};
+
 struct parts {
     struct part *part;
     uint32_t n;
@@ -33,7 +41,7 @@ struct parts {
 
 /* Takes over the arrays of an order, for which `parts` has the room and the numbers of slices. Why
  * it cannot, or NULL. */
-const char *parts_enter(struct parts *parts, const pccl_order *order);
+const char *parts_enter(struct parts *parts, const struct shape *shape, const pccl_order *order);
 
 /* The part that an offset below slices * span belongs to; how many elements it has from there
  * on. */

@@ -1,4 +1,4 @@
-/* test_parts.c - the arrays of a collective: what lies where, what is in place, what is restored. */
+/* test_parts.c - the arrays of a collective: what lies where, in place or not, what is restored. */
 #include "check.h"
 
 #include <stdlib.h>
@@ -11,21 +11,25 @@ enum { N_PARTS = 3, MEMBERS = 3, COUNT_MAX = 200 };
 
 static const uint64_t counts[N_PARTS] = {130, 0, 7};
 
-/* The parts of an order, for buffers with so many slices. `room` holds N_PARTS parts. */
+static const struct shape plain = {.reduces = true};
+static const struct shape scatters = {.reduces = true, .scatters = true};
+static const struct shape gathers = {.gathers = true};
+static const struct shape rooted = {.rooted = true};
+
+/* The parts of an order, for a collective of MEMBERS members. `room` holds N_PARTS parts. */
 static const char *enter(struct parts *parts, struct part *room, const pccl_part *given,
-                         enum pccl_collective what, uint32_t send_slices, uint32_t recv_slices)
+                         const struct shape *shape)
 {
     pccl_order order = {0};
-    order.collective = (uint32_t)what;
     order.parts = given;
     order.n_parts = N_PARTS;
     memset(room, 0, N_PARTS * sizeof *room);
     memset(parts, 0, sizeof *parts);
     parts->part = room;
     parts->n = N_PARTS;
-    parts->send_slices = send_slices;
-    parts->recv_slices = recv_slices;
-    return parts_enter(parts, &order);
+    parts->send_slices = shape->scatters ? MEMBERS : 1;
+    parts->recv_slices = shape->gathers ? MEMBERS : 1;
+    return parts_enter(parts, shape, &order);
 }
 
 static unsigned char sends[N_PARTS][COUNT_MAX * MEMBERS], recvs[N_PARTS][COUNT_MAX * MEMBERS];
@@ -49,7 +53,7 @@ static void test_addresses(void)
     struct parts parts;
     uint64_t slice, from, to;
     make(given);
-    CHECK(enter(&parts, room, given, PCCL_ALL_GATHER, 1, MEMBERS) == NULL);
+    CHECK(enter(&parts, room, given, &gathers) == NULL);
     CHECK(parts.span == 256 && parts.total == 137 && parts.undo_bytes == 0);
     for (slice = 0; slice < MEMBERS; slice++) {
         uint64_t at = slice * parts.span;
@@ -63,7 +67,7 @@ static void test_addresses(void)
         parts_written(&parts, at + 192, 7, &from, &to);
         CHECK(from == slice * 4 + 3 && to == from + 1);
     }
-    CHECK(enter(&parts, room, given, PCCL_ALL_REDUCE, 1, 1) == NULL);
+    CHECK(enter(&parts, room, given, &plain) == NULL);
     parts_written(&parts, 2 * parts.span + 64, 66, &from, &to);
     CHECK(from == 1 && to == 3);
 }
@@ -77,17 +81,22 @@ static void test_places(void)
     for (rank = 0; rank < MEMBERS; rank++) {
         make(given);
         given[0].recv = sends[0] + rank * counts[0];
-        CHECK(enter(&parts, room, given, PCCL_REDUCE_SCATTER, MEMBERS, 1) == NULL);
+        CHECK(enter(&parts, room, given, &scatters) == NULL);
         CHECK(room[0].overwrites && !room[2].overwrites && parts.undo_bytes == counts[0]);
         CHECK(parts_lie_at(&parts, rank) && !parts_lie_at(&parts, (rank + 1) % MEMBERS));
         given[0].recv = sends[0] + rank * counts[0] + 1;
-        CHECK(enter(&parts, room, given, PCCL_REDUCE_SCATTER, MEMBERS, 1) != NULL);
+        CHECK(enter(&parts, room, given, &scatters) != NULL);
     }
     make(given);
-    CHECK(enter(&parts, room, given, PCCL_REDUCE_SCATTER, MEMBERS, 1) == NULL);
+    CHECK(enter(&parts, room, given, &scatters) == NULL);
     CHECK(parts_lie_at(&parts, 0) && parts_lie_at(&parts, 2));
+    given[2].recv = NULL;            /* a rooted one has no send but recv */
+    CHECK(enter(&parts, room, given, &rooted) != NULL);
+    make(given);
+    given[2].send = NULL;
+    CHECK(enter(&parts, room, given, &rooted) == NULL && room[2].send == recvs[2]);
     given[2].dtype = 99;
-    CHECK(enter(&parts, room, given, PCCL_ALL_REDUCE, 1, 1) != NULL);
+    CHECK(enter(&parts, room, given, &plain) != NULL);
 }
 
 /* What is in the set comes back, and nothing else does. */
@@ -101,7 +110,7 @@ static void test_undo(void)
     make(given);
     given[0].send = recvs[0];
     memset(recvs[0], 'a', counts[0]);
-    CHECK(enter(&parts, room, given, PCCL_ALL_REDUCE, 1, 1) == NULL);
+    CHECK(enter(&parts, room, given, &plain) == NULL);
     CHECK(undo_open(&undo, parts.undo_bytes, &spare));
     part_save(&parts, &room[0], &undo, 64, 64);
     quanta_add(&written, 1, 2);

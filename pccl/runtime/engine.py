@@ -60,15 +60,15 @@ class EngineOptions:
         io_threads: libzmq's threads for the connections.
         forward_max: messages that may wait to be sent on; beyond that nothing is received.
         recv_hwm: messages queued for each incoming connection.
-        heartbeat_ms: a ping so often to all that send to this engine; 0: none.
-        heartbeat_timeout_ms: whoever gets none for this long loses its stream to this engine.
+        heartbeat_ms: the interval of heartbeats to all that send to this engine; 0: none.
+        heartbeat_timeout_ms: a sender that gets none for this long loses its stream to this engine.
         connect_timeout_ms: for a connection, and for a handshake on either side.
         copy_max: bytes; larger payloads are sent from where they are.
         fetch_window: requests under way to one holder of a FETCH, at most.
         curve_public: public key of this peer, in Z85; empty: nothing is encrypted.
         curve_secret: the secret key to it.
-        dialler: who may dial: by this public key, or without keys by this password. Without keys
-            and without this, everybody may connect.
+        dialler: the public key, or without keys the password, of whoever may dial to see whether
+            this engine can be reached. Without keys and without this, everybody may connect.
     """
 
     io_threads: int = 1
