@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar, cast
 from pccl.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind
 from pccl.errors import error_for
 from pccl.protocol import messages as m
+from pccl.protocol.kinds import CollectiveKind
 from pccl.runtime.memory import Operand, Operands
 from pccl.runtime.quantization import fingerprint
 from pccl.types import QuantizationOptions, ReduceOp, Result
@@ -61,7 +62,7 @@ def all_reduce(
     for source, target in zip(given.arrays, targets.arrays, strict=True):
         sent, received = pair(source, target)
         each.append(Operand(sent, received, sent.count))
-    return _operands("all_reduce", given, each, op=reduce_op(op), options=options)
+    return _operands(CollectiveKind.ALL_REDUCE, given, each, op=reduce_op(op), options=options)
 
 
 def described(
@@ -73,7 +74,9 @@ def described(
         PCCLError: INVALID_ARGUMENT: it cannot be quantized so.
     """
     each = [Operand(send, recv, send.count)]
-    return _operands("all_reduce", _Several([], [], False), each, op=op, options=options)
+    return _operands(
+        CollectiveKind.ALL_REDUCE, _Several([], [], False), each, op=op, options=options
+    )
 
 
 def broadcast(arrays: Arrays, root: int, ranks: Ranks) -> Operands:
@@ -88,7 +91,7 @@ def broadcast(arrays: Arrays, root: int, ranks: Ranks) -> Operands:
     given = _several(arrays)
     buffers = [Buffer.of(array, writable=True) for array in given.arrays]
     each = [Operand(buffer, buffer, buffer.count) for buffer in buffers]
-    return _operands("broadcast", given, each, root=root, members=ranks.members)
+    return _operands(CollectiveKind.BROADCAST, given, each, root=root, members=ranks.members)
 
 
 def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
@@ -109,7 +112,7 @@ def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
         whole = Buffer.of(target, writable=True)
         _check_block("recv", whole, "send", block, ranks)
         each.append(Operand(block, whole, block.count))
-    return _operands("all_gather", given, each, members=ranks.members), recv
+    return _operands(CollectiveKind.ALL_GATHER, given, each, members=ranks.members), recv
 
 
 def reduce_scatter(
@@ -138,13 +141,15 @@ def reduce_scatter(
         _check_block("send", whole, "recv", block, ranks)
         each.append(Operand(whole, block, block.count))
     chosen, members = reduce_op(op), ranks.members
-    work = _operands("reduce_scatter", given, each, op=chosen, options=options, members=members)
+    work = _operands(
+        CollectiveKind.REDUCE_SCATTER, given, each, op=chosen, options=options, members=members
+    )
     return work, recv
 
 
 def barrier() -> Operands:
     """The operands of a barrier: none."""
-    return Operands(m.Work("barrier", 0, 0, 0), ())
+    return Operands(m.Work(CollectiveKind.BARRIER, 0, 0, 0), ())
 
 
 def reduce_op(op: ReduceOp | str) -> ReduceOp:
@@ -270,7 +275,7 @@ def _check_apart(each: Sequence[Operand]) -> None:
 
 
 def _operands(
-    what: str,
+    what: CollectiveKind,
     given: _Several,
     each: list[Operand],
     *,

@@ -5,12 +5,9 @@ from __future__ import annotations
 import threading
 
 from pccl.errors import error_for
+from pccl.protocol.rounds import EXCLUSIVE
 from pccl.runtime.call import Call
 from pccl.types import Result
-
-# Who stands in one of these makes no other call until it returns.
-EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
-ROUNDS = EXCLUSIVE | {"are_peers_pending"}
 
 
 class Standing:

@@ -84,3 +84,14 @@ def test_what_checks_the_invariants_exists() -> None:
     assert all(
         (ROOT / path).exists() for path in re.findall(r"`((?:tests|stress)/\w+\.py)`", table)
     )
+
+
+@pytest.mark.parametrize("machine", ["master", "peer"])
+def test_the_parts_of_both_state_machines_are_those_of_the_code(machine: str) -> None:
+    text = read(DOCS / "architecture.md")
+    table = text.split(f"| of the {machine} | is |")[1].split("\n\n")[0]
+    named = re.findall(r"`(\w+)(?:\.(\w+))?`", table)
+    assert len(named) > 7
+    for module, part in named:
+        found = importlib.import_module(f"pccl.protocol.{machine}.{module}")
+        assert not part or found.__dict__[part].__module__ == found.__name__

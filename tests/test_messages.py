@@ -14,6 +14,7 @@ from pccl.protocol import messages as m
 
 INFO = m.PeerInfo(3, 1, "10.0.0.2", 4000, "/tmp/x", "abc")
 ENTRY = m.Entry("w", 10, 12, False, b"\1\2")
+PARTS = (m.Part(10, 6, "w", "2x3/1,2"), m.Part(3, 1))
 FROM_PEER: list[m.PeerMessage] = [
     m.Hello(1, "0.1.0", 2, "", 4000, "/tmp/x", "abc", b"\7"),
     m.TopologyVote(5),
@@ -24,7 +25,7 @@ FROM_PEER: list[m.PeerMessage] = [
     m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000, 1, 2)),
     m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1), b"data", 6),
     m.StartVote(7, 3, m.Work("broadcast", 0, 10, 6, layout="2x3/1,2")),
-    m.StartVote(7, 3, m.Work("x", 0, 0, 0, parts=(m.Part(10, 6, "w", "2x3/1,2"), m.Part(3, 1)))),
+    m.StartVote(7, 3, m.Work("all_gather", 0, 0, 0, parts=PARTS)),
     m.FinishVote(9, True),
     m.FinishVote(9, False, "a stream was lost"),
     m.FinishVote(9, False, "no memory", m.Cause.MEMORY),
@@ -94,6 +95,13 @@ def test_golden_bytes() -> None:
 def test_appended_fields_are_ignored() -> None:
     appended = msgspec.msgpack.encode([2, 5, "a field of a later version"])
     assert m.decode_from_peer(appended) == m.TopologyVote(5)
+
+
+@pytest.mark.parametrize("what", ["all_reduce_twice", "", 5])
+def test_a_kind_of_collective_that_does_not_exist_is_refused(what: object) -> None:
+    vote = msgspec.msgpack.encode([4, 7, 3, [what, 0, 10, 1000]])
+    with pytest.raises(m.ProtocolError):
+        m.decode_from_peer(vote)
 
 
 def test_the_other_side_s_messages_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 import types
 import typing
@@ -12,6 +13,7 @@ import conversation as talk
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.protocol.messages import values as made_of
 from pccl.protocol.peer.calls import TRANSITIONS, Event, State
 from pccl.protocol.rounds import EXCLUDED, RUN_WIDE, Kind
 
@@ -41,14 +43,14 @@ def messages(sender: str) -> str:
 def values() -> str:
     """All structures inside messages."""
     said = {*typing.get_args(m.PeerMessage), *typing.get_args(m.MasterMessage)}
-    kinds = [one for one in vars(m).values() if isinstance(one, type)]
+    kinds = [one for one in vars(made_of).values() if isinstance(one, type)]
     inner = [one for one in kinds if issubclass(one, msgspec.Struct) and one not in said]
     return "\n".join(_struct(one, "") for one in inner if one is not msgspec.Struct)
 
 
 def limits() -> str:
     """The constants of the module that defines the messages, with their comments."""
-    text = Path(m.__file__).read_text(encoding="utf-8")
+    text = Path(made_of.__file__).read_text(encoding="utf-8")
     rows = ["| name | value | of |", "| --- | --- | --- |"]
     for name, why in re.findall(r"^([A-Z_]+) = \d[^#\n]*(?:# (.*))?$", text, re.MULTILINE):
         rows.append(f"| `{name}` | {getattr(m, name):,} | {why} |")
@@ -115,4 +117,6 @@ def _type(hint: Any) -> str:
         return "array of (" + ", ".join(map(_type, args)) + ")"
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(_type, args))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return "one of " + ", ".join(f"`{one.value}`" for one in hint)
     return str(hint.__name__)

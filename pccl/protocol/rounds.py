@@ -62,6 +62,8 @@ COMPATIBLE = {
 EXCLUDED = {
     a: tuple(b for b in Kind if b is not a and frozenset((a, b)) not in COMPATIBLE) for a in Kind
 }
+# A peer that stands in one of these makes no other call until it returns.
+EXCLUSIVE = frozenset(kind for kind in Kind if len(EXCLUDED[kind]) == len(Kind) - 1)
 RUN_WIDE = frozenset((Kind.TOPOLOGY, Kind.PENDING, Kind.OPTIMIZE))
 
 

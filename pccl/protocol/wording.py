@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from pccl.layout import described
+from pccl.protocol.kinds import CollectiveKind
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 if TYPE_CHECKING:
@@ -39,16 +40,16 @@ def elements(count: int, dtype: int, layout: str = "") -> str:
 
 def call(work: Work) -> str:
     """The call of the API that asks for this work, with its arguments."""
-    if work.what == "barrier":
+    if work.what == CollectiveKind.BARRIER:
         return "barrier()"
     if work.parts:
         total = sum(part.count for part in work.parts)
         words = [f"{len(work.parts)} tensors of {total} elements"]
     else:
         words = [elements(work.count, work.dtype, work.layout)]
-    if work.what in ("all_reduce", "reduce_scatter"):
+    if work.what in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER):
         words.append(_named(_OP_NAMES, work.redop, "op"))
-    if work.what == "broadcast":
+    if work.what == CollectiveKind.BROADCAST:
         words.append(f"root {work.root}")
     if work.algorithm:
         quantized = "quantized by " + _named(_ALGORITHM_NAMES, work.algorithm, "algorithm")

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import zmq
 
 from pccl.ext import ffi, lib, tables
+from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.ring import RingPart
 from pccl.runtime.waiter import readable
 
@@ -37,12 +38,12 @@ UNREACHABLE: int = lib.PCCL_EREACH  # status of a STREAM_LOST that has never bee
 REFUSED: int = lib.PCCL_EZMQ  # and if this process got no socket for it
 ANOTHER: int = lib.PCCL_EOTHER  # and if another process answers there
 
-COLLECTIVES: dict[str, int] = {  # by the API call's name
-    "all_reduce": lib.PCCL_ALL_REDUCE,
-    "reduce_scatter": lib.PCCL_REDUCE_SCATTER,
-    "all_gather": lib.PCCL_ALL_GATHER,
-    "broadcast": lib.PCCL_BROADCAST,
-    "barrier": lib.PCCL_ALL_REDUCE,  # of nothing
+COLLECTIVES: dict[CollectiveKind, int] = {
+    CollectiveKind.ALL_REDUCE: lib.PCCL_ALL_REDUCE,
+    CollectiveKind.REDUCE_SCATTER: lib.PCCL_REDUCE_SCATTER,
+    CollectiveKind.ALL_GATHER: lib.PCCL_ALL_GATHER,
+    CollectiveKind.BROADCAST: lib.PCCL_BROADCAST,
+    CollectiveKind.BARRIER: lib.PCCL_ALL_REDUCE,  # of nothing
 }
 
 _EVENT = struct.Struct("@IiQIIQQQII160s")  # a pccl_event
@@ -337,7 +338,7 @@ class Engine:
         run: int,
         tag: int,
         min_seq: int,
-        what: str,
+        what: CollectiveKind,
         redop: int,
         members: int,
         parts: Sequence[Part],
@@ -350,7 +351,7 @@ class Engine:
             run: the run's number, 64 bits.
             tag: the collective's tag.
             min_seq: its sequence number will be greater.
-            what: a name of COLLECTIVES.
+            what: it does.
             redop: operation, a pccl.ReduceOp value.
             members: slices of the larger buffers of reduce_scatter and all_gather.
             parts: the arrays, which complete or fail together.

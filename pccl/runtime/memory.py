@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pccl.arrays import Buffer
 from pccl.protocol import messages as m
+from pccl.protocol.kinds import INLINE
 from pccl.runtime.call import Call
 from pccl.runtime.inline import contribution
 from pccl.runtime.quantization import wire_bytes
@@ -38,7 +39,7 @@ class Operands:
 
     def inline(self, limit: int) -> bytes | None:
         """The contribution, if it is to travel with the vote: few bytes of one array, or none."""
-        if self.work.what not in ("all_reduce", "barrier") or self.work.parts:
+        if self.work.what not in INLINE or self.work.parts:
             return None
         if sum(operand.send.nbytes for operand in self.each) > limit:
             return None

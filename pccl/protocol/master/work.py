@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pccl.protocol import messages as m
+from pccl.protocol.kinds import INLINE, CollectiveKind
 from pccl.protocol.rounds import Round
 from pccl.types import DataType, ReduceOp
 
+AROUND = {CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER}
 _ITEM_BYTES = {dtype.value: dtype.itemsize for dtype in DataType}
 _REDOPS = {op.value for op in ReduceOp}
 
@@ -13,7 +15,7 @@ _REDOPS = {op.value for op in ReduceOp}
 def fits(work: m.Work, data: bytes) -> bool:
     """Whether these can be the bytes of a contribution that the master is to reduce."""
     return (
-        work.what in ("all_reduce", "barrier")
+        work.what in INLINE
         and not work.parts
         and work.redop in _REDOPS
         and len(data) == work.count * _ITEM_BYTES.get(work.dtype, -1)
@@ -23,7 +25,7 @@ def fits(work: m.Work, data: bytes) -> bool:
 def goes_around(work: m.Work) -> bool:
     """Whether a collective's data uses every hop of the rings that it goes over."""
     carries = work.count or any(part.count for part in work.parts)
-    return bool(carries) and work.what in ("all_reduce", "reduce_scatter", "all_gather")
+    return bool(carries) and work.what in AROUND
 
 
 def outdated(round_: Round[object], size: int) -> str:

@@ -1,0 +1,225 @@
+"""What a peer says to the master."""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
+
+from pccl.protocol.messages.values import (
+    U16,
+    U32,
+    U64,
+    Data,
+    Differences,
+    Done,
+    Name,
+    Offer,
+    Open,
+    PeerInfo,
+    Rings,
+    Small,
+    Text,
+    Work,
+)
+
+
+class Hello(Struct, array_like=True, frozen=True, tag=1):
+    """Asks to join. `host` is the address to advertise, empty for the one that the master sees.
+
+    `curve` is the public key of its streams, in a run with keys; without, `dial` is the password by
+    which the master may dial this peer.
+    """
+
+    protocol: U32
+    version: Name
+    group: U32
+    host: Name
+    port: U16
+    ipc: Name
+    machine: Name
+    arithmetic: Annotated[bytes, Meta(max_length=32)]
+    curve: Name = ""
+    dial: Name = ""
+
+
+class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
+    """Enters `update_topology`."""
+
+    call: U64
+
+
+class PendingVote(Struct, array_like=True, frozen=True, tag=3):
+    """Enters `are_peers_pending`. `stuck`: this peer can enter nothing else until it returns.
+
+    When all voters are `patient`, the answer waits until a peer is pending.
+    """
+
+    call: U64
+    stuck: bool = False
+    patient: bool = False
+
+
+class Hurry(Struct, array_like=True, frozen=True, tag=16):
+    """A patient caller of `are_peers_pending` wants the answer now, even if it is no."""
+
+    call: U64
+
+
+class Inquire(Struct, array_like=True, frozen=True, tag=17):
+    """The caller of `call` has waited for long: for whom? Of a collective with its `seq`, or 0."""
+
+    call: U64
+    seq: U64 = 0
+
+
+class StartVote(Struct, array_like=True, frozen=True, tag=4):
+    """Enters a collective: its engine knows the buffers already, or `data` is the contribution.
+
+    `heard` is the greatest seq the peer has heard of: it lacks no result up to there. `stuck`: as
+    in `PendingVote`.
+    """
+
+    call: U64
+    tag: U64
+    work: Work
+    data: Data | None = None
+    heard: U64 = 0
+    stuck: bool = False
+
+
+class FinishVote(Struct, array_like=True, frozen=True, tag=5):
+    """Holds the whole result of a collective, or cannot get it: `why`, and a `Cause`."""
+
+    seq: U64
+    ok: bool
+    why: Text = ""
+    cause: U16 = 0
+
+
+class SyncVote(Struct, array_like=True, frozen=True, tag=6):
+    """Enters `sync_shared_state`; its engine serves the offered content already."""
+
+    call: U64
+    offer: Offer
+
+
+class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
+    """A receiver of shared state has all of it, verified, or could not get it.
+
+    `differences` describe what it had before, where the plan asks for that.
+    """
+
+    seq: U64
+    ok: bool
+    why: Text = ""
+    differences: Differences = ()
+
+
+class Leave(Struct, array_like=True, frozen=True, tag=8):
+    """Leaves the run, in good order."""
+
+
+class Withdraw(Struct, array_like=True, frozen=True, tag=9):
+    """The caller's time is up: take back what `call` waits for, if it can still be taken back.
+
+    `seq` is that of a collective which this peer has completed and others have not; 0 otherwise.
+    """
+
+    call: U64
+    seq: U64 = 0
+
+
+class Unreached(Struct, array_like=True, frozen=True, tag=11):
+    """In `epoch`, no stream to `peer` could be opened; `why` is what stood in the way."""
+
+    peer: U64
+    epoch: U32
+    why: Text = ""
+
+
+class Stalled(Struct, array_like=True, frozen=True, tag=15):
+    """Others may wait for ever for what this peer had still to pass on, and now cannot.
+
+    In `epoch` it has lost the stream to a neighbour, or failed otherwise, after it held the whole
+    result of a collective itself; or, where `seq` is not 0, it cannot serve all that the plan of
+    that number told it to.
+    """
+
+    epoch: U32
+    seq: U64
+    why: Text
+
+
+class Examine(Struct, array_like=True, frozen=True, tag=12):
+    """Asks what a Hello would lead to, without joining; see Hello."""
+
+    protocol: U32
+    version: Name
+    host: Name
+    port: U16
+    curve: Name = ""
+    dial: Name = ""
+
+
+class OptimizeVote(Struct, array_like=True, frozen=True, tag=13):
+    """Enters `optimize_topology`; its engine serves something to measure links with already."""
+
+    call: U64
+
+
+class Measured(Struct, array_like=True, frozen=True, tag=14):
+    """What a probe found of the links that lead to this peer.
+
+    `rate` is in bytes per second, 0 where nothing came. `delay_us` is how long the first bytes
+    took, with the connection that they needed.
+    """
+
+    seq: U64
+    rate: U64
+    delay_us: U64
+
+
+class Resume(Struct, array_like=True, frozen=True, tag=10):
+    """An accepted peer comes back to a master that has lost its connections, with all it knows.
+
+    `known` are the peers of its group, `open` and `finished` its collectives without and with a
+    known outcome (the latest ones: older ones are known to all), `small` those results that others
+    may lack, `rings` those of the last Plan.
+    """
+
+    protocol: U32
+    version: Name
+    arithmetic: Annotated[bytes, Meta(max_length=32)]
+    run: U64
+    info: PeerInfo
+    known: tuple[PeerInfo, ...]
+    epoch: U32
+    last_seq: U64
+    done: Done
+    open: tuple[Open, ...]
+    finished: tuple[tuple[U64, bool], ...]
+    small: tuple[Small, ...] = ()
+    rings: Rings = ()
+    dial: Name = ""
+
+
+PeerMessage: TypeAlias = (
+    Hello
+    | TopologyVote
+    | PendingVote
+    | Hurry
+    | Inquire
+    | StartVote
+    | FinishVote
+    | SyncVote
+    | FetchedVote
+    | Leave
+    | Withdraw
+    | Unreached
+    | Stalled
+    | Examine
+    | OptimizeVote
+    | Measured
+    | Resume
+)

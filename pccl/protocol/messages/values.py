@@ -1,0 +1,210 @@
+"""What messages are made of: limits, numbers and texts within them, and structures."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from pccl.protocol import wording
+from pccl.protocol.kinds import CollectiveKind
+from pccl.text import address_text
+
+PROTOCOL_VERSION = 2
+DIFFERENCES_MAX = 100  # entries described when content has diverged
+PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
+RINGS_MAX = 8  # of a group, as in c/pccl.h
+INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
+MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
+ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name and layout
+PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
+
+U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
+U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Weight = Annotated[int, Meta(ge=1, lt=1 << 32)]
+U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 64 bits
+Text = Annotated[str, Meta(max_length=4096)]
+Name = Annotated[str, Meta(max_length=256)]
+Data = Annotated[bytes, Meta(max_length=INLINE_BYTES_MAX)]
+
+
+class Cause(IntEnum):
+    """What kind of failure a CallError or Finished tells, where its result alone does not."""
+
+    OTHER = 0
+    MISMATCH = 1  # calls that can never meet
+    TIMEOUT = 2  # withdrawn
+    DIVERGENCE = 3  # content that had diverged, and a peer that wants an error then
+    MEMORY = 4  # a peer had none for its part
+
+
+class PeerInfo(Struct, array_like=True, frozen=True):
+    """A peer as others reach it: at `host`:`port`, or at `ipc` on the same `machine`.
+
+    `curve` is the public key by which they authenticate each other; empty without encryption.
+    """
+
+    peer: U64
+    group: U32
+    host: Name
+    port: U16
+    ipc: Name
+    machine: Name
+    curve: Name = ""
+
+    def __str__(self) -> str:
+        return f"peer {self.peer} ({address_text(self.host, self.port)})"
+
+
+class Ring(Struct, array_like=True, frozen=True):
+    """One ring: the peers in order, each sending to the next, and its share of the data."""
+
+    order: tuple[U64, ...]
+    weight: Weight
+
+
+Rings = Annotated[tuple[Ring, ...], Meta(max_length=RINGS_MAX)]
+
+
+class World(Struct, array_like=True, frozen=True):
+    """Counts of accepted peers: of the run, of the own group, of groups, of the largest group."""
+
+    global_size: U32
+    local_size: U32
+    groups: U32
+    largest: U32
+
+
+class Part(Struct, array_like=True, frozen=True):
+    """One tensor of a collective over several; `name` is its key, if it has one.
+
+    `layout` is the order of its elements in memory (pccl.layout); empty for C's.
+    """
+
+    dtype: U16
+    count: U64
+    name: Name = ""
+    layout: Text = ""
+
+    def __str__(self) -> str:
+        what = wording.elements(self.count, self.dtype, self.layout)
+        return f"{self.name or 'a tensor'} of {what}"
+
+
+class Work(Struct, array_like=True, frozen=True):
+    """What a collective does, the same on all peers.
+
+    `algorithm` and `quantized` are values of QuantizationAlgorithm and, where that leaves a choice,
+    of DataType. `count` elements are those that each member gives, or gets of a reduce_scatter.
+    `root` is a rank. `members` is the size of the group as the caller knows it, where ranks matter,
+    else 0. `parts` are those of a list or dict of tensors, and `count` and `dtype` are 0 then.
+    `layout`: as in Part.
+    """
+
+    what: CollectiveKind
+    redop: U16
+    dtype: U16
+    count: U64
+    algorithm: U16 = 0
+    quantized: U16 = 0
+    root: U32 = 0
+    members: U32 = 0
+    parts: Annotated[tuple[Part, ...], Meta(max_length=PARTS_MAX)] = ()
+    layout: Text = ""
+
+    def __str__(self) -> str:
+        return wording.call(self)
+
+    def sees_others_than(self, other: Work) -> bool:
+        """Whether both are the same call, of peers that differ on who is in the group."""
+        return self.what == other.what and self.members != other.members
+
+    def difference(self, other: Work) -> str:
+        """What the names of both calls do not show, or nothing."""
+        return wording.difference(self, other)
+
+
+class Entry(Struct, array_like=True, frozen=True):
+    """One tensor of the shared state, in an offer. `layout`: as in Part."""
+
+    name: Name
+    dtype: U16
+    count: U64
+    any_content: bool
+    digest: Annotated[bytes, Meta(max_length=32)]
+    layout: Text = ""
+
+
+class Offer(Struct, array_like=True, frozen=True):
+    """The shared state that a peer has; `strict`: divergence is to be an error for all.
+
+    With fewer peers than `min_peers` no shared state is to begin.
+    """
+
+    revision: U64
+    strategy: U16
+    entries: tuple[Entry, ...]
+    strict: bool = False
+    min_peers: U64 = 0
+
+
+class Difference(Struct, array_like=True, frozen=True):
+    """How one entry of a peer differed from what was elected.
+
+    `ulp` is the largest distance of two elements that are no NaN, in units in the last place;
+    `nans` and `nans_elected` count the NaNs there and in the elected content.
+    """
+
+    entry: U32
+    nbytes: U64
+    ulp: U64
+    nans: U64
+    nans_elected: U64
+
+
+Differences = Annotated[tuple[Difference, ...], Meta(max_length=DIFFERENCES_MAX)]
+
+
+class Divergence(Struct, array_like=True, frozen=True):
+    """A peer that had other content at the same revision: in `count` entries, the first of them."""
+
+    peer: U64
+    count: U32
+    differences: Differences
+
+
+class Done(Struct, array_like=True, frozen=True):
+    """Which rounds a peer knows the results of: counts of completed rounds, and the last results.
+
+    A master that comes back compares these: who stands in a round of which somebody else has the
+    result already has only missed that result.
+    """
+
+    topology: U64 = 0
+    pending: U64 = 0
+    were_pending: bool = False
+    sync: U64 = 0
+    revision: U64 = 0
+    plan: U64 = 0  # seq of the last plan of that synchronisation, if it had any
+    holds: bool = False  # it took part in synchronisation number `sync`, and holds its content
+    optimized: U64 = 0
+    short: U64 = 0  # as in the last SyncResult
+
+
+class Open(Struct, array_like=True, frozen=True):
+    """A collective whose outcome a peer does not know; `vote` is None until it has voted."""
+
+    seq: U64
+    members: tuple[U64, ...]
+    vote: bool | None
+    tag: U64 = 0
+
+
+class Small(Struct, array_like=True, frozen=True):
+    """A small collective that has committed: who took part, and the result."""
+
+    seq: U64
+    tag: U64
+    members: tuple[U64, ...]
+    data: Data
