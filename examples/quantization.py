@@ -7,7 +7,8 @@ Peers are threads of this process, each with its own communicator; what goes bet
 what would go over a network. Takes some seconds. The plot needs matplotlib.
 """
 
-import sys
+import argparse
+import importlib.util
 import threading
 
 import numpy as np
@@ -125,10 +126,20 @@ def plot(path: str, errors: dict[tuple[str, str, int], float]) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints the tables, and plots the one of sums where that is asked for."""
+    parser = argparse.ArgumentParser(description="Errors of quantized all-reduces.")
+    parser.add_argument("plot", nargs="?", metavar="PLOT.svg", help="where to plot those of sums")
+    args = parser.parse_args()
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("the plot needs matplotlib: pip install matplotlib")
     for op in EXACT:
         errors, sent = measure(op)
         print_table(op, errors, sent)
         print()
-        if op == "sum" and len(sys.argv) > 1:
-            plot(sys.argv[1], errors)
+        if op == "sum" and args.plot:
+            plot(args.plot, errors)
+
+
+if __name__ == "__main__":
+    main()

@@ -91,6 +91,7 @@ def test_what_was_installed_works_in_the_clone_s_root(start: Start, clone: Path)
         start("-m", "pccl.master", "--help"),
         start("-m", "pccl", "--help"),
         start("stress/wan/bench.py", "--help"),
+        start("examples/quantization.py", "--help"),
         start("examples/from_pypccl.py", "--help"),
     ]
     assert output(where) == f"{clone / 'pccl' / '__init__.py'}\n"
