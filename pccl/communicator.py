@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import queue
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ import xxhash
 from pccl.collectives import Collectives
 from pccl.errors import PCCLTimeoutError, error_for, not_picklable
 from pccl.ext import ffi, lib
+from pccl.joining import Patience, join
 from pccl.launch import error_of
 from pccl.logs import configure_logging
 from pccl.protocol import messages as m
@@ -29,7 +29,6 @@ from pccl.runtime.config import Config, machine_id
 from pccl.runtime.devices import HostView
 from pccl.runtime.forks import FORKED
 from pccl.runtime.probe import optimise
-from pccl.runtime.resolve import reachable
 from pccl.runtime.room import NoRoomError, require_room
 from pccl.runtime.staging import Region
 from pccl.runtime.sync import Outcome, Wish, synchronise
@@ -53,10 +52,6 @@ from pccl.version import __version__
 
 log = logging.getLogger("pccl")
 
-WELCOME_TIMEOUT_S = (
-    10.0  # for the master's first answer; admission, later, may take as long as it takes
-)
-ATTEMPT_INTERVAL_S = 1.0
 AGAIN_S = 0.002  # who asks whether peers are pending so soon after a no asks in a loop,
 PATIENCE_S = 0.02  # and hears another no so much later: no core is busy with nothing
 
@@ -79,6 +74,9 @@ class Communicator(Collectives):
             that the address that the master sees.
         port_range: "FIRST-LAST": the TCP ports on one of which this peer listens for bulk data;
             None: PCCL_PORT_RANGE, and without that any.
+        connect_timeout: seconds for which `connect` tries to reach a master that is not up yet, in
+            any number of attempts; None: PCCL_CONNECT_TIMEOUT_S, and without that as many attempts
+            as `connect` is told to make.
 
     Raises:
         AssertionError: `address` has no colon.
@@ -94,6 +92,7 @@ class Communicator(Collectives):
         security: Security | str | os.PathLike[str] | None = None,
         advertise: str | None = None,
         port_range: str | None = None,
+        connect_timeout: float | None = None,
     ) -> None:
         self._host, self._port = parse_address(address)
         if not 0 <= peer_group < 1 << 32:
@@ -110,6 +109,8 @@ class Communicator(Collectives):
             self._settings["advertise"] = parse_advertised(advertise, "advertise")
         if port_range is not None:
             self._settings["ports"] = parse_ports(port_range, "port_range")
+        Deadline(connect_timeout, "connect_timeout")  # is it one?
+        self._connect_timeout = connect_timeout
         super().__init__()
         self._master = address_text(self._host, self._port)
         self._client: Client | None = None
@@ -125,20 +126,26 @@ class Communicator(Collectives):
         They admit it by `update_topology`; the first peer of a run is accepted at once.
 
         Args:
-            n_attempts: tries to reach the master, one second apart.
-            timeout: seconds to wait for admission, once the master is reached.
+            n_attempts: tries to reach the master, one second apart. With the communicator's
+                `connect_timeout`, or PCCL_CONNECT_TIMEOUT_S, that limit counts instead.
+            timeout: seconds for the whole call: until the master is reached, and this peer is
+                admitted. It ends the call in any case; None: admission takes as long as it takes.
 
         Raises:
-            PCCLTimeoutError: not admitted in time; this peer has left again.
-            PCCLError: MASTER_CONNECTION_FAILED after the last attempt; INVALID_USAGE when already
-                connected, when the master refuses this peer, or when keys are missing or unsafe
-                (the message says why); INTERNAL_ERROR when the system has no descriptors or threads
-                for it.
-            ValueError: `n_attempts` is not positive, or a PCCL_ environment variable is malformed.
+            PCCLTimeoutError: the master did not answer, or the peers did not admit this one, within
+                `timeout`; this peer has left again.
+            PCCLError: MASTER_CONNECTION_FAILED when the master did not answer in `n_attempts` or
+                within `connect_timeout`; INVALID_USAGE when already connected, when the master
+                refuses this peer, or when keys are missing or unsafe (the message says why);
+                INTERNAL_ERROR when the system has no descriptors or threads for it.
+            ValueError: `n_attempts` is not positive, `timeout` is no time to wait for, or a PCCL_
+                environment variable is malformed.
         """
-        if n_attempts < 1:
-            raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
-        Deadline(timeout)
+        config = replace(Config.from_env(), **self._settings)
+        limit = self._connect_timeout
+        if limit is None:
+            limit = config.connect_timeout_s
+        patience = Patience(self._master, n_attempts, limit, timeout)
         configure_logging()
         if self._client is not None and self._client.over is FORKED:
             raise error_of("connect", FORKED)
@@ -147,34 +154,18 @@ class Communicator(Collectives):
             raise error_for(Result.INVALID_USAGE, "connect", why)
         self._standing.single_threaded()
         self.close()  # of what is over, there are threads left
-        config = replace(Config.from_env(), **self._settings)
         security = Security.of(self._security)
         try:
             aside(require_room)  # which has threads and descriptors meanwhile
         except NoRoomError as error:
             raise error_for(Result.INTERNAL_ERROR, "connect", str(error)) from None
-        began_s = time.monotonic()
-        for attempt in range(1, n_attempts + 1):
-            try:
-                self._join(config, security, timeout)
-                return
-            except _Unreachable as error:
-                log.info("attempt %d of %d to reach the master: %s", attempt, n_attempts, error)
-                if attempt == n_attempts:
-                    seconds = time.monotonic() - began_s
-                    why = (
-                        f"no pccl master answers at {self._master} ({error}), "
-                        f"{_attempts(n_attempts)} in {seconds:.1f} s"
-                    )
-                    raise error_for(Result.MASTER_CONNECTION_FAILED, "connect", why) from None
-            time.sleep(ATTEMPT_INTERVAL_S)
 
-    def _join(self, config: Config, security: Security | None, timeout: float | None) -> None:
-        try:  # for its errors: ZeroMQ would not say what is wrong with an address
-            address = reachable(self._host, self._port, config.connect_timeout_s)
-        except OSError as error:
-            raise _Unreachable(error.strerror or str(error)) from None
+        def begin(address: str) -> Client:
+            return self._begin(address, config, security)
 
+        join(self._host, self._port, config.link_timeout_s, begin, self._admitted, patience)
+
+    def _begin(self, address: str, config: Config, security: Security | None) -> Client:
         def hello(port: int, ipc: str) -> m.Hello:
             return m.Hello(
                 m.PROTOCOL_VERSION,
@@ -187,54 +178,17 @@ class Communicator(Collectives):
                 arithmetic_digest(),
             )
 
-        made: list[Client] = []
-
-        def make() -> None:
-            made.append(
-                Client(self._host, self._port, address, hello, self._pool_size, config, security)
-            )
-
+        host, port, lanes = self._host, self._port, self._pool_size
         try:
-            try:
-                aside(make)
-            except OSError as error:
-                why = f"for bulk data this peer {error.strerror or error}{_cure(config)}"
-                raise error_for(Result.INVALID_USAGE, "connect", why) from None
-            client = made[0]
-            call = client.call()
-            client.join(call)
-            try:
-                note = call.next(WELCOME_TIMEOUT_S)
-            except queue.Empty:
-                raise _Unreachable(f"no answer within {WELCOME_TIMEOUT_S:.0f} s") from None
-            if isinstance(note, m.Welcome):
-                log.info("registered as peer %d; waiting to be admitted", note.peer)
-                note = self._await_admission(client, call, timeout)
-            if isinstance(note, effects.Fail):
-                if note.result is Result.MASTER_CONNECTION_FAILED:
-                    raise _Unreachable(note.why)
-                raise error_of("connect", note, call.began_s)
-            self._ranks.tell(client.plan, client.number)
-            self._finalizer = weakref.finalize(self, client.close, "the communicator was deleted")
-            self._client = client
-        except BaseException:
-            for client in made:
-                client.close("connect failed")
-            raise
+            return Client(host, port, address, hello, lanes, config, security)
+        except OSError as error:
+            why = f"for bulk data this peer {error.strerror or error}{_cure(config)}"
+            raise error_for(Result.INVALID_USAGE, "connect", why) from None
 
-    def _await_admission(self, client: Client, call: Call, timeout: float | None) -> Note:
-        limit = Deadline(timeout)
-        while limit.left_s is None or limit.left_s > 0:
-            seconds = math.inf if limit.left_s is None else limit.left_s
-            note = Deadline(None).next_within(client, call, seconds)
-            if not isinstance(note, m.Welcome | None):  # of a master that was restarted meanwhile
-                return note
-        raise PCCLTimeoutError(
-            Result.MASTER_CONNECTION_FAILED,
-            "connect",
-            f"the peers of the run at {self._master} did not admit this one within "
-            f"{timeout:g} s: each of them must call update_topology()",
-        )
+    def _admitted(self, client: Client) -> None:
+        self._ranks.tell(client.plan, client.number)
+        self._finalizer = weakref.finalize(self, client.close, "the communicator was deleted")
+        self._client = client
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self, "it is this process's place in a run; make one in each process")
@@ -549,14 +503,6 @@ class Communicator(Collectives):
 
 def _cure(config: Config) -> str:
     return ": choose a wider PCCL_PORT_RANGE (port_range=)" if config.ports else ""
-
-
-def _attempts(number: int) -> str:
-    return "1 attempt" if number == 1 else f"{number} attempts"
-
-
-class _Unreachable(Exception):
-    """The master does not answer: worth another attempt."""
 
 
 def _divergence(

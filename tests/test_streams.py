@@ -97,7 +97,7 @@ class Desk:
         self.streams = Streams(
             self.engine,  # type: ignore[arg-type]
             self.resolver,
-            Config(connect_timeout_s=limit_s),
+            Config(link_timeout_s=limit_s),
             0,
             lambda info: info.machine == "here",
         )

@@ -47,6 +47,30 @@ Note = (
 End = effects.Answer | effects.Fail
 
 
+class Quiet:
+    """A wait in silence, from now on: it is broken after QUIET_S, and then after longer gaps."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._gap_s = QUIET_S
+        self._until_s = self._began_s + QUIET_S
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return time.monotonic() - self._began_s
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is time to say what the wait is for; not again for a while."""
+        now = time.monotonic()
+        if now < self._until_s:
+            return False
+        self._gap_s = min(2 * self._gap_s, QUIET_MAX_S)
+        self._until_s = now + self._gap_s
+        return True
+
+
 class Call:
     """One API call in progress: notes come in, the last one is an Answer or a Fail.
 
@@ -58,8 +82,7 @@ class Call:
         self.number = number
         self.began_s = time.monotonic()
         self.serve_op = 0  # of a synchronisation
-        self._quiet_s = QUIET_S
-        self._quiet_until = self.began_s + QUIET_S
+        self._quiet = Quiet()
         self.end: End | None = None
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
 
@@ -93,12 +116,7 @@ class Call:
     @property
     def is_long(self) -> bool:
         """Whether it is time to say for whom it waits; not again for a while."""
-        now = time.monotonic()
-        if now < self._quiet_until:
-            return False
-        self._quiet_s = min(2 * self._quiet_s, QUIET_MAX_S)
-        self._quiet_until = now + self._quiet_s
-        return True
+        return self._quiet.is_over
 
     def settle(self) -> None:
         """Returns when the end is there."""

@@ -50,7 +50,7 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
     where = address_text(host, port)
     began_s = time.monotonic()
     try:
-        address = reachable(host, port, config.connect_timeout_s)
+        address = reachable(host, port, config.link_timeout_s)
     except OSError as error:
         why = f"nothing answers at {where} ({error.strerror or error})"
         raise MasterLostError(Result.MASTER_CONNECTION_FAILED, "doctor", why) from None

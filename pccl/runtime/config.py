@@ -34,7 +34,8 @@ class Range(NamedTuple):
 RANGES = {
     "heartbeat_ms": Range("PCCL_HEARTBEAT_MS", 1, 3600 * 1000),
     "heartbeat_timeout_ms": Range("PCCL_HEARTBEAT_TIMEOUT_MS", 2, 24 * 3600 * 1000),
-    "connect_timeout_s": Range("", 0, 3600),
+    "link_timeout_s": Range("", 0, 3600),
+    "connect_timeout_s": Range("PCCL_CONNECT_TIMEOUT_S", 1, WEEK_S),
     "master_patience_s": Range("PCCL_MASTER_PATIENCE_S", 1, WEEK_S),
     "straggler_s": Range("PCCL_STRAGGLER_S", 1, WEEK_S),
     "sync_mbits": Range("PCCL_SYNC_MBITS", 1, 1000 * 1000),
@@ -53,7 +54,9 @@ class Config:
         ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
         heartbeat_ms: a ping so often on every connection.
         heartbeat_timeout_ms: where nothing is heard for this long, the other side counts as lost.
-        connect_timeout_s: until a connection must stand.
+        link_timeout_s: until a connection must stand.
+        connect_timeout_s: how long a peer tries to reach a master that is not up yet; None: as
+            often as `connect` is told to.
         master_patience_s: how long a peer tries to get back to a master that is gone.
         straggler_s: a master drops peers that keep others waiting for so long; None: never.
         sync_mbits: a peer sends shared state to others at no more than so many Mbit/s; None: no
@@ -69,7 +72,8 @@ class Config:
     ipc: bool = True
     heartbeat_ms: int = 1000
     heartbeat_timeout_ms: int = 5000
-    connect_timeout_s: float = 5.0
+    link_timeout_s: float = 5.0
+    connect_timeout_s: float | None = None
     master_patience_s: float = 60.0
     straggler_s: float | None = None
     sync_mbits: int | None = None

@@ -20,6 +20,7 @@ HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FA
 # Not -1, with which libzmq throws away what a connection that breaks has brought and nobody has
 # read yet: a master's last words.
 NEVER_MS = 1 << 30
+LAST_WORDS_MS = 1000  # for a Leave to go out
 
 
 class LinkEvent(Enum):
@@ -54,18 +55,19 @@ class Link:
         secure: Callable[[zmq.Socket[bytes]], None],
     ) -> None:
         options = {
-            zmq.LINGER: 1000,  # a Leave should still go out
+            zmq.LINGER: LAST_WORDS_MS,
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
             zmq.RECONNECT_IVL: NEVER_MS,  # a broken link is for the core to know of
             zmq.IMMEDIATE: 0,
             zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
-            zmq.CONNECT_TIMEOUT: int(config.connect_timeout_s * 1000),
-            zmq.HANDSHAKE_IVL: int(config.connect_timeout_s * 1000),
+            zmq.CONNECT_TIMEOUT: int(config.link_timeout_s * 1000),
+            zmq.HANDSHAKE_IVL: int(config.link_timeout_s * 1000),
             zmq.HEARTBEAT_IVL: config.heartbeat_ms,
             zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
             zmq.IPV6: int(":" in host),
         }
+        self._up = False
         try:
             self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
             try:
@@ -92,7 +94,9 @@ class Link:
                 frames = self.monitor.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 return
-            yield self._event(parse_monitor_message(frames)["event"])
+            event = self._event(parse_monitor_message(frames)["event"])
+            self._up = event is LinkEvent.UP
+            yield event
 
     @staticmethod
     def _event(number: int) -> LinkEvent:
@@ -103,7 +107,9 @@ class Link:
         return LinkEvent.HANDSHAKE_FAILED if number & HANDSHAKE_FAILED else LinkEvent.BROKEN
 
     def close(self) -> None:
-        """Closes it; what was sent last still goes out, if it can."""
+        """Closes it; what was sent last still goes out, if there is a connection."""
+        for _ in self.events():  # whether there is one
+            pass
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
-        self.socket.close()
+        self.socket.close(linger=None if self._up else 0)

@@ -1,0 +1,196 @@
+"""The way into a run: to a master that may not be up yet, and past the peers that admit."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from queue import Empty
+
+from pccl.errors import PCCLTimeoutError, error_for
+from pccl.launch import error_of
+from pccl.protocol import effects
+from pccl.protocol import messages as m
+from pccl.runtime.call import Call, Deadline, Note, Quiet, aside
+from pccl.runtime.client import Client
+from pccl.runtime.resolve import reachable
+from pccl.types import Result
+
+log = logging.getLogger("pccl")
+
+WELCOME_TIMEOUT_S = 10.0  # for the master's first answer; admission may take as long as it takes
+ATTEMPT_INTERVAL_S = 1.0
+
+
+class Patience:
+    """How long `connect` tries to reach a master that does not answer, and what it says meanwhile.
+
+    It begins to count when it is made.
+
+    Args:
+        master: `host:port`, for messages.
+        n_attempts: are enough, where `connect_timeout` is None.
+        connect_timeout: seconds, in which any number of attempts is made.
+        timeout: seconds for the whole call, with the admission; this limit always wins.
+
+    Raises:
+        TypeError, ValueError: one of them is impossible.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        n_attempts: int,
+        connect_timeout: float | None,
+        timeout: float | None,
+    ) -> None:
+        if n_attempts < 1:
+            raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
+        self._master = master
+        self._n_attempts = n_attempts
+        self._connect_timeout = connect_timeout
+        self._timeout = timeout
+        self._trying = Deadline(connect_timeout, "connect_timeout")
+        self._call = Deadline(timeout)
+        self._attempts = 0
+        self._quiet = Quiet()
+
+    def of(self, seconds: float) -> float:
+        """What is left of so many seconds."""
+        left = (each.left_s for each in (self._trying, self._call))
+        return min([seconds, *(each for each in left if each is not None)])
+
+    def failed(self, why: str) -> None:
+        """An attempt has failed; returns when it is time for the next one.
+
+        Raises:
+            PCCLTimeoutError: the whole call's time is over.
+            PCCLError: MASTER_CONNECTION_FAILED: all other patience is.
+        """
+        self._attempts += 1
+        log.info("attempt %d to reach the master at %s: %s", self._attempts, self._master, why)
+        self._end_if_over(why)
+        if self._quiet.is_over:
+            log.warning(
+                "connect has waited %.0f s for a master at %s (%s, %s): it tries %s",
+                self._quiet.seconds,
+                self._master,
+                why,
+                self._made,
+                self._rest,
+            )
+        time.sleep(self.of(ATTEMPT_INTERVAL_S))
+        self._end_if_over(why)
+
+    def _end_if_over(self, why: str) -> None:
+        seconds = self._quiet.seconds
+        if self._call.left_s == 0:
+            text = (
+                f"no pccl master has answered at {self._master} within {self._timeout:g} s "
+                f"({why}, {self._made})"
+            )
+            raise PCCLTimeoutError(Result.MASTER_CONNECTION_FAILED, "connect", text)
+        enough = self._connect_timeout is None and self._attempts >= self._n_attempts
+        if enough or self._trying.left_s == 0:
+            text = (
+                f"no pccl master answers at {self._master} ({why}), {self._made} in {seconds:.1f} s"
+            )
+            raise error_for(Result.MASTER_CONNECTION_FAILED, "connect", text)
+
+    @property
+    def _made(self) -> str:
+        return "1 attempt" if self._attempts == 1 else f"{self._attempts} attempts"
+
+    @property
+    def _rest(self) -> str:
+        seconds = self.of(math.inf)
+        if seconds < math.inf:
+            return f"for {seconds:.0f} s more"
+        return f"{self._n_attempts - self._attempts} times more (connect_timeout= gives it longer)"
+
+    def admission(self, client: Client, call: Call) -> Note:
+        """Waits to be admitted by the peers of the run, once the master has registered this one.
+
+        Raises:
+            PCCLTimeoutError: the whole call's time is over.
+        """
+        while self._call.left_s != 0:
+            left_s = math.inf if self._call.left_s is None else self._call.left_s
+            note = Deadline(None).next_within(client, call, left_s)
+            if not isinstance(note, m.Welcome | None):  # of a master that was restarted meanwhile
+                return note
+        raise PCCLTimeoutError(
+            Result.MASTER_CONNECTION_FAILED,
+            "connect",
+            f"the peers of the run at {self._master} did not admit this one within "
+            f"{self._timeout:g} s: each of them must call update_topology()",
+        )
+
+
+class _Unreachable(Exception):
+    """The master does not answer: worth another attempt."""
+
+
+def join(
+    host: str,
+    port: int,
+    link_timeout_s: float,
+    begin: Callable[[str], Client],
+    admitted: Callable[[Client], None],
+    patience: Patience,
+) -> None:
+    """Joins the run, as a peer that all accepted ones have admitted.
+
+    Args:
+        host: of the master.
+        port: of the master.
+        link_timeout_s: until a connection to it must stand.
+        begin: makes a client, of a master at an address.
+        admitted: takes over the client that has been admitted. All others are closed.
+        patience: with the master.
+
+    Raises:
+        PCCLError: as `Communicator.connect`, or what `begin` raises.
+    """
+    while True:
+        try:
+            try:  # for its errors: ZeroMQ would not say what is wrong with an address
+                address = reachable(host, port, patience.of(link_timeout_s))
+            except OSError as error:
+                raise _Unreachable(error.strerror or str(error)) from None
+            return _attempt(address, begin, admitted, patience)
+        except _Unreachable as error:
+            why = str(error)
+        patience.failed(why)
+
+
+def _attempt(
+    address: str,
+    begin: Callable[[str], Client],
+    admitted: Callable[[Client], None],
+    patience: Patience,
+) -> None:
+    made: list[Client] = []
+    try:
+        aside(lambda: made.append(begin(address)))
+        client = made[0]
+        call = client.call()
+        client.join(call)
+        limit_s = patience.of(WELCOME_TIMEOUT_S)
+        try:
+            note = call.next(limit_s)
+        except Empty:
+            raise _Unreachable(f"no answer within {limit_s:.3g} s") from None
+        if isinstance(note, m.Welcome):
+            log.info("registered as peer %d; waiting to be admitted", note.peer)
+            note = patience.admission(client, call)
+        if isinstance(note, effects.Fail):
+            if note.result is Result.MASTER_CONNECTION_FAILED:
+                raise _Unreachable(note.why)
+            raise error_of("connect", note, call.began_s)
+        admitted(client)
+    except BaseException:
+        for client in made:
+            client.close("connect failed")
+        raise

@@ -1,0 +1,193 @@
+"""How long `connect` takes: as long as it may, and no longer, whatever state the master is in."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from cluster import in_threads
+
+import pccl
+from pccl import joining
+from pccl.runtime import call as waiting
+from pccl.runtime import link
+
+LIMIT_S = 0.3
+LONGER_S = 1.5  # in which a busy machine registers a peer
+MUCH_S = 10.0  # on a busy machine
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "ATTEMPT_INTERVAL_S", 0.05)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def absent() -> Iterator[str]:
+    """Nobody listens."""
+    yield f"127.0.0.1:{free_port()}"
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[str]:
+    """The kernel accepts, and nobody says anything."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def hanging_up() -> Iterator[str]:
+    """Every connection is accepted and closed, as by a proxy of a master that is down."""
+
+    def serve(server: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                server.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve, args=(server,))
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+@contextlib.contextmanager
+def nameless() -> Iterator[str]:
+    """The name server does not answer."""
+    over = threading.Event()
+
+    def look_up(*_: object, **__: object) -> list[object]:
+        over.wait(60)
+        raise OSError("nothing was found")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", look_up)
+        try:
+            yield "master.example:1"
+        finally:
+            over.set()
+
+
+@contextlib.contextmanager
+def not_admitting() -> Iterator[str]:
+    """The peers of the run do not let anybody in."""
+    with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address):
+        yield master.address
+
+
+STATES = {
+    absent: r"no pccl master has answered at .* within 0\.3 s \(Connection refused, \d+ attempts\)",
+    silent: r"has answered at .* within 0\.3 s \(no answer within 0\.\d+ s, 1 attempt\)",
+    hanging_up: r"has answered at .* within 0\.3 s \(.*, \d+ attempts?\)",
+    nameless: r"within 0\.3 s \(the name master\.example did not resolve within 0\.\d+ s, 1 ",
+    not_admitting: r"did not admit this one within 1\.5 s",
+}
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
+@pytest.mark.parametrize("patience", [None, 100.0])
+def test_its_own_limit_always_wins(
+    state: Callable[[], contextlib.AbstractContextManager[str]],
+    patience: float | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limit_s = LIMIT_S if state is not not_admitting else LONGER_S
+    monkeypatch.setattr(link, "LAST_WORDS_MS", 60_000)  # nobody waits for them where nobody hears
+    with state() as address:
+        comm = pccl.Communicator(address, connect_timeout=patience)
+        began_s = time.monotonic()
+        with pytest.raises(pccl.PCCLTimeoutError, match=STATES[state]) as caught:
+            comm.connect(1000, timeout=limit_s)
+        assert limit_s <= time.monotonic() - began_s < MUCH_S
+    assert caught.value.result is pccl.Result.MASTER_CONNECTION_FAILED
+    with pytest.raises(pccl.PCCLError, match="is not connected"):
+        comm.update_topology()
+
+
+def wait_until_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
+    give_up_at = time.monotonic() + 30
+    while not any(text in record.getMessage() for record in caplog.records):
+        assert time.monotonic() < give_up_at, f"{text!r} was not said: {caplog.text}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["argument", "variable"])
+def test_a_master_that_comes_later_is_waited_for(
+    how: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "pccl")
+    if how == "variable":
+        monkeypatch.setenv("PCCL_CONNECT_TIMEOUT_S", "60")
+    address = f"127.0.0.1:{free_port()}"
+    comm = pccl.Communicator(address, connect_timeout=60 if how == "argument" else None)
+
+    def join() -> int:
+        with comm:
+            return comm.world_size
+
+    def serve() -> int:
+        wait_until_said(caplog, "attempt 6 to reach the master")
+        master.run()
+        return 1
+
+    master = pccl.MasterNode(address)
+    try:
+        assert in_threads([join, serve]) == [1, 1]
+    finally:
+        master.interrupt()
+
+
+def test_the_patience_of_the_program_comes_before_that_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PCCL_CONNECT_TIMEOUT_S", "60")
+    with absent() as address:
+        comm = pccl.Communicator(address, connect_timeout=LIMIT_S)
+        with pytest.raises(pccl.MasterLostError, match=r"no pccl master answers.* in 0\.[3-9] s"):
+            comm.connect(1)
+        with pytest.raises(pccl.PCCLTimeoutError, match=r"within 0\.1 s"):
+            comm.connect(timeout=0.1)
+
+
+def test_without_it_attempts_count() -> None:
+    with absent() as address, pytest.raises(pccl.MasterLostError, match=r"refused.*, 3 attempts "):
+        pccl.Communicator(address).connect(3, timeout=MUCH_S)
+
+
+def test_whoever_waits_says_for_what(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, "pccl")
+    monkeypatch.setattr(waiting, "QUIET_S", 0.1)
+    with absent() as address:
+        with pytest.raises(pccl.MasterLostError):
+            pccl.Communicator(address, connect_timeout=1).connect()
+        waits = [each.getMessage() for each in caplog.records]
+        assert 1 <= len(waits) <= 4, "with growing gaps"
+        start = f"connect has waited 0 s for a master at {address} (Connection refused, "
+        assert waits[0].startswith(start) and waits[0].endswith(" s more"), waits
+        with pytest.raises(pccl.MasterLostError):
+            pccl.Communicator(address).connect(5)
+        assert "times more (connect_timeout= gives it longer)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("limit", "error"), [(-1, ValueError), (float("nan"), ValueError), ("5", TypeError)]
+)
+def test_no_patience(limit: float, error: type[Exception]) -> None:
+    with pytest.raises(error, match="connect_timeout is"):
+        pccl.Communicator("127.0.0.1:1", connect_timeout=limit)
