@@ -336,3 +336,21 @@ def test_connecting_anew_leaves_nothing_of_the_old(pair: list[pccl.Communicator]
     after = sum(thread.name.startswith("pccl-") for thread in threading.enumerate())
     assert after == threads
     works(pair)
+
+
+# ---- the end ----
+
+
+def test_what_comes_when_the_membership_has_just_ended_is_dropped() -> None:
+    """Nothing of it raises, in the caller's thread or in the one that ends."""
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        comm = pccl.Communicator(master.address)
+        comm.connect()
+        client = comm._client
+        assert client is not None
+        comm.close()
+        client.remind(1, 1)
+        client.judge(1, [(0, 0, True)])
+        client.allow(client.call())
+        client._engine.broken = "the lane engine stopped"
+        client._inbox.post(client._read_engine)

@@ -511,7 +511,7 @@ class Client:
                 self._memory.pop(event.op, None)
             self._perform(actions)
 
-        if self._engine.broken:
+        if self._engine.broken and not self._closed:
             raise RuntimeError(self._engine.broken)
 
     def _stream_lost(self, event: Event) -> None:

@@ -263,7 +263,8 @@ class Engine:
         return self._order
 
     def _send(self) -> None:
-        self.socket.send(self._order_bytes, zmq.DONTWAIT)
+        if not self._closed:  # orders may come later: there is nothing that they are about then
+            self.socket.send(self._order_bytes, zmq.DONTWAIT)
 
     def open_stream(self, stream: int) -> None:
         """Lets ops be started on a stream, whose number was never used before."""
@@ -494,9 +495,9 @@ class Engine:
     # ---- events ----
 
     def events(self) -> list[Event]:
-        """All events that have come, in order; empty when there are none."""
+        """All events that have come, in order; empty when there are none, and when it is closed."""
         found: list[Event] = []
-        while readable(self.socket):
+        while not self._closed and readable(self.socket):
             data = self.socket.recv(zmq.DONTWAIT)
             kind, status, op, stream, settled, tx, rx, seq, piece, leaf, text = _EVENT.unpack(data)
             if kind == SETTLED or settled:
@@ -510,9 +511,9 @@ class Engine:
         """Stops the thread, restores what is not settled, frees everything. Idempotent."""
         if self._closed:
             return
-        self._closed = True
         self._blank_order(lib.PCCL_STOP)
         self._send()
+        self._closed = True
         self._thread.join()
         self.socket.close()
         self._free()
