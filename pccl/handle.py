@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from typing import NoReturn
+from collections.abc import Generator
+from typing import Any, NoReturn
 
 from pccl.errors import PCCLError, not_picklable
 from pccl.launch import Launch, info
@@ -59,6 +61,39 @@ class AsyncReduceHandle:
         if isinstance(end, effects.Fail):
             return False, end.result.value, ReduceInfo(0, 0, 0)
         return True, Result.SUCCESS.value, info(end)
+
+    def done(self) -> bool:
+        """Whether `wait()` would return at once. It waits for nothing and changes nothing.
+
+        `result` is right, and the tag is free, only when `wait()` has returned.
+        """
+        return self._launch is None or self._launch.ended
+
+    def __await__(self) -> Generator[Any, None, tuple[bool, int, ReduceInfo]]:
+        """`await handle`, in asyncio: what `wait()` returns, and the event loop goes on meanwhile.
+
+        Other than an exception in `wait()`, the cancellation of an await (by `asyncio.wait_for`,
+        for instance) leaves the collective as it is: it goes on, and can be awaited again. To give
+        it up, call `wait(timeout=0)`. Any number of tasks may await it.
+        """
+        return self._outcome().__await__()
+
+    async def _outcome(self) -> tuple[bool, int, ReduceInfo]:
+        import asyncio  # not with pccl: whoever awaits has it
+
+        launch = self._launch
+        if launch is not None and not launch.ended:
+            loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+            def tell() -> None:
+                with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+                    loop.call_soon_threadsafe(ended.set)
+
+            launch.hear(tell)
+            await ended.wait()
+        if launch is not None and launch.finishes_slowly:
+            return await asyncio.to_thread(self.wait)
+        return self.wait()
 
     @property
     def error(self) -> PCCLError | None:

@@ -93,6 +93,20 @@ class Launch:
         assert self.end is not None
         return self.end
 
+    @property
+    def ended(self) -> bool:
+        """Whether `finish` has nothing to wait for."""
+        return self.end is not None or self.call.end is not None or self._client.over is FORKED
+
+    @property
+    def finishes_slowly(self) -> bool:
+        """Whether `finish` has still to copy to a device."""
+        return self.end is None and self._bring_back is not None
+
+    def hear(self, ended: Callable[[], None]) -> None:
+        """Calls `ended`, in a thread of pccl's, when `finish` has nothing to wait for."""
+        self._client.hear(self.call, lambda _: ended())
+
     def _conclude(self, end: End) -> None:
         self.over = True
         self._standing.leave(self.call)
@@ -118,7 +132,7 @@ class Launch:
             if isinstance(end, effects.Fail):
                 log.warning("nobody waits for this one, which failed: %s", self.error(end))
 
-        self._client.forsake(self.call, told)
+        self._client.hear(self.call, told)
 
     def error(self, end: effects.Fail) -> PCCLError:
         """The exception for its failure."""

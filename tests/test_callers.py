@@ -16,6 +16,7 @@ from cluster import Cluster, in_threads
 from processes import Master
 
 import pccl
+from pccl import operands
 from pccl.runtime.staging import Staging
 
 PATIENCE_S = 30.0
@@ -354,3 +355,27 @@ def test_what_comes_when_the_membership_has_just_ended_is_dropped() -> None:
         client.allow(client.call())
         client._engine.broken = "the lane engine stopped"
         client._inbox.post(client._read_engine)
+
+
+def test_a_call_that_begins_when_the_membership_has_just_ended() -> None:
+    """It was there when the call looked, and is not when the call enters."""
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        comm = pccl.Communicator(master.address)
+        comm.connect()
+        client = comm._client
+        assert client is not None
+        comm._connected = lambda name: client  # type: ignore[method-assign]
+        comm.close()
+        state = pccl.SharedState.from_tensors({"x": np.zeros(10)})
+        heard: list[object] = []
+        for call in (
+            comm.update_topology,
+            comm.are_peers_pending,
+            lambda: comm.sync_shared_state(state),
+        ):
+            with pytest.raises(pccl.PCCLError, match="the communicator was closed"):
+                in_threads([call], PATIENCE_S)
+        begun = client.call()
+        client.collective(begun, 0, operands.barrier())
+        client.hear(begun, heard.append)
+        assert heard == [begun.end] != [None]

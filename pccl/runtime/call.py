@@ -76,6 +76,7 @@ class Call:
 
     Attributes:
         end: that last note, once it is there. Nothing refers to the caller's memory any more.
+        hearers: are called with the end when it comes; the control thread's to fill.
     """
 
     def __init__(self, number: int) -> None:
@@ -84,6 +85,7 @@ class Call:
         self.serve_op = 0  # of a synchronisation
         self._quiet = Quiet()
         self.end: End | None = None
+        self.hearers: list[Callable[[End], None]] = []
         self._notes: queue.SimpleQueue[Note] = queue.SimpleQueue()
 
     def put(self, note: Note) -> None:
@@ -91,6 +93,8 @@ class Call:
         if isinstance(note, effects.Answer | effects.Fail):
             self.end = self.end or note
         self._notes.put(note)
+        while self.end is not None and self.hearers:
+            self.hearers.pop()(self.end)
 
     def next(self, timeout_s: float | None = None) -> Note:
         """The next note. After the end that one, as often as it is asked for.

@@ -96,7 +96,6 @@ class Client:
         self._calls: dict[int, Call] = {}
         self._memory: dict[int, Operands | Pool] = {}  # op -> what the engine refers to
         self._told: list[tuple[Call, End]] = []  # calls that have ended, and not heard of it yet
-        self._forsaken: dict[int, Callable[[End], None]] = {}  # who hears how it ended instead
         self._ended = threading.Event()
         self._leaving = self._failed = self._closed = False
         self._working = threading.RLock()  # whoever has it uses the link
@@ -377,12 +376,12 @@ class Client:
         if not self._forked:
             insist(settle)
 
-    def forsake(self, call: Call, told: Callable[[End], None]) -> None:
-        """Nobody awaits a call any more, which goes on: `told` hears how it ends."""
+    def hear(self, call: Call, told: Callable[[End], None]) -> None:
+        """Calls `told`, in a thread of pccl's, when a call has ended."""
 
         def note() -> None:
             if call.end is None:
-                self._forsaken[call.number] = told
+                call.hearers.append(told)
             else:
                 told(call.end)
 
@@ -661,11 +660,10 @@ class Client:
     def _answer(self, action: effects.Answer | effects.Fail) -> None:
         self._memory.pop(action.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(action.call, None)
-        if call is not None:
+        if call is not None and self._closed:  # it was made when all was over, by whoever is here
+            call.put(action)
+        elif call is not None:
             self._told.append((call, action))
-        told = self._forsaken.pop(action.call, None)
-        if told is not None:
-            told(action)
 
     def _warn(self, action: effects.Waits) -> None:
         call = self._calls.get(action.call)
