@@ -37,7 +37,8 @@ class MasterNode:
         master.interrupt()
 
     or `with MasterNode("127.0.0.1:0") as master: ... master.address`. A master that runs keeps the
-    process alive until it is interrupted; Ctrl-C and SIGTERM end it cleanly.
+    process alive until it is interrupted, when the program has come to its end; not when that was
+    an exception. Ctrl-C and SIGTERM end it cleanly.
 
     Args:
         listen_address: `host:port`; port 0 takes a free one (see `address`).
@@ -176,10 +177,17 @@ class MasterNode:
                 raise
 
 
+class _Terminated(SystemExit):
+    """Ends the program; where it ends already, nothing is printed of this one."""
+
+
 def _terminate(number: int, frame: FrameType | None) -> None:
     """SIGTERM, where the program has no handler of its own: stops all masters, then the program."""
     _stop_all()
-    raise SystemExit(0)
+    if not threading.main_thread().is_alive():  # amid its end: it waits for threads, or for others
+        say = sys.unraisablehook
+        sys.unraisablehook = lambda it: None if it.exc_type is _Terminated else say(it)
+    raise _Terminated(0)
 
 
 def _stop_all() -> None:

@@ -54,9 +54,13 @@ class Cluster:
         self.master.run()
         groups = groups or [0] * size
         self.comms = [pccl.Communicator(self.master.address, group) for group in groups]
-        self.comms[0].connect()  # it is the first one accepted
-        others = [lambda c=c: gather(c, size) for c in self.comms[1:]]  # type: ignore[misc]
-        in_threads([lambda: grow(self.comms[0], size), *others])
+        try:
+            self.comms[0].connect()  # it is the first one accepted
+            others = [lambda c=c: gather(c, size) for c in self.comms[1:]]  # type: ignore[misc]
+            in_threads([lambda: grow(self.comms[0], size), *others])
+        except BaseException:
+            self.close()
+            raise
 
     def each(self, job: Callable[[int, pccl.Communicator], T]) -> list[T]:
         """job(index, communicator) on every peer at the same time."""

@@ -1,19 +1,80 @@
-"""Fixtures of the end-to-end tests: they run on each backend of the engine."""
+"""Fixtures of the end-to-end tests: they run on each backend of the engine.
+
+And what has the suite end, whatever a test leaves behind or hangs in.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import faulthandler
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key as stderr_key
 from cluster import Cluster
 from hypothesis import settings
 
+import pccl
+from pccl import master_node
 from pccl.ext import tables
 
 settings.register_profile("pccl", deadline=None)  # speed is not what is tested
 settings.load_profile("pccl")
+
+GRACE_S = 60.0  # for a test whose time is over, to end
+LIMIT_S = pytest.StashKey[float]()
+FAILED = pytest.StashKey[bool]()
+
+
+def watch(item: pytest.Item) -> None:
+    """Ends the process, with the stacks of all threads on stderr, unless the test ends in time.
+
+    The exception of pytest-timeout ends most waits before that. It comes once, and is lost where
+    calls into C do not return, or where pccl lets no exception in (`insist`).
+    """
+    if LIMIT_S in item.stash:
+        faulthandler.dump_traceback_later(
+            item.stash[LIMIT_S], exit=True, file=item.config.stash[stderr_key]
+        )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    item.stash[LIMIT_S] = settings.timeout + GRACE_S
+    watch(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    watch(item)  # once more: pytest has ended that, if the test has failed
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
+@pytest.fixture(autouse=True)
+def no_master_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Stops the masters that a test leaves running: they would keep this process from ending.
+
+    Whoever has failed is excused.
+    """
+    before = set(master_node._running)
+    yield
+    left = master_node._running - before
+    for master in left:
+        with contextlib.suppress(pccl.PCCLError):  # how it has ended is not what is tested
+            master.interrupt()
+    assert not left or request.node.stash[FAILED], f"it leaves a master running: {left}"
 
 
 @contextlib.contextmanager

@@ -134,6 +134,35 @@ def test_a_master_that_is_told_to_end_says_so_to_its_peers(
         assert process.wait(20) == (-signal.SIGINT if killed else 0)
 
 
+LATE = """
+import threading, time
+def main_has_returned():
+    while threading.main_thread().is_alive():
+        time.sleep(0.001)
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+@posix
+@pytest.mark.parametrize(
+    "where",
+    [
+        "threading.Thread(target=main_has_returned).start()",
+        "import atexit; atexit.register(main_has_returned)",
+    ],
+    ids=["a thread", "at exit"],
+)
+def test_sigterm_ends_a_script_without_a_word_wherever_it_is(where: str) -> None:
+    with started("-c", SCRIPT + LATE + where) as (process, _):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
 IGNORING = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
 
 
