@@ -29,7 +29,7 @@ from pccl.protocol.master.recovery import GIVEN_UP
 from pccl.protocol.peer.effects import Answer
 from pccl.protocol.rounds import OpenRounds
 
-# who stands in one of these can enter no other call
+# who stands in one of these can enter no other call (said anew: the protocol's rules are checked)
 EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
 RUN_WIDE = {"update_topology", "are_peers_pending", "optimize_topology"}
 
@@ -308,8 +308,8 @@ class Run:
         """Why a peer may be out of the run."""
         assert (
             peer.left
-            or (peer.severed and GIVEN_UP in why)
-            or (self.incarnation and GIVEN_UP in why)
+            or (peer.severed and GIVEN_UP.why in why)
+            or (self.incarnation and GIVEN_UP.why in why)
             or ("could not reach" in why and self.may_go(peer))
             or (self.incarnation and not peer.core.number)  # it had hardly said hello
             or (self.incarnation and not self.journaled and "started another run" in why)

@@ -7,14 +7,16 @@ from collections.abc import Mapping
 import pytest
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.accusations import Accusations
 from pccl.protocol.master.collectives import Collectives
 from pccl.protocol.master.dismissals import Dismissals
-from pccl.protocol.master.effects import Effect, Note, Send
+from pccl.protocol.master.effects import Dial, Effect, Note, Send
 from pccl.protocol.master.groups import Groups
 from pccl.protocol.master.history import History
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.nonces import Nonces
 from pccl.protocol.master.numbers import Numbers
+from pccl.protocol.master.optimisations import Optimisations
 from pccl.protocol.master.outbox import WHY_MAX, Outbox
 from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.master.table import CollectiveTable, Running
@@ -260,6 +262,52 @@ def test_a_synchronisation_ends_when_all_have_fetched(ok: bool) -> None:
     assert syncs.under_way(0) is not ok
     assert [type(one) for one in table.said()[1]] == [m.SyncResult if ok else m.SyncPlan]
     assert syncs.withdraw(1, 0) is not ok
+
+
+def test_an_accusation_is_checked_by_a_dial_before_anybody_goes() -> None:
+    table = Table(3)
+    collectives = table.collectives()
+    accusations = Accusations(
+        table.membership,
+        table.groups,
+        table.running,
+        collectives,
+        table.outbox,
+        table.dismissals,
+        lambda group: False,
+    )
+    epoch = table.groups[0].epoch
+    accusations.unreached(1, m.Unreached(2, epoch, "timed out"))
+    dials = [effect for effect in table.outbox.take() if isinstance(effect, Dial)]
+    assert [dial.info.peer for dial in dials] == [2] and not table.gone
+    assert table.groups[0].epoch > epoch, "the rings go around what is blocked"
+    table.membership.remove(2)  # who has gone is not judged
+    accusations.dialled(2, "refused")
+    accusations.unreached(1, m.Unreached(2, epoch, "timed out"))
+    assert not table.gone
+
+
+def test_an_optimisation_measures_links_and_installs_rings() -> None:
+    table = Table(2)
+    optimisations = Optimisations(
+        table.membership,
+        table.numbers,
+        table.history,
+        table.groups,
+        table.outbox,
+        table.dismissals,
+    )
+    optimisations.begin(Round(RoundId(Kind.OPTIMIZE, None), {1: Vote(10, None), 2: Vote(20, None)}))
+    probes = {number: told[0] for number, told in table.said().items()}
+    assert {n: p.peers for n, p in probes.items() if isinstance(p, m.Probe)} == {1: (2,), 2: (1,)}
+    seq = table.numbers.next_seq - 1
+    optimisations.measured(1, m.Measured(seq, 10**6, 10))
+    assert optimisations.has(1) and not table.said()
+    optimisations.measured(2, m.Measured(seq, 10**6, 10))
+    assert table.said() == {1: [m.OptimizeResult(10, 1)], 2: [m.OptimizeResult(20, 1)]}
+    assert not optimisations.has(1) and table.history.optimized == 1
+    optimisations.measured(1, m.Measured(seq + 1, 10**6, 10))
+    assert list(table.gone) == [1]
 
 
 def test_effects_are_values() -> None:

@@ -10,12 +10,25 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Iterable
+from typing import Protocol
 
 from pccl.protocol import messages as m
 from pccl.text import address_text
 
 
-def local(one: m.PeerInfo, other: m.PeerInfo) -> bool:
+class Placed(Protocol):
+    """What says which machine it is on, as a PeerInfo or a Hello does."""
+
+    @property
+    def ipc(self) -> str:
+        """Where it listens for peers of the same machine."""
+
+    @property
+    def machine(self) -> str:
+        """Which one that is."""
+
+
+def local(one: Placed, other: Placed) -> bool:
     """Whether two peers reach each other without a network."""
     return bool(one.ipc and other.ipc) and one.machine == other.machine
 

@@ -19,6 +19,7 @@ import msgspec
 import zmq
 
 from pccl.protocol import messages as m
+from pccl.protocol import reach
 from pccl.protocol.peer import Peer, effects
 from pccl.runtime import forks, ops
 from pccl.runtime.call import Call, End, Leaf, insist
@@ -645,8 +646,7 @@ class Client:
         ops.start(self._engine, action, self._memory[action.op], local)
 
     def _local(self, info: m.PeerInfo) -> bool:
-        hello = self._hello
-        return bool(hello.ipc and info.ipc) and info.machine == hello.machine
+        return reach.local(self._hello, info)
 
     def _open_stream(self, action: effects.OpenStream) -> None:
         self._streams.open(action.stream, action.to, self._core.plan.nonce)

@@ -67,6 +67,7 @@ from pccl.protocol.master.recovery import (
     OUTNUMBERED,
     Journal,
     Recovery,
+    Refusal,
     outdated,
     plausible,
     reconstruct,
@@ -321,19 +322,20 @@ class Master:
         why = refusal(resume, info, self._members.arithmetic)
         if not plausible(resume):
             why = "it comes back with impossible numbers"
+        refused = Refusal(why) if why else None
         fresh = not self.peers and self._members.next_number == 1
-        if not why and self._restart is None and fresh:
+        if refused is None and self._restart is None and fresh:
             self._restart = Restart(Recovery(None))
             self._outbox.note(
                 "a run comes back that this master does not know: its peers will tell"
             )
         restart = self._restart
-        if not why and restart is not None:
-            why = restart.recovery.refusal(conn, resume)
-        elif not why:
-            why = GIVEN_UP if resume.run == self.run.number else OTHER_RUN
-        if why or restart is None:
-            self._refuse(conn, why, GONE if why == OTHER_RUN else Result.RANK_CONNECTION_FAILED)
+        if refused is None and restart is not None:
+            refused = restart.recovery.refusal(conn, resume)
+        elif refused is None:
+            refused = GIVEN_UP if resume.run == self.run.number else OTHER_RUN
+        if refused is not None or restart is None:
+            self._refuse(conn, *(refused or OTHER_RUN))
             return self._outbox.take()
         restart.recovery.add(conn, host, resume)
         self._outbox.note(f"{info} is back")
@@ -353,12 +355,12 @@ class Master:
             self.run.number = recovery.run
         for conn, _, resume in recovery.outnumbered:
             self._outbox.note(f"{resume.info} comes back to another run than most")
-            self._refuse(conn, OUTNUMBERED, GONE)
+            self._refuse(conn, *OUTNUMBERED)
         for number in sorted(recovery.missing):
             self._outbox.do(Forget(number))
             self._outbox.note(f"peer {number} did not come back")
         for number in outdated({number: one.resume for number, one in back.items()}):
-            self._refuse(back.pop(number).conn, GIVEN_UP, Result.RANK_CONNECTION_FAILED)
+            self._refuse(back.pop(number).conn, *GIVEN_UP)
         if back:
             resumes = {number: one.resume for number, one in back.items()}
             restore(self.run, reconstruct(resumes), back)

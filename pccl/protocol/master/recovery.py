@@ -21,16 +21,29 @@ from typing import NamedTuple
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.types import Result
 
 WAIT_S = 5.0  # for the peers of before, who try several times a second
 UNJOURNALED_WAIT_S = 1.0  # without a journal nobody knows the other groups: they may be slower
-OTHER_RUN = "the master has started another run: connect again"
-OUTNUMBERED = (
-    "a master without a journal goes on with the run that most peers name who come back to it, and "
-    "this is another one: connect again"
+
+
+class Refusal(NamedTuple):
+    """Why a peer cannot come back, and what its calls end with."""
+
+    why: str
+    result: Result = Result.RANK_CONNECTION_FAILED
+
+
+OTHER_RUN = Refusal(
+    "the master has started another run: connect again", Result.MASTER_CONNECTION_FAILED
 )
-GIVEN_UP = "it was given up as lost, or did not come back in time: connect again"
-CROWDED = "too much was said already by others who want to come back"
+OUTNUMBERED = Refusal(
+    "a master without a journal goes on with the run that most peers name who come back to it, and "
+    "this is another one: connect again",
+    Result.MASTER_CONNECTION_FAILED,
+)
+GIVEN_UP = Refusal("it was given up as lost, or did not come back in time: connect again")
+CROWDED = Refusal("too much was said already by others who want to come back")
 
 NUMBER_MAX = 1 << 62  # of peers and rounds, by far
 INCARNATION_MAX = 1 << 15  # of the master: what begins with it must fit into 32 bits
@@ -150,8 +163,8 @@ class Recovery:
         self._held: Counter[int] = Counter()  # by run
         self._began_s: float | None = None
 
-    def refusal(self, conn: bytes, resume: m.Resume) -> str:
-        """Why a peer cannot come back; empty if it can."""
+    def refusal(self, conn: bytes, resume: m.Resume) -> Refusal | None:
+        """Why a peer cannot come back, if it cannot."""
         number = resume.info.peer
         if self._run not in (None, resume.run):
             return OTHER_RUN
@@ -162,7 +175,7 @@ class Recovery:
         others = sum(held for run, held in self._held.items() if run != self.run)
         crowded = resume.run != self.run and others + weight(resume) > HELD_MAX
         full = self._held.total() + weight(resume) > ALL_HELD_MAX
-        return CROWDED if crowded or full else ""
+        return CROWDED if crowded or full else None
 
     def add(self, conn: bytes, host: str, resume: m.Resume) -> None:
         """A peer has come back."""
