@@ -143,7 +143,7 @@ static void add_frame(struct message *message, const void *data, size_t size)
 
 volatile bool fake_in_step;
 
-/* Whether this call from an engine at work is the one that is to fail. Sets errno. */
+/* Whether this call of an engine at work is the one that is to fail. Sets errno. */
 static bool fails_in_step(void)
 {
     if (!fake_in_step || world.fail_step < 0 || world.fail_step-- > 0)
@@ -226,7 +226,7 @@ static struct socket *find_bound(const void *context, const char *name)
 static void notify(const struct socket *push, uint16_t event, const char *endpoint)
 {
     unsigned char frame[6];
-    const int32_t value = -1;    /* where libzmq says which file descriptor: there is none here */
+    const int32_t value = -1;    /* libzmq has a file descriptor here; the fake has none */
     struct message *message;
     if (push->monitor == NULL || push->monitor->peer == NULL)
         return;
@@ -427,7 +427,7 @@ static int msg_send(pccl_msg *msg, void *handle, int flags)
     return size;
 }
 
-/* The next message for a PULL, from a lane that chance picks, or NULL. */
+/* The next message for a PULL, from a lane picked at random, or NULL. */
 static struct message *pick_message(struct socket *pull)
 {
     struct queue *picked = pull->in.n > 0 ? &pull->in : NULL;
@@ -443,8 +443,7 @@ static struct message *pick_message(struct socket *pull)
     return picked != NULL ? take(picked) : NULL;
 }
 
-/* What arrives of a message: a copy, as from a wire. The sender's bytes are released some time
- * later. */
+/* Delivers a message as a copy, as a network does. The sender's bytes are released later. */
 static struct message *arrive(struct message *sent)
 {
     struct message *message = new_message();

@@ -1,11 +1,11 @@
-/* fake.h - a network in memory that stands in for ZeroMQ: deterministic, in one thread, and nasty
+/* fake.h - a network in memory that stands in for ZeroMQ: deterministic, in one thread, and faulty
  * on request.
  *
  * fake_table() fills the engine's function table. Several engines may be made with it; their
- * messages move when they are stepped, in an order that depends on the seed alone. Lanes have
- * room for SNDHWM messages each, a receiver takes from whichever lane chance picks, connections
- * stand only after a while, and bytes that were sent by reference are released only some time
- * after they have arrived. */
+ * messages move when they are stepped, in an order that depends on the seed alone. Lanes have room
+ * for SNDHWM messages each, a receiver takes from a lane picked at random, connections stand only
+ * after a while, and bytes that were sent by reference are released only some time after they have
+ * arrived. */
 #ifndef PCCL_FAKE_H
 #define PCCL_FAKE_H
 
@@ -25,13 +25,13 @@ extern volatile bool fake_allocates;
 /* A number below `bound`. */
 uint32_t fake_random(uint32_t bound);
 
-/* So many of 100 sends say EAGAIN without a reason. */
+/* Makes `percent` of 100 sends give EAGAIN without a reason. */
 void fake_refuse(unsigned percent);
 
-/* Time passes: connections come to stand, bytes are released. Whether any still has to. */
+/* Lets time pass: connections are established, bytes are released. Whether any still has to be. */
 bool fake_tick(void);
 
-/* Cuts a lane that leads to the endpoint, with what is queued in it. False when there is none. */
+/* Cuts a lane that leads to the endpoint and drops what is queued in it. False if there is none. */
 bool fake_cut(const char *endpoint);
 
 /* The nth call from now (0: the next one) of setsockopt, socket, connect, bind or ctx_set fails. */
@@ -40,16 +40,16 @@ void fake_fail_call(int nth);
 /* True while an engine is at work: set by a test whose linker wraps pccl_engine_step. */
 extern volatile bool fake_in_step;
 
-/* The nth call from now of whatever an engine calls at its work, and that can fail, fails with that
- * errno; -1: none. Whether it has. */
+/* The nth call from now that a working engine makes, of those that can fail, fails with that errno;
+ * -1: none. Whether it has failed. */
 void fake_fail_in_step(int nth, int error);
 bool fake_failed_in_step(void);
 
-/* The nth second frame from now is refused: its lane goes just then. */
+/* The nth second frame from now is refused, as if its lane were lost just then. */
 void fake_fail_second_frame(int nth);
 
-/* Puts a message of one or two frames (payload not NULL) at the door of the PULL that is bound to
- * the endpoint. */
+/* Delivers a message of one or two frames (payload not NULL) to the PULL that is bound to the
+ * endpoint. */
 void fake_inject(const char *endpoint, const void *header, size_t header_bytes, const void *payload,
                  size_t payload_bytes);
 

@@ -130,8 +130,7 @@ static unsigned char *reduced(const struct job *job, int k)
     return sum;
 }
 
-/* What a ring of quantized chunks makes of the one segment from element `begin` on, which goes
- * round from position s on. */
+/* The quantized result of the segment that begins at element `begin` and starts at position s. */
 static void reduce_quantized(const struct job *job, unsigned char *sum, int s, uint64_t begin,
                              uint64_t count)
 {

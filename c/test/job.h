@@ -1,4 +1,4 @@
-/* job.h - a collective on all peers of the fake network: its buffers, and what must come out. */
+/* job.h - a collective on all peers of the fake network: its buffers and expected results. */
 #ifndef PCCL_JOB_H
 #define PCCL_JOB_H
 
@@ -27,7 +27,7 @@ struct job {
 /* An all-reduce of `count` floats under op 1. */
 struct job job_plain(uint64_t count, bool in_place);
 
-/* Makes buffers with small whole numbers, at odd addresses, and what must come out. */
+/* Makes buffers with small whole numbers, at odd addresses, and the expected results. */
 void job_make(struct job *job, int n);
 void job_free(struct job *job);
 
@@ -45,7 +45,7 @@ void job_start_rings(struct peers *peers, int who, const struct job *job, uint32
 /* Whether every peer holds the result, and send is as it was where it must be. */
 bool job_is_right(const struct peers *peers, const struct job *job);
 
-/* Whether what an aborted op must leave alone is as it was. */
+/* Whether the memory that an aborted op must leave unchanged is as it was. */
 bool job_is_restored(const struct job *job, int who);
 
 /* Whether the peer's recv holds the result. */

@@ -8,7 +8,7 @@
 
 #include "zmq/zmqdefs.h"
 
-enum { IDLE_PASSES = 60 };           /* forced EAGAIN makes busy engines look idle for a while */
+enum { IDLE_PASSES = 60 };           /* a refused send makes a busy engine look idle for a while */
 
 pccl_options peers_options(void)
 {

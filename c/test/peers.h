@@ -31,7 +31,7 @@ pccl_options peers_options(void);
 /* Makes `n` engines in a new world. */
 void peers_open(struct peers *peers, int n, const pccl_options *options, uint64_t seed);
 
-/* Makes `n` engines that call the fake network by way of that table. */
+/* Makes `n` engines that call the fake network through that table. */
 void peers_open_by(struct peers *peers, int n, const pccl_options *options, const pccl_zmq *zmq);
 
 /* Frees the engines; nothing may be left of the world then. */
@@ -52,8 +52,7 @@ void peers_end(struct peers *peers, int who, enum pccl_order_kind kind, uint64_t
 /* Takes in a peer's events. */
 void peers_read(struct peer *peer);
 
-/* One pass of every engine, in an order by chance. Whether anything moved or may still move by
- * itself. */
+/* One pass of every engine, in random order. Whether anything moved or may still move by itself. */
 bool peers_step(struct peers *peers);
 
 /* Steps until nothing moves any more. */

@@ -1,5 +1,5 @@
-/* print_self_test.c - writes what pccl_self_test() says to stdout: tests/test_builds.py runs it as
- * built for other processors. */
+/* print_self_test.c - writes the bytes of pccl_self_test() to stdout. tests/test_builds.py builds
+ * and runs it for other processors. */
 #include "pccl.h"
 
 #include <stdio.h>

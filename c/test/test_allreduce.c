@@ -1,4 +1,4 @@
-/* test_allreduce.c - all-reduces on the fake network: what comes out, whatever the network does
+/* test_allreduce.c - all-reduces on the fake network: the result is right whatever the network does
  * meanwhile. */
 #include "check.h"
 #include "job.h"
@@ -97,7 +97,7 @@ static void test_quantized(void)
             }
 }
 
-/* The narrowest settings there can be, and settings under which everything or nothing is copied. */
+/* The smallest limits possible, and settings under which everything or nothing is copied. */
 static void test_limits(void)
 {
     pccl_options options = peers_options();
@@ -147,7 +147,7 @@ static void test_concurrent(void)
     }
 }
 
-/* START reaches some peers only when the others can do no more without them. */
+/* START reaches some peers only when the others can make no more progress without them. */
 static void test_early_chunks(void)
 {
     static struct peers peers;
@@ -181,8 +181,8 @@ static void test_early_chunks(void)
     }
 }
 
-/* Two rings in opposite directions share out the data: neither may wait for room that only the
- * other can make. */
+/* Two rings in opposite directions divide the data: neither may wait for room that only the other
+ * can free. */
 static void test_two_rings(void)
 {
     enum { N = 3 };
@@ -210,7 +210,7 @@ static void test_two_rings(void)
     }
 }
 
-/* What an event says of bytes: 2(n-1)/n of the data in and out. */
+/* Events count the bytes: 2(n-1)/n of the data in and out. */
 static void test_byte_counts(void)
 {
     static struct peers peers;

@@ -1,6 +1,6 @@
-/* test_calls.c - every call of the table that an engine makes at its work fails in turn. That is
- * told: an op fails, a stream is lost or the engine stops; or nothing comes of it. Whatever it is,
- * buffers come back and nothing leaks. */
+/* test_calls.c - every call of the table that a working engine makes fails in turn. The caller is
+ * told: an op fails, a stream is lost or the engine stops; or the failure has no effect. In each
+ * case buffers come back and nothing leaks. */
 #include "check.h"
 #include "job.h"
 #include "star.h"
@@ -19,7 +19,7 @@ int __wrap_pccl_engine_step(pccl_engine *engine)
     return moved;
 }
 
-/* Whether a peer has said that something is wrong with its op or stream, or has stopped. */
+/* Whether a peer has reported a fault of its op or stream, or has stopped. */
 static bool told(uint64_t op)
 {
     bool any = false;

@@ -1,5 +1,5 @@
-/* test_collectives.c - every collective, of one array and of several, on the fake network: what
- * comes out, and what comes back after an abort at any moment. */
+/* test_collectives.c - every collective, of one array and of several, on the fake network: the
+ * results, and what an abort at any moment restores. */
 #include "check.h"
 #include "job.h"
 
@@ -111,7 +111,7 @@ static void test_two_rings(void)
         }
 }
 
-/* START reaches some peers only when the others can do no more without them. */
+/* START reaches some peers only when the others can make no more progress without them. */
 static void test_early_chunks(void)
 {
     uint64_t seed;
@@ -142,8 +142,8 @@ static void test_early_chunks(void)
         }
 }
 
-/* After every possible number of passes a lane is cut or not, and all abort: what each peer gave is
- * as it was, unless its op was complete and settled. */
+/* After every possible number of passes a lane is cut or not, and all abort: the contribution of
+ * each peer is as it was, unless its op was complete and settled. */
 static void abort_anywhere(struct job job, bool cut)
 {
     bool done = false;

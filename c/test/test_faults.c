@@ -8,7 +8,7 @@
 #include "engine/wire.h"
 
 static struct peers peers;
-static int format;                   /* of the jobs: all this happens to quantized ones too */
+static int format;                   /* of the jobs: each test runs with quantized ones too */
 
 static struct job make_job(uint64_t count, bool in_place, int n)
 {
@@ -66,7 +66,7 @@ static void test_abort_anywhere(void)
     CHECK(again > 0);
 }
 
-/* An abort that must close a stream takes the other ops on it along, and says so. */
+/* An abort that must close a stream fails the other ops on it, and reports that. */
 static void test_abort_takes_along(void)
 {
     struct job job = make_job(6000, true, 2), other = make_job(6000, true, 2);
@@ -120,8 +120,8 @@ static void test_lose_lane_anywhere(void)
     CHECK(hits > 3);
 }
 
-/* A lane is cut when its op has COMPLETE and is forgotten, but the neighbour has not got all: the
- * loss of the stream is told, and nobody else could tell. */
+/* A lane is cut when its op is COMPLETE and forgotten, but the neighbour does not have everything:
+ * STREAM_LOST is the only sign of that. */
 static void test_lose_lane_of_forgotten_op(void)
 {
     pccl_options options = peers_options();
@@ -154,7 +154,7 @@ static void test_lose_lane_of_forgotten_op(void)
     CHECK(hits > 0);
 }
 
-/* What has COMPLETE can be committed after its stream was lost: the result is there. */
+/* An op that is COMPLETE can be committed after its stream was lost: the result is there. */
 static void test_commit_after_loss(void)
 {
     struct job job = make_job(3000, true, 3);
@@ -231,7 +231,7 @@ static struct wire_header good_chunk(void)
 
 enum outcome { TAKEN, DROPPED, FATAL };
 
-/* Gives peer 1 one message before or after its START, and checks what comes of it. */
+/* Gives peer 1 one message before or after its START, and checks the outcome. */
 static void try_message(const struct wire_header *header, size_t payload_bytes, bool two_frames,
                         bool started, enum outcome outcome, const char *what)
 {
@@ -312,7 +312,7 @@ static void test_hostile_messages(void)
     TRY(FATAL, FATAL, bytes = 0);
 }
 
-/* What a quantized payload says is some numbers, whatever its bytes; its size must be right. */
+/* Any bytes are a valid quantized payload if there are as many as there must be. */
 static void test_hostile_payloads(void)
 {
     format = PCCL_BLOCK_8;
@@ -330,7 +330,7 @@ static void test_hostile_payloads(void)
     format = PCCL_UNQUANTIZED;
 }
 
-/* The REGISTER of a chunk's op has been sent, but other orders are still before it. */
+/* The REGISTER of a chunk's op has been sent, but other orders are still queued before it. */
 static void test_chunk_overtakes_register(void)
 {
     struct job job = make_job(3000, true, 3);

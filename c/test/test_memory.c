@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static long fail_at = -1;            /* so many allocations from now; -1: never */
+static long fail_at = -1;            /* which allocation from now fails, from 0; -1: none */
 static int failed;
 static bool in_engine;
 
@@ -42,7 +42,7 @@ void *__wrap_realloc(void *old, size_t size)
     return is_out_of_memory() ? NULL : __real_realloc(old, size);
 }
 
-/* Only what an engine allocates is to fail, not what the test does. */
+/* Only an engine's allocations are to fail, not the test's. */
 int __wrap_pccl_engine_step(pccl_engine *engine)
 {
     int moved;

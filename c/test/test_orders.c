@@ -1,4 +1,4 @@
-/* test_orders.c - orders that cannot be, and streams that cannot: each says so, nothing leaks. */
+/* test_orders.c - impossible orders and streams: each is reported, nothing leaks. */
 #include "check.h"
 #include "job.h"
 
@@ -178,7 +178,7 @@ static void test_tag_again(void)
 
 /* ---- streams ---- */
 
-/* OPEN_STREAM, and what of the order is for CONNECT_STREAM. */
+/* OPEN_STREAM, and an order with the members for CONNECT_STREAM. */
 static void open_stream(const pccl_order *order, uint32_t number)
 {
     pccl_order both = *order;
@@ -279,7 +279,8 @@ static void test_late_endpoint(void)
     }
 }
 
-/* A stream that may choose: the first lane says how many more. One that cannot be had loses it. */
+/* A stream with an automatic number of lanes: the first lane tells how many more. If one of these
+ * cannot be opened, the stream is lost. */
 static void test_automatic_lanes(void)
 {
     pccl_options options = peers_options();

@@ -1,4 +1,4 @@
-/* test_reminders.c - requests that are never answered, and requesters who ask for too much. */
+/* test_reminders.c - requests that are never answered, and requesters that ask for too much. */
 #include "check.h"
 #include "star.h"
 
@@ -16,7 +16,7 @@ static void remind(int times)
     }
 }
 
-/* The holder hears of the transfer too late, and has dropped the requests by then. */
+/* The holder learns of the transfer too late, and has dropped the requests by then. */
 static void test_lost_requests(void)
 {
     uint64_t seed;
@@ -58,7 +58,7 @@ static void test_silent_holder(void)
     }
 }
 
-/* Both are silent for a while; then the one that was so first answers after all. */
+/* Both are silent for a while; then the one that fell silent first answers after all. */
 static void test_all_silent(void)
 {
     open_star(2, 3);
@@ -108,7 +108,7 @@ static void test_slow_answers(void)
     peers_close(&peers);
 }
 
-/* Nobody answers at all: that is said, and the fetch goes on in another round. */
+/* Nobody answers at all: this is reported, and the fetch goes on in another round. */
 static void test_no_answer(void)
 {
     pccl_order order = {0};
@@ -139,7 +139,7 @@ static void test_no_answer(void)
     peers_close(&peers);
 }
 
-/* Somebody asks for thousands of small answers: nobody else waits for them. */
+/* One requester asks for thousands of small answers: no other one waits for them. */
 static void test_flood_of_one(void)
 {
     struct wire_header header = good_request();
@@ -166,7 +166,7 @@ static void test_flood_of_one(void)
         wire_encode(&header, bytes);
         fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
     }
-    fake_refuse(90);                     /* or all would be answered as they come */
+    fake_refuse(90);                     /* otherwise all would be answered as they come */
     for (i = 0; i < FLOOD / 4; i++)
         (void)pccl_engine_step(peers.peer[1].engine);
     fake_refuse(0);

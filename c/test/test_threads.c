@@ -191,8 +191,8 @@ static void do_harm(enum harm harm)
     }
 }
 
-/* Whether somebody knows that an op cannot be: it failed, its caller aborted it, or a stream is
- * lost: with it may go what an op sent that was complete, and that its engine has forgotten. */
+/* Whether an op cannot complete everywhere: it failed, its caller aborted it, or a stream was lost,
+ * and with it perhaps what a complete op had sent that its engine has forgotten. */
 static bool is_hopeless(const struct job *job)
 {
     bool hopeless = job == aborted || closed;
@@ -232,7 +232,7 @@ static void end_all(bool *committed)
     }
 }
 
-/* Every COMMIT and every ABORT is answered, also one of an op that is forgotten. */
+/* Every COMMIT and every ABORT is answered, even for an op that is forgotten. */
 static bool all_are_settled(void)
 {
     int who, i;

@@ -127,8 +127,8 @@ static void run_until(int k, uint32_t leaf_bytes)
         (void)peers_step(&peers);
 }
 
-/* The lane to a holder goes, after every possible number of passes: the other one gives the rest,
- * and nothing arrives twice. */
+/* The lane to a holder is lost after every possible number of passes: the other holder gives the
+ * rest, and nothing arrives twice. */
 static void test_holder_lost(void)
 {
     bool done = false;
@@ -169,8 +169,8 @@ static void start_again(void)
     peers_run(&peers);
 }
 
-/* Both lanes go: the fetch waits, and goes on in another round where it was, unless all that it
- * lacks is on its way already. */
+/* Both lanes are lost: the fetch waits, and goes on in another round where it was, unless
+ * everything it lacks is on its way already. */
 static void test_all_holders_lost(void)
 {
     bool done = false;
@@ -284,7 +284,7 @@ static void test_leaves(void)
     CHECK(tricked > 3);      /* one leaf can come from the other peer alone */
 }
 
-/* The only holder is wrong: there is nobody left to ask. Verdicts out of turn fail the fetch. */
+/* The only holder is wrong: no other one is left to ask. Verdicts out of turn fail the fetch. */
 static void test_verdicts(void)
 {
     run_until(0, 2000);
