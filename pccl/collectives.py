@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Literal
 
 from pccl import operands
 from pccl.arrays import Array, Buffer
@@ -292,7 +293,12 @@ class Collectives(ABC):
         return self._launch("reduce_scatter_async", work, tag, target=result)
 
     def broadcast(
-        self, arrays: Arrays, *, root: int = 0, tag: int = 0, timeout: float | None = None
+        self,
+        arrays: Arrays,
+        *,
+        root: int | Literal["first"] = 0,
+        tag: int = 0,
+        timeout: float | None = None,
     ) -> ReduceInfo:
         """Gives all peers of the group the content of one of them, in place.
 
@@ -303,11 +309,15 @@ class Collectives(ABC):
 
         A rank is a position in the ring as it is now, and not the RANK that torchrun or MPI give to
         a process: rank 0 is not the process that was started first, nor the same one for ever.
+        `root="first"` means a peer that lasts: of the members, the one that is longest in the run
+        (whose peer number is the lowest), wherever it is in the ring. It changes only when that
+        peer is lost; the call that is told so by `PeerLostError` has changed nothing, and the next
+        one goes by who is longest in the run then.
 
         Args:
             arrays: an array, or a list or dict of them; the same dtypes and element counts on all
                 peers.
-            root: rank of the peer whose content it is; the same on all peers.
+            root: rank of the peer whose content it is, or "first"; the same on all peers.
             tag: as for `all_reduce`.
             timeout: seconds after which the collective is given up, for all peers.
 
@@ -317,13 +327,16 @@ class Collectives(ABC):
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
             ValueError: no peer has that rank, or an array cannot be written.
+            TypeError: `root` is no rank.
             AssertionError: the elements of an array do not follow each other in memory.
         """
         client = self._several("broadcast")
         work = operands.broadcast(arrays, root, self._ranks.of(client.number))
         return self._run("broadcast", work, tag, timeout)
 
-    def broadcast_async(self, arrays: Arrays, *, root: int = 0, tag: int = 0) -> AsyncReduceHandle:
+    def broadcast_async(
+        self, arrays: Arrays, *, root: int | Literal["first"] = 0, tag: int = 0
+    ) -> AsyncReduceHandle:
         """Launches `broadcast` and returns at once."""
         client = self._several("broadcast_async")
         work = operands.broadcast(arrays, root, self._ranks.of(client.number))

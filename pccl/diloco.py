@@ -180,8 +180,9 @@ class DiLoCo:
             own is later than theirs is refused. The inner optimizer goes on from its own.
         buffers: "mean": with the pseudo-gradients the peers average how far their buffers have
             moved, integers rounded towards zero, so that the model that all of them hold has one
-            set of statistics. "first": in each outer step all take those of the peer of rank 0.
-            "local": each keeps its own; a newcomer gets those of one that was there.
+            set of statistics. "first": in each outer step all take those of the peer that is
+            longest in the run. "local": each keeps its own; a newcomer gets those of one that was
+            there.
         alone: what to do in an outer round without any other peer. "continue": train on, without
             outer steps, until somebody comes. "step": take the outer step with the own
             pseudo-gradient. "wait": let others in until there are `min_peers`, at least 2; then
@@ -496,10 +497,10 @@ class DiLoCo:
         return info, retries
 
     def _share_first_buffers(self) -> None:
-        """All take the buffers of the peer of rank 0: any will do, if it is one for all of them."""
+        """All take the buffers of the peer that is longest in the run."""
         self._buffers.gather()
         if self._buffers.shared:
-            self._until_committed(lambda: self._comm.broadcast(self._buffers.shared))
+            self._until_committed(lambda: self._comm.broadcast(self._buffers.shared, root="first"))
 
     def _until_committed(self, call: Callable[[], ReduceInfo]) -> tuple[ReduceInfo | None, int]:
         """A collective of the survivors, or None if this peer is alone; and how often it failed."""

@@ -5,9 +5,10 @@ What is wrong with them is said here, before anybody else is involved.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar, cast
+from typing import Literal, TypeAlias, TypeVar, cast
 
 from pccl.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind
 from pccl.errors import error_for
@@ -19,6 +20,7 @@ from pccl.types import QuantizationOptions, ReduceOp, Result
 
 Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
 A = TypeVar("A", bound="Arrays")
+Root: TypeAlias = int | Literal["first"]
 
 NAME_MAX = 256  # characters of a key
 LIST_BYTES_MAX = m.MESSAGE_BYTES_MAX - 1024  # of the arrays: the rest of the message is small
@@ -26,10 +28,17 @@ LIST_BYTES_MAX = m.MESSAGE_BYTES_MAX - 1024  # of the arrays: the rest of the me
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Who a peer is among the members of its group, as far as it knows."""
+    """Who a peer is among the members of its group, as far as it knows.
+
+    Attributes:
+        rank: its own.
+        members: how many there are.
+        first: the rank of the member that is longest in the run.
+    """
 
     rank: int
     members: int
+    first: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +88,15 @@ def described(
     )
 
 
-def broadcast(arrays: Arrays, root: int, ranks: Ranks) -> Operands:
+def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
     """The operands of a broadcast, which is in place.
 
     Raises:
         ValueError: no member has the rank `root`; or an array cannot be written.
+        TypeError: `root` is no rank.
         AssertionError: an array is not dense.
     """
-    if not 0 <= root < ranks.members:
-        raise ValueError(f"root is {root}: ranks are 0 to {ranks.members - 1}")
+    root = _rank(root, ranks)
     given = _several(arrays)
     buffers = [Buffer.of(array, writable=True) for array in given.arrays]
     each = [Operand(buffer, buffer, buffer.count) for buffer in buffers]
@@ -161,6 +170,21 @@ def reduce_op(op: ReduceOp | str) -> ReduceOp:
     except (KeyError, AttributeError):
         names = ", ".join(each.name.lower() for each in ReduceOp)
         raise ValueError(f"op is {op!r}: it may be {names}") from None
+
+
+def _rank(root: Root, ranks: Ranks) -> int:
+    """The rank of the member that `root` means."""
+    if root == "first":
+        return ranks.first
+    if isinstance(root, str):
+        raise ValueError(f'root is {root!r}: it may be a rank, or "first"')
+    try:
+        rank = operator.index(root)
+    except TypeError:
+        raise TypeError(f'root is {root!r}: it must be a rank, or "first"') from None
+    if not 0 <= rank < ranks.members:
+        raise ValueError(f"root is {rank}: ranks are 0 to {ranks.members - 1}")
+    return rank
 
 
 def _several(arrays: Arrays) -> _Several:

@@ -43,8 +43,12 @@ class KnownRanks:
         return mine if mine and self._own.told == self._told else self._order
 
     def of(self, number: int) -> Ranks:
-        """The rank of a peer, and how many there are, as this thread knows them."""
-        return Ranks(self.order.index(number), len(self.order))
+        """The rank of a peer, how many there are, and who is first, as this thread knows them.
+
+        Peers are numbered as they come, so the lowest number is longest in the run.
+        """
+        order = self.order
+        return Ranks(order.index(number), len(order), order.index(min(order)))
 
 
 def _order(plan: m.Plan, number: int) -> tuple[int, ...]:

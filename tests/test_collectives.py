@@ -11,6 +11,10 @@ import pytest
 from cluster import Cluster
 
 import pccl
+from pccl import operands
+from pccl.operands import Ranks
+from pccl.protocol import messages as m
+from pccl.ranks import KnownRanks
 
 Array = np.ndarray[Any, Any]
 DTYPES = [name for name in oracle.DTYPES if name != "bfloat16"]
@@ -319,6 +323,8 @@ def test_arguments_that_cannot_be() -> None:
             ),
             (ValueError, "ranks are 0 to 1", lambda: comm.broadcast(x, root=2)),
             (ValueError, "ranks are 0 to 1", lambda: comm.broadcast(x, root=-1)),
+            (ValueError, "root is 'last': it may be", lambda: comm.broadcast(x, root="last")),
+            (TypeError, r"root is 1\.0: it must be", lambda: comm.broadcast(x, root=1.0)),
             (ValueError, "overlap", lambda: comm.all_reduce([x, x])),
             (ValueError, "overlap", lambda: comm.all_reduce([x, x[1:2]])),
             (ValueError, "0 arrays", lambda: comm.all_reduce([])),
@@ -357,6 +363,45 @@ def test_ranks_that_have_changed_unseen_are_an_error_first(backend: str) -> None
             assert comm.all_gather(np.array([index])).tolist() == [[0], [1]]
 
         cluster.each(job)
+
+
+def test_the_first_is_who_is_longest_in_the_run() -> None:
+    with Cluster(3) as cluster:
+        cluster.comms.sort(key=lambda comm: comm._client.number)  # type: ignore[union-attr]
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            x = [np.full(1000, float(index)), np.full(3, index)]
+            comm.broadcast(x, root="first")
+            assert all((each == 0).all() for each in x)
+            y = np.full(5, index)
+            assert comm.broadcast_async(y, root="first").wait()[0]
+            assert (y == 0).all()
+
+        cluster.each(job)
+        cluster.join()
+        cluster.each(job)
+        cluster.comms.pop(0).close()
+
+        def survive(index: int, comm: pccl.Communicator) -> None:
+            assert not comm.are_peers_pending()  # the answer comes when the first one is gone
+            x = np.full(1000, float(index))
+            with pytest.raises(pccl.PeerLostError, match="3 peers by now, and ranks have changed"):
+                comm.broadcast(x, root="first")
+            assert (x == index).all()
+            comm.broadcast(x, root="first")
+            assert (x == 0).all()
+
+        cluster.each(survive)
+
+
+def test_the_first_may_have_any_rank() -> None:
+    known = KnownRanks()
+    infos = tuple(m.PeerInfo(number, 0, "", 1, "", "") for number in (7, 3, 9))
+    plan = m.Plan(1, infos, (m.Ring((7, 3, 9), 1),), 0)
+    known.tell(plan, 9)
+    assert known.of(9) == Ranks(rank=2, members=3, first=1)
+    assert operands.broadcast(np.zeros(3), "first", known.of(9)).work.root == 1
+    assert operands.broadcast(np.zeros(3), np.int64(2), known.of(9)).work.root == 2
 
 
 LARGE = 1_500_000
