@@ -36,9 +36,9 @@ from pccl.launch import Launch, info
 from pccl.operands import A, Arrays
 from pccl.protocol.peer import effects
 from pccl.ranks import KnownRanks
-from pccl.runtime.call import Deadline
-from pccl.runtime.client import Client
-from pccl.runtime.memory import Operands
+from pccl.runtime.client.call import Deadline
+from pccl.runtime.client.client import Client
+from pccl.runtime.client.memory import Operands
 from pccl.standing import Standing
 from pccl.types import (
     QuantizationOptions,

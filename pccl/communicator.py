@@ -23,15 +23,16 @@ from pccl.launch import error_of
 from pccl.logs import configure_logging
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
-from pccl.runtime.call import Call, Deadline, Note, aside
-from pccl.runtime.client import Client
+from pccl.runtime.client.call import Call, Deadline, Note
+from pccl.runtime.client.client import Client
+from pccl.runtime.client.devices import HostView
+from pccl.runtime.client.probe import optimise
+from pccl.runtime.client.staging import Region
+from pccl.runtime.client.sync import Outcome, Wish, synchronise
 from pccl.runtime.config import Config, machine_id
-from pccl.runtime.devices import HostView
 from pccl.runtime.forks import FORKED
-from pccl.runtime.probe import optimise
 from pccl.runtime.room import NoRoomError, require_room
-from pccl.runtime.staging import Region
-from pccl.runtime.sync import Outcome, Wish, synchronise
+from pccl.runtime.uninterrupted import aside
 from pccl.security import Security
 from pccl.shared_state import SharedState
 from pccl.text import (

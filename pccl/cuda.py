@@ -37,7 +37,7 @@ def device() -> Cuda:
 
 
 class Cuda:
-    """A `pccl.runtime.devices.Device`: copies on torch's current streams, over pinned memory.
+    """A `runtime.client.devices.Device`: copies on torch's current streams, over pinned memory.
 
     torch keeps pinned memory that is freed for the next use, as pinning takes long.
     """

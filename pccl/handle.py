@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from pccl.errors import PCCLError, not_picklable
 from pccl.launch import Launch, info
 from pccl.protocol.peer import effects
-from pccl.runtime.call import Deadline
+from pccl.runtime.client.call import Deadline
 from pccl.types import ReduceInfo, Result
 
 

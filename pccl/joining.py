@@ -12,8 +12,8 @@ from pccl.errors import PCCLTimeoutError, error_for
 from pccl.launch import error_of
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
-from pccl.runtime.call import Call, Deadline, Note, Quiet, aside
-from pccl.runtime.client import Client
+from pccl.runtime.client.call import Call, Deadline, Note, Quiet, aside
+from pccl.runtime.client.client import Client
 from pccl.runtime.resolve import reachable
 from pccl.types import Result
 

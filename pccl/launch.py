@@ -19,11 +19,12 @@ from pccl.errors import (
 )
 from pccl.protocol.peer import effects
 from pccl.ranks import KnownRanks
-from pccl.runtime.call import Deadline, End, aside
-from pccl.runtime.client import Client
-from pccl.runtime.devices import on_host
+from pccl.runtime.client.call import Deadline, End
+from pccl.runtime.client.client import Client
+from pccl.runtime.client.devices import on_host
+from pccl.runtime.client.memory import Operands
 from pccl.runtime.forks import FORKED
-from pccl.runtime.memory import Operands
+from pccl.runtime.uninterrupted import aside
 from pccl.standing import Standing
 from pccl.types import ReduceInfo, Result
 

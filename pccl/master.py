@@ -11,7 +11,7 @@ from pccl.errors import PCCLError
 from pccl.logs import configure_logging
 from pccl.master_node import MasterNode, serve_until_signal
 from pccl.runtime.descriptors import raise_limit
-from pccl.runtime.scribe import OnError
+from pccl.runtime.server.scribe import OnError
 
 DEFAULT_PORT = 48148
 

@@ -15,11 +15,11 @@ from typing import NoReturn
 
 from pccl.errors import PCCLError, error_for, not_picklable
 from pccl.runtime.config import Config
-from pccl.runtime.journal import JournalError
 from pccl.runtime.room import NoRoomError, require_room
-from pccl.runtime.scribe import OnError
-from pccl.runtime.server import Server
-from pccl.runtime.service import Service
+from pccl.runtime.server.journal import JournalError
+from pccl.runtime.server.scribe import OnError
+from pccl.runtime.server.server import Server
+from pccl.runtime.server.service import Service
 from pccl.runtime.signals import ENDING, Stopping, ended_by
 from pccl.security import Security
 from pccl.text import address_text, parse_address

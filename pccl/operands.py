@@ -14,7 +14,7 @@ from pccl.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, 
 from pccl.errors import error_for
 from pccl.protocol import messages as m
 from pccl.protocol.kinds import CollectiveKind
-from pccl.runtime.memory import Operand, Operands
+from pccl.runtime.client.memory import Operand, Operands
 from pccl.runtime.quantization import fingerprint
 from pccl.types import QuantizationOptions, ReduceOp, Result
 

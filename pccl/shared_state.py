@@ -15,8 +15,8 @@ from pccl.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
 from pccl.errors import not_picklable
 from pccl.protocol.messages import ENTRY_BYTES_MAX, MESSAGE_BYTES_MAX
 from pccl.runtime import checkpoint
-from pccl.runtime.devices import HostView
-from pccl.runtime.staging import Region
+from pccl.runtime.client.devices import HostView
+from pccl.runtime.client.staging import Region
 from pccl.types import DataType, DeviceType
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import threading
 
 from pccl.errors import error_for
 from pccl.protocol.rounds import EXCLUSIVE
-from pccl.runtime.call import Call
+from pccl.runtime.client.call import Call
 from pccl.types import Result
 
 

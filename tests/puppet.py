@@ -18,8 +18,8 @@ import numpy as np
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.runtime.call import Call
-from pccl.runtime.streams import Streams
+from pccl.runtime.client.call import Call
+from pccl.runtime.client.streams import Streams
 
 
 class Puppet:

@@ -16,7 +16,9 @@ import zmq
 from pccl.ext import build, ffi, lib, tables
 from pccl.protocol import messages, ring
 from pccl.protocol.ring import RingPart
-from pccl.runtime import config, dial, digest, engine, quantization
+from pccl.runtime import config, digest, quantization
+from pccl.runtime.client import engine
+from pccl.runtime.server import dial
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 C = Path(__file__).resolve().parents[1] / "c"

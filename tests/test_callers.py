@@ -17,7 +17,7 @@ from processes import Master
 
 import pccl
 from pccl import operands
-from pccl.runtime.staging import Staging
+from pccl.runtime.client.staging import Staging
 
 PATIENCE_S = 30.0
 

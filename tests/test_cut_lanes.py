@@ -17,9 +17,9 @@ from test_errors import listed
 
 import pccl
 from pccl.protocol.peer.calls import State
-from pccl.runtime import sync as sync_module
-from pccl.runtime.call import Call
-from pccl.runtime.client import Client
+from pccl.runtime.client import sync as sync_module
+from pccl.runtime.client.call import Call
+from pccl.runtime.client.client import Client
 
 PATIENCE_S = 30.0
 COUNT = 250_000  # floats

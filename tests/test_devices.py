@@ -14,8 +14,8 @@ from pccl import cuda, operands
 from pccl.arrays import Buffer
 from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
-from pccl.runtime.devices import HostView
-from pccl.runtime.memory import Operand, Operands
+from pccl.runtime.client.devices import HostView
+from pccl.runtime.client.memory import Operand, Operands
 
 
 class Host:

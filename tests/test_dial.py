@@ -14,12 +14,12 @@ from test_hostile_sockets import HELLO, PATIENCE_S, serving, speaker, welcome
 from waiting import wait_until
 
 from pccl.protocol import messages as m
-from pccl.runtime import dial as dial_module
+from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.config import Config
 from pccl.runtime.curve import new_keys
-from pccl.runtime.dial import ANOTHER, ASKER_MAX, OTHER_COST, UNTOLD, Dialler, Target
-from pccl.runtime.engine import Engine, EngineOptions
-from pccl.runtime.server import Server
+from pccl.runtime.server import dial as dial_module
+from pccl.runtime.server.dial import ANOTHER, ASKER_MAX, OTHER_COST, UNTOLD, Dialler, Target
+from pccl.runtime.server.server import Server
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair
 

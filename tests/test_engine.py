@@ -18,7 +18,7 @@ import zmq
 
 from pccl.ext import lib, tables
 from pccl.protocol.ring import RingPart
-from pccl.runtime.engine import (
+from pccl.runtime.client.engine import (
     COMPLETE,
     FAILED,
     SETTLED,
@@ -300,7 +300,7 @@ def test_connection_that_hangs(make: Make) -> None:
 
 
 ENGINE_ALONE = """
-from pccl.runtime.engine import Engine, EngineOptions
+from pccl.runtime.client.engine import Engine, EngineOptions
 engine = Engine(EngineOptions(heartbeat_ms=100, heartbeat_timeout_ms=400), host="127.0.0.1")
 print(engine.port, flush=True)
 input()
@@ -331,7 +331,7 @@ def test_frozen_neighbour(make: Make) -> None:
 
 ENGINE_THAT_TAKES_NOTHING_YET = """
 import threading
-from pccl.runtime.engine import Engine, EngineOptions
+from pccl.runtime.client.engine import Engine, EngineOptions
 run, go = Engine._run, threading.Event()
 Engine._run = lambda engine: (go.wait(), run(engine))
 engine = Engine(EngineOptions(heartbeat_ms=100, heartbeat_timeout_ms=400), host="127.0.0.1")

@@ -12,7 +12,7 @@ import pytest
 from processes import Master
 from test_never_hangs import Puppet, gathered, together
 
-from pccl.runtime.pulse import Pulse
+from pccl.runtime.server.pulse import Pulse
 
 BEATS = {"PCCL_HEARTBEAT_MS": "200", "PCCL_HEARTBEAT_TIMEOUT_MS": "1000"}
 

@@ -27,9 +27,10 @@ from test_hostile_sockets import (
 import pccl
 from pccl.ext.drain import Drain
 from pccl.protocol import messages as m
-from pccl.runtime import descriptors, guard
+from pccl.runtime import descriptors
 from pccl.runtime.config import Config
-from pccl.runtime.guard import (
+from pccl.runtime.server import guard
+from pccl.runtime.server.guard import (
     HEARTBEAT_BYTES_S,
     HELLO_S,
     KNOWN_BYTES,
@@ -40,7 +41,7 @@ from pccl.runtime.guard import (
     STRANGERS_BYTES,
     Guard,
 )
-from pccl.runtime.server import Server
+from pccl.runtime.server.server import Server
 
 COUNTED = pytest.mark.skipif(not descriptors.COUNTED, reason="the system does not count bytes")
 

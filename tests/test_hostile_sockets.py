@@ -21,9 +21,9 @@ from waiting import wait_until
 import pccl
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
-from pccl.runtime import server as server_module
 from pccl.runtime.config import Config
-from pccl.runtime.server import BATCH, RECEIVED_MAX, Server
+from pccl.runtime.server import server as server_module
+from pccl.runtime.server.server import BATCH, RECEIVED_MAX, Server
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 READY_DEALER = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"

@@ -17,7 +17,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.effects import Drop, Send
 from pccl.protocol.master.work import fits
-from pccl.runtime import client as client_module
+from pccl.runtime.client import client as client_module
 from pccl.runtime.inline import combine
 
 WORK = m.Work("all_reduce", 0, 10, 2)

@@ -101,7 +101,7 @@ SCRIPT = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
 import pccl
-from pccl.runtime.server import Server
+from pccl.runtime.server.server import Server
 m = pccl.MasterNode('127.0.0.1:0')
 m.run()
 print(m.address, flush=True)"""
@@ -195,7 +195,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
     slow = """
 import sys, time
 from pccl.master import main
-from pccl.runtime.server import Server
+from pccl.runtime.server.server import Server
 Server.close = lambda self: print("closing", flush=True) or time.sleep(60)
 sys.exit(main(["--listen-address", "127.0.0.1:0"]))
 """
@@ -276,7 +276,9 @@ def test_a_master_for_which_there_is_no_thread(monkeypatch: pytest.MonkeyPatch) 
         assert again.address == address
 
 
-@pytest.mark.parametrize("where", ["pccl.runtime.server.socket.socketpair", "os.dup", "os.open"])
+@pytest.mark.parametrize(
+    "where", ["pccl.runtime.server.server.socket.socketpair", "os.dup", "os.open"]
+)
 def test_a_master_for_which_there_are_no_descriptors(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,8 +14,8 @@ from test_never_hangs import Puppet, Start, gathered, master, start, together  #
 from waiting import wait_until
 
 import pccl
-from pccl.runtime.client import Client
-from pccl.runtime.probe import rate_of
+from pccl.runtime.client.client import Client
+from pccl.runtime.client.probe import rate_of
 
 TCP = {"PCCL_TRANSPORT": "tcp"}  # or peers of one machine would have nothing to measure
 

@@ -16,8 +16,8 @@ from cluster import Cluster, grow, in_threads
 
 import pccl
 from pccl.cli.main import main
+from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.curve import new_keys
-from pccl.runtime.engine import Engine, EngineOptions
 
 POSIX = pytest.mark.skipif(os.name != "posix", reason="Windows has other permissions")
 

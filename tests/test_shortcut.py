@@ -10,7 +10,7 @@ from cluster import Cluster
 
 import pccl
 from pccl.ext import tables
-from pccl.runtime.shortcut import Shortcut
+from pccl.runtime.client.shortcut import Shortcut
 
 
 @pytest.fixture

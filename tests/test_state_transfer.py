@@ -18,9 +18,9 @@ import pytest
 from cluster import Cluster, grow
 
 import pccl
-from pccl.runtime.call import Call
-from pccl.runtime.client import Client
-from pccl.runtime.staging import Staging, Verdict
+from pccl.runtime.client.call import Call
+from pccl.runtime.client.client import Client
+from pccl.runtime.client.staging import Staging, Verdict
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
@@ -143,7 +143,7 @@ import os, signal, sys
 import numpy as np
 import pccl
 from cluster import gather
-from pccl.runtime.staging import Staging
+from pccl.runtime.client.staging import Staging
 
 judged = []
 
@@ -288,7 +288,7 @@ def test_progress_is_told_to_the_receiver(
     backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     count = 9 * MIB
-    monkeypatch.setattr("pccl.runtime.sync.LOG_S", 0.0)
+    monkeypatch.setattr("pccl.runtime.client.sync.LOG_S", 0.0)
     caplog.set_level(logging.INFO, logger="pccl")
     monkeypatch.setattr(logging.getLogger("pccl"), "handlers", [caplog.handler])
     with Cluster(2) as cluster:

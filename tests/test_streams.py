@@ -21,14 +21,15 @@ from test_errors import listed
 import pccl
 from pccl.ext import lib
 from pccl.protocol import messages as m
-from pccl.runtime import client as client_module
-from pccl.runtime import engine as engine_module
-from pccl.runtime import resolve, streams
+from pccl.runtime import resolve
+from pccl.runtime.client import client as client_module
+from pccl.runtime.client import engine as engine_module
+from pccl.runtime.client import streams
+from pccl.runtime.client.engine import REFUSED, STREAM_LOST, UNREACHABLE, Event
+from pccl.runtime.client.link import Link
+from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config
-from pccl.runtime.engine import REFUSED, STREAM_LOST, UNREACHABLE, Event
-from pccl.runtime.link import Link
 from pccl.runtime.resolve import Found, Resolver
-from pccl.runtime.streams import Refused, Streams
 
 COUNT = 100_000  # elements: too many to travel with the votes
 LIMIT_S = 0.2

@@ -11,7 +11,7 @@ import pytest
 from cluster import Cluster
 
 import pccl
-from pccl.runtime import call as waiting
+from pccl.runtime.client import call as waiting
 
 RunCluster = Callable[..., Cluster]
 

@@ -20,10 +20,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 import pccl
 from pccl.cli.main import main
-from pccl.runtime.call import Call
-from pccl.runtime.client import Client
+from pccl.runtime.client.call import Call
+from pccl.runtime.client.client import Client
+from pccl.runtime.client.engine import ANOTHER, COMPLETE, STREAM_LOST, EngineOptions
 from pccl.runtime.curve import new_keys, secure_client
-from pccl.runtime.engine import ANOTHER, COMPLETE, STREAM_LOST, EngineOptions
 from pccl.security import KeyPair
 
 TOKEN = b"the master's"

@@ -23,7 +23,7 @@ from pccl.cli.arguments import master
 from pccl.communicator import arithmetic_digest
 from pccl.ext import tables
 from pccl.protocol.messages import PROTOCOL_VERSION
-from pccl.runtime.checkup import Examination, examine
+from pccl.runtime.client.checkup import Examination, examine
 from pccl.runtime.config import Config
 from pccl.text import parse_address
 

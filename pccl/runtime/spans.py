@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from pccl.runtime.call import aside
+from pccl.runtime.uninterrupted import aside
 
 SPAN_BYTES = 16 << 20  # that one thread works on at a stretch
 THREADS_MAX = 8  # they saturate the memory of any machine

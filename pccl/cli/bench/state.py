@@ -33,8 +33,8 @@ from pccl.cli.bench import options
 from pccl.cli.bench.data import PEERS_MAX
 from pccl.cli.bench.processes import BenchError, collect, follow_parent, processes
 from pccl.ext import ffi, lib
+from pccl.runtime.client.staging import reserve
 from pccl.runtime.digest import digests
-from pccl.runtime.staging import reserve
 
 _WAYS = ("newcomer", "equal", "lanes", "hash", "copy", "memory")
 _RATIOS = {"new/lanes": ("lanes", "newcomer"), "hash/copy": ("copy", "hash")}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pccl.protocol.peer import effects
 from pccl.protocol.ring import RingPart
+from pccl.runtime.client.engine import Engine, Part
+from pccl.runtime.client.memory import Operands, Pool
 from pccl.runtime.config import MIB, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
-from pccl.runtime.engine import Engine, Part
-from pccl.runtime.memory import Operands, Pool
 from pccl.runtime.quantization import wire_format
 
 

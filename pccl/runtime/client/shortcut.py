@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from pccl.ext import ffi, lib, tables
-from pccl.runtime.link import Link
+from pccl.runtime.client.link import Link
 
 
 class Shortcut:

@@ -21,10 +21,10 @@ import zmq
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.peer import Peer, effects
-from pccl.runtime import forks, ops
-from pccl.runtime.call import Call, End, Leaf, insist
-from pccl.runtime.config import Config
-from pccl.runtime.engine import (
+from pccl.runtime import forks
+from pccl.runtime.client import ops
+from pccl.runtime.client.call import Call, End, Leaf
+from pccl.runtime.client.engine import (
     COMPLETE,
     FAILED,
     LEAF,
@@ -36,14 +36,16 @@ from pccl.runtime.engine import (
     EngineOptions,
     Event,
 )
-from pccl.runtime.identity import Identity
-from pccl.runtime.inbox import Inbox
+from pccl.runtime.client.identity import Identity
+from pccl.runtime.client.inbox import Inbox
+from pccl.runtime.client.link import Link, LinkEvent
+from pccl.runtime.client.memory import Operands, Pieces, Pool
+from pccl.runtime.client.shortcut import Shortcut
+from pccl.runtime.client.streams import Refused, Streams
+from pccl.runtime.config import Config
 from pccl.runtime.inline import store
-from pccl.runtime.link import Link, LinkEvent
-from pccl.runtime.memory import Operands, Pieces, Pool
 from pccl.runtime.resolve import Found, Resolver
-from pccl.runtime.shortcut import Shortcut
-from pccl.runtime.streams import Refused, Streams
+from pccl.runtime.uninterrupted import insist
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import Security
 from pccl.text import address_text

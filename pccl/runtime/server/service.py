@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 
-from pccl.runtime.server import Server
+from pccl.runtime.server.server import Server
 
 SLICE_S = 0.5  # of a wait: on Windows a signal is handled between two of them only
 

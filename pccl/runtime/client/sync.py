@@ -17,10 +17,11 @@ from typing import TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
-from pccl.runtime.call import Call, Deadline, Leaf, Note, aside
-from pccl.runtime.client import SERVE_INTERVAL_S, Client
+from pccl.runtime.client.call import Call, Deadline, Leaf, Note
+from pccl.runtime.client.client import SERVE_INTERVAL_S, Client
+from pccl.runtime.client.staging import Region, Staging, Verdict, served
 from pccl.runtime.digest import digests
-from pccl.runtime.staging import Region, Staging, Verdict, served
+from pccl.runtime.uninterrupted import aside
 from pccl.types import SharedStateProgress
 
 log = logging.getLogger("pccl")

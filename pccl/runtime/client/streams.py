@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccl.protocol import messages as m
+from pccl.runtime.client.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
 from pccl.runtime.config import Config, high_water_mark, lanes
-from pccl.runtime.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
 from pccl.runtime.forks import Address
 from pccl.runtime.resolve import Found, Resolver
 from pccl.text import address_text

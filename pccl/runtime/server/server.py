@@ -43,13 +43,13 @@ from pccl.runtime import descriptors
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
 from pccl.runtime.descriptors import Shutter, received
-from pccl.runtime.dial import Dialler, Target
-from pccl.runtime.guard import Guard, Line
 from pccl.runtime.inline import combine
-from pccl.runtime.journal import JournalError
-from pccl.runtime.pulse import Pulse
-from pccl.runtime.reserve import Reserve
-from pccl.runtime.scribe import OnError, Scribe
+from pccl.runtime.server.dial import Dialler, Target
+from pccl.runtime.server.guard import Guard, Line
+from pccl.runtime.server.journal import JournalError
+from pccl.runtime.server.pulse import Pulse
+from pccl.runtime.server.reserve import Reserve
+from pccl.runtime.server.scribe import OnError, Scribe
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair, Security
 

@@ -9,10 +9,10 @@ import zmq
 
 from pccl.errors import MasterLostError, PCCLError
 from pccl.protocol import messages as m
+from pccl.runtime.client.engine import Engine, EngineOptions
+from pccl.runtime.client.identity import Identity
+from pccl.runtime.client.link import Link, LinkEvent
 from pccl.runtime.config import Config
-from pccl.runtime.engine import Engine, EngineOptions
-from pccl.runtime.identity import Identity
-from pccl.runtime.link import Link, LinkEvent
 from pccl.runtime.resolve import reachable
 from pccl.security import Security
 from pccl.text import address_text

@@ -3,7 +3,7 @@
 An exception may come to the waiting thread at any moment, and a call that ends, however it ends,
 has let go first: no memory is referred to, no peer waits for it. So whoever makes a call does all
 of it, from before the first command to the end, in one `try`, whose handler is `Client.let_go`.
-What must be done once begun (`insist`, `aside`) is done first; the exception is raised after it.
+What must be done once begun is done first (uninterrupted.py); the exception is raised after it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import numbers
 import queue
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +22,6 @@ from pccl.protocol.peer import effects
 SLICE_S = 0.5  # of a wait without an end
 QUIET_S = 5.0  # a call may wait so long in silence; then twice as long, and so on
 QUIET_MAX_S = 60.0
-INSISTENCE = 100  # whoever presses Ctrl-C so often gets out in the middle
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,52 +200,3 @@ class Deadline:
             client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")
         elif call.is_long:
             client.inquire(call)
-
-
-def insist(work: Callable[[], None]) -> None:
-    """Does what has to be done, again from the beginning when an exception comes in between.
-
-    Raises:
-        BaseException: the first one that came, when the work is done.
-    """
-    came: BaseException | None = None
-    for _ in range(INSISTENCE):
-        try:
-            work()
-            break
-        except BaseException as error:
-            came = came or error
-    if came is not None:
-        raise came
-
-
-def aside(work: Callable[[], None]) -> None:
-    """Does work in a thread of its own, where no exception comes in between, to its end.
-
-    Raises:
-        BaseException: what the work has raised, or what came to this thread meanwhile.
-    """
-    claim, done = threading.Lock(), threading.Event()
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        if not claim.acquire(blocking=False):
-            return  # an exception came just when the first thread had started
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-        finally:
-            done.set()
-
-    def wait() -> None:
-        if not claim.locked():
-            try:
-                threading.Thread(target=run, name="pccl-aside", daemon=True).start()
-            except RuntimeError:  # no more threads can be had: here, then
-                run()
-        done.wait()
-
-    insist(wait)
-    if failed:
-        raise failed[0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pccl.arrays import Buffer
 from pccl.protocol import messages as m
 from pccl.protocol.kinds import INLINE
-from pccl.runtime.call import Call
+from pccl.runtime.client.call import Call
 from pccl.runtime.inline import contribution
 from pccl.runtime.quantization import wire_bytes
 

@@ -22,7 +22,7 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
-from pccl.runtime.journal import JournalError, JournalFile, State
+from pccl.runtime.server.journal import JournalError, JournalFile, State
 
 log = logging.getLogger("pccl")
 

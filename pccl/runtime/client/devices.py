@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pccl import cuda
 from pccl.arrays import Buffer
-from pccl.runtime.memory import Operand, Operands
+from pccl.runtime.client.memory import Operand, Operands
 from pccl.types import DeviceType
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
+from pccl.runtime.client.memory import Pieces
 from pccl.runtime.digest import (
     DIGEST_BYTES,
     LEAF_BYTES,
@@ -24,7 +25,6 @@ from pccl.runtime.digest import (
     leaf_digest,
     root_digest,
 )
-from pccl.runtime.memory import Pieces
 from pccl.runtime.spans import each_span
 
 # Not cleared: staging memory is written whole or not used, and touching it twice costs time.

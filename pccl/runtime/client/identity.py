@@ -8,8 +8,8 @@ from typing import Any
 
 import zmq
 
+from pccl.runtime.client.engine import EngineOptions
 from pccl.runtime.curve import new_keys, require_curve, secure_client
-from pccl.runtime.engine import EngineOptions
 from pccl.security import KeyPair, Security
 
 

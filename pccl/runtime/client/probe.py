@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from pccl.ext import ffi
 from pccl.protocol.peer import effects
-from pccl.runtime.call import Call, Deadline, End, Leaf
-from pccl.runtime.client import Client
-from pccl.runtime.memory import Pieces
+from pccl.runtime.client.call import Call, Deadline, End, Leaf
+from pccl.runtime.client.client import Client
+from pccl.runtime.client.memory import Pieces
 
 log = logging.getLogger("pccl")
 

@@ -1,0 +1,1 @@
+"""The master: its sockets, its journal, and the threads that serve them."""
