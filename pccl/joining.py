@@ -12,9 +12,10 @@ from pccl.errors import PCCLTimeoutError, error_for
 from pccl.launch import error_of
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
-from pccl.runtime.client.call import Call, Deadline, Note, Quiet, aside
+from pccl.runtime.client.call import Call, Deadline, Note, Quiet
 from pccl.runtime.client.client import Client
 from pccl.runtime.resolve import reachable
+from pccl.runtime.uninterrupted import aside
 from pccl.types import Result
 
 log = logging.getLogger("pccl")
