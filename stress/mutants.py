@@ -27,12 +27,15 @@ import sys
 import hostile
 import programs
 import test_blame
+import test_ghosts
 import test_hostile
 import test_master_rules
 import test_recovery
 import test_simulation
 import test_sync_rules
-modules = (test_master_rules, test_sync_rules, test_blame, test_recovery, test_hostile)
+modules = (
+    test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile
+)
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)
     rule = code is not None and not code.co_argcount and not hasattr(test, "hypothesis")

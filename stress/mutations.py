@@ -360,6 +360,11 @@ MUTANTS = [
         "if False:",
     ),
     Mutant(
+        "patience that ends while a ghost is in the way has ended",
+        "        self._ghosts.follow(call, lambda: self.votes.hurry(call))\n",
+        "",
+    ),
+    Mutant(
         "a peer that leaves for one ghost looks for no other",
         "            if self.over is not None:\n                return  # one of them",
         "            if False:\n                return  # one of them",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from test_errors import listed
 
 from pccl.protocol import messages as m
@@ -21,8 +20,7 @@ def ends(actions: list[effects.Effect]) -> list[effects.Answer | effects.Fail]:
     return [action for action in actions if isinstance(action, effects.Answer | effects.Fail)]
 
 
-@pytest.fixture
-def peer() -> Peer:
+def accepted() -> Peer:
     """Peer 2 of two, which are accepted."""
     made = Peer()
     made.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1002, "", "m2", b""))
@@ -37,7 +35,8 @@ def peer() -> Peer:
     return made
 
 
-def test_a_limit_holds_while_the_master_is_away(peer: Peer) -> None:
+def test_a_limit_holds_while_the_master_is_away() -> None:
+    peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     peer.update_topology(3)
     assert not ends(peer.withdraw(2, "its caller gave up after 1 s"))  # the master is asked
@@ -51,7 +50,8 @@ def test_a_limit_holds_while_the_master_is_away(peer: Peer) -> None:
     assert said(peer.update_topology(4)) == [m.TopologyVote(4)]
 
 
-def test_who_was_told_of_a_failure_of_what_has_succeeded_leaves(peer: Peer) -> None:
+def test_who_was_told_of_a_failure_of_what_has_succeeded_leaves() -> None:
+    peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     peer.link_lost("the connection broke")
     peer.withdraw(2, "its caller gave up after 1 s")
@@ -63,7 +63,22 @@ def test_who_was_told_of_a_failure_of_what_has_succeeded_leaves(peer: Peer) -> N
     listed(f"KickedError: {peer.over.why}")
 
 
-def test_who_leaves_for_one_ghost_has_no_other(peer: Peer) -> None:
+def test_patience_that_ends_behind_a_ghost_has_ended() -> None:
+    peer = accepted()
+    peer.are_peers_pending(2)
+    peer.link_lost("the connection broke")
+    peer.withdraw(2, "its caller gave up after 1 s")
+    peer.are_peers_pending(3, patient=True)
+    peer.hurry(3)
+    peer.linked()
+    assert said(peer.received(m.Resumed(m.Done()))) == [
+        m.PendingVote(3, patient=True),
+        m.Hurry(3),
+    ]
+
+
+def test_who_leaves_for_one_ghost_has_no_other() -> None:
+    peer = accepted()
     peer.update_topology(2)
     peer.link_lost("the connection broke")
     peer.withdraw(2, "its caller gave up after 1 s")
@@ -74,7 +89,8 @@ def test_who_leaves_for_one_ghost_has_no_other(peer: Peer) -> None:
     assert peer.over is not None and "update_topology()" in peer.over.why
 
 
-def test_who_had_an_exception_was_told_nothing_and_stays(peer: Peer) -> None:
+def test_who_had_an_exception_was_told_nothing_and_stays() -> None:
+    peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     (gone,) = ends(peer.abandon(2))
     assert isinstance(gone, effects.Fail) and gone.fault is effects.Fault.OTHER
@@ -85,7 +101,8 @@ def test_who_had_an_exception_was_told_nothing_and_stays(peer: Peer) -> None:
     assert isinstance(resume, m.Resume) and [small.seq for small in resume.small] == [5]
 
 
-def test_the_next_call_waits_for_the_ghost_in_its_place(peer: Peer) -> None:
+def test_the_next_call_waits_for_the_ghost_in_its_place() -> None:
+    peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     assert said(peer.abandon(2)) == [m.Withdraw(2)]
     assert not said(peer.collective(3, 0, WORK, DATA))
@@ -95,7 +112,8 @@ def test_the_next_call_waits_for_the_ghost_in_its_place(peer: Peer) -> None:
     assert isinstance(vote, m.StartVote) and vote.call == 3
 
 
-def test_who_waits_for_a_ghost_can_give_up_too(peer: Peer) -> None:
+def test_who_waits_for_a_ghost_can_give_up_too() -> None:
+    peer = accepted()
     peer.collective(2, 0, WORK, DATA)
     peer.abandon(2)
     peer.collective(3, 0, WORK, DATA)
@@ -104,7 +122,8 @@ def test_who_waits_for_a_ghost_can_give_up_too(peer: Peer) -> None:
     assert not peer.received(m.CallError(2, 5, "waited for peer 1", m.Cause.TIMEOUT))
 
 
-def test_what_runs_is_aborted_and_settled_first(peer: Peer) -> None:
+def test_what_runs_is_aborted_and_settled_first() -> None:
+    peer = accepted()
     peer.collective(2, 0, BIG)
     peer.received(m.Started(2, 5, 1))
     actions = peer.abandon(2)
@@ -116,7 +135,8 @@ def test_what_runs_is_aborted_and_settled_first(peer: Peer) -> None:
     assert not peer.received(m.Finished(5, False, "a caller waits no longer"))
 
 
-def test_what_is_complete_is_restored_when_its_caller_goes(peer: Peer) -> None:
+def test_what_is_complete_is_restored_when_its_caller_goes() -> None:
+    peer = accepted()
     peer.collective(2, 0, BIG)
     peer.received(m.Started(2, 5, 1))
     peer.engine_complete(2, False, 0, 0)
@@ -126,7 +146,8 @@ def test_what_is_complete_is_restored_when_its_caller_goes(peer: Peer) -> None:
     assert not peer.received(m.Finished(5, True, "")), "others may have it; nothing is left here"
 
 
-def test_a_start_that_crosses_gets_a_no(peer: Peer) -> None:
+def test_a_start_that_crosses_gets_a_no() -> None:
+    peer = accepted()
     peer.collective(2, 0, BIG)
     peer.abandon(2)
     peer.engine_settled(2, 0, 0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping
 
 import pytest
 
 from pccl.protocol import messages as m
+from pccl.protocol.master import Master
 from pccl.protocol.master.accusations import Accusations
 from pccl.protocol.master.collectives import Collectives
 from pccl.protocol.master.dismissals import Dismissals
@@ -308,6 +310,13 @@ def test_an_optimisation_measures_links_and_installs_rings() -> None:
     assert not optimisations.has(1) and table.history.optimized == 1
     optimisations.measured(1, m.Measured(seq + 1, 10**6, 10))
     assert list(table.gone) == [1]
+
+
+def test_every_message_of_a_peer_concerns_a_part() -> None:
+    master = Master(1, lambda work, parts: b"", secret=b"secret")
+    elsewhere = {m.Hello, m.Examine, m.Resume}  # a connection's first message: other events
+    handled = {m.Leave, m.Inquire, *master._by_type}
+    assert handled == {*typing.get_args(m.PeerMessage)} - elsewhere
 
 
 def test_effects_are_values() -> None:

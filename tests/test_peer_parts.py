@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import typing
+
 import pytest
 
 from pccl.protocol import messages as m
+from pccl.protocol.peer import Peer
 from pccl.protocol.peer.calls import Collective
 from pccl.protocol.peer.collectives import Collectives
 from pccl.protocol.peer.effects import (
@@ -212,3 +215,7 @@ def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:
     bench.transfers.settle(2, 0, 0)
     bench.transfers.settle(8, 0, 0)
     assert bench.done[-1] == Answer(1, None)
+
+
+def test_every_message_of_the_master_concerns_a_part() -> None:
+    assert {*Peer()._by_type} == {*typing.get_args(m.MasterMessage)} - {m.Report}

@@ -1,9 +1,9 @@
 """Whether peers can reach a newcomer: what the master makes of having dialled it. Pure functions.
 
-The master dials a newcomer once, where the others would have to. That it gets through proves little
-less than what they need. That it does not, proves nothing about peers on the same machine, who need
-no network, nor about an address of a private network that the master may not be in. In these cases
-the newcomer is told, and let in; whom its neighbours then cannot reach either is dropped later.
+The master dials a newcomer once, where the others would have to. If it gets through, they most
+likely can. If it does not, that proves nothing about peers on the same machine, which need no
+network, nor about an address of a private network that the master may not be in. In these cases the
+newcomer is warned and let in; if its neighbours cannot reach it either, it is dropped later.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Who has to go when peers cannot reach each other. No I/O.
+"""Which peer has to leave when peers cannot reach each other. No I/O.
 
-A peer that cannot open a stream to another one says so. One such word proves little: the fault may
-lie with the accused (a firewall, a wrong address), with the accuser (it can connect to nobody), or
-between the two. So the master dials the accused itself, and meanwhile the rings take another way,
-which costs nobody his place: who is really at fault fails there too. The evidence is who could not
-reach whom since the last collective that went around the rings, over which links that one went, and
-what came of the master's dials. The verdicts, in their order:
+A peer that cannot open a stream to another one says so. One such report proves little: the fault
+may lie with the accused (a firewall, a wrong address), with the accuser (it can connect to nobody),
+or between the two. So the master dials the accused itself, and meanwhile the rings avoid the link,
+so that nobody has to leave yet: a peer that is really at fault fails in the other rings too. The
+evidence is which peer could not reach which since the last collective that went around the rings,
+over which links that one went, and how the master's dials ended. The verdicts, in their order:
 
 1. The master cannot reach the accused either, where its view counts: the accused goes.
 2. Several could not reach a peer, more than it could not reach itself: it goes. Two are enough, or
@@ -14,10 +14,10 @@ what came of the master's dials. The verdicts, in their order:
    Two are enough, and one more for each that it did reach.
 4. There are rings without any link that is blocked: nobody goes.
 5. There are, if links that were blocked before the last success may work again: nobody goes.
-6. One has to go: who has trouble with most others; then an accuser before a peer that the master
-   reaches; then one with which nothing has ever succeeded; then the one that came last. Who has
-   only just died is accused too, and goes when its connection is seen to be gone: so this waits for
-   some attempts, unless nothing has ever succeeded with the accused.
+6. One has to go: the peer that has trouble with most others; then an accuser before a peer that
+   the master reaches; then one with which nothing has ever succeeded; then the one that came last.
+   A peer that has just died is accused too, and goes when its connection is seen to be gone: so
+   this waits for some attempts, unless nothing has ever succeeded with the accused.
 
 A blocked link is not used again while both its peers stay, unless it is measured to work, or by 5.
 """
@@ -42,7 +42,7 @@ NAMES_MAX = 4  # links quoted in a sentence
 
 
 class Verdict(NamedTuple):
-    """Who has to go, why, and the links that tell against it: to it, or from it."""
+    """Which peer has to go, and the links that are the evidence: to it, or from it."""
 
     guilty: int
     links: tuple[Hop, ...]
@@ -113,10 +113,11 @@ class Blame:
     # ---- what follows ----
 
     def cost(self) -> Callable[[Hop], int]:
-        """How little a ring should use a link.
+        """What it costs a ring to use a link.
 
-        Not at all where it is blocked. Else links that have worked are best; suspects are tried on
-        those who are beyond suspicion, for what an accuser says of an accused tells least.
+        A blocked link is not used at all. Links that have worked are best; a suspect is tried
+        next to peers that are not suspected, because what an accuser says of an accused peer
+        proves least.
         """
         blocked, worked = self.blocked, self._links_that_worked()
         accusers, accused = ({link[end] for link in self._current} for end in (0, 1))

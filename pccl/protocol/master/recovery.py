@@ -1,13 +1,14 @@
 """What a master that was restarted can conclude from the peers that come back. Pure functions.
 
-The journal only says who was there. All else is in the heads of the peers, and whatever no
-survivor knows cannot matter to any survivor:
+The journal only says who was there. Only the peers know all the rest, and what no survivor knows
+cannot matter to any survivor:
 
 - A collective whose outcome some peer knows has that outcome. Otherwise it is as if its members had
   just been asked: those who hold the result have voted yes, those who gave up or have never heard
   of its start have voted no, those who still work are interrupted.
-- A round whose result some peer knows is over: who still stands in it has missed the result only
-  (each result carries the number of its round). A round whose result nobody knows begins anew.
+- A round whose result some peer knows is over: a peer that still stands in it has only missed the
+  result (each result carries the number of its round). A round whose result nobody knows begins
+  anew.
 - The group's revision is that of the latest synchronisation that somebody knows the result of.
 """
 
@@ -145,8 +146,8 @@ class Recovery:
     """Between a restart and the end of waiting for the peers of before.
 
     A master with a journal knows the run and its peers, and believes nobody else. One without goes
-    on with the run that most of those name who come back while it waits, so that a stranger that is
-    there first does not take it; whoever comes back alone is waited with for longer.
+    on with the run that most of the peers name that come back while it waits, so that a stranger
+    that is first cannot take it over; where only one comes back, the master waits for longer.
 
     Args:
         run: the journal's; None: there is none.

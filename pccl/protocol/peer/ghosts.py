@@ -2,19 +2,20 @@
 
 A caller goes when an exception takes it away, or when its time is up while the master, which alone
 knows the outcome, is away. Its call ends at once: what the engine does is aborted, and the call is
-answered when the engine is settled. But the master may have its vote, or start what it has voted
-for. Until that is known the call is a *ghost*: it votes no wherever it is still asked. Another call
-in the same *place* (a collective with the same tag, the same round) is not said to the master
-before: so whatever the master tells, after a restart too, is about one of them alone.
+answered when the engine is settled. But the master may have its vote, and may start what it voted
+for. Until that is known the call is a *ghost*: wherever it is still asked, it votes no. Meanwhile
+the master hears of no other call in the same *place* (a collective with the same tag, the same
+round): so whatever the master says, also after a restart, is about one of the two.
 
-What a ghost was about may have succeeded all the same, for the others. A caller that was told of a
-failure then has no place in the run any more, and its peer leaves: no two peers of a run go on with
-two outcomes. A caller that an exception took away was told nothing.
+The call may have succeeded for the others all the same. If its caller was told of a failure, its
+peer can no longer be part of the run and leaves it: no two peers of a run go on with two outcomes.
+A caller that an exception took away was told nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
@@ -73,6 +74,12 @@ class Ghosts:
         self._behind.setdefault(place, {})[call] = enter
         return True
 
+    def follow(self, call: int, then: Enter) -> None:
+        """If a call waits for a ghost to go, this is to follow when it has entered."""
+        for behind in self._behind.values():
+            if call in behind:
+                behind[call] = partial(_both, behind[call], then)
+
     def forget(self, call: int) -> bool:
         """A call waits no longer for a ghost to go; whether it did."""
         return any(waiting.pop(call, None) is not None for waiting in self._behind.values())
@@ -92,6 +99,11 @@ class Ghosts:
         self._late.clear()
         self._behind.clear()
         return waiting
+
+
+def _both(enter: Enter, then: Enter) -> None:
+    enter()
+    then()
 
 
 class Withdrawals:

@@ -168,6 +168,7 @@ class Peer:
     def hurry(self, call: int) -> list[Effect]:
         """The caller of `are_peers_pending` is no longer patient."""
         self.votes.hurry(call)
+        self._ghosts.follow(call, lambda: self.votes.hurry(call))
         return self._outbox.take()
 
     def inquire(self, call: int) -> list[Effect]:
@@ -352,7 +353,7 @@ class Peer:
     def _refused(self, refusal: m.CallError) -> None:
         """A call failed before anything happened."""
         call, fail = refusal.call, refused(refusal)
-        self.knowledge.heard(refusal.seq)  # or another master would tell us again
+        self.knowledge.heard(refusal.seq)  # or a later master would tell us again
         transfer = self.transfers.current
         if call in self.votes:
             self.votes.refuse(fail)
@@ -415,9 +416,9 @@ class Peer:
         return self._outbox.take()
 
     def unreached(self, info: m.PeerInfo, why: str) -> list[Effect]:
-        """No stream to a peer could be opened. The ops that wanted it fail, as ever.
+        """No stream to a peer could be opened. The ops that need it fail, as always.
 
-        A probe that fails so has found what it is for: a ring may have other neighbours.
+        For a probe that is a result, and no complaint: a ring may have other neighbours.
         """
         transfer = self.transfers.current
         if transfer is None or not transfer.optimises:

@@ -118,11 +118,11 @@ class Client:
             effects.RegisterOp: self._register,
             effects.StartOp: self._start,
             effects.StartTransfer: self._start,
-            effects.CommitOp: lambda action: self._engine.commit(action.op),
-            effects.AbortOp: lambda action: self._engine.abort(action.op),
+            effects.CommitOp: lambda effect: self._engine.commit(effect.op),
+            effects.AbortOp: lambda effect: self._engine.abort(effect.op),
             effects.Store: self._store,
             effects.OpenStream: self._open_stream,
-            effects.CloseStream: lambda action: self._streams.close(action.stream),
+            effects.CloseStream: lambda effect: self._streams.close(effect.stream),
             effects.Answer: self._answer,
             effects.Fail: self._answer,
             effects.Plan: self._note,
@@ -317,10 +317,10 @@ class Client:
         op = next(self._numbers)
 
         def begin() -> None:
-            actions = self._core.fetch(op, seq)
-            if actions:
+            todo = self._core.fetch(op, seq)
+            if todo:
                 self._memory[op] = Pool(pieces, first_counted, owner, call)
-            self._perform(actions)
+            self._perform(todo)
 
         self._inbox.post(begin)
         return op
@@ -474,7 +474,7 @@ class Client:
     def _read_link(self) -> None:
         while readable(self._link.socket):
             message = m.decode_from_master(self._link.socket.recv(zmq.DONTWAIT))
-            actions = self._core.received(message)
+            todo = self._core.received(message)
             if isinstance(message, m.Plan):
                 keys = (info.curve for info in message.peers if info.curve)
                 self._engine.expect(self._core.number, message.nonce, keys)
@@ -485,24 +485,24 @@ class Client:
                     call.put(message)
                 if message.warning:
                     log.warning("peer %d: %s", message.peer, message.warning)
-            self._perform(actions)
+            self._perform(todo)
 
     def _read_engine(self) -> None:
         for event in self._engine.events():
             if event.kind == COMPLETE:
-                actions = self._core.engine_complete(
+                todo = self._core.engine_complete(
                     event.op, event.settled, event.tx_bytes, event.rx_bytes
                 )
             elif event.kind == FAILED:
                 starved = event.seq if event.status == STARVED else 0
                 cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
                 why = self._streams.named(event.text)
-                actions = self._core.engine_failed(event.op, why, starved, cause)
+                todo = self._core.engine_failed(event.op, why, starved, cause)
             elif event.kind == LEAF:
                 self._leaf(Leaf(event.op, event.piece, event.leaf))
                 continue
             elif event.kind == SETTLED:
-                actions = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
+                todo = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
             elif event.kind == STREAM_UP:
                 self._streams.up(event.stream)
                 continue
@@ -511,7 +511,7 @@ class Client:
                 continue
             if event.settled or event.kind == SETTLED:
                 self._memory.pop(event.op, None)
-            self._perform(actions)
+            self._perform(todo)
 
         if self._engine.broken and not self._closed:
             raise RuntimeError(self._engine.broken)
@@ -626,55 +626,55 @@ class Client:
         self._close_link()
         self._link = link
 
-    # ---- actions ----
+    # ---- effects ----
 
-    def _perform(self, actions: list[effects.Effect]) -> None:
-        for action in actions:
-            kind = type(action)
+    def _perform(self, todo: list[effects.Effect]) -> None:
+        for effect in todo:
+            kind = type(effect)
             self._sent |= kind not in SILENT
-            self._perform_by_type[kind](action)
+            self._perform_by_type[kind](effect)
 
-    def _send(self, action: effects.Send) -> None:
+    def _send(self, effect: effects.Send) -> None:
         try:
-            self._link.socket.send(m.encode(action.message), zmq.DONTWAIT)
+            self._link.socket.send(m.encode(effect.message), zmq.DONTWAIT)
         except zmq.Again:
             pass  # the connection broke: the monitor, which knows why, is about to be read
 
-    def _register(self, action: effects.RegisterOp) -> None:
-        ops.register(self._engine, action, self._memory[action.op])
+    def _register(self, effect: effects.RegisterOp) -> None:
+        ops.register(self._engine, effect, self._memory[effect.op])
 
-    def _start(self, action: effects.StartOp | effects.StartTransfer) -> None:
+    def _start(self, effect: effects.StartOp | effects.StartTransfer) -> None:
         local = all(self._local(info) for info in self._core.plan.peers)
-        ops.start(self._engine, action, self._memory[action.op], local)
+        ops.start(self._engine, effect, self._memory[effect.op], local)
 
     def _local(self, info: m.PeerInfo) -> bool:
         return reach.local(self._hello, info)
 
-    def _open_stream(self, action: effects.OpenStream) -> None:
-        self._streams.open(action.stream, action.to, self._core.plan.nonce)
+    def _open_stream(self, effect: effects.OpenStream) -> None:
+        self._streams.open(effect.stream, effect.to, self._core.plan.nonce)
 
-    def _store(self, action: effects.Store) -> None:
-        memory = self._memory[action.call]
+    def _store(self, effect: effects.Store) -> None:
+        memory = self._memory[effect.call]
         assert isinstance(memory, Operands)
         for operand in memory.each:
-            store(operand.recv, action.data)
+            store(operand.recv, effect.data)
 
-    def _answer(self, action: effects.Answer | effects.Fail) -> None:
-        self._memory.pop(action.call, None)  # no op of the engine needs it any more
-        call = self._calls.pop(action.call, None)
+    def _answer(self, effect: effects.Answer | effects.Fail) -> None:
+        self._memory.pop(effect.call, None)  # no op of the engine needs it any more
+        call = self._calls.pop(effect.call, None)
         if call is not None and self._closed:  # it was made when all was over, by whoever is here
-            call.put(action)
+            call.put(effect)
         elif call is not None:
-            self._told.append((call, action))
+            self._told.append((call, effect))
 
-    def _warn(self, action: effects.Waits) -> None:
-        call = self._calls.get(action.call)
+    def _warn(self, effect: effects.Waits) -> None:
+        call = self._calls.get(effect.call)
         if call is not None:
             waited_s = time.monotonic() - call.began_s
-            log.warning("peer %d has waited %.0f s %s", self._core.number, waited_s, action.why)
+            log.warning("peer %d has waited %.0f s %s", self._core.number, waited_s, effect.why)
 
-    def _note(self, action: effects.Plan | effects.Measure | effects.Fetched) -> None:
-        self._calls[action.call].put(action)
+    def _note(self, effect: effects.Plan | effects.Measure | effects.Fetched) -> None:
+        self._calls[effect.call].put(effect)
 
     # ---- the end ----
 

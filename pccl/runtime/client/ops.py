@@ -1,4 +1,4 @@
-"""What the engine is told of an op: from the protocol's action, and the memory that it is about."""
+"""What the engine is told of an op: from the protocol's effect, and the memory that it is about."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.quantization import wire_format
 
 
-def register(engine: Engine, action: effects.RegisterOp, memory: Operands | Pool) -> None:
+def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool) -> None:
     """Registers an op, whose memory belongs to the engine until it is settled."""
-    ids = {"run": action.run, "tag": action.tag, "min_seq": action.min_seq}
+    ids = {"run": effect.run, "tag": effect.tag, "min_seq": effect.min_seq}
     if isinstance(memory, Pool):
         ids["first_counted"] = memory.first_counted
     if isinstance(memory, Operands):
         engine.register_collective(
-            action.op,
+            effect.op,
             what=memory.work.what,
             redop=memory.work.redop,
             members=memory.work.members,
@@ -30,14 +30,14 @@ def register(engine: Engine, action: effects.RegisterOp, memory: Operands | Pool
             **ids,
         )
     elif memory.reader is None:
-        engine.register_serve(action.op, pieces=memory.pieces, limit=memory.limit, **ids)
+        engine.register_serve(effect.op, pieces=memory.pieces, limit=memory.limit, **ids)
     else:
-        engine.register_fetch(action.op, pieces=memory.pieces, leaf_bytes=LEAF_BYTES, **ids)
+        engine.register_fetch(effect.op, pieces=memory.pieces, leaf_bytes=LEAF_BYTES, **ids)
 
 
 def start(
     engine: Engine,
-    action: effects.StartOp | effects.StartTransfer,
+    effect: effects.StartOp | effects.StartTransfer,
     memory: Operands | Pool,
     local: bool,
 ) -> None:
@@ -46,18 +46,18 @@ def start(
     The engine takes each stream of a transfer for that of a ring of two, in which the slot is the
     position.
     """
-    if isinstance(action, effects.StartTransfer):
-        rings = tuple(RingPart(end.stream, 2, end.slot) for end in action.ends)
+    if isinstance(effect, effects.StartTransfer):
+        rings = tuple(RingPart(end.stream, 2, end.slot) for end in effect.ends)
     else:
-        rings = action.rings
+        rings = effect.rings
     members = rings[0].members if rings else 1
     total, quantized = members * 4 * MIB, False
     if isinstance(memory, Operands):
         total, quantized = memory.nbytes, bool(memory.work.algorithm)
     engine.start(
-        action.op,
-        seq=action.seq,
-        nonce=action.nonce,
+        effect.op,
+        seq=effect.seq,
+        nonce=effect.nonce,
         chunk_bytes=chunk_bytes(total, members, local, quantized),
         rings=rings,
     )

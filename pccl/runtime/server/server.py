@@ -294,9 +294,9 @@ class Server:
         """Goes on as after a restart: it was the master that was away, not its peers."""
         old = self._core
         log.warning("master: %s: it goes on as after a restart", why)
-        journal, actions = old.reborn()
+        journal, todo = old.reborn()
         self._core = self._new_core(journal.run, journal)
-        self._perform(actions)
+        self._perform(todo)
         for conn in self._senders:
             if old.knows(conn):
                 self._dropped[conn] = -math.inf  # it is cut at once, and the peer comes back
@@ -428,11 +428,11 @@ class Server:
     def _guarded(self, conn: bytes, event: Callable[[], list[effects.Effect]]) -> None:
         """Has the core handle what a connection says, which must not end the service for others."""
         try:
-            actions = event()
+            todo = event()
         except Exception:
             log.exception("master: connection %s made the core fail", conn.hex())
-            actions = self._core.rejected(conn, "an internal error of the master; its log has it")
-        self._perform(actions)
+            todo = self._core.rejected(conn, "an internal error of the master; its log has it")
+        self._perform(todo)
 
     def _dial(
         self, conn: bytes, target: Target, event: Callable[[str | None], list[effects.Effect]]
@@ -508,14 +508,14 @@ class Server:
         self._conn_of[fd] = conn
         return True
 
-    # ---- actions ----
+    # ---- effects ----
 
-    def _perform(self, actions: list[effects.Effect]) -> None:
+    def _perform(self, todo: list[effects.Effect]) -> None:
         last: m.MasterMessage | None = None
         data = b""
         dials: list[effects.Dial] = []  # when all is done: they may end at once, and lead to more
-        for action in actions:
-            match action:
+        for effect in todo:
+            match effect:
                 case effects.Send(conn, message):
                     if self._journal is not None:
                         self._journal.settle()
@@ -532,7 +532,7 @@ class Server:
                     if self._journal is not None:
                         self._journal.adopt(run, incarnation)
                 case effects.Dial():
-                    dials.append(action)
+                    dials.append(effect)
                 case effects.Note(text):
                     log.info("master: %s", text)
                 case effects.Drop(conn, why):
