@@ -153,3 +153,17 @@ def test_a_start_that_crosses_gets_a_no() -> None:
     peer.engine_settled(2, 0, 0)
     (vote,) = said(peer.received(m.Started(2, 5, 1)))
     assert isinstance(vote, m.FinishVote) and not vote.ok
+
+
+def test_what_others_agreed_on_without_a_caller_who_has_gone_is_known_to_the_next_master() -> None:
+    peer = accepted()
+    peer.sync(2, 3, m.Offer(0, 0, ()))
+    peer.link_lost("the connection broke")
+    peer.abandon(2)
+    peer.engine_settled(3, 0, 0)
+    peer.linked()
+    peer.received(m.Resumed(m.Done(sync=1, revision=5, plan=9, optimized=2)))
+    peer.link_lost("the connection broke")
+    (resume,) = said(peer.linked())
+    assert isinstance(resume, m.Resume)
+    assert resume.done == m.Done(sync=1, revision=5, plan=9, optimized=2, holds=False)
