@@ -14,8 +14,8 @@ from cluster import in_threads
 
 import pccl
 from pccl import joining
-from pccl.runtime import link
 from pccl.runtime.client import call as waiting
+from pccl.runtime.client import link
 
 LIMIT_S = 0.3
 LONGER_S = 1.5  # in which a busy machine registers a peer
