@@ -27,7 +27,7 @@ MEMBERSHIP: Table = {
     },
     "pending": {
         "< Plan": "pending",
-        "< Membership": "pending",
+        "< WorldSizes": "pending",
         "< Admitted": "accepted",
         "> Inquire": "pending",
         "< Waiting": "pending",
@@ -37,7 +37,7 @@ MEMBERSHIP: Table = {
     },
     "accepted": {
         "< Plan": "accepted",
-        "< Membership": "accepted",
+        "< WorldSizes": "accepted",
         "> Unreached": "accepted",
         "> Stalled": "accepted",
         "> Inquire": "accepted",
@@ -48,7 +48,7 @@ MEMBERSHIP: Table = {
     },
     "returning": {
         "< Plan": "returning",
-        "< Membership": "returning",
+        "< WorldSizes": "returning",
         "< Admitted": "returning",
         "> Resume": "returning",
         "< Resumed": "accepted",

@@ -21,9 +21,9 @@ from pccl.protocol.peer.effects import (
     Effect,
     Fail,
     Fetched,
+    Follow,
     Measure,
     OpenStream,
-    Plan,
     Reduced,
     RegisterOp,
     Send,
@@ -355,7 +355,7 @@ class SimPeer:
                     assert call in self.standing, "memory is written whose owner has gone"
                 case Answer(call) | Fail(call):
                     self.answered(call, action)
-                case Plan(_, plan, resumed):
+                case Follow(_, plan, resumed):
                     self.plan = plan
                     if not resumed:
                         self.staged = None

@@ -28,7 +28,7 @@ def accepted() -> Peer:
     for message in (
         m.Welcome(2),
         m.Plan(1, infos, (m.Ring((1, 2), 1),), 0),
-        m.Membership(m.World(2, 2, 1, 2)),
+        m.WorldSizes(m.World(2, 2, 1, 2)),
         m.Admitted(7, m.Done()),
     ):
         made.received(message)

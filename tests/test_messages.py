@@ -54,7 +54,7 @@ FROM_MASTER: list[m.MasterMessage] = [
     m.Welcome(1, "a warning"),
     m.Refused(4, "another version"),
     m.Plan(2, (INFO,), (m.Ring((1, 2, 3), 1),), 4, (1 << 64) - 1),
-    m.Membership(m.World(3, 2, 2, 2)),
+    m.WorldSizes(m.World(3, 2, 2, 2)),
     m.Admitted(1 << 62, m.Done(1, 2, True, 3, 4)),
     m.TopologyResult(5, 1),
     m.PendingResult(6, True, 2),

@@ -20,9 +20,9 @@ from pccl.protocol.peer.effects import (
     Fail,
     Fault,
     Fetched,
+    Follow,
     Measure,
     OpenStream,
-    Plan,
     Reduced,
     RegisterOp,
     Send,
@@ -158,7 +158,7 @@ def test_a_transfer_serves_fetches_and_ends(bench: Bench) -> None:
     assert bench.done == [
         OpenStream(1, INFOS[2]),
         StartTransfer(2, 9, 4, (End(1, 2),)),  # peer 3 is the third of the group
-        Plan(1, plan),
+        Follow(1, plan),
     ]
     bench.syncs.fetch(8, seq=5)  # by a plan that is no longer in force
     assert not bench.done
@@ -190,11 +190,11 @@ def test_a_fetch_goes_on_when_another_plan_wants_the_same(bench: Bench) -> None:
         StartTransfer(8, 10, 0, (End(3, 1),)),
         CloseStream(1),
         CloseStream(2),
-        Plan(1, second, resumed=True),
+        Follow(1, second, resumed=True),
     ]
     third = m.SyncPlan(1, 11, (), (3,), (0,), (b"other",))
     bench.syncs.planned(third)
-    assert bench.done == [AbortOp(8), CloseStream(3), Plan(1, third)]
+    assert bench.done == [AbortOp(8), CloseStream(3), Follow(1, third)]
 
 
 def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:

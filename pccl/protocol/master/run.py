@@ -120,7 +120,7 @@ class Run:
     def publish_world(self) -> None:
         """Tells all how many are there."""
         for numbers, world in self.membership.worlds():
-            message = m.Membership(world)
+            message = m.WorldSizes(world)
             for number in numbers:
                 self.outbox.send(number, message)
 

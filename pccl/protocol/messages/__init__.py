@@ -24,7 +24,6 @@ from pccl.protocol.messages.from_master import (
     Interrupt,
     Kicked,
     MasterMessage,
-    Membership,
     Missed,
     OptimizeResult,
     PendingResult,
@@ -39,6 +38,7 @@ from pccl.protocol.messages.from_master import (
     TopologyResult,
     Waiting,
     Welcome,
+    WorldSizes,
 )
 from pccl.protocol.messages.from_peers import (
     Examine,
@@ -127,7 +127,6 @@ __all__ = [
     "Leave",
     "MasterMessage",
     "Measured",
-    "Membership",
     "Missed",
     "Name",
     "Offer",
@@ -165,6 +164,7 @@ __all__ = [
     "Withdraw",
     "Work",
     "World",
+    "WorldSizes",
     "decode_from_master",
     "decode_from_peer",
     "encode",

@@ -50,7 +50,7 @@ class Plan(Struct, array_like=True, frozen=True, tag=66):
     nonce: U64 = 0
 
 
-class Membership(Struct, array_like=True, frozen=True, tag=67):
+class WorldSizes(Struct, array_like=True, frozen=True, tag=67):
     """The world sizes from now on."""
 
     world: World
@@ -232,7 +232,7 @@ MasterMessage: TypeAlias = (
     Welcome
     | Refused
     | Plan
-    | Membership
+    | WorldSizes
     | Admitted
     | TopologyResult
     | PendingResult

@@ -133,7 +133,7 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Follow:
     """A synchronisation has a plan, or another one, which makes what was fetched before void.
 
     If it says to fetch anything, do so, and vote with `fetched`. If it is resumed, what has been
@@ -185,7 +185,7 @@ Effect: TypeAlias = (
     | Store
     | Answer
     | Fail
-    | Plan
+    | Follow
     | Measure
     | Fetched
     | Waits

@@ -83,7 +83,7 @@ class Peer:
             m.Welcome: self._welcomed,
             m.Admitted: self._admitted,
             m.Plan: self._planned,
-            m.Membership: self._counted,
+            m.WorldSizes: self._counted,
             m.TopologyResult: self.votes.topology,
             m.PendingResult: self.votes.pending,
             m.Waiting: lambda message: self._outbox.do(Waits(message.call, message.why)),
@@ -196,7 +196,7 @@ class Peer:
         return self._enter(call, tag, lambda: self.collectives.enter(one, said))
 
     def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Effect]:
-        """Answered with a `Synced`; zero or more `Plan` effects come before.
+        """Answered with a `Synced`; zero or more `Follow` effects come before.
 
         `serve_op` is a fresh op number under which the offered content is served.
         """
@@ -347,8 +347,8 @@ class Peer:
     def _planned(self, plan: m.Plan) -> None:
         self.knowledge.plan = plan
 
-    def _counted(self, membership: m.Membership) -> None:
-        self.knowledge.world = membership.world
+    def _counted(self, sizes: m.WorldSizes) -> None:
+        self.knowledge.world = sizes.world
 
     def _refused(self, refusal: m.CallError) -> None:
         """A call failed before anything happened."""

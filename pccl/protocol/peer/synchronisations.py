@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.effects import Fail, Fault, Plan
+from pccl.protocol.peer.effects import Fail, Fault, Follow
 from pccl.protocol.peer.failures import WHY_MAX
 from pccl.protocol.peer.ghosts import Ghosts
 from pccl.protocol.peer.knowledge import Knowledge
@@ -47,7 +47,7 @@ class Synchronisations:
         self._transfers.plan(one, plan.seq, plan.nonce, content, plan.serve, holders)
         self._plan = plan
         # when its streams are open; also when it has nothing to fetch
-        self._outbox.do(Plan(one.call, plan, resumed))
+        self._outbox.do(Follow(one.call, plan, resumed))
         if resumed and one.fetched:
             self._transfers.report(one, True, "")
 

@@ -37,7 +37,7 @@ class Leaf:
 Note = (
     effects.Answer
     | effects.Fail
-    | effects.Plan
+    | effects.Follow
     | effects.Measure
     | effects.Fetched
     | m.Welcome

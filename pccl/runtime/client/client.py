@@ -59,7 +59,7 @@ SILENT = (  # effects that touch no socket
     effects.Store,
     effects.Answer,
     effects.Fail,
-    effects.Plan,
+    effects.Follow,
     effects.Measure,
     effects.Fetched,
 )
@@ -125,7 +125,7 @@ class Client:
             effects.CloseStream: lambda effect: self._streams.close(effect.stream),
             effects.Answer: self._answer,
             effects.Fail: self._answer,
-            effects.Plan: self._note,
+            effects.Follow: self._note,
             effects.Measure: self._note,
             effects.Fetched: self._note,
             effects.Waits: self._warn,
@@ -673,7 +673,7 @@ class Client:
             waited_s = time.monotonic() - call.began_s
             log.warning("peer %d has waited %.0f s %s", self._core.number, waited_s, effect.why)
 
-    def _note(self, effect: effects.Plan | effects.Measure | effects.Fetched) -> None:
+    def _note(self, effect: effects.Follow | effects.Measure | effects.Fetched) -> None:
         self._calls[effect.call].put(effect)
 
     # ---- the end ----

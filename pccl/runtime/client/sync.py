@@ -136,7 +136,7 @@ class _Receiver:
         """Until the end, with the caller's memory overwritten if that is a success."""
         while True:
             match self._next():
-                case effects.Plan(_, plan, resumed):
+                case effects.Follow(_, plan, resumed):
                     self._follow(plan, resumed)
                 case Leaf(op, piece, leaf) if op == self._op and self._staging is not None:
                     self._verdicts += self._staging.judge(piece, leaf)
