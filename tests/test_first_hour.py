@@ -6,6 +6,7 @@ processes. What else the parts can do is for their own tests.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import pickle
@@ -100,19 +101,33 @@ def test_what_was_installed_works_in_the_clone_s_root(start: Start, clone: Path)
 
 
 def test_peers_and_a_master_in_three_terminals(start: Start) -> None:
-    master = start("-m", "pccl.master", "--listen-address", "127.0.0.1:0")
-    address = first_line(master).split()[-1]
-    peers = [start("examples/all_reduce.py", PCCL_MASTER=address) for _ in range(2)]
+    """In any order: the master is the last."""
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        address = master.address
+    patience = {"PCCL_CONNECT_TIMEOUT_S": "60", "PCCL_LOG_LEVEL": "INFO"}
+    peers = [start("examples/all_reduce.py", PCCL_MASTER=address, **patience) for _ in range(2)]
     for peer in peers:
-        assert "the mean over 2 peers is 1.5" in output(peer)
+        assert peer.stderr is not None
+        assert "attempt 1 to reach the master" in peer.stderr.readline()
+    master = start("-m", "pccl.master", "--listen-address", address)
+    for peer in peers:
+        out, err = peer.communicate(timeout=PATIENCE_S)
+        assert "the mean over 2 peers is 1.5" in out, err
     master.send_signal(signal.SIGTERM)
-    output(master)
+    assert output(master) == f"pccl master listening on {address}\n"
+
+
+IN_A_TERMINAL = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+runpy.run_path("examples/all_reduce.py")
+"""
 
 
 def test_one_terminal_too_few(start: Start) -> None:
     """Who waits says so, and for whom; and Ctrl-C is enough to end it."""
     with pccl.MasterNode("127.0.0.1:0") as master:
-        peer = start("examples/all_reduce.py", PCCL_MASTER=master.address)
+        peer = start("-c", IN_A_TERMINAL, PCCL_MASTER=master.address)
         assert peer.stderr is not None
         assert re.search(
             r"WARN.* another peer must join the run, which has 1", peer.stderr.readline()
@@ -171,6 +186,22 @@ def test_the_own_model(tmp_path: Path) -> None:
             first, second = cluster.each(lambda i, comm, file=state: train(i, comm, file))
         assert first == second
         assert first[0] == steps
+
+
+def test_the_own_event_loop() -> None:
+    async def mean(comm: pccl.Communicator, matrix: np.ndarray) -> int:
+        handle = comm.all_reduce_async(matrix.T)  # which lies otherwise in memory
+        is_success, _, info = await handle
+        assert is_success and handle.done()
+        return info.world_size
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        matrix = np.full((2, 3), 1.0 + index)
+        assert asyncio.run(mean(comm, matrix)) == 2
+        assert (matrix == 1.5).all()
+
+    with Cluster(2) as cluster:
+        cluster.each(job)
 
 
 # ---- mistakes ----
