@@ -197,6 +197,9 @@ def test_the_own_event_loop() -> None:
 
     def job(index: int, comm: pccl.Communicator) -> None:
         matrix = np.full((2, 3), 1.0 + index)
+        comm.broadcast(matrix, root="first")
+        assert (matrix == 1).all(), "the one that came first has that index here"
+        matrix += index
         assert asyncio.run(mean(comm, matrix)) == 2
         assert (matrix == 1.5).all()
 
