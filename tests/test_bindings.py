@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 import struct
@@ -48,6 +49,22 @@ def c_names(kind: type[Enum]) -> dict[str, int]:
         return "F32" if name == "FLOAT" else short.get(word, word) + digits
 
     return {c_name(each.name): each.value for each in kind}
+
+
+def test_every_function_has_its_type() -> None:
+    """In the stub that mypy reads: the functions of pccl.h, and as many arguments of each."""
+    stub = ast.parse((Path(build.__file__).parent / "_core.pyi").read_text(encoding="utf-8"))
+    (typed,) = [
+        node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "_Lib"
+    ]
+    counts = {
+        method.name: len(method.args.args) - 1
+        for method in typed.body
+        if isinstance(method, ast.FunctionDef) and method.name.startswith("pccl_")
+    }
+    code = COMMENT.sub("", build.declarations())
+    declared = re.findall(r"^[a-z].*?\b(pccl_\w+)\(", code, re.MULTILINE)
+    assert counts == {name: len(ffi.typeof(getattr(lib, name)).args) for name in declared}
 
 
 @pytest.mark.parametrize(
