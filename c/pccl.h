@@ -167,7 +167,8 @@ enum pccl_error {
 enum {
     PCCL_QUANTUM = 64,           /* elements; segments and chunks begin at its multiples */
     PCCL_CHUNK_MAX = 1 << 20,    /* bytes of a payload; larger messages end their connection */
-    PCCL_RINGS_MAX = 8,
+    PCCL_RINGS_MAX = 8,      /* of one order */
+    PCCL_ENDS_MAX = 8,       /* of one order */
     PCCL_PEERS_MAX = 4096,   /* members of one ring */
     PCCL_PARTS_MAX = 65536,  /* arrays of one collective */
     PCCL_ENDPOINT_MAX = 256,
@@ -338,6 +339,23 @@ enum pccl_order_kind {
     PCCL_LOSE_STREAM = 13, PCCL_REMIND = 14
 };
 
+/* Our place in a ring: its stream leads to the next position (THE RING). */
+typedef struct pccl_ring {
+    uint32_t stream;
+    uint32_t members;
+    uint32_t position;
+    uint32_t root;
+    const uint16_t *ranks;
+    uint64_t begin;      /* offsets */
+    uint64_t count;
+} pccl_ring;
+
+/* An end of a transfer: the requesters of a holder differ in their slots, below 65536. */
+typedef struct pccl_end {
+    uint32_t stream;
+    uint32_t slot;
+} pccl_end;
+
 /* One order. Which members count:
  *   OPEN_STREAM   stream (a number that was never used before). Ops can be started on it at once.
  *   CONNECT_STREAM  stream, an open one, once; lanes (0: as many as the round trip asks for), hwm
@@ -362,14 +380,14 @@ enum pccl_order_kind {
  *                 before the first ALLOW. FETCH: leaf_bytes, 0 or the size of the leaves into which
  *                 each piece is cut: a leaf that has arrived gives a LEAF event and waits for its
  *                 VERDICT.
- *   START         op, seq, nonce (of the call, the same for all who take part), n_rings, rings;
+ *   START         op, seq, nonce (of the call, the same for all who take part);
  *                 COLLECTIVE and FETCH: chunk_bytes (of a message, in whole quanta, or in whole
  *                 blocks if it is quantized).
- *                 COLLECTIVE: the rings (THE RING), all with the same members. BROADCAST: the
+ *                 COLLECTIVE: n_rings, rings (THE RING), all with the same members. BROADCAST: the
  *                 position of the root in each. `ranks` are the ranks by position, valid until
  *                 SETTLED; NULL: the positions. A ring of one member needs no stream.
- *                 SERVE: rings[i].stream leads to the peer whose slot is rings[i].position.
- *                 FETCH: rings[i].stream leads to a holder, where our slot is rings[i].position.
+ *                 SERVE: n_ends, ends: the stream leads to a requester, which has that slot.
+ *                 FETCH: n_ends, ends: the stream leads to a holder, where we have that slot.
  *                 SERVE and FETCH take any number of START orders, which add to each other; seq,
  *                 nonce and chunk_bytes are those of the first. A START with a greater seq begins
  *                 another round of the transfer: earlier requesters or holders are forgotten, what
@@ -390,16 +408,6 @@ enum pccl_order_kind {
  *   COMMIT        op. It must be COMPLETE; SERVE: at any time.
  *   ABORT         op
  *   STOP          pccl_engine_run() returns. */
-typedef struct pccl_ring {
-    uint32_t stream;
-    uint32_t members;
-    uint32_t position;
-    uint32_t root;
-    const uint16_t *ranks;
-    uint64_t begin;      /* offsets */
-    uint64_t count;
-} pccl_ring;
-
 typedef struct pccl_order {
     uint32_t kind;
     uint32_t stream;
@@ -430,7 +438,9 @@ typedef struct pccl_order {
     uint32_t leaf;
     uint32_t good;
     uint32_t n_rings;
+    uint32_t n_ends;
     pccl_ring rings[8];
+    pccl_end ends[8];
 } pccl_order;
 
 enum pccl_event_kind {

@@ -16,6 +16,7 @@ import zmq
 
 from pccl.ext import build, ffi, lib, tables
 from pccl.protocol import messages, ring
+from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPart
 from pccl.runtime import config, digest, quantization
 from pccl.runtime.client import engine
@@ -145,6 +146,7 @@ def test_pages_say_the_numbers_of_the_engine(
     [
         ("pccl_order", "endpoint", "PCCL_ENDPOINT_MAX"),
         ("pccl_order", "rings", "PCCL_RINGS_MAX"),
+        ("pccl_order", "ends", "PCCL_ENDS_MAX"),
         ("pccl_event", "text", "PCCL_TEXT_MAX"),
     ],
 )
@@ -185,6 +187,7 @@ def test_options_and_places_have_the_fields_of_their_structs() -> None:
         *fields("pccl_options")
     ]
     assert {field.name for field in dataclasses.fields(RingPart)} == {*fields("pccl_ring")}
+    assert {field.name for field in dataclasses.fields(End)} == {*fields("pccl_end")}
     assert {field.name for field in dataclasses.fields(engine.Part)} == {*fields("pccl_part")}
 
 

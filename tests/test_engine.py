@@ -17,6 +17,7 @@ import pytest
 import zmq
 
 from pccl.ext import lib, tables
+from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPart
 from pccl.runtime.client.engine import (
     COMPLETE,
@@ -388,11 +389,11 @@ def test_serve_and_fetch(make: Make, holders: int) -> None:
         holder.engine.open_stream(9)
         holder.engine.connect_stream(9, fetcher.endpoint("tcp"), lanes=2, hwm=2)
         holder.engine.register_serve(1, run=RUN, tag=4, min_seq=0, pieces=pieces)
-        holder.engine.start(1, seq=1, nonce=1, chunk_bytes=0, rings=[RingPart(9, 0, 5)])
+        holder.engine.start_transfer(1, seq=1, nonce=1, chunk_bytes=0, ends=[End(9, 5)])
         fetcher.engine.open_stream(20 + number)
         fetcher.engine.connect_stream(20 + number, holder.endpoint("tcp"), lanes=1, hwm=8)
-    rings = [RingPart(20 + number, 0, 5) for number in range(holders)]
-    fetcher.engine.start(1, seq=1, nonce=1, chunk_bytes=1 << 16, rings=rings)
+    ends = [End(20 + number, 5) for number in range(holders)]
+    fetcher.engine.start_transfer(1, seq=1, nonce=1, chunk_bytes=1 << 16, ends=ends)
     complete = fetcher.wait(COMPLETE, 1)
     assert complete.settled
     assert complete.rx_bytes == sum(piece.nbytes for piece in held)

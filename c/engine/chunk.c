@@ -106,7 +106,7 @@ static enum turn build_own(struct ring *ring, const struct part *part, struct pa
 static struct wire_header own_header(const struct ring *ring, uint64_t length)
 {
     struct op *op = op_of(&ring->link);
-    const pccl_ring *place = &ring->link.ring;
+    const pccl_ring *place = &ring->place;
     uint32_t members = place->members, next = ring_next(members, place->position);
     struct wire_header header = op_header(op, WIRE_CHUNK);
     header.ring = (uint8_t)ring->link.index;
@@ -204,7 +204,7 @@ static const char *check_place(const struct collective *collective, const struct
     if (chunk->ring >= collective->op.n_links)
         return "a chunk has another ring";
     ring = collective_ring(collective, chunk->ring);
-    place = &ring->link.ring;
+    place = &ring->place;
     if (chunk->members != place->members
         || chunk->segment != ring_segment(place->members, place->position, chunk->hop))
         return "a chunk has another place in the ring";

@@ -42,7 +42,7 @@ static uint32_t rank_at(const pccl_ring *ring, uint32_t position)
 void collective_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint64_t *to)
 {
     const struct collective *collective = collective_of(op_of(&ring->link));
-    const pccl_ring *place = &ring->link.ring;
+    const pccl_ring *place = &ring->place;
     uint32_t owner = ring_owner(place->members, segment);
     uint64_t begin = place->begin;
     if (collective->shape.scatters || collective->shape.gathers) {
@@ -237,6 +237,13 @@ static const char *check_claims(const struct collective *collective, const pccl_
     return NULL;
 }
 
+/* The segment of our own chunks: the one that our successor sees at the first hop. */
+static uint32_t first_segment(const struct collective *collective, const pccl_ring *place)
+{
+    uint32_t hop = collective_first_hop(collective, place->members);
+    return ring_segment(place->members, ring_next(place->members, place->position), hop);
+}
+
 /* Makes the links of all rings, or fails the op. */
 static bool join_rings(struct collective *collective, const pccl_order *order)
 {
@@ -246,23 +253,20 @@ static bool join_rings(struct collective *collective, const pccl_order *order)
         const pccl_ring *place = &order->rings[i];
         uint32_t members = place->members;
         struct stream *stream = members > 1 ? streams_find(op->ops->streams, place->stream) : NULL;
-        struct link *link;
+        struct ring *ring;
         if (stream == NULL && members > 1) {
             op_fail(op, PCCL_ESTREAM, "stream %lu is not open", (unsigned long)place->stream);
             return false;
         }
-        link = op_add_link(op, stream, place);
-        if (link == NULL) {
+        ring = (struct ring *)op_add_link(op, stream);
+        if (ring == NULL) {
             op_fail(op, PCCL_ENOMEM, "no memory for a ring");
             return false;
         }
+        ring->place = *place;
         collective->is_spread |= stream != op->links[0]->stream;
-        if (members > 1) {
-            struct ring *ring = collective_ring(collective, i);
-            uint32_t hop = collective_first_hop(collective, members);
-            collective_range(ring, ring_segment(members, ring_next(members, place->position), hop),
-                       &ring->cursor, &ring->end);
-        }
+        if (members > 1)
+            collective_range(ring, first_segment(collective, place), &ring->cursor, &ring->end);
     }
     return true;
 }

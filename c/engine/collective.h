@@ -37,6 +37,7 @@ struct collective {
 /* A ring of a collective. */
 struct ring {
     struct link link;
+    pccl_ring place;         /* ours in it */
     uint64_t cursor, end;    /* what is left of our own chunks, offsets */
 };
 

@@ -329,24 +329,24 @@ void fetch_start(struct op *op, const pccl_order *order)
     uint32_t i;
     if (!op->started || order->seq > op->seq)
         begin_round(fetch, order);
-    if (op->n_links + order->n_rings > UINT16_MAX
-        || grow_wants(fetch, order->n_rings) != PCCL_OK) {
+    if (op->n_links + order->n_ends > UINT16_MAX || grow_wants(fetch, order->n_ends) != PCCL_OK) {
         op_fail(op, PCCL_ENOMEM, "no memory for requests");
         return;
     }
-    for (i = 0; i < order->n_rings; i++) {
-        const pccl_ring *ring = &order->rings[i];
-        struct stream *stream = streams_find(op->ops->streams, ring->stream);
-        struct link *link = ring->position > UINT16_MAX ? NULL : op_add_link(op, stream, ring);
+    for (i = 0; i < order->n_ends; i++) {
+        const pccl_end *end = &order->ends[i];
+        struct stream *stream = streams_find(op->ops->streams, end->stream);
+        struct link *link = end->slot > UINT16_MAX ? NULL : op_add_link(op, stream);
         if (link == NULL) {
             op_fail(op, PCCL_ENOMEM, "no memory for a holder, or its slot is too large");
             return;
         }
+        holder_of(link)->slot = end->slot;
         link_request_turn(link);
     }
     if (fetch->unproven == 0)
         complete(fetch);
-    else if (order->n_rings > 0 && count_holders(fetch) == 0)
+    else if (order->n_ends > 0 && count_holders(fetch) == 0)
         op_report(op, PCCL_ESTREAM, "no holder is left: no stream is open");
 }
 
@@ -483,7 +483,7 @@ enum turn fetch_send(struct link *link)
         range = next_range(holder);
     if (range.leaf == NULL)
         return TURN_OVER;
-    header = pieces_header(&fetch->pieces, link, WIRE_REQUEST, range.leaf->piece);
+    header = pieces_header(&fetch->pieces, op, WIRE_REQUEST, holder->slot, range.leaf->piece);
     header.hop = (uint16_t)link->index;
     header.offset = range.offset;
     header.length = range.length;

@@ -44,9 +44,10 @@ struct fetch {
     uint32_t reminders;      /* since anything has come */
 };
 
-/* Whoever holds the pieces; its position is our slot there. */
+/* Whoever holds the pieces. */
 struct holder {
     struct link link;
+    uint32_t slot;           /* ours there */
     uint32_t outstanding;    /* requests under way, */
     uint32_t delivered;      /* and answered lately */
     struct leaf *leaf;       /* that nobody else may be asked for, not wholly requested */

@@ -99,7 +99,7 @@ static void list_remove(struct op *op)
 
 /* ---- links and events ---- */
 
-struct link *op_add_link(struct op *op, struct stream *stream, const pccl_ring *ring)
+struct link *op_add_link(struct op *op, struct stream *stream)
 {
     struct link **links = realloc(op->links, (op->n_links + (size_t)1) * sizeof *links);
     struct link *link;
@@ -114,7 +114,6 @@ struct link *op_add_link(struct op *op, struct stream *stream, const pccl_ring *
     link->send = op->kind->send;
     link->urgent = op->kind->urgent;
     link->index = op->n_links;
-    link->ring = *ring;
     op->links[op->n_links++] = link;
     return link;
 }
@@ -425,8 +424,9 @@ void ops_start(struct ops *ops, const pccl_order *order)
     struct op *op = find_by_id(ops, order->op);
     if (op == NULL || op->complete || !is_active(op))
         return;
-    if (order->n_rings > PCCL_RINGS_MAX || order->seq <= op->min_seq)
-        op_fail(op, PCCL_EINVAL, "START with too many rings or a sequence number that was used");
+    if (order->n_rings > PCCL_RINGS_MAX || order->n_ends > PCCL_ENDS_MAX
+        || order->seq <= op->min_seq)
+        op_fail(op, PCCL_EINVAL, "START with too many rings, or a sequence number that was used");
     else if (op->started && !op->kind->rounds)
         op_fail(op, PCCL_EINVAL, "started twice");
     else

@@ -129,7 +129,7 @@ void op_fail(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 
 void op_report(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 4);
 
 /* A new link of the op to a stream (may be NULL), or NULL without memory. */
-struct link *op_add_link(struct op *op, struct stream *stream, const pccl_ring *ring);
+struct link *op_add_link(struct op *op, struct stream *stream);
 
 /* Takes all links off their streams, for another round with others; drops what they wait for. */
 void op_forget_links(struct op *op);

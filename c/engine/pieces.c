@@ -30,11 +30,11 @@ uint32_t pieces_find(const struct pieces *pieces, uint32_t number)
     return low < pieces->n && pieces->piece[low].piece == number ? low : pieces->n;
 }
 
-struct wire_header pieces_header(const struct pieces *pieces, const struct link *link,
-                                 enum wire_kind kind, uint32_t index)
+struct wire_header pieces_header(const struct pieces *pieces, const struct op *op,
+                                 enum wire_kind kind, uint32_t slot, uint32_t index)
 {
-    struct wire_header header = op_header(op_of(link), kind);
-    header.segment = (uint16_t)link->ring.position;
+    struct wire_header header = op_header(op, kind);
+    header.segment = (uint16_t)slot;
     header.piece = pieces->piece[index].piece;
     return header;
 }

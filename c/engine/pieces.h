@@ -15,8 +15,9 @@ bool pieces_enter(struct pieces *pieces, struct op *op, const pccl_order *order)
 /* The index of a piece by its number, or n. */
 uint32_t pieces_find(const struct pieces *pieces, uint32_t number);
 
-/* The beginning of the header of a message about a piece, for whoever a link leads to. */
-struct wire_header pieces_header(const struct pieces *pieces, const struct link *link,
-                                 enum wire_kind kind, uint32_t index);
+/* The beginning of the header of an op's message about a piece, between a holder and the requester
+ * with that slot. */
+struct wire_header pieces_header(const struct pieces *pieces, const struct op *op,
+                                 enum wire_kind kind, uint32_t slot, uint32_t index);
 
 #endif

@@ -81,9 +81,11 @@ static void queue_request(struct op *op, struct requester *requester, struct req
 static struct requester *find_slot(const struct op *op, uint32_t slot)
 {
     uint32_t i;
-    for (i = 0; i < op->n_links; i++)
-        if (op->links[i]->ring.position == slot && op->links[i]->stream != NULL)
-            return requester_of(op->links[i]);
+    for (i = 0; i < op->n_links; i++) {
+        struct requester *requester = requester_of(op->links[i]);
+        if (requester->slot == slot && requester->link.stream != NULL)
+            return requester;
+    }
     return NULL;
 }
 
@@ -146,20 +148,24 @@ void serve_start(struct op *op, const pccl_order *order)
         op->seq = order->seq;
         op->nonce = order->nonce;
     }
-    for (i = 0; i < order->n_rings; i++) {
-        const pccl_ring *ring = &order->rings[i];
-        struct stream *stream = streams_find(op->ops->streams, ring->stream);
-        if (ring->position > UINT16_MAX || find_slot(op, ring->position) != NULL) {
-            op_fail(op, PCCL_EINVAL, "slot %lu is taken or too large",
-                    (unsigned long)ring->position);
+    for (i = 0; i < order->n_ends; i++) {
+        const pccl_end *end = &order->ends[i];
+        struct stream *stream = streams_find(op->ops->streams, end->stream);
+        struct requester *requester;
+        if (end->slot > UINT16_MAX || find_slot(op, end->slot) != NULL) {
+            op_fail(op, PCCL_EINVAL, "slot %lu is taken or too large", (unsigned long)end->slot);
             return;
         }
         if (stream == NULL) {
-            op_report(op, PCCL_ESTREAM, "stream %lu is not open", (unsigned long)ring->stream);
-        } else if (op_add_link(op, stream, ring) == NULL) {
+            op_report(op, PCCL_ESTREAM, "stream %lu is not open", (unsigned long)end->stream);
+            continue;
+        }
+        requester = (struct requester *)op_add_link(op, stream);
+        if (requester == NULL) {
             op_fail(op, PCCL_ENOMEM, "no memory for a requester");
             return;
         }
+        requester->slot = end->slot;
     }
     claim_requests(op);
 }
@@ -212,10 +218,12 @@ enum turn serve_send(struct link *link)
 {
     struct op *op = op_of(link);
     struct serve *serve = serve_of(op);
-    struct requests *requests = &requester_of(link)->requests;
+    struct requester *requester = requester_of(link);
+    struct requests *requests = &requester->requests;
     const struct request *request = requests->head;
     const pccl_piece *piece = &serve->pieces.piece[request->piece];
-    struct wire_header header = pieces_header(&serve->pieces, link, WIRE_DATA, request->piece);
+    struct wire_header header =
+        pieces_header(&serve->pieces, op, WIRE_DATA, requester->slot, request->piece);
     struct packet packet = {0};
     if (serve->limited && serve->allowance <= 0)
         return TURN_OVER;

@@ -31,9 +31,10 @@ struct serve {
     struct requests unclaimed;   /* of slots that no START has named yet */
 };
 
-/* Whoever requests; its slot is its position. */
+/* Whoever requests. */
 struct requester {
     struct link link;
+    uint32_t slot;
     struct requests requests;
 };
 

@@ -19,7 +19,7 @@ enum sent { SENT, BLOCKED };
  * room; its source has failed and has given up the turn already. */
 enum turn { TURN_MORE, TURN_OVER, TURN_BLOCKED, TURN_FAILED };
 
-/* A source's place on a stream, as START gave it. */
+/* A source's place on a stream. */
 struct link {
     struct source *source;
     struct stream *stream;   /* NULL: lost, or not needed */
@@ -28,7 +28,6 @@ struct link {
     bool in_turn;
     struct link *next;       /* in the stream's turns */
     uint32_t index;          /* among the source's links */
-    pccl_ring ring;
 };
 
 /* Links that have something to send, in turn. */

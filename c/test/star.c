@@ -77,10 +77,10 @@ void start(int who, uint64_t op, uint32_t n, uint32_t slot)
     order.seq = SEQ;
     order.nonce = TEST_NONCE;
     order.chunk_bytes = CHUNK;
-    order.n_rings = n;
+    order.n_ends = n;
     for (i = 0; i < n; i++) {
-        order.rings[i].stream = i + 1;
-        order.rings[i].position = slot;
+        order.ends[i].stream = i + 1;
+        order.ends[i].slot = slot;
     }
     peers_order(&peers, who, &order);
 }

@@ -127,9 +127,9 @@ static void test_no_answer(void)
     order.seq = SEQ + 1;
     order.nonce = TEST_NONCE;
     order.chunk_bytes = CHUNK;
-    order.n_rings = 1;
-    order.rings[0].stream = 1;
-    order.rings[0].position = 7;
+    order.n_ends = 1;
+    order.ends[0].stream = 1;
+    order.ends[0].slot = 7;
     for (who = 1; who >= 0; who--) {
         order.op = who == 0 ? FETCH_OP : SERVE_OP;
         peers_order(&peers, who, &order);
@@ -154,9 +154,9 @@ static void test_flood_of_one(void)
     order.op = SERVE_OP;
     order.seq = SEQ;
     order.nonce = TEST_NONCE;
-    order.n_rings = 1;
-    order.rings[0].stream = 9;
-    order.rings[0].position = 9;
+    order.n_ends = 1;
+    order.ends[0].stream = 9;
+    order.ends[0].slot = 9;
     peers_order(&peers, 1, &order);
     header.segment = 9;
     header.piece = 43;

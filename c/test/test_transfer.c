@@ -66,9 +66,9 @@ static void test_starts_add_up(void)
     order.kind = PCCL_START;
     order.op = FETCH_OP;
     order.seq = SEQ;
-    order.n_rings = 1;
-    order.rings[0].stream = 2;
-    order.rings[0].position = 7;
+    order.n_ends = 1;
+    order.ends[0].stream = 2;
+    order.ends[0].slot = 7;
     peers_order(&peers, 0, &order);
     peers_run(&peers);
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
@@ -159,11 +159,11 @@ static void start_again(void)
     order.seq = SEQ + 1;
     order.nonce = TEST_NONCE + 1;
     order.chunk_bytes = CHUNK;
-    order.n_rings = 1;
+    order.n_ends = 1;
     for (who = 0; who < 2; who++) {
         order.op = who == 0 ? FETCH_OP : SERVE_OP;
-        order.rings[0].stream = who == 0 ? 3 : 1;
-        order.rings[0].position = 5;
+        order.ends[0].stream = who == 0 ? 3 : 1;
+        order.ends[0].slot = 5;
         peers_order(&peers, who, &order);
     }
     peers_run(&peers);
@@ -324,9 +324,9 @@ static void test_requester_lost(void)
     order.kind = PCCL_START;
     order.op = SERVE_OP;
     order.seq = SEQ;
-    order.n_rings = 1;
-    order.rings[0].stream = 2;
-    order.rings[0].position = 9;
+    order.n_ends = 1;
+    order.ends[0].stream = 2;
+    order.ends[0].slot = 9;
     peers_order(&peers, 1, &order);
     peers_run(&peers);
     memset(&order, 0, sizeof order);
@@ -343,9 +343,9 @@ static void test_requester_lost(void)
     order.seq = SEQ;
     order.nonce = TEST_NONCE;
     order.chunk_bytes = CHUNK;
-    order.n_rings = 1;
-    order.rings[0].stream = 3;
-    order.rings[0].position = 9;
+    order.n_ends = 1;
+    order.ends[0].stream = 3;
+    order.ends[0].slot = 9;
     peers_order(&peers, 2, &order);
     peers_run(&peers);
     CHECK(peers_count(&peers, 2, PCCL_COMPLETE, FETCH_OP) == 1 && has_arrived());
@@ -483,9 +483,9 @@ static void test_stale_requests(void)
     order.op = SERVE_OP;
     order.seq = SEQ + 1;
     order.nonce = TEST_NONCE;
-    order.n_rings = 1;
-    order.rings[0].stream = 1;
-    order.rings[0].position = 7;
+    order.n_ends = 1;
+    order.ends[0].stream = 1;
+    order.ends[0].slot = 7;
     peers_order(&peers, 1, &order);
     peers_run(&peers);
     CHECK(pccl_engine_dropped(peers.peer[0].engine) == 2);

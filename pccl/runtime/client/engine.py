@@ -21,6 +21,7 @@ import zmq
 
 from pccl.ext import ffi, lib, tables
 from pccl.protocol.kinds import CollectiveKind
+from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPart
 from pccl.runtime.waiter import readable
 
@@ -438,28 +439,46 @@ class Engine:
     def start(
         self, op: int, *, seq: int, nonce: int, chunk_bytes: int, rings: Sequence[RingPart]
     ) -> None:
-        """Starts a registered op.
+        """Starts a registered collective.
 
         Args:
             op: its number.
             seq: the sequence number that was agreed on.
             nonce: of the call: what carries another one is none of it.
             chunk_bytes: of one message.
-            rings: this peer's place in each ring, at most PCCL_RINGS_MAX; SERVE: the requesters;
-                FETCH: the holders. Later calls for these two kinds add to them.
+            rings: this peer's place in each ring, at most PCCL_RINGS_MAX.
         """
-        limit = lib.PCCL_RINGS_MAX
-        for first in range(0, max(len(rings), 1), limit):
-            part = rings[first : first + limit]
-            order = self._blank_order(lib.PCCL_START, op)
-            order.seq, order.nonce, order.chunk_bytes = seq, nonce, chunk_bytes
-            order.n_rings = len(part)
-            for slot, ring in zip(order.rings, part, strict=False):
-                slot.stream, slot.members, slot.position = ring.stream, ring.members, ring.position
-                slot.begin, slot.count, slot.root = ring.begin, ring.count, ring.root
-                if ring.ranks:
-                    slot.ranks = self._keep(op, ffi.new("uint16_t[]", ring.ranks))
+        order = self._start(op, seq, nonce, chunk_bytes)
+        order.n_rings = len(rings)
+        for place, ring in zip(order.rings, rings, strict=False):
+            place.stream, place.members, place.position = ring.stream, ring.members, ring.position
+            place.begin, place.count, place.root = ring.begin, ring.count, ring.root
+            if ring.ranks:
+                place.ranks = self._keep(op, ffi.new("uint16_t[]", ring.ranks))
+        self._send()
+
+    def start_transfer(
+        self, op: int, *, seq: int, nonce: int, chunk_bytes: int, ends: Sequence[End]
+    ) -> None:
+        """Starts a registered op that serves, or fetches; arguments as of `start`.
+
+        Args:
+            ends: of a serving op the requesters, of a fetching one the holders. Later calls with
+                the same `seq` add to them.
+        """
+        limit = lib.PCCL_ENDS_MAX
+        for first in range(0, max(len(ends), 1), limit):
+            some = ends[first : first + limit]
+            order = self._start(op, seq, nonce, chunk_bytes)
+            order.n_ends = len(some)
+            for place, end in zip(order.ends, some, strict=False):
+                place.stream, place.slot = end.stream, end.slot
             self._send()
+
+    def _start(self, op: int, seq: int, nonce: int, chunk_bytes: int) -> Any:
+        order = self._blank_order(lib.PCCL_START, op)
+        order.seq, order.nonce, order.chunk_bytes = seq, nonce, chunk_bytes
+        return order
 
     def judge(self, op: int, piece: int, leaf: int, good: bool) -> None:
         """Says whether a leaf that has arrived is right; if not, it is fetched again."""

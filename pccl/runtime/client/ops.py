@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pccl.protocol.peer import effects
-from pccl.protocol.ring import RingPart
 from pccl.runtime.client.engine import Engine, Part
 from pccl.runtime.client.memory import Operands, Pool
 from pccl.runtime.config import MIB, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.quantization import wire_format
+
+TRANSFER_BYTES = 4 * MIB  # a transfer has messages as large as a segment of so many bytes has
 
 
 def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool) -> None:
@@ -41,23 +42,22 @@ def start(
     memory: Operands | Pool,
     local: bool,
 ) -> None:
-    """Starts a registered op. `local`: all its members are on this machine.
-
-    The engine takes each stream of a transfer for that of a ring of two, in which the slot is the
-    position.
-    """
+    """Starts a registered op. `local`: all its members are on this machine."""
     if isinstance(effect, effects.StartTransfer):
-        rings = tuple(RingPart(end.stream, 2, end.slot) for end in effect.ends)
-    else:
-        rings = effect.rings
-    members = rings[0].members if rings else 1
-    total, quantized = members * 4 * MIB, False
-    if isinstance(memory, Operands):
-        total, quantized = memory.nbytes, bool(memory.work.algorithm)
+        engine.start_transfer(
+            effect.op,
+            seq=effect.seq,
+            nonce=effect.nonce,
+            chunk_bytes=chunk_bytes(TRANSFER_BYTES, 1, local, False),
+            ends=effect.ends,
+        )
+        return
+    assert isinstance(memory, Operands), "a ring moves the operands of a collective"
+    members = effect.rings[0].members if effect.rings else 1
     engine.start(
         effect.op,
         seq=effect.seq,
         nonce=effect.nonce,
-        chunk_bytes=chunk_bytes(total, members, local, quantized),
-        rings=rings,
+        chunk_bytes=chunk_bytes(memory.nbytes, members, local, bool(memory.work.algorithm)),
+        rings=effect.rings,
     )
