@@ -7,12 +7,12 @@ vote until the round ends.
 
 Some rounds exclude each other: a peer that stands in an exclusive call cannot enter another call
 before that returns, so when two peers of one scope wait in two such rounds, neither round can ever
-complete. Other calls may stand next to each other, for a peer has several threads; but a peer that
-has one thread only, which waits in such a call, says that it is *stuck* there. Two peers of one
-group that are stuck in two rounds can never meet either.
+complete. Other calls may stand next to each other, because a peer may have several threads; a peer
+with one thread only says that it is *stuck* in such a call. Two peers of one group that are stuck
+in two rounds can never meet either.
 
-No more than pairs have to be looked at: whoever is waited for and can never come is stuck
-elsewhere, and what is waited for there is of the same group, or of the whole run like this.
+It is enough to look at pairs of rounds: a peer that is waited for and can never come is stuck in
+another round, and that one is of the same group, or of the whole run like the first.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Kind(StrEnum):
     START = "a collective"
 
 
-# What a withdrawn call fails with: nothing happened, and it can be made again.
+# The result of a call that was withdrawn: nothing has happened, and it can be made again.
 WITHDRAWN = {
     Kind.TOPOLOGY: Result.UPDATE_TOPOLOGY_FAILED,
     Kind.PENDING: Result.RANK_CONNECTION_LOST,
@@ -50,15 +50,15 @@ WITHDRAWN = {
     Kind.START: Result.RANK_CONNECTION_LOST,
 }
 
-# Pairs of kinds that may be waited for at the same time: collectives with different tags are
-# launched in any order, and are_peers_pending may be asked while they run in other threads.
+# Pairs of kinds that one peer may wait in at the same time: collectives with different tags are
+# launched in any order, and are_peers_pending may be called while they run in other threads.
 COMPATIBLE = {
     frozenset((Kind.START,)),
     frozenset((Kind.START, Kind.PENDING)),
 }
 
 
-# Of each kind: the other kinds that a peer which waits in such a round cannot come to.
+# For each kind, the other kinds that a peer cannot enter while it waits in such a round.
 EXCLUDED = {
     a: tuple(b for b in Kind if b is not a and frozenset((a, b)) not in COMPATIBLE) for a in Kind
 }

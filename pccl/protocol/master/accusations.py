@@ -1,6 +1,5 @@
-"""Peers that cannot reach each other: who is accused is dialled, and one goes, or the rings turn.
-
-What is concluded from the evidence is in blame.py.
+"""Peers that cannot reach each other: the accused is dialled, and a peer is dropped, or the rings
+avoid the link. What the evidence proves is in blame.py.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pccl.protocol.ring import uses
 
 
 class Accusations:
-    """Hears who could not open a stream to whom, and does what follows.
+    """Collects reports of streams that could not be opened, and acts on the verdicts.
 
     Args:
         synchronises: whether a synchronisation of a group is under way. Its plan is of the group's
@@ -69,7 +68,7 @@ class Accusations:
         self._judge(peer.info.group)
 
     def _judge(self, group_number: int) -> None:
-        """Who cannot be reached, or reaches nobody, goes; or the rings go around the trouble."""
+        """Drops the peer that is at fault, or has the rings avoid the link."""
         while group_number in self._groups:
             group = self._groups[group_number]
             if not group.blame.blocked:
@@ -82,8 +81,8 @@ class Accusations:
             self._dismissals.convict(group_number, verdict)
 
     def _go_around(self, group_number: int, group: Group) -> bool:
-        """Has the rings go around what is blocked, if that can be; if need be, over links that were
-        blocked some time ago."""
+        """Has the rings avoid the blocked links, if possible; if necessary, links that were blocked
+        before the last success are used again."""
         blame = group.blame
         if uses(self._groups.plan(group_number), blame.blocked):
             blame.forgive()

@@ -132,7 +132,7 @@ class Blame:
         return cost
 
     def verdict(self, size: int) -> Verdict | None:
-        """Who of a group of that size has to go whatever its rings are: by 1, 2 or 3."""
+        """The peer of a group of that size that has to go whatever its rings are: by 1, 2 or 3."""
         of, by = self._accusations()
         for number in sorted(of):
             if self.dials.get(number):
@@ -153,14 +153,16 @@ class Blame:
         return None
 
     def last_resort(self, proven: Collection[int]) -> Verdict | None:
-        """Who has to go where no ring is left, by 6; nobody while more may be heard."""
+        """The peer that has to go because no ring is possible, by 6; None while more reports may
+        come."""
         attempts = max((tried for tried, _ in self._current.values()), default=0)
         if attempts < ATTEMPTS and any(accused in proven for _, accused in self._current):
             return None
         return self._worst({*self._current}, proven)
 
     def between(self, one: int, other: int, proven: Collection[int]) -> Verdict | None:
-        """Who of two has to go that must reach each other, by 6; None: they do, for all we know."""
+        """Which of two peers that must reach each other has to go, by 6; None: there is no
+        evidence."""
         return self._worst({(one, other), (other, one)} & self._current.keys(), proven)
 
     def sentence(self, verdict: Verdict, info: Callable[[int], PeerInfo]) -> str:

@@ -129,7 +129,7 @@ class Collectives:
     def interrupt(
         self, collectives: list[Running], why: str, cause: m.Cause = m.Cause.OTHER
     ) -> None:
-        """Whoever has not voted on these must do so now."""
+        """Has the members that have not voted on these do so now."""
         why = plain(why)
         for running in collectives:
             if not running.why:

@@ -32,6 +32,6 @@ class Dismissals:
         self.dismiss_all({number: why}, result)
 
     def convict(self, group: int, verdict: Verdict) -> None:
-        """Who has to go for it cannot reach others, or be reached, does; all are told why."""
+        """A peer that cannot reach others, or cannot be reached, has to go; all are told why."""
         why = self._groups[group].blame.sentence(verdict, self._membership.info)
         self.dismiss(verdict.guilty, why, Result.RANK_CONNECTION_FAILED)

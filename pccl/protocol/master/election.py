@@ -15,13 +15,13 @@ peers converge on the first one. A receiver gets exactly the entries that differ
 
 The revision of a group's first synchronisation may be anything (a run that resumes from a
 checkpoint). After that each synchronisation is exactly one higher; the same one again is legal only
-when a member joined since. Who offers a higher one is refused: its call fails, and the others go
-on without what it offers.
+when a member joined since. A peer that offers a higher one is refused: its call fails, and the
+others go on without it.
 
-A newcomer costs itself only. Once a group has a shared state, those who were there decide on its
-revision, its form and its strategy among themselves; newcomers stand only where none of those
-does. In a group's first synchronisation the form that most offers have decides who does not fit,
-among equals the one with the highest revision.
+A newcomer that does not fit harms nobody else. Once a group has a shared state, its earlier members
+decide on its revision, form and strategy among themselves; newcomers stand only if none of those
+does. In a group's first synchronisation the form that most offers have is the right one; among
+equals it is the one with the highest revision.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The elected revision, who receives what, who is dropped and why, and whose call fails alone.
+    """The elected revision, what each receiver fetches, and which peers are dropped and why.
 
-    `refused` are those who offer a higher revision than the elected one.
+    `refused` are peers that offer a higher revision than the elected one: their calls fail alone.
     """
 
     revision: int

@@ -186,7 +186,7 @@ class Recovery:
         self._back.setdefault(resume.run, {})[number] = Back(conn, host, resume)
 
     def gone(self, conns: Iterable[bytes]) -> None:
-        """Who has come back on one of these has to come back once more."""
+        """A peer that came back on one of these connections has to come back once more."""
         for conn in conns:
             if conn in self._conns:
                 run, number = self._conns.pop(conn)
@@ -204,24 +204,24 @@ class Recovery:
 
     @property
     def back(self) -> dict[int, Back]:
-        """Who has come back, of this run."""
+        """The peers of this run that have come back."""
         return self._back.get(self.run or 0, {})
 
     @property
     def outnumbered(self) -> list[Back]:
-        """Who has come back, of other runs."""
+        """The peers of other runs that have come back."""
         return [one for run, back in self._back.items() if run != self.run for one in back.values()]
 
     @property
     def missing(self) -> set[int]:
-        """Who is still waited for."""
+        """The peers that have not come back yet."""
         named = {info.peer for one in self.back.values() for info in one.resume.known}
         expected = self._expected if self._complete else self._expected | named
         return {*expected} - self.back.keys()
 
     @property
     def certain(self) -> bool:
-        """Whether all are there, and nobody else can be waited for."""
+        """Whether all are there, and nobody else can come."""
         return self._complete and not self.missing
 
     def over(self, now_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Who keeps others waiting for longer than the operator allows. Pure: it is told the time."""
+"""Peers that keep others waiting for longer than the operator allows. It is told the time."""
 
 from __future__ import annotations
 

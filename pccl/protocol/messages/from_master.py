@@ -59,8 +59,8 @@ class WorldSizes(Struct, array_like=True, frozen=True, tag=67):
 class Admitted(Struct, array_like=True, frozen=True, tag=68):
     """To a pending peer: accepted into `run`. `done` counts the rounds that were before its time.
 
-    Bulk data of another run is never mistaken for this one's, and who knows the number may come
-    back to a master that was restarted: nobody else hears it.
+    By this number bulk data of other runs is told apart, and a peer that knows it may come back to
+    a restarted master: so only members of the run hear it.
     """
 
     run: U64
@@ -85,8 +85,8 @@ class PendingResult(Struct, array_like=True, frozen=True, tag=70):
 class Started(Struct, array_like=True, frozen=True, tag=71):
     """All members stand in the collective: go. The ring plan is that of `epoch`.
 
-    Where the contributions came with the votes, `data` is the result, and if it is `final` it has
-    committed. Nobody lacks any result up to `stable`.
+    If the contributions came with the votes, `data` is the result; if it is `final`, it has
+    committed. No peer lacks any result up to `stable`.
     """
 
     call: U64
@@ -99,7 +99,7 @@ class Started(Struct, array_like=True, frozen=True, tag=71):
 
 
 class Interrupt(Struct, array_like=True, frozen=True, tag=72):
-    """The collective can no longer be expected to complete: stop, and vote to finish it."""
+    """The collective may never complete: stop, and vote on whether this peer holds the result."""
 
     seq: U64
     why: Text
@@ -115,11 +115,11 @@ class Finished(Struct, array_like=True, frozen=True, tag=73):
 
 
 class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
-    """Who sends what to whom.
+    """Which peers send which entries to which.
 
     Serve the peers `serve`; fetch the entries `fetch` from `holders` and verify `digests`.
-    Supersedes an earlier plan of the same call. `diverged`: say how the content differed that
-    this peer has at the same revision.
+    Supersedes an earlier plan of the same call. `diverged`: this peer has other content at the same
+    revision; say how it differs.
     """
 
     call: U64
@@ -138,7 +138,8 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
     It was the run's `round`-th synchronisation, and `plan` the seq of its last plan, if any. A
     peer that has offered a higher revision was refused: it took no part.
 
-    With `short` nothing was synchronised: so many peers are wanted to begin with, and are not here.
+    If `short` is not 0 nothing was synchronised: the shared state is to begin with so many peers,
+    and the group has fewer.
     """
 
     call: U64
@@ -152,7 +153,8 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
 class CallError(Struct, array_like=True, frozen=True, tag=76):
     """A call failed before anything happened; `result` is a pccl.Result, `cause` a `Cause`.
 
-    `seq` is not 0 where it had begun all the same, with a master that could not tell this peer.
+    `seq` is not 0 if it had begun all the same, under an earlier master that could not tell this
+    peer.
     """
 
     call: U64
@@ -163,16 +165,16 @@ class CallError(Struct, array_like=True, frozen=True, tag=76):
 
 
 class Resumed(Struct, array_like=True, frozen=True, tag=78):
-    """The master knows the run again, in which `done` are the rounds that are over.
+    """The master knows the run again; `done` are its rounds that are over.
 
-    Who stands in one of these has its result herewith; other calls are to be voted anew.
+    A peer that stands in one of these has its result by this message; it votes anew in all others.
     """
 
     done: Done
 
 
 class Missed(Struct, array_like=True, frozen=True, tag=79):
-    """A small collective in which the peer stands has committed; its result was lost on the way."""
+    """A small collective in which the peer stands has committed; the result did not reach it."""
 
     small: Small
 
@@ -180,9 +182,9 @@ class Missed(Struct, array_like=True, frozen=True, tag=79):
 class Report(Struct, array_like=True, frozen=True, tag=80):
     """The answer to Examine.
 
-    `host` is where the master sees the peer, `unreached` why it cannot reach it, if it has
-    `dialled` and so it is. `unix_s` is the master's clock. `arithmetic` is that of the run's
-    peers, of whom there are `peers`.
+    `host` is the address that the master sees, `unreached` why it could not reach the peer there;
+    empty if it could, or has not `dialled`. `unix_s` is the master's clock. `arithmetic` is that of
+    the run's peers; `peers` is their number.
     """
 
     protocol: U32
@@ -196,7 +198,7 @@ class Report(Struct, array_like=True, frozen=True, tag=80):
 
 
 class Probe(Struct, array_like=True, frozen=True, tag=81):
-    """Measure what comes from `peers`, which do the same the other way, and say so by `Measured`.
+    """Measure what comes from `peers`, which do the same the other way; answer with `Measured`.
 
     Supersedes an earlier probe of the same call.
     """
@@ -208,7 +210,7 @@ class Probe(Struct, array_like=True, frozen=True, tag=81):
 
 
 class OptimizeResult(Struct, array_like=True, frozen=True, tag=82):
-    """`optimize_topology` is done, and the rings are what they are to be; it was the `round`-th."""
+    """`optimize_topology` is done, and the rings are chosen; it was the `round`-th."""
 
     call: U64
     round: U64

@@ -27,8 +27,8 @@ from pccl.protocol.messages.values import (
 class Hello(Struct, array_like=True, frozen=True, tag=1):
     """Asks to join. `host` is the address to advertise, empty for the one that the master sees.
 
-    `curve` is the public key of its streams, in a run with keys; without, `dial` is the password by
-    which the master may dial this peer.
+    In a run with keys, `curve` is the public key of its streams; in one without, `dial` is the
+    password by which the master may dial this peer.
     """
 
     protocol: U32
@@ -50,7 +50,7 @@ class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
 
 
 class PendingVote(Struct, array_like=True, frozen=True, tag=3):
-    """Enters `are_peers_pending`. `stuck`: this peer can enter nothing else until it returns.
+    """Enters `are_peers_pending`. `stuck`: this peer cannot enter another call until it returns.
 
     When all voters are `patient`, the answer waits until a peer is pending.
     """
@@ -67,7 +67,7 @@ class Hurry(Struct, array_like=True, frozen=True, tag=16):
 
 
 class Inquire(Struct, array_like=True, frozen=True, tag=17):
-    """The caller of `call` has waited for long: for whom? Of a collective with its `seq`, or 0."""
+    """Asks what `call` has waited for so long. `seq`: of a collective that has started, or 0."""
 
     call: U64
     seq: U64 = 0
@@ -76,8 +76,8 @@ class Inquire(Struct, array_like=True, frozen=True, tag=17):
 class StartVote(Struct, array_like=True, frozen=True, tag=4):
     """Enters a collective: its engine knows the buffers already, or `data` is the contribution.
 
-    `heard` is the greatest seq the peer has heard of: it lacks no result up to there. `stuck`: as
-    in `PendingVote`.
+    `heard` is the greatest seq that the peer has heard of: it lacks no result up to that one.
+    `stuck`: as in `PendingVote`.
     """
 
     call: U64
@@ -89,7 +89,8 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
 
 
 class FinishVote(Struct, array_like=True, frozen=True, tag=5):
-    """Holds the whole result of a collective, or cannot get it: `why`, and a `Cause`."""
+    """Says that the peer holds the whole result of a collective, or cannot get it: `why`, and a
+    `Cause`."""
 
     seq: U64
     ok: bool
@@ -105,7 +106,7 @@ class SyncVote(Struct, array_like=True, frozen=True, tag=6):
 
 
 class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
-    """A receiver of shared state has all of it, verified, or could not get it.
+    """Says that a receiver of shared state has verified all of it, or could not get it.
 
     `differences` describe what it had before, where the plan asks for that.
     """
@@ -117,11 +118,11 @@ class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
 
 
 class Leave(Struct, array_like=True, frozen=True, tag=8):
-    """Leaves the run, in good order."""
+    """Leaves the run."""
 
 
 class Withdraw(Struct, array_like=True, frozen=True, tag=9):
-    """The caller's time is up: take back what `call` waits for, if it can still be taken back.
+    """The caller's time is up: the vote of `call` is to be withdrawn, if it has not ended yet.
 
     `seq` is that of a collective which this peer has completed and others have not; 0 otherwise.
     """
@@ -139,11 +140,11 @@ class Unreached(Struct, array_like=True, frozen=True, tag=11):
 
 
 class Stalled(Struct, array_like=True, frozen=True, tag=15):
-    """Others may wait for ever for what this peer had still to pass on, and now cannot.
+    """The peer cannot pass on data for which others may wait for ever.
 
-    In `epoch` it has lost the stream to a neighbour, or failed otherwise, after it held the whole
+    In `epoch` it has lost the stream to a neighbour, or failed otherwise, when it held the whole
     result of a collective itself; or, where `seq` is not 0, it cannot serve all that the plan of
-    that number told it to.
+    that number tells it to.
     """
 
     epoch: U32
@@ -171,8 +172,8 @@ class OptimizeVote(Struct, array_like=True, frozen=True, tag=13):
 class Measured(Struct, array_like=True, frozen=True, tag=14):
     """What a probe found of the links that lead to this peer.
 
-    `rate` is in bytes per second, 0 where nothing came. `delay_us` is how long the first bytes
-    took, with the connection that they needed.
+    `rate` is in bytes per second, 0 if nothing came. `delay_us` is the time until the first bytes
+    were there, which includes that to connect.
     """
 
     seq: U64

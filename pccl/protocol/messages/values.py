@@ -35,8 +35,8 @@ class Cause(IntEnum):
     OTHER = 0
     MISMATCH = 1  # calls that can never meet
     TIMEOUT = 2  # withdrawn
-    DIVERGENCE = 3  # content that had diverged, and a peer that wants an error then
-    MEMORY = 4  # a peer had none for its part
+    DIVERGENCE = 3  # content had diverged, and a peer has asked for an error then
+    MEMORY = 4  # a peer ran out of it
 
 
 class PeerInfo(Struct, array_like=True, frozen=True):
@@ -137,9 +137,9 @@ class Entry(Struct, array_like=True, frozen=True):
 
 
 class Offer(Struct, array_like=True, frozen=True):
-    """The shared state that a peer has; `strict`: divergence is to be an error for all.
+    """The shared state that a peer has. `strict`: divergence is to be an error for all.
 
-    With fewer peers than `min_peers` no shared state is to begin.
+    A group's shared state is not to begin with fewer peers than `min_peers`.
     """
 
     revision: U64
@@ -167,7 +167,8 @@ Differences = Annotated[tuple[Difference, ...], Meta(max_length=DIFFERENCES_MAX)
 
 
 class Divergence(Struct, array_like=True, frozen=True):
-    """A peer that had other content at the same revision: in `count` entries, the first of them."""
+    """A peer that had other content at the same revision, in `count` entries; `differences` are the
+    first of them."""
 
     peer: U64
     count: U32
@@ -177,8 +178,8 @@ class Divergence(Struct, array_like=True, frozen=True):
 class Done(Struct, array_like=True, frozen=True):
     """Which rounds a peer knows the results of: counts of completed rounds, and the last results.
 
-    A master that comes back compares these: who stands in a round of which somebody else has the
-    result already has only missed that result.
+    A restarted master compares these: a peer that stands in a round whose result another peer knows
+    has only missed that result.
     """
 
     topology: U64 = 0

@@ -298,7 +298,7 @@ class Collectives:
         return open_, tuple(self._outcomes), tuple(self._small)
 
     def resume(self) -> None:
-        """Votes on all that the master, who is back, has no vote on."""
+        """Casts the votes that a restarted master lacks."""
         for one in self._by_call.values():
             if one.unstarted and one.parting is None:
                 self._outbox.say(one.vote(self._knowledge.last_seq))

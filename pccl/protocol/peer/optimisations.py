@@ -1,4 +1,4 @@
-"""A peer's part in an optimisation: it measures links, which takes a transfer of any content."""
+"""A peer's part in an optimisation: it measures links by a transfer whose content is arbitrary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Optimisations:
     # ---- probes ----
 
     def probed(self, probe: m.Probe) -> None:
-        """The master wants to know how fast others reach us, who are told the same."""
+        """The master asks how fast others reach us; they are asked the same."""
         one = self._transfers.of(probe.call)
         if one is not None:
             self._transfers.void_fetch(one)

@@ -1,8 +1,8 @@
 """A peer's part in a synchronisation of the shared state.
 
 What it offers is served from the vote on. A plan says what to fetch from whom; it can be replaced
-by another one while it is carried out (a holder died, another receiver failed). A fetch whose
-content is still what is wanted goes on with the new holders where it was; any other is void.
+by another one while it is carried out (a holder died, another receiver failed). If the new plan
+says to fetch the same, the fetch goes on from where it was, with the new holders; else it is void.
 """
 
 from __future__ import annotations
