@@ -55,6 +55,7 @@ log = logging.getLogger("pccl")
 
 AGAIN_S = 0.002  # who asks whether peers are pending so soon after a no asks in a loop,
 PATIENCE_S = 0.02  # and hears another no so much later: no core is busy with nothing
+FOREVER_S = threading.TIMEOUT_MAX
 
 
 class Communicator(Collectives):
@@ -319,12 +320,18 @@ class Communicator(Collectives):
         size = client.world.local_size
         try:
             while size < n:
-                if self._ask(deadline, threading.TIMEOUT_MAX):
-                    size = self._admit(deadline)
+                size = self._await_newcomers(deadline, FOREVER_S) or size
         except PCCLTimeoutError as error:
             why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
             raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
         return size
+
+    def _await_newcomers(self, deadline: Deadline, patience_s: float) -> int:
+        """Waits for newcomers and admits them; how many the group has then, the same for all.
+
+        0: none have come within `patience_s`, or before somebody else who is asked lost patience.
+        """
+        return self._admit(deadline) if self._ask(deadline, patience_s) else 0
 
     def _ask(self, deadline: Deadline, patience_s: float) -> bool:
         """Whether peers are pending. A no may come that much later, a yes at once."""

@@ -72,15 +72,15 @@ from pccl import (
     TensorInfo,
     TooFewPeersError,
 )
+from pccl.communicator import FOREVER_S
 from pccl.diloco_settings import decode, describe_mismatch, encode, layout_digest, read_state
 from pccl.ext import ffi, lib
 from pccl.logs import REMINDER_S, Reminder
 from pccl.model_state import MODES, BufferMode, Buffers, Frozen, memory
+from pccl.runtime.call import Deadline
 from pccl.runtime.checkpoint import replacing
 
 AlonePolicy = Literal["continue", "step", "wait"]
-
-_ASK_INTERVAL_S = 0.05  # between questions whether peers are pending, until min_peers are there
 
 _log = logging.getLogger(__name__)
 
@@ -526,11 +526,9 @@ class DiLoCo:
                 f"waits for others before the next outer step: {self._least} are wanted, "
                 f"{contributors} here"
             )
-            if self._admit():
+            if self._await_newcomers(FOREVER_S):
                 self._agree(admitted=True)
                 return
-            with self._timed("admit"):
-                time.sleep(_ASK_INTERVAL_S)
 
     def _remind(self, what_it_does: str) -> None:
         alone = "is alone" if self.world_size == 1 else f"is one of {self.world_size}"
@@ -566,15 +564,14 @@ class DiLoCo:
 
     def _join(self) -> None:
         own_config = self._config.clone()
-        began_s = time.monotonic()
+        say_at_s = time.monotonic() + REMINDER_S
         while not self._begins():
-            while not self._admit():
-                if time.monotonic() - began_s > REMINDER_S:
+            while not self._await_newcomers(max(0.0, say_at_s - time.monotonic()) or FOREVER_S):
+                if time.monotonic() >= say_at_s:
                     self._reminder.warn(
                         f"this peer waits for others to begin with: min_peers is "
                         f"{self._min_peers} (or more, for another peer), {self.world_size} here"
                     )
-                time.sleep(_ASK_INTERVAL_S)
         self._reminder.reset()
         if not torch.equal(own_config, self._config):
             raise ValueError(describe_mismatch(run=self._config, own=own_config))
@@ -595,6 +592,11 @@ class DiLoCo:
             if pending:
                 self._comm.update_topology()
         return pending
+
+    def _await_newcomers(self, patience_s: float) -> bool:
+        """Lets newcomers in, once they come; False: not in that time, or another peer goes on."""
+        with self._timed("admit"):
+            return self._comm._await_newcomers(Deadline(None), patience_s) > 0
 
     def _agree(self, admitted: bool) -> None:
         """Checks that all hold the same, and gives it to newcomers if any were let in."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from test_diloco import DEADLINE_S, Deserter, Left, Model, make, together  # noq
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
 from pccl.logs import Reminder  # noqa: E402
+from pccl.runtime.client import Client  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -386,6 +388,68 @@ def test_a_group_that_waits_takes_no_step_with_fewer(address: str, warnings: lis
     assert newcomers == ([3, 3], ours[1])
     said = [text for text in warnings if "waits for others before" in text]
     assert said and "3 are wanted, 2 here" in said[0]
+
+
+def test_whoever_waits_for_others_waits_for_events(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks once whether others are there, before it begins and when it is alone."""
+    asked: list[Client] = []
+    ask = Client.are_peers_pending
+
+    def counted(client: Client, *arguments: Any) -> None:
+        asked.append(client)
+        ask(client, *arguments)
+
+    monkeypatch.setattr(Client, "are_peers_pending", counted)
+    left = threading.Event()
+
+    def peer(steps: int) -> int:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=2, alone="wait")
+            for _ in range(steps):
+                model.move(1.0)
+                diloco.step()
+            return asked.count(comm._client)  # type: ignore[arg-type]
+
+    def later(job: Callable[[], object]) -> None:
+        threading.Event().wait(0.5)  # in which whoever polls does it again and again
+        job()
+
+    def leaver() -> None:
+        peer(1)
+        left.set()
+
+    def successor() -> None:
+        assert left.wait(DEADLINE_S)
+        later(lambda: peer(1))
+
+    times, _, _ = together(lambda: peer(2), lambda: later(leaver), successor)
+    assert times <= 6  # two waits, and once in each of two rounds
+
+
+def test_whoever_waits_to_begin_says_so(
+    address: str, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pccl.diloco.REMINDER_S", 0.1)
+
+    def first() -> None:
+        with pccl.Communicator(address) as comm:
+            make(comm, Model(), min_peers=2)
+
+    def second() -> None:
+        give_up_at = time.monotonic() + DEADLINE_S
+        while not warnings:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        first()
+
+    together(first, second)
+    assert warnings == [
+        "this peer waits for others to begin with: min_peers is 2 (or more, for another peer), "
+        "1 here"
+    ]
 
 
 def test_reminders_come_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
