@@ -77,8 +77,8 @@ from pccl.diloco_settings import decode, describe_mismatch, encode, layout_diges
 from pccl.ext import ffi, lib
 from pccl.logs import REMINDER_S, Reminder
 from pccl.model_state import MODES, BufferMode, Buffers, Frozen, memory
-from pccl.runtime.call import Deadline
 from pccl.runtime.checkpoint import replacing
+from pccl.runtime.client.call import Deadline
 
 AlonePolicy = Literal["continue", "step", "wait"]
 

@@ -19,7 +19,7 @@ from test_diloco import DEADLINE_S, Deserter, Left, Model, make, together  # noq
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
 from pccl.logs import Reminder  # noqa: E402
-from pccl.runtime.client import Client  # noqa: E402
+from pccl.runtime.client.client import Client  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
