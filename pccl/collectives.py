@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pccl import operands
-from pccl.arrays import Array, Buffer
+from pccl.arrays import Buffer, is_torch
 from pccl.errors import error_for
 from pccl.handle import AsyncReduceHandle
 from pccl.launch import Launch, info
@@ -41,6 +41,7 @@ from pccl.runtime.client.client import Client
 from pccl.runtime.client.memory import Operands
 from pccl.standing import Standing
 from pccl.types import (
+    DeviceType,
     QuantizationOptions,
     ReduceInfo,
     ReduceOp,
@@ -411,12 +412,9 @@ def _described(descriptor: ReduceOpDescriptor) -> Operands:
     work = descriptor.reduce_descriptor
     dtype = work.operand_descriptor.datatype
 
-    def at(address: int, owner: Array | None) -> Buffer:
-        if owner is None:
-            return Buffer.at(address, work.count, dtype, owner)
-        lying = Buffer.of(owner)
-        where, layout = lying.device_type, lying.layout
-        return Buffer.at(address, work.count, dtype, owner, where, layout)
+    def at(address: int, owner: object) -> Buffer:
+        where = Buffer.of(owner).device_type if is_torch(owner) else DeviceType.CPU
+        return Buffer.at(address, work.count, dtype, owner, where, descriptor._layout)
 
     send, recv = descriptor._owners or (None, None)
     return operands.described(

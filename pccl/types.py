@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
     from pccl.arrays import Array
+    from pccl.layout import Layout
 
 
 class Result(Enum):
@@ -283,7 +284,8 @@ class ReduceOpDescriptor:
     sendbuf_ptr: int
     recvbuf_ptr: int
     reduce_descriptor: ReduceDescriptor
-    _owners: tuple[Any, ...] = field(default=(), repr=False, compare=False)
+    _owners: tuple[object, ...] = field(default=(), repr=False, compare=False)
+    _layout: Layout | None = field(default=None, repr=False, compare=False)  # of both arrays
 
     @staticmethod
     def from_torch(
@@ -321,7 +323,8 @@ def _describe(send: Array, recv: Array, work: ReduceDescriptor) -> ReduceOpDescr
             f"the descriptor says {work.count} elements, the first of {source.count} of arrays "
             f"that do not lie in C's order ({source.order}): describe all, or a part of a copy"
         )
-    return ReduceOpDescriptor(source.address, target.address, work, (send, recv))
+    owners = send, recv
+    return ReduceOpDescriptor(source.address, target.address, work, owners, source.layout)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -219,7 +219,7 @@ def test_errors_of_the_page() -> None:
         AssertionError, match=r"3x3 with strides 1,3 and as in C: .*numpy.empty_like"
     ):
         operands.all_reduce(square, square.T, SUM, None)
-    ranks = operands.Ranks(0, 2)
+    ranks = operands.Ranks(rank=0, members=2, first=0)
     for call in (
         lambda: operands.all_gather(x, torch.empty(4, 3, 4, 4), ranks),
         lambda: operands.reduce_scatter(np.asfortranarray(numbers(4, 6)), None, SUM, None, ranks),
