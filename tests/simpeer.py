@@ -32,7 +32,7 @@ from pccl.protocol.peer.effects import (
     Store,
     Synced,
 )
-from pccl.protocol.ring import RingPart
+from pccl.protocol.ring import RingPlace
 
 if TYPE_CHECKING:
     from simulator import Run
@@ -383,7 +383,7 @@ class SimPeer:
         if call in self.waiters:
             self.ready.append(self.waiters.pop(call))
 
-    def start(self, op: SimOp, seq: int, parts: Sequence[RingPart | effects.End]) -> None:
+    def start(self, op: SimOp, seq: int, parts: Sequence[RingPlace | effects.End]) -> None:
         assert all(part.stream in self.streams for part in parts), "a stream that is not open"
         op.seq = key = (self.core.run, seq)
         op.streams, op.deaf = tuple(part.stream for part in parts), set()
@@ -395,7 +395,7 @@ class SimPeer:
                 self.run.cut_to[key] = set()
             for stream in op.streams:
                 self.carried.setdefault(stream, set()).add(key)
-            assert isinstance(parts[0], RingPart)
+            assert isinstance(parts[0], RingPlace)
             op.members, op.broken = parts[0].members, bool(gone)
             if gone:
                 self.run.cut_to[key] = set()

@@ -17,7 +17,7 @@ import zmq
 from pccl.ext import build, ffi, lib, tables
 from pccl.protocol import messages, ring
 from pccl.protocol.peer.effects import End
-from pccl.protocol.ring import RingPart
+from pccl.protocol.ring import RingPlace
 from pccl.runtime import config, digest, quantization
 from pccl.runtime.client import engine
 from pccl.runtime.server import dial
@@ -186,7 +186,7 @@ def test_options_and_places_have_the_fields_of_their_structs() -> None:
     assert [field.name for field in dataclasses.fields(engine.EngineOptions)] == [
         *fields("pccl_options")
     ]
-    assert {field.name for field in dataclasses.fields(RingPart)} == {*fields("pccl_ring")}
+    assert {field.name for field in dataclasses.fields(RingPlace)} == {*fields("pccl_ring")}
     assert {field.name for field in dataclasses.fields(End)} == {*fields("pccl_end")}
     assert {field.name for field in dataclasses.fields(engine.Part)} == {*fields("pccl_part")}
 

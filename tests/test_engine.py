@@ -18,7 +18,7 @@ import zmq
 
 from pccl.ext import lib, tables
 from pccl.protocol.peer.effects import End
-from pccl.protocol.ring import RingPart
+from pccl.protocol.ring import RingPlace
 from pccl.runtime.client.engine import (
     COMPLETE,
     FAILED,
@@ -119,7 +119,7 @@ class AllReduce:
             )
 
     def start(self, who: int, chunk_bytes: int = 1 << 18) -> None:
-        rings = [RingPart(1, len(self.peers), who, 0, -(-self.count // QUANTUM) * QUANTUM)]
+        rings = [RingPlace(1, len(self.peers), who, 0, -(-self.count // QUANTUM) * QUANTUM)]
         self.peers[who].engine.start(
             self.op, seq=self.op, nonce=NONCE, chunk_bytes=chunk_bytes, rings=rings
         )
@@ -164,7 +164,7 @@ def test_average_of_integers_truncates(make: Make) -> None:
             members=0,
             parts=[Part(send[who].ctypes.data, recv[who].ctypes.data, 3, I64)],
         )
-        rings = [RingPart(1, 2, who, 0, QUANTUM)]
+        rings = [RingPlace(1, 2, who, 0, QUANTUM)]
         peer.engine.start(1, seq=1, nonce=1, chunk_bytes=4096, rings=rings)
     for who, peer in enumerate(peers):
         peer.wait(COMPLETE, 1)
@@ -254,7 +254,7 @@ def test_closed_stream_fails_its_ops(make: Make) -> None:
     peers[0].engine.close_stream(1)
     assert peers[0].wait(FAILED, 1).status == lib.PCCL_ESTREAM
     again = AllReduce(peers[:1], 2, 1000)
-    peers[0].engine.start(2, seq=2, nonce=1, chunk_bytes=64, rings=[RingPart(1, 2, 0, 0, 1024)])
+    peers[0].engine.start(2, seq=2, nonce=1, chunk_bytes=64, rings=[RingPlace(1, 2, 0, 0, 1024)])
     assert "not open" in peers[0].wait(FAILED, 2).text
     np.testing.assert_array_equal(again.send, again.given)
 
@@ -364,7 +364,7 @@ def test_a_neighbour_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: 
             5, run=RUN, tag=5, min_seq=4, what="broadcast", redop=SUM, members=0, parts=[part]
         )
         peer.engine.start(
-            5, seq=5, nonce=NONCE, chunk_bytes=1 << 18, rings=[RingPart(2, 2, 0, 0, x.size)]
+            5, seq=5, nonce=NONCE, chunk_bytes=1 << 18, rings=[RingPlace(2, 2, 0, 0, x.size)]
         )
         for stream in (1, 2):
             peer.wait(STREAM_UP, stream)

@@ -20,7 +20,7 @@ Cost = Callable[[Hop], int]
 
 
 @dataclass(frozen=True, slots=True)
-class RingPart:
+class RingPlace:
     """A peer's place in one ring of a collective.
 
     What c/pccl.h calls a pccl_ring, field by field.
@@ -156,16 +156,16 @@ def shares(count: int, rings: Sequence[Ring]) -> list[tuple[int, int]]:
 
 def places(
     work: Work, rings: Sequence[Ring], number: int, streams: Sequence[int]
-) -> tuple[RingPart, ...]:
+) -> tuple[RingPlace, ...]:
     """A peer's place in each ring of a collective, where a stream leads to its successor.
 
     A rank is a position in the first of the rings.
     """
     rank = {peer: index for index, peer in enumerate(rings[0].order)} if rings else {}
-    parts = []
+    found = []
     for stream, ring, share in zip(streams, rings, shares(span(work), rings), strict=True):
         ranks = tuple(rank[peer] for peer in ring.order)
         position, root = ring.order.index(number), ranks.index(work.root)
         named = () if ring is rings[0] else ranks
-        parts.append(RingPart(stream, len(ring.order), position, *share, root, named))
-    return tuple(parts)
+        found.append(RingPlace(stream, len(ring.order), position, *share, root, named))
+    return tuple(found)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
-from pccl.protocol.ring import RingPart
+from pccl.protocol.ring import RingPlace
 from pccl.types import Result
 
 
@@ -40,7 +40,7 @@ class StartOp:
     op: int
     seq: int
     nonce: int
-    rings: tuple[RingPart, ...]
+    rings: tuple[RingPlace, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import zmq
 from pccl.ext import ffi, lib, tables
 from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.peer.effects import End
-from pccl.protocol.ring import RingPart
+from pccl.protocol.ring import RingPlace
 from pccl.runtime.waiter import readable
 
 log = logging.getLogger("pccl")
@@ -437,7 +437,7 @@ class Engine:
         return order
 
     def start(
-        self, op: int, *, seq: int, nonce: int, chunk_bytes: int, rings: Sequence[RingPart]
+        self, op: int, *, seq: int, nonce: int, chunk_bytes: int, rings: Sequence[RingPlace]
     ) -> None:
         """Starts a registered collective.
 
