@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -53,6 +53,15 @@ def accepted(*groups: int) -> Membership:
     for number in membership.pending:
         membership.accept(number, 0)
     return membership
+
+
+def takes_what_it_is_given(handlers: Mapping[type, Callable[..., None]]) -> bool:
+    """Whether each handler that is a method takes a message of the type that it stands for."""
+    for kind, handler in handlers.items():
+        if handler.__name__ != "<lambda>":
+            *_, taken = (h for n, h in typing.get_type_hints(handler).items() if n != "return")
+            assert taken is kind, handler
+    return True
 
 
 class Table:
@@ -317,6 +326,7 @@ def test_every_message_of_a_peer_concerns_a_part() -> None:
     elsewhere = {m.Hello, m.Examine, m.Resume}  # a connection's first message: other events
     handled = {m.Leave, m.Inquire, *master._by_type}
     assert handled == {*typing.get_args(m.PeerMessage)} - elsewhere
+    assert takes_what_it_is_given(master._by_type)
 
 
 def test_effects_are_values() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import typing
 
 import pytest
+from test_master_parts import takes_what_it_is_given
 
+from pccl import launch
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.calls import Collective
@@ -218,4 +220,11 @@ def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:
 
 
 def test_every_message_of_the_master_concerns_a_part() -> None:
-    assert {*Peer()._by_type} == {*typing.get_args(m.MasterMessage)} - {m.Report}
+    handlers = Peer()._by_type
+    assert handlers.keys() == {*typing.get_args(m.MasterMessage)} - {m.Report}
+    assert takes_what_it_is_given(handlers)
+
+
+def test_every_fault_is_an_exception_of_the_api() -> None:
+    assert launch._ERRORS.keys() == {*Fault}
+    assert len({*launch._ERRORS.values()}) == len(Fault)
