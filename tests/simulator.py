@@ -14,9 +14,8 @@ they wait for. The peer itself (simpeer.py) does what the runtime and the facade
 from __future__ import annotations
 
 import random
-import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
 from simpeer import Key, Program, SimPeer, Thread, brief
@@ -25,7 +24,8 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.blame import Verdict
 from pccl.protocol.master.effects import Adopt, Dial, Drop, Effect, Forget, Note, Remember, Send
-from pccl.protocol.master.recovery import GIVEN_UP
+from pccl.protocol.master.recovery import GIVEN_UP, Before
+from pccl.protocol.master.restart import Restart
 from pccl.protocol.peer.effects import Answer
 from pccl.protocol.rounds import OpenRounds
 
@@ -35,19 +35,47 @@ RUN_WIDE = {"update_topology", "are_peers_pending", "optimize_topology"}
 
 
 class Watched(Master):
-    """A master that lets itself be watched when it judges."""
+    """A master that lets itself be watched when it judges, and when shared state is gone.
+
+    Attributes:
+        convicted: told of a peer that has to go, its group's size, and whether that synchronises.
+        bereft: told of a group whose shared state is gone; None: all groups have lost theirs.
+    """
 
     convicted: Callable[[int, tuple[int, bool]], None]
+    bereft: Callable[[int | None], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._convict = self.run.dismissals.convict
-        self.run.dismissals.convict = self.watch
+        dismissals, history = self.run.dismissals, self.run.history
+        self._convict, self._lose, self._restore = dismissals.convict, history.lose, history.restore
+        dismissals.convict = self._watch_convict
+        history.lose, history.restore = self._watch_lose, self._watch_restore
+        self._restored = False
 
-    def watch(self, group: int, verdict: Verdict) -> None:
+    def _watch_convict(self, group: int, verdict: Verdict) -> None:
         size, synchronises = self.run.membership.size(group), self.run.synchronisations.under_way
         self.convicted(verdict.guilty, (size, synchronises(group)))
         self._convict(group, verdict)
+
+    def _watch_lose(self, group: int, numbers: Set[int]) -> bool:
+        gone = self._lose(group, numbers)
+        if gone:
+            self.bereft(group)
+        return gone
+
+    def _watch_restore(self, before: Before) -> None:
+        self._restore(before)
+        self._restored = True
+        for group, was in before.groups.items():
+            if not was.holders:
+                self.bereft(group)
+
+    def _go_on(self, restart: Restart) -> None:
+        self._restored = False
+        super()._go_on(restart)
+        if not self._restored:  # nobody came back
+            self.bereft(None)
 
 
 class Run:
@@ -96,8 +124,14 @@ class Run:
         secret = self.random.randbytes(32)
         master = Watched(number, self.combine, self.straggler_s, journal, secret=secret)
         master.convicted = self.convictions.__setitem__
+        master.bereft = self._begin_history
         master.run.collectives.small_max = self.small_max
         return master
+
+    def _begin_history(self, of: int | None) -> None:
+        """The last holder of a group's shared state is gone: revisions begin anew."""
+        for group in list(self.history) if of is None else [of]:
+            self.history[group] = self.history.get(group, 0) + 1
 
     def combine(self, work: m.Work, parts: Sequence[bytes]) -> bytes:
         """The master's arithmetic. Peers that stand in different steps must not meet."""
@@ -420,10 +454,6 @@ class Run:
                 case Note(text):
                     self.say("master:", text)
                     self.notes.append(text)
-                    if "last holder" in text:  # a new history of revisions begins
-                        of = re.search(r"last holder of group (\d+)", text)
-                        for group in [int(of[1])] if of else list(self.history):
-                            self.history[group] = self.history.get(group, 0) + 1
 
     def _to_master(self, peer: SimPeer) -> None:
         message = m.decode_from_peer(peer.up.popleft())
