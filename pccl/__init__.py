@@ -1,7 +1,9 @@
 """Fault-tolerant collective communications for machine-learning training over the internet."""
 
 from pccl import cuda
+from pccl.calls.handle import AsyncReduceHandle
 from pccl.communicator import Communicator
+from pccl.descriptors import ReduceDescriptor, ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import (
     DivergenceError,
     KickedError,
@@ -13,7 +15,6 @@ from pccl.errors import (
     TooFewPeersError,
     UnsupportedError,
 )
-from pccl.handle import AsyncReduceHandle
 from pccl.master_node import MasterNode
 from pccl.security import Security
 from pccl.shared_state import SharedState, TensorInfo
@@ -25,11 +26,8 @@ from pccl.types import (
     EntryDivergence,
     QuantizationAlgorithm,
     QuantizationOptions,
-    ReduceDescriptor,
     ReduceInfo,
     ReduceOp,
-    ReduceOpDescriptor,
-    ReduceOperandDescriptor,
     Result,
     SharedStateProgress,
     SharedStateSyncInfo,

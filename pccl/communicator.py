@@ -1,64 +1,65 @@
-"""`Communicator`: one peer's membership in a run, and its collectives."""
+"""`Communicator`: one peer of a run, and all the calls that it makes.
+
+All collectives follow the same rules. Every peer of the group must enter the same call, with the
+same tag and the same work; who asks for something else is named in an error on all peers. A
+collective succeeds on all of them or on none: when a peer is lost it fails with `PeerLostError` on
+all survivors, every buffer that was given, in place too, holds what it held before, and calling
+again is enough. An array that only receives is unspecified then.
+
+One array is a numpy array or torch tensor of any shape, of a dtype of `DataType`. Its elements fill
+one stretch of memory, in any order: contiguous, transposed, torch.channels_last. It is moved as it
+lies, so it must lie in the same order on all peers; where it does not, all are told who has which.
+A list or dict of arrays is one collective: all of them are reduced (or gathered, ...) over the same
+peers, or none is. Dicts need the same keys on all peers, in any order.
+
+Ranks are the positions of the first ring, `Communicator.rank`: they shift when peers come and go.
+Where they matter (all but all-reduce and barrier), a collective counts on the ranks that its thread
+has seen last: when it read `rank`, `world_size` or `peers`, when `PeerLostError` told it of a loss,
+or when `connect`, `update_topology` or `optimize_topology` returned, in whichever thread. If they
+are not those any more the collective fails with `PeerLostError`, before anything happens.
+
+An exception that leaves a call, of a signal handler for instance, gives the call up: when it is
+raised, no buffer is used any more. The other peers may have succeeded all the same.
+"""
 
 from __future__ import annotations
 
-import logging
-import math
 import os
-import threading
-import time
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
-import xxhash
-
-from pccl.collectives import Collectives
-from pccl.errors import PCCLTimeoutError, error_for, not_picklable
-from pccl.ext import ffi, lib
-from pccl.joining import Patience, join
-from pccl.launch import error_of
-from pccl.logs import configure_logging
-from pccl.protocol import messages as m
-from pccl.protocol.peer import effects
-from pccl.runtime.client.call import Call, Deadline, Note
+from pccl.calls import operands
+from pccl.calls.admission import Admission
+from pccl.calls.handle import AsyncReduceHandle
+from pccl.calls.joining import Patience, introduced
+from pccl.calls.launcher import Launcher
+from pccl.calls.membership import Membership
+from pccl.calls.operands import A, Arrays
+from pccl.calls.synchronising import sync_shared_state
+from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
+from pccl.errors import not_picklable
+from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import Client
-from pccl.runtime.client.devices import HostView
-from pccl.runtime.client.probe import optimise
-from pccl.runtime.client.staging import Region
-from pccl.runtime.client.sync import Outcome, Wish, synchronise
-from pccl.runtime.config import Config, machine_id
-from pccl.runtime.forks import FORKED
-from pccl.runtime.room import NoRoomError, require_room
-from pccl.runtime.uninterrupted import aside
+from pccl.runtime.client.sync import Wish
+from pccl.runtime.config import Config
 from pccl.security import Security
 from pccl.shared_state import SharedState
-from pccl.text import (
-    address_text,
-    parse_address,
-    parse_advertised,
-    parse_ports,
-)
+from pccl.support.logs import configure_logging
+from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
 from pccl.types import (
     Attribute,
-    EntryDivergence,
-    Result,
+    QuantizationOptions,
+    ReduceInfo,
+    ReduceOp,
     SharedStateProgress,
     SharedStateSyncInfo,
     SharedStateSyncStrategy,
 )
-from pccl.version import __version__
-
-log = logging.getLogger("pccl")
-
-AGAIN_S = 0.002  # who asks whether peers are pending so soon after a no asks in a loop,
-PATIENCE_S = 0.02  # and hears another no so much later: no core is busy with nothing
-FOREVER_S = threading.TIMEOUT_MAX
 
 
-class Communicator(Collectives):
+class Communicator:
     """One peer of a run: joins it at a master, and takes part in its collectives.
 
         with pccl.Communicator("host:48148") as comm:
@@ -113,12 +114,9 @@ class Communicator(Collectives):
             self._settings["ports"] = parse_ports(port_range, "port_range")
         Deadline(connect_timeout, "connect_timeout")  # is it one?
         self._connect_timeout = connect_timeout
-        super().__init__()
-        self._master = address_text(self._host, self._port)
-        self._client: Client | None = None
-        self._finalizer: weakref.finalize[..., Communicator] | None = None
-        self._shared_revision = 0
-        self._asked_s = -math.inf  # when `are_peers_pending` was answered by no
+        self._membership = Membership()
+        self._admission = Admission(self._membership)
+        self._launcher = Launcher(self._membership)
 
     # ---- joining and leaving ----
 
@@ -147,60 +145,23 @@ class Communicator(Collectives):
         limit = self._connect_timeout
         if limit is None:
             limit = config.connect_timeout_s
-        patience = Patience(self._master, n_attempts, limit, timeout)
-        configure_logging()
-        if self._client is not None and self._client.over is FORKED:
-            raise error_of("connect", FORKED)
-        if self._client is not None and self._client.over is None:
-            why = "this communicator is connected already"
-            raise error_for(Result.INVALID_USAGE, "connect", why)
-        self._standing.single_threaded()
-        self.close()  # of what is over, there are threads left
-        security = Security.of(self._security)
-        try:
-            aside(require_room)  # which has threads and descriptors meanwhile
-        except NoRoomError as error:
-            raise error_for(Result.INTERNAL_ERROR, "connect", str(error)) from None
-
-        def begin(address: str) -> Client:
-            return self._begin(address, config, security)
-
-        join(self._host, self._port, config.link_timeout_s, begin, self._admitted, patience)
-
-    def _begin(self, address: str, config: Config, security: Security | None) -> Client:
-        def hello(port: int, ipc: str) -> m.Hello:
-            return m.Hello(
-                m.PROTOCOL_VERSION,
-                __version__,
-                self._group,
-                config.advertise,
-                port,
-                ipc,
-                machine_id(),
-                arithmetic_digest(),
-            )
-
         host, port, lanes = self._host, self._port, self._pool_size
-        try:
-            return Client(host, port, address, hello, lanes, config, security)
-        except OSError as error:
-            why = f"for bulk data this peer {error.strerror or error}{_cure(config)}"
-            raise error_for(Result.INVALID_USAGE, "connect", why) from None
+        patience = Patience(address_text(host, port), n_attempts, limit, timeout)
+        configure_logging()
+        security = Security.of(self._security)
 
-    def _admitted(self, client: Client) -> None:
-        self._ranks.tell(client.plan, client.number)
-        self._finalizer = weakref.finalize(self, client.close, "the communicator was deleted")
-        self._client = client
+        def make(address: str) -> Client:
+            hello = introduced(self._group, config)
+            return Client(host, port, address, hello, lanes, config, security)
+
+        self._membership.begin(host, port, config, make, patience, self)
 
     def __reduce__(self) -> NoReturn:
         raise not_picklable(self, "it is this process's place in a run; make one in each process")
 
     def close(self) -> None:
         """Leaves the run; collectives in progress fail and are restored. Idempotent."""
-        if self._client is not None:
-            self._client.close("the communicator was closed")
-        if self._finalizer is not None:
-            self._finalizer.detach()
+        self._membership.end()
 
     def __enter__(self) -> Communicator:
         self.connect()
@@ -222,9 +183,7 @@ class Communicator(Collectives):
         Raises:
             PCCLError: INVALID_USAGE before `connect`.
         """
-        client = self._connected("get_attribute")
-        self._see_ranks(client)
-        world = client.world
+        world = self._membership.seen("get_attribute").world
         match attribute:
             case Attribute.GLOBAL_WORLD_SIZE:
                 return world.global_size
@@ -244,17 +203,15 @@ class Communicator(Collectives):
     @property
     def rank(self) -> int:
         """This peer's position in the ring; it changes when peers come and go."""
-        client = self._connected("rank")
-        self._see_ranks(client)
-        return self._ranks.of(client.number).rank
+        client = self._membership.seen("rank")
+        return self._membership.ranks.of(client.number).rank
 
     @property
     def peers(self) -> list[str]:
         """The accepted peers of the group, in words, by rank."""
-        client = self._connected("peers")
-        self._see_ranks(client)
+        client = self._membership.seen("peers")
         infos = {info.peer: str(info) for info in client.plan.peers}
-        return [infos[number] for number in self._ranks.order if number in infos]
+        return [infos[number] for number in self._membership.ranks.order if number in infos]
 
     # ---- rounds of the run ----
 
@@ -268,20 +225,7 @@ class Communicator(Collectives):
             PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
                 this one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
         """
-        self._admit(Deadline(timeout))
-
-    def _admit(self, deadline: Deadline) -> int:
-        """Admits pending peers; how many the group has then, the same for all."""
-        client = self._connected("update_topology")
-
-        def take_part(call: Call) -> Note:
-            client.update_topology(call)
-            return deadline.next(client, call)
-
-        size = self._stand("update_topology", client, take_part).value
-        self._ranks.tell(client.plan, client.number)
-        assert isinstance(size, int)
-        return size
+        self._admission.update_topology(Deadline(timeout))
 
     def are_peers_pending(self, *, timeout: float | None = None) -> bool:
         """Whether peers wait to be admitted: the same answer for all.
@@ -292,7 +236,7 @@ class Communicator(Collectives):
             PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
                 this one).
         """
-        return self._ask(Deadline(timeout), PATIENCE_S if self._asks_again else 0.0)
+        return self._admission.are_peers_pending(Deadline(timeout))
 
     def wait_for_peers(self, n: int, *, timeout: float | None = None) -> int:
         """Admits newcomers until this peer's group has at least `n` members.
@@ -313,48 +257,7 @@ class Communicator(Collectives):
             PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS, as for `update_topology`.
             ValueError: `n` is not positive.
         """
-        if n < 1:
-            raise ValueError(f"n is {n}: it must be at least 1")
-        deadline = Deadline(timeout)
-        client = self._connected("wait_for_peers")
-        size = client.world.local_size
-        try:
-            while size < n:
-                size = self._await_newcomers(deadline, FOREVER_S) or size
-        except PCCLTimeoutError as error:
-            why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
-            raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
-        return size
-
-    def _await_newcomers(self, deadline: Deadline, patience_s: float) -> int:
-        """Waits for newcomers and admits them; how many the group has then, the same for all.
-
-        0: none have come within `patience_s`, or before somebody else who is asked lost patience.
-        """
-        return self._admit(deadline) if self._ask(deadline, patience_s) else 0
-
-    def _ask(self, deadline: Deadline, patience_s: float) -> bool:
-        """Whether peers are pending. A no may come that much later, a yes at once."""
-        client = self._connected("are_peers_pending")
-        stuck = self._standing.single_threaded() and deadline.left_s is None
-
-        def take_part(call: Call) -> Note:
-            client.are_peers_pending(call, stuck, patience_s > 0)
-            if patience_s > 0:
-                note = deadline.next_within(client, call, patience_s)
-                if note is not None:
-                    return note
-                client.hurry(call)
-            return deadline.next(client, call)
-
-        pending = bool(self._stand("are_peers_pending", client, take_part).value)
-        self._asked_s = -math.inf if pending else time.monotonic()
-        return pending
-
-    @property
-    def _asks_again(self) -> bool:
-        """Whether the program has just been told that nobody is pending: it may be in a loop."""
-        return time.monotonic() - self._asked_s < AGAIN_S
+        return self._admission.wait_for_peers(n, timeout)
 
     def optimize_topology(self, *, timeout: float | None = None) -> None:
         """Measures the links between the peers, and gives each group the rings that suit them.
@@ -375,13 +278,9 @@ class Communicator(Collectives):
             PCCLError: INVALID_USAGE (not connected, fewer than two peers, or others stand in calls
                 that can never meet this one), PENDING_ASYNC_OPS.
         """
-        deadline = Deadline(timeout)
-        client = self._connected("optimize_topology")
-        if client.world.global_size < 2:
-            why = "this peer is alone in the run: there is no order to optimise"
-            raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
-        self._stand("optimize_topology", client, lambda call: optimise(client, call, deadline))
-        self._ranks.tell(client.plan, client.number)
+        self._admission.optimize_topology(Deadline(timeout))
+
+    # ---- shared state ----
 
     def sync_shared_state(
         self,
@@ -427,114 +326,261 @@ class Communicator(Collectives):
         deadline = Deadline(timeout)
         if min_peers < 1:
             raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
-        client = self._connected("sync_shared_state")
-        call = client.call()
         wish = Wish(strategy.value, raise_on_divergence, progress, deadline, min_peers)
-        try:
-            self._standing.enter("sync_shared_state", call)
-            outcome, regions = self._synchronise(client, call, shared_state, wish)
-            self._standing.leave(call)
-        except BaseException:
-            self._let_go(client, call)
-            raise
-        end = outcome.end
-        if outcome.error is not None:
-            raise outcome.error
-        if isinstance(end, effects.Fail):
-            raise error_of("sync_shared_state", end, call.began_s)
-        divergence = tuple(_divergence(end, regions, client))
-        for one in divergence:
-            log.warning("content has diverged at revision %d: %s", end.revision, one)
-        return SharedStateSyncInfo._found(
-            end.tx_bytes,
-            end.rx_bytes,
-            hashed_bytes=outcome.hashed_bytes,
-            hash_seconds=outcome.hash_seconds,
-            divergence=divergence,
-        )
-
-    def _synchronise(
-        self, client: Client, call: Call, shared_state: SharedState, wish: Wish
-    ) -> tuple[Outcome, list[Region]]:
-        memory = HostView(shared_state._buffers)
-        regions = shared_state._regions(memory)
-
-        def adopt(synced: effects.Synced, overwritten: tuple[int, ...]) -> None:
-            memory.write_back(overwritten)
-            shared_state.revision = self._shared_revision = synced.revision
-
-        owner = shared_state, memory
-        revision = shared_state.revision
-        return synchronise(client, call, regions, revision, wish, owner, adopt), regions
+        return sync_shared_state(self._membership, shared_state, wish)
 
     @property
     def revision(self) -> int:
         """The shared state's revision after the last synchronisation; 0 before."""
-        return self._shared_revision
+        return self._membership.revision
 
-    # ---- helpers ----
+    # ---- collectives ----
 
-    def _connected(self, name: str) -> Client:
-        client = self._client
-        if client is None:
-            why = "this communicator is not connected: call connect() first"
-            raise error_for(Result.INVALID_USAGE, name, why)
-        if client.over is not None:
-            raise error_of(name, client.over)  # in a forked child too, where locks may stay locked
-        self._standing.single_threaded()
-        return client
+    def all_reduce(
+        self,
+        send: Arrays,
+        recv: Arrays | None = None,
+        *,
+        op: ReduceOp | str = ReduceOp.AVG,
+        tag: int = 0,
+        operand_descriptor: ReduceOperandDescriptor | None = None,
+        quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
+        timeout: float | None = None,
+    ) -> ReduceInfo:
+        """Reduces `send` over all peers of the group into `recv`, bit-identical on all of them.
 
-    def _stand(
-        self, name: str, client: Client, take_part: Callable[[Call], Note]
-    ) -> effects.Answer:
-        """Takes part in a round of the whole run, to its end."""
-        call = client.call()
-        try:
-            self._standing.enter(name, call)
-            end = take_part(call)
-            self._standing.leave(call)
-        except BaseException:
-            self._let_go(client, call)
-            raise
-        if isinstance(end, effects.Fail):
-            raise error_of(name, end, call.began_s)
-        assert isinstance(end, effects.Answer)
-        return end
+        A ring all-reduce: reduce-scatter, then all-gather.
 
-    def _let_go(self, client: Client, call: Call) -> None:
-        """An exception takes this thread out of a call."""
-        try:
-            client.let_go(call)
-        finally:
-            self._standing.leave(call)
+        Args:
+            send: an array, or a list or dict of them.
+            recv: the same kind, dtypes, element counts and order in memory, as that of empty_like;
+                None, or `send` itself, is in place.
+            op: AVG is SUM divided by the number of contributors; of integers, rounded towards 0, so
+                that the average of 3 and 4 is 3. Or its name: "sum", "max", ...
+            tag: tells apart collectives that run at the same time; the same on all peers.
+            operand_descriptor: its dtype must be the array's.
+            quantization_options: what goes over the wire is quantized like this: floats only, and
+                no PROD. Every peer's result has the same bits; docs/quantization.md has the
+                errors. A NaN or an infinity makes its block of elements NaN.
+            quantization: the same by a short name: "int8" or "int4" (block-wise), "uint8".
+            timeout: seconds after which the collective is given up, for all peers.
 
+        Returns:
+            The number of contributors, payload bytes sent and received by this peer.
 
-def _cure(config: Config) -> str:
-    return ": choose a wider PCCL_PORT_RANGE (port_range=)" if config.ports else ""
+        Raises:
+            PCCLTimeoutError: the time-out has passed; the message names who was waited for.
+            PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
+                RANK_CONNECTION_LOST (call again), INVALID_ARGUMENT (the peers ask for different
+                work, the tag is in use, or this cannot be quantized), INVALID_USAGE.
+            ValueError, AssertionError: the arrays do not fit each other.
+            ValueError: an unknown `quantization`, or `quantization_options` as well.
+            OverflowError: `tag` is negative or above 2**64 - 1.
+        """
+        options = operands.quantization_of(quantization_options, quantization)
+        work = operands.all_reduce(send, recv, op, options, operand_descriptor)
+        return self._launcher.run("all_reduce", work, tag, timeout)
 
+    def all_reduce_async(
+        self,
+        send: Arrays,
+        recv: Arrays | None = None,
+        *,
+        op: ReduceOp | str = ReduceOp.AVG,
+        tag: int = 0,
+        operand_descriptor: ReduceOperandDescriptor | None = None,
+        quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
+    ) -> AsyncReduceHandle:
+        """Launches `all_reduce` and returns at once.
 
-def _divergence(
-    synced: effects.Synced, regions: Sequence[Region], client: Client
-) -> Iterator[EntryDivergence]:
-    infos = {info.peer: str(info) for info in client.plan.peers}
-    for one in synced.divergence:
-        for found in one.differences:
-            if found.entry < len(regions):
-                region = regions[found.entry]
-                yield EntryDivergence(
-                    infos.get(one.peer, f"peer {one.peer}"),
-                    region.name,
-                    region.nbytes,
-                    found.nbytes,
-                    found.ulp,
-                    found.nans,
-                    found.nans_elected,
-                )
+        The arrays must not be touched until `wait()` returns.
 
+        Any number may be outstanding, launched in any order on different peers; their tags differ.
 
-def arithmetic_digest() -> bytes:
-    """Names this machine's arithmetic: XXH3-128 of what the kernels compute of fixed inputs."""
-    size = lib.pccl_self_test(ffi.NULL, 0)
-    out = ffi.new("unsigned char[]", size)
-    lib.pccl_self_test(out, size)
-    return xxhash.xxh3_128_digest(ffi.buffer(out))
+        Raises:
+            PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use, or this cannot be
+                quantized), INVALID_USAGE. What happens later is the handle's to tell.
+            ValueError, AssertionError, OverflowError: as for `all_reduce`.
+        """
+        options = operands.quantization_of(quantization_options, quantization)
+        work = operands.all_reduce(send, recv, op, options, operand_descriptor)
+        target = send if recv is None else recv
+        return self._launcher.launch("all_reduce_async", work, tag, target)
+
+    def all_reduce_multiple_with_retry(
+        self,
+        descriptors: Sequence[ReduceOpDescriptor],
+        *,
+        max_in_flight: int = 4,
+        timeout: float | None = None,
+    ) -> ReduceInfo:
+        """Runs several all-reduces, a few at a time, each again and again until it commits.
+
+        Each collective is averaged over those who contributed to it, which may differ between
+        collectives when a peer is lost in between.
+
+        Args:
+            descriptors: in the same order on all peers; their tags differ.
+            max_in_flight: collectives under way at the same time.
+            timeout: seconds for all of them; those that have not committed then are given up.
+
+        Returns:
+            Contributors of the last one, payload bytes of all, failed attempts not counted.
+
+        Raises:
+            PCCLTimeoutError: the time-out has passed; some may have committed.
+            PCCLError: TOO_FEW_PEERS when all others are lost; INVALID_ARGUMENT, also when there is
+                no descriptor or `max_in_flight` is not positive; INVALID_USAGE.
+        """
+        name = "all_reduce_multiple_with_retry"
+        return self._launcher.run_all(name, descriptors, max_in_flight, timeout)
+
+    def all_gather(
+        self, send: A, recv: A | None = None, *, tag: int = 0, timeout: float | None = None
+    ) -> A:
+        """Gathers what every peer of the group sends, the same on all of them.
+
+        Args:
+            send: an array, or a list or dict of them; the same dtypes and element counts on all
+                peers.
+            recv: for each array one with `world_size` times its elements, in which those of rank r
+                are the r-th part; `send` may be this peer's part of it. None: new arrays of the
+                shape (world_size, *send.shape).
+            tag: as for `all_reduce`.
+            timeout: seconds after which the collective is given up, for all peers.
+
+        Returns:
+            `recv`, or the new arrays in the same form as `send`.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            ValueError, AssertionError: the arrays do not fit each other or the group's size.
+        """
+        work, result = operands.all_gather(send, recv, self._launcher.ranks("all_gather"))
+        self._launcher.run("all_gather", work, tag, timeout)
+        return result
+
+    def all_gather_async(
+        self, send: Arrays, recv: Arrays | None = None, *, tag: int = 0
+    ) -> AsyncReduceHandle:
+        """Launches `all_gather` and returns at once; the handle's `result` is what it returns."""
+        work, result = operands.all_gather(send, recv, self._launcher.ranks("all_gather_async"))
+        return self._launcher.launch("all_gather_async", work, tag, result)
+
+    def reduce_scatter(
+        self,
+        send: A,
+        recv: A | None = None,
+        *,
+        op: ReduceOp | str = ReduceOp.AVG,
+        tag: int = 0,
+        quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
+        timeout: float | None = None,
+    ) -> A:
+        """Reduces `send` over all peers of the group; the peer of rank r gets the r-th part.
+
+        Args:
+            send: an array, or a list or dict of them.
+            recv: for each array one with the `world_size`-th part of its elements, which must be a
+                whole number; it may be this peer's part of `send`. None: new arrays, each of the
+                shape of `send` with the first dimension divided by `world_size`.
+            op: as for `all_reduce`.
+            tag: as for `all_reduce`.
+            quantization_options: as for `all_reduce`.
+            quantization: as for `all_reduce`.
+            timeout: seconds after which the collective is given up, for all peers.
+
+        Returns:
+            `recv`, or the new arrays in the same form as `send`.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            ValueError, AssertionError: the arrays do not fit each other, or cannot be divided.
+        """
+        ranks = self._launcher.ranks("reduce_scatter")
+        options = operands.quantization_of(quantization_options, quantization)
+        work, result = operands.reduce_scatter(send, recv, op, options, ranks)
+        self._launcher.run("reduce_scatter", work, tag, timeout)
+        return result
+
+    def reduce_scatter_async(
+        self,
+        send: Arrays,
+        recv: Arrays | None = None,
+        *,
+        op: ReduceOp | str = ReduceOp.AVG,
+        tag: int = 0,
+        quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
+    ) -> AsyncReduceHandle:
+        """Launches `reduce_scatter`; the handle's `result` is what it returns."""
+        ranks = self._launcher.ranks("reduce_scatter_async")
+        options = operands.quantization_of(quantization_options, quantization)
+        work, result = operands.reduce_scatter(send, recv, op, options, ranks)
+        return self._launcher.launch("reduce_scatter_async", work, tag, result)
+
+    def broadcast(
+        self,
+        arrays: Arrays,
+        *,
+        root: int | Literal["first"] = 0,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> ReduceInfo:
+        """Gives all peers of the group the content of one of them, in place.
+
+        `root` means the peer that had this rank when the program last saw ranks. If that peer, or
+        any other, has been lost since, the call fails with `PeerLostError`, and nobody's content
+        has changed: the next call goes by the ranks as they are then, so look at `rank` again to
+        know who is who. A lost root never makes another peer the source unnoticed.
+
+        A rank is a position in the ring as it is now, and not the RANK that torchrun or MPI give to
+        a process: rank 0 is not the process that was started first, nor the same one for ever.
+        `root="first"` means a peer that lasts: of the members, the one that is longest in the run
+        (whose peer number is the lowest), wherever it is in the ring. It changes only when that
+        peer is lost; the call that is told so by `PeerLostError` has changed nothing, and the next
+        one goes by who is longest in the run then.
+
+        Args:
+            arrays: an array, or a list or dict of them; the same dtypes and element counts on all
+                peers.
+            root: rank of the peer whose content it is, or "first"; the same on all peers.
+            tag: as for `all_reduce`.
+            timeout: seconds after which the collective is given up, for all peers.
+
+        Returns:
+            The number of peers, payload bytes sent and received by this one.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            ValueError: no peer has that rank, or an array cannot be written.
+            TypeError: `root` is no rank.
+            AssertionError: the elements of an array do not follow each other in memory.
+        """
+        work = operands.broadcast(arrays, root, self._launcher.ranks("broadcast"))
+        return self._launcher.run("broadcast", work, tag, timeout)
+
+    def broadcast_async(
+        self, arrays: Arrays, *, root: int | Literal["first"] = 0, tag: int = 0
+    ) -> AsyncReduceHandle:
+        """Launches `broadcast` and returns at once."""
+        work = operands.broadcast(arrays, root, self._launcher.ranks("broadcast_async"))
+        return self._launcher.launch("broadcast_async", work, tag, arrays)
+
+    def barrier(self, *, tag: int = 0, timeout: float | None = None) -> None:
+        """Returns when all peers of the group have entered it; at once for a peer that is alone.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`, but never TOO_FEW_PEERS.
+        """
+        if not self._launcher.is_alone("barrier"):
+            self._launcher.run("barrier", operands.barrier(), tag, timeout)
+
+    def barrier_async(self, *, tag: int = 0) -> AsyncReduceHandle:
+        """Enters `barrier`; the handle's `wait()` returns when all have."""
+        if self._launcher.is_alone("barrier"):
+            return AsyncReduceHandle(None, None)
+        return self._launcher.launch("barrier", operands.barrier(), tag)

@@ -6,8 +6,8 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from pccl.arrays import Buffer, is_torch
 from pccl.errors import UnsupportedError
+from pccl.tensors.arrays import Buffer, is_torch
 from pccl.types import Result
 
 if TYPE_CHECKING:

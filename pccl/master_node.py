@@ -22,7 +22,7 @@ from pccl.runtime.server.server import Server
 from pccl.runtime.server.service import Service
 from pccl.runtime.signals import ENDING, Stopping, ended_by
 from pccl.security import Security
-from pccl.text import address_text, parse_address
+from pccl.support.text import address_text, parse_address
 from pccl.types import Result
 
 _running: set[MasterNode] = set()  # a running master outlives every other reference to it

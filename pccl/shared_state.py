@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from pccl.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
 from pccl.errors import not_picklable
 from pccl.protocol.messages import ENTRY_BYTES_MAX, MESSAGE_BYTES_MAX
 from pccl.runtime import checkpoint
 from pccl.runtime.client.devices import HostView
 from pccl.runtime.client.staging import Region
+from pccl.tensors.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
 from pccl.types import DataType, DeviceType
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from cluster import grow, in_threads
 
 import pccl
 from pccl.runtime.config import Config
-from pccl.text import parse_advertised, parse_ports
+from pccl.support.text import parse_advertised, parse_ports
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pccl.arrays import Buffer, pair
 from pccl.errors import UnsupportedError
+from pccl.tensors.arrays import Buffer, pair
 from pccl.types import DataType
 
 torch = pytest.importorskip("torch", reason="half of the arrays are torch's")
@@ -152,7 +152,7 @@ import sys, warnings
 warnings.simplefilter("ignore")  # torch's own, that numpy is missing
 sys.modules[{missing!r}] = None
 import pccl, {present} as library
-from pccl.arrays import pair
+from pccl.tensors.arrays import pair
 from pccl.shared_state import SharedState
 x = library.zeros(3)
 send, recv = pair(x, library.ones(3))

@@ -174,7 +174,7 @@ SCENARIOS = {
 
 def clean(peer: Peer) -> None:
     """Nothing is left of any call."""
-    client, standing = peer.comm._client, peer.comm._standing
+    client, standing = peer.comm._membership._client, peer.comm._membership.standing
     assert client is not None
     assert not client._memory, "the engine still refers to the memory of a call that has ended"
     assert not standing._tags and not standing._rounds
@@ -285,7 +285,7 @@ def joins(master: pccl.MasterNode, tracer: Tracer) -> None:
     comm = pccl.Communicator(master.address)
     with contextlib.suppress(Injected), tracer.tracing():
         comm.connect(timeout=LONG_S)
-    if comm._client is None or comm._client.over is not None:
+    if comm._membership._client is None or comm._membership._client.over is not None:
         assert threads_of_pccl() == before, "what was half connected is still there"
         comm.connect(timeout=LONG_S)
     assert not comm.are_peers_pending(timeout=LONG_S)

@@ -16,7 +16,7 @@ from cluster import Cluster, in_threads
 from processes import Master
 
 import pccl
-from pccl import operands
+from pccl.calls import operands
 from pccl.runtime.client.staging import Staging
 
 PATIENCE_S = 30.0
@@ -236,7 +236,7 @@ def test_a_handle_that_nobody_has(
     with pytest.raises(pccl.PCCLError, match="not awaited"):
         ours.update_topology()  # it goes on
     other.all_reduce(y, op="sum")
-    until(lambda: not ours._standing._tags)
+    until(lambda: not ours._membership.standing._tags)
     assert (x == 2).all() and (y == 2).all()
     in_threads([ours.update_topology, other.update_topology])
     with caplog.at_level(logging.WARNING, "pccl"):
@@ -264,7 +264,7 @@ def test_many_with_retry_let_go_of_all_after_a_mismatch(pair: list[pccl.Communic
                 lambda: _expect(pccl.MismatchError, lambda: other.all_reduce(np.ones(99))),
             ]
         )
-    assert not ours._standing._tags
+    assert not ours._membership.standing._tags
     for tag in range(4):
         works(pair, tag=tag)
 
@@ -347,7 +347,7 @@ def test_what_comes_when_the_membership_has_just_ended_is_dropped() -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         comm = pccl.Communicator(master.address)
         comm.connect()
-        client = comm._client
+        client = comm._membership._client
         assert client is not None
         comm.close()
         client.remind(1, 1)
@@ -362,9 +362,9 @@ def test_a_call_that_begins_when_the_membership_has_just_ended() -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         comm = pccl.Communicator(master.address)
         comm.connect()
-        client = comm._client
+        client = comm._membership._client
         assert client is not None
-        comm._connected = lambda name: client  # type: ignore[method-assign]
+        comm._membership.client = lambda name: client  # type: ignore[method-assign]
         comm.close()
         state = pccl.SharedState.from_tensors({"x": np.zeros(10)})
         heard: list[object] = []

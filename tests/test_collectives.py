@@ -11,10 +11,10 @@ import pytest
 from cluster import Cluster
 
 import pccl
-from pccl import operands
-from pccl.operands import Ranks
+from pccl.calls import operands
+from pccl.calls.operands import Ranks
+from pccl.calls.ranks import KnownRanks
 from pccl.protocol import messages as m
-from pccl.ranks import KnownRanks
 
 Array = np.ndarray[Any, Any]
 DTYPES = [name for name in oracle.DTYPES if name != "bfloat16"]
@@ -367,7 +367,7 @@ def test_ranks_that_have_changed_unseen_are_an_error_first(backend: str) -> None
 
 def test_the_first_is_who_is_longest_in_the_run() -> None:
     with Cluster(3) as cluster:
-        cluster.comms.sort(key=lambda comm: comm._client.number)  # type: ignore[union-attr]
+        cluster.comms.sort(key=lambda comm: comm._membership._client.number)  # type: ignore[union-attr]
 
         def job(index: int, comm: pccl.Communicator) -> None:
             x = [np.full(1000, float(index)), np.full(3, index)]

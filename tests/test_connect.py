@@ -13,7 +13,7 @@ import pytest
 from cluster import in_threads
 
 import pccl
-from pccl import joining
+from pccl.calls import joining
 from pccl.runtime.client import call as waiting
 from pccl.runtime.client import link
 

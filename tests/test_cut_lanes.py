@@ -138,7 +138,7 @@ def test_a_lane_that_is_lost_after_completion(run: Cluster, gate: Gate) -> None:
 
     def strike() -> None:
         assert gate.full.wait(PATIENCE_S)
-        client = run.comms[0]._client
+        client = run.comms[0]._membership._client
         assert client is not None
         until = time.monotonic() + PATIENCE_S
         started = client._core.collectives.started

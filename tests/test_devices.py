@@ -10,12 +10,13 @@ import pytest
 from cluster import Cluster
 
 import pccl
-from pccl import cuda, operands
-from pccl.arrays import Buffer
+from pccl import cuda
+from pccl.calls import operands
 from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
 from pccl.runtime.client.devices import HostView
 from pccl.runtime.client.memory import Operand, Operands
+from pccl.tensors.arrays import Buffer
 
 
 class Host:
@@ -182,8 +183,8 @@ def test_an_all_reduce(gpu: Gpu, in_place: bool, backend: str) -> None:
 
     def job(index: int, comm: pccl.Communicator) -> None:
         send, recv = on_gpu(sends[index], count), on_gpu(recvs[index], count)
-        work = operands.described(send, recv, pccl.ReduceOp.SUM, None)
-        assert comm._run("all_reduce", work, 0, None).world_size == 2
+        work = operands.of_buffers(send, recv, pccl.ReduceOp.SUM, None)
+        assert comm._launcher.run("all_reduce", work, 0, None).world_size == 2
 
     with Cluster(2) as cluster:
         cluster.each(job)
@@ -205,7 +206,7 @@ def test_a_block_in_place_in_a_larger_buffer(gpu: Gpu) -> None:
         assert rank == index
         send, recv = on_gpu(recvs[rank] + 4 * count * rank, count), on_gpu(recvs[rank], 2 * count)
         work = m.Work("all_gather", 0, FLOAT.value, count, members=2)
-        comm._run("all_gather", Operands(work, (Operand(send, recv, count),)), 0, None)
+        comm._launcher.run("all_gather", Operands(work, (Operand(send, recv, count),)), 0, None)
 
     with Cluster(2) as cluster:
         cluster.each(job)
@@ -219,9 +220,9 @@ def test_a_collective_that_fails_writes_nothing(gpu: Gpu) -> None:
     address = gpu.hold(np.ones(5000, np.float32))
     with Cluster(2) as cluster:
         both = on_gpu(address, 5000)
-        work = operands.described(both, both, pccl.ReduceOp.SUM, None)
+        work = operands.of_buffers(both, both, pccl.ReduceOp.SUM, None)
         with pytest.raises(pccl.PCCLTimeoutError):
-            cluster.comms[0]._run("all_reduce", work, 0, 0.05)
+            cluster.comms[0]._launcher.run("all_reduce", work, 0, 0.05)
     assert gpu.written_addresses == []
 
 
@@ -229,10 +230,10 @@ def test_a_collective_that_fails_writes_nothing(gpu: Gpu) -> None:
 def test_a_tag_is_free_again_when_there_is_no_gpu() -> None:
     with Cluster(2) as cluster:
         comm, both = cluster.comms[0], on_gpu(1 << 40, 100)
-        work = operands.described(both, both, pccl.ReduceOp.SUM, None)
+        work = operands.of_buffers(both, both, pccl.ReduceOp.SUM, None)
         for _ in range(2):
             with pytest.raises(UnsupportedError, match="torch with CUDA"):
-                comm._run("all_reduce", work, 7, None)
+                comm._launcher.run("all_reduce", work, 7, None)
         results = cluster.each(lambda i, comm: comm.all_reduce(np.ones(3), op="sum", tag=7))
         assert [one.world_size for one in results] == [2, 2]
 

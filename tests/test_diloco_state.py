@@ -18,8 +18,8 @@ from test_diloco import DEADLINE_S, Deserter, Left, Model, make, together  # noq
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
-from pccl.logs import Reminder  # noqa: E402
 from pccl.runtime.client.client import Client  # noqa: E402
+from pccl.support.logs import Reminder  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -411,7 +411,7 @@ def test_whoever_waits_for_others_waits_for_events(
             for _ in range(steps):
                 model.move(1.0)
                 diloco.step()
-            return asked.count(comm._client)  # type: ignore[arg-type]
+            return asked.count(comm._membership._client)  # type: ignore[arg-type]
 
     def later(job: Callable[[], object]) -> None:
         threading.Event().wait(0.5)  # in which whoever polls does it again and again
@@ -432,7 +432,7 @@ def test_whoever_waits_for_others_waits_for_events(
 def test_whoever_waits_to_begin_says_so(
     address: str, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pccl.diloco.REMINDER_S", 0.1)
+    monkeypatch.setattr("pccl.diloco.trainer.REMINDER_S", 0.1)
 
     def first() -> None:
         with pccl.Communicator(address) as comm:
@@ -454,7 +454,7 @@ def test_whoever_waits_to_begin_says_so(
 
 def test_reminders_come_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("pccl.logs.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pccl.support.logs.time.monotonic", lambda: now[0])
     said = []
     log = logging.Logger("test")
     log.addFilter(lambda record: said.append(now[0]) is None)

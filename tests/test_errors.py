@@ -26,7 +26,7 @@ from test_never_hangs import Answer, Puppet, gathered
 from waiting import entered, wait_until
 
 import pccl
-from pccl import operands
+from pccl.calls import operands
 from pccl.cli.main import main
 from pccl.protocol import messages as m
 from pccl.protocol.master.recovery import OUTNUMBERED
@@ -270,7 +270,7 @@ def test_two_threads_in_two_rounds() -> None:
         comm, other = cluster.comms
         thread = threading.Thread(target=comm.update_topology)
         thread.start()
-        wait_until(lambda: "update_topology" in comm._standing._rounds)
+        wait_until(lambda: "update_topology" in comm._membership.standing._rounds)
         with pytest.raises(pccl.PCCLError, match=r"stands in update_topology\(\)") as caught:
             comm.sync_shared_state(pccl.SharedState.from_tensors({"x": np.zeros(1)}))
         listed(f"PCCLError: {caught.value}")

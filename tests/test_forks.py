@@ -56,7 +56,7 @@ with Cluster(2) as cluster:
     comm, other = cluster.comms
     handle = comm.all_reduce_async(np.ones(50_000), op="sum", tag=5)
     for name, use in USES.items():
-        with comm._standing._lock, handle._launch._lock:
+        with comm._membership.standing._lock, handle._launch._lock:
             pid = os.fork()
             if pid == 0:
                 signal.alarm(10)
@@ -93,7 +93,7 @@ with pccl.Communicator(sys.argv[1]) as comm:
     if child == 0:
         time.sleep(60)
         os._exit(0)
-    print(child, comm._client._engine.port, flush=True)
+    print(child, comm._membership._client._engine.port, flush=True)
     time.sleep(60)
 """
 

@@ -13,9 +13,9 @@ from cluster import Cluster
 from test_errors import listed
 
 import pccl
-from pccl import operands
-from pccl.arrays import Buffer, order_of
-from pccl.layout import Layout
+from pccl.calls import operands
+from pccl.tensors.arrays import Buffer, order_of
+from pccl.tensors.layout import Layout
 
 torch = pytest.importorskip("torch", reason="half of the arrays are torch's")
 

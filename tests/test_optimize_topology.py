@@ -81,7 +81,7 @@ def test_several_rings_share_out_the_data(slow_pairs: set[frozenset[int]], size:
     rng = np.random.default_rng(size)
     with Cluster(size) as cluster:
         cluster.each(lambda _, comm: comm.optimize_topology())
-        clients = [comm._client for comm in cluster.comms]
+        clients = [comm._membership._client for comm in cluster.comms]
         rings = {client.plan.rings for client in clients if client is not None}
         assert len(rings) == 1
         assert len(rings.pop()) == {3: 2, 4: 6}[size]

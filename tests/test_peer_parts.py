@@ -7,7 +7,7 @@ import typing
 import pytest
 from test_master_parts import takes_what_it_is_given
 
-from pccl import launch
+from pccl.calls import launch
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.calls import Collective

@@ -245,7 +245,7 @@ def test_the_latest_checkpoint_wins_whoever_votes_first(order: tuple[int, ...]) 
         turns[0].set()
 
         def job(index: int, comm: pccl.Communicator) -> None:
-            client = comm._client
+            client = comm._membership._client
             assert client is not None
             place = order.index(index)
             turns[place].wait()

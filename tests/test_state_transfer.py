@@ -169,7 +169,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, liar: pccl.Communicator, array: np.nd
     sync = Client.sync
 
     def wrapper(self: Client, *arguments: object) -> Call:
-        if self is liar._client:
+        if self is liar._membership._client:
             array[7 * MIB :: 4 * MIB] ^= 1
         return sync(self, *arguments)  # type: ignore[arg-type]
 

@@ -308,7 +308,7 @@ def test_sockets_that_were_cleaned_away_cost_nobody_his_place(
 ) -> None:
     with Cluster(2) as cluster:
         assert sums(cluster) == [2, 2]
-        paths = [comm._client._engine.ipc for comm in cluster.comms]  # type: ignore[union-attr]
+        paths = [comm._membership._client._engine.ipc for comm in cluster.comms]  # type: ignore[union-attr]
         for path in paths:
             os.unlink(path)
         cluster.join()
@@ -396,7 +396,7 @@ def test_whatever_ends_the_control_thread_ends_every_wait(
         raise MemoryError("no memory for the waiter")
 
     with Cluster(2) as cluster:
-        client = cluster.comms[0]._client
+        client = cluster.comms[0]._membership._client
         assert client is not None
         monkeypatch.setattr(client._waiter, "wait", fail)
 

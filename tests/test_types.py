@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pccl import cuda, errors, types
+from pccl import cuda, descriptors, errors, types
 from pccl.types import DataType, DeviceType, ReduceOp, Result
 
 torch = pytest.importorskip("torch", reason="half of the conversions are torch's")
@@ -39,13 +39,13 @@ MEMBERS = {
 }
 
 PARAMETERS = {
-    types.ReduceOperandDescriptor: "datatype, distribution_hint=DistributionHint.NONE",
+    descriptors.ReduceOperandDescriptor: "datatype, distribution_hint=DistributionHint.NONE",
     types.QuantizationOptions: (
         "quantized_datatype=DataType.UINT8, algorithm=QuantizationAlgorithm.MIN_MAX"
     ),
-    types.ReduceDescriptor: "count, op, tag, operand_descriptor, quantization_options",
-    types.ReduceOpDescriptor.from_torch: "send, recv, reduce_descriptor",
-    types.ReduceOpDescriptor.from_numpy: "send, recv, reduce_descriptor",
+    descriptors.ReduceDescriptor: "count, op, tag, operand_descriptor, quantization_options",
+    descriptors.ReduceOpDescriptor.from_torch: "send, recv, reduce_descriptor",
+    descriptors.ReduceOpDescriptor.from_numpy: "send, recv, reduce_descriptor",
     types.ReduceInfo: "local_world_size, tx_bytes, rx_bytes",
     types.SharedStateSyncInfo: "tx_bytes, rx_bytes",
     types.DataType.from_torch_dtype: "dtype",
@@ -79,7 +79,7 @@ def test_parameters(function: Any) -> None:
 
 
 def test_the_descriptor_of_an_op_is_made_by_position() -> None:
-    assert parameters(types.ReduceOpDescriptor).startswith(
+    assert parameters(descriptors.ReduceOpDescriptor).startswith(
         "sendbuf_ptr, recvbuf_ptr, reduce_descriptor, _owners="
     )
 
@@ -130,12 +130,14 @@ def test_the_world_size_has_two_names() -> None:
     assert info.world_size == info.local_world_size == 3
 
 
-def describe(send: Any, recv: Any, dtype: DataType, count: int) -> types.ReduceOpDescriptor:
-    operand = types.ReduceOperandDescriptor(dtype)
-    work = types.ReduceDescriptor(count, ReduceOp.SUM, 7, operand, types.QuantizationOptions())
+def describe(send: Any, recv: Any, dtype: DataType, count: int) -> descriptors.ReduceOpDescriptor:
+    operand = descriptors.ReduceOperandDescriptor(dtype)
+    work = descriptors.ReduceDescriptor(
+        count, ReduceOp.SUM, 7, operand, types.QuantizationOptions()
+    )
     if isinstance(send, np.ndarray):
-        return types.ReduceOpDescriptor.from_numpy(send, recv, work)
-    return types.ReduceOpDescriptor.from_torch(send, recv, work)
+        return descriptors.ReduceOpDescriptor.from_numpy(send, recv, work)
+    return descriptors.ReduceOpDescriptor.from_torch(send, recv, work)
 
 
 def test_op_descriptors_take_addresses_and_keep_arrays_alive() -> None:

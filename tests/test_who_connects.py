@@ -164,15 +164,15 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 
 def target(comm: pccl.Communicator, transport: str) -> str:
-    client = comm._client
+    client = comm._membership._client
     assert client is not None
     engine = client._engine
     return f"tcp://127.0.0.1:{engine.port}" if transport == "tcp" else f"ipc://{engine.ipc}"
 
 
 def dropped(comm: pccl.Communicator) -> int:
-    assert comm._client is not None
-    return comm._client._engine.dropped
+    assert comm._membership._client is not None
+    return comm._membership._client._engine.dropped
 
 
 def reduce(run: Cluster, count: int = 100_000) -> None:
@@ -211,8 +211,8 @@ def test_strangers_get_nothing_in_where_there_are_keys(
     monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
     with Cluster(2) as run:
         endpoint, insider = target(run.comms[0], transport), pccl.Security.from_dir(keys)
-        assert run.comms[0]._client is not None
-        server = run.comms[0]._client.plan.peers[0].curve
+        assert run.comms[0]._membership._client is not None
+        server = run.comms[0]._membership._client.plan.peers[0].curve
         outside = [
             Stranger(endpoint, lambda push: None),
             Stranger(endpoint, plain("1", "0" * 16)),
@@ -244,7 +244,7 @@ def test_who_was_a_member_cannot_forge_what_others_reduce() -> None:
     """To know the run, the epoch and the sequence number does not suffice. (That it would without
     the nonce of the call is shown in c/test/test_faults.c.)"""
     with Cluster(2) as cluster, zmq.Context() as context, context.socket(zmq.PUSH) as push:
-        client = cluster.comms[0]._client
+        client = cluster.comms[0]._membership._client
         assert client is not None
         draw = random.Random(1)
         push.linger = 0
@@ -283,8 +283,8 @@ def test_a_forwarding_that_leads_to_another_peer(
     if encrypted:
         monkeypatch.setenv("PCCL_CURVE_DIR", str(keys))
     with Cluster(2) as run:
-        assert run.comms[1]._client is not None
-        port = run.comms[1]._client._hello.port
+        assert run.comms[1]._membership._client is not None
+        port = run.comms[1]._membership._client._hello.port
 
         join = Client.join
 

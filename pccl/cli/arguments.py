@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pccl.master import DEFAULT_PORT
-from pccl.text import parse_address
+from pccl.support.text import parse_address
 
 
 def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int]:

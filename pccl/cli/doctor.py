@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pccl
+from pccl.calls.joining import arithmetic_digest
 from pccl.cli.arguments import master
-from pccl.communicator import arithmetic_digest
 from pccl.ext import tables
 from pccl.protocol.messages import PROTOCOL_VERSION
 from pccl.runtime.client.checkup import Examination, examine
 from pccl.runtime.config import Config
-from pccl.text import parse_address
+from pccl.support.text import parse_address
 
 PACKAGES = ("pyzmq", "numpy", "cffi", "msgspec", "xxhash", "torch")
 CLOCK_MAX_S = 1.0  # so that the logs of several machines can be read together

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from pccl.protocol import messages as m
-from pccl.text import address_text
+from pccl.support.text import address_text
 
 
 class Placed(Protocol):

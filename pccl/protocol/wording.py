@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pccl.layout import described
 from pccl.protocol.kinds import CollectiveKind
+from pccl.tensors.layout import described
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from pccl.protocol.messages import INLINE_BYTES_MAX
-from pccl.text import parse_advertised, parse_ports
+from pccl.support.text import parse_advertised, parse_ports
 
 MIB = 1 << 20
 WEEK_S = 7 * 24 * 3600  # in milliseconds it still fits an int of libzmq

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pccl.arrays import Buffer
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
+from pccl.tensors.arrays import Buffer
 
 
 def contribution(buffer: Buffer) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pccl.arrays import Array
+from pccl.tensors.arrays import Array
 from pccl.types import DataType, ReduceOp
 
 PERIOD = 8191

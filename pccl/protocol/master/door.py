@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from pccl.protocol import messages as m
-from pccl.text import KEY
+from pccl.support.text import KEY
 from pccl.version import __version__
 
 HOST = re.compile(r"[A-Za-z0-9._:%-]{1,200}")  # a name or an address: it becomes an endpoint

@@ -31,9 +31,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from pccl.layout import described
 from pccl.protocol.messages import Entry, Offer
 from pccl.protocol.wording import dtype_name
+from pccl.tensors.layout import described
 from pccl.types import Result, SharedStateSyncStrategy
 
 ENFORCE_POPULAR = SharedStateSyncStrategy.ENFORCE_POPULAR.value

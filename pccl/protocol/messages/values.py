@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from pccl.protocol import wording
 from pccl.protocol.kinds import CollectiveKind
-from pccl.text import address_text
+from pccl.support.text import address_text
 
 PROTOCOL_VERSION = 2
 DIFFERENCES_MAX = 100  # entries described when content has diverged
@@ -79,7 +79,7 @@ class World(Struct, array_like=True, frozen=True):
 class Part(Struct, array_like=True, frozen=True):
     """One tensor of a collective over several; `name` is its key, if it has one.
 
-    `layout` is the order of its elements in memory (pccl.layout); empty for C's.
+    `layout` is the order of its elements in memory (pccl.tensors.layout); empty for C's.
     """
 
     dtype: U16

@@ -15,7 +15,7 @@ from pccl.runtime.client.link import Link, LinkEvent
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import reachable
 from pccl.security import Security
-from pccl.text import address_text
+from pccl.support.text import address_text
 from pccl.types import Result
 from pccl.version import __version__
 

@@ -48,7 +48,7 @@ from pccl.runtime.resolve import Found, Resolver
 from pccl.runtime.uninterrupted import insist
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import Security
-from pccl.text import address_text
+from pccl.support.text import address_text
 from pccl.types import Result
 
 log = logging.getLogger("pccl")

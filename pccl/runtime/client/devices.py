@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from pccl import cuda
-from pccl.arrays import Buffer
 from pccl.runtime.client.memory import Operand, Operands
+from pccl.tensors.arrays import Buffer
 from pccl.types import DeviceType
 
 

@@ -11,7 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pccl.protocol import messages as m
 from pccl.runtime.config import Config
-from pccl.text import address_text
+from pccl.support.text import address_text
 
 BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pccl.arrays import Buffer
 from pccl.protocol import messages as m
 from pccl.protocol.kinds import INLINE
 from pccl.runtime.client.call import Call
 from pccl.runtime.inline import contribution
 from pccl.runtime.quantization import wire_bytes
+from pccl.tensors.arrays import Buffer
 
 Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 

@@ -36,7 +36,7 @@ Verdict = tuple[int, int, bool]  # piece, leaf, whether it is right
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One entry of the shared state, where it lies, and in which order (pccl.layout)."""
+    """One entry of the shared state, where it lies, and in which order (pccl.tensors.layout)."""
 
     name: str
     dtype: int

@@ -21,7 +21,7 @@ from pccl.runtime.client.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Ev
 from pccl.runtime.config import Config, high_water_mark, lanes
 from pccl.runtime.forks import Address
 from pccl.runtime.resolve import Found, Resolver
-from pccl.text import address_text
+from pccl.support.text import address_text
 
 log = logging.getLogger("pccl")
 

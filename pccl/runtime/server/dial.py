@@ -25,7 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 from pccl.runtime.curve import secure_client
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair
-from pccl.text import KEY, address_text
+from pccl.support.text import KEY, address_text
 
 LIMIT_S = 3.0  # for one dial; a lost packet is sent again after 1 s
 DIALS_MAX = 64  # at the same time; any more are not made

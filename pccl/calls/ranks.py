@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from pccl.operands import Ranks
+from pccl.calls.operands import Ranks
 from pccl.protocol import messages as m
 
 

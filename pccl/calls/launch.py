@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from pccl.calls.ranks import KnownRanks
+from pccl.calls.standing import Standing
 from pccl.errors import (
     DivergenceError,
     KickedError,
@@ -18,14 +20,12 @@ from pccl.errors import (
     TooFewPeersError,
 )
 from pccl.protocol.peer import effects
-from pccl.ranks import KnownRanks
 from pccl.runtime.client.call import Deadline, End
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.devices import on_host
 from pccl.runtime.client.memory import Operands
 from pccl.runtime.forks import FORKED
 from pccl.runtime.uninterrupted import aside
-from pccl.standing import Standing
 from pccl.types import ReduceInfo, Result
 
 log = logging.getLogger("pccl")

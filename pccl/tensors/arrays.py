@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from pccl.errors import UnsupportedError
-from pccl.layout import Layout, described, shares_places
+from pccl.tensors.layout import Layout, described, shares_places
 from pccl.types import DataType, DeviceType, Result
 
 if TYPE_CHECKING:

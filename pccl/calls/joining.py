@@ -8,15 +8,20 @@ import time
 from collections.abc import Callable
 from queue import Empty
 
+import xxhash
+
+from pccl.calls.launch import error_of
 from pccl.errors import PCCLTimeoutError, error_for
-from pccl.launch import error_of
+from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.runtime.client.call import Call, Deadline, Note, Quiet
 from pccl.runtime.client.client import Client
+from pccl.runtime.config import Config, machine_id
 from pccl.runtime.resolve import reachable
 from pccl.runtime.uninterrupted import aside
 from pccl.types import Result
+from pccl.version import __version__
 
 log = logging.getLogger("pccl")
 
@@ -195,3 +200,29 @@ def _attempt(
         for client in made:
             client.close("connect failed")
         raise
+
+
+def introduced(group: int, config: Config) -> Callable[[int, str], m.Hello]:
+    """Makes a peer's first message, from the port and the ipc address of its engine."""
+
+    def hello(port: int, ipc: str) -> m.Hello:
+        return m.Hello(
+            m.PROTOCOL_VERSION,
+            __version__,
+            group,
+            config.advertise,
+            port,
+            ipc,
+            machine_id(),
+            arithmetic_digest(),
+        )
+
+    return hello
+
+
+def arithmetic_digest() -> bytes:
+    """Names this machine's arithmetic: XXH3-128 of what the kernels compute of fixed inputs."""
+    size = lib.pccl_self_test(ffi.NULL, 0)
+    out = ffi.new("unsigned char[]", size)
+    lib.pccl_self_test(out, size)
+    return xxhash.xxh3_128_digest(ffi.buffer(out))

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Generator
 from typing import Any, NoReturn
 
+from pccl.calls.launch import Launch, info
 from pccl.errors import PCCLError, not_picklable
-from pccl.launch import Launch, info
 from pccl.protocol.peer import effects
 from pccl.runtime.client.call import Deadline
 from pccl.types import ReduceInfo, Result

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import xxhash
 
-from pccl.model_state import memory
+from pccl.diloco.model_state import memory
 
 _CONFIG_BYTES = 512
 

@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar, cast
 
-from pccl.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind
+from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import error_for
 from pccl.protocol import messages as m
 from pccl.protocol.kinds import CollectiveKind
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.runtime.quantization import fingerprint
-from pccl.types import QuantizationOptions, ReduceOp, Result
+from pccl.tensors.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind
+from pccl.types import DeviceType, QuantizationOptions, ReduceOp, Result
 
 Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
 A = TypeVar("A", bound="Arrays")
@@ -58,12 +59,13 @@ def all_reduce(
     recv: Arrays | None,
     op: ReduceOp | str,
     options: QuantizationOptions | None = None,
+    descriptor: ReduceOperandDescriptor | None = None,
 ) -> Operands:
     """The operands of an all-reduce; in place where `recv` is None.
 
     Raises:
         ValueError, AssertionError: the arrays do not fit each other, or there is no such operation.
-        PCCLError: INVALID_ARGUMENT: they cannot be quantized so.
+        PCCLError: INVALID_ARGUMENT: they cannot be quantized so, or are not what `descriptor` says.
     """
     given = _several(send)
     targets = given if recv is None else _matching(given, recv)
@@ -71,21 +73,59 @@ def all_reduce(
     for source, target in zip(given.arrays, targets.arrays, strict=True):
         sent, received = pair(source, target)
         each.append(Operand(sent, received, sent.count))
+        if descriptor is not None and descriptor.datatype is not sent.dtype:
+            why = (
+                f"the operand descriptor says {descriptor.datatype.name}, "
+                f"the arrays are {sent.dtype.name}"
+            )
+            raise error_for(Result.INVALID_ARGUMENT, "all_reduce", why)
     return _operands(CollectiveKind.ALL_REDUCE, given, each, op=reduce_op(op), options=options)
 
 
-def described(
-    send: Buffer, recv: Buffer, op: ReduceOp, options: QuantizationOptions | None
-) -> Operands:
+def quantization_of(
+    options: QuantizationOptions | None, name: str | None
+) -> QuantizationOptions | None:
+    """How to quantize, where it is said in either way.
+
+    Raises:
+        ValueError: it is said in both, or the name is unknown.
+    """
+    if name is None:
+        return options
+    if options is not None:
+        raise ValueError("give quantization or quantization_options, not both")
+    return QuantizationOptions.of(name)
+
+
+def of_descriptor(descriptor: ReduceOpDescriptor) -> Operands:
     """The operands of an all-reduce of memory that the caller vouches for.
 
     Raises:
         PCCLError: INVALID_ARGUMENT: it cannot be quantized so.
     """
+    work = descriptor.reduce_descriptor
+    dtype = work.operand_descriptor.datatype
+
+    def at(address: int, owner: object) -> Buffer:
+        where = Buffer.of(owner).device_type if is_torch(owner) else DeviceType.CPU
+        return Buffer.at(address, work.count, dtype, owner, where, descriptor._layout)
+
+    owners = descriptor._owners or (None, None)
+    send, recv = at(descriptor.sendbuf_ptr, owners[0]), at(descriptor.recvbuf_ptr, owners[1])
+    return of_buffers(send, recv, work.op, work.quantization_options)
+
+
+def of_buffers(
+    send: Buffer, recv: Buffer, op: ReduceOp, options: QuantizationOptions | None
+) -> Operands:
+    """The operands of an all-reduce of one stretch of memory.
+
+    Raises:
+        PCCLError: INVALID_ARGUMENT: it cannot be quantized so.
+    """
+    none = _Several([], [], False)
     each = [Operand(send, recv, send.count)]
-    return _operands(
-        CollectiveKind.ALL_REDUCE, _Several([], [], False), each, op=op, options=options
-    )
+    return _operands(CollectiveKind.ALL_REDUCE, none, each, op=op, options=options)
 
 
 def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:

@@ -72,17 +72,17 @@ from pccl import (
     TensorInfo,
     TooFewPeersError,
 )
-from pccl.communicator import FOREVER_S
-from pccl.diloco_settings import decode, describe_mismatch, encode, layout_digest, read_state
+from pccl.calls.admission import FOREVER_S
+from pccl.diloco.model_state import MODES, BufferMode, Buffers, Frozen, memory
+from pccl.diloco.settings import decode, describe_mismatch, encode, layout_digest, read_state
 from pccl.ext import ffi, lib
-from pccl.logs import REMINDER_S, Reminder
-from pccl.model_state import MODES, BufferMode, Buffers, Frozen, memory
 from pccl.runtime.checkpoint import replacing
 from pccl.runtime.client.call import Deadline
+from pccl.support.logs import REMINDER_S, Reminder
 
 AlonePolicy = Literal["continue", "step", "wait"]
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("pccl.diloco")
 
 
 @dataclass(frozen=True, slots=True)
@@ -596,7 +596,7 @@ class DiLoCo:
     def _await_newcomers(self, patience_s: float) -> bool:
         """Lets newcomers in, once they come; False: not in that time, or another peer goes on."""
         with self._timed("admit"):
-            return self._comm._await_newcomers(Deadline(None), patience_s) > 0
+            return self._comm._admission.await_newcomers(Deadline(None), patience_s) > 0
 
     def _agree(self, admitted: bool) -> None:
         """Checks that all hold the same, and gives it to newcomers if any were let in."""

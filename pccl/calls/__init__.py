@@ -1,0 +1,1 @@
+"""The calls of `Communicator`: what each takes, waits for and says, and what it leaves behind."""

@@ -1,0 +1,98 @@
+"""Who is let into the run, and how its rings go: the rounds that all accepted peers enter."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+from pccl.calls.membership import Membership
+from pccl.errors import PCCLTimeoutError, error_for
+from pccl.runtime.client.call import Call, Deadline, Note
+from pccl.runtime.client.probe import optimise
+from pccl.types import Result
+
+AGAIN_S = 0.002  # who asks whether peers are pending so soon after a no asks in a loop,
+PATIENCE_S = 0.02  # and hears another no so much later: no core is busy with nothing
+FOREVER_S = threading.TIMEOUT_MAX
+
+
+class Admission:
+    """The part of one peer in these rounds. The methods are those of `Communicator`."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._asked_s = -math.inf  # when `are_peers_pending` was answered by no
+
+    def update_topology(self, deadline: Deadline) -> int:
+        """Admits pending peers; how many the group has then, the same for all."""
+        client = self._membership.client("update_topology")
+
+        def take_part(call: Call) -> Note:
+            client.update_topology(call)
+            return deadline.next(client, call)
+
+        size = self._membership.stand("update_topology", client, take_part).value
+        self._membership.ranks.tell(client.plan, client.number)
+        assert isinstance(size, int)
+        return size
+
+    def are_peers_pending(self, deadline: Deadline) -> bool:
+        """Whether peers wait to be admitted: the same answer for all."""
+        return self._ask(deadline, PATIENCE_S if self.asks_again else 0.0)
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether the program has just been told that nobody is pending: it may be in a loop."""
+        return time.monotonic() - self._asked_s < AGAIN_S
+
+    def _ask(self, deadline: Deadline, patience_s: float) -> bool:
+        """Whether peers are pending. A no may come that much later, a yes at once."""
+        client = self._membership.client("are_peers_pending")
+        stuck = self._membership.standing.single_threaded() and deadline.left_s is None
+
+        def take_part(call: Call) -> Note:
+            client.are_peers_pending(call, stuck, patience_s > 0)
+            if patience_s > 0:
+                note = deadline.next_within(client, call, patience_s)
+                if note is not None:
+                    return note
+                client.hurry(call)
+            return deadline.next(client, call)
+
+        pending = bool(self._membership.stand("are_peers_pending", client, take_part).value)
+        self._asked_s = -math.inf if pending else time.monotonic()
+        return pending
+
+    def wait_for_peers(self, n: int, timeout: float | None) -> int:
+        """Admits newcomers until this peer's group has at least `n` members; how many it has."""
+        if n < 1:
+            raise ValueError(f"n is {n}: it must be at least 1")
+        deadline = Deadline(timeout)
+        client = self._membership.client("wait_for_peers")
+        size = client.world.local_size
+        try:
+            while size < n:
+                size = self.await_newcomers(deadline, FOREVER_S) or size
+        except PCCLTimeoutError as error:
+            why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
+            raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
+        return size
+
+    def await_newcomers(self, deadline: Deadline, patience_s: float) -> int:
+        """Waits for newcomers and admits them; how many the group has then, the same for all.
+
+        0: none have come within `patience_s`, or before somebody else who is asked lost patience.
+        """
+        return self.update_topology(deadline) if self._ask(deadline, patience_s) else 0
+
+    def optimize_topology(self, deadline: Deadline) -> None:
+        """Measures the links between the peers, and gives each group the rings that suit them."""
+        client = self._membership.client("optimize_topology")
+        if client.world.global_size < 2:
+            why = "this peer is alone in the run: there is no order to optimise"
+            raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
+        self._membership.stand(
+            "optimize_topology", client, lambda call: optimise(client, call, deadline)
+        )
+        self._membership.ranks.tell(client.plan, client.number)

@@ -1,0 +1,117 @@
+"""Collectives of one peer: each launched, awaited or handed out, and let go of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pccl.calls import operands
+from pccl.calls.handle import AsyncReduceHandle
+from pccl.calls.launch import Launch, info
+from pccl.calls.membership import Membership
+from pccl.calls.operands import Ranks
+from pccl.descriptors import ReduceOpDescriptor
+from pccl.errors import error_for
+from pccl.protocol.peer import effects
+from pccl.runtime.client.call import Deadline
+from pccl.runtime.client.memory import Operands
+from pccl.types import ReduceInfo, Result
+
+
+class Launcher:
+    """Launches collectives. All that a collective is lies in its operands."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def ranks(self, name: str) -> Ranks:
+        """Those that this thread's program counts on, for a call of that name.
+
+        Raises:
+            PCCLError: TOO_FEW_PEERS, INVALID_USAGE.
+        """
+        client = self._membership.one_of_several(name)
+        return self._membership.ranks.of(client.number)
+
+    def is_alone(self, name: str) -> bool:
+        """Whether nobody else is in the group."""
+        return self._membership.client(name).world.local_size < 2
+
+    def launch(
+        self, name: str, work: Operands, tag: int, target: object = None
+    ) -> AsyncReduceHandle:
+        """Launches one; the handle's `result` is `target`."""
+        launch = self._prepare(name, tag)
+        try:
+            launch.begin(work)
+            return AsyncReduceHandle(launch, target)
+        except BaseException:
+            launch.let_go()
+            raise
+
+    def run(self, name: str, work: Operands, tag: int, timeout: float | None) -> ReduceInfo:
+        """Launches one and waits; raises what went wrong."""
+        deadline = Deadline(timeout)
+        self._membership.client(name)
+        stuck = timeout is None and self._membership.standing.single_threaded()
+        launch = self._prepare(name, tag)
+        try:
+            launch.begin(work, stuck)
+            end = launch.finish(deadline)
+        except BaseException:
+            launch.let_go()
+            raise
+        if isinstance(end, effects.Fail):
+            raise launch.error(end)
+        return info(end)
+
+    def run_all(
+        self,
+        name: str,
+        descriptors: Sequence[ReduceOpDescriptor],
+        max_in_flight: int,
+        timeout: float | None,
+    ) -> ReduceInfo:
+        """Runs several all-reduces, a few at a time, each again and again until it commits."""
+        deadline = Deadline(timeout)
+        if not descriptors:
+            raise error_for(Result.INVALID_ARGUMENT, name, "the list of descriptors is empty")
+        if max_in_flight < 1:
+            why = f"max_in_flight is {max_in_flight}: it must be at least 1"
+            raise error_for(Result.INVALID_ARGUMENT, name, why)
+        waiting = list(range(len(descriptors)))
+        in_flight: list[tuple[int, Launch]] = []
+        world_size = tx_bytes = rx_bytes = 0
+        try:
+            while waiting or in_flight:
+                while waiting and len(in_flight) < max_in_flight:
+                    index = waiting.pop(0)
+                    launch = self._prepare(name, descriptors[index].reduce_descriptor.tag)
+                    in_flight.append((index, launch))
+                    launch.begin(operands.of_descriptor(descriptors[index]))
+                index, launch = in_flight[0]
+                end = launch.finish(deadline)
+                del in_flight[0]
+                if isinstance(end, effects.Answer):
+                    one = info(end)
+                    world_size = one.local_world_size
+                    tx_bytes += one.tx_bytes
+                    rx_bytes += one.rx_bytes
+                elif end.again:
+                    # in the order of the list, so that all peers' windows overlap
+                    waiting = sorted([*waiting, index])
+                else:
+                    for _, other in in_flight:
+                        other.finish(Deadline(0.0))
+                    raise launch.error(end)
+        except BaseException:
+            for _, launch in in_flight:
+                launch.let_go()
+            raise
+        return ReduceInfo(world_size, tx_bytes, rx_bytes)
+
+    def _prepare(self, name: str, tag: int) -> Launch:
+        if not 0 <= tag < 1 << 64:
+            raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
+        membership = self._membership
+        client = membership.one_of_several(name)
+        return Launch(name, tag, client, membership.standing, membership.ranks)
