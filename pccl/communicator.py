@@ -42,7 +42,7 @@ from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import not_picklable
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import Client
-from pccl.runtime.client.sync import Wish
+from pccl.runtime.client.sync import SyncOptions
 from pccl.runtime.config import Config
 from pccl.security import Security
 from pccl.shared_state import SharedState
@@ -326,8 +326,8 @@ class Communicator:
         deadline = Deadline(timeout)
         if min_peers < 1:
             raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
-        wish = Wish(strategy.value, raise_on_divergence, progress, deadline, min_peers)
-        return sync_shared_state(self._membership, shared_state, wish)
+        options = SyncOptions(strategy.value, raise_on_divergence, progress, deadline, min_peers)
+        return sync_shared_state(self._membership, shared_state, options)
 
     @property
     def revision(self) -> int:

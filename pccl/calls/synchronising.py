@@ -12,7 +12,7 @@ from pccl.runtime.client.call import Call
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.devices import HostView
 from pccl.runtime.client.staging import Region
-from pccl.runtime.client.sync import Outcome, Wish, synchronise
+from pccl.runtime.client.sync import Outcome, SyncOptions, synchronise
 from pccl.shared_state import SharedState
 from pccl.types import EntryDivergence, SharedStateSyncInfo
 
@@ -20,14 +20,14 @@ log = logging.getLogger("pccl")
 
 
 def sync_shared_state(
-    membership: Membership, shared_state: SharedState, wish: Wish
+    membership: Membership, shared_state: SharedState, options: SyncOptions
 ) -> SharedStateSyncInfo:
     """Makes the shared state of all peers of the group bit-identical; see `Communicator`."""
     client = membership.client("sync_shared_state")
     call = client.call()
     try:
         membership.standing.enter("sync_shared_state", call)
-        outcome, regions = _synchronise(membership, client, call, shared_state, wish)
+        outcome, regions = _synchronise(membership, client, call, shared_state, options)
         membership.standing.leave(call)
     except BaseException:
         membership.let_go(client, call)
@@ -50,7 +50,11 @@ def sync_shared_state(
 
 
 def _synchronise(
-    membership: Membership, client: Client, call: Call, shared_state: SharedState, wish: Wish
+    membership: Membership,
+    client: Client,
+    call: Call,
+    shared_state: SharedState,
+    options: SyncOptions,
 ) -> tuple[Outcome, list[Region]]:
     memory = HostView(shared_state._buffers)
     regions = shared_state._regions(memory)
@@ -61,7 +65,7 @@ def _synchronise(
 
     owner = shared_state, memory
     revision = shared_state.revision
-    return synchronise(client, call, regions, revision, wish, owner, adopt), regions
+    return synchronise(client, call, regions, revision, options, owner, adopt), regions
 
 
 def _divergence(

@@ -36,7 +36,7 @@ LOG_S = 5.0  # between lines in the log
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class SyncOptions:
     """What a caller asks of a synchronisation, beside what its shared state is.
 
     Attributes:
@@ -74,7 +74,7 @@ def synchronise(
     call: Call,
     regions: Sequence[Region],
     revision: int,
-    wish: Wish,
+    options: SyncOptions,
     owner: object,
     adopt: Adopt,
 ) -> Outcome:
@@ -88,7 +88,7 @@ def synchronise(
         call: to be made.
         regions: the shared state; its memory must not change meanwhile.
         revision: of the shared state, as this peer has it.
-        wish: what else there is to ask for.
+        options: what else it asks for.
         owner: kept alive as long as the engine refers to the memory.
         adopt: told, at a success, which regions were overwritten.
     """
@@ -100,9 +100,9 @@ def synchronise(
         m.Entry(r.name, r.dtype, r.count, r.any_content, digest.root, r.layout)
         for r, digest in zip(regions, found, strict=True)
     )
-    offer = m.Offer(revision, wish.strategy, entries, wish.strict, wish.min_peers)
+    offer = m.Offer(revision, options.strategy, entries, options.strict, options.min_peers)
     client.sync(call, offer, pieces, (owner, found, tables))
-    receiver = _Receiver(client, call, regions, wish)
+    receiver = _Receiver(client, call, regions, options)
     end = receiver.receive(adopt)
     hashed_bytes = sum(region.nbytes for region in regions)
     return Outcome(end, receiver.error, hashed_bytes, hash_seconds)
@@ -111,11 +111,13 @@ def synchronise(
 class _Receiver:
     """Follows the notes of a synchronisation to its end."""
 
-    def __init__(self, client: Client, call: Call, regions: Sequence[Region], wish: Wish) -> None:
+    def __init__(
+        self, client: Client, call: Call, regions: Sequence[Region], options: SyncOptions
+    ) -> None:
         self._client = client
         self._call = call
         self._regions = regions
-        self._wish = wish
+        self._options = options
         self._staging: Staging | None = None
         self._plan = m.SyncPlan(0, 0, (), (), (), ())
         self._op = 0
@@ -125,7 +127,7 @@ class _Receiver:
         self._fail_at = 0.0
         self._failures = 0
         self._verdicts: list[Verdict] = []
-        self._progress = _Progress(wish.progress)
+        self._progress = _Progress(options.progress)
 
     @property
     def error(self) -> Exception | None:
@@ -166,7 +168,7 @@ class _Receiver:
         for it soon: mostly its holders have died, which the master is about to hear, and nobody is
         to blame.
         """
-        deadline = self._wish.deadline
+        deadline = self._options.deadline
         while True:
             pauses = []
             limited = bool(self._plan.serve) and self._client.serve_limit > 0
@@ -193,7 +195,7 @@ class _Receiver:
     def _follow(self, plan: m.SyncPlan, resumed: bool) -> None:
         self._plan, self._failure = plan, ""
         if resumed:
-            return  # the staging memory holds what is wanted, or soon will
+            return  # the staging memory holds what the plan asks for, or soon will
         self._staging, self._complete, self._op = None, False, 0
         self._verdicts.clear()
         if plan.fetch:
