@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COLUMNS_MAX = 100
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 700
+ATTRIBUTES_MAX = 16  # of a class of the protocol
 
 PYTHON = [
     path
@@ -111,6 +112,27 @@ def test_nothing_names_a_machine_or_is_left_for_later() -> None:
         for number, line in enumerate(lines(path), 1)
         if banned.search(line)
     ]
+    assert not found
+
+
+def test_objects_of_the_protocol_collaborate_and_are_not_cut_across_files() -> None:
+    """A class has few attributes, and inherits from none of ours."""
+    values = {"Struct", "Enum", "IntEnum", "StrEnum", "NamedTuple", "Generic", "Protocol"}
+    found = []
+    for path in (ROOT / "pccl" / "protocol").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).partition("[")[0] for base in node.bases}
+                own = {
+                    each.attr
+                    for each in ast.walk(node)
+                    if isinstance(each, ast.Attribute)
+                    and isinstance(each.ctx, ast.Store)
+                    and ast.unparse(each.value) == "self"
+                }
+                inherits = bases - values - {"Exception", "ValueError"}
+                if inherits or len(own) > ATTRIBUTES_MAX:
+                    found.append((name(path), node.name, inherits, len(own)))
     assert not found
 
 
