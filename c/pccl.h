@@ -456,7 +456,7 @@ typedef struct pccl_event {
     uint32_t kind;
     int32_t status;          /* a pccl_error */
     uint64_t op;
-    uint32_t stream;
+    uint32_t stream;         /* FAILED: the lost stream that text is about, or 0 */
     uint32_t settled;        /* COMPLETE: settled already */
     uint64_t tx_bytes;       /* payload bytes of this op, so far */
     uint64_t rx_bytes;

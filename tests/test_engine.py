@@ -241,7 +241,8 @@ def test_stream_is_lost_when_the_neighbour_closes(make: Make, transport: str) ->
     peers[1].engine.close()
     assert "disconnected" in peers[0].wait(STREAM_LOST, 1).text
     failed = peers[0].wait(FAILED, 2)
-    assert failed.status == lib.PCCL_ESTREAM
+    assert (failed.status, failed.stream) == (lib.PCCL_ESTREAM, 1)
+    assert "disconnected" in failed.text
     peers[0].engine.abort(2)
     peers[0].wait(SETTLED, 2)
     np.testing.assert_array_equal(work.send, work.given)
@@ -255,7 +256,8 @@ def test_closed_stream_fails_its_ops(make: Make) -> None:
     assert peers[0].wait(FAILED, 1).status == lib.PCCL_ESTREAM
     again = AllReduce(peers[:1], 2, 1000)
     peers[0].engine.start(2, seq=2, nonce=1, chunk_bytes=64, rings=[RingPlace(1, 2, 0, 0, 1024)])
-    assert "not open" in peers[0].wait(FAILED, 2).text
+    failed = peers[0].wait(FAILED, 2)
+    assert (failed.stream, failed.text) == (1, "it is not open")
     np.testing.assert_array_equal(again.send, again.given)
 
 

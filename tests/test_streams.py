@@ -25,7 +25,14 @@ from pccl.runtime import resolve
 from pccl.runtime.client import client as client_module
 from pccl.runtime.client import engine as engine_module
 from pccl.runtime.client import streams
-from pccl.runtime.client.engine import REFUSED, STREAM_LOST, UNREACHABLE, Event
+from pccl.runtime.client.engine import (
+    FAILED,
+    REFUSED,
+    STARVED,
+    STREAM_LOST,
+    UNREACHABLE,
+    Event,
+)
 from pccl.runtime.client.link import Link
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config
@@ -124,16 +131,21 @@ def lost(stream: int, status: int = UNREACHABLE) -> Event:
     return Event(STREAM_LOST, status, 0, stream, False, 0, 0, 0, 0, 0, "refused")
 
 
+def failed(stream: int) -> Event:
+    return Event(FAILED, STARVED, 7, stream, False, 0, 0, 0, 0, 0, "refused")
+
+
 def test_an_address_is_connected_at_once_and_given_up_when_no_lane_stands() -> None:
     desk = Desk()
     desk.streams.open(1, NUMBER, 5)
     assert desk.engine.told == [("open", 1), ("connect", 1, "tcp://10.0.0.8:1234")]
     assert desk.wait() == "no lane to tcp://10.0.0.8:1234 stood within 1.2 s"
     assert desk.streams.lost(lost(1)) == (NUMBER, True)
-    assert desk.streams.named("stream 1: refused") == f"its connection to {NUMBER}: refused"
+    assert desk.streams.why(failed(1)) == f"its connection to {NUMBER}: refused"
+    assert desk.streams.why(failed(0)) == "refused"
     desk.streams.close(1)
     assert desk.streams.lost(lost(1)) == (None, False)
-    assert desk.streams.named("stream 1: refused") == "stream 1: refused"
+    assert desk.streams.why(failed(1)) == "its connection to a neighbour: refused"
 
 
 def test_what_is_up_is_not_given_up() -> None:

@@ -155,7 +155,7 @@ void collective_drop(struct op *op, struct link *link)
 
 void collective_lose(struct op *op, const struct stream *stream)
 {
-    op_fail(op, PCCL_ESTREAM, "stream %lu: %s", (unsigned long)stream->number, stream->text);
+    op_fail_stream(op, stream->number, stream->text);
 }
 
 void collective_free(struct op *op)
@@ -255,7 +255,7 @@ static bool join_rings(struct collective *collective, const pccl_order *order)
         struct stream *stream = members > 1 ? streams_find(op->ops->streams, place->stream) : NULL;
         struct ring *ring;
         if (stream == NULL && members > 1) {
-            op_fail(op, PCCL_ESTREAM, "stream %lu is not open", (unsigned long)place->stream);
+            op_fail_stream(op, place->stream, "it is not open");
             return false;
         }
         ring = (struct ring *)op_add_link(op, stream);

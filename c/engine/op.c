@@ -181,6 +181,15 @@ void op_report(struct op *op, int status, const char *format, ...)
     events_emit(op->ops->events, &event);
 }
 
+void op_report_stream(struct op *op, uint32_t stream, const char *text)
+{
+    pccl_event event = op_event(op, PCCL_FAILED);
+    event.status = PCCL_ESTREAM;
+    event.stream = stream;
+    (void)snprintf(event.text, sizeof event.text, "%s", text);
+    events_emit(op->ops->events, &event);
+}
+
 void op_fail(struct op *op, int status, const char *format, ...)
 {
     char text[PCCL_TEXT_MAX];
@@ -193,6 +202,15 @@ void op_fail(struct op *op, int status, const char *format, ...)
     op->failed = true;
     silence(op);
     op_report(op, status, "%s", text);
+}
+
+void op_fail_stream(struct op *op, uint32_t stream, const char *text)
+{
+    if (op->failed)
+        return;
+    op->failed = true;
+    silence(op);
+    op_report_stream(op, stream, text);
 }
 
 /* ---- what reaches an op from outside ---- */

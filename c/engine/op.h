@@ -125,8 +125,12 @@ pccl_event op_event(const struct op *op, enum pccl_event_kind kind);
 /* Emits FAILED, once; the op does nothing more until its ABORT. */
 void op_fail(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 4);
 
+/* Likewise, with PCCL_ESTREAM and the number of the stream that the text is about. */
+void op_fail_stream(struct op *op, uint32_t stream, const char *text);
+
 /* Emits FAILED, but the op goes on: it has lost one of those it deals with. */
 void op_report(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 4);
+void op_report_stream(struct op *op, uint32_t stream, const char *text);
 
 /* A new link of the op to a stream (may be NULL), or NULL without memory. */
 struct link *op_add_link(struct op *op, struct stream *stream);

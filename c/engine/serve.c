@@ -157,7 +157,7 @@ void serve_start(struct op *op, const pccl_order *order)
             return;
         }
         if (stream == NULL) {
-            op_report(op, PCCL_ESTREAM, "stream %lu is not open", (unsigned long)end->stream);
+            op_report_stream(op, end->stream, "it is not open");
             continue;
         }
         requester = (struct requester *)op_add_link(op, stream);
@@ -173,7 +173,7 @@ void serve_start(struct op *op, const pccl_order *order)
 void serve_lose(struct op *op, const struct stream *stream)
 {
     /* One requester is gone, the others are served on. */
-    op_report(op, PCCL_ESTREAM, "stream %lu: %s", (unsigned long)stream->number, stream->text);
+    op_report_stream(op, stream->number, stream->text);
 }
 
 /* ---- messages ---- */

@@ -111,6 +111,7 @@ static void test_lose_lane_anywhere(void)
             CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1) == 1);
             CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1);
             CHECK(peers_event(&peers, 0, PCCL_FAILED, job.op)->status == PCCL_ESTREAM);
+            CHECK(peers_event(&peers, 0, PCCL_FAILED, job.op)->stream == 1);
             hits++;
         }
         CHECK(job_abort(&peers, &job));

@@ -496,7 +496,7 @@ class Client:
             elif event.kind == FAILED:
                 starved = event.seq if event.status == STARVED else 0
                 cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
-                why = self._streams.named(event.text)
+                why = self._streams.why(event)
                 todo = self._core.engine_failed(event.op, why, starved, cause)
             elif event.kind == LEAF:
                 self._leaf(Leaf(event.op, event.piece, event.leaf))

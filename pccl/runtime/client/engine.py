@@ -103,7 +103,8 @@ class Event(NamedTuple):
         kind: COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP or LEAF.
         status: 0 or one of c/pccl.h's negative error numbers.
         op: which op, but for STREAM_LOST and STREAM_UP.
-        stream: which stream, for STREAM_LOST and STREAM_UP.
+        stream: which stream, for STREAM_LOST and STREAM_UP; FAILED: the one that `text` is about,
+            or 0.
         settled: COMPLETE: nothing refers to the op's memory any more, no order is needed.
         tx_bytes: payload bytes that the op has sent.
         rx_bytes: payload bytes that the op has received.

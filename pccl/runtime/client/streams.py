@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import socket
 import stat
 import time
@@ -144,13 +143,12 @@ class Streams:
         self._resolver.failed(one.to.host)
         return one.to, True
 
-    def named(self, text: str) -> str:
-        """What the engine says of a stream, with the name of who is at its other end."""
-        found = re.match(r"stream (\d+)", text)
-        one = self._open.get(int(found[1])) if found else None
-        if found is None or one is None:
-            return text
-        return f"its connection to {one.to}{text[found.end() :]}"
+    def why(self, event: Event) -> str:
+        """Why an op has failed; if for a stream, with the name of who is at its other end."""
+        if not event.stream:
+            return event.text
+        one = self._open.get(event.stream)
+        return f"its connection to {'a neighbour' if one is None else one.to}: {event.text}"
 
     def tick(self) -> None:
         """Gives up what has not come up in time; looks up again what could not be found."""
