@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 
+from pccl import kernels
 from pccl.ext import ffi, lib
 
 SIZES = range(131)
@@ -180,8 +181,8 @@ def test_bad_arguments_are_refused() -> None:
     assert sizes == [oracle.storage(dtype).itemsize for dtype in oracle.DTYPES]
 
 
-@pytest.mark.parametrize("nesterov", [0, 1])
-def test_outer_step_is_four_rounded_operations(nesterov: int) -> None:
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_outer_step_is_four_rounded_operations(nesterov: bool) -> None:
     lr, mu = np.float32(0.7), np.float32(0.9)
     for n in (*SIZES, 10_007):
         theta, v, g = (samples("float32", n, 3 * n + k) for k in range(3))
@@ -190,8 +191,7 @@ def test_outer_step_is_four_rounded_operations(nesterov: int) -> None:
             step = g + mu * momentum if nesterov else momentum
             wanted = [oracle.encode(x, "float32") for x in (theta - lr * step, momentum)]
         x, y, z = shifted(theta, n % 5), shifted(v, n % 7), shifted(g, n % 3)
-        as_float = [ffi.cast("float *", pointer(array)) for array in (x, y, z)]
-        lib.pccl_outer_sgd(*as_float, n, lr, mu, nesterov)
+        kernels.outer_sgd(x, y, z, lr=lr, momentum=mu, nesterov=nesterov)
         assert same_bits(x, wanted[0]), n
         assert same_bits(y, wanted[1]), n
         assert same_bits(z, g), n
@@ -205,9 +205,29 @@ def test_subtraction_in_and_out_of_place() -> None:
         for target in (None, 0, 1):
             arrays = [shifted(a, n % 5), shifted(b, n % 7)]
             out = shifted(np.zeros_like(a), n % 3) if target is None else arrays[target]
-            pointers = [ffi.cast("float *", pointer(x)) for x in (out, *arrays)]
-            lib.pccl_subtract_f32(*pointers, n)
+            kernels.subtract(out, *arrays)
             assert same_bits(out, wanted), (n, target)
+
+
+def test_a_kernel_refuses_arrays_that_do_not_fit() -> None:
+    whole = np.zeros(12, np.float32)
+    a, b, c = whole[:4], whole[4:8], whole[8:]
+    with pytest.raises(ValueError, match="is not float32"):
+        kernels.subtract(a, b, np.zeros(4))
+    with pytest.raises(ValueError, match="differ in size"):
+        kernels.subtract(a, b, whole)
+    with pytest.raises(ValueError, match="differ in size or in the order"):
+        kernels.subtract(a.reshape(2, 2), b.reshape(2, 2).T, c.reshape(2, 2))
+    with pytest.raises(AssertionError, match="do not follow each other"):
+        kernels.subtract(whole[::3], a, b)
+    with pytest.raises(ValueError, match="overlap"):
+        kernels.subtract(a, whole[1:5], b)
+    with pytest.raises(ValueError, match="overlap"):
+        kernels.outer_sgd(a, a, b, lr=1, momentum=0, nesterov=False)
+    fixed = a.copy()
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        kernels.outer_sgd(b, fixed, c, lr=1, momentum=0, nesterov=False)
 
 
 @pytest.mark.parametrize("op", oracle.OPS)

@@ -8,11 +8,9 @@ import time
 from collections.abc import Callable
 from queue import Empty
 
-import xxhash
-
 from pccl.calls.launch import error_of
 from pccl.errors import PCCLTimeoutError, error_for
-from pccl.ext import ffi, lib
+from pccl.kernels import arithmetic_digest
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.runtime.client.call import Call, Deadline, Note, Quiet
@@ -218,11 +216,3 @@ def introduced(group: int, config: Config) -> Callable[[int, str], m.Hello]:
         )
 
     return hello
-
-
-def arithmetic_digest() -> bytes:
-    """Names this machine's arithmetic: XXH3-128 of what the kernels compute of fixed inputs."""
-    size = lib.pccl_self_test(ffi.NULL, 0)
-    out = ffi.new("unsigned char[]", size)
-    lib.pccl_self_test(out, size)
-    return xxhash.xxh3_128_digest(ffi.buffer(out))

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pccl
-from pccl.calls.joining import arithmetic_digest
 from pccl.cli.arguments import master
 from pccl.ext import tables
+from pccl.kernels import arithmetic_digest
 from pccl.protocol.messages import PROTOCOL_VERSION
 from pccl.runtime.client.checkup import Examination, examine
 from pccl.runtime.config import Config

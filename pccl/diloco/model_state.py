@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 import xxhash
 
-from pccl.ext import ffi
 from pccl.shared_state import TensorInfo
 
 BufferMode = Literal["local", "first", "mean"]
@@ -32,9 +31,9 @@ _TYPES_OF_ENTRIES = {
 }
 
 
-def memory(tensor: torch.Tensor) -> Any:
-    """The bytes of a contiguous tensor on the CPU; they do not keep it alive."""
-    return ffi.buffer(ffi.cast("char *", tensor.data_ptr()), tensor.numel() * tensor.element_size())
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, which they keep alive."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 class Frozen:
@@ -77,7 +76,7 @@ class Frozen:
         """Adds the content as it is now to a digest."""
         for parameter in self._parameters.values():
             content = parameter.detach().cpu().contiguous()
-            digest.update(memory(content))  # which does not keep it alive
+            digest.update(memory(content))
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Copies on the CPU."""

@@ -71,11 +71,11 @@ from pccl import (
     SharedStateSyncInfo,
     TensorInfo,
     TooFewPeersError,
+    kernels,
 )
 from pccl.calls.admission import FOREVER_S
 from pccl.diloco.model_state import MODES, BufferMode, Buffers, Frozen, memory
 from pccl.diloco.settings import decode, describe_mismatch, encode, layout_digest, read_state
-from pccl.ext import ffi, lib
 from pccl.runtime.checkpoint import replacing
 from pccl.runtime.client.call import Deadline
 from pccl.support.logs import REMINDER_S, Reminder
@@ -454,8 +454,7 @@ class DiLoCo:
         for parameter, theta, begin, end in views:
             begin.copy_(theta.to(parameter.dtype))
             end.copy_(parameter)
-        delta = _floats(self._delta)
-        lib.pccl_subtract_f32(delta, _floats(start), delta, start.numel())
+        kernels.subtract(self._delta, start, self._delta)
 
     def _average(self) -> tuple[int, int]:
         """The means over all peers that are there: how many they are, and how often it took more.
@@ -538,14 +537,13 @@ class DiLoCo:
         )
 
     def _advance(self) -> None:
-        lib.pccl_outer_sgd(
-            _floats(self._theta),
-            _floats(self._velocity),
-            _floats(self._mean),
-            self._theta.numel(),
-            self._outer_lr,
-            self._outer_momentum,
-            int(self._nesterov),
+        kernels.outer_sgd(
+            self._theta,
+            self._velocity,
+            self._mean,
+            lr=self._outer_lr,
+            momentum=self._outer_momentum,
+            nesterov=self._nesterov,
         )
         self._clock[0] += 1
         if self._buffer_mode == "mean":
@@ -689,7 +687,3 @@ def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     if any(not p.is_floating_point() for _, p in named):
         raise ValueError("parameters must be real floating-point tensors")
     return named
-
-
-def _floats(tensor: torch.Tensor) -> Any:
-    return ffi.cast("float *", tensor.data_ptr())
