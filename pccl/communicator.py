@@ -43,7 +43,7 @@ from pccl.errors import not_picklable
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.sync import SyncOptions
-from pccl.runtime.config import Config
+from pccl.runtime.config import RANGES, Config
 from pccl.security import Security
 from pccl.shared_state import SharedState
 from pccl.support.logs import configure_logging
@@ -100,9 +100,10 @@ class Communicator:
         self._host, self._port = parse_address(address)
         if not 0 <= peer_group < 1 << 32:
             raise ValueError(f"peer_group is {peer_group}: it must be in 0 to 2**32 - 1")
-        if not 0 <= p2p_connection_pool_size <= 256:
+        most = RANGES["lanes"].most
+        if not 0 <= p2p_connection_pool_size <= most:
             raise ValueError(
-                f"p2p_connection_pool_size is {p2p_connection_pool_size}: it must be in 0 to 256"
+                f"p2p_connection_pool_size is {p2p_connection_pool_size}: it must be in 0 to {most}"
             )
         self._group = peer_group
         self._pool_size = p2p_connection_pool_size

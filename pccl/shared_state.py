@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pccl.errors import not_picklable
-from pccl.protocol.messages import ENTRY_BYTES_MAX, MESSAGE_BYTES_MAX
+from pccl.protocol.messages import ENTRY_BYTES_MAX, LIST_BYTES_MAX, NAME_CHARS_MAX
 from pccl.runtime import checkpoint
 from pccl.runtime.client.devices import HostView
 from pccl.runtime.client.staging import Region
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-NAME_CHARS_MAX = 256  # as the master accepts
-OFFER_BYTES_MAX = MESSAGE_BYTES_MAX - 1024  # of the entries: the rest of the message is small
 REVISION_MAX = (1 << 64) - 1
 
 
@@ -173,10 +171,10 @@ class SharedState:
             raise ValueError(f"several entries are named {', '.join(map(repr, twice))}")
         layouts = sum(len(info._layout) for info in tensor_infos)
         nbytes = sum(len(name.encode()) + ENTRY_BYTES_MAX for name in names) + layouts
-        if nbytes > OFFER_BYTES_MAX:
+        if nbytes > LIST_BYTES_MAX:
             raise ValueError(
                 f"{len(names)} entries take {nbytes} bytes of a message to the master, with their "
-                f"names: it must be at most {OFFER_BYTES_MAX}. Make it fewer, larger tensors"
+                f"names: it must be at most {LIST_BYTES_MAX}. Make it fewer, larger tensors"
             )
         self.tensor_infos = list(tensor_infos)
         self._revision = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import pccl
+from pccl.runtime import limits
 from pccl.runtime.config import RANGES, Config
 
 VARIABLES = [range_.variable for range_ in RANGES.values() if range_.variable]
@@ -89,3 +92,23 @@ def test_the_command_says_it_in_a_line(
     assert ended.returncode == 1
     assert ended.stderr.startswith("pccl master: ") and ended.stderr.count("\n") == 1, ended.stderr
     assert says in ended.stderr
+
+
+def test_fixed_timings_and_limits_stand_in_one_place() -> None:
+    """Private ones excepted: an algorithm's own."""
+    package = Path(pccl.__file__).parent
+    elsewhere = [
+        f"{path.name}: {target.id}"
+        for folder in ("calls", "runtime", "diloco")
+        for path in sorted((package / folder).rglob("*.py"))
+        if path.name not in ("config.py", "limits.py")
+        for line in ast.parse(path.read_text()).body
+        if isinstance(line, ast.Assign)
+        for target in line.targets
+        if isinstance(target, ast.Name) and re.fullmatch(r"[A-Z][A-Z_]*_(S|MS|MAX|MIN)", target.id)
+    ]
+    assert not elsewhere
+    text = Path(limits.__file__).read_text()
+    used = "".join(path.read_text() for path in package.rglob("*.py"))
+    for name in re.findall(r"^([A-Z_]+) = ", text, re.MULTILINE):
+        assert f"limits.{name}" in used, f"nothing uses {name}"

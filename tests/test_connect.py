@@ -13,9 +13,7 @@ import pytest
 from cluster import in_threads
 
 import pccl
-from pccl.calls import joining
-from pccl.runtime.client import call as waiting
-from pccl.runtime.client import link
+from pccl.runtime import limits
 
 LIMIT_S = 0.3
 LONGER_S = 1.5  # in which a busy machine registers a peer
@@ -24,7 +22,7 @@ MUCH_S = 10.0  # on a busy machine
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "ATTEMPT_INTERVAL_S", 0.05)
+    monkeypatch.setattr(limits, "ATTEMPT_INTERVAL_S", 0.05)
 
 
 def free_port() -> int:
@@ -106,7 +104,7 @@ def test_its_own_limit_always_wins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limit_s = LIMIT_S if state is not not_admitting else LONGER_S
-    monkeypatch.setattr(link, "LAST_WORDS_MS", 60_000)  # nobody waits for them where nobody hears
+    monkeypatch.setattr(limits, "LAST_WORDS_MS", 60_000)  # nobody waits for them where nobody hears
     with state() as address:
         comm = pccl.Communicator(address, connect_timeout=patience)
         began_s = time.monotonic()
@@ -172,7 +170,7 @@ def test_whoever_waits_says_for_what(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.WARNING, "pccl")
-    monkeypatch.setattr(waiting, "QUIET_S", 0.1)
+    monkeypatch.setattr(limits, "QUIET_S", 0.1)
     with absent() as address:
         with pytest.raises(pccl.MasterLostError):
             pccl.Communicator(address, connect_timeout=1).connect()

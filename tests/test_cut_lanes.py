@@ -17,7 +17,7 @@ from test_errors import listed
 
 import pccl
 from pccl.protocol.peer.calls import State
-from pccl.runtime.client import sync as sync_module
+from pccl.runtime import limits
 from pccl.runtime.client.call import Call
 from pccl.runtime.client.client import Client
 
@@ -164,7 +164,7 @@ def test_a_lane_that_is_lost_while_it_serves(
     run: Cluster, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The receiver's own stream, for its requests, stands: it cannot know."""
-    monkeypatch.setattr(sync_module, "REMIND_S", 0.05)  # which must do no harm
+    monkeypatch.setattr(limits, "REMIND_S", 0.05)  # which must do no harm
     reminded = []
     remind = Client.remind
     monkeypatch.setattr(

@@ -14,10 +14,10 @@ from test_hostile_sockets import HELLO, PATIENCE_S, serving, speaker, welcome
 from waiting import wait_until
 
 from pccl.protocol import messages as m
+from pccl.runtime import limits
 from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.config import Config
 from pccl.runtime.curve import new_keys
-from pccl.runtime.server import dial as dial_module
 from pccl.runtime.server.dial import ANOTHER, ASKER_MAX, OTHER_COST, UNTOLD, Dialler, Target
 from pccl.runtime.server.server import Server
 from pccl.runtime.waiter import Waiter
@@ -129,7 +129,7 @@ def test_who_has_the_key_is_reached(
 def test_why_nobody_is_reached(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server((LOCAL, 0)) as silent:
         target = Target(LOCAL, silent.getsockname()[1], token=TOKEN)
-        monkeypatch.setattr(dial_module, "LIMIT_S", 0.1)
+        monkeypatch.setattr(limits, "DIAL_S", 0.1)
         assert caller.dial(target) == "no answer within 0.1 s"
     assert caller.dial(target) == "connection refused: nothing listens at that port"
 
@@ -149,7 +149,7 @@ def test_other_programs_answer(caller: Caller, said: bytes, why: str) -> None:
 
 def test_what_is_elsewhere_is_not_told(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not what answers there, nor how soon."""
-    monkeypatch.setattr(dial_module, "LIMIT_S", 0.3)
+    monkeypatch.setattr(limits, "DIAL_S", 0.3)
     with ExitStack() as stack:
         silent, greets, speaks = (
             stack.enter_context(socket.create_server((LOCAL, 0))) for _ in range(3)
@@ -188,7 +188,7 @@ def test_dials_are_bounded(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> N
         assert caller.said == [None], "this asker has asked too often"
         caller.dialler.dial(target, time.monotonic() + OTHER_COST, caller.said.append, ELSEWHERE)
         assert caller.said == [None], "after a while it may ask again"
-        monkeypatch.setattr(dial_module, "DIALS_MAX", 1 + ASKER_MAX // OTHER_COST)
+        monkeypatch.setattr(limits, "DIALS_MAX", 1 + ASKER_MAX // OTHER_COST)
         caller.begin(target, None)
         assert caller.said == [None] * 2, "too many at the same time"
         caller.dialler.close()
@@ -198,7 +198,7 @@ def test_dials_are_bounded(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> N
 def test_askers_that_are_remembered_are_bounded(
     caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dial_module, "ASKERS_MAX", 10)
+    monkeypatch.setattr(limits, "ASKERS_MAX", 10)
     refused = Target(LOCAL, 1, token=TOKEN)
     for i in range(20):
         caller.begin(refused, f"10.0.0.{i}")

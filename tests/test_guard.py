@@ -27,18 +27,11 @@ from test_hostile_sockets import (
 import pccl
 from pccl.ext.drain import Drain
 from pccl.protocol import messages as m
-from pccl.runtime import descriptors
+from pccl.runtime import descriptors, limits
 from pccl.runtime.config import Config
-from pccl.runtime.server import guard
 from pccl.runtime.server.guard import (
-    HEARTBEAT_BYTES_S,
-    HELLO_S,
-    KNOWN_BYTES,
-    KNOWN_LOOK_S,
     PATIENCE,
     SHARE,
-    STRANGER_BYTES,
-    STRANGERS_BYTES,
     Guard,
 )
 from pccl.runtime.server.server import Server
@@ -58,7 +51,7 @@ class Door:
         self.guard.accepted(descriptor, self.now_s)
         self.bytes[descriptor] = received
 
-    def cut(self, after_s: float = KNOWN_LOOK_S, drained: bool = True) -> list[int]:
+    def cut(self, after_s: float = limits.KNOWN_LOOK_S, drained: bool = True) -> list[int]:
         self.now_s += after_s
         return [verdict.line.descriptor for verdict in self.guard.look(self.now_s, drained)]
 
@@ -67,7 +60,7 @@ def test_a_message_without_an_end() -> None:
     door = Door()
     door.come(1)
     door.come(2)
-    door.bytes[1] = STRANGER_BYTES
+    door.bytes[1] = limits.STRANGER_BYTES
     assert door.cut() == []
     door.bytes[1] += 10_000
     assert door.cut() == [1]
@@ -75,7 +68,7 @@ def test_a_message_without_an_end() -> None:
     door.guard.heard(2)
     door.bytes[2] = 1 << 40  # it has said whole messages of so much
     assert door.cut() == []
-    door.bytes[2] += KNOWN_BYTES
+    door.bytes[2] += limits.KNOWN_BYTES
     assert door.cut() == []
     door.bytes[2] += 10_000
     assert door.cut() == [2]
@@ -87,7 +80,7 @@ def test_heartbeats_are_no_message_without_an_end() -> None:
     door.guard.heard(1)
     assert door.cut() == []
     for _ in range(1000):
-        door.bytes[1] += 3600 * HEARTBEAT_BYTES_S
+        door.bytes[1] += 3600 * limits.HEARTBEAT_BYTES_S
         assert door.cut(3600) == []
 
 
@@ -95,23 +88,23 @@ def test_who_says_nothing() -> None:
     door = Door()
     door.come(1)
     door.come(2)
-    assert door.cut(HELLO_S) == []
+    assert door.cut(limits.HELLO_S) == []
     door.guard.heard(2)
     assert door.cut() == [1]
-    assert door.cut(HELLO_S) == []
+    assert door.cut(limits.HELLO_S) == []
     door.come(3)
-    assert door.cut(HELLO_S + 1, drained=False) == []  # perhaps it is only not read yet
-    assert door.cut(PATIENCE * HELLO_S, drained=False) == [3]
+    assert door.cut(limits.HELLO_S + 1, drained=False) == []  # perhaps it is only not read yet
+    assert door.cut(PATIENCE * limits.HELLO_S, drained=False) == [3]
 
 
 def test_descriptors_are_used_again() -> None:
     door = Door()
     door.come(1, received=10)
-    assert door.cut(HELLO_S - 1) == []
+    assert door.cut(limits.HELLO_S - 1) == []
     door.guard.gone(1)
     door.come(1)
     assert door.cut(2.0) == []
-    (verdict,) = door.guard.look(door.now_s + HELLO_S, True)
+    (verdict,) = door.guard.look(door.now_s + limits.HELLO_S, True)
     assert door.guard.holds(verdict.line)
     door.come(1)
     assert not door.guard.holds(verdict.line)
@@ -128,7 +121,7 @@ def test_a_crowd_of_strangers() -> None:
         door.guard.gone(descriptor)
     door = Door()
     for descriptor in range(10):
-        door.come(descriptor, received=STRANGERS_BYTES // 10)
+        door.come(descriptor, received=limits.STRANGERS_BYTES // 10)
     assert door.cut() == []
     door.bytes[4] += 1000
     assert door.cut() == [4]
@@ -138,10 +131,10 @@ def test_looks_take_a_small_share_of_the_time() -> None:
     ticks = iter(range(100))
     watch = Guard(lambda _: 0, 10, lambda: float(next(ticks)))  # each look takes a second
     watch.accepted(1, 0.0)
-    assert watch.look(HELLO_S + 1, True)
+    assert watch.look(limits.HELLO_S + 1, True)
     watch.accepted(2, 0.0)
-    assert not watch.look(HELLO_S + 1 + SHARE, True)
-    assert watch.look(HELLO_S + 3 + SHARE, True)
+    assert not watch.look(limits.HELLO_S + 1 + SHARE, True)
+    assert watch.look(limits.HELLO_S + 3 + SHARE, True)
 
 
 # ---- on real sockets ----
@@ -226,7 +219,7 @@ def test_many_frames_are_dropped_and_the_next_message_stays(backend: str) -> Non
 
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "HELLO_S", 0.2)
+    monkeypatch.setattr(limits, "HELLO_S", 0.2)
     server = Server("127.0.0.1", 0, Config())
     with serving(server), speaker(zmq.DEALER, server.port) as honest:
         honest.send(m.encode(HELLO))

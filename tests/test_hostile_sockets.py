@@ -21,9 +21,9 @@ from waiting import wait_until
 import pccl
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
+from pccl.runtime import limits
 from pccl.runtime.config import Config
-from pccl.runtime.server import server as server_module
-from pccl.runtime.server.server import BATCH, RECEIVED_MAX, Server
+from pccl.runtime.server.server import BATCH, Server
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 READY_DEALER = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
@@ -190,7 +190,7 @@ def welcome(stranger: zmq.Socket[bytes]) -> m.MasterMessage:
 
 
 def test_a_connection_that_is_dropped_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "GRACE_S", 0.2)
+    monkeypatch.setattr(limits, "GRACE_S", 0.2)
     server = Server("127.0.0.1", 0, Config(heartbeat_timeout_ms=60_000))
     with serving(server), speaker(zmq.DEALER, server.port) as honest:
         honest.send(m.encode(HELLO))
@@ -268,7 +268,7 @@ def test_a_name_that_a_connection_gives_itself_is_refused() -> None:
 def test_what_the_dead_have_said_is_not_taken_for_the_living() -> None:
     """Descriptors are used again: strangers that left much unread must not hang up on others."""
     server = Server("127.0.0.1", 0, Config())
-    unread = RECEIVED_MAX - 2
+    unread = limits.RECEIVED_MAX - 2
     number = 2 * BATCH // unread + 1
 
     def dial(stack: contextlib.ExitStack, message: bytes) -> list[socket.socket]:
@@ -294,8 +294,8 @@ def test_what_the_dead_have_said_is_not_taken_for_the_living() -> None:
 def test_a_peer_that_reads_nothing_does_not_fill_the_master(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server_module, "UNREAD_MAX", 100)
-    monkeypatch.setattr(server_module, "GRACE_S", 0.1)
+    monkeypatch.setattr(limits, "UNREAD_MAX", 100)
+    monkeypatch.setattr(limits, "GRACE_S", 0.1)
     server = Server("127.0.0.1", 0, Config())
     entries = (m.Entry("x", 10, 4, False, b""),)
     first, wrong = (m.encode(m.SyncVote(1, m.Offer(n, 0, entries))) for n in (1, 9))

@@ -20,7 +20,7 @@ from waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.runtime.server import scribe as scribe_module
+from pccl.runtime import limits
 from pccl.runtime.server.filelock import FileLock, Taken
 from pccl.runtime.server.journal import JournalError, JournalFile, State
 from pccl.runtime.server.scribe import OnError, Scribe
@@ -57,7 +57,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Log:
     monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
-    monkeypatch.setattr(scribe_module, "RETRY_S", 0.02)
+    monkeypatch.setattr(limits, "JOURNAL_RETRY_S", 0.02)
     return caplog
 
 
@@ -203,7 +203,7 @@ def test_the_run_goes_on_and_all_is_written_when_that_works_again(
         scribe.remember(peer(1))
         scribe.settle()
         disk = Full(monkeypatch)
-        monkeypatch.setattr(scribe_module, "REPEAT_S", 0.1)
+        monkeypatch.setattr(limits, "LOG_REPEAT_S", 0.1)
         scribe.remember(peer(2))
         scribe.settle()
         scribe.forget(1)
@@ -249,7 +249,7 @@ def test_an_operator_may_ask_for_an_end_instead(
 def test_a_disk_that_hangs_holds_the_service_up_once(
     path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(scribe_module.PATIENCE_S, OnError.CONTINUE, 0.01)
+    monkeypatch.setattr(limits, "JOURNAL_PATIENCE_S", 0.01)
     goes_on = threading.Event()
     write = JournalFile.write
 

@@ -141,7 +141,7 @@ def test_as_many_tensors_of_a_collective_as_fit_in_a_message() -> None:
     long = {f"{i:05}" + "\u00e9" * 251: row for i, row in enumerate(rows)}
     with pytest.raises(ValueError, match=f"{m.PARTS_MAX} arrays take"):
         operands.all_reduce(long, long, pccl.ReduceOp.SUM, None)
-    fewer = dict(list(long.items())[: operands.LIST_BYTES_MAX // (507 + m.PART_BYTES_MAX)])
+    fewer = dict(list(long.items())[: m.LIST_BYTES_MAX // (507 + m.PART_BYTES_MAX)])
     work = operands.all_reduce(fewer, fewer, pccl.ReduceOp.SUM, None).work
     parts = tuple(m.Part(one.dtype, (1 << 64) - 1, one.name) for one in work.parts)
     largest = msgspec.structs.replace(work, parts=parts)

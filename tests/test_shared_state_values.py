@@ -12,8 +12,8 @@ import pytest
 
 from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
-from pccl.protocol.messages import ENTRY_BYTES_MAX
-from pccl.shared_state import OFFER_BYTES_MAX, SharedState, TensorInfo
+from pccl.protocol.messages import ENTRY_BYTES_MAX, LIST_BYTES_MAX
+from pccl.shared_state import SharedState, TensorInfo
 from pccl.types import DataType, DeviceType
 
 torch = pytest.importorskip("torch", reason="half of the entries are torch's")
@@ -126,7 +126,7 @@ def test_as_many_entries_as_fit_in_a_message() -> None:
     entries = [info(f"{i:0256}", numel=1 << 60, dtype=DataType.UINT8) for i in range(60_000)]
     with pytest.raises(ValueError, match="60000 entries take"):
         SharedState(entries)
-    fewer = SharedState(entries[: OFFER_BYTES_MAX // (256 + ENTRY_BYTES_MAX)])
+    fewer = SharedState(entries[: LIST_BYTES_MAX // (256 + ENTRY_BYTES_MAX)])
     made = tuple(
         m.Entry(one.name, one.dtype.value, one.numel, True, bytes(16)) for one in fewer.tensor_infos
     )

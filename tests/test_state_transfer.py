@@ -288,7 +288,7 @@ def test_progress_is_told_to_the_receiver(
     backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     count = 9 * MIB
-    monkeypatch.setattr("pccl.runtime.client.sync.LOG_S", 0.0)
+    monkeypatch.setattr("pccl.runtime.limits.PROGRESS_LOG_S", 0.0)
     caplog.set_level(logging.INFO, logger="pccl")
     monkeypatch.setattr(logging.getLogger("pccl"), "handlers", [caplog.handler])
     with Cluster(2) as cluster:

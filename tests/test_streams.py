@@ -21,7 +21,7 @@ from test_errors import listed
 import pccl
 from pccl.ext import lib
 from pccl.protocol import messages as m
-from pccl.runtime import resolve
+from pccl.runtime import limits, resolve
 from pccl.runtime.client import client as client_module
 from pccl.runtime.client import engine as engine_module
 from pccl.runtime.client import streams
@@ -202,7 +202,7 @@ def test_a_name_is_looked_up_elsewhere_and_kept(names: Names) -> None:
 def test_a_name_that_fails_for_a_moment_is_looked_up_again(
     names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "RETRY_S", 0.01)
+    monkeypatch.setattr(limits, "NAME_RETRY_S", 0.01)
     desk = Desk(limit_s=60)
     names.failures = 2
     desk.streams.open(1, NAME, 5)

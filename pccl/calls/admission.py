@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 
 from pccl.calls.membership import Membership
 from pccl.errors import PCCLTimeoutError, error_for
+from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note
 from pccl.runtime.client.probe import optimise
 from pccl.types import Result
-
-AGAIN_S = 0.002  # who asks whether peers are pending so soon after a no asks in a loop,
-PATIENCE_S = 0.02  # and hears another no so much later: no core is busy with nothing
-FOREVER_S = threading.TIMEOUT_MAX
 
 
 class Admission:
@@ -39,12 +35,12 @@ class Admission:
 
     def are_peers_pending(self, deadline: Deadline) -> bool:
         """Whether peers wait to be admitted: the same answer for all."""
-        return self._ask(deadline, PATIENCE_S if self.asks_again else 0.0)
+        return self._ask(deadline, limits.PENDING_PATIENCE_S if self.asks_again else 0.0)
 
     @property
     def asks_again(self) -> bool:
         """Whether the program has just been told that nobody is pending: it may be in a loop."""
-        return time.monotonic() - self._asked_s < AGAIN_S
+        return time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
 
     def _ask(self, deadline: Deadline, patience_s: float) -> bool:
         """Whether peers are pending. A no may come that much later, a yes at once."""
@@ -73,7 +69,7 @@ class Admission:
         size = client.world.local_size
         try:
             while size < n:
-                size = self.await_newcomers(deadline, FOREVER_S) or size
+                size = self.await_newcomers(deadline, limits.FOREVER_S) or size
         except PCCLTimeoutError as error:
             why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
             raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None

@@ -13,6 +13,7 @@ from pccl.errors import PCCLTimeoutError, error_for
 from pccl.kernels import arithmetic_digest
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
+from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note, Quiet
 from pccl.runtime.client.client import Client
 from pccl.runtime.config import Config, machine_id
@@ -22,9 +23,6 @@ from pccl.types import Result
 from pccl.version import __version__
 
 log = logging.getLogger("pccl")
-
-WELCOME_TIMEOUT_S = 10.0  # for the master's first answer; admission may take as long as it takes
-ATTEMPT_INTERVAL_S = 1.0
 
 
 class Patience:
@@ -84,7 +82,7 @@ class Patience:
                 self._made,
                 self._rest,
             )
-        time.sleep(self.of(ATTEMPT_INTERVAL_S))
+        time.sleep(self.of(limits.ATTEMPT_INTERVAL_S))
         self._end_if_over(why)
 
     def _end_if_over(self, why: str) -> None:
@@ -181,7 +179,7 @@ def _attempt(
         client = made[0]
         call = client.call()
         client.join(call)
-        limit_s = patience.of(WELCOME_TIMEOUT_S)
+        limit_s = patience.of(limits.WELCOME_S)
         try:
             note = call.next(limit_s)
         except Empty:

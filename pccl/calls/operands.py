@@ -23,9 +23,6 @@ Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
 A = TypeVar("A", bound="Arrays")
 Root: TypeAlias = int | Literal["first"]
 
-NAME_MAX = 256  # characters of a key
-LIST_BYTES_MAX = m.MESSAGE_BYTES_MAX - 1024  # of the arrays: the rest of the message is small
-
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -232,9 +229,9 @@ def _several(arrays: Arrays) -> _Several:
         return _Several([arrays], [], False)
     if isinstance(arrays, Mapping):
         names = sorted(arrays)
-        if any(not isinstance(name, str) or len(name) > NAME_MAX for name in names):
+        if any(not isinstance(name, str) or len(name) > m.NAME_CHARS_MAX for name in names):
             raise ValueError(
-                f"the keys of a dict of arrays are texts of up to {NAME_MAX} characters"
+                f"the keys of a dict of arrays are texts of up to {m.NAME_CHARS_MAX} characters"
             )
         found = [arrays[name] for name in names]
         places = [f"the value of {name!r}" for name in names]
@@ -379,8 +376,8 @@ def _part(operand: Operand, name: str) -> m.Part:
 def _check_size(parts: tuple[m.Part, ...]) -> None:
     texts = sum(len(part.name.encode()) + len(part.layout) for part in parts)
     nbytes = m.PART_BYTES_MAX * len(parts) + texts
-    if nbytes > LIST_BYTES_MAX:
+    if nbytes > m.LIST_BYTES_MAX:
         raise ValueError(
             f"{len(parts)} arrays take {nbytes} bytes of a message to the master, with their keys: "
-            f"it must be at most {LIST_BYTES_MAX}. Use shorter keys, or fewer, larger arrays"
+            f"it must be at most {m.LIST_BYTES_MAX}. Use shorter keys, or fewer, larger arrays"
         )

@@ -73,9 +73,9 @@ from pccl import (
     TooFewPeersError,
     kernels,
 )
-from pccl.calls.admission import FOREVER_S
 from pccl.diloco.model_state import MODES, BufferMode, Buffers, Frozen, memory
 from pccl.diloco.settings import decode, describe_mismatch, encode, layout_digest, read_state
+from pccl.runtime import limits
 from pccl.runtime.checkpoint import replacing
 from pccl.runtime.client.call import Deadline
 from pccl.support.logs import REMINDER_S, Reminder
@@ -525,7 +525,7 @@ class DiLoCo:
                 f"waits for others before the next outer step: {self._least} are wanted, "
                 f"{contributors} here"
             )
-            if self._await_newcomers(FOREVER_S):
+            if self._await_newcomers(limits.FOREVER_S):
                 self._agree(admitted=True)
                 return
 
@@ -564,7 +564,9 @@ class DiLoCo:
         own_config = self._config.clone()
         say_at_s = time.monotonic() + REMINDER_S
         while not self._begins():
-            while not self._await_newcomers(max(0.0, say_at_s - time.monotonic()) or FOREVER_S):
+            while not self._await_newcomers(
+                max(0.0, say_at_s - time.monotonic()) or limits.FOREVER_S
+            ):
                 if time.monotonic() >= say_at_s:
                     self._reminder.warn(
                         f"this peer waits for others to begin with: min_peers is "

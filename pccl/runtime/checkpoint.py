@@ -28,7 +28,7 @@ from pccl.runtime.digest import digest
 from pccl.types import DataType
 
 METADATA = "__metadata__"  # the one name that no entry can have
-HEADER_BYTES_MAX = 100 << 20  # as other readers of the format have it
+_HEADER_BYTES_MAX = 100 << 20  # as other readers of the format have it
 
 _DTYPES = {
     DataType.UINT8: "U8",
@@ -154,7 +154,7 @@ def _header(entries: Sequence[Entry], revision: int) -> bytes:
 def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], int]:
     """The header and where the data begins."""
     size = int.from_bytes(data[:8], "little")
-    if not 0 < size <= min(len(data) - 8, HEADER_BYTES_MAX):
+    if not 0 < size <= min(len(data) - 8, _HEADER_BYTES_MAX):
         raise ValueError("it is cut off, or no safetensors file")
     header = json.loads(data[8 : 8 + size])
     if not isinstance(header, dict):

@@ -1,4 +1,7 @@
-"""Every timing and limit of the runtime, with its reason; PCCL_ variables are read here."""
+"""What a user may set, with its range and default; PCCL_ variables are read here, and sizes chosen.
+
+The timings and limits that nobody sets are in limits.py.
+"""
 
 from __future__ import annotations
 

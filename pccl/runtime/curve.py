@@ -15,6 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from pccl.errors import UnsupportedError
+from pccl.runtime import limits
 from pccl.security import KeyPair
 from pccl.types import Result
 
@@ -22,7 +23,6 @@ log = logging.getLogger("pccl")
 
 _ENDPOINT = "inproc://zeromq.zap.01"  # given by the RFC
 _VERSION = b"1.0"
-_WAITING_MAX = 1024  # undecided connections; beyond that the oldest one is refused
 
 
 def require_curve() -> None:
@@ -93,9 +93,9 @@ class Zap:
                 undecided.append(request)
             else:
                 self._reply(request, verdict)
-        for request in undecided[:-_WAITING_MAX]:
+        for request in undecided[: -limits.HANDSHAKES_MAX]:
             self._reply(request, False)
-        self._waiting = undecided[-_WAITING_MAX:]
+        self._waiting = undecided[-limits.HANDSHAKES_MAX :]
         return len(self._waiting) < before
 
     def _read(self) -> bool:

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-log = logging.getLogger("pccl")
+from pccl.runtime import limits
 
-KEPT_S = 30.0  # so long a name keeps its addresses
+log = logging.getLogger("pccl")
 
 
 class Found(NamedTuple):
@@ -146,7 +146,7 @@ class Resolver:
         if isinstance(result, OSError):
             found = Found("", str(result))
         else:  # also when it comes too late for who asked: he may ask again
-            self._known[host] = _Known(result, time.monotonic() + KEPT_S)
+            self._known[host] = _Known(result, time.monotonic() + limits.NAME_KEPT_S)
             found = Found(result[0])
         for then in self._asked.pop(host, []):
             then(found)

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
+from pccl.runtime import limits
 from pccl.runtime.uninterrupted import aside
 
 SPAN_BYTES = 16 << 20  # that one thread works on at a stretch
-THREADS_MAX = 8  # they saturate the memory of any machine
 ALONE_BYTES = 32 << 20  # below this, starting threads costs more than they save
 _Span: TypeAlias = tuple[int, int, int]
 
@@ -30,7 +30,7 @@ def each_span(
         threads: how many do it; None: as many as help.
     """
     if threads is None:
-        threads = 1 if sum(sizes) < ALONE_BYTES else min(_cores(), THREADS_MAX)
+        threads = 1 if sum(sizes) < ALONE_BYTES else min(_cores(), limits.SPAN_THREADS_MAX)
     if threads == 1:
         for span in _spans(sizes):
             work(*span)

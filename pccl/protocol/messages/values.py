@@ -19,13 +19,15 @@ INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
 ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name and layout
 PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
+LIST_BYTES_MAX = MESSAGE_BYTES_MAX - 1024  # of all entries or parts: the rest of a message is small
+NAME_CHARS_MAX = 256
 
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Weight = Annotated[int, Meta(ge=1, lt=1 << 32)]
 U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 64 bits
 Text = Annotated[str, Meta(max_length=4096)]
-Name = Annotated[str, Meta(max_length=256)]
+Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Data = Annotated[bytes, Meta(max_length=INLINE_BYTES_MAX)]
 
 

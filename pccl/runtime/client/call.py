@@ -19,10 +19,7 @@ from typing import Protocol
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
-
-SLICE_S = 0.5  # of a wait without an end
-QUIET_S = 5.0  # a call may wait so long in silence; then twice as long, and so on
-QUIET_MAX_S = 60.0
+from pccl.runtime import limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +48,8 @@ class Quiet:
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
-        self._gap_s = QUIET_S
-        self._until_s = self._began_s + QUIET_S
+        self._gap_s = limits.QUIET_S
+        self._until_s = self._began_s + limits.QUIET_S
 
     @property
     def seconds(self) -> float:
@@ -65,7 +62,7 @@ class Quiet:
         now = time.monotonic()
         if now < self._until_s:
             return False
-        self._gap_s = min(2 * self._gap_s, QUIET_MAX_S)
+        self._gap_s = min(2 * self._gap_s, limits.QUIET_MAX_S)
         self._until_s = now + self._gap_s
         return True
 
@@ -103,13 +100,13 @@ class Call:
         """
         at = None if timeout_s is None else time.monotonic() + timeout_s
         while True:  # in slices: what comes to this thread just before a wait does not end it
-            left_s = SLICE_S if at is None else min(SLICE_S, at - time.monotonic())
+            left_s = limits.SLICE_S if at is None else min(limits.SLICE_S, at - time.monotonic())
             try:
                 note = self._notes.get(timeout=max(0.0, left_s))
             except queue.Empty:
                 if self.end is not None:
                     return self.end
-                if left_s < SLICE_S:
+                if left_s < limits.SLICE_S:
                     raise
             else:
                 if note is self.end:
@@ -184,7 +181,7 @@ class Deadline:
         """The call's next note, or None when none came for so many seconds."""
         due = time.monotonic() + seconds
         while True:
-            until = [QUIET_S, due - time.monotonic()]
+            until = [limits.QUIET_S, due - time.monotonic()]
             if self._at is not None and self._late is not call:
                 until.append(self._at - time.monotonic())
             try:

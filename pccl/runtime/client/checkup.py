@@ -9,6 +9,7 @@ import zmq
 
 from pccl.errors import MasterLostError, PCCLError
 from pccl.protocol import messages as m
+from pccl.runtime import limits
 from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.client.identity import Identity
 from pccl.runtime.client.link import Link, LinkEvent
@@ -18,8 +19,6 @@ from pccl.security import Security
 from pccl.support.text import address_text
 from pccl.types import Result
 from pccl.version import __version__
-
-ANSWER_S = 10.0  # for all of it; the master may take 3 s to dial back
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +85,7 @@ def _answer(link: Link, where: str) -> m.Report:
     poller = zmq.Poller()
     poller.register(link.socket, zmq.POLLIN)
     poller.register(link.monitor, zmq.POLLIN)
-    until_s = time.monotonic() + ANSWER_S
+    until_s = time.monotonic() + limits.EXAMINATION_S
     while poller.poll(max(0, int((until_s - time.monotonic()) * 1000))):
         if link.socket.poll(0):
             answer = m.decode_from_master(link.socket.recv())
@@ -102,5 +101,5 @@ def _answer(link: Link, where: str) -> m.Report:
                     "keys (PCCL_CURVE_DIR)"
                 )
                 raise MasterLostError(Result.MASTER_CONNECTION_FAILED, "doctor", why)
-    why = f"the master at {where} did not answer within {ANSWER_S:g} s"
+    why = f"the master at {where} did not answer within {limits.EXAMINATION_S:g} s"
     raise MasterLostError(Result.MASTER_CONNECTION_FAILED, "doctor", why)

@@ -21,7 +21,7 @@ import zmq
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.peer import Peer, effects
-from pccl.runtime import forks
+from pccl.runtime import forks, limits
 from pccl.runtime.client import ops
 from pccl.runtime.client.call import Call, End, Leaf
 from pccl.runtime.client.engine import (
@@ -53,8 +53,6 @@ from pccl.types import Result
 
 log = logging.getLogger("pccl")
 
-SERVE_INTERVAL_S = 0.02  # a limit on what is served is kept in each such time
-RETRY_S = 0.2  # between attempts to reach a master that is gone
 SILENT = (  # effects that touch no socket
     effects.Store,
     effects.Answer,
@@ -301,7 +299,7 @@ class Client:
     @property
     def serve_limit(self) -> int:
         """Bytes of shared state that this peer may send in SERVE_INTERVAL_S; 0: no limit."""
-        return int((self._config.sync_mbits or 0) * 1e6 / 8 * SERVE_INTERVAL_S)
+        return int((self._config.sync_mbits or 0) * 1e6 / 8 * limits.SERVE_INTERVAL_S)
 
     def allow(self, call: Call) -> None:
         """Lets a limited peer serve for another SERVE_INTERVAL_S."""
@@ -578,7 +576,7 @@ class Client:
             if self._core.number:
                 log.warning("peer %d: %s; trying for %g s", self._core.number, why, patience_s)
             self._perform(self._core.link_lost(why))
-        self._retry_at = now + RETRY_S
+        self._retry_at = now + limits.MASTER_RETRY_S
         self._tick()
 
     def _give_up(self) -> None:

@@ -10,6 +10,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from pccl.protocol import messages as m
+from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.support.text import address_text
 
@@ -19,8 +20,7 @@ HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FA
 
 # Not -1, with which libzmq throws away what a connection that breaks has brought and nobody has
 # read yet: a master's last words.
-NEVER_MS = 1 << 30
-LAST_WORDS_MS = 1000  # for a Leave to go out
+_NEVER_MS = 1 << 30
 
 
 class LinkEvent(Enum):
@@ -55,10 +55,10 @@ class Link:
         secure: Callable[[zmq.Socket[bytes]], None],
     ) -> None:
         options = {
-            zmq.LINGER: LAST_WORDS_MS,
+            zmq.LINGER: limits.LAST_WORDS_MS,
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
-            zmq.RECONNECT_IVL: NEVER_MS,  # a broken link is for the core to know of
+            zmq.RECONNECT_IVL: _NEVER_MS,  # a broken link is for the core to know of
             zmq.IMMEDIATE: 0,
             zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
             zmq.CONNECT_TIMEOUT: int(config.link_timeout_s * 1000),

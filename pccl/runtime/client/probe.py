@@ -14,20 +14,20 @@ from typing import TypeAlias
 
 from pccl.ext import ffi
 from pccl.protocol.peer import effects
+from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, End, Leaf
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.memory import Pieces
 
 log = logging.getLogger("pccl")
 
-CONNECT_S = 5.0  # for the first bytes; then nothing will come
-WINDOW_S = 0.25  # in which bytes are counted, at least,
+_WINDOW_S = 0.25  # in which bytes are counted, at least,
 WINDOW_SHARE = 0.4  # and of the time that the first ones take: some five round trips
-WINDOWS_MAX = 8  # after the first bytes; then it may grow as it will
+_WINDOWS_MAX = 8  # after the first bytes; then it may grow as it will
 GROWTH = 1.25  # from one window to the next, that is more than chance
 # What is sent, in this order: a slow link has something to count, a fast one little to do.
 SIZES = (16 << 10,) * 64 + (64 << 10,) * 64 + (256 << 10,) * 1024
-CHECK_S = 0.03
+_CHECK_S = 0.03
 Arrivals: TypeAlias = list[tuple[float, int]]  # when, how many bytes
 BATCH = 64  # verdicts that are given at once
 
@@ -81,7 +81,9 @@ class _Prober:
     @property
     def patience_s(self) -> float:
         """How long nothing but a note needs to be done."""
-        return max(0.0, self._check_at - time.perf_counter()) if self.seq else CONNECT_S
+        return (
+            max(0.0, self._check_at - time.perf_counter()) if self.seq else limits.PROBE_CONNECT_S
+        )
 
     def begin(self, seq: int, senders: tuple[int, ...]) -> None:
         """The next probe: how fast `senders` reach us, all at once."""
@@ -107,7 +109,7 @@ class _Prober:
     def report(self, ended: bool = False) -> None:
         """Tells the master if it is time to, which ends the probe; it is when no more will come."""
         now = time.perf_counter()
-        self._check_at = now + CHECK_S
+        self._check_at = now + _CHECK_S
         rate = rate_of(self._arrivals, self._began, now, ended)
         if rate is None:
             return
@@ -129,9 +131,9 @@ def rate_of(arrivals: Arrivals, began: float, now: float, ended: bool = False) -
     TCP has found out what the link carries.
     """
     if not arrivals:
-        return 0.0 if ended or now - began >= CONNECT_S else None
+        return 0.0 if ended or now - began >= limits.PROBE_CONNECT_S else None
     first = arrivals[0][0]
-    window = max(WINDOW_S, WINDOW_SHARE * (first - began))
+    window = max(_WINDOW_S, WINDOW_SHARE * (first - began))
     if ended:
         window = max(min(window, (arrivals[-1][0] - first) / 2), 1e-6)
         now = arrivals[-1][0]
@@ -139,7 +141,7 @@ def rate_of(arrivals: Arrivals, began: float, now: float, ended: bool = False) -
         return None
     before = sum(nbytes for at, nbytes in arrivals if now - 2 * window < at <= now - window)
     after = sum(nbytes for at, nbytes in arrivals if now - window < at)
-    if after > GROWTH * before and now - first < WINDOWS_MAX * window and not ended:
+    if after > GROWTH * before and now - first < _WINDOWS_MAX * window and not ended:
         return None
     if before + after == 0:  # a slow link, on which all that is under way arrives together
         return sum(nbytes for _, nbytes in arrivals) / (now - began)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccl.protocol import messages as m
+from pccl.runtime import limits
 from pccl.runtime.client.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
 from pccl.runtime.config import Config, high_water_mark, lanes
 from pccl.runtime.forks import Address
@@ -23,10 +24,6 @@ from pccl.runtime.resolve import Found, Resolver
 from pccl.support.text import address_text
 
 log = logging.getLogger("pccl")
-
-RETRY_S = 0.5  # between look-ups of a name, which may fail for a moment
-REFUSED_MAX = 3  # streams in a row for which this process gets no socket: then it has to end
-LATE_S = 1.0  # libzmq's own limit for a connection ends so much earlier: it knows more
 
 
 @dataclass(slots=True)
@@ -131,8 +128,9 @@ class Streams:
             return None, False
         if event.status == REFUSED or one.refused:
             self._refused += 1
-            if self._refused == REFUSED_MAX:
-                why = f"this process gets no sockets, {REFUSED_MAX} times in a row: {event.text}"
+            if self._refused == limits.STREAMS_REFUSED_MAX:
+                times = f"{limits.STREAMS_REFUSED_MAX} times in a row"
+                why = f"this process gets no sockets, {times}: {event.text}"
                 raise Refused(f"{why} (raise `ulimit -n`, or close files)")
             return one.to, False
         if event.status not in (UNREACHABLE, ANOTHER):
@@ -177,10 +175,10 @@ class Streams:
         if found.address:
             self._connect(number, one, f"tcp://{address_text(found.address, one.to.port)}")
         else:
-            one.retry_s = time.monotonic() + RETRY_S
+            one.retry_s = time.monotonic() + limits.NAME_RETRY_S
 
     def _connect(self, number: int, one: _Stream, endpoint: str) -> None:
-        one.endpoint, one.due_s = endpoint, time.monotonic() + self._limit_s + LATE_S
+        one.endpoint, one.due_s = endpoint, time.monotonic() + self._limit_s + limits.STREAM_LATE_S
         local = self._local(one.to)
         self._engine.connect_stream(
             number,
@@ -197,9 +195,8 @@ class Streams:
         if one.endpoint:
             shortage = _shortage()
             one.refused = bool(shortage)
-            return (
-                f"no lane to {one.endpoint} stood within {self._limit_s + LATE_S:.3g} s{shortage}"
-            )
+            limit_s = self._limit_s + limits.STREAM_LATE_S
+            return f"no lane to {one.endpoint} stood within {limit_s:.3g} s{shortage}"
         if one.why:
             return f"{one.why} (tried for {self._limit_s:.3g} s)"
         return f"the name {one.to.host} did not resolve within {self._limit_s:.3g} s"

@@ -17,8 +17,9 @@ from typing import TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
+from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Leaf, Note
-from pccl.runtime.client.client import SERVE_INTERVAL_S, Client
+from pccl.runtime.client.client import Client
 from pccl.runtime.client.staging import Region, Staging, Verdict, served
 from pccl.runtime.digest import digests
 from pccl.runtime.uninterrupted import aside
@@ -26,13 +27,8 @@ from pccl.types import SharedStateProgress
 
 log = logging.getLogger("pccl")
 
-FAILURE_S = 0.1  # until a first failure is told; four times as long each time
 Adopt: TypeAlias = Callable[[effects.Synced, tuple[int, ...]], None]
 BATCH = 64  # verdicts on small entries that are given at once
-REMIND_S = 5.0  # what is not answered for so long is asked for again, if nothing comes at all
-REMINDERS_MAX = 64  # then holders that do not answer count as lost
-REPORT_S = 0.1  # between calls of the caller's callback
-LOG_S = 5.0  # between lines in the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +142,7 @@ class _Receiver:
                     self._vote()
                 case effects.Fetched(_, seq, False, why) if seq == self._plan.seq:
                     self._failure = why
-                    self._fail_at = time.monotonic() + FAILURE_S * 4**self._failures
+                    self._fail_at = time.monotonic() + limits.TRANSFER_FAILURE_S * 4**self._failures
                     self._failures += 1
                 case effects.Answer(_, effects.Synced() as synced):
                     self._install(synced, adopt)
@@ -173,7 +169,7 @@ class _Receiver:
             pauses = []
             limited = bool(self._plan.serve) and self._client.serve_limit > 0
             if limited:
-                pauses.append(SERVE_INTERVAL_S)
+                pauses.append(limits.SERVE_INTERVAL_S)
             if self._failure:
                 pauses.append(max(0.0, self._fail_at - time.monotonic()))
             if self._op and not self._complete:
@@ -189,8 +185,8 @@ class _Receiver:
                 self._client.fetched(self._plan.seq, False, self._failure)
                 self._failure = ""
             if self._op and time.monotonic() >= self._remind_at:
-                self._remind_at = time.monotonic() + REMIND_S
-                self._client.remind(self._op, REMINDERS_MAX)
+                self._remind_at = time.monotonic() + limits.REMIND_S
+                self._client.remind(self._op, limits.REMINDERS_MAX)
 
     def _follow(self, plan: m.SyncPlan, resumed: bool) -> None:
         self._plan, self._failure = plan, ""
@@ -203,7 +199,7 @@ class _Receiver:
             self._op = self._client.fetch(
                 self._call, plan.seq, staging.pieces(), len(self._regions), staging
             )
-            self._remind_at = time.monotonic() + REMIND_S
+            self._remind_at = time.monotonic() + limits.REMIND_S
             self._progress.begin(staging)
 
     def _install(self, synced: effects.Synced, adopt: Adopt) -> None:
@@ -238,7 +234,7 @@ class _Progress:
         """A transfer begins."""
         self._staging, self._told = staging, -1
         self._began = self._logged = time.monotonic()
-        self._reported = self._began - REPORT_S
+        self._reported = self._began - limits.PROGRESS_S
 
     def report(self) -> bool:
         """Tells, if it is time to. False once, when the callback has failed."""
@@ -253,10 +249,10 @@ class _Progress:
             staging.bytes_total,
             now - self._began,
         )
-        if now - self._logged >= LOG_S or (done and self._logged > self._began):
+        if now - self._logged >= limits.PROGRESS_LOG_S or (done and self._logged > self._began):
             self._logged = now
             log.info("shared state: %s", progress)
-        due = now - self._reported >= REPORT_S or done
+        due = now - self._reported >= limits.PROGRESS_S or done
         if due and self._callback is not None and self._told != staging.bytes_proven:
             self._reported, self._told = now, staging.bytes_proven
             try:

@@ -22,13 +22,12 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from pccl.runtime import limits
 from pccl.runtime.curve import secure_client
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair
 from pccl.support.text import KEY, address_text
 
-LIMIT_S = 3.0  # for one dial; a lost packet is sent again after 1 s
-DIALS_MAX = 64  # at the same time; any more are not made
 GREETING = b"\xff"  # the first byte of ZMTP
 NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)
 ANOTHER = "another process answers there: check the port forwarding"
@@ -38,7 +37,6 @@ TOKEN = re.compile(r"[0-9a-f]{16,64}")
 
 # What a dial costs its asker, who has so much at once and gets one back in each second.
 OWN_COST, OTHER_COST, ASKER_MAX = 1, 4, 64
-ASKERS_MAX = 4096  # that are remembered; while there are more, newcomers are not dialled
 
 Then = Callable[[str | None], None]
 
@@ -106,12 +104,12 @@ class Dialler:
         if (
             not found
             or not self._provable(target)
-            or len(self._dials) >= DIALS_MAX
+            or len(self._dials) >= limits.DIALS_MAX
             or not self._afford(asker, OWN_COST if told else OTHER_COST, now_s)
         ):
             then(None)
             return
-        dial = _Dial(target, then, now_s + LIMIT_S, told)
+        dial = _Dial(target, then, now_s + limits.DIAL_S, told)
         family, kind, protocol, _, address = found[0]
         try:
             dial.plain = socket.socket(family, kind, protocol)
@@ -128,7 +126,7 @@ class Dialler:
     def tick(self, now_s: float) -> None:
         """Gives up on those that have taken too long."""
         for dial in [dial for dial in self._dials if dial.until_s <= now_s]:
-            why = f"no answer within {LIMIT_S:g} s" if dial.told else UNTOLD
+            why = f"no answer within {limits.DIAL_S:g} s" if dial.told else UNTOLD
             self._forget(dial)
             dial.then(dial.failed or why)
 
@@ -148,7 +146,7 @@ class Dialler:
     def _afford(self, asker: str | None, cost: int, now_s: float) -> bool:
         if asker is None:
             return True
-        if asker not in self._spent and len(self._spent) >= ASKERS_MAX:
+        if asker not in self._spent and len(self._spent) >= limits.ASKERS_MAX:
             self._spent = {
                 who: (spent, at_s)
                 for who, (spent, at_s) in self._spent.items()
@@ -156,7 +154,9 @@ class Dialler:
             }
         spent, at_s = self._spent.get(asker, (0.0, now_s))
         spent = max(0.0, spent - (now_s - at_s)) + cost
-        if spent > ASKER_MAX or (asker not in self._spent and len(self._spent) >= ASKERS_MAX):
+        if spent > ASKER_MAX or (
+            asker not in self._spent and len(self._spent) >= limits.ASKERS_MAX
+        ):
             return False
         self._spent[asker] = (spent, now_s)
         return True
@@ -187,7 +187,7 @@ class Dialler:
     def _shake_hands(self, dial: _Dial) -> None:
         target = dial.target
         dial.push = push = self._context.socket(zmq.PUSH)
-        milliseconds = int(LIMIT_S * 1000)
+        milliseconds = int(limits.DIAL_S * 1000)
         options = {
             zmq.LINGER: 0,
             zmq.RECONNECT_IVL: -1,

@@ -18,17 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pccl.protocol import messages as m
+from pccl.runtime import limits
 
-HELLO_S = 10.0  # from the acceptance of a connection to its first message
 PATIENCE = 3  # times as long, where the master has not yet read all that has come
-LOOK_S = 0.05  # between two looks at all connections while there are strangers,
-KNOWN_LOOK_S = 0.2  # and while there are none,
 SHARE = 50  # or so many times as long as a look takes
-STRANGER_BYTES = 4 << 20  # before its first message: a Resume with many small results
-STRANGERS_BYTES = 16 << 20  # of all strangers together
-KNOWN_BYTES = m.MESSAGE_BYTES_MAX + (1 << 20)
-HEARTBEAT_BYTES_S = 4096  # a second of heartbeats, which are no messages, however often they come
 
 
 class Verdict(NamedTuple):
@@ -72,14 +65,14 @@ class Guard:
         self._lines: dict[int, Line] = {}  # by descriptor, in the order of their acceptance
         self._next_s = 0.0
         self._rested_s = 0.0  # when looks have had their share of the time
-        self._pause_s = LOOK_S
+        self._pause_s = limits.STRANGERS_LOOK_S
 
     def accepted(self, descriptor: int, now_s: float) -> Line:
         """A connection was accepted."""
         self._lines.pop(descriptor, None)
         line = self._lines[descriptor] = Line(descriptor, now_s)
-        self._pause_s = LOOK_S
-        self._next_s = max(self._rested_s, min(self._next_s, now_s + LOOK_S))
+        self._pause_s = limits.STRANGERS_LOOK_S
+        self._next_s = max(self._rested_s, min(self._next_s, now_s + limits.STRANGERS_LOOK_S))
         return line
 
     @property
@@ -120,7 +113,7 @@ class Guard:
         if now_s < self._next_s or not self._lines:
             return []
         began_s = self._clock()
-        limit_s = HELLO_S if drained else PATIENCE * HELLO_S
+        limit_s = limits.HELLO_S if drained else PATIENCE * limits.HELLO_S
         verdicts = []
         for line in self._lines.values():
             why = "" if line.cut else self._see(line, now_s, limit_s)
@@ -132,7 +125,7 @@ class Guard:
             verdict.line.cut = True
         ended_s = now_s + self._clock() - began_s
         strangers = any(line.stranger for line in self._lines.values())
-        self._pause_s = LOOK_S if strangers else KNOWN_LOOK_S
+        self._pause_s = limits.STRANGERS_LOOK_S if strangers else limits.KNOWN_LOOK_S
         self._rested_s = ended_s + SHARE * (ended_s - now_s)
         self._next_s = max(self._rested_s, ended_s + self._pause_s)
         return verdicts
@@ -146,9 +139,9 @@ class Guard:
         waited_s = now_s - line.since_s
         if line.stranger and waited_s > limit_s:
             return f"it has said nothing for {limit_s:g} s"
-        most = STRANGER_BYTES if line.stranger else KNOWN_BYTES
+        most = limits.STRANGER_BYTES if line.stranger else limits.KNOWN_BYTES
         unread = self._unread(line)
-        if unread > most + HEARTBEAT_BYTES_S * waited_s:
+        if unread > most + limits.HEARTBEAT_BYTES_S * waited_s:
             return f"it has sent {unread} bytes of a message without an end"
         return ""
 
@@ -164,7 +157,7 @@ class Guard:
         sizes = [(self._unread(line), line) for line in strangers[len(surplus) :]]
         total = sum(size for size, _ in sizes)
         for size, line in sorted(sizes, key=lambda pair: -pair[0]):
-            if total <= STRANGERS_BYTES:
+            if total <= limits.STRANGERS_BYTES:
                 break
             total -= size
             verdicts.append(Verdict(line, "too much arrives that is no message yet"))

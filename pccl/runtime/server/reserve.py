@@ -12,13 +12,11 @@ import errno
 import logging
 import os
 
-from pccl.runtime import descriptors
+from pccl.runtime import descriptors, limits
 
 log = logging.getLogger("pccl")
 
 KEPT = 8
-REST_S = 0.2  # after the last failure: those who wait are accepted and closed meanwhile
-REPEAT_S = 60.0  # between two lines of the log that say so
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -50,7 +48,7 @@ class Reserve:
         self.spent = True
         self._failed_s = now_s
         self.close()
-        if self._said_s is None or now_s - self._said_s >= REPEAT_S:
+        if self._said_s is None or now_s - self._said_s >= limits.LOG_REPEAT_S:
             self._said_s = now_s
             log.error(
                 "master: new connections are closed, for the system lends no more descriptors "
@@ -61,7 +59,7 @@ class Reserve:
 
     def tick(self, now_s: float) -> None:
         """Takes back what was spent, a while after the last failure, if it can be had."""
-        if self.spent and now_s - self._failed_s >= REST_S:
+        if self.spent and now_s - self._failed_s >= limits.DESCRIPTORS_REST_S:
             with contextlib.suppress(OSError):
                 self._restock()
 

@@ -1,10 +1,10 @@
 """Keeps the master's journal, and the master going when it cannot be kept.
 
 A thread of its own writes, so that a disk that hangs does not stop the service. What a journal must
-hold is written before what follows is sent: the service waits for the thread, but no longer than
-`PATIENCE_S`. When that is over, or writing fails, the master goes on without: the journal is
-*behind*, the log says so, and the thread tries again until it has written all that is true then. If
-the master is started again before that, it believes the peers that come back, as one without a
+hold is written before what follows is sent: the service waits for the thread, but not for long
+(`JOURNAL_PATIENCE_S`). When that is over, or writing fails, the master goes on without: the journal
+is *behind*, the log says so, and the thread tries again until it has written all that is true then.
+If the master is started again before that, it believes the peers that come back, as one without a
 journal does (journal.py says how it knows). Or, where its operator has asked for that, it ends.
 """
 
@@ -22,13 +22,10 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
+from pccl.runtime import limits
 from pccl.runtime.server.journal import JournalError, JournalFile, State
 
 log = logging.getLogger("pccl")
-
-RETRY_S = 1.0  # between two attempts to write a journal that is behind
-REPEAT_S = 60.0  # between two lines of the log that say so
-CLOSE_S = 2.0  # for the last write of a master that ends
 
 
 class OnError(Enum):
@@ -36,9 +33,6 @@ class OnError(Enum):
 
     CONTINUE = "continue"
     STOP = "stop"
-
-
-PATIENCE_S = {OnError.CONTINUE: 0.25, OnError.STOP: 5.0}  # for one write, before what follows
 
 
 class Scribe:
@@ -58,7 +52,7 @@ class Scribe:
 
     def __init__(self, path: Path, run: int, on_error: OnError = OnError.CONTINUE) -> None:
         self._stops = on_error is OnError.STOP
-        self._patience_s = PATIENCE_S[on_error]
+        self._patience_s = limits.JOURNAL_STOP_S if self._stops else limits.JOURNAL_PATIENCE_S
         self._file = JournalFile(path, self._patience_s)
         try:
             state = self._file.read() or State(run)
@@ -148,7 +142,7 @@ class Scribe:
         with self._news:
             self._ending = True
             self._news.notify_all()
-        self._thread.join(CLOSE_S)
+        self._thread.join(limits.JOURNAL_CLOSE_S)
 
     def forked(self) -> None:
         """In a forked child: the file is the parent's."""
@@ -161,7 +155,7 @@ class Scribe:
             with self._news:
                 behind = self._failed is not None
                 if not self._ending and (behind or self._asked == self._written):
-                    self._news.wait(RETRY_S if behind else None)
+                    self._news.wait(limits.JOURNAL_RETRY_S if behind else None)
                 behind = self._failed is not None
                 ending, asked, whole = self._ending, self._asked, self._whole
                 state = replace(self._state, peers=dict(self._state.peers))
@@ -206,7 +200,7 @@ class Scribe:
     def _fail(self, why: str) -> None:
         now_s = time.monotonic()
         since_s = now_s if self._failed is None else self._failed[0]
-        if self._failed is None or now_s - self._said_s >= REPEAT_S:
+        if self._failed is None or now_s - self._said_s >= limits.LOG_REPEAT_S:
             self._said_s = now_s
             log.error("master: %s", self._text(why, now_s - since_s))
         self._failed = since_s, why

@@ -39,7 +39,7 @@ from pccl.errors import PCCLError
 from pccl.ext.drain import Drain
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, effects
-from pccl.runtime import descriptors
+from pccl.runtime import descriptors, limits
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
 from pccl.runtime.descriptors import Shutter, received
@@ -55,15 +55,7 @@ from pccl.security import KeyPair, Security
 
 log = logging.getLogger("pccl")
 
-OFTEN_S = 0.1  # where there is something to wait for
-FAREWELL_MS = 200  # for the last messages of a master that ends
 BATCH = 100  # messages read before the dead are buried, however many more wait
-RECEIVED_MAX = 32  # messages of one connection that wait to be read; then TCP holds it back
-UNREAD_MAX = 10_000  # messages that wait for one connection to read them; then it is lost
-ARRIVING_MAX = 4  # messages of a connection that wait for its welcome
-GRACE_S = 1.0  # between the end of a connection and the end of all that may still come of it
-SPARE = 64  # descriptors that are for something else than connections,
-LINES_MIN = 16  # but not where that would leave fewer for these
 MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
 
 
@@ -82,8 +74,8 @@ def _router(
     options = {
         zmq.LINGER: 0,
         zmq.ROUTER_MANDATORY: 1,  # a send to a connection that is gone says so
-        zmq.SNDHWM: UNREAD_MAX,
-        zmq.RCVHWM: RECEIVED_MAX,
+        zmq.SNDHWM: limits.UNREAD_MAX,
+        zmq.RCVHWM: limits.RECEIVED_MAX,
         zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
         zmq.HANDSHAKE_IVL: int(config.link_timeout_s * 1000),  # so long a stranger holds memory
         zmq.HEARTBEAT_IVL: config.heartbeat_ms,
@@ -146,7 +138,9 @@ class Server:
         self._security = security
         self._zap: Zap | None = None
         self._journal: Scribe | None = None
-        self._guard = Guard(received, max(LINES_MIN, descriptors.limit() - SPARE))
+        self._guard = Guard(
+            received, max(limits.CONNECTIONS_MIN, descriptors.limit() - limits.DESCRIPTORS_SPARE)
+        )
         self._surplus: list[Line] = []  # connections for which there is no room
         self._stop = False
         self._sent = False  # since the router was last found empty
@@ -184,7 +178,7 @@ class Server:
         self._context = zmq.Context()
         opened.callback(self._context.destroy, linger=0)  # `term` would wait for what is left open
         self._router = _router(self._context, config, ipv6=":" in host)
-        opened.callback(self._router.close, linger=FAREWELL_MS)
+        opened.callback(self._router.close, linger=limits.FAREWELL_MS)
         self._monitor = self._router.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
         )
@@ -261,12 +255,13 @@ class Server:
         if self._sent or self._surplus or not drained:
             return 0.0
         often = self._core.recovering or self._dropped or self._buried or self._dialler.busy
-        limits = [
-            OFTEN_S if often or self._reserve.spent else self._timeout_s / 4,  # to notice pauses
+        often = often or self._reserve.spent
+        waits_s = [
+            limits.MASTER_LOOK_S if often else self._timeout_s / 4,  # to notice pauses
             self._tick_s,
             self._guard.patience_s,
         ]
-        return min(limit for limit in limits if limit is not None)
+        return min(wait_s for wait_s in waits_s if wait_s is not None)
 
     # ---- pauses ----
 
@@ -350,7 +345,7 @@ class Server:
         if lost:
             self._perform(self._core.all_disconnected(lost, self._why_lost))
         if drained:
-            self._buried = {c: at for c, at in self._buried.items() if now_s - at < GRACE_S}
+            self._buried = {c: at for c, at in self._buried.items() if now_s - at < limits.GRACE_S}
 
     def _cut(self, now_s: float, drained: bool) -> None:
         """Closes connections that libzmq would keep: it has no call for that."""
@@ -359,7 +354,7 @@ class Server:
         for line, why in self._guard.look(now_s, drained):
             log.info("master: a connection is closed: %s", why)
             self._shut(line.descriptor, partial(self._guard.holds, line))
-        for conn in [conn for conn, at in self._dropped.items() if now_s - at >= GRACE_S]:
+        for conn in [conn for conn, at in self._dropped.items() if now_s - at >= limits.GRACE_S]:
             self._dropped[conn] = math.inf  # until the monitor says that it is gone
             fd = self._senders[conn].fd
             self._shut(fd, partial(self._is_of, fd, conn))
@@ -419,7 +414,7 @@ class Server:
             return
         if conn not in self._arriving:
             self._guarded(conn, lambda: self._hear(conn, data))
-        elif len(self._arriving[conn]) < ARRIVING_MAX:
+        elif len(self._arriving[conn]) < limits.ARRIVING_MAX:
             self._arriving[conn].append(data)
         else:
             del self._arriving[conn]

@@ -11,9 +11,8 @@ from __future__ import annotations
 import os
 import threading
 
+from pccl.runtime import limits
 from pccl.runtime.server.server import Server
-
-SLICE_S = 0.5  # of a wait: on Windows a signal is handled between two of them only
 
 
 class Service:
@@ -58,7 +57,7 @@ class Service:
     def wait(self) -> None:
         """Returns when it has ended."""
         while not self.over:
-            if self._serving.acquire(timeout=SLICE_S):
+            if self._serving.acquire(timeout=limits.SLICE_S):
                 self._serving.release()
 
     def _serve(self) -> None:
