@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 from cluster import Cluster, in_threads
 from processes import Master
 from test_errors import listed
@@ -401,11 +402,22 @@ def test_a_process_without_descriptors_tries_on_to_get_back_to_its_master(
         master.kill()
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (RuntimeError("on purpose"), "an internal error of pccl, RuntimeError: on purpose"),
+        (MemoryError(), "this process has no memory left"),
+        (zmq.ZMQError(errno.ENOMEM), "this process has no memory left"),
+    ],
+)
 def test_whatever_ends_the_control_thread_ends_every_wait(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*_: object) -> None:
-        raise MemoryError("no memory for the waiter")
+        raise error
 
     with Cluster(2) as cluster:
         client = cluster.comms[0]._membership._client
@@ -415,15 +427,16 @@ def test_whatever_ends_the_control_thread_ends_every_wait(
         first, second = cluster.comms
 
         def fails() -> str:
-            with pytest.raises(pccl.PCCLError) as error:
+            with pytest.raises(pccl.PCCLError) as told:
                 first.update_topology()
                 first.update_topology()
-            return str(error.value)
+            return str(told.value)
 
         def goes_on() -> str:
             second.update_topology()  # alone, in the end
             return ""
 
-        why, _ = in_threads([fails, goes_on])
-        assert "an internal error of pccl, MemoryError: no memory for the waiter" in why
-    assert any(record.levelno == logging.ERROR for record in caplog.records)
+        said, _ = in_threads([fails, goes_on])
+        assert why in said
+    logged = any(record.levelno == logging.ERROR for record in caplog.records)
+    assert logged == ("internal error" in why)

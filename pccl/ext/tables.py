@@ -121,22 +121,26 @@ def _try_out(table: Any) -> None:
 
     Raises:
         RuntimeError: it did not arrive.
+        MemoryError: there is none for it.
     """
-    context = table.ctx_new()
-    sockets = [table.socket(context, zmq.PAIR) for _ in range(2)]
-    message = ffi.new("pccl_msg *")
-    endpoint = b"inproc://pccl-try-out"
-    failed = table.bind(sockets[0], endpoint) or table.connect(sockets[1], endpoint)
-    failed = failed or table.msg_init_size(message, 100)
-    ffi.memmove(table.msg_data(message), b"x" * 100, 100)
-    sent = table.msg_send(message, sockets[0], zmq.DONTWAIT)
-    table.msg_init(message)
-    received = table.msg_recv(message, sockets[1], zmq.DONTWAIT)
-    arrived = bytes(ffi.buffer(table.msg_data(message), table.msg_size(message)))
-    table.msg_close(message)
-    for socket in sockets:
-        table.close(socket)
-    table.ctx_term(context)
+    context, message = table.ctx_new(), ffi.new("pccl_msg *")
+    sockets = [table.socket(context, zmq.PAIR) for _ in range(2)] if context else [ffi.NULL]
+    try:
+        if not all(sockets) or table.msg_init_size(message, 100):
+            raise MemoryError("there is no memory for a message of libzmq")
+        endpoint = b"inproc://pccl-try-out"
+        failed = table.bind(sockets[0], endpoint) or table.connect(sockets[1], endpoint)
+        ffi.memmove(table.msg_data(message), b"x" * 100, 100)
+        sent = table.msg_send(message, sockets[0], zmq.DONTWAIT)
+        table.msg_init(message)
+        received = table.msg_recv(message, sockets[1], zmq.DONTWAIT)
+        arrived = bytes(ffi.buffer(table.msg_data(message), table.msg_size(message)))
+        table.msg_close(message)
+    finally:
+        for socket in filter(None, sockets):
+            table.close(socket)
+        if context:
+            table.ctx_term(context)
     if failed or sent != 100 or received != 100 or arrived != b"x" * 100:
         raise RuntimeError("a message sent through libzmq's functions did not arrive")
 

@@ -463,6 +463,8 @@ class Client:
             why = self._engine.broken
         elif isinstance(error, Refused):
             why = str(error)
+        elif isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
+            why = "this process has no memory left for pccl's own work"
         else:
             log.error("the control thread of peer %d failed", self._core.number, exc_info=error)
             why = f"an internal error of pccl, {type(error).__name__}: {error}; the log has it"
