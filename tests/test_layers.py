@@ -102,21 +102,6 @@ def test_these_patterns_find_what_they_look_for() -> None:
     assert len(FILES) > 30
 
 
-def test_contributing_names_places_that_exist() -> None:
-    """In its table for the C core: files, and what is to be found in the file named after it."""
-    text = (C.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    table = [line for line in text.splitlines() if line.startswith("| ") and "`c/" in line]
-    cells = [cell for line in table for cell in line.strip("| ").split(" | ")]
-    places = [re.findall(r"`([^`]+)`", cell) for cell in cells]
-    assert len([place for place in places if place]) > 10
-    for place in filter(None, places):
-        *symbols, file = place
-        assert (C.parent / file).exists(), file
-        for symbol in symbols:
-            inside = (C.parent / symbol).exists() or symbol.rstrip(".") in read(C.parent / file)
-            assert inside, f"{file} has no {symbol}"
-
-
 def test_the_api_is_what_the_modules_without_a_header_define() -> None:
     public = [path for path in sources() if not path.with_suffix(".h").exists()]
     defined = {symbol for path in public for symbol in DEFINED.findall(code(path))}

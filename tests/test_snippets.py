@@ -6,6 +6,7 @@ import argparse
 import re
 import runpy
 import sys
+import tomllib
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from itertools import pairwise
 from pathlib import Path
@@ -100,6 +101,13 @@ def check_pytest(words: list[str]) -> None:
     assert all((ROOT / file).exists() for file in files)
 
 
+def check_linter(name: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    package = {"lint-imports": "import-linter"}.get(name, name)
+    assert package in project["project"]["optional-dependencies"]["dev"]
+    assert package.replace("-", "") in project["tool"]
+
+
 @pytest.mark.parametrize("command", sorted(set(COMMANDS)), ids=str)
 def test_a_command_and_its_options_exist(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the root of the clone, where the reader has been told to stand."""
@@ -121,6 +129,8 @@ def test_a_command_and_its_options_exist(command: Command, monkeypatch: pytest.M
             check_pccl(["master", *words])
         case "torchrun":
             check_torchrun(words, monkeypatch)
+        case "ruff" | "mypy" | "lint-imports":
+            check_linter(program.rpartition("/")[2])
         case other:
             assert other in ("export", "nft"), "what is this? tell tests/test_snippets.py"
     settings = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
