@@ -176,7 +176,8 @@ def clean(peer: Peer) -> None:
     """Nothing is left of any call."""
     client, standing = peer.comm._membership._client, peer.comm._membership.standing
     assert client is not None
-    assert not client._memory, "the engine still refers to the memory of a call that has ended"
+    memory = client._pending.memory
+    assert not memory, "the engine still refers to the memory of a call that has ended"
     assert not standing._tags and not standing._rounds
     assert client._thread.is_alive()
 

@@ -23,7 +23,7 @@ import pccl
 from pccl.ext import lib
 from pccl.protocol import messages as m
 from pccl.runtime import limits, resolve
-from pccl.runtime.client import client as client_module
+from pccl.runtime.client import connection as connection_module
 from pccl.runtime.client import engine as engine_module
 from pccl.runtime.client import streams
 from pccl.runtime.client.engine import (
@@ -392,7 +392,7 @@ def test_a_process_without_descriptors_tries_on_to_get_back_to_its_master(
     master = Master("--state", str(tmp_path / "master.db"))
     try:
         with pccl.Communicator(master.address) as comm:
-            monkeypatch.setattr(client_module, "Link", Scarce)
+            monkeypatch.setattr(connection_module, "Link", Scarce)
             master.kill()
             master.start()
             (pending,) = in_threads([comm.are_peers_pending])

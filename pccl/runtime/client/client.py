@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import msgspec
 import zmq
@@ -22,45 +21,25 @@ from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.peer import Peer, effects
 from pccl.runtime import forks, limits
-from pccl.runtime.client import ops
-from pccl.runtime.client.call import Call, End, Leaf
-from pccl.runtime.client.engine import (
-    COMPLETE,
-    FAILED,
-    LEAF,
-    NO_MEMORY,
-    SETTLED,
-    STARVED,
-    STREAM_UP,
-    Engine,
-    EngineOptions,
-    Event,
-)
+from pccl.runtime.client.call import Call, End
+from pccl.runtime.client.connection import MasterConnection
+from pccl.runtime.client.engine import Engine, EngineOptions
+from pccl.runtime.client.engine_events import EngineEvents
 from pccl.runtime.client.identity import Identity
 from pccl.runtime.client.inbox import Inbox
-from pccl.runtime.client.link import Link, LinkEvent
 from pccl.runtime.client.memory import Operands, Pieces, Pool
+from pccl.runtime.client.pending import PendingCalls
+from pccl.runtime.client.performer import Performer
 from pccl.runtime.client.shortcut import Shortcut
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config
-from pccl.runtime.inline import store
-from pccl.runtime.resolve import Found, Resolver
+from pccl.runtime.resolve import Resolver
 from pccl.runtime.uninterrupted import insist
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import Security
-from pccl.support.text import address_text
 from pccl.types import Result
 
 log = logging.getLogger("pccl")
-
-SILENT = (  # effects that touch no socket
-    effects.Store,
-    effects.Answer,
-    effects.Fail,
-    effects.Follow,
-    effects.Measure,
-    effects.Fetched,
-)
 
 
 class Client:
@@ -94,40 +73,25 @@ class Client:
         self._config = config
         self._core = Peer()
         self._numbers = itertools.count(1)
-        self._calls: dict[int, Call] = {}
-        self._memory: dict[int, Operands | Pool] = {}  # op -> what the engine refers to
-        self._told: list[tuple[Call, End]] = []  # calls that have ended, and not heard of it yet
+        self._pending = PendingCalls()
         self._ended = threading.Event()
-        self._leaving = self._failed = self._closed = False
+        self._leaving = self._failed = False
         self._working = threading.RLock()  # whoever has it uses the link
         self._inbox = Inbox()
         self._engine, self._hello = self._make_engine(address, hello, config)
         self._resolver = Resolver(self._inbox.post)
         self._streams = Streams(self._engine, self._resolver, config, pool_size, self._local)
-        self._master = (host, port)
-        self._resolving = False  # the master's name, on the way back to it
-        self._trouble = ""  # what was wrong with the last connection to it
-        self._retry_at: float | None = None
-        self._give_up_at = 0.0
         self._waiter = Waiter()
-        self._sent = True  # since the sockets were last read
-        self._perform_by_type: dict[type, Callable[..., None]] = {
-            effects.Send: self._send,
-            effects.RegisterOp: self._register,
-            effects.StartOp: self._start,
-            effects.StartTransfer: self._start,
-            effects.CommitOp: lambda effect: self._engine.commit(effect.op),
-            effects.AbortOp: lambda effect: self._engine.abort(effect.op),
-            effects.Store: self._store,
-            effects.OpenStream: self._open_stream,
-            effects.CloseStream: lambda effect: self._streams.close(effect.stream),
-            effects.Answer: self._answer,
-            effects.Fail: self._answer,
-            effects.Follow: self._note,
-            effects.Measure: self._note,
-            effects.Fetched: self._note,
-            effects.Waits: self._warn,
-        }
+        self._master = MasterConnection(
+            host, port, config, self._identity, self._core, self._waiter, self._resolver
+        )
+        self._performer = Performer(
+            self._core, self._engine, self._streams, self._master, self._pending, self._local
+        )
+        self._perform = self._performer.perform
+        self._events = EngineEvents(
+            self._engine, self._core, self._streams, self._pending, self._perform
+        )
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
         self._forked = False
         forks.watch(self)
@@ -145,7 +109,7 @@ class Client:
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"cannot begin: {error}") from None
         try:
-            self._link = self._open_link(address)
+            self._master.begin(self._context, address, self._read_link, self._perform)
             self._thread.start()
         except BaseException as error:
             self._context.destroy(linger=0)
@@ -166,7 +130,7 @@ class Client:
         listen = "::" if ":" in address else "0.0.0.0"  # as others then reach this peer
 
         def stopped() -> None:
-            self._inbox.post(self._read_engine)
+            self._inbox.post(lambda: self._events.read())
 
         engine = Engine(
             self._identity.guard(options), host=listen, ports=config.ports, stopped=stopped
@@ -175,25 +139,15 @@ class Client:
         own = self._identity
         return engine, msgspec.structs.replace(said, curve=own.curve, dial=own.token)
 
-    def _open_link(self, address: str) -> Link:
-        """A connection to the master; raises OSError where no socket is to be had."""
-        self._address = address
-        link = Link(self._context, address, self._master[1], self._config, self._identity.secure)
-        self._waiter.add(link.socket, self._read_link)
-        self._waiter.add(link.monitor, self._read_monitor)
-        return link
-
-    def _close_link(self) -> None:
-        self._waiter.remove(self._link.socket)
-        self._waiter.remove(self._link.monitor)
-        self._link.close()
+    def _local(self, info: m.PeerInfo) -> bool:
+        return reach.local(self._hello, info)
 
     # ---- for the threads of the user ----
 
     @property
     def master(self) -> str:
         """`host:port` of the master."""
-        return address_text(*self._master)
+        return self._master.name
 
     @property
     def world(self) -> m.World:
@@ -219,7 +173,7 @@ class Client:
         """This is a forked child: the peer is its parent's. Nothing here is to be touched."""
         self._forked = True
         self._inbox.forked()
-        others = {*self._streams.ends, (self._address, self._master[1])}
+        others = {*self._streams.ends, (self._master.address, self._master.port)}
         forks.let_go(self._engine.port, self._engine.ipc, others)
 
     @property
@@ -261,7 +215,7 @@ class Client:
 
         def begin(number: int) -> list[effects.Effect]:
             shortcut.entered = True
-            self._memory[number] = operands
+            self._pending.memory[number] = operands
             return self._core.collective(number, tag, work, data, stuck, shortcut.sent)
 
         self._leave_to_begin(call, begin)
@@ -269,10 +223,10 @@ class Client:
             with self._working:
                 if shortcut.entered:
                     return
-                self._sent = True
-                heard = None if self._closed else self._core.heard_if_free
+                self._performer.sent = True
+                heard = None if self._pending.closed else self._core.heard_if_free
                 vote = m.StartVote(call.number, tag, work, data, heard or 0, stuck)
-                if heard is not None and shortcut.send(self._link, m.encode(vote)):
+                if heard is not None and shortcut.send(self._master.link, m.encode(vote)):
                     return
         self._inbox.signal()
 
@@ -291,7 +245,7 @@ class Client:
         call.serve_op = serve = next(self._numbers)
 
         def begin(number: int) -> list[effects.Effect]:
-            self._memory[serve] = pool
+            self._pending.memory[serve] = pool
             return enter(number, serve)
 
         self._begin(call, begin)
@@ -305,7 +259,7 @@ class Client:
         """Lets a limited peer serve for another SERVE_INTERVAL_S."""
 
         def tell() -> None:
-            self._sent = True
+            self._performer.sent = True
             self._engine.allow(call.serve_op, self.serve_limit)
 
         self._inbox.post(tell)
@@ -317,7 +271,7 @@ class Client:
         def begin() -> None:
             todo = self._core.fetch(op, seq)
             if todo:
-                self._memory[op] = Pool(pieces, first_counted, owner, call)
+                self._pending.memory[op] = Pool(pieces, first_counted, owner, call)
             self._perform(todo)
 
         self._inbox.post(begin)
@@ -327,7 +281,7 @@ class Client:
         """Has a fetch ask again for what is not answered; see `Engine.remind`."""
 
         def tell() -> None:
-            self._sent = True
+            self._performer.sent = True
             self._engine.remind(op, limit)
 
         self._inbox.post(tell)
@@ -336,7 +290,7 @@ class Client:
         """Says of some leaves of a fetch (piece, leaf) whether they are right."""
 
         def tell() -> None:
-            self._sent = True
+            self._performer.sent = True
             for piece, leaf, good in verdicts:
                 self._engine.judge(op, piece, leaf, good)
 
@@ -364,7 +318,7 @@ class Client:
         """
 
         def leave() -> None:
-            if call.number in self._calls:
+            if call.number in self._pending:
                 self._perform(self._core.abandon(call.number))
             elif call.end is None:
                 call.put(effects.Fail(call.number, Result.INVALID_USAGE, "it was never made"))
@@ -414,7 +368,7 @@ class Client:
 
     def _leave_to_begin(self, call: Call, event: Callable[[int], list[effects.Effect]]) -> None:
         def begin() -> None:
-            self._calls[call.number] = call
+            self._pending.add(call)
             self._perform(event(call.number))
 
         self._inbox.leave(begin)
@@ -424,16 +378,16 @@ class Client:
     def _run(self) -> None:
         try:
             self._waiter.add(self._inbox.socket, self._inbox.clear_signal)
-            self._waiter.add(self._engine.socket, self._read_engine)
+            self._waiter.add(self._engine.socket, self._events.read)
             while not (self._failed or (self._leaving and self._core.idle)):
                 ready = self._waiter.wait(self._patience_s())
                 with self._working:
                     self._work(ready)
-                self._tell()
+                self._pending.tell()
         except BaseException as error:  # whatever it is: somebody waits for an answer
             self._break_down(error)
         with self._working:
-            self._closed = True
+            self._pending.closed = True
         self._shut_down()
 
     def _work(self, ready: Sequence[Callable[[], object]]) -> None:
@@ -444,17 +398,12 @@ class Client:
                 read()
             self._inbox.carry_out()
             self._tick()
-            while self._sent:
-                self._sent = False
+            while self._performer.sent:
+                self._performer.sent = False
                 self._read_link()
-                self._read_engine()
+                self._events.read()
         except Exception as error:
             self._break_down(error)
-
-    def _tell(self) -> None:
-        told, self._told = self._told, []  # last of all: they need the global lock
-        for call, end in told:
-            call.put(end)
 
     def _break_down(self, error: BaseException) -> None:
         """Something that must not fail has failed: ends the membership, and says what it was."""
@@ -472,209 +421,32 @@ class Client:
             self._perform(self._core.broken(why))
 
     def _read_link(self) -> None:
-        while readable(self._link.socket):
-            message = m.decode_from_master(self._link.socket.recv(zmq.DONTWAIT))
+        while readable(self._master.link.socket):
+            message = m.decode_from_master(self._master.link.socket.recv(zmq.DONTWAIT))
             todo = self._core.received(message)
             if isinstance(message, m.Plan):
                 keys = (info.curve for info in message.peers if info.curve)
                 self._engine.expect(self._core.number, message.nonce, keys)
             if isinstance(message, m.Resumed | m.Welcome):
-                self._give_up_at = 0.0
+                self._master.answered()
             if isinstance(message, m.Welcome):
-                for call in self._calls.values():
-                    call.put(message)
+                self._pending.welcomed(message)
                 if message.warning:
                     log.warning("peer %d: %s", message.peer, message.warning)
             self._perform(todo)
-
-    def _read_engine(self) -> None:
-        for event in self._engine.events():
-            if event.kind == COMPLETE:
-                todo = self._core.engine_complete(
-                    event.op, event.settled, event.tx_bytes, event.rx_bytes
-                )
-            elif event.kind == FAILED:
-                starved = event.seq if event.status == STARVED else 0
-                cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
-                why = self._streams.why(event)
-                todo = self._core.engine_failed(event.op, why, starved, cause)
-            elif event.kind == LEAF:
-                self._leaf(Leaf(event.op, event.piece, event.leaf))
-                continue
-            elif event.kind == SETTLED:
-                todo = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
-            elif event.kind == STREAM_UP:
-                self._streams.up(event.stream)
-                continue
-            else:
-                self._stream_lost(event)
-                continue
-            if event.settled or event.kind == SETTLED:
-                self._memory.pop(event.op, None)
-            self._perform(todo)
-
-        if self._engine.broken and not self._closed:
-            raise RuntimeError(self._engine.broken)
-
-    def _stream_lost(self, event: Event) -> None:
-        to, unreached = self._streams.lost(event)
-        log.info("peer %d: its connection to %s: %s", self._core.number, to, event.text)
-        if to is None:
-            return
-        if unreached:
-            self._perform(self._core.unreached(to, event.text))
-        why = f"its connection to {to}: {event.text}"
-        self._perform(self._core.stream_lost(event.stream, why))
-
-    def _leaf(self, leaf: Leaf) -> None:
-        memory = self._memory.get(leaf.op)
-        if isinstance(memory, Pool) and memory.reader is not None:
-            memory.reader.put(leaf)
-
-    def _read_monitor(self) -> None:
-        for event in self._link.events():
-            self._linked(event)
-
-    def _linked(self, event: LinkEvent) -> None:
-        match event:
-            case LinkEvent.UP:
-                if self._give_up_at:  # this is a new link, not the first one
-                    self._perform(self._core.linked())
-            case LinkEvent.BROKEN:
-                self._read_link()  # what came last says why, if the master ended in good order
-                self._break(
-                    f"the connection to the master at {self.master} broke"
-                    if self._core.number
-                    else "it closed the connection without an answer: it is no pccl master"
-                )
-            case LinkEvent.NOT_ALLOWED if (keys := self._identity.keys) is not None:
-                why = f"its list `allowed` does not have this peer's key, {keys.public}"
-                refused = m.Refused(Result.INVALID_USAGE.value, why)
-                self._perform(self._core.received(refused))
-            case _ if self._give_up_at:  # a proxy may answer for a master that is down
-                self._break(self._handshake_problem())
-            case _:
-                self._perform(self._core.lost_master(self._handshake_problem()))
-
-    def _handshake_problem(self) -> str:
-        if self._identity.keys is not None:
-            return "the handshake failed: the master does not encrypt, or master.key is not its key"
-        return (
-            "the handshake failed: the master wants encryption (pass security=, or set "
-            "PCCL_CURVE_DIR), or it is no pccl master"
-        )
-
-    # ---- the way back to the master ----
-
-    def _break(self, why: str) -> None:
-        """The link is gone: tries to get another one, for as long as the configuration says."""
-        if self._retry_at is not None or self._resolving or self._core.over is not None:
-            return
-        self._trouble = why
-        now = time.monotonic()
-        patience_s = self._config.master_patience_s
-        if not self._give_up_at:
-            self._give_up_at = now + patience_s
-            if self._core.number:
-                log.warning("peer %d: %s; trying for %g s", self._core.number, why, patience_s)
-            self._perform(self._core.link_lost(why))
-        self._retry_at = now + limits.MASTER_RETRY_S
-        self._tick()
-
-    def _give_up(self) -> None:
-        patience_s = self._config.master_patience_s
-        why = f"{self._trouble}, and it did not come back within {patience_s:g} s"
-        self._resolving, self._retry_at, self._give_up_at = False, None, 0.0
-        self._perform(self._core.lost_master(why))
 
     def _patience_s(self) -> float | None:
         """How long to wait for events; None when there is nothing to do without one."""
         if self._core.over is not None:
             return None
-        due = [self._retry_at, self._give_up_at or None, self._streams.due_s]
-        first = min((each for each in due if each is not None), default=None)
-        return None if first is None else max(0.0, first - time.monotonic())
+        due = [each for each in (self._master.due_s, self._streams.due_s) if each is not None]
+        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _tick(self) -> None:
         """Does what it is time for."""
         if self._streams.waits:
             self._streams.tick()
-        if not self._give_up_at:
-            return
-        now = time.monotonic()
-        if self._give_up_at <= now:
-            self._give_up()
-        elif self._retry_at is not None and self._retry_at <= now:
-            self._retry_at = None
-            self._resolving = True
-            self._resolver.find(self._master[0], self._retry)
-
-    def _retry(self, found: Found) -> None:
-        """Tries once more to get to the master, whose address is known again, or is not."""
-        if not self._resolving:
-            return
-        self._resolving = False
-        if not found.address:
-            self._break(found.why)
-            return
-        self._resolver.failed(self._master[0])  # the next attempt goes to another, if any
-        try:
-            link = self._open_link(found.address)
-        except OSError as error:
-            self._break(f"no connection to the master can be opened: {error.strerror or error}")
-            return
-        self._close_link()
-        self._link = link
-
-    # ---- effects ----
-
-    def _perform(self, todo: list[effects.Effect]) -> None:
-        for effect in todo:
-            kind = type(effect)
-            self._sent |= kind not in SILENT
-            self._perform_by_type[kind](effect)
-
-    def _send(self, effect: effects.Send) -> None:
-        try:
-            self._link.socket.send(m.encode(effect.message), zmq.DONTWAIT)
-        except zmq.Again:
-            pass  # the connection broke: the monitor, which knows why, is about to be read
-
-    def _register(self, effect: effects.RegisterOp) -> None:
-        ops.register(self._engine, effect, self._memory[effect.op])
-
-    def _start(self, effect: effects.StartOp | effects.StartTransfer) -> None:
-        local = all(self._local(info) for info in self._core.plan.peers)
-        ops.start(self._engine, effect, self._memory[effect.op], local)
-
-    def _local(self, info: m.PeerInfo) -> bool:
-        return reach.local(self._hello, info)
-
-    def _open_stream(self, effect: effects.OpenStream) -> None:
-        self._streams.open(effect.stream, effect.to, self._core.plan.nonce)
-
-    def _store(self, effect: effects.Store) -> None:
-        memory = self._memory[effect.call]
-        assert isinstance(memory, Operands)
-        for operand in memory.each:
-            store(operand.recv, effect.data)
-
-    def _answer(self, effect: effects.Answer | effects.Fail) -> None:
-        self._memory.pop(effect.call, None)  # no op of the engine needs it any more
-        call = self._calls.pop(effect.call, None)
-        if call is not None and self._closed:  # it was made when all was over, by whoever is here
-            call.put(effect)
-        elif call is not None:
-            self._told.append((call, effect))
-
-    def _warn(self, effect: effects.Waits) -> None:
-        call = self._calls.get(effect.call)
-        if call is not None:
-            waited_s = time.monotonic() - call.began_s
-            log.warning("peer %d has waited %.0f s %s", self._core.number, waited_s, effect.why)
-
-    def _note(self, effect: effects.Follow | effects.Measure | effects.Fetched) -> None:
-        self._calls[effect.call].put(effect)
+        self._master.tick()
 
     # ---- the end ----
 
@@ -682,19 +454,12 @@ class Client:
         """Lets go of everything, and answers who still waits, whatever fails on the way."""
         with contextlib.ExitStack() as last:  # is called from below
             last.callback(self._ended.set)
-            last.callback(self._answer_all)
+            last.callback(lambda: self._pending.fail_all(self._core.over))
             last.callback(self._inbox.end)
-            last.callback(self._memory.clear)
+            last.callback(self._pending.memory.clear)
             last.callback(self._waiter.close)
             last.callback(self._context.term)
             last.callback(self._engine.close)  # restores and lets go of what is not settled
             last.callback(self._streams.clear)
             last.callback(self._resolver.forget)
-            last.callback(self._close_link)
-
-    def _answer_all(self) -> None:
-        """Fails every call that no one will answer any more."""
-        for number in list(self._calls):
-            ended = effects.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
-            self._answer(replace(self._core.over or ended, call=number))
-        self._tell()
+            last.callback(self._master.close)

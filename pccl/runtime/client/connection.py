@@ -1,0 +1,198 @@
+"""The connection to the master, and the way back to it when that breaks.
+
+A link that is broken is replaced: until the master answers again, or patience ends, one is opened
+after the other, each to an address that is looked up again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from pccl.protocol import messages as m
+from pccl.protocol.peer import Peer, effects
+from pccl.runtime import limits
+from pccl.runtime.client.identity import Identity
+from pccl.runtime.client.link import Link, LinkEvent
+from pccl.runtime.config import Config
+from pccl.runtime.resolve import Found, Resolver
+from pccl.runtime.waiter import Waiter
+from pccl.support.text import address_text
+from pccl.types import Result
+
+log = logging.getLogger("pccl")
+
+
+class MasterConnection:
+    """A link to the master, as long as there is one; used by whoever works for the peer.
+
+    Args:
+        host: of the master.
+        port: of the master.
+        config: timings and limits.
+        identity: the keys of this peer.
+        core: is told when the link is lost, is there again, or is given up.
+        waiter: waits for what the link brings.
+        resolver: looks up the master's name again.
+
+    Attributes:
+        link: the last one that was opened.
+        address: that it leads to.
+    """
+
+    link: Link
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        config: Config,
+        identity: Identity,
+        core: Peer,
+        waiter: Waiter,
+        resolver: Resolver,
+    ) -> None:
+        self.host, self.port = host, port
+        self._config, self._identity, self._core = config, identity, core
+        self._waiter, self._resolver = waiter, resolver
+        self.address = ""
+        self._resolving = False  # the master's name, on the way back to it
+        self._trouble = ""  # what was wrong with the last link
+        self._retry_at: float | None = None
+        self._give_up_at = 0.0
+
+    @property
+    def name(self) -> str:
+        """`host:port` of the master."""
+        return address_text(self.host, self.port)
+
+    def begin(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        read: Callable[[], None],
+        perform: Callable[[list[effects.Effect]], None],
+    ) -> None:
+        """Opens the first link.
+
+        Args:
+            context: of its sockets.
+            address: of the master, to begin with.
+            read: reads what the link has brought.
+            perform: does what the core makes of it.
+
+        Raises:
+            OSError: no socket is to be had.
+        """
+        self._context, self._read, self._perform = context, read, perform
+        self.link = self._open(address)
+
+    def close(self) -> None:
+        """Closes the link; what was sent last still goes out."""
+        self._waiter.remove(self.link.socket)
+        self._waiter.remove(self.link.monitor)
+        self.link.close()
+
+    def answered(self) -> None:
+        """The master has answered: this is a link that stands."""
+        self._give_up_at = 0.0
+
+    @property
+    def due_s(self) -> float | None:
+        """When `tick` has something to do."""
+        due = [each for each in (self._retry_at, self._give_up_at or None) if each is not None]
+        return min(due, default=None)
+
+    def tick(self) -> None:
+        """Does what it is time for."""
+        if not self._give_up_at:
+            return
+        now = time.monotonic()
+        if self._give_up_at <= now:
+            self._give_up()
+        elif self._retry_at is not None and self._retry_at <= now:
+            self._retry_at = None
+            self._resolving = True
+            self._resolver.find(self.host, self._retry)
+
+    def _open(self, address: str) -> Link:
+        self.address = address
+        link = Link(self._context, address, self.port, self._config, self._identity.secure)
+        self._waiter.add(link.socket, self._read)
+        self._waiter.add(link.monitor, self._read_monitor)
+        return link
+
+    def _read_monitor(self) -> None:
+        for event in self.link.events():
+            self._linked(event)
+
+    def _linked(self, event: LinkEvent) -> None:
+        match event:
+            case LinkEvent.UP:
+                if self._give_up_at:  # this is a new link, not the first one
+                    self._perform(self._core.linked())
+            case LinkEvent.BROKEN:
+                self._read()  # what came last says why, if the master ended in good order
+                self._break(
+                    f"the connection to the master at {self.name} broke"
+                    if self._core.number
+                    else "it closed the connection without an answer: it is no pccl master"
+                )
+            case LinkEvent.NOT_ALLOWED if (keys := self._identity.keys) is not None:
+                why = f"its list `allowed` does not have this peer's key, {keys.public}"
+                refused = m.Refused(Result.INVALID_USAGE.value, why)
+                self._perform(self._core.received(refused))
+            case _ if self._give_up_at:  # a proxy may answer for a master that is down
+                self._break(self._handshake_problem())
+            case _:
+                self._perform(self._core.lost_master(self._handshake_problem()))
+
+    def _handshake_problem(self) -> str:
+        if self._identity.keys is not None:
+            return "the handshake failed: the master does not encrypt, or master.key is not its key"
+        return (
+            "the handshake failed: the master wants encryption (pass security=, or set "
+            "PCCL_CURVE_DIR), or it is no pccl master"
+        )
+
+    def _break(self, why: str) -> None:
+        """The link is gone: tries to get another one, for as long as the configuration says."""
+        if self._retry_at is not None or self._resolving or self._core.over is not None:
+            return
+        self._trouble = why
+        now = time.monotonic()
+        patience_s = self._config.master_patience_s
+        if not self._give_up_at:
+            self._give_up_at = now + patience_s
+            if self._core.number:
+                log.warning("peer %d: %s; trying for %g s", self._core.number, why, patience_s)
+            self._perform(self._core.link_lost(why))
+        self._retry_at = now + limits.MASTER_RETRY_S
+        self.tick()
+
+    def _give_up(self) -> None:
+        patience_s = self._config.master_patience_s
+        why = f"{self._trouble}, and it did not come back within {patience_s:g} s"
+        self._resolving, self._retry_at, self._give_up_at = False, None, 0.0
+        self._perform(self._core.lost_master(why))
+
+    def _retry(self, found: Found) -> None:
+        """Tries once more to get to the master, whose address is known again, or is not."""
+        if not self._resolving:
+            return
+        self._resolving = False
+        if not found.address:
+            self._break(found.why)
+            return
+        self._resolver.failed(self.host)  # the next attempt goes to another, if any
+        try:
+            link = self._open(found.address)
+        except OSError as error:
+            self._break(f"no connection to the master can be opened: {error.strerror or error}")
+            return
+        self.close()
+        self.link = link

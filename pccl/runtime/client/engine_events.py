@@ -1,0 +1,99 @@
+"""What the engine has to say, for the peer's state machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from pccl.protocol import messages as m
+from pccl.protocol.peer import Peer, effects
+from pccl.runtime.client.call import Leaf
+from pccl.runtime.client.engine import (
+    COMPLETE,
+    FAILED,
+    LEAF,
+    NO_MEMORY,
+    SETTLED,
+    STARVED,
+    STREAM_UP,
+    Engine,
+    Event,
+)
+from pccl.runtime.client.memory import Pool
+from pccl.runtime.client.pending import PendingCalls
+from pccl.runtime.client.streams import Streams
+
+log = logging.getLogger("pccl")
+
+
+class EngineEvents:
+    """Reads the engine's events.
+
+    Args:
+        engine: says them.
+        core: is told of them.
+        streams: knows whose stream is lost.
+        pending: the memory that the engine lets go of, and the calls that hear of leaves.
+        perform: does what the core makes of them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        core: Peer,
+        streams: Streams,
+        pending: PendingCalls,
+        perform: Callable[[list[effects.Effect]], None],
+    ) -> None:
+        self._engine, self._core, self._streams = engine, core, streams
+        self._pending, self._perform = pending, perform
+
+    def read(self) -> None:
+        """Reads all that have come.
+
+        Raises:
+            RuntimeError: the engine has stopped, and says why.
+            Refused: this process gets no sockets for its streams.
+        """
+        for event in self._engine.events():
+            if event.kind == COMPLETE:
+                todo = self._core.engine_complete(
+                    event.op, event.settled, event.tx_bytes, event.rx_bytes
+                )
+            elif event.kind == FAILED:
+                starved = event.seq if event.status == STARVED else 0
+                cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
+                why = self._streams.why(event)
+                todo = self._core.engine_failed(event.op, why, starved, cause)
+            elif event.kind == LEAF:
+                self._leaf(Leaf(event.op, event.piece, event.leaf))
+                continue
+            elif event.kind == SETTLED:
+                todo = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
+            elif event.kind == STREAM_UP:
+                self._streams.up(event.stream)
+                continue
+            else:
+                self._stream_lost(event)
+                continue
+            if event.settled or event.kind == SETTLED:
+                self._pending.memory.pop(event.op, None)
+            self._perform(todo)
+
+        if self._engine.broken and not self._pending.closed:
+            raise RuntimeError(self._engine.broken)
+
+    def _stream_lost(self, event: Event) -> None:
+        to, unreached = self._streams.lost(event)
+        log.info("peer %d: its connection to %s: %s", self._core.number, to, event.text)
+        if to is None:
+            return
+        if unreached:
+            self._perform(self._core.unreached(to, event.text))
+        why = f"its connection to {to}: {event.text}"
+        self._perform(self._core.stream_lost(event.stream, why))
+
+    def _leaf(self, leaf: Leaf) -> None:
+        memory = self._pending.memory.get(leaf.op)
+        if isinstance(memory, Pool) and memory.reader is not None:
+            memory.reader.put(leaf)

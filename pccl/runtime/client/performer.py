@@ -1,0 +1,102 @@
+"""Does what the peer's state machine wants done: sends, orders to the engine, answers to calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import zmq
+
+from pccl.protocol import messages as m
+from pccl.protocol.peer import Peer, effects
+from pccl.runtime.client import ops
+from pccl.runtime.client.connection import MasterConnection
+from pccl.runtime.client.engine import Engine
+from pccl.runtime.client.memory import Operands
+from pccl.runtime.client.pending import PendingCalls
+from pccl.runtime.client.streams import Streams
+from pccl.runtime.inline import store
+
+SILENT = (  # effects that touch no socket
+    effects.Store,
+    effects.Answer,
+    effects.Fail,
+    effects.Follow,
+    effects.Measure,
+    effects.Fetched,
+)
+
+
+class Performer:
+    """Performs effects, in their order.
+
+    Args:
+        core: of what it knows of the run.
+        engine: moves bulk data.
+        streams: opens and closes the engine's streams.
+        master: the connection to it.
+        pending: the calls, and their memory.
+        local: whether a peer is reached without a network.
+
+    Attributes:
+        sent: whether a socket was used since somebody has set this to False: what is to be read may
+            have come meanwhile.
+    """
+
+    def __init__(
+        self,
+        core: Peer,
+        engine: Engine,
+        streams: Streams,
+        master: MasterConnection,
+        pending: PendingCalls,
+        local: Callable[[m.PeerInfo], bool],
+    ) -> None:
+        self.sent = True
+        self._core, self._engine, self._streams = core, engine, streams
+        self._master, self._pending, self._local = master, pending, local
+        self._perform_by_type: dict[type, Callable[..., None]] = {
+            effects.Send: self._send,
+            effects.RegisterOp: self._register,
+            effects.StartOp: self._start,
+            effects.StartTransfer: self._start,
+            effects.CommitOp: lambda effect: engine.commit(effect.op),
+            effects.AbortOp: lambda effect: engine.abort(effect.op),
+            effects.Store: self._store,
+            effects.OpenStream: self._open_stream,
+            effects.CloseStream: lambda effect: streams.close(effect.stream),
+            effects.Answer: pending.answer,
+            effects.Fail: pending.answer,
+            effects.Follow: pending.note,
+            effects.Measure: pending.note,
+            effects.Fetched: pending.note,
+            effects.Waits: lambda effect: pending.warn(core.number, effect),
+        }
+
+    def perform(self, todo: list[effects.Effect]) -> None:
+        """Does all of it."""
+        for effect in todo:
+            kind = type(effect)
+            self.sent |= kind not in SILENT
+            self._perform_by_type[kind](effect)
+
+    def _send(self, effect: effects.Send) -> None:
+        try:
+            self._master.link.socket.send(m.encode(effect.message), zmq.DONTWAIT)
+        except zmq.Again:
+            pass  # the connection broke: the monitor, which knows why, is about to be read
+
+    def _register(self, effect: effects.RegisterOp) -> None:
+        ops.register(self._engine, effect, self._pending.memory[effect.op])
+
+    def _start(self, effect: effects.StartOp | effects.StartTransfer) -> None:
+        local = all(self._local(info) for info in self._core.plan.peers)
+        ops.start(self._engine, effect, self._pending.memory[effect.op], local)
+
+    def _open_stream(self, effect: effects.OpenStream) -> None:
+        self._streams.open(effect.stream, effect.to, self._core.plan.nonce)
+
+    def _store(self, effect: effects.Store) -> None:
+        memory = self._pending.memory[effect.call]
+        assert isinstance(memory, Operands)
+        for operand in memory.each:
+            store(operand.recv, effect.data)
