@@ -1,25 +1,26 @@
 """`Communicator`: one peer of a run, and all the calls that it makes.
 
 All collectives follow the same rules. Every peer of the group must enter the same call, with the
-same tag and the same work; who asks for something else is named in an error on all peers. A
-collective succeeds on all of them or on none: when a peer is lost it fails with `PeerLostError` on
-all survivors, every buffer that was given, in place too, holds what it held before, and calling
-again is enough. An array that only receives is unspecified then.
+same tag and the same work; otherwise all peers get an error that names the calls that differ. A
+collective succeeds on all peers or on none. When a peer is lost, it fails with `PeerLostError` on
+all survivors; input buffers, also of in-place calls, hold what they held before, and the survivors
+only need to call again. The content of an array that only receives is unspecified then.
 
-One array is a numpy array or torch tensor of any shape, of a dtype of `DataType`. Its elements fill
-one stretch of memory, in any order: contiguous, transposed, torch.channels_last. It is moved as it
-lies, so it must lie in the same order on all peers; where it does not, all are told who has which.
-A list or dict of arrays is one collective: all of them are reduced (or gathered, ...) over the same
-peers, or none is. Dicts need the same keys on all peers, in any order.
+An array is a numpy array or torch tensor of any shape, with a dtype of `DataType`. Its elements
+fill one contiguous range of memory, in any order: contiguous, transposed, torch.channels_last. It
+is transferred in its memory order, which must be the same on all peers; otherwise all peers get an
+error that says which peer has which order. A list or dict of arrays is one collective: all of them
+are reduced (or gathered, ...) over the same peers, or none is. Dicts need the same keys on all
+peers, in any order.
 
-Ranks are the positions of the first ring, `Communicator.rank`: they shift when peers come and go.
-Where they matter (all but all-reduce and barrier), a collective counts on the ranks that its thread
-has seen last: when it read `rank`, `world_size` or `peers`, when `PeerLostError` told it of a loss,
-or when `connect`, `update_topology` or `optimize_topology` returned, in whichever thread. If they
-are not those any more the collective fails with `PeerLostError`, before anything happens.
+A rank is a position in the first ring, `Communicator.rank`; ranks shift when peers come and go. All
+collectives except all-reduce and barrier depend on ranks. They use the ranks that their thread has
+seen last: when it read `rank`, `world_size` or `peers`, when `PeerLostError` told it of a loss, or
+when `connect`, `update_topology` or `optimize_topology` returned in any thread. If the ranks have
+changed since then, the collective fails with `PeerLostError` before anything happens.
 
-An exception that leaves a call, of a signal handler for instance, gives the call up: when it is
-raised, no buffer is used any more. The other peers may have succeeded all the same.
+An exception that leaves a call (raised by a signal handler, for instance) abandons the call: when
+the exception is raised, no buffer is in use any more. The other peers may still have succeeded.
 """
 
 from __future__ import annotations
@@ -60,30 +61,30 @@ from pccl.types import (
 
 
 class Communicator:
-    """One peer of a run: joins it at a master, and takes part in its collectives.
+    """One peer of a run: joins the run at a master and takes part in its collectives.
 
         with pccl.Communicator("host:48148") as comm:
             comm.all_reduce(x)
 
-    Usable from several threads. Construction does no I/O.
+    Several threads may use it. Construction does no I/O.
 
     Args:
-        address: `host:port` of the master; an IPv6 address stands in brackets.
-        peer_group: collectives and shared state are among the peers of one group.
-        p2p_connection_pool_size: connections (lanes) to each neighbour; 0 chooses well.
-        security: encrypts, with the keys in this directory (see `pccl keys`); None: in the
-            directory PCCL_CURVE_DIR, and without that not at all.
-        advertise: the host at which other peers reach this one; None: PCCL_ADVERTISE, and without
-            that the address that the master sees.
-        port_range: "FIRST-LAST": the TCP ports on one of which this peer listens for bulk data;
-            None: PCCL_PORT_RANGE, and without that any.
+        address: `host:port` of the master, with an IPv6 address in brackets.
+        peer_group: the group of peers with which this one shares collectives and shared state.
+        p2p_connection_pool_size: connections (lanes) to each neighbour; 0: chosen automatically.
+        security: the directory of keys (see `pccl keys`), which turns encryption on. None:
+            PCCL_CURVE_DIR; if that is unset, nothing is encrypted.
+        advertise: the host at which other peers reach this one. None: PCCL_ADVERTISE; if that is
+            unset, the address that the master sees.
+        port_range: "FIRST-LAST", a range of TCP ports; this peer listens for bulk data on one of
+            them. None: PCCL_PORT_RANGE; if that is unset, any port.
         connect_timeout: seconds for which `connect` tries to reach a master that is not up yet, in
-            any number of attempts; None: PCCL_CONNECT_TIMEOUT_S, and without that as many attempts
-            as `connect` is told to make.
+            any number of attempts. None: PCCL_CONNECT_TIMEOUT_S; if that is unset, `n_attempts` of
+            `connect` applies.
 
     Raises:
         AssertionError: `address` has no colon.
-        ValueError: `address` is malformed otherwise, or another argument is out of range.
+        ValueError: `address` is malformed in another way, or an argument is out of range.
     """
 
     def __init__(
@@ -127,19 +128,19 @@ class Communicator:
         They admit it by `update_topology`; the first peer of a run is accepted at once.
 
         Args:
-            n_attempts: tries to reach the master, one second apart. With the communicator's
-                `connect_timeout`, or PCCL_CONNECT_TIMEOUT_S, that limit counts instead.
-            timeout: seconds for the whole call: until the master is reached, and this peer is
-                admitted. It ends the call in any case; None: admission takes as long as it takes.
+            n_attempts: attempts to reach the master, one second apart. If the communicator has a
+                `connect_timeout`, or PCCL_CONNECT_TIMEOUT_S is set, that limit applies instead.
+            timeout: seconds for the whole call, including the admission. None: the admission has
+                no time limit.
 
         Raises:
             PCCLTimeoutError: the master did not answer, or the peers did not admit this one, within
                 `timeout`; this peer has left again.
-            PCCLError: MASTER_CONNECTION_FAILED when the master did not answer in `n_attempts` or
-                within `connect_timeout`; INVALID_USAGE when already connected, when the master
-                refuses this peer, or when keys are missing or unsafe (the message says why);
-                INTERNAL_ERROR when the system has no descriptors or threads for it.
-            ValueError: `n_attempts` is not positive, `timeout` is no time to wait for, or a PCCL_
+            PCCLError: MASTER_CONNECTION_FAILED: the master did not answer in `n_attempts` or
+                within `connect_timeout`. INVALID_USAGE: already connected, refused by the master,
+                or keys are missing or unsafe (the message says why). INTERNAL_ERROR: the system
+                lacks descriptors or threads.
+            ValueError: `n_attempts` is not positive, `timeout` is not a valid time, or a PCCL_
                 environment variable is malformed.
         """
         config = replace(Config.from_env(), **self._settings)
@@ -179,7 +180,7 @@ class Communicator:
     # ---- who is there ----
 
     def get_attribute(self, attribute: Attribute) -> int:
-        """A world size, of accepted peers, as of now.
+        """One of the world sizes: current counts of accepted peers or groups.
 
         Raises:
             PCCLError: INVALID_USAGE before `connect`.
@@ -194,22 +195,22 @@ class Communicator:
                 return world.groups
             case Attribute.LARGEST_PEER_GROUP_WORLD_SIZE:
                 return world.largest
-        raise ValueError(f"{attribute!r} is no Attribute")
+        raise ValueError(f"{attribute!r} is not an Attribute")
 
     @property
     def world_size(self) -> int:
-        """Accepted peers of this peer's group. Raises PCCLError INVALID_USAGE before `connect`."""
+        """Number of accepted peers in this group. PCCLError INVALID_USAGE before `connect`."""
         return self.get_attribute(Attribute.LOCAL_WORLD_SIZE)
 
     @property
     def rank(self) -> int:
-        """This peer's position in the ring; it changes when peers come and go."""
+        """This peer's position in the ring, which changes when peers come and go."""
         client = self._membership.seen("rank")
         return self._membership.ranks.of(client.number).rank
 
     @property
     def peers(self) -> list[str]:
-        """The accepted peers of the group, in words, by rank."""
+        """Descriptions of the group's accepted peers, by rank."""
         client = self._membership.seen("peers")
         infos = {info.peer: str(info) for info in client.plan.peers}
         return [infos[number] for number in self._membership.ranks.order if number in infos]
@@ -223,8 +224,8 @@ class Communicator:
             timeout: seconds to wait for the others.
 
         Raises:
-            PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
-                this one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
+            PCCLError: INVALID_USAGE (not connected, or other peers are in calls that exclude this
+                one), PENDING_ASYNC_OPS (a collective is launched and not awaited).
         """
         self._admission.update_topology(Deadline(timeout))
 
@@ -234,50 +235,51 @@ class Communicator:
         All accepted peers of all groups must ask. Collectives may run in other threads meanwhile.
 
         Raises:
-            PCCLError: INVALID_USAGE (not connected, or others stand in calls that can never meet
-                this one).
+            PCCLError: INVALID_USAGE (not connected, or other peers are in calls that exclude this
+                one).
         """
         return self._admission.are_peers_pending(Deadline(timeout))
 
     def wait_for_peers(self, n: int, *, timeout: float | None = None) -> int:
         """Admits newcomers until this peer's group has at least `n` members.
 
-        Every peer of the run that is there has to call this, or `are_peers_pending` and
-        `update_topology`, as a training loop does: newcomers are admitted by all. It waits for
-        events and does not poll; after some seconds the log says for whom.
+        All accepted peers of the run must call this, or `are_peers_pending` and `update_topology`
+        as a training loop does, because newcomers are admitted by all of them. The call does not
+        poll. After some seconds the log says which peers it waits for.
 
         Args:
-            n: members, this one included.
+            n: number of members, including this peer.
             timeout: seconds to wait for them.
 
         Returns:
-            How many there are: the same on all peers that were in the group when it returned.
+            The number of members: the same on all peers that were in the group when it returned.
 
         Raises:
-            PCCLTimeoutError: the time-out has passed; who has come stays.
+            PCCLTimeoutError: the time limit has passed; peers that have joined stay.
             PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS, as for `update_topology`.
             ValueError: `n` is not positive.
         """
         return self._admission.wait_for_peers(n, timeout)
 
     def optimize_topology(self, *, timeout: float | None = None) -> None:
-        """Measures the links between the peers, and gives each group the rings that suit them.
+        """Measures the links between the peers, and chooses the fastest rings for each group.
 
         All accepted peers of all groups must call it. Each pair of peers on different machines
-        sends to each other as fast as the link takes it for about half a second, or ten round
-        trips, several pairs at once: n peers take about n times as long. The order of a ring, and
-        with it each `rank`, changes only if an all-reduce of 64 MiB would take at least a fifth
-        less time; the new order holds for whoever stays until it is optimised again. A pair that
-        cannot connect is no obstacle, as long as there is a ring without it. Where links carry more
-        together than each alone, several rings share out the data (3 to 6 peers).
+        exchanges data at full speed for about half a second, or ten round trips. Several pairs
+        measure at once, so n peers take about n times as long. The order of a ring, and with it
+        each `rank`, changes only if an all-reduce of 64 MiB would take at least a fifth less time.
+        The peers that stay keep the new order until the next optimisation. A pair that cannot
+        connect is avoided if a ring without it exists. Between 3 to 6 peers whose links carry more
+        together than each alone, the data is spread over several rings.
 
         Args:
             timeout: seconds to wait for the others, and for the measurements.
 
         Raises:
-            PCCLTimeoutError: TOPOLOGY_OPTIMIZATION_FAILED, for all: one of them waited no longer.
-            PCCLError: INVALID_USAGE (not connected, fewer than two peers, or others stand in calls
-                that can never meet this one), PENDING_ASYNC_OPS.
+            PCCLTimeoutError: TOPOLOGY_OPTIMIZATION_FAILED: the time limit of a peer has passed;
+                raised on all peers.
+            PCCLError: INVALID_USAGE (not connected, fewer than two peers, or other peers are in
+                calls that exclude this one), PENDING_ASYNC_OPS.
         """
         self._admission.optimize_topology(Deadline(timeout))
 
@@ -295,34 +297,36 @@ class Communicator:
     ) -> SharedStateSyncInfo:
         """Makes the shared state of all peers of the group bit-identical.
 
-        Every peer offers digests of its entries, unless it is RECEIVE_ONLY; the content that is
-        most common among those with the highest revision wins (a tie goes to the peer that was
-        accepted first). Peers that differ fetch exactly the entries that differ, from all peers
-        that have them at once, verify them, and only then overwrite their own, so a call that fails
-        has changed nothing. Memory: a copy of what differs, meanwhile.
+        Every peer offers digests of its entries, unless it is RECEIVE_ONLY. Among the contents of
+        the highest revision, the most common one wins; on a tie, that of the peer accepted first.
+        Peers that differ fetch exactly the entries that differ, from all peers that have them at
+        once, verify them, and only then overwrite their own. So a call that fails has changed
+        nothing. During the call, a copy of what differs takes memory.
 
         Args:
             shared_state: must not change during the call; `revision` is set to the elected one.
-            strategy: ENFORCE_POPULAR on all peers of the group; or else SEND_ONLY on those that
-                have what others lack, and RECEIVE_ONLY on those whose content does not count.
+            strategy: either ENFORCE_POPULAR on all peers of the group, or SEND_ONLY on peers whose
+                content others need and RECEIVE_ONLY on peers whose content is not offered.
             timeout: seconds to wait for the others.
             progress: called in this thread, up to ten times a second, while this peer receives.
-            raise_on_divergence: raise on all peers where content differs at the same revision.
-            min_peers: a group begins with so many, or with the most that any of its peers wants.
+            raise_on_divergence: raise on all peers if contents differ at the same revision.
+            min_peers: the first synchronisation needs this many peers; if the peers of the group
+                give different numbers, the largest one.
 
         Returns:
-            Payload bytes sent and received by this peer; (0, 0) everywhere when all were equal. It
-            also tells which peers' content had diverged, and how.
+            Payload bytes sent and received by this peer; (0, 0) everywhere if all were equal. It
+            also says which peers' content had diverged, and how.
 
         Raises:
             PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS; NO_SHARED_STATE_AVAILABLE (all are
-                RECEIVE_ONLY); INVALID_ARGUMENT (the revisions break the rules: on all peers, or on
-                those alone whose revision is too high).
-            TooFewPeersError: the group cannot begin yet (`min_peers`); on all peers.
-            DivergenceError: INVALID_ARGUMENT: content has diverged, and some peer raises then.
-            KickedError: INVALID_ARGUMENT: the entries of this peer are not those of the others, it
-                is SEND_ONLY and another content was elected, or it has another strategy than
-                ENFORCE_POPULAR where others have that.
+                RECEIVE_ONLY); INVALID_ARGUMENT (the revisions break the rules: raised on all
+                peers, or only on those whose revision is too high).
+            TooFewPeersError: fewer than `min_peers` are present; raised on all peers.
+            DivergenceError: INVALID_ARGUMENT: contents differ, and a peer set
+                `raise_on_divergence`.
+            KickedError: INVALID_ARGUMENT: this peer's entries are not those of the others, or it is
+                SEND_ONLY and another content was elected, or it mixes another strategy with
+                ENFORCE_POPULAR of others.
         """
         deadline = Deadline(timeout)
         if min_peers < 1:
@@ -332,7 +336,7 @@ class Communicator:
 
     @property
     def revision(self) -> int:
-        """The shared state's revision after the last synchronisation; 0 before."""
+        """The shared state's revision after the last synchronisation; 0 before the first."""
         return self._membership.revision
 
     # ---- collectives ----
@@ -354,29 +358,29 @@ class Communicator:
         A ring all-reduce: reduce-scatter, then all-gather.
 
         Args:
-            send: an array, or a list or dict of them.
-            recv: the same kind, dtypes, element counts and order in memory, as that of empty_like;
-                None, or `send` itself, is in place.
-            op: AVG is SUM divided by the number of contributors; of integers, rounded towards 0, so
-                that the average of 3 and 4 is 3. Or its name: "sum", "max", ...
-            tag: tells apart collectives that run at the same time; the same on all peers.
-            operand_descriptor: its dtype must be the array's.
-            quantization_options: what goes over the wire is quantized like this: floats only, and
-                no PROD. Every peer's result has the same bits; docs/quantization.md has the
-                errors. A NaN or an infinity makes its block of elements NaN.
-            quantization: the same by a short name: "int8" or "int4" (block-wise), "uint8".
-            timeout: seconds after which the collective is given up, for all peers.
+            send: an array, or a list or dict of arrays.
+            recv: where the result goes: like `send` in form, dtypes, element counts and memory
+                order (as `empty_like` returns). None, or `send` itself: in place.
+            op: the operation, or its name: "sum", "max", ... AVG is SUM divided by the number of
+                contributors; integers are rounded towards 0, so the average of 3 and 4 is 3.
+            tag: distinguishes collectives that run at the same time; the same on all peers.
+            operand_descriptor: its dtype must be that of the array.
+            quantization_options: how data is quantized on the wire: floats only, and not PROD.
+                Every peer's result has the same bits; docs/quantization.md lists the errors. A NaN
+                or an infinity makes its whole block of elements NaN.
+            quantization: a short name instead: "int8" or "int4" (block-wise), "uint8".
+            timeout: seconds after which the collective fails, on all peers.
 
         Returns:
-            The number of contributors, payload bytes sent and received by this peer.
+            The number of contributors, and the payload bytes that this peer sent and received.
 
         Raises:
-            PCCLTimeoutError: the time-out has passed; the message names who was waited for.
+            PCCLTimeoutError: the time limit has passed; the message names the missing peers.
             PCCLError: TOO_FEW_PEERS (alone in the group; buffers are untouched),
                 RANK_CONNECTION_LOST (call again), INVALID_ARGUMENT (the peers ask for different
                 work, the tag is in use, or this cannot be quantized), INVALID_USAGE.
-            ValueError, AssertionError: the arrays do not fit each other.
-            ValueError: an unknown `quantization`, or `quantization_options` as well.
+            ValueError, AssertionError: the arrays do not match each other.
+            ValueError: `quantization` is unknown, or `quantization_options` is given as well.
             OverflowError: `tag` is negative or above 2**64 - 1.
         """
         options = operands.quantization_of(quantization_options, quantization)
@@ -398,11 +402,12 @@ class Communicator:
 
         The arrays must not be touched until `wait()` returns.
 
-        Any number may be outstanding, launched in any order on different peers; their tags differ.
+        Any number of collectives may be in flight, with different tags; peers may launch them in
+        any order.
 
         Raises:
             PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the tag is in use, or this cannot be
-                quantized), INVALID_USAGE. What happens later is the handle's to tell.
+                quantized), INVALID_USAGE. The handle reports later failures.
             ValueError, AssertionError, OverflowError: as for `all_reduce`.
         """
         options = operands.quantization_of(quantization_options, quantization)
@@ -417,23 +422,24 @@ class Communicator:
         max_in_flight: int = 4,
         timeout: float | None = None,
     ) -> ReduceInfo:
-        """Runs several all-reduces, a few at a time, each again and again until it commits.
+        """Runs several all-reduces, a few at a time, and repeats each until it commits.
 
-        Each collective is averaged over those who contributed to it, which may differ between
-        collectives when a peer is lost in between.
+        Each collective is averaged over its own contributors, which may differ between collectives
+        if a peer is lost in between.
 
         Args:
-            descriptors: in the same order on all peers; their tags differ.
-            max_in_flight: collectives under way at the same time.
-            timeout: seconds for all of them; those that have not committed then are given up.
+            descriptors: in the same order on all peers, with different tags.
+            max_in_flight: how many collectives run at the same time.
+            timeout: seconds for all of them; those that have not committed by then fail.
 
         Returns:
-            Contributors of the last one, payload bytes of all, failed attempts not counted.
+            The contributors of the last collective, and the payload bytes of all, without failed
+            attempts.
 
         Raises:
-            PCCLTimeoutError: the time-out has passed; some may have committed.
-            PCCLError: TOO_FEW_PEERS when all others are lost; INVALID_ARGUMENT, also when there is
-                no descriptor or `max_in_flight` is not positive; INVALID_USAGE.
+            PCCLTimeoutError: the time limit has passed; some may have committed.
+            PCCLError: TOO_FEW_PEERS: all others are lost. INVALID_ARGUMENT, also if there is no
+                descriptor or `max_in_flight` is not positive. INVALID_USAGE.
         """
         name = "all_reduce_multiple_with_retry"
         return self._launcher.run_all(name, descriptors, max_in_flight, timeout)
@@ -441,23 +447,23 @@ class Communicator:
     def all_gather(
         self, send: A, recv: A | None = None, *, tag: int = 0, timeout: float | None = None
     ) -> A:
-        """Gathers what every peer of the group sends, the same on all of them.
+        """Gathers the arrays of all peers of the group on all of them.
 
         Args:
-            send: an array, or a list or dict of them; the same dtypes and element counts on all
-                peers.
-            recv: for each array one with `world_size` times its elements, in which those of rank r
-                are the r-th part; `send` may be this peer's part of it. None: new arrays of the
-                shape (world_size, *send.shape).
+            send: an array, or a list or dict of arrays; dtypes and element counts must be the same
+                on all peers.
+            recv: for each array, one with `world_size` times its elements; the r-th part is that of
+                rank r. `send` may be this peer's part of it. None: new arrays of shape
+                (world_size, *send.shape).
             tag: as for `all_reduce`.
-            timeout: seconds after which the collective is given up, for all peers.
+            timeout: seconds after which the collective fails, on all peers.
 
         Returns:
             `recv`, or the new arrays in the same form as `send`.
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError, AssertionError: the arrays do not fit each other or the group's size.
+            ValueError, AssertionError: the arrays do not match each other or the group's size.
         """
         work, result = operands.all_gather(send, recv, self._launcher.ranks("all_gather"))
         self._launcher.run("all_gather", work, tag, timeout)
@@ -466,7 +472,7 @@ class Communicator:
     def all_gather_async(
         self, send: Arrays, recv: Arrays | None = None, *, tag: int = 0
     ) -> AsyncReduceHandle:
-        """Launches `all_gather` and returns at once; the handle's `result` is what it returns."""
+        """Launches `all_gather` and returns at once; the handle's `result` is its return value."""
         work, result = operands.all_gather(send, recv, self._launcher.ranks("all_gather_async"))
         return self._launcher.launch("all_gather_async", work, tag, result)
 
@@ -484,22 +490,22 @@ class Communicator:
         """Reduces `send` over all peers of the group; the peer of rank r gets the r-th part.
 
         Args:
-            send: an array, or a list or dict of them.
-            recv: for each array one with the `world_size`-th part of its elements, which must be a
-                whole number; it may be this peer's part of `send`. None: new arrays, each of the
-                shape of `send` with the first dimension divided by `world_size`.
+            send: an array, or a list or dict of arrays.
+            recv: for each array, one with 1 / `world_size` of its elements, which must be a whole
+                number; it may be this peer's part of `send`. None: new arrays, each of the shape of
+                `send` with the first dimension divided by `world_size`.
             op: as for `all_reduce`.
             tag: as for `all_reduce`.
             quantization_options: as for `all_reduce`.
             quantization: as for `all_reduce`.
-            timeout: seconds after which the collective is given up, for all peers.
+            timeout: seconds after which the collective fails, on all peers.
 
         Returns:
             `recv`, or the new arrays in the same form as `send`.
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError, AssertionError: the arrays do not fit each other, or cannot be divided.
+            ValueError, AssertionError: the arrays do not match each other, or cannot be divided.
         """
         ranks = self._launcher.ranks("reduce_scatter")
         options = operands.quantization_of(quantization_options, quantization)
@@ -517,7 +523,7 @@ class Communicator:
         quantization_options: QuantizationOptions | None = None,
         quantization: str | None = None,
     ) -> AsyncReduceHandle:
-        """Launches `reduce_scatter`; the handle's `result` is what it returns."""
+        """Launches `reduce_scatter`; the handle's `result` is its return value."""
         ranks = self._launcher.ranks("reduce_scatter_async")
         options = operands.quantization_of(quantization_options, quantization)
         work, result = operands.reduce_scatter(send, recv, op, options, ranks)
@@ -531,35 +537,35 @@ class Communicator:
         tag: int = 0,
         timeout: float | None = None,
     ) -> ReduceInfo:
-        """Gives all peers of the group the content of one of them, in place.
+        """Copies the content of one peer of the group to all of them, in place.
 
-        `root` means the peer that had this rank when the program last saw ranks. If that peer, or
-        any other, has been lost since, the call fails with `PeerLostError`, and nobody's content
-        has changed: the next call goes by the ranks as they are then, so look at `rank` again to
-        know who is who. A lost root never makes another peer the source unnoticed.
+        `root` is the peer that had this rank when the program last saw the ranks. If that peer, or
+        any other, has been lost since then, the call fails with `PeerLostError` and no content has
+        changed. The next call uses the new ranks, so read `rank` again first. Losing the root never
+        silently makes another peer the source.
 
-        A rank is a position in the ring as it is now, and not the RANK that torchrun or MPI give to
-        a process: rank 0 is not the process that was started first, nor the same one for ever.
-        `root="first"` means a peer that lasts: of the members, the one that is longest in the run
-        (whose peer number is the lowest), wherever it is in the ring. It changes only when that
-        peer is lost; the call that is told so by `PeerLostError` has changed nothing, and the next
-        one goes by who is longest in the run then.
+        A rank is a position in the current ring. It is not the RANK that torchrun or MPI assign to
+        a process: rank 0 need not be the process that was started first, and it changes.
+        `root="first"` is stable: it means the member that joined the run first (the one with the
+        lowest peer number), wherever it is in the ring. It changes only when that peer is lost; the
+        call then fails with `PeerLostError` and has changed nothing, and the next call uses the
+        member that is first then.
 
         Args:
-            arrays: an array, or a list or dict of them; the same dtypes and element counts on all
-                peers.
-            root: rank of the peer whose content it is, or "first"; the same on all peers.
+            arrays: an array, or a list or dict of arrays; dtypes and element counts must be the
+                same on all peers.
+            root: rank of the source, or "first"; the same on all peers.
             tag: as for `all_reduce`.
-            timeout: seconds after which the collective is given up, for all peers.
+            timeout: seconds after which the collective fails, on all peers.
 
         Returns:
-            The number of peers, payload bytes sent and received by this one.
+            The number of peers, and the payload bytes that this peer sent and received.
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError: no peer has that rank, or an array cannot be written.
-            TypeError: `root` is no rank.
-            AssertionError: the elements of an array do not follow each other in memory.
+            ValueError: no peer has that rank, or an array is read-only.
+            TypeError: `root` is not a rank.
+            AssertionError: the elements of an array are not contiguous in memory.
         """
         work = operands.broadcast(arrays, root, self._launcher.ranks("broadcast"))
         return self._launcher.run("broadcast", work, tag, timeout)
@@ -572,7 +578,7 @@ class Communicator:
         return self._launcher.launch("broadcast_async", work, tag, arrays)
 
     def barrier(self, *, tag: int = 0, timeout: float | None = None) -> None:
-        """Returns when all peers of the group have entered it; at once for a peer that is alone.
+        """Returns when all peers of the group have entered it; at once if this peer is alone.
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`, but never TOO_FEW_PEERS.
@@ -581,7 +587,7 @@ class Communicator:
             self._launcher.run("barrier", operands.barrier(), tag, timeout)
 
     def barrier_async(self, *, tag: int = 0) -> AsyncReduceHandle:
-        """Enters `barrier`; the handle's `wait()` returns when all have."""
+        """Enters `barrier`; the handle's `wait()` returns when all peers have entered it."""
         if self._launcher.is_alone("barrier"):
             return AsyncReduceHandle(None, None)
         return self._launcher.launch("barrier", operands.barrier(), tag)
