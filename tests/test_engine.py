@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import zmq
 
-from pccl.ext import lib, tables
+from pccl.ext import ffi, lib, tables
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.client.engine import (
@@ -482,3 +482,15 @@ def test_choice_of_filling(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="out of reach"):
         tables.load("libzmq")
     tables.load.cache_clear()
+
+
+@pytest.mark.parametrize("lacking", ["ctx_new", "socket", "msg_init_size"])
+def test_trying_libzmq_out_without_memory(lacking: str) -> None:
+    found = tables.load("libzmq").table
+    table = ffi.new("pccl_zmq *", found[0])
+    kind = ffi.typeof(getattr(table, lacking))
+    nothing = ffi.NULL if kind.result.kind == "pointer" else -1
+    fails = ffi.callback(kind, lambda *_: nothing)
+    setattr(table, lacking, fails)
+    with pytest.raises(MemoryError):
+        tables._try_out(table)

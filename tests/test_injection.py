@@ -142,7 +142,6 @@ SAMPLE = {
         Fault("newcomer", "memory", "_core", 40, tcp=True),
     ],
     "other memory": [
-        Fault("peer1", "memory", "libzmq", 1),
         Fault("peer1", "memory", "libzmq", 200),
         Fault("master", "memory", "libzmq", 100),
         Fault("peer1", "memory", "multiarray", 40),
