@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import random
@@ -11,6 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -322,3 +324,39 @@ def test_random_bytes_end_as_a_log_line(caplog: pytest.LogCaptureFixture) -> Non
     ):
         stranger.send(os.urandom(100))
         wait_until(lambda: "no message" in caplog.text)
+
+
+@pytest.mark.parametrize("lacking", ["for a message", "for the work that a message made"])
+def test_a_master_without_memory_throws_nobody_out(
+    lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have done half of something, and goes on as after a restart."""
+    make, receive, failures = zmq.Frame, Master.received, iter([True])
+
+    def frame(*arguments: Any, **options: Any) -> zmq.Frame:
+        if next(failures, False):
+            raise zmq.ZMQError(errno.ENOMEM)
+        return make(*arguments, **options)
+
+    def received(master: Master, conn: bytes, message: m.PeerMessage) -> Any:
+        todo = receive(master, conn, message)
+        if next(failures, False):
+            raise MemoryError
+        return todo
+
+    def retried(_: int, comm: pccl.Communicator) -> float:
+        while True:
+            x = np.ones(10, np.float32)
+            try:
+                comm.all_reduce(x, op="sum", timeout=PATIENCE_S)
+            except pccl.PeerLostError:
+                continue
+            return float(x[0])
+
+    with Cluster(3) as cluster:
+        if lacking == "for a message":
+            monkeypatch.setattr(zmq, "Frame", frame)
+        else:
+            monkeypatch.setattr(Master, "received", received)
+        assert cluster.each(retried) == [3, 3, 3]
+    assert f"it had no memory {lacking}: it goes on as after a restart" in caplog.text

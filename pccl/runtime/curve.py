@@ -116,9 +116,9 @@ class Zap:
             log.info("refused %s: its key %s is not allowed", request.address, request.key)
         status = (b"200", b"OK") if allowed else (b"400", b"this key is not allowed")
         user = request.key.encode() if allowed else b""
-        self.socket.send_multipart(
-            [request.route, b"", _VERSION, request.number, *status, user, b""]
-        )
+        parts = [request.route, b"", _VERSION, request.number, *status, user, b""]
+        frames = [zmq.Frame(part, copy=True) for part in parts]  # memory for all, or for none
+        self.socket.send_multipart(frames, copy=False)
 
     def close(self) -> None:
         """Nobody else gets in."""

@@ -127,6 +127,7 @@ class Server:
         self._pulse = Pulse(self._timeout_s / 2)
         self._paused_s = 0.0  # in all; such time counts against nobody
         self._woke_s: float | None = None  # when the last pause ended
+        self._faltered = ""  # why something was left undone, which is as if it had been away
         self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
         self._senders: dict[bytes, Sender] = {}
         self._conn_of: dict[int, bytes] = {}
@@ -234,6 +235,9 @@ class Server:
                 for read in reads:
                     read()
                 drained = not all(self._read_router() for _ in range(BATCH))
+                if self._faltered:
+                    why, self._faltered = self._faltered, ""
+                    self._begin_anew(why)
                 now_s = time.monotonic()
                 self._bury(now_s, drained)
                 self._cut(now_s, drained)
@@ -424,6 +428,9 @@ class Server:
         """Has the core handle what a connection says, which must not end the service for others."""
         try:
             todo = event()
+        except MemoryError:
+            self._faltered = "it had no memory for the work that a message made"
+            return
         except Exception:
             log.exception("master: connection %s made the core fail", conn.hex())
             todo = self._core.rejected(conn, "an internal error of the master; its log has it")
@@ -544,11 +551,15 @@ class Server:
     def _send(self, conn: bytes, data: bytes) -> None:
         self._sent = True
         try:
+            payload = zmq.Frame(data, copy=True)  # takes memory: never between the two parts
             self._router.send(conn, MORE)
-            self._router.send(data, zmq.DONTWAIT)
+            self._router.send(payload, zmq.DONTWAIT, copy=False)
         except zmq.Again:
             if conn not in self._dropped:
                 log.warning("master: connection %s does not read what it is sent", conn.hex())
                 self._dropped[conn] = 0.0
-        except zmq.ZMQError as error:  # EHOSTUNREACH: the monitor will say so too
-            log.debug("master: connection %s: %s", conn.hex(), error)
+        except zmq.ZMQError as error:
+            if error.errno == errno.ENOMEM:
+                self._faltered = "it had no memory for a message"
+            else:  # EHOSTUNREACH: the monitor will say so too
+                log.debug("master: connection %s: %s", conn.hex(), error)
