@@ -1,4 +1,4 @@
-"""What `Communicator.all_reduce_multiple_with_retry` is told of each of its collectives."""
+"""The descriptors of the collectives of `Communicator.all_reduce_multiple_with_retry`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ReduceOperandDescriptor:
-    """What the elements of a collective are.
+    """The element type of a collective.
 
     Attributes:
         datatype: must be that of the arrays.
-        distribution_hint: for quantizers.
+        distribution_hint: not used.
     """
 
     datatype: DataType
@@ -32,11 +32,11 @@ class ReduceDescriptor:
     """What one collective of `Communicator.all_reduce_multiple_with_retry` does.
 
     Attributes:
-        count: elements.
-        op: what is computed.
-        tag: tells collectives that are under way at the same time apart.
-        operand_descriptor: what the elements are.
-        quantization_options: None is not quantized.
+        count: number of elements.
+        op: the operation.
+        tag: distinguishes collectives that run at the same time.
+        operand_descriptor: the element type.
+        quantization_options: None: not quantized.
     """
 
     count: int
@@ -52,8 +52,8 @@ class ReduceOpDescriptor:
 
     Attributes:
         sendbuf_ptr: address of `reduce_descriptor.count` elements.
-        recvbuf_ptr: address of as many; the same one is in place.
-        reduce_descriptor: what to do.
+        recvbuf_ptr: address of as many elements; the same address means in place.
+        reduce_descriptor: what the collective does.
     """
 
     sendbuf_ptr: int
@@ -69,8 +69,8 @@ class ReduceOpDescriptor:
         """Describes a collective of two tensors, and keeps them alive.
 
         Raises:
-            ValueError, AssertionError: the tensors do not go together (`pccl.tensors.arrays.pair`).
-            ValueError: they have another dtype, or fewer elements, than `reduce_descriptor` says.
+            ValueError, AssertionError: the tensors do not match (`pccl.tensors.arrays.pair`).
+            ValueError: their dtype or count contradicts `reduce_descriptor`.
         """
         return _describe(send, recv, reduce_descriptor)
 
@@ -78,7 +78,7 @@ class ReduceOpDescriptor:
     def from_numpy(
         send: np.ndarray[Any, Any], recv: np.ndarray[Any, Any], reduce_descriptor: ReduceDescriptor
     ) -> ReduceOpDescriptor:
-        """Describes a collective of two arrays; otherwise as `from_torch`."""
+        """Describes a collective of two numpy arrays; otherwise like `from_torch`."""
         return _describe(send, recv, reduce_descriptor)
 
 

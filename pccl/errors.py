@@ -1,17 +1,17 @@
-"""The exceptions of the API: whose fault it is, what still works, and what to call next.
+"""The exceptions of the API: what caused each, what still works, and what to call next.
 
     PCCLError                 any call that failed; `.result` says how
     +-- PeerLostError         RANK_CONNECTION_LOST: another peer went away
-    +-- TooFewPeersError      TOO_FEW_PEERS: nobody else is there, or not enough
-    +-- MismatchError         INVALID_USAGE, INVALID_ARGUMENT: peers stand in calls that never meet
+    +-- TooFewPeersError      TOO_FEW_PEERS: this peer is alone, or too few peers are present
+    +-- MismatchError         INVALID_USAGE, INVALID_ARGUMENT: the peers' calls do not match
     +-- KickedError           the master dropped this peer
     +-- MasterLostError       MASTER_CONNECTION_FAILED: the master cannot be reached
-    +-- PCCLTimeoutError      a time limit of the caller's has passed; also a TimeoutError
+    +-- PCCLTimeoutError      the caller's time limit has passed; also a TimeoutError
     +-- DivergenceError       INVALID_ARGUMENT: shared state differs that should be equal
-    +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: this version cannot do that
+    +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: not supported by this version
 
-All pickle, so they cross process boundaries. docs/errors.md lists what can happen, with its cause
-and cure.
+All can be pickled, so they cross process boundaries. docs/errors.md lists every error, with its
+cause and cure.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from pccl.types import Result
 class PCCLError(Exception):
     """A call failed.
 
-    Raised as such for mistakes of the caller (INVALID_USAGE, INVALID_ARGUMENT, PENDING_ASYNC_OPS)
-    that were noticed before anybody else was involved, so the communicator is usable and the
-    message says what to do instead; and for INTERNAL_ERROR, after which it is best closed.
+    This class itself is raised for mistakes of the caller (INVALID_USAGE, INVALID_ARGUMENT,
+    PENDING_ASYNC_OPS) that were detected before any other peer was involved: the communicator
+    remains usable, and the message says what to do instead. It is also raised for INTERNAL_ERROR;
+    close the communicator then.
 
     Attributes:
         result: how the call ended.
         func_name: the call.
-        message: why, and who: peers, addresses; in which phase of the call, and after how long.
+        message: the cause, with peers and addresses, the phase of the call, and the time it took.
         remedy: what to do about errors of this class; the text ends with it.
     """
 
@@ -57,7 +58,7 @@ class PCCLError(Exception):
         """Does nothing for SUCCESS.
 
         Raises:
-            PCCLError: for any other value of a `Result`; the subclass that fits.
+            PCCLError: for any other value of a `Result`; the matching subclass.
         """
         if result == Result.SUCCESS.value:
             return
@@ -70,10 +71,10 @@ class PCCLError(Exception):
 
 
 class PeerLostError(PCCLError):
-    """Another peer went away while a collective needed it: nobody's fault who gets this.
+    """Another peer was lost during a collective; the peer that gets this error is not at fault.
 
-    The communicator is usable, world sizes are fresh, and the send buffer holds what it held. Call
-    the collective again: it goes on with the peers that are left.
+    The communicator is usable, world sizes are up to date, and the send buffer is unchanged. Call
+    the collective again: it runs with the remaining peers.
     """
 
     remedy = "call again: inputs hold what they held, and the next attempt goes on without the lost"
@@ -82,21 +83,23 @@ class PeerLostError(PCCLError):
 class TooFewPeersError(PCCLError):
     """This peer is alone in its group, and a collective needs two. Buffers are untouched.
 
-    Or a first synchronisation of shared state wants `min_peers`, and there are fewer.
+    Also raised when the first synchronisation of shared state needs `min_peers` and fewer are
+    present.
 
-    The communicator is usable. Go on alone, and admit others when they come: `are_peers_pending`,
-    then `update_topology`.
+    The communicator is usable. Continue alone, and admit others when they arrive:
+    `are_peers_pending`, then `update_topology`.
     """
 
     remedy = "admit others by are_peers_pending() and update_topology(); meanwhile go on without"
 
 
 class MismatchError(PCCLError):
-    """Peers stand in calls that can never meet; the message says who is in which.
+    """Peers are in calls that can never match; the message says which peer is in which call.
 
-    One in `update_topology` and one in `all_reduce`, or the same tag with another count: a mistake
-    in the program that runs on them, which all of them are told. The communicator is usable and no
-    buffer has changed. Make all peers take the same calls in the same order.
+    For example, one peer is in `update_topology` and another in `all_reduce`, or two peers use one
+    tag with different counts. This is a mistake in the program, and all these peers get the error.
+    The communicator is usable and no buffer has changed. Make all peers make the same calls in the
+    same order.
     """
 
     remedy = "make all peers take the same calls, with the same arguments, in the same order"
@@ -105,19 +108,19 @@ class MismatchError(PCCLError):
 class KickedError(PCCLError):
     """The master dropped this peer, for the reason that the message gives.
 
-    Its own fault, or a failure that only it had, such as shared state that is unlike all others' or
-    an address that nobody reaches. This communicator is over, the run goes on without it. Repair
-    the cause, then make a new one and connect.
+    The cause concerns this peer only, such as shared state that differs from that of all others, or
+    an address that no other peer can reach. This communicator can no longer be used; the run
+    continues without it. Repair the cause, then connect a new communicator.
     """
 
     remedy = "the run goes on without this peer: repair the cause, then connect a new Communicator"
 
 
 class MasterLostError(PCCLError):
-    """The master cannot be reached: it is down, or the network between is.
+    """The master cannot be reached: the master or the network is down.
 
-    This communicator is over. Check that the master runs and that its port is open, then make a new
-    one and connect.
+    This communicator can no longer be used. Check that the master runs and that its port is open,
+    then connect a new communicator.
     """
 
     remedy = (
@@ -127,26 +130,27 @@ class MasterLostError(PCCLError):
 
 
 class PCCLTimeoutError(PCCLError, TimeoutError):
-    """The time limit that the caller gave has passed; the message says who was waited for.
+    """The caller's time limit has passed; the message says which peers the call waited for.
 
-    The communicator is usable. Call again, with more time or without the peers that are named.
+    The communicator is usable. Call again, with more time or without these peers.
     """
 
     remedy = "nothing has changed: call again, with more time, or see what keeps the others"
 
 
 class DivergenceError(PCCLError):
-    """Peers have different shared state at the same revision, and one of them wants an error then.
+    """Peers have different shared state at the same revision, and one set `raise_on_divergence`.
 
-    The message names the peers and the entries. All peers of the group get it, the communicator is
-    usable, and no memory has changed. Without `raise_on_divergence` the same call repairs it.
+    The message names the peers and the entries. All peers of the group get this error, the
+    communicator is usable, and no memory has changed. Without `raise_on_divergence`, the same call
+    repairs the difference.
     """
 
     remedy = "call again without raise_on_divergence, which repairs it"
 
 
 class UnsupportedError(PCCLError):
-    """This version cannot do what was asked, though the API has a name for it.
+    """The API defines what was asked for, but this version does not support it.
 
     Nothing has happened and the communicator is usable. The message says what to use instead.
     """
@@ -160,14 +164,14 @@ _LEAVES: dict[Result, type[PCCLError]] = {
 
 
 def not_picklable(what: object, instead: str) -> TypeError:
-    """The exception for what belongs to this process alone; to be raised by `__reduce__`."""
+    """The exception for objects that belong to one process; `__reduce__` raises it."""
     return TypeError(f"a {type(what).__name__} cannot be pickled or copied: {instead}")
 
 
 def error_for(result: Result, func_name: str, message: str = "") -> PCCLError:
-    """The exception for a result, of the subclass that the result alone tells; to be raised.
+    """The exception for a result, of the subclass that follows from the result alone.
 
-    INVALID_USAGE and INVALID_ARGUMENT can be a caller's mistake, a mismatch or something that is
-    unsupported, and a kick can have any result: whoever knows names the subclass instead.
+    INVALID_USAGE and INVALID_ARGUMENT can be a caller's mistake, a mismatch, or something
+    unsupported, and a KickedError can have any result: callers that know more use the subclass.
     """
     return _LEAVES.get(result, PCCLError)(result, func_name, message)

@@ -1,4 +1,4 @@
-"""`MasterNode`: the master of a run, in a program of your own."""
+"""`MasterNode`: the master of a run, inside your own program."""
 
 from __future__ import annotations
 
@@ -29,28 +29,30 @@ _running: set[MasterNode] = set()  # a running master outlives every other refer
 
 
 class MasterNode:
-    """The master: peers meet here. It moves no bulk data and needs next to no memory.
+    """The master of a run. It moves no bulk data and needs hardly any memory.
 
         master = MasterNode("0.0.0.0:48148")
         master.run()
         ...
         master.interrupt()
 
-    or `with MasterNode("127.0.0.1:0") as master: ... master.address`. A master that runs keeps the
-    process alive until it is interrupted, when the program has come to its end; not when that was
-    an exception. Ctrl-C and SIGTERM end it cleanly.
+    or `with MasterNode("127.0.0.1:0") as master: ... master.address`. After the program's main
+    thread has ended, a running master keeps the process alive until it is interrupted, unless the
+    program ended with an exception. Ctrl-C and SIGTERM stop it cleanly.
 
     Args:
-        listen_address: `host:port`; port 0 takes a free one (see `address`).
-        security: encrypts, and lets in only the peers that the directory of keys allows (see
-            `pccl keys`); None: the directory PCCL_CURVE_DIR, and without that no encryption.
-        state: file of a journal. A master that is killed and started again with the same one, at
-            the same address, goes on with the run: peers come back by themselves. None: it depends
-            on what the peers tell it.
+        listen_address: `host:port`; port 0 takes a free port (see `address`).
+        security: the directory of keys (see `pccl keys`), which turns encryption on and admits
+            only the peers whose keys it allows. None: PCCL_CURVE_DIR; if that is unset, nothing is
+            encrypted.
+        state: file of a journal. A master that is killed and restarted with the same journal, at
+            the same address, continues the run: its peers reconnect by themselves. None: a
+            restarted master relies on what the peers tell it.
+        on_journal_error: "continue" without the journal, or "stop", when it cannot be written.
 
     Raises:
         AssertionError: `listen_address` has no colon.
-        ValueError: `listen_address` is malformed otherwise.
+        ValueError: `listen_address` is malformed in another way, or `on_journal_error` is neither.
     """
 
     def __init__(
@@ -81,10 +83,10 @@ class MasterNode:
         """Starts to serve in the background and returns. After `interrupt` it may be called again.
 
         Raises:
-            PCCLError: INVALID_USAGE when it runs already, the address cannot be listened on, the
-                journal cannot be used, or keys are missing or unsafe; INTERNAL_ERROR when the
-                system has no descriptors or thread for it.
-            ValueError: a PCCL_ environment variable is set to something impossible.
+            PCCLError: INVALID_USAGE: it runs already, the address is not available, the journal
+                cannot be used, or keys are missing or unsafe. INTERNAL_ERROR: the system lacks
+                descriptors or threads.
+            ValueError: a PCCL_ environment variable is malformed or out of range.
         """
         if self._service is not None and not self._service.over:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", "this master runs already")
@@ -124,8 +126,8 @@ class MasterNode:
         The port is free again when this returns.
 
         Raises:
-            PCCLError: INVALID_USAGE when `run` was never called; INTERNAL_ERROR when the master has
-                ended before, by an error of its own.
+            PCCLError: INVALID_USAGE: `run` was never called. INTERNAL_ERROR: the master had failed
+                before.
         """
         if self._service is None:
             why = "this master does not run: call run() first"
@@ -137,17 +139,17 @@ class MasterNode:
         """Returns when the master has stopped; Ctrl-C is raised as KeyboardInterrupt.
 
         Raises:
-            PCCLError: INTERNAL_ERROR when it has ended by an error of its own.
+            PCCLError: INTERNAL_ERROR: the master has failed.
         """
         self._end("MasterNode.wait")
 
     def _stop(self) -> None:
-        """Asks it to stop; for signal handlers."""
+        """Asks the master to stop; for signal handlers."""
         if self._service is not None:
             self._service.stop()
 
     def _end(self, func_name: str) -> None:
-        """Waits for the end, and tells how it was."""
+        """Waits for the end, and raises the error if the master has failed."""
         service = self._service
         if service is None:
             return
@@ -178,13 +180,13 @@ class MasterNode:
 
 
 class _Terminated(SystemExit):
-    """Ends the program; where it ends already, nothing is printed of this one."""
+    """Ends the program; prints nothing if the program is ending already."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """SIGTERM, where the program has no handler of its own: stops all masters, then the program."""
+    """SIGTERM without a handler of the program's own: stops all masters, then the program."""
     _stop_all()
-    if not threading.main_thread().is_alive():  # amid its end: it waits for threads, or for others
+    if not threading.main_thread().is_alive():  # the interpreter is shutting down
         say = sys.unraisablehook
         sys.unraisablehook = lambda it: None if it.exc_type is _Terminated else say(it)
     raise _Terminated(0)
@@ -205,44 +207,44 @@ def _handle_sigterm(wanted: bool) -> None:
 
 
 def serve_until_signal(master: MasterNode) -> None:
-    """Runs a master until Ctrl-C or SIGTERM, of which a second one ends the process at once.
+    """Runs a master until Ctrl-C or SIGTERM; a second signal ends the process at once.
 
     Raises:
         PCCLError: it could not start, or has failed.
-        ValueError: a PCCL_ environment variable is set to something impossible.
+        ValueError: a PCCL_ environment variable is malformed or out of range.
     """
     stopping = Stopping(master._stop)
     with ended_by(stopping):
         master.run()
         print(f"pccl master listening on {master.address}", flush=True)
-        if stopping.number:  # it came before there was anything to stop
+        if stopping.number:  # the signal came before there was anything to stop
             master._stop()
         master.wait()
 
 
 @atexit.register
 def _serve_on() -> None:
-    """A script whose main() only calls run() expects the master to serve on; Ctrl-C ends both.
+    """A script whose main() only calls run() expects the master to keep serving; Ctrl-C ends both.
 
-    So does any other exception of the script: who has started it must learn that it has failed.
+    An exception of the script ends both as well: its parent process must see that it has failed.
     """
     if not _running:
         return
     stopping = Stopping(_stop_all)
     for number in ENDING:
         if signal.getsignal(number) in (signal.default_int_handler, _terminate):
-            signal.signal(number, stopping)  # an exception would have nobody to go to
+            signal.signal(number, stopping)  # nothing would catch an exception here
     if getattr(sys, "last_type", None) is not None:
         _stop_all()
     well = [_served(master) for master in list(_running)]
-    if not all(well):  # nothing else can change the exit status any more
+    if not all(well):  # only this can still change the exit status
         logging.shutdown()
         sys.stdout.flush()
         os._exit(1)
 
 
 def _served(master: MasterNode) -> bool:
-    """Waits for a master, whatever comes; whether it has ended well."""
+    """Waits for a master, whatever is raised meanwhile; whether it has ended without an error."""
     while True:
         try:
             master.wait()

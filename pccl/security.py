@@ -1,12 +1,12 @@
-"""The keys of a run: who may join it, and how a peer knows its master. Text files in a directory.
+"""The keys of a run, by which it admits peers and peers recognise their master: text files.
 
-    master.secret   the master's key pair; on its machine only
-    master.key      its public key; every peer needs it
-    allowed         public keys of the peers that may join, one a line; the master needs it
-    peer.secret     the key pair of a peer, or of all of them
+    master.secret   the master's key pair; only on its machine
+    master.key      the master's public key; every peer needs it
+    allowed         public keys of the peers that may join, one per line; the master needs it
+    peer.secret     the key pair of one peer, or of all of them
 
-`pccl keys` makes them. A key is 40 characters (Z85); a file of a pair holds the public one, then
-the secret one. What follows a key on its line is a comment.
+`pccl keys` creates them. A key is 40 characters (Z85); a key pair file holds the public key, then
+the secret key. The rest of a key's line is a comment.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ class Security:
     """Encryption and authentication by the keys in a directory, which are read when needed.
 
     Attributes:
-        directory: of the keys, as `pccl keys` makes it.
+        directory: holds the keys, as `pccl keys` creates them.
     """
 
     directory: Path
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> Security:
-        """By the keys in this directory.
+        """Security by the keys in a directory.
 
         Raises:
-            PCCLError: INVALID_USAGE when it is no directory.
+            PCCLError: INVALID_USAGE: `path` is not a directory.
         """
         directory = Path(path)
         if not directory.is_dir():
-            raise _unusable(f"{directory} is no directory: `pccl keys {directory}` makes it")
+            raise _unusable(f"{directory} is not a directory: `pccl keys {directory}` creates it")
         return cls(directory)
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Security | None:
-        """By the keys in the directory PCCL_CURVE_DIR; None where that is not set.
+        """Security by the keys in the directory PCCL_CURVE_DIR; None if that is not set.
 
         Raises:
-            PCCLError: INVALID_USAGE when it is no directory.
+            PCCLError: INVALID_USAGE: it is not a directory.
         """
         path = env.get("PCCL_CURVE_DIR")
         return cls.from_dir(path) if path else None
 
     @classmethod
     def of(cls, security: Security | str | os.PathLike[str] | None) -> Security | None:
-        """What a `security=` argument means: itself, a directory of keys, or PCCL_CURVE_DIR.
+        """The meaning of a `security=` argument: itself, a directory of keys, or PCCL_CURVE_DIR.
 
         Raises:
-            PCCLError: INVALID_USAGE when the directory is none.
+            PCCLError: INVALID_USAGE: there is no such directory.
         """
         if security is None:
             return cls.from_env()
@@ -132,7 +132,7 @@ def _read(path: Path) -> str:
 
 
 def _keys(path: Path, words: list[str], count: int) -> list[str]:
-    """The first words, which must be keys; never quotes them, for they may be secret."""
+    """The first words, which must be keys. Errors never quote them: they may be secret."""
     if len(words) < count or not all(KEY.fullmatch(word) for word in words[:count]):
         what = "a key" if count == 1 else "a key pair"
         raise _unusable(f"{path} does not hold {what} of 40 characters each, as `pccl keys` writes")

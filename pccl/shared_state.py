@@ -33,14 +33,14 @@ class TensorInfo:
         name: the same on all peers; at most 256 characters.
         data_ptr: address of the first element; may be 0 if there is none.
         numel: elements.
-        dtype: of an element.
-        device_type: where the memory is. What is on CUDA (the current device, for an address) is
-            copied to pinned host memory for each use, and what has changed is copied back.
-        allow_content_inequality: peers may differ in this entry. It is not compared, and only a
-            newcomer, or a peer that is behind in revision, receives it.
+        dtype: type of an element.
+        device_type: where the memory is. CUDA memory (of the current device, for an address) is
+            copied to pinned host memory for each use, and copied back if it has changed.
+        allow_content_inequality: peers may differ in this entry. It is not compared; only
+            newcomers and peers with a lower revision receive it.
 
     Attributes:
-        shape: of the array, or (numel,) for an address; only files have use for it.
+        shape: of the array, or (numel,) for an address; only files use it.
 
     Raises:
         ValueError: elements at address 0, a negative count, or a name that is empty or too long.
@@ -99,11 +99,11 @@ class TensorInfo:
     def from_torch(
         cls, tensor: torch.Tensor, name: str, *, allow_content_inequality: bool = False
     ) -> TensorInfo:
-        """An entry that is a torch tensor, which it keeps alive.
+        """An entry for a torch tensor, which it keeps alive.
 
         Raises:
-            ValueError: not a torch tensor, a DTensor, or of an element type that is not supported.
-            AssertionError: its elements do not follow each other in memory.
+            ValueError: not a torch tensor, a DTensor, or of an unsupported element type.
+            AssertionError: its elements are not contiguous in memory.
             UnsupportedError: it is neither in host memory nor on a CUDA device.
         """
         if not is_torch(tensor):
@@ -114,11 +114,11 @@ class TensorInfo:
     def from_numpy(
         cls, tensor: np.ndarray[Any, Any], name: str, *, allow_content_inequality: bool = False
     ) -> TensorInfo:
-        """An entry that is a numpy array, which it keeps alive.
+        """An entry for a numpy array, which it keeps alive.
 
         Raises:
-            ValueError: not a numpy array, read-only, or of an element type that is not supported.
-            AssertionError: its elements do not follow each other in memory.
+            ValueError: not a numpy array, read-only, or of an unsupported element type.
+            AssertionError: its elements are not contiguous in memory.
         """
         if not is_numpy(tensor):
             raise ValueError(f"{name!r}: {type(tensor).__name__} is not a numpy.ndarray")
@@ -153,13 +153,13 @@ class SharedState:
     """An ordered list of entries and the revision of their content.
 
     Args:
-        tensor_infos: the entries; names, order, types, sizes and the order of elements in memory
-            are the same on all peers.
+        tensor_infos: the entries; names, order, types, sizes and memory orders must be the same on
+            all peers.
 
     Raises:
-        AssertionError: there is none.
-        ValueError: two entries have the same name, or there are more than fit in one message to the
-            master: some hundred thousand.
+        AssertionError: there are no entries.
+        ValueError: two entries have the same name, or the entries do not fit in one message to the
+            master (some hundred thousand do).
     """
 
     def __init__(self, tensor_infos: Sequence[TensorInfo]) -> None:
@@ -181,7 +181,7 @@ class SharedState:
 
     @property
     def revision(self) -> int:
-        """Number of the content, an unsigned 64-bit integer; one more for each synchronisation."""
+        """Version of the content, an unsigned 64-bit integer; each synchronisation needs the next."""
         return self._revision
 
     @revision.setter
@@ -198,28 +198,26 @@ class SharedState:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes entries and revision to a file in the safetensors format, atomically.
 
-        Entries that lie in memory in another order are in C's order there.
-
-        The file is complete and on disk when this returns; if it fails, or the process dies
-        meanwhile, what was there before is there still.
+        In the file all entries are in C order. The file is complete and on disk when this returns.
+        If it fails, or the process dies meanwhile, the previous file is unchanged.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
             ValueError: an entry is named __metadata__.
         """
         memory = HostView([in_c_order(buffer) for buffer in self._buffers])
         checkpoint.save(path, self._entries(memory), self._revision)
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Fills the entries' memory, and the revision, from a file that `save` has written.
+        """Reads the entries and the revision from a file that `save` has written.
 
-        The highest revision wins the first synchronisation of a run, so that it is enough when one
-        peer has the latest file. The file is checked as a whole before memory is touched.
+        The highest revision wins the first synchronisation of a run, so only one peer needs the
+        latest file. The whole file is checked before memory is touched.
 
         Raises:
-            OSError: it cannot be read.
-            ValueError: it is damaged or holds other entries; the message names the first
-                difference. Memory and revision are as they were.
+            OSError: the file cannot be read.
+            ValueError: the file is damaged or holds other entries; the message names the first
+                difference. Memory and revision are unchanged.
         """
         ordered = [in_c_order(buffer) for buffer in self._buffers]
         memory = HostView(ordered, range(len(ordered)))
@@ -267,7 +265,7 @@ class SharedState:
         """The shared state of a module's parameters and persistent buffers, by `state_dict()`.
 
         Raises:
-            ValueError, AssertionError, UnsupportedError: as for `TensorInfo.from_torch`; state that
-                is no tensor is an error, too.
+            ValueError, AssertionError, UnsupportedError: as for `TensorInfo.from_torch`; also if
+                the state is not a tensor.
         """
         return cls.from_tensors(module.state_dict())

@@ -36,7 +36,7 @@ class Result(Enum):
 
 
 class ReduceOp(Enum):
-    """What an all-reduce computes of the contributions, element by element."""
+    """The operation of an all-reduce, applied element by element."""
 
     SUM = 0
     AVG = 1
@@ -46,7 +46,7 @@ class ReduceOp(Enum):
 
 
 class Attribute(Enum):
-    """What `Communicator.get_attribute` can tell."""
+    """What `Communicator.get_attribute` can return."""
 
     GLOBAL_WORLD_SIZE = 1
     LOCAL_WORLD_SIZE = 2
@@ -55,10 +55,10 @@ class Attribute(Enum):
 
 
 class SharedStateSyncStrategy(Enum):
-    """What a peer brings to a synchronisation of the shared state.
+    """A peer's role in a synchronisation of the shared state.
 
-    ENFORCE_POPULAR: the content that most peers have wins. RECEIVE_ONLY: this peer's content may be
-    overwritten and is not offered. SEND_ONLY: it is offered and may not be overwritten.
+    ENFORCE_POPULAR: the content that most peers have wins. RECEIVE_ONLY: this peer's content is not
+    offered and may be overwritten. SEND_ONLY: it is offered and must not be overwritten.
     """
 
     ENFORCE_POPULAR = 0
@@ -89,7 +89,7 @@ class DataType(Enum):
 
     @property
     def common_name(self) -> str:
-        """What numpy and torch call it, such as "float32"."""
+        """Its name in numpy and torch, such as "float32"."""
         return _TRAITS[self][0]
 
     @classmethod
@@ -138,7 +138,7 @@ class DataType(Enum):
 
         Raises:
             ImportError: numpy is not installed.
-            ValueError: for BFLOAT16, which numpy has not.
+            ValueError: for BFLOAT16, which numpy lacks.
         """
         if self is DataType.BFLOAT16:
             raise ValueError("numpy has no bfloat16; view the bits as uint16, or use torch")
@@ -171,19 +171,19 @@ def _by_name(name: str) -> DataType:
 
 
 class DeviceType(Enum):
-    """Where memory lies."""
+    """The kind of device whose memory holds an array."""
 
     CPU = 0
     CUDA = 1
 
     @classmethod
     def from_torch_device_type(cls, device_type: str) -> DeviceType | None:
-        """The member for a `torch.device.type`; None for another kind of device."""
+        """The member for a `torch.device.type`; None for any other device type."""
         return {"cpu": cls.CPU, "cuda": cls.CUDA}.get(device_type)
 
 
 class DistributionHint(Enum):
-    """How values are distributed, for quantizers that care."""
+    """How values are distributed; no quantizer uses it."""
 
     NONE = 0
     NORMAL = 1
@@ -191,10 +191,10 @@ class DistributionHint(Enum):
 
 
 class QuantizationAlgorithm(Enum):
-    """How values are quantized on the wire; docs/quantization.md says exactly, and the errors.
+    """How values are quantized on the wire; docs/quantization.md defines them and their errors.
 
-    MIN_MAX, ZERO_POINT_SCALE: as `QuantizationOptions.quantized_datatype` says, of 8 or 16 bits.
-    BLOCKWISE_INT8, BLOCKWISE_INT4: a scale for every 256, or 64, elements. The recommended ones.
+    MIN_MAX, ZERO_POINT_SCALE: 8 or 16 bits, by `QuantizationOptions.quantized_datatype`.
+    BLOCKWISE_INT8, BLOCKWISE_INT4 (recommended): one scale for every 256, or 64, elements.
     """
 
     NONE = 0
@@ -209,9 +209,9 @@ class QuantizationOptions:
     """How a collective is quantized on the wire.
 
     Attributes:
-        quantized_datatype: of an element on the wire: UINT8, INT8, UINT16 or INT16. Of no meaning
-            for the block-wise algorithms, which are named after theirs.
-        algorithm: NONE sends elements as they are.
+        quantized_datatype: type of an element on the wire: UINT8, INT8, UINT16 or INT16. The
+            block-wise algorithms ignore it: their names give the type.
+        algorithm: NONE sends elements unchanged.
     """
 
     quantized_datatype: DataType = DataType.UINT8
@@ -219,10 +219,10 @@ class QuantizationOptions:
 
     @classmethod
     def of(cls, name: str) -> QuantizationOptions:
-        """The options by a short name: "int8" and "int4" are block-wise, "uint8" is MIN_MAX.
+        """The options for a short name: "int8" and "int4" are block-wise, "uint8" is MIN_MAX.
 
         Raises:
-            ValueError: it is none of these.
+            ValueError: any other name.
         """
         if name not in _QUANTIZATIONS:
             raise ValueError(f"quantization is {name!r}: it may be {', '.join(_QUANTIZATIONS)}")
@@ -238,7 +238,7 @@ _QUANTIZATIONS = {
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReduceInfo:
-    """What became of a collective.
+    """The outcome of a collective.
 
     Attributes:
         local_world_size: peers of the group that contributed.
@@ -262,16 +262,16 @@ class ReduceInfo:
 
 @dataclass(frozen=True, slots=True)
 class EntryDivergence:
-    """How one entry of the shared state differed on one peer from what was elected.
+    """How one entry of the shared state on one peer differed from the elected content.
 
     Attributes:
-        peer: whose content it was, in words.
-        name: of the entry.
-        nbytes: of the entry.
-        differing_bytes: bytes that were different.
-        max_ulp: the largest distance of two elements that are no NaN, in units in the last place;
-            of integers, their difference.
-        nans: NaNs that the peer had.
+        peer: description of the peer.
+        name: name of the entry.
+        nbytes: size of the entry.
+        differing_bytes: number of bytes that differed.
+        max_ulp: the largest distance of two elements, NaNs excluded, in units in the last place;
+            for integers, their difference.
+        nans: NaNs in the peer's content.
         nans_elected: NaNs in the elected content.
     """
 
@@ -285,7 +285,7 @@ class EntryDivergence:
 
     @property
     def share(self) -> float:
-        """The share of the entry's bytes that were different."""
+        """The fraction of the entry's bytes that differed."""
         return self.differing_bytes / self.nbytes if self.nbytes else 0.0
 
     def __str__(self) -> str:
@@ -297,17 +297,17 @@ class EntryDivergence:
 
 @dataclass(frozen=True, slots=True)
 class SharedStateSyncInfo:
-    """What a synchronisation of the shared state took, and found.
+    """The cost and the findings of a synchronisation of the shared state.
 
-    Two are equal when the same bytes moved.
+    Two are equal if `tx_bytes` and `rx_bytes` are.
 
     Attributes:
         tx_bytes: payload bytes that this peer sent.
         rx_bytes: payload bytes that this peer received.
-        hashed_bytes: of this peer's shared state, all of which is hashed each time.
-        hash_seconds: that this took.
-        divergence: which peers had other content at the same revision, and in which entries (of
-            each peer the first 100); the same on all peers.
+        hashed_bytes: bytes of this peer's shared state, all of which is hashed each time.
+        hash_seconds: how long the hashing took.
+        divergence: which peers had different content at the same revision, and in which entries
+            (the first 100 of each peer); the same on all peers.
     """
 
     tx_bytes: int
@@ -318,7 +318,7 @@ class SharedStateSyncInfo:
 
     @classmethod
     def _found(cls, tx_bytes: int, rx_bytes: int, **more: object) -> SharedStateSyncInfo:
-        """One with all attributes: pypccl's constructor takes the first two alone."""
+        """An info with all attributes: pypccl's constructor takes only the first two."""
         info = cls(tx_bytes, rx_bytes)
         for name, value in more.items():
             object.__setattr__(info, name, value)
@@ -327,14 +327,14 @@ class SharedStateSyncInfo:
 
 @dataclass(frozen=True, slots=True)
 class SharedStateProgress:
-    """How far a transfer of shared state to this peer is; bytes count when they are verified.
+    """Progress of a transfer of shared state to this peer; only verified bytes count.
 
     Attributes:
-        entries: that are here as a whole.
-        entries_total: that are transferred.
-        nbytes: that are here.
-        nbytes_total: that are transferred.
-        seconds: since it began.
+        entries: entries that have arrived completely.
+        entries_total: entries to be transferred.
+        nbytes: bytes that have arrived.
+        nbytes_total: bytes to be transferred.
+        seconds: time since the transfer began.
     """
 
     entries: int
@@ -350,7 +350,7 @@ class SharedStateProgress:
 
     @property
     def seconds_left(self) -> float:
-        """How long it will take at that rate; infinite before the first bytes."""
+        """Remaining time at that rate; infinite before the first bytes."""
         left = self.nbytes_total - self.nbytes
         return left / self.bytes_per_second if self.nbytes else float("inf")
 

@@ -244,7 +244,7 @@ def test_files_that_hold_no_keys_are_named_and_not_quoted(keys: Path) -> None:
     (keys / "allowed").unlink()
     with pytest.raises(pccl.PCCLError, match=r"cannot read .*allowed"):
         pccl.MasterNode("127.0.0.1:0", security=keys).run()
-    with pytest.raises(pccl.PCCLError, match="is no directory"):
+    with pytest.raises(pccl.PCCLError, match="is not a directory"):
         pccl.Security.from_dir(keys / "allowed")
 
 
