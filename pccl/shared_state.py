@@ -181,7 +181,7 @@ class SharedState:
 
     @property
     def revision(self) -> int:
-        """Version of the content, an unsigned 64-bit integer; each synchronisation needs the next."""
+        """Version of the content, an unsigned 64-bit integer; see `push_revision`."""
         return self._revision
 
     @revision.setter

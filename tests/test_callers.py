@@ -243,7 +243,7 @@ def test_a_handle_that_nobody_has(
         ours.all_reduce_async(x)
         with pytest.raises(pccl.MismatchError):
             other.all_reduce(np.ones(11, np.float32))
-        until(lambda: "nobody waits for this one, which failed" in caplog.text)
+        until(lambda: "a collective whose handle was dropped has failed" in caplog.text)
     works(pair)
 
 

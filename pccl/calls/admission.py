@@ -1,4 +1,4 @@
-"""Who is let into the run, and how its rings go: the rounds that all accepted peers enter."""
+"""The rounds of the whole run: the admission of newcomers, and the optimisation of the rings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pccl.types import Result
 
 
 class Admission:
-    """The part of one peer in these rounds. The methods are those of `Communicator`."""
+    """One peer's part in these rounds, by the methods of `Communicator`."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._asked_s = -math.inf  # when `are_peers_pending` was answered by no
 
     def update_topology(self, deadline: Deadline) -> int:
-        """Admits pending peers; how many the group has then, the same for all."""
+        """Admits pending peers; the new size of the group, the same for all."""
         client = self._membership.client("update_topology")
 
         def take_part(call: Call) -> Note:
@@ -39,11 +39,11 @@ class Admission:
 
     @property
     def asks_again(self) -> bool:
-        """Whether the program has just been told that nobody is pending: it may be in a loop."""
+        """Whether the program has just been told that no peer is pending: it may be polling."""
         return time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
 
     def _ask(self, deadline: Deadline, patience_s: float) -> bool:
-        """Whether peers are pending. A no may come that much later, a yes at once."""
+        """Whether peers are pending. A no may come up to `patience_s` later, a yes at once."""
         client = self._membership.client("are_peers_pending")
         stuck = self._membership.standing.single_threaded() and deadline.left_s is None
 
@@ -61,7 +61,7 @@ class Admission:
         return pending
 
     def wait_for_peers(self, n: int, timeout: float | None) -> int:
-        """Admits newcomers until this peer's group has at least `n` members; how many it has."""
+        """Admits newcomers until this group has at least `n` members; returns its size."""
         if n < 1:
             raise ValueError(f"n is {n}: it must be at least 1")
         deadline = Deadline(timeout)
@@ -76,14 +76,14 @@ class Admission:
         return size
 
     def await_newcomers(self, deadline: Deadline, patience_s: float) -> int:
-        """Waits for newcomers and admits them; how many the group has then, the same for all.
+        """Waits for newcomers and admits them; the new size of the group, the same for all.
 
-        0: none have come within `patience_s`, or before somebody else who is asked lost patience.
+        Returns 0 if none have come within the `patience_s` of any of the peers.
         """
         return self.update_topology(deadline) if self._ask(deadline, patience_s) else 0
 
     def optimize_topology(self, deadline: Deadline) -> None:
-        """Measures the links between the peers, and gives each group the rings that suit them."""
+        """Measures the links between the peers, and chooses the fastest rings for each group."""
         client = self._membership.client("optimize_topology")
         if client.world.global_size < 2:
             why = "this peer is alone in the run: there is no order to optimise"

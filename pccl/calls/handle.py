@@ -15,18 +15,18 @@ from pccl.types import ReduceInfo, Result
 
 
 class AsyncReduceHandle:
-    """A collective in progress; made by the `_async` methods of `Communicator`.
+    """A collective in progress, returned by the `_async` methods of `Communicator`.
 
-    When it is collected before anybody has waited for it, the collective goes on, and its tag is
-    free when it is over; if it fails, the log has a warning.
+    If the handle is garbage-collected before `wait()`, the collective continues, and its tag is
+    free when it has ended; if it fails, the log has a warning.
 
     Attributes:
-        result: what the collective writes to: right once `wait()` has said that it succeeded. The
-            array, or list or dict of arrays, that was passed for it, or was made.
+        result: the array, or list or dict of arrays, that the collective writes to. Its content is
+            valid once `wait()` has reported success.
     """
 
     def __init__(self, launch: Launch | None, result: object) -> None:
-        """`launch` is None where there is nothing to wait for."""
+        """`launch` is None if there is nothing to wait for."""
         self._launch = launch
         self.result = result
 
@@ -34,20 +34,20 @@ class AsyncReduceHandle:
         raise not_picklable(self, "its collective is under way in this process")
 
     def wait(self, *, timeout: float | None = None) -> tuple[bool, int, ReduceInfo]:
-        """Waits for the outcome, which is the same every time.
+        """Waits for the outcome; later calls return the same outcome.
 
-        An exception that comes to this thread meanwhile gives the collective up.
+        An exception that is raised in this thread meanwhile abandons the collective.
 
         Args:
-            timeout: seconds after which the collective is given up, for all peers.
+            timeout: seconds after which the collective fails, on all peers.
 
         Returns:
-            (is_success, status, info): status is the value of a `Result`; a failed collective has
-            `ReduceInfo(0, 0, 0)`, and its send buffer holds what it held before.
+            (is_success, status, info): status is the value of a `Result`; after a failure, info is
+            `ReduceInfo(0, 0, 0)` and the send buffer is unchanged.
 
         Raises:
-            TypeError: `timeout` is no number.
-            ValueError: `timeout` is no time to wait for.
+            TypeError: `timeout` is not a number.
+            ValueError: `timeout` is not a valid time.
         """
         deadline = Deadline(timeout)
         launch = self._launch
@@ -63,23 +63,23 @@ class AsyncReduceHandle:
         return True, Result.SUCCESS.value, info(end)
 
     def done(self) -> bool:
-        """Whether `wait()` would return at once. It waits for nothing and changes nothing.
+        """Whether `wait()` would return at once. Does not wait, and changes nothing.
 
-        `result` is right, and the tag is free, only when `wait()` has returned.
+        `result` is valid, and the tag is free, only after `wait()` has returned.
         """
         return self._launch is None or self._launch.ended
 
     def __await__(self) -> Generator[Any, None, tuple[bool, int, ReduceInfo]]:
-        """`await handle`, in asyncio: what `wait()` returns, and the event loop goes on meanwhile.
+        """`await handle`, in asyncio: returns what `wait()` returns, without blocking the loop.
 
-        Other than an exception in `wait()`, the cancellation of an await (by `asyncio.wait_for`,
-        for instance) leaves the collective as it is: it goes on, and can be awaited again. To give
-        it up, call `wait(timeout=0)`. Any number of tasks may await it.
+        Unlike an exception in `wait()`, cancelling an await (by `asyncio.wait_for`, for instance)
+        does not abandon the collective: it continues, and can be awaited again. To abandon it, call
+        `wait(timeout=0)`. Any number of tasks may await it.
         """
         return self._outcome().__await__()
 
     async def _outcome(self) -> tuple[bool, int, ReduceInfo]:
-        import asyncio  # not with pccl: whoever awaits has it
+        import asyncio  # here, so that importing pccl does not import it
 
         launch = self._launch
         if launch is not None and not launch.ended:
@@ -97,9 +97,9 @@ class AsyncReduceHandle:
 
     @property
     def error(self) -> PCCLError | None:
-        """What the blocking call would raise: who, where, why and what to do.
+        """The exception that the blocking call would raise.
 
-        None before `wait()` has returned, and when the collective has succeeded.
+        None before `wait()` has returned, and if the collective has succeeded.
         """
         launch = self._launch
         return launch.error(launch.end) if launch and isinstance(launch.end, effects.Fail) else None

@@ -1,4 +1,4 @@
-"""The way into a run: to a master that may not be up yet, and past the peers that admit."""
+"""Joins a run: reaches a master that may not be up yet, and waits for the admission."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ log = logging.getLogger("pccl")
 
 
 class Patience:
-    """How long `connect` tries to reach a master that does not answer, and what it says meanwhile.
+    """The time limits of `connect`, and what it logs while the master does not answer.
 
-    It begins to count when it is made.
+    Time counts from the construction.
 
     Args:
         master: `host:port`, for messages.
-        n_attempts: are enough, where `connect_timeout` is None.
-        connect_timeout: seconds, in which any number of attempts is made.
-        timeout: seconds for the whole call, with the admission; this limit always wins.
+        n_attempts: number of attempts, if `connect_timeout` is None.
+        connect_timeout: seconds for any number of attempts.
+        timeout: seconds for the whole call, including the admission; this limit always applies.
 
     Raises:
-        TypeError, ValueError: one of them is impossible.
+        TypeError, ValueError: an argument is invalid.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Patience:
         self._quiet = Quiet()
 
     def of(self, seconds: float) -> float:
-        """What is left of so many seconds."""
+        """The smallest of `seconds` and the remaining time limits."""
         left = (each.left_s for each in (self._trying, self._call))
         return min([seconds, *(each for each in left if each is not None)])
 
@@ -67,8 +67,8 @@ class Patience:
         """An attempt has failed; returns when it is time for the next one.
 
         Raises:
-            PCCLTimeoutError: the whole call's time is over.
-            PCCLError: MASTER_CONNECTION_FAILED: all other patience is.
+            PCCLTimeoutError: the time limit of the whole call has passed.
+            PCCLError: MASTER_CONNECTION_FAILED: another limit is reached.
         """
         self._attempts += 1
         log.info("attempt %d to reach the master at %s: %s", self._attempts, self._master, why)
@@ -112,15 +112,15 @@ class Patience:
         return f"{self._n_attempts - self._attempts} times more (connect_timeout= gives it longer)"
 
     def admission(self, client: Client, call: Call) -> Note:
-        """Waits to be admitted by the peers of the run, once the master has registered this one.
+        """Waits for the peers of the run to admit this one, after the master has registered it.
 
         Raises:
-            PCCLTimeoutError: the whole call's time is over.
+            PCCLTimeoutError: the time limit of the whole call has passed.
         """
         while self._call.left_s != 0:
             left_s = math.inf if self._call.left_s is None else self._call.left_s
             note = Deadline(None).next_within(client, call, left_s)
-            if not isinstance(note, m.Welcome | None):  # of a master that was restarted meanwhile
+            if not isinstance(note, m.Welcome | None):  # a restarted master sends a second Welcome
                 return note
         raise PCCLTimeoutError(
             Result.MASTER_CONNECTION_FAILED,
@@ -131,7 +131,7 @@ class Patience:
 
 
 class _Unreachable(Exception):
-    """The master does not answer: worth another attempt."""
+    """The master does not answer; another attempt may succeed."""
 
 
 def join(
@@ -142,22 +142,22 @@ def join(
     admitted: Callable[[Client], None],
     patience: Patience,
 ) -> None:
-    """Joins the run, as a peer that all accepted ones have admitted.
+    """Joins the run; returns when all accepted peers have admitted this one.
 
     Args:
-        host: of the master.
-        port: of the master.
-        link_timeout_s: until a connection to it must stand.
-        begin: makes a client, of a master at an address.
-        admitted: takes over the client that has been admitted. All others are closed.
-        patience: with the master.
+        host: host of the master.
+        port: port of the master.
+        link_timeout_s: time limit for establishing a connection.
+        begin: makes a client of the master at an address.
+        admitted: receives the admitted client. All others are closed.
+        patience: the time limits of the attempts.
 
     Raises:
         PCCLError: as `Communicator.connect`, or what `begin` raises.
     """
     while True:
         try:
-            try:  # for its errors: ZeroMQ would not say what is wrong with an address
+            try:  # a plain connection first, because ZeroMQ does not report why one fails
                 address = reachable(host, port, patience.of(link_timeout_s))
             except OSError as error:
                 raise _Unreachable(error.strerror or str(error)) from None
@@ -199,7 +199,7 @@ def _attempt(
 
 
 def introduced(group: int, config: Config) -> Callable[[int, str], m.Hello]:
-    """Makes a peer's first message, from the port and the ipc address of its engine."""
+    """A function that makes a peer's first message from the port and ipc address of its engine."""
 
     def hello(port: int, ipc: str) -> m.Hello:
         return m.Hello(

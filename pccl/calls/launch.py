@@ -1,4 +1,4 @@
-"""A collective of this peer's, from its launch to whoever awaits it."""
+"""One collective of this peer, from its launch until it has been awaited."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _ERRORS: dict[effects.Fault, type[PCCLError]] = {
 
 
 class Launch:
-    """A collective that is about to be launched: nothing has happened yet.
+    """One collective; constructing it does not launch it yet.
 
     Attributes:
-        call: what it waits for.
-        end: how it ended, once somebody has awaited that.
-        over: whether nobody needs to await it any more.
+        call: the call in progress.
+        end: the answer, once a thread has awaited it.
+        over: whether it needs no more awaiting.
 
     Args:
-        name: of the API call.
-        tag: of the collective.
+        name: name of the API call.
+        tag: tag of the collective.
         client: the peer.
-        standing: where it stands until it is awaited.
-        ranks: what the program knows of them.
+        standing: registers the collective until it is awaited.
+        ranks: the ranks that the program knows.
     """
 
     def __init__(
@@ -70,18 +70,18 @@ class Launch:
         self._lock = threading.Lock()
 
     def begin(self, work: Operands, stuck: bool = False) -> None:
-        """Launches it. `stuck`: until the answer its caller makes no other call.
+        """Launches it. `stuck`: its caller makes no other call before the answer.
 
         Raises:
-            PCCLError: it cannot stand next to the calls in which this peer stands.
-            UnsupportedError: an array is on a device that is not there.
+            PCCLError: a call in progress on this peer excludes it.
+            UnsupportedError: an array is on a device that does not exist.
         """
         self._standing.enter(self._name, self.call, self._tag)
         work, self._bring_back = on_host(work)
         self._client.collective(self.call, self._tag, work, stuck)
 
     def finish(self, deadline: Deadline) -> End:
-        """Awaits it. Several threads may."""
+        """Waits for the answer. Several threads may."""
         if self.end is None and self._client.over is FORKED:  # locks may stay locked here
             self.end, self.over = FORKED, True
         if self.end is None:
@@ -96,16 +96,16 @@ class Launch:
 
     @property
     def ended(self) -> bool:
-        """Whether `finish` has nothing to wait for."""
+        """Whether `finish` would return without waiting."""
         return self.end is not None or self.call.end is not None or self._client.over is FORKED
 
     @property
     def finishes_slowly(self) -> bool:
-        """Whether `finish` has still to copy to a device."""
+        """Whether `finish` must still copy the result to a device."""
         return self.end is None and self._bring_back is not None
 
     def hear(self, ended: Callable[[], None]) -> None:
-        """Calls `ended`, in a thread of pccl's, when `finish` has nothing to wait for."""
+        """Calls `ended`, in a thread of pccl, when `finish` would return without waiting."""
         self._client.hear(self.call, lambda _: ended())
 
     def _conclude(self, end: End) -> None:
@@ -118,7 +118,7 @@ class Launch:
             aside(self._bring_back)
 
     def let_go(self) -> None:
-        """An exception takes its caller away: ends it, and frees its tag. Idempotent."""
+        """Ends the collective after an exception in its caller, and frees its tag. Idempotent."""
         try:
             self.over = True
             self._client.let_go(self.call)
@@ -126,22 +126,22 @@ class Launch:
             self._standing.leave(self.call)
 
     def forsake(self) -> None:
-        """Nobody can await it any more: it goes on, and its tag is free when it is over."""
+        """The handle was collected: the collective continues, and its tag is free afterwards."""
 
         def told(end: End) -> None:
             self._standing.leave(self.call)
             if isinstance(end, effects.Fail):
-                log.warning("nobody waits for this one, which failed: %s", self.error(end))
+                log.warning("a collective whose handle was dropped has failed: %s", self.error(end))
 
         self._client.hear(self.call, told)
 
     def error(self, end: effects.Fail) -> PCCLError:
-        """The exception for its failure."""
+        """The exception for a failure."""
         return error_of(self._name, end, self.call.began_s)
 
 
 def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCLError:
-    """The exception for a failed call, with its phase and how long it took."""
+    """The exception for a failed call, with its phase and duration."""
     when = [end.phase] if end.phase else []
     if began_s is not None:
         when.append(f"{time.monotonic() - began_s:.1f} s after the call began")
@@ -150,7 +150,7 @@ def error_of(name: str, end: effects.Fail, began_s: float | None = None) -> PCCL
 
 
 def info(end: effects.Answer) -> ReduceInfo:
-    """What the answer to a collective says."""
+    """The result of a collective, from its answer."""
     reduced = end.value
     assert isinstance(reduced, effects.Reduced)
     return ReduceInfo(reduced.world_size, reduced.tx_bytes, reduced.rx_bytes)

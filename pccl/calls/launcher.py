@@ -1,4 +1,4 @@
-"""Collectives of one peer: each launched, awaited or handed out, and let go of."""
+"""Launches the collectives of one peer, and awaits them or returns handles for them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pccl.types import ReduceInfo, Result
 
 
 class Launcher:
-    """Launches collectives. All that a collective is lies in its operands."""
+    """Launches collectives; the operands say everything about a collective except its tag."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
 
     def ranks(self, name: str) -> Ranks:
-        """Those that this thread's program counts on, for a call of that name.
+        """The ranks as this thread knows them, for the API call `name`.
 
         Raises:
             PCCLError: TOO_FEW_PEERS, INVALID_USAGE.
@@ -33,13 +33,13 @@ class Launcher:
         return self._membership.ranks.of(client.number)
 
     def is_alone(self, name: str) -> bool:
-        """Whether nobody else is in the group."""
+        """Whether this peer is the only one in its group."""
         return self._membership.client(name).world.local_size < 2
 
     def launch(
         self, name: str, work: Operands, tag: int, target: object = None
     ) -> AsyncReduceHandle:
-        """Launches one; the handle's `result` is `target`."""
+        """Launches a collective; the handle's `result` is `target`."""
         launch = self._prepare(name, tag)
         try:
             launch.begin(work)
@@ -49,7 +49,7 @@ class Launcher:
             raise
 
     def run(self, name: str, work: Operands, tag: int, timeout: float | None) -> ReduceInfo:
-        """Launches one and waits; raises what went wrong."""
+        """Launches a collective and waits; raises the exception if it fails."""
         deadline = Deadline(timeout)
         self._membership.client(name)
         stuck = timeout is None and self._membership.standing.single_threaded()
@@ -71,7 +71,7 @@ class Launcher:
         max_in_flight: int,
         timeout: float | None,
     ) -> ReduceInfo:
-        """Runs several all-reduces, a few at a time, each again and again until it commits."""
+        """Runs several all-reduces, a few at a time, and repeats each until it commits."""
         deadline = Deadline(timeout)
         if not descriptors:
             raise error_for(Result.INVALID_ARGUMENT, name, "the list of descriptors is empty")
@@ -97,7 +97,7 @@ class Launcher:
                     tx_bytes += one.tx_bytes
                     rx_bytes += one.rx_bytes
                 elif end.again:
-                    # in the order of the list, so that all peers' windows overlap
+                    # in the order of the list, so that the windows of all peers overlap
                     waiting = sorted([*waiting, index])
                 else:
                     for _, other in in_flight:

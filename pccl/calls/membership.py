@@ -1,4 +1,4 @@
-"""This process's place in a run: what all calls of one `Communicator` share."""
+"""One peer's membership in a run: the state that all calls of one `Communicator` share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pccl.types import Result
 
 
 class Membership:
-    """One peer's membership, before it begins, while it lasts and after its end.
+    """One peer's membership: before it begins, while it lasts, and after its end.
 
     Attributes:
-        standing: the calls in which this peer stands.
-        ranks: those that the program knows.
-        revision: the shared state's after the last synchronisation; 0 before.
+        standing: the calls in progress.
+        ranks: the ranks that the program knows.
+        revision: the shared state's revision after the last synchronisation; 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,15 @@ class Membership:
         patience: Patience,
         owner: object,
     ) -> None:
-        """Joins a run; see `joining.join`. It ends, at the latest, when `owner` is collected.
+        """Joins a run; see `joining.join`. Leaves it at the latest when `owner` is collected.
 
         Args:
-            host: of the master.
-            port: of the master.
+            host: host of the master.
+            port: port of the master.
             config: timings and limits.
-            make: makes a peer, of a master at an address.
-            patience: with the master.
-            owner: whoever uses this membership.
+            make: makes a client of the master at an address.
+            patience: the time limits of the attempts.
+            owner: the object that uses this membership.
 
         Raises:
             PCCLError: INVALID_USAGE: this peer is in a run already, or no port is free for it;
@@ -67,9 +67,9 @@ class Membership:
             why = "this communicator is connected already"
             raise error_for(Result.INVALID_USAGE, "connect", why)
         self.standing.single_threaded()
-        self.end()  # of what is over, there are threads left
+        self.end()  # the previous membership is over, but its threads may remain
         try:
-            aside(require_room)  # which has threads and descriptors meanwhile
+            aside(require_room)  # it opens threads and descriptors, and must close them
         except NoRoomError as error:
             raise error_for(Result.INTERNAL_ERROR, "connect", str(error)) from None
 
@@ -99,10 +99,10 @@ class Membership:
     # ---- the peer, for a call ----
 
     def client(self, name: str) -> Client:
-        """The peer, for a call of that name.
+        """The client, for the API call `name`.
 
         Raises:
-            PCCLError: INVALID_USAGE before `begin`; after the end why it is over.
+            PCCLError: INVALID_USAGE before `begin`; after the end, the reason for the end.
         """
         client = self._client
         if client is None:
@@ -114,13 +114,13 @@ class Membership:
         return client
 
     def seen(self, name: str) -> Client:
-        """The peer, whose world this thread's program looks at."""
+        """The client; this thread has now seen its ranks."""
         client = self.client(name)
         self.ranks.see(client.plan, client.number)
         return client
 
     def one_of_several(self, name: str) -> Client:
-        """The peer, if there is anybody else in its group.
+        """The client, if its group has other members.
 
         Raises:
             PCCLError: TOO_FEW_PEERS, or as `client`.
@@ -135,10 +135,10 @@ class Membership:
     # ---- a call that is a round ----
 
     def stand(self, name: str, client: Client, take_part: Callable[[Call], Note]) -> effects.Answer:
-        """Takes part in a round of the whole run, to its end.
+        """Takes part in a round of the whole run until it ends.
 
         Raises:
-            PCCLError: what the round ends with, or another call stands in its way.
+            PCCLError: the round has failed, or another call in progress excludes it.
         """
         call = client.call()
         try:
@@ -154,7 +154,7 @@ class Membership:
         return end
 
     def let_go(self, client: Client, call: Call) -> None:
-        """An exception takes this thread out of a call."""
+        """Abandons a call that an exception has left."""
         try:
             client.let_go(call)
         finally:

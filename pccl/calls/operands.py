@@ -1,6 +1,6 @@
-"""The arguments of collectives as memory: one array, or a list or dict of them, is what goes round.
+"""Turns the arguments of collectives (an array, or a list or dict of arrays) into buffers.
 
-What is wrong with them is said here, before anybody else is involved.
+Invalid arguments raise here, before any other peer is involved.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Root: TypeAlias = int | Literal["first"]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Who a peer is among the members of its group, as far as it knows.
+    """A peer's rank among the members of its group, as far as it knows.
 
     Attributes:
-        rank: its own.
-        members: how many there are.
-        first: the rank of the member that is longest in the run.
+        rank: its own rank.
+        members: number of members.
+        first: the rank of the member that joined the run first.
     """
 
     rank: int
@@ -41,9 +41,9 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class _Several:
-    """Arrays in the order in which they go round, and their names if they have any.
+    """The arrays of a collective in order, with their names if they came in a dict.
 
-    `is_list` is False for an array that was given as such.
+    `is_list` is False if a single array was given.
     """
 
     arrays: list[Array]
@@ -61,8 +61,8 @@ def all_reduce(
     """The operands of an all-reduce; in place where `recv` is None.
 
     Raises:
-        ValueError, AssertionError: the arrays do not fit each other, or there is no such operation.
-        PCCLError: INVALID_ARGUMENT: they cannot be quantized so, or are not what `descriptor` says.
+        ValueError, AssertionError: the arrays do not match each other, or `op` is unknown.
+        PCCLError: INVALID_ARGUMENT: they cannot be quantized like this, or contradict `descriptor`.
     """
     given = _several(send)
     targets = given if recv is None else _matching(given, recv)
@@ -82,10 +82,10 @@ def all_reduce(
 def quantization_of(
     options: QuantizationOptions | None, name: str | None
 ) -> QuantizationOptions | None:
-    """How to quantize, where it is said in either way.
+    """The quantization, from the options or from their short name.
 
     Raises:
-        ValueError: it is said in both, or the name is unknown.
+        ValueError: both are given, or the name is unknown.
     """
     if name is None:
         return options
@@ -95,10 +95,10 @@ def quantization_of(
 
 
 def of_descriptor(descriptor: ReduceOpDescriptor) -> Operands:
-    """The operands of an all-reduce of memory that the caller vouches for.
+    """The operands of an all-reduce of unchecked addresses.
 
     Raises:
-        PCCLError: INVALID_ARGUMENT: it cannot be quantized so.
+        PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
     """
     work = descriptor.reduce_descriptor
     dtype = work.operand_descriptor.datatype
@@ -115,10 +115,10 @@ def of_descriptor(descriptor: ReduceOpDescriptor) -> Operands:
 def of_buffers(
     send: Buffer, recv: Buffer, op: ReduceOp, options: QuantizationOptions | None
 ) -> Operands:
-    """The operands of an all-reduce of one stretch of memory.
+    """The operands of an all-reduce of one buffer.
 
     Raises:
-        PCCLError: INVALID_ARGUMENT: it cannot be quantized so.
+        PCCLError: INVALID_ARGUMENT: it cannot be quantized like this.
     """
     none = _Several([], [], False)
     each = [Operand(send, recv, send.count)]
@@ -199,7 +199,7 @@ def barrier() -> Operands:
 
 
 def reduce_op(op: ReduceOp | str) -> ReduceOp:
-    """An operation by its name too, in any case. Raises ValueError for an unknown one."""
+    """An operation, or the one of that name in any case. Raises ValueError if it is unknown."""
     if isinstance(op, ReduceOp):
         return op
     try:
@@ -210,7 +210,7 @@ def reduce_op(op: ReduceOp | str) -> ReduceOp:
 
 
 def _rank(root: Root, ranks: Ranks) -> int:
-    """The rank of the member that `root` means."""
+    """The rank that `root` means."""
     if root == "first":
         return ranks.first
     if isinstance(root, str):
@@ -273,13 +273,13 @@ def _in_the_form_of(form: A, given: _Several, arrays: list[Array]) -> A:
 
 
 def _gathered(array: Array, block: Buffer, members: int) -> Array:
-    """A new array for all members' blocks, one after the other, each lying as this one does."""
+    """A new array for the slices of all members in sequence, each in this one's memory order."""
     order = None if block.layout is None else [0, *(1 + i for i in order_of(array))]
     return new((members, *array.shape), array, order)
 
 
 def _scattered(array: Array, whole: Buffer, members: int) -> Array:
-    """A new array for one member's part of an array."""
+    """A new array for one member's slice of an array."""
     if len(array.shape) == 0 or array.shape[0] % members:
         raise AssertionError(
             f"send has the shape {tuple(array.shape)}: its first dimension must be a multiple of "
@@ -292,7 +292,7 @@ def _scattered(array: Array, whole: Buffer, members: int) -> Array:
 def _check_block(
     whole_name: str, whole: Buffer, block_name: str, block: Buffer, ranks: Ranks
 ) -> None:
-    """Whether one buffer has as many elements as the other for each member, and lies right."""
+    """Checks that one buffer holds a slice like the other for each member, in the same order."""
     if whole.dtype is not block.dtype:
         raise AssertionError(
             f"{whole_name} is {whole.dtype.name}, {block_name} is {block.dtype.name}"
@@ -317,7 +317,7 @@ def _check_block(
 
 
 def _check_apart(each: Sequence[Operand]) -> None:
-    """What is written must be apart from everything else, but for its own operand."""
+    """Checks that written memory overlaps nothing, except within its own operand."""
     stretches = []  # (begin, end, whether it is written)
     for operand in each:
         send, recv = operand.send, operand.recv
@@ -367,7 +367,7 @@ def _operands(
 
 
 def _part(operand: Operand, name: str) -> m.Part:
-    """What peers must agree on of one array: of its block, where it is several of them."""
+    """What peers must agree on for one array; if it consists of slices, for one slice."""
     block = operand.send if operand.send.count <= operand.recv.count else operand.recv
     layout = "" if block.layout is None else str(block.layout)
     return m.Part(block.dtype.value, operand.count, name, layout)

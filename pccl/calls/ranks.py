@@ -1,4 +1,4 @@
-"""Which ranks a program knows: what a collective counts on where they matter."""
+"""The ranks that a program knows, for collectives that depend on ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pccl.protocol import messages as m
 
 
 class KnownRanks:
-    """The ring as the program has seen it last: peers by rank.
+    """The ring as the program has last seen it: peers by rank.
 
-    A call that changes who is there by the program's own will, when it returns, tells all threads.
-    What a thread reads, or hears of a loss, does not change what others have seen: they may have a
-    rank from before still in their hands. A thread that has seen nothing itself goes by what calls
-    of any thread have told.
+    A call by which the program itself changes the membership updates the ranks of all threads when
+    it returns. If one thread reads the ranks, or learns of a loss, other threads keep what they
+    have seen, because they may still use an earlier rank. A thread that has not read the ranks
+    itself uses those of the last update.
     """
 
     def __init__(self) -> None:
@@ -23,16 +23,16 @@ class KnownRanks:
         self._own = threading.local()
 
     def tell(self, plan: m.Plan, number: int) -> None:
-        """The whole program is told who is there now."""
+        """Updates the ranks of all threads."""
         self._order = _order(plan, number)
         self._told += 1
 
     def see(self, plan: m.Plan, number: int) -> None:
-        """This thread has seen who is there now."""
+        """Updates the ranks of this thread."""
         self._own.order, self._own.told = _order(plan, number), self._told
 
     def lose(self, plan: m.Plan, number: int) -> None:
-        """A call of this thread was told of a loss."""
+        """A call of this thread has failed because a peer was lost."""
         self.see(plan, number)
         self._order = self._own.order
 
@@ -43,9 +43,9 @@ class KnownRanks:
         return mine if mine and self._own.told == self._told else self._order
 
     def of(self, number: int) -> Ranks:
-        """The rank of a peer, how many there are, and who is first, as this thread knows them.
+        """The rank of a peer, the number of members, and the first member, for this thread.
 
-        Peers are numbered as they come, so the lowest number is longest in the run.
+        Peers are numbered in the order in which they join, so the lowest number joined first.
         """
         order = self.order
         return Ranks(order.index(number), len(order), order.index(min(order)))

@@ -1,4 +1,4 @@
-"""Where one peer stands: rounds of the whole run or group, and collectives by their tags."""
+"""The calls in progress on one peer: rounds of the run or group, and collectives by tag."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pccl.types import Result
 
 
 class Standing:
-    """The calls in which threads of this peer stand, and what may stand beside them.
+    """The calls in progress, and which calls may begin beside them.
 
-    A collective that is launched stands until it is awaited, or nobody can await it any more.
+    A launched collective counts as in progress until it is awaited, or can no longer be awaited.
     """
 
     def __init__(self) -> None:
@@ -24,11 +24,11 @@ class Standing:
         self._shared = False  # whether several threads that live have made calls
 
     def enter(self, name: str, call: Call, tag: int | None = None) -> None:
-        """A call begins; of a collective with its tag.
+        """A call begins; `tag` is that of a collective.
 
         Raises:
-            PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: it cannot stand next to
-                those that are there.
+            PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: a call in progress
+                excludes it.
         """
         with self._lock:
             self._may_enter(name)
@@ -50,7 +50,7 @@ class Standing:
             raise error_for(Result.INVALID_USAGE, name, why)
 
     def leave(self, call: Call) -> None:
-        """A call is over, if it ever began. Idempotent."""
+        """A call has ended, if it ever began. Idempotent."""
         with self._lock:
             for name in [name for name, other in self._rounds.items() if other is call]:
                 del self._rounds[name]
