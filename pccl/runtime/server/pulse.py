@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+
+log = logging.getLogger("pccl")
 
 
 def _clocks() -> list[Callable[[], float]]:
@@ -36,3 +39,41 @@ class Pulse:
         before, self._at = self._at, [clock() for clock in self._clocks]
         paused_s = max(now - then for now, then in zip(self._at, before, strict=True)) - waited_s
         return paused_s if paused_s > self._limit_s else 0.0
+
+
+class Pauses:
+    """The times in which this process did not run. They count against nobody.
+
+    Args:
+        timeout_s: after which others take this process for lost.
+
+    Attributes:
+        total_s: of all of them.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._pulse = Pulse(timeout_s / 2)
+        self._woke_s: float | None = None  # when the last one ended
+        self.total_s = 0.0
+
+    def feel(self, waited_s: float) -> None:
+        """To be called after each waiting, which was to last no longer than this."""
+        paused_s = self._pulse.beat(waited_s)
+        if paused_s:
+            log.warning(
+                "master: it did not run for %.1f s: its process was stopped, or the machine was "
+                "asleep or busy",
+                paused_s,
+            )
+            self.total_s += paused_s
+            self._woke_s = time.monotonic()
+
+    @property
+    def woke_lately(self) -> bool:
+        """Whether connections that break now do so for a pause of this process."""
+        return self._woke_s is not None and time.monotonic() - self._woke_s < 2 * self._timeout_s
+
+    def dealt_with(self) -> None:
+        """Its consequences have been drawn: what breaks from now on does so for other reasons."""
+        self._woke_s = None

@@ -1,21 +1,7 @@
-"""The master's I/O: a ROUTER socket, its monitor, and the master core. One thread.
+"""The master's I/O: a ROUTER socket, its connections, and the master core. One thread.
 
-A connection is named by the routing id that the ROUTER gives it, which is never reused. That a
-connection is gone is told by the socket's monitor, which knows file descriptors only. A
-connection's descriptor is learnt from its first message. The two queues, messages and monitor
-events, are not ordered against each other, and descriptors are reused, so:
-
-- the monitor is read before a connection's first message is. A connection was accepted before it
-  could send, hence by then all events of earlier users of its descriptor have been seen;
-- when a first message arrives on a descriptor that another connection is known by, that other one
-  is gone;
-- what a lost connection had sent before is read before it is buried, so that a peer that leaves and
-  closes is seen to leave;
-- what is read of it even later is ignored: it must not be taken for a new connection.
-
-Of a connection that the core has dropped nothing more is heard. It has a moment to read why, then
-it is cut. Nothing that one connection does ends the service for the others: where it makes the core
-fail, that is logged, and that connection is dropped.
+Nothing that one connection does ends the service for the others: where it makes the core fail, that
+is logged, and that connection is dropped. connections.py says how they are told apart.
 """
 
 from __future__ import annotations
@@ -23,32 +9,26 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import math
 import secrets
 import socket
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from pccl.errors import PCCLError
 from pccl.ext.drain import Drain
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, effects
-from pccl.runtime import descriptors, limits
+from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
-from pccl.runtime.descriptors import Shutter, received
 from pccl.runtime.inline import combine
+from pccl.runtime.server.connections import Connections
 from pccl.runtime.server.dial import Dialler, Target
-from pccl.runtime.server.guard import Guard, Line
 from pccl.runtime.server.journal import JournalError
-from pccl.runtime.server.pulse import Pulse
-from pccl.runtime.server.reserve import Reserve
+from pccl.runtime.server.pulse import Pauses
 from pccl.runtime.server.scribe import OnError, Scribe
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair, Security
@@ -57,13 +37,6 @@ log = logging.getLogger("pccl")
 
 BATCH = 100  # messages read before the dead are buried, however many more wait
 MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
-
-
-class Sender(NamedTuple):
-    """What libzmq knows of a connection: its descriptor, and the host at its other end."""
-
-    fd: int
-    host: str
 
 
 def _router(
@@ -124,25 +97,14 @@ class Server:
         )
         self._straggler_s = config.straggler_s
         self._timeout_s = config.heartbeat_timeout_ms / 1000
-        self._pulse = Pulse(self._timeout_s / 2)
-        self._paused_s = 0.0  # in all; such time counts against nobody
-        self._woke_s: float | None = None  # when the last pause ended
+        self._pauses = Pauses(self._timeout_s)
         self._faltered = ""  # why something was left undone, which is as if it had been away
         self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
-        self._senders: dict[bytes, Sender] = {}
-        self._conn_of: dict[int, bytes] = {}
-        self._lost: list[bytes] = []  # connections that are gone, to be buried
-        self._buried: dict[bytes, float] = {}  # when; what is read of them now is ignored
-        self._dropped: dict[bytes, float] = {}  # when; they are open, but not listened to
         # connections that are dialled back before their first message counts; what else they say
         self._arriving: dict[bytes, list[bytes | None]] = {}
         self._security = security
         self._zap: Zap | None = None
         self._journal: Scribe | None = None
-        self._guard = Guard(
-            received, max(limits.CONNECTIONS_MIN, descriptors.limit() - limits.DESCRIPTORS_SPARE)
-        )
-        self._surplus: list[Line] = []  # connections for which there is no room
         self._stop = False
         self._sent = False  # since the router was last found empty
         run = secrets.randbits(62)
@@ -169,10 +131,7 @@ class Server:
         self._drain = Drain()
         self._waiter = Waiter()
         opened.callback(self._waiter.close)
-        self._shutter = Shutter()
-        opened.callback(self._shutter.close)
-        self._reserve = Reserve()
-        opened.callback(self._reserve.close)
+        self._connections = Connections(opened)
         self._wake_out, self._wake_in = map(opened.enter_context, socket.socketpair())
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
@@ -180,11 +139,7 @@ class Server:
         opened.callback(self._context.destroy, linger=0)  # `term` would wait for what is left open
         self._router = _router(self._context, config, ipv6=":" in host)
         opened.callback(self._router.close, linger=limits.FAREWELL_MS)
-        self._monitor = self._router.get_monitor_socket(
-            zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
-        )
-        opened.callback(self._monitor.close, linger=0)
-        opened.callback(self._router.disable_monitor)
+        self._connections.watch(self._router, opened)
         if keys is not None:
             self._zap = Zap(self._context)
             opened.callback(self._zap.close)
@@ -223,7 +178,7 @@ class Server:
         waiter = self._waiter
         waiter.add(self._wake_in, self._woken)
         waiter.add(self._router, lambda: None)  # it is read in any case
-        waiter.add(self._monitor, self._read_monitor)
+        waiter.add(self._connections.monitor, self._connections.read_monitor)
         if (zap := self._zap) is not None:
             waiter.add(zap.socket, lambda: zap.answer(self._allows))
         drained = False
@@ -231,7 +186,7 @@ class Server:
             while not self._stop:
                 wait_s = self._patience_s(drained)
                 reads = waiter.wait(wait_s)
-                self._feel_pulse(wait_s)
+                self._pauses.feel(wait_s)
                 for read in reads:
                     read()
                 drained = not all(self._read_router() for _ in range(BATCH))
@@ -240,9 +195,9 @@ class Server:
                     self._begin_anew(why)
                 now_s = time.monotonic()
                 self._bury(now_s, drained)
-                self._cut(now_s, drained)
+                self._connections.cut(now_s, drained)
                 self._dialler.tick(now_s)
-                self._perform(self._core.tick(now_s - self._paused_s))
+                self._perform(self._core.tick(now_s - self._pauses.total_s))
             if self._journal is None:  # else it is expected to come back
                 self._perform(self._core.farewell())
         except JournalError as error:
@@ -256,14 +211,13 @@ class Server:
             self.close()
 
     def _patience_s(self, drained: bool) -> float:
-        if self._sent or self._surplus or not drained:
+        if self._sent or self._connections.crowded or not drained:
             return 0.0
-        often = self._core.recovering or self._dropped or self._buried or self._dialler.busy
-        often = often or self._reserve.spent
+        often = self._core.recovering or self._connections.busy or self._dialler.busy
         waits_s = [
             limits.MASTER_LOOK_S if often else self._timeout_s / 4,  # to notice pauses
             self._tick_s,
-            self._guard.patience_s,
+            self._connections.patience_s,
         ]
         return min(wait_s for wait_s in waits_s if wait_s is not None)
 
@@ -273,22 +227,6 @@ class Server:
         secret = secrets.token_bytes(32)
         return Master(run, combine, self._straggler_s, journal, secret=secret)
 
-    def _feel_pulse(self, waited_s: float) -> None:
-        paused_s = self._pulse.beat(waited_s)
-        if paused_s:
-            log.warning(
-                "master: it did not run for %.1f s: its process was stopped, or the machine was "
-                "asleep or busy",
-                paused_s,
-            )
-            self._paused_s += paused_s
-            self._woke_s = time.monotonic()
-
-    @property
-    def _woke_lately(self) -> bool:
-        """Whether connections that break now do so for a pause of this process."""
-        return self._woke_s is not None and time.monotonic() - self._woke_s < 2 * self._timeout_s
-
     def _begin_anew(self, why: str) -> None:
         """Goes on as after a restart: it was the master that was away, not its peers."""
         old = self._core
@@ -296,10 +234,10 @@ class Server:
         journal, todo = old.reborn()
         self._core = self._new_core(journal.run, journal)
         self._perform(todo)
-        for conn in self._senders:
+        for conn in self._connections.senders:
             if old.knows(conn):
-                self._dropped[conn] = -math.inf  # it is cut at once, and the peer comes back
-        self._woke_s = None
+                self._connections.drop_at_once(conn)  # it is cut, and the peer comes back
+        self._pauses.dealt_with()
 
     # ---- events ----
 
@@ -316,92 +254,34 @@ class Server:
         with contextlib.suppress(BlockingIOError):
             self._wake_in.recv(64)
 
-    def _read_monitor(self) -> None:
-        while True:
-            try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.DONTWAIT))
-            except zmq.Again:
-                return
-            kind, value = event["event"], event["value"]
-            if kind == zmq.EVENT_ACCEPT_FAILED:
-                self._reserve.failed(value, time.monotonic())
-                self._shed()  # now: libzmq tries on, and tells of it faster than can be read
-                continue
-            conn = self._conn_of.pop(value, None)  # who has had this descriptor is gone
-            if conn is not None:
-                self._lost.append(conn)
-            if kind == zmq.EVENT_ACCEPTED:
-                line = self._guard.accepted(value, time.monotonic())
-                if self._reserve.spent or self._guard.full:
-                    self._surplus.append(line)
-            else:
-                self._guard.gone(value)
-
     def _bury(self, now_s: float, drained: bool) -> None:
-        lost, self._lost = self._lost, []
-        if self._woke_lately and any(self._core.knows(conn) for conn in lost):
+        lost = self._connections.take_lost()
+        if self._pauses.woke_lately and any(self._core.knows(conn) for conn in lost):
             self._begin_anew("connections broke while it did not run")
         for conn in lost:
-            self._senders.pop(conn, None)
-            self._dropped.pop(conn, None)
             self._arriving.pop(conn, None)
-            self._buried[conn] = now_s
+        self._connections.bury(lost, now_s)
         if lost:
             self._perform(self._core.all_disconnected(lost, self._why_lost))
         if drained:
-            self._buried = {c: at for c, at in self._buried.items() if now_s - at < limits.GRACE_S}
-
-    def _cut(self, now_s: float, drained: bool) -> None:
-        """Closes connections that libzmq would keep: it has no call for that."""
-        self._shed()
-        self._reserve.tick(now_s)
-        for line, why in self._guard.look(now_s, drained):
-            log.info("master: a connection is closed: %s", why)
-            self._shut(line.descriptor, partial(self._guard.holds, line))
-        for conn in [conn for conn, at in self._dropped.items() if now_s - at >= limits.GRACE_S]:
-            self._dropped[conn] = math.inf  # until the monitor says that it is gone
-            fd = self._senders[conn].fd
-            self._shut(fd, partial(self._is_of, fd, conn))
-
-    def _shed(self) -> None:
-        """Closes connections for which there is no room.
-
-        If one is gone already, and another one has its descriptor, that came later: no room either.
-        """
-        while self._surplus:
-            line = self._surplus.pop()
-            with contextlib.suppress(OSError):
-                self._shutter.shut(line.descriptor, partial(self._guard.holds, line))
-
-    def _is_of(self, descriptor: int, conn: bytes) -> bool:
-        return self._conn_of.get(descriptor) == conn
-
-    def _shut(self, descriptor: int, still: Callable[[], bool]) -> None:
-        def is_that_one() -> bool:
-            self._read_monitor()
-            return still()
-
-        try:
-            self._shutter.shut(descriptor, is_that_one)
-        except OSError as error:  # it is closed just now
-            log.debug("master: descriptor %d: %s", descriptor, error)
+            self._connections.forget_buried(now_s)
 
     def _read_router(self) -> bool:
         self._sent = False
         if not readable(self._router):
             return False
         conn = self._router.recv(zmq.DONTWAIT)
-        if conn in self._senders:
+        connections = self._connections
+        if conn in connections.senders:
             data = self._router.recv()
         else:  # only a Frame tells from where it came, and it takes longer
             frame = self._router.recv(copy=False)
             data = frame.bytes
-            if conn not in self._buried and not self._learn(conn, frame):
+            if not connections.is_buried(conn) and not connections.learn(conn, frame):
                 self._drop_rest()
                 return True
         several = self._drop_rest() > 0
-        if (sender := self._senders.get(conn)) is not None:
-            self._guard.heard(sender.fd)
+        connections.heard(conn)
         self._deliver(conn, None if several else data)
         return True
 
@@ -414,7 +294,7 @@ class Server:
 
         None stands for a message of several frames.
         """
-        if conn in self._buried or conn in self._dropped:
+        if not self._connections.is_heard(conn):
             return
         if conn not in self._arriving:
             self._guarded(conn, lambda: self._hear(conn, data))
@@ -450,7 +330,7 @@ class Server:
             for data in held:
                 self._deliver(conn, data)
 
-        self._dialler.dial(target, time.monotonic(), then, self._senders[conn].host)
+        self._dialler.dial(target, time.monotonic(), then, self._connections.senders[conn].host)
 
     def _dial_peer(self, info: m.PeerInfo, password: str) -> None:
         """Dials a peer that another one cannot reach."""
@@ -472,18 +352,18 @@ class Server:
         except m.ProtocolError as error:
             return self._core.rejected(conn, f"it sent bytes that are no message: {error}")
         if isinstance(message, m.Hello):
-            return self._hear_hello(conn, message, self._senders[conn].host)
+            return self._hear_hello(conn, message, self._connections.senders[conn].host)
         if isinstance(message, m.Examine):
-            host = self._senders[conn].host
+            host = self._connections.senders[conn].host
             target = Target(message.host or host, message.port, message.curve, message.dial)
             self._dial(conn, target, lambda why: self._core.examine(conn, host, why, time.time()))
             return []
         if isinstance(message, m.Resume):
             if self._core.deserted(message):
                 self._begin_anew("all peers were lost, and now they come back")
-            elif self._woke_lately and self._core.misses(message):
+            elif self._pauses.woke_lately and self._core.misses(message):
                 self._begin_anew("connections broke while it did not run")
-            return self._core.resume(conn, message, self._senders[conn].host)
+            return self._core.resume(conn, message, self._connections.senders[conn].host)
         return self._core.received(conn, message)
 
     def _hear_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[effects.Effect]:
@@ -493,22 +373,6 @@ class Server:
         target = Target(hello.host or host, hello.port, hello.curve, hello.dial)
         self._dial(conn, target, lambda why: self._core.hello(conn, hello, host, why or ""))
         return []
-
-    def _learn(self, conn: bytes, frame: zmq.Frame) -> bool:
-        """From a connection's first message: who it is. False where that cannot be known."""
-        self._read_monitor()
-        try:
-            fd = int(frame.get(zmq.SRCFD))
-            host = str(frame.get("Peer-Address")).removeprefix("::ffff:")  # IPv4 seen by IPv6
-        except zmq.ZMQError:  # it speaks ZMTP 1 or 2, as random bytes seem to
-            log.debug("master: connection %s is of no known kind", conn.hex())
-            return False
-        earlier = self._conn_of.get(fd)
-        if earlier is not None:
-            self._lost.append(earlier)
-        self._senders[conn] = Sender(fd, host)
-        self._conn_of[fd] = conn
-        return True
 
     # ---- effects ----
 
@@ -539,8 +403,7 @@ class Server:
                     log.info("master: %s", text)
                 case effects.Drop(conn, why):
                     log.debug("master: connection %s dropped: %s", conn.hex(), why)
-                    if conn in self._senders:
-                        self._dropped[conn] = time.monotonic()
+                    self._connections.drop(conn)
         if self._journal is not None:
             if not self._core.recovering:
                 self._journal.recovered()
@@ -555,9 +418,9 @@ class Server:
             self._router.send(conn, MORE)
             self._router.send(payload, zmq.DONTWAIT, copy=False)
         except zmq.Again:
-            if conn not in self._dropped:
+            if self._connections.is_heard(conn):
                 log.warning("master: connection %s does not read what it is sent", conn.hex())
-                self._dropped[conn] = 0.0
+                self._connections.drop_at_once(conn)
         except zmq.ZMQError as error:
             if error.errno == errno.ENOMEM:
                 self._faltered = "it had no memory for a message"
