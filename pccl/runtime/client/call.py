@@ -1,9 +1,10 @@
-"""One call of the API in progress, between the thread that waits for it and the one that works.
+"""An API call in progress, shared by its waiting caller and the control thread.
 
-An exception may come to the waiting thread at any moment, and a call that ends, however it ends,
-has let go first: no memory is referred to, no peer waits for it. So whoever makes a call does all
-of it, from before the first command to the end, in one `try`, whose handler is `Client.let_go`.
-What must be done once begun is done first (uninterrupted.py); the exception is raised after it.
+An exception may be raised in the waiting thread at any moment. However a call ends, it must first
+release everything: nothing refers to the caller's memory, and no peer waits for the call. So a
+caller makes the whole call, from before the first command to the end, in one `try`, whose handler
+is `Client.let_go`. Work that must not stop halfway is finished first (uninterrupted.py), and the
+exception is raised afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pccl.runtime import limits
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A leaf of a piece that is fetched by `op` has arrived, and waits for its verdict."""
+    """A leaf of a piece, fetched by `op`, has arrived and waits for its verdict."""
 
     op: int
     piece: int
@@ -53,12 +54,12 @@ class Quiet:
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
+        """Time since its beginning."""
         return time.monotonic() - self._began_s
 
     @property
     def is_over(self) -> bool:
-        """Whether it is time to say what the wait is for; not again for a while."""
+        """Whether a log line is due about what the wait is for; then False for a while."""
         now = time.monotonic()
         if now < self._until_s:
             return False
@@ -68,11 +69,11 @@ class Quiet:
 
 
 class Call:
-    """One API call in progress: notes come in, the last one is an Answer or a Fail.
+    """An API call in progress: it receives notes, the last of which is an Answer or a Fail.
 
     Attributes:
-        end: that last note, once it is there. Nothing refers to the caller's memory any more.
-        hearers: are called with the end when it comes; the control thread's to fill.
+        end: the last note, when it has come. Nothing refers to the caller's memory then.
+        hearers: called with the end; only the control thread adds to them.
     """
 
     def __init__(self, number: int) -> None:
@@ -93,13 +94,13 @@ class Call:
             self.hearers.pop()(self.end)
 
     def next(self, timeout_s: float | None = None) -> Note:
-        """The next note. After the end that one, as often as it is asked for.
+        """The next note; after the end, always the last one.
 
         Raises:
-            queue.Empty: there was none in that time.
+            queue.Empty: no note came in that time.
         """
         at = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:  # in slices: what comes to this thread just before a wait does not end it
+        while True:  # in slices: a signal that arrives just before a wait does not interrupt it
             left_s = limits.SLICE_S if at is None else min(limits.SLICE_S, at - time.monotonic())
             try:
                 note = self._notes.get(timeout=max(0.0, left_s))
@@ -110,16 +111,16 @@ class Call:
                     raise
             else:
                 if note is self.end:
-                    self._notes.put(note)  # for whoever waits as well
+                    self._notes.put(note)  # for other threads that wait for the end
                 return note
 
     @property
     def is_long(self) -> bool:
-        """Whether it is time to say for whom it waits; not again for a while."""
+        """Whether a log line is due about the peers it waits for; then False for a while."""
         return self._quiet.is_over
 
     def settle(self) -> None:
-        """Returns when the end is there."""
+        """Returns when the call has ended."""
         while self.end is None:
             self.next()
 
@@ -130,25 +131,25 @@ class Call:
 
 
 class Caller(Protocol):
-    """What a wait asks of the client."""
+    """The part of the client that a wait uses."""
 
     def inquire(self, call: Call) -> None:
-        """Has the log say for whom a call waits."""
+        """Logs which peers a call waits for."""
 
     def withdraw(self, call: Call, why: str) -> None:
-        """Waits no longer for a call."""
+        """Withdraws a call."""
 
 
 class Deadline:
-    """When the caller of a call gives up. The call is withdrawn then, and answered all the same.
+    """The time limit of a caller. When it has passed, the call is withdrawn, and still answered.
 
     Args:
-        timeout_s: seconds from now; None: never.
-        name: of the parameter, for the errors.
+        timeout_s: seconds from now; None: no limit.
+        name: name of the parameter, for errors.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is no time to wait for.
+        TypeError: `timeout_s` is not a number.
+        ValueError: `timeout_s` is not a valid time.
     """
 
     def __init__(self, timeout_s: float | None, name: str = "timeout") -> None:
@@ -168,17 +169,17 @@ class Deadline:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until then; None: never."""
+        """Seconds left; None: no limit."""
         return None if self._at is None else max(0.0, self._at - time.monotonic())
 
     def next(self, client: Caller, call: Call) -> Note:
-        """The call's next note. Where it is long in coming, the log says why."""
+        """The call's next note. If it takes long, the log says why."""
         note = self.next_within(client, call, math.inf)
         assert note is not None
         return note
 
     def next_within(self, client: Caller, call: Call, seconds: float) -> Note | None:
-        """The call's next note, or None when none came for so many seconds."""
+        """The call's next note, or None if none comes within `seconds`."""
         due = time.monotonic() + seconds
         while True:
             until = [limits.QUIET_S, due - time.monotonic()]
@@ -192,7 +193,7 @@ class Deadline:
                 return None
 
     def _notice(self, client: Caller, call: Call) -> None:
-        """There was no note: gives up if it is time to, or says for whom the call waits."""
+        """No note came: withdraws the call if its time is up, or logs what it waits for."""
         if self._at is not None and self._late is not call and time.monotonic() >= self._at:
             self._late = call
             client.withdraw(call, f"its caller gave up after {self._timeout_s:g} s")

@@ -23,12 +23,12 @@ from pccl.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """What came of it.
+    """The result of an examination.
 
     Attributes:
-        report: the master's.
+        report: the master's report.
         address: `host:port` at which the master has tried to reach this machine.
-        round_trip_s: to the master, that of TCP's handshake.
+        round_trip_s: round trip to the master, from TCP's handshake.
         clock_s: how far this machine's clock is ahead of the master's, within half a round trip.
     """
 
@@ -43,8 +43,8 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
 
     Raises:
         MasterLostError: no master answers there.
-        OSError: nothing can listen here where PCCL_PORT_RANGE says.
-        PCCLError: INVALID_USAGE: keys are missing or unsafe, or the master does not know ours.
+        OSError: no port of PCCL_PORT_RANGE is free.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe, or the master does not allow ours.
     """
     where = address_text(host, port)
     began_s = time.monotonic()

@@ -1,7 +1,7 @@
-"""The control thread of a peer: the DEALER to the master, the lane engine, the peer core.
+"""The control thread of a peer, which drives its state machine, engine and link to the master.
 
-Threads of the user post commands and wait on a `Call` (inbox.py says why; shortcut.py, what they do
-themselves). Nothing in the control thread blocks, and bulk data never passes here.
+User threads post commands and wait on a `Call`; inbox.py says why, and shortcut.py describes the
+one thing that they do themselves. The control thread never blocks, and handles no bulk data.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class Client:
     """One peer's membership in one run, from connect to the end.
 
     Args:
-        host: of the master.
-        port: of the master.
-        address: of that host, to begin with; later its name is looked up again.
+        host: host of the master.
+        port: port of the master.
+        address: current address of that host; to reconnect, the name is resolved again.
         hello: makes the first message from the engine's port and ipc address.
-        pool_size: lanes to each neighbour; 0: choose.
+        pool_size: lanes to each neighbour; 0: chosen by the engine.
         config: timings and limits.
-        security: whose keys to use; None: nothing is encrypted.
+        security: the keys; None: nothing is encrypted.
 
     Raises:
-        OSError: no lane engine can listen here.
-        PCCLError: INVALID_USAGE when keys are missing or unsafe.
+        OSError: the engine cannot listen here.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Client:
         hello: Callable[[int, str], m.Hello],
         config: Config,
     ) -> tuple[Engine, m.Hello]:
-        """An engine that listens, and what this peer says of itself."""
+        """A listening engine, and this peer's Hello."""
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
@@ -142,7 +142,7 @@ class Client:
     def _local(self, info: m.PeerInfo) -> bool:
         return reach.local(self._hello, info)
 
-    # ---- for the threads of the user ----
+    # ---- called by user threads ----
 
     @property
     def master(self) -> str:
@@ -166,11 +166,11 @@ class Client:
 
     @property
     def over(self) -> effects.Fail | None:
-        """Why this peer is out of the run, if it is."""
+        """Why this peer is no longer in the run; None while it is."""
         return forks.FORKED if self._forked else self._core.over
 
     def forked(self) -> None:
-        """This is a forked child: the peer is its parent's. Nothing here is to be touched."""
+        """Called in a forked child, which must not use the parent's peer."""
         self._forked = True
         self._inbox.forked()
         others = {*self._streams.ends, (self._master.address, self._master.port)}
@@ -178,11 +178,11 @@ class Client:
 
     @property
     def backend(self) -> str:
-        """Which backend fills the engine's function table."""
+        """The backend that fills the engine's function table."""
         return self._engine.backend
 
     def call(self) -> Call:
-        """A call to be made: nothing has happened yet."""
+        """A new call, which has not been made yet."""
         return Call(next(self._numbers))
 
     def join(self, call: Call) -> None:
@@ -194,9 +194,9 @@ class Client:
         self._begin(call, self._core.update_topology)
 
     def are_peers_pending(self, call: Call, stuck: bool = False, patient: bool = False) -> None:
-        """Asks, with all others. `stuck`: until the answer the caller makes no other call.
+        """Asks, with all others. `stuck`: the caller makes no other call before the answer.
 
-        `patient`: while all are, there is no answer before a peer is pending (`hurry`).
+        `patient`: while all callers are, there is no answer before a peer is pending (`hurry`).
         """
         self._begin(call, lambda number: self._core.are_peers_pending(number, stuck, patient))
 
@@ -205,11 +205,11 @@ class Client:
         self._inbox.post(lambda: self._perform(self._core.hurry(call.number)))
 
     def inquire(self, call: Call) -> None:
-        """Has the log say for whom a call waits."""
+        """Logs which peers a call waits for."""
         self._inbox.post(lambda: self._perform(self._core.inquire(call.number)))
 
     def collective(self, call: Call, tag: int, operands: Operands, stuck: bool = False) -> None:
-        """Enters a collective. `stuck`: until the answer the caller makes no other call."""
+        """Enters a collective. `stuck`: the caller makes no other call before the answer."""
         work, data = operands.work, operands.inline(self._config.inline_bytes)
         shortcut = Shortcut()
 
@@ -231,12 +231,12 @@ class Client:
         self._inbox.signal()
 
     def sync(self, call: Call, offer: m.Offer, pieces: Pieces, owner: object) -> None:
-        """Enters a synchronisation. Notes: Plan, Leaf, Fetched, any number, before the answer."""
+        """Enters a synchronisation. Notes before the answer: Plan, Leaf, Fetched, in any number."""
         pool = Pool(pieces, len(offer.entries), owner, limit=self.serve_limit)
         self._serve(call, pool, lambda number, serve: self._core.sync(number, serve, offer))
 
     def optimize(self, call: Call, pieces: Pieces, owner: object) -> None:
-        """Enters an optimisation. Notes: Plan, Leaf, Fetched, any number, before the answer."""
+        """Enters an optimisation. Notes before the answer: Plan, Leaf, Fetched, in any number."""
         self._serve(call, Pool(pieces, 0, owner), self._core.optimize)
 
     def _serve(
@@ -265,7 +265,7 @@ class Client:
         self._inbox.post(tell)
 
     def fetch(self, call: Call, seq: int, pieces: Pieces, first_counted: int, owner: object) -> int:
-        """Fetches what a Plan says into staging memory; returns the op that does it."""
+        """Fetches what a plan lists into staging memory; returns the number of the op."""
         op = next(self._numbers)
 
         def begin() -> None:
@@ -278,7 +278,7 @@ class Client:
         return op
 
     def remind(self, op: int, limit: int) -> None:
-        """Has a fetch ask again for what is not answered; see `Engine.remind`."""
+        """Repeats the unanswered requests of a fetch; see `Engine.remind`."""
 
         def tell() -> None:
             self._performer.sent = True
@@ -287,7 +287,7 @@ class Client:
         self._inbox.post(tell)
 
     def judge(self, op: int, verdicts: list[tuple[int, int, bool]]) -> None:
-        """Says of some leaves of a fetch (piece, leaf) whether they are right."""
+        """Tells a fetch which leaves (piece, leaf) are correct."""
 
         def tell() -> None:
             self._performer.sent = True
@@ -299,22 +299,22 @@ class Client:
     def fetched(
         self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
     ) -> None:
-        """Says that what a plan wanted is here, or cannot be had; and what was here before."""
+        """Reports whether a plan's content has arrived, and how the old content differed."""
         self._inbox.post(lambda: self._perform(self._core.fetched(seq, ok, why, differences)))
 
     def measured(self, seq: int, rate: int, delay_us: int) -> None:
-        """Says what a probe has found, and ends it; see `Measured`."""
+        """Reports the result of a probe, and ends it; see `Measured`."""
         self._inbox.post(lambda: self._perform(self._core.measured(seq, rate, delay_us)))
 
     def withdraw(self, call: Call, why: str) -> None:
-        """Waits no longer for a call, which is answered soon, one way or the other."""
+        """Withdraws a call, which is then answered soon, with its result or a failure."""
         self._inbox.post(lambda: self._perform(self._core.withdraw(call.number, why)))
 
     def let_go(self, call: Call) -> None:
-        """Ends a call out of which an exception takes its caller; it may not even have begun.
+        """Ends a call whose caller is leaving by an exception; it may not even have begun.
 
-        Returns when nothing refers to the caller's memory any more, and the master has been told,
-        if it is there, that nobody needs to wait for this peer. Its answer is not waited for.
+        Returns when nothing refers to the caller's memory any more and, if the master is connected,
+        it has been told not to wait for this peer. Does not wait for the master's answer.
         """
 
         def leave() -> None:
@@ -332,7 +332,7 @@ class Client:
             insist(settle)
 
     def hear(self, call: Call, told: Callable[[End], None]) -> None:
-        """Calls `told`, in a thread of pccl's, when a call has ended."""
+        """Calls `told`, in a thread of pccl, when a call has ended."""
 
         def note() -> None:
             if call.end is None:
@@ -343,9 +343,9 @@ class Client:
         self._inbox.post(note)
 
     def close(self, why: str) -> None:
-        """Leaves the run; calls that wait fail with `why`. Idempotent.
+        """Leaves the run; waiting calls fail with `why`. Idempotent.
 
-        Returns when no memory is referred to any more.
+        Returns when nothing refers to users' memory any more.
         """
 
         def leave() -> None:
@@ -355,7 +355,7 @@ class Client:
         def wait() -> None:
             if not self._ended.is_set():
                 self._inbox.post(leave)
-            # it is this very thread when a communicator is collected amid its work
+            # a communicator may be garbage-collected in the control thread itself
             if threading.current_thread() is not self._thread:
                 self._ended.wait()
 
@@ -384,16 +384,16 @@ class Client:
                 with self._working:
                     self._work(ready)
                 self._pending.tell()
-        except BaseException as error:  # whatever it is: somebody waits for an answer
+        except BaseException as error:  # of any kind: waiting callers need an answer
             self._break_down(error)
         with self._working:
             self._pending.closed = True
         self._shut_down()
 
     def _work(self, ready: Sequence[Callable[[], object]]) -> None:
-        """Does all there is to do."""
+        """Runs commands, reads sockets, and performs effects until nothing is left to do."""
         try:
-            self._inbox.carry_out()  # first: what is read may answer it (shortcut.py)
+            self._inbox.carry_out()  # first: a message may answer a queued command (shortcut.py)
             for read in ready:
                 read()
             self._inbox.carry_out()
@@ -406,7 +406,7 @@ class Client:
             self._break_down(error)
 
     def _break_down(self, error: BaseException) -> None:
-        """Something that must not fail has failed: ends the membership, and says what it was."""
+        """Ends the membership after an internal error, with its reason."""
         self._failed = True
         if self._engine.broken:
             why = self._engine.broken
@@ -417,7 +417,7 @@ class Client:
         else:
             log.error("the control thread of peer %d failed", self._core.number, exc_info=error)
             why = f"an internal error of pccl, {type(error).__name__}: {error}; the log has it"
-        with contextlib.suppress(Exception):  # `_shut_down` answers whoever is left
+        with contextlib.suppress(Exception):  # `_shut_down` answers the remaining calls
             self._perform(self._core.broken(why))
 
     def _read_link(self) -> None:
@@ -436,14 +436,14 @@ class Client:
             self._perform(todo)
 
     def _patience_s(self) -> float | None:
-        """How long to wait for events; None when there is nothing to do without one."""
+        """How long to wait for events; None if nothing has a time limit."""
         if self._core.over is not None:
             return None
         due = [each for each in (self._master.due_s, self._streams.due_s) if each is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _tick(self) -> None:
-        """Does what it is time for."""
+        """Does whatever is due."""
         if self._streams.waits:
             self._streams.tick()
         self._master.tick()
@@ -451,15 +451,15 @@ class Client:
     # ---- the end ----
 
     def _shut_down(self) -> None:
-        """Lets go of everything, and answers who still waits, whatever fails on the way."""
-        with contextlib.ExitStack() as last:  # is called from below
+        """Releases everything and answers all waiting calls, whatever fails on the way."""
+        with contextlib.ExitStack() as last:  # runs in reverse order
             last.callback(self._ended.set)
             last.callback(lambda: self._pending.fail_all(self._core.over))
             last.callback(self._inbox.end)
             last.callback(self._pending.memory.clear)
             last.callback(self._waiter.close)
             last.callback(self._context.term)
-            last.callback(self._engine.close)  # restores and lets go of what is not settled
+            last.callback(self._engine.close)  # restores and releases what is not settled
             last.callback(self._streams.clear)
             last.callback(self._resolver.forget)
             last.callback(self._master.close)

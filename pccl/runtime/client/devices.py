@@ -1,8 +1,7 @@
-"""Memory of devices, which neither the hashing nor the engine can reach, by way of host memory.
+"""Copies between device memory and host memory, which is all that hashing and the engine can use.
 
-What lies on a device is copied to the host before it is used, and what has changed there is copied
-back afterwards. Host memory of the same size is needed meanwhile: pinned, so that the device can
-read and write it by itself.
+Device memory is copied to the host before use, and changed content is copied back afterwards. This
+needs host memory of the same size, pinned so that the device can read and write it directly.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from pccl.types import DeviceType
 
 
 class HostMemory(Protocol):
-    """Memory that a device copies from and to; it lives as long as this does."""
+    """Host memory that a device copies from and to; freed with this object."""
 
     def data_ptr(self) -> int:
         """Its address."""
 
 
 class Device(Protocol):
-    """Copies between host memory and a kind of device. What they begin is done after `wait`."""
+    """Copies between host memory and one kind of device; copies are complete after `wait`."""
 
     def allocate(self, nbytes: int) -> HostMemory:
         """Host memory."""
@@ -67,13 +66,13 @@ class HostView:
             self._device.wait()
 
     def address(self, index: int) -> int:
-        """Where the buffer of that index is seen."""
+        """Address of the buffer of that index in host memory."""
         if index in self._copies:
             return self._copies[index].data_ptr()
         return self._buffers[index].address
 
     def write_back(self, changed: Iterable[int]) -> None:
-        """Makes the devices have what the host has of the buffers with these indices."""
+        """Copies the buffers with these indices back to their devices."""
         if self._device is None:
             return
         for index in changed:
@@ -83,12 +82,12 @@ class HostView:
 
 
 def on_host(work: Operands) -> tuple[Operands, Callable[[], None] | None]:
-    """The same collective over host memory, and what brings its result to where it belongs.
+    """The same collective over host memory, and a function that copies the result to its device.
 
-    None where that is the same memory.
+    The function is None if all arrays are in host memory already.
 
     Raises:
-        UnsupportedError: an array is on a device that is not there.
+        UnsupportedError: an array is on a device that does not exist.
     """
     buffers = [buffer for operand in work.each for buffer in (operand.send, operand.recv)]
     if all(buffer.device_type is DeviceType.CPU for buffer in buffers):

@@ -1,4 +1,4 @@
-"""By what a peer is known: to the master, to other peers, and to the master that dials it."""
+"""The credentials of a peer: towards the master, other peers, and the master that dials it back."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pccl.security import KeyPair, Security
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What one peer has of its own, for as long as it lives.
+    """One peer's credentials, which do not change during its life.
 
     Attributes:
-        token: the password by which the master may dial it.
-        keys: with keys, those that the master allows; several peers may share them.
-        master_key: with keys, the master's public one.
-        lanes: with keys, those of its streams, which nobody else has: so who opens a stream to it
-            knows that he has reached it and no other.
+        token: the password with which the master may dial it.
+        keys: the key pair that the master allows, if encrypted; several peers may share it.
+        master_key: the master's public key, if encrypted.
+        lanes: the key pair of its streams, if encrypted. It is unique to this peer, so a peer that
+            opens a stream to it knows that it has reached this one.
     """
 
     token: str
@@ -32,10 +32,10 @@ class Identity:
 
     @classmethod
     def of(cls, security: Security | None) -> Identity:
-        """A new one.
+        """New credentials.
 
         Raises:
-            PCCLError: INVALID_USAGE when keys are missing or unsafe.
+            PCCLError: INVALID_USAGE: keys are missing or unsafe.
         """
         token = secrets.token_hex(16)
         if security is None:
@@ -49,7 +49,7 @@ class Identity:
         return "" if self.lanes is None else self.lanes.public
 
     def guard(self, options: EngineOptions) -> EngineOptions:
-        """The options of an engine that lets those in whom it expects, and the master."""
+        """The options of an engine that accepts only expected peers and the master."""
         if self.lanes is None:
             return replace(options, dialler=self.token.encode())
         return replace(
@@ -60,6 +60,6 @@ class Identity:
         )
 
     def secure(self, dealer: zmq.Socket[Any]) -> None:
-        """Gives a socket that will connect to the master what the master knows this peer by."""
+        """Sets the keys of a socket that will connect to the master."""
         if self.keys is not None:
             secure_client(dealer, self.keys, self.master_key)

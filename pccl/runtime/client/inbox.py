@@ -1,10 +1,10 @@
-"""What the threads of the user want done, for the one thread that does it.
+"""A queue of commands from user threads to the control thread.
 
-An exception can land between any two bytecodes of a thread of the user: a signal handler raises in
-the main thread, `PyThreadState_SetAsyncExc` in any. In the middle of the protocol's work it would
-separate a change of state from the messages and orders that belong to it, and nobody could go on
-from there. So these threads do one thing that is either done or not: they append a command. The
-work itself is done by a thread of our own, of which no signal handler and no program knows.
+An exception can be raised between any two bytecodes of a user thread: by a signal handler in the
+main thread, by `PyThreadState_SetAsyncExc` in any thread. During protocol work it would separate a
+change of state from the messages and orders that belong to it, which leaves no consistent state. So
+user threads do a single atomic thing: they append a command. The work is done by the control
+thread, which runs no signal handlers and is unknown to the program.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Command: TypeAlias = Callable[[], None]
 
 
 class Inbox:
-    """Commands in the order in which they came.
+    """Commands in the order in which they were queued.
 
     Attributes:
-        socket: readable when there may be some.
+        socket: readable when there may be commands.
     """
 
     def __init__(self) -> None:
@@ -33,39 +33,39 @@ class Inbox:
             end.setblocking(False)
 
     def post(self, command: Command) -> None:
-        """Has a command carried out soon."""
+        """Queues a command and wakes the control thread."""
         self.leave(command)
         self.signal()
 
     def leave(self, command: Command) -> None:
-        """Has a command carried out before whatever comes next; not soon, without `signal`."""
+        """Queues a command without waking the control thread; see `signal`."""
         if not self._forked:
             self._commands.append(command)
 
     def signal(self) -> None:
-        """Has what was left carried out soon; after the end at once, by whoever is here."""
+        """Wakes the control thread; after its end, runs the commands in this thread."""
         try:
             if not (self._ended or self._forked):
                 self._out.send(b"\0")
         except BlockingIOError:
-            pass  # full: it is known that there is something
+            pass  # full: the control thread will wake anyway
         except OSError:
-            assert self._ended, "the inbox is closed at the end only"
+            assert self._ended, "the inbox is closed only at the end"
         if self._ended:
             self.carry_out()
 
     def forked(self) -> None:
-        """In a forked child: nobody works here, and what is posted is dropped."""
+        """In a forked child there is no control thread: commands are dropped."""
         self._forked = True
         self._commands.clear()
 
     def clear_signal(self) -> None:
-        """What was posted so far is known of."""
+        """Clears the wake-up signal."""
         with contextlib.suppress(BlockingIOError):
             self.socket.recv(4096)
 
     def carry_out(self) -> None:
-        """All commands that are there."""
+        """Runs all queued commands."""
         while True:
             try:
                 command = self._commands.popleft()
@@ -74,7 +74,7 @@ class Inbox:
             command()
 
     def end(self) -> None:
-        """The thread that works here ends. Whatever is posted later finds that all is over."""
+        """The control thread ends. Later commands run in the thread that posts them."""
         self._ended = True
         self._out.close()
         self.socket.close()

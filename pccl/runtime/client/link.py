@@ -18,13 +18,13 @@ BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
 HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
-# Not -1, with which libzmq throws away what a connection that breaks has brought and nobody has
-# read yet: a master's last words.
+# Not -1: libzmq would then discard the unread messages of a connection that breaks, such as a
+# master's last words.
 _NEVER_MS = 1 << 30
 
 
 class LinkEvent(Enum):
-    """What the monitor tells of a connection."""
+    """An event of a connection, from its monitor."""
 
     UP = auto()
     BROKEN = auto()
@@ -37,13 +37,13 @@ class Link:
 
     Args:
         context: of the sockets.
-        host: of the master: an address, for a name would be looked up in libzmq's own thread.
-        port: of the master.
+        host: numeric address of the master; libzmq would resolve a name in its own thread.
+        port: port of the master.
         config: timings and limits.
         secure: sets a socket's keys.
 
     Raises:
-        OSError: no socket is to be had.
+        OSError: the system provides no socket.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Link:
             raise OSError(error.errno, f"no connection can be opened: {error}") from None
 
     def events(self) -> Iterator[LinkEvent]:
-        """All that have come."""
+        """All events so far."""
         while True:
             try:
                 frames = self.monitor.recv_multipart(zmq.DONTWAIT)
@@ -107,8 +107,8 @@ class Link:
         return LinkEvent.HANDSHAKE_FAILED if number & HANDSHAKE_FAILED else LinkEvent.BROKEN
 
     def close(self) -> None:
-        """Closes it; what was sent last still goes out, if there is a connection."""
-        for _ in self.events():  # whether there is one
+        """Closes the link; if it is connected, queued messages are still sent."""
+        for _ in self.events():  # updates whether it is connected
             pass
         self.socket.disable_monitor()
         self.monitor.close(linger=0)

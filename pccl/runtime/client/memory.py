@@ -16,7 +16,7 @@ Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One array of a collective: what it gives, where the result goes, elements of one slice."""
+    """One array of a collective: its input, its output, and the elements of one slice."""
 
     send: Buffer
     recv: Buffer
@@ -25,7 +25,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The arrays of a collective; holds them alive until the engine has let go."""
+    """The arrays of a collective; keeps them alive until the engine has released them."""
 
     work: m.Work
     each: tuple[Operand, ...]
@@ -38,7 +38,7 @@ class Operands:
         return max(sum(sends), sum(recvs))
 
     def inline(self, limit: int) -> bytes | None:
-        """The contribution, if it is to travel with the vote: few bytes of one array, or none."""
+        """The contribution, if it travels with the vote because it is one small array."""
         if self.work.what not in INLINE or self.work.parts:
             return None
         if sum(operand.send.nbytes for operand in self.each) > limit:
@@ -48,10 +48,10 @@ class Operands:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The memory of a serve or fetch op, held alive by `owner`.
+    """The memory of a serve or fetch op, kept alive by `owner`.
 
-    Pieces below `first_counted` are not payload. `reader` hears of the leaves of a fetch. What
-    serves sends at most `limit` bytes until it is allowed more; 0: any number.
+    Pieces below `first_counted` are not payload. `reader` receives the leaves of a fetch. A serve
+    op sends at most `limit` bytes until it is allowed more; 0: no limit.
     """
 
     pieces: Pieces

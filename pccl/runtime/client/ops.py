@@ -1,4 +1,4 @@
-"""What the engine is told of an op: from the protocol's effect, and the memory that it is about."""
+"""Turns the protocol's effects on ops, with the memory they concern, into orders to the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pccl.runtime.config import MIB, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
 from pccl.runtime.quantization import wire_format
 
-TRANSFER_BYTES = 4 * MIB  # a transfer has messages as large as a segment of so many bytes has
+TRANSFER_BYTES = 4 * MIB  # a transfer uses the chunk size of a segment of this size
 
 
 def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool) -> None:

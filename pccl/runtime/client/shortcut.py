@@ -1,9 +1,10 @@
-"""A vote that the thread of its caller sends itself: one change of threads less, where that counts.
+"""Sends the vote of a small collective from its caller's thread, which saves one thread switch.
 
-The thread does nothing else of the protocol's work, and no exception can come in between: it leaves
-the command to enter the call in the inbox, where nothing overtakes it; then one call of C sends the
-vote and notes that it is gone. Whatever happens next, the answer, a broken connection, an exception
-that ends the call, the control thread enters the call first, and knows whether it has to say so.
+The caller's thread does no other protocol work, and no exception can interrupt it halfway. It
+queues the command that enters the call in the inbox, where nothing overtakes it; then a single C
+call sends the vote and records that it was sent. Whatever happens next (the answer, a broken
+connection, an exception that ends the call), the control thread first enters the call, and knows
+whether the vote was sent.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from pccl.runtime.client.link import Link
 
 
 class Shortcut:
-    """What one call sends itself, if it can.
+    """The shortcut of one call.
 
     Attributes:
-        entered: whether the control thread was faster, and has entered the call.
+        entered: whether the control thread has already entered the call.
     """
 
     def __init__(self) -> None:
@@ -27,18 +28,18 @@ class Shortcut:
 
     @property
     def sent(self) -> bool:
-        """Whether the vote is gone."""
+        """Whether the vote was sent."""
         return bool(self._sent[0])
 
     def send(self, link: Link, vote: bytes) -> bool:
-        """Sends the vote, while nobody else uses the link.
+        """Sends the vote; the caller must hold the lock of the link.
 
         Returns:
-            Whether all is well. If not the control thread has to look: the vote is not gone, or
-            there is something to be read, of which nobody else will be told.
+            True on success. False if the control thread must be woken: the vote was not sent, or
+            the socket has messages to read that would otherwise go unnoticed.
         """
         backend = tables.load()
-        if backend.name != "libzmq":  # the others call back into Python
+        if backend.name != "libzmq":  # the other backend calls back into Python
             return False
         table, socket = backend.table, ffi.cast("void *", link.socket.underlying)
         return bool(lib.pccl_send_now(table, socket, vote, len(vote), self._sent) == 0)

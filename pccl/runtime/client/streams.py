@@ -1,8 +1,8 @@
-"""A peer's streams to others: where they lead, and until when they must stand.
+"""A peer's streams to other peers: their addresses, and the time limits of their connections.
 
 The engine opens a stream at once, so that ops can start on it, and connects it when the address is
-known. What does not come up in time is given up here, whatever the reason: libzmq says nothing of
-a lane for which it gets no socket, and nobody knows how long a look-up takes.
+known. This module abandons streams that do not connect in time, for whatever reason: libzmq does
+not report a lane for which it gets no socket, and resolving a name may take any time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("pccl")
 
 @dataclass(slots=True)
 class _Stream:
-    """One that is not closed. It has to be up at `due_s`."""
+    """A stream that is not closed. It must be connected by `due_s`."""
 
     to: m.PeerInfo
     nonce: int
@@ -40,18 +40,18 @@ class _Stream:
 
 
 class Refused(Exception):
-    """The system refuses this process the sockets for its streams, again and again."""
+    """The system has repeatedly refused this process the sockets for its streams."""
 
 
 class Streams:
-    """The streams that are open.
+    """The open streams.
 
     Args:
-        engine: opens and loses them.
-        resolver: looks up the names of hosts.
+        engine: the engine that has them.
+        resolver: resolves host names.
         config: timings and limits.
-        pool_size: lanes to each neighbour; 0: choose.
-        local: whether a peer is reached without a network.
+        pool_size: lanes to each neighbour; 0: chosen by the engine.
+        local: whether a peer is on this machine.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class Streams:
 
     @property
     def waits(self) -> bool:
-        """Whether `tick` must be called now and then."""
+        """Whether `tick` must be called from time to time."""
         return bool(self._waiting)
 
     @property
     def ends(self) -> list[Address]:
-        """Where they lead, as the sockets say it."""
+        """The remote addresses, as the sockets report them."""
         endpoints = [one.endpoint.partition("://") for one in self._open.values() if one.endpoint]
         return [rest if scheme == "ipc" else _host_and_port(rest) for scheme, _, rest in endpoints]
 
@@ -88,12 +88,12 @@ class Streams:
         return min(times, default=None)
 
     def open(self, number: int, to: m.PeerInfo, nonce: int) -> None:
-        """Opens a stream to a peer, and connects it as soon as it is known where to.
+        """Opens a stream to a peer, and connects it when the address is known.
 
         Args:
-            number: of the stream, never used before.
+            number: number of the stream, never used before.
             to: the peer.
-            nonce: of the epoch that the stream is for.
+            nonce: nonce of the stream's epoch.
         """
         one = _Stream(to, nonce, time.monotonic() + self._limit_s)
         self._open[number] = self._waiting[number] = one
@@ -110,17 +110,17 @@ class Streams:
         self._engine.close_stream(number)
 
     def up(self, number: int) -> None:
-        """Its first lane stands."""
+        """Its first lane is connected."""
         self._refused = 0
         self._waiting.pop(number, None)
 
     def lost(self, event: Event) -> tuple[m.PeerInfo | None, bool]:
-        """Whose stream was lost, if it is not closed, and whether the peer cannot be reached.
+        """The peer of a lost stream (None if it was closed), and whether it is unreachable.
 
-        A peer is not to blame where it is this process that gets no socket.
+        A peer does not count as unreachable if this process gets no socket.
 
         Raises:
-            Refused: for the third time in a row.
+            Refused: this process got no socket for the third time in a row.
         """
         self._waiting.pop(event.stream, None)
         one = self._open.get(event.stream)
@@ -149,7 +149,7 @@ class Streams:
         return f"its connection to {'a neighbour' if one is None else one.to}: {event.text}"
 
     def tick(self) -> None:
-        """Gives up what has not come up in time; looks up again what could not be found."""
+        """Abandons streams that are overdue; resolves names again that could not be resolved."""
         now = time.monotonic()
         for number, one in list(self._waiting.items()):
             if one.due_s <= now:
@@ -160,7 +160,7 @@ class Streams:
                 self._find(number, one)
 
     def clear(self) -> None:
-        """Nothing is waited for any more."""
+        """Forgets all streams."""
         self._open.clear()
         self._waiting.clear()
 
@@ -191,7 +191,7 @@ class Streams:
         )
 
     def _problem(self, one: _Stream) -> str:
-        """Why a stream is given up."""
+        """Why a stream is abandoned."""
         if one.endpoint:
             shortage = _shortage()
             one.refused = bool(shortage)
@@ -204,7 +204,7 @@ class Streams:
     # ---- the same machine ----
 
     def _uses_ipc(self, to: m.PeerInfo) -> bool:
-        """Whether to connect by ipc. Its socket is a file, which others may have cleaned away."""
+        """Whether to connect by ipc. Its socket is a file, which may have been deleted."""
         if not self._local(to) or to.peer in self._without_ipc:
             return False
         try:
@@ -227,7 +227,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def _shortage() -> str:
-    """What this process lacks for a connection, for libzmq does not say."""
+    """What this process lacks for a connection, because libzmq does not report it."""
     try:
         socket.socket().close()
     except OSError as error:
