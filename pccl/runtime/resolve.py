@@ -40,6 +40,15 @@ def is_address(host: str) -> bool:
     return True
 
 
+def everywhere(address: str) -> str:
+    """What to listen on so that those are heard who see this machine as the master does.
+
+    Args:
+        address: of the master, as this machine reaches it.
+    """
+    return "::" if ":" in address else "0.0.0.0"
+
+
 def addresses(host: str, limit_s: float) -> list[str]:
     """The addresses of a host, IPv4 ones first, for everybody listens at these.
 

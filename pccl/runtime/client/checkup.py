@@ -14,7 +14,7 @@ from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.client.identity import Identity
 from pccl.runtime.client.link import Link, LinkEvent
 from pccl.runtime.config import Config
-from pccl.runtime.resolve import reachable
+from pccl.runtime.resolve import everywhere, reachable
 from pccl.security import Security
 from pccl.support.text import address_text
 from pccl.types import Result
@@ -56,7 +56,7 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
     round_trip_s = time.monotonic() - began_s
     identity = Identity.of(security)
     options = identity.guard(EngineOptions())
-    engine = Engine(options, host="::" if ":" in address else "0.0.0.0", ports=config.ports)
+    engine = Engine(options, host=everywhere(address), ports=config.ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         link = Link(context, address, port, config, identity.secure)

@@ -33,7 +33,7 @@ from pccl.runtime.client.performer import Performer
 from pccl.runtime.client.shortcut import Shortcut
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config
-from pccl.runtime.resolve import Resolver
+from pccl.runtime.resolve import Resolver, everywhere
 from pccl.runtime.uninterrupted import insist
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import Security
@@ -127,13 +127,15 @@ class Client:
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
-        listen = "::" if ":" in address else "0.0.0.0"  # as others then reach this peer
 
         def stopped() -> None:
             self._inbox.post(lambda: self._events.read())
 
         engine = Engine(
-            self._identity.guard(options), host=listen, ports=config.ports, stopped=stopped
+            self._identity.guard(options),
+            host=everywhere(address),
+            ports=config.ports,
+            stopped=stopped,
         )
         said = hello(engine.port, engine.ipc if config.ipc else "")
         own = self._identity
