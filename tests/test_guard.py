@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -268,3 +270,31 @@ def test_a_master_out_of_descriptors_serves_on_and_rests() -> None:
             late.close()
     finally:
         master.kill()
+
+
+class Flood:
+    """A monitor that tells of one failed accept after the other, as fast as it is read."""
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        return [struct.pack("=hi", zmq.EVENT_ACCEPT_FAILED, errno.ENFILE), b"tcp://127.0.0.1:1"]
+
+
+def test_a_flood_of_failed_accepts_does_not_stop_the_master(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    server = Server("127.0.0.1", 0, Config())
+    connections = server._connections
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(connections, "monitor", Flood())
+            connections.read_monitor()  # returns, and the loop goes on
+            assert server._patience_s(drained=True) == 0.0
+            closed: list[int] = []
+            shut = lambda fd, still: still() and closed.append(fd)  # noqa: E731
+            patch.setattr(connections._shutter, "shut", shut)
+            connections._shut(7, lambda: True)
+            assert not closed, "who has a descriptor by now is not known"
+        connections.read_monitor()
+        assert server._patience_s(drained=True) > 0
+    finally:
+        server.close()

@@ -354,6 +354,7 @@ def test_a_master_without_memory_throws_nobody_out(
             return float(x[0])
 
     with Cluster(3) as cluster:
+        monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
         if lacking == "for a message":
             monkeypatch.setattr(zmq, "Frame", frame)
         else:

@@ -45,6 +45,7 @@ SPAN_THREADS_MAX = 8  # that hash or copy; they saturate the memory of any machi
 
 # ---- the master's connections ----
 
+ACCEPT_FAILURES = 100  # that are read in a row; libzmq may tell of them without end
 HELLO_S = 10.0  # from the acceptance of a connection to its first message
 STRANGER_BYTES = 4 << 20  # before its first message: a Resume with many small results
 STRANGERS_BYTES = 16 << 20  # of all strangers together

@@ -52,6 +52,7 @@ class Connections:
 
     Attributes:
         senders: who has said something and is not buried; to be read only.
+        flooded: whether the monitor may have more to tell, so that it has to be read again.
 
     Raises:
         OSError: the system lends no descriptors.
@@ -61,6 +62,7 @@ class Connections:
 
     def __init__(self, opened: contextlib.ExitStack) -> None:
         self.senders: dict[bytes, Sender] = {}
+        self.flooded = False
         self._conn_of: dict[int, bytes] = {}
         self._lost: list[bytes] = []  # connections that are gone, to be buried
         self._buried: dict[bytes, float] = {}  # when; what is read of them now is ignored
@@ -88,16 +90,19 @@ class Connections:
     # ---- what happens to them ----
 
     def read_monitor(self) -> None:
-        """Reads all that has come: who was accepted, who could not be, who is gone."""
-        while True:
+        """Reads who was accepted, who could not be, and who is gone; of a flood only a part."""
+        failures = 0
+        while failures < limits.ACCEPT_FAILURES:
             try:
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.DONTWAIT))
             except zmq.Again:
+                self.flooded = False
                 return
             kind, value = event["event"], event["value"]
             if kind == zmq.EVENT_ACCEPT_FAILED:
                 self._reserve.failed(value, time.monotonic())
                 self._shed()  # now: libzmq tries on, and tells of it faster than can be read
+                failures += 1
                 continue
             conn = self._conn_of.pop(value, None)  # who has had this descriptor is gone
             if conn is not None:
@@ -108,6 +113,7 @@ class Connections:
                     self._surplus.append(line)
             else:
                 self._guard.gone(value)
+        self.flooded = True
 
     def learn(self, conn: bytes, frame: zmq.Frame) -> bool:
         """From a connection's first message: who it is. False where that cannot be known."""
@@ -215,7 +221,7 @@ class Connections:
     def _shut(self, descriptor: int, still: Callable[[], bool]) -> None:
         def is_that_one() -> bool:
             self.read_monitor()
-            return still()
+            return still() and not self.flooded
 
         try:
             self._shutter.shut(descriptor, is_that_one)

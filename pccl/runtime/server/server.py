@@ -189,6 +189,8 @@ class Server:
                 self._pauses.feel(wait_s)
                 for read in reads:
                     read()
+                if self._connections.flooded:
+                    self._connections.read_monitor()
                 drained = not all(self._read_router() for _ in range(BATCH))
                 if self._faltered:
                     why, self._faltered = self._faltered, ""
@@ -211,13 +213,14 @@ class Server:
             self.close()
 
     def _patience_s(self, drained: bool) -> float:
-        if self._sent or self._connections.crowded or not drained:
+        connections = self._connections
+        if self._sent or connections.crowded or connections.flooded or not drained:
             return 0.0
-        often = self._core.recovering or self._connections.busy or self._dialler.busy
+        often = self._core.recovering or connections.busy or self._dialler.busy
         waits_s = [
             limits.MASTER_LOOK_S if often else self._timeout_s / 4,  # to notice pauses
             self._tick_s,
-            self._connections.patience_s,
+            connections.patience_s,
         ]
         return min(wait_s for wait_s in waits_s if wait_s is not None)
 
