@@ -1,7 +1,7 @@
 """DiLoCo, distributed low-communication training (arXiv 2311.08105), for peers that come and go.
 
-Every peer trains its own copy w of the model for H inner steps; then all peers average how far they
-have come, and one outer step moves the parameters theta that they share:
+Every peer trains its own copy w of the model for H inner steps. Then all peers average their
+progress, and one outer step updates the shared parameters theta:
 
     w <- theta;   H times:  w <- inner_optimizer(w)
     d = theta - w                            the pseudo-gradient: old minus new, so it points uphill
@@ -9,41 +9,43 @@ have come, and one outer step moves the parameters theta that they share:
     v <- mu v + D
     theta <- theta - eta (D + mu v)          Nesterov in PyTorch's form; without it theta - eta v
 
-eta = 1 with mu = 0 is federated averaging. The peers exchange data once in H steps instead of in
-every one.
+eta = 1 with mu = 0 is federated averaging. The peers exchange data once in H steps instead of once
+in every step.
 
 THE OUTER ROUND
 
 Each of these calls is a round of the whole group, so all peers make the same ones in the same
 order:
 
-    1. all_reduce of d, again and again with the survivors until it commits or this peer is alone;
-       with buffers="mean" those go in the same one, so all of it is averaged or nothing
-    2. the outer step: theta, v and the counter k move; with buffers="first" a broadcast of those
-    3. are_peers_pending, and update_topology if there are any
-    4. sync_shared_state: checks that all hold the same bits; a newcomer receives theta, v, k here,
-       and what is not trained. Frozen parameters are part of it only where somebody was let in
+    1. all_reduce of d, repeated with the survivors until it commits or this peer is alone; with
+       buffers="mean" the buffers are part of it, so either everything is averaged or nothing
+    2. the outer step updates theta, v and the counter k; with buffers="first" the buffers are
+       broadcast
+    3. are_peers_pending, and update_topology if any are
+    4. sync_shared_state: checks that all peers hold the same bits; a newcomer receives theta, v, k
+       and what is not trained. Frozen parameters are included only if a newcomer was admitted
     5. w <- theta
 
-A newcomer's first call is sync_shared_state. It meets step 4 of the round that admitted it, and
-from there the newcomer is in phase with the others: H inner steps from the same theta. While
-min_peers are not there yet, that call begins nothing, and all admit others and make it again.
+A newcomer's first call is sync_shared_state. It matches step 4 of the round that admitted it; from
+then on the newcomer is in phase with the others, with H inner steps from the same theta. While fewer
+than min_peers are present, that call fails on all peers, which admit others and repeat it.
 
-WHO MAY VANISH WHEN
+WHEN A PEER IS LOST
 
-- During the all-reduce: it aborts for all, and is repeated by the survivors with their own d, which
-  is untouched. The mean is over those who contribute to the attempt that commits.
-- After it: the mean has reached all survivors, or none. The rounds that follow go on without the
-  lost peer.
-- During the synchronisation: the survivors go on with it; what a lost peer was sending comes from
-  another holder.
-- All others: nothing to average with. With alone="continue" no outer step is taken and k stands
-  still, but training goes on. What this peer learns meanwhile stays in w, hence in its next
-  pseudo-gradient, and a newcomer is let in after H steps as ever. With alone="step" its own d is
-  the mean; with alone="wait" it lets others in until min_peers are there, and averages with them.
+- During the all-reduce: it aborts on all peers, and the survivors repeat it with their own d, which
+  is unchanged. The mean is over the contributors to the attempt that commits.
+- After the all-reduce: either all survivors have the mean or none has. The following rounds run
+  without the lost peer.
+- During the synchronisation: the survivors continue; another holder sends what the lost peer was
+  sending.
+- If all others are lost, there is nothing to average. With alone="continue" no outer step is taken
+  and k does not change, but training continues: the progress stays in w and so in the next
+  pseudo-gradient, and newcomers are admitted after every H steps. With alone="step" the peer's own
+  d is the mean. With alone="wait" it admits others until min_peers are present, and averages with
+  them.
 
-Decisions that all peers must take alike rest on the outcome of a round or on shared state, never on
-the world size of the moment, which may change between the glances of two peers.
+Decisions that must be the same on all peers depend on the outcome of a round or on shared state,
+never on the current world size, which two peers may see differently.
 """
 
 from __future__ import annotations
@@ -93,15 +95,15 @@ class OuterRound:
         outer_step: k after the round.
         contributors: peers whose pseudo-gradients were averaged. 1 means that this peer was alone:
             no outer step was taken, unless `alone` is "step".
-        retries: attempts of the all-reduce that were given up because a peer was lost.
-        admitted: whether newcomers were let in.
-        compute_s: seconds since the last round, or since the constructor: the inner steps.
-        reduce_s: seconds in the all-reduce, which include the wait for the slowest peer.
-        admit_s: seconds for newcomers to be let in, with alone="wait" also until they come.
+        retries: attempts of the all-reduce that failed because a peer was lost.
+        admitted: whether newcomers were admitted.
+        compute_s: seconds of the inner steps, since the last round or the constructor.
+        reduce_s: seconds in the all-reduce, including the wait for the slowest peer.
+        admit_s: seconds to admit newcomers; with alone="wait" also the wait for them.
         sync_s: seconds in the synchronisation of the shared state.
         total_s: seconds in the whole round, without compute_s.
-        tx_bytes: payload sent by this peer, all-reduce and synchronisation together.
-        rx_bytes: payload received likewise.
+        tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronisation.
+        rx_bytes: payload bytes that this peer received in them.
     """
 
     outer_step: int
@@ -136,64 +138,64 @@ class DiLoCo:
         w <- theta
 
     theta, v and the counter k are one `SharedState`: fp32 on the CPU, whatever the model's dtype
-    and device, checked for equal bits on all peers after each outer step. The arithmetic that moves
-    them is done by pccl's own kernels, since torch's rounds differently from one CPU to the next.
-    Memory: four fp32 copies of the trained parameters.
+    and device, and compared bit by bit on all peers after each outer step. pccl's own kernels
+    update them, because torch rounds differently from one CPU to the next. Memory: four fp32 copies
+    of the trained parameters.
 
     What is not trained:
-        Parameters that do not require a gradient when this object is made are frozen: they must
-        not change afterwards. They are compared when somebody joins; who has others, of the same
-        names, types and sizes, receives those of the run. The model's persistent buffers
-        (batch-norm statistics and the like) are shared as `buffers` says; those that are not in its
-        `state_dict` are left alone.
+        Parameters that do not require a gradient when this object is constructed are frozen: they
+        must not change afterwards. They are compared when a peer joins; a peer whose frozen
+        parameters differ in content receives those of the run. The model's persistent buffers
+        (such as batch-norm statistics) are shared as `buffers` says; buffers that are not in its
+        `state_dict` are not touched.
 
     What is not shared:
-        The inner optimizer's state is each peer's own: a newcomer begins with a fresh one, and may
-        want to warm up its learning rate. A schedule that all peers share is driven by
-        `outer_step`, never by a counter of the script, which a newcomer would start at zero.
+        Each peer has its own inner optimizer state: a newcomer starts with a fresh one, and may
+        need to warm up its learning rate. Derive a schedule that all peers share from `outer_step`,
+        never from a counter of the script, which would be zero on a newcomer.
 
-    Gradient clipping and accumulation happen before `step`, as with any optimizer. The model's
-    parameters must not be replaced by other tensors afterwards.
+    Clip and accumulate gradients before `step`, as with any optimizer. The model's parameters must
+    not be replaced by other tensors afterwards.
 
     A peer that has lost all others takes no outer step, so `while diloco.outer_step < steps` does
-    not end until another one comes. Where it should, pass `alone="step"`.
+    not end until another peer joins. If it should end, pass `alone="step"`.
 
-    Build the model and the optimizer first and connect last: from the moment that `connect`
-    returns, the others wait for this constructor.
+    Build the model and the optimizer first and connect last: as soon as `connect` has returned, the
+    others wait for this constructor.
 
     Args:
-        comm: connected. All peers of its group train the same model with the same settings; other
-            groups of the run must take part in the same rounds of admission, which they do if they
-            use this class.
-        model: the module to train. Its initial parameters matter only on the first peer of a run:
-            everybody else receives the shared ones here.
-        inner_optimizer: over the parameters of `model`; AdamW as a rule.
+        comm: a connected communicator. All peers of its group train the same model with the same
+            settings. Other groups of the run must take part in the same rounds of admission, which
+            they do if they use this class.
+        model: the module to train. Its initial parameters matter only on the first peer of a run;
+            all other peers receive the shared ones in this constructor.
+        inner_optimizer: optimizer of the parameters of `model`; usually AdamW.
         inner_steps: H, calls of `step` between outer steps.
         outer_lr: eta.
         outer_momentum: mu.
         nesterov: whether the outer momentum is Nesterov's.
-        min_peers: a run does not begin, nor go on from `state`, with fewer; the constructor waits.
-            Once it has begun, it goes on with any number, unless `alone` is "wait".
-        state: the `state_dict` of an earlier run to go on from, or the path of a file that `save`
-            has written. When a run begins, the latest state that any of its first `min_peers` has
-            wins. In a run that is under way a newcomer gets its state from the others; one whose
-            own is later than theirs is refused. The inner optimizer goes on from its own.
-        buffers: "mean": with the pseudo-gradients the peers average how far their buffers have
-            moved, integers rounded towards zero, so that the model that all of them hold has one
-            set of statistics. "first": in each outer step all take those of the peer that is
-            longest in the run. "local": each keeps its own; a newcomer gets those of one that was
-            there.
-        alone: what to do in an outer round without any other peer. "continue": train on, without
-            outer steps, until somebody comes. "step": take the outer step with the own
-            pseudo-gradient. "wait": let others in until there are `min_peers`, at least 2; then
-            a group that has become smaller than this waits as well. Each is said in a WARNING.
+        min_peers: number of peers that a run needs to start, or to resume from `state`; the
+            constructor waits for them. A started run continues with any number, unless `alone` is
+            "wait".
+        state: the `state_dict` of an earlier run to resume, or the path of a file that `save` has
+            written. When a run starts, the latest state among its first `min_peers` wins. A
+            newcomer to a run in progress receives the state of the others, and is refused if its
+            own state is later than theirs. Each inner optimizer resumes from its own state.
+        buffers: "mean": the changes of the buffers are averaged together with the pseudo-gradients,
+            with integers rounded towards zero, so that all peers have the same statistics. "first":
+            in each outer step all peers take the buffers of the peer that joined the run first.
+            "local": each peer keeps its own; a newcomer receives those of one other peer.
+        alone: what to do in an outer round without other peers. "continue": keep training, without
+            outer steps, until another peer joins. "step": take the outer step with this peer's
+            pseudo-gradient. "wait": admit others until there are `min_peers`, at least 2; a group
+            that has shrunk below that waits as well. The log has a WARNING in each case.
 
     Raises:
-        ValueError: a setting is out of range, nothing requires a gradient, `state` belongs to
-            another model or optimizer or is damaged, or the run's settings are not this peer's.
+        ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to
+            another model or optimizer or is damaged, or the settings differ from those of the run.
         OSError: the file `state` cannot be read.
-        PCCLError: the communicator cannot go on (not connected, kicked, master lost, another model
-            in the run); INVALID_ARGUMENT: `state` is of a later revision than the run's.
+        PCCLError: the communicator cannot be used (not connected, kicked, master lost, another
+            model in the run); INVALID_ARGUMENT: the revision of `state` is later than the run's.
     """
 
     def __init__(
@@ -263,7 +265,7 @@ class DiLoCo:
         self._round_ended_s = time.monotonic()
 
     def _shared_states(self) -> tuple[SharedState, SharedState]:
-        """What every round synchronises, and what a round does in which somebody joins."""
+        """The state that every round synchronises, and that of a round that admits newcomers."""
         always = [
             TensorInfo.from_torch(self._config, "diloco.config"),
             TensorInfo.from_torch(self._clock, "diloco.clock"),
@@ -302,7 +304,7 @@ class DiLoCo:
 
     @property
     def last_reduce(self) -> ReduceInfo | None:
-        """Of the last all-reduce that committed; None before the first."""
+        """Info of the last all-reduce that committed; None before the first."""
         return self._last_reduce
 
     @property
@@ -312,7 +314,7 @@ class DiLoCo:
 
     @property
     def rx_bytes(self) -> int:
-        """Payload bytes that this peer has received likewise."""
+        """Payload bytes that this peer has received in them."""
         return self._rx_bytes
 
     @property
@@ -321,7 +323,7 @@ class DiLoCo:
         return self._theta.numel() * self._theta.element_size()
 
     def state_digest(self) -> str:
-        """The XXH3-128, in hex, of all that peers have in common between two outer rounds.
+        """The XXH3-128, in hex, of everything that peers have in common between outer rounds.
 
         That is theta, v, k, the frozen parameters as they are in the model now, and the buffers as
         of the last round, unless they are local.

@@ -55,8 +55,8 @@ class Config:
         advertise: host that other peers reach this one at; empty: the address the master sees.
         ports: on one of which a peer listens for bulk data; empty: any.
         ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
-        heartbeat_ms: a ping so often on every connection.
-        heartbeat_timeout_ms: where nothing is heard for this long, the other side counts as lost.
+        heartbeat_ms: heartbeat interval of every connection.
+        heartbeat_timeout_ms: heartbeat timeout; a connection that is silent for this time is lost.
         link_timeout_s: until a connection must stand.
         connect_timeout_s: how long a peer tries to reach a master that is not up yet; None: as
             often as `connect` is told to.
