@@ -27,8 +27,8 @@ order:
     5. w <- theta
 
 A newcomer's first call is sync_shared_state. It matches step 4 of the round that admitted it; from
-then on the newcomer is in phase with the others, with H inner steps from the same theta. While fewer
-than min_peers are present, that call fails on all peers, which admit others and repeat it.
+then on the newcomer is in phase with the others, with H inner steps from the same theta. With fewer
+than min_peers, that call fails on all peers, which admit others and repeat it.
 
 WHEN A PEER IS LOST
 
