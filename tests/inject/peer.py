@@ -27,7 +27,7 @@ import pccl.master
 T = TypeVar("T")
 FINISH = 0  # signs are bytes of memory that is shared with the driver
 LEAVE = 8  # plus the slot
-ATTEMPTS = 30
+ATTEMPTS = 12  # a second apart: a master without a fault is back by then
 LARGE = 60_000  # elements: too large for the master to reduce
 STATE = 50_000
 
