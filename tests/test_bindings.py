@@ -120,13 +120,13 @@ def c_constant(name: str) -> int:
     ("page", "words", "constants"),
     [
         ("docs/architecture.md", "a round trip of {} ms or more", {"DISTANT_US": 1000}),
-        ("docs/architecture.md", "one more lane for each {} ms", {"LANE_US": 1000}),
-        ("docs/architecture.md", "up to {};", {"LANES_MAX": 1}),
-        ("docs/architecture.md", "keep at most {} KiB unsent", {"UNSENT_MAX": 1024}),
-        ("docs/architecture.md", "chunks, of {} KiB there", {"DISTANT_CHUNK": 1024}),
+        ("docs/architecture.md", "additional lane for each {} ms", {"LANE_US": 1000}),
+        ("docs/architecture.md", "ms, up to {}", {"LANES_MAX": 1}),
+        ("docs/architecture.md", "in the kernel to {} KiB", {"UNSENT_MAX": 1024}),
+        ("docs/architecture.md", "have {} KiB there", {"DISTANT_CHUNK": 1024}),
         (
             "docs/tuning.md",
-            "one lane more for each {} ms, up to {}",
+            "one additional lane for each {} ms, up to {}",
             {"LANE_US": 1000, "LANES_MAX": 1},
         ),
         ("c/pccl.h", "or forwards of {} MiB", {"FORWARD_BYTES": 1 << 20}),

@@ -1,0 +1,70 @@
+"""Parts of the client and the server alone: no threads, no sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pccl.protocol.peer.effects import Answer, Fail, Fetched
+from pccl.runtime.client.call import Call
+from pccl.runtime.client.memory import Pool
+from pccl.runtime.client.pending import PendingCalls
+from pccl.runtime.server import pulse
+from pccl.types import Result
+
+
+def made(pending: PendingCalls, *numbers: int) -> Sequence[Call]:
+    calls = [Call(number) for number in numbers]
+    for call in calls:
+        pending.add(call)
+        pending.memory[call.number] = Pool([], 0, None)
+    return calls
+
+
+def test_a_call_hears_of_its_end_when_all_else_is_done() -> None:
+    pending = PendingCalls()
+    first, second = made(pending, 1, 2)
+    pending.note(Fetched(1, 1, True, ""))
+    assert first.has_notes and not second.has_notes
+    pending.answer(Answer(2, "done"))
+    assert 1 in pending and 2 not in pending
+    assert second.end is None, "not told yet"
+    assert list(pending.memory) == [1]
+    pending.tell()
+    assert second.end == Answer(2, "done")
+    pending.answer(Answer(2, "again"))
+    pending.tell()
+    assert second.end == Answer(2, "done"), "nobody waits any more"
+
+
+def test_no_call_is_left_without_an_answer() -> None:
+    pending = PendingCalls()
+    first, second = made(pending, 1, 2)
+    pending.closed = True
+    pending.fail_all(Fail(0, Result.RANK_CONNECTION_LOST, "told to go"))
+    assert first.end == Fail(1, Result.RANK_CONNECTION_LOST, "told to go")
+    assert second.end == Fail(2, Result.RANK_CONNECTION_LOST, "told to go")
+    assert not pending.memory
+    (late,) = made(pending, 3)
+    pending.fail_all(None)
+    assert isinstance(late.end, Fail) and late.end.call == 3
+
+
+def test_a_pause_counts_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(pulse, "_clocks", lambda: [lambda: now])
+    monkeypatch.setattr(pulse.time, "monotonic", lambda: now)
+    pauses = pulse.Pauses(timeout_s=4.0)
+    now += 1.0
+    pauses.feel(1.0)
+    assert (pauses.total_s, pauses.woke_lately) == (0.0, False)
+    now += 10.0
+    pauses.feel(1.0)
+    assert (pauses.total_s, pauses.woke_lately) == (9.0, True)
+    pauses.dealt_with()
+    assert not pauses.woke_lately
+    now += 10.0
+    pauses.feel(0.0)
+    now += 8.0
+    assert not pauses.woke_lately, "whatever breaks so much later does so for another reason"
