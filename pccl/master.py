@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--curve-dir",
         metavar="DIR",
-        help="encrypt, and let in only peers that DIR allows; `pccl keys` makes it "
+        help="encrypt, and admit only peers that DIR allows; `pccl keys` creates it "
         "(default: PCCL_CURVE_DIR; without that there is no encryption)",
     )
 

@@ -1,4 +1,4 @@
-"""What collectives must give, in numpy, to the bit.
+"""The expected results of collectives, computed in numpy, bit for bit.
 
 Element types go by numpy's names; "bfloat16" is carried in uint16 arrays of bit patterns. A float
 result that is a NaN is the one positive quiet NaN, as the kernels store it.

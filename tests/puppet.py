@@ -1,4 +1,4 @@
-"""A peer process that makes the calls it is told to: one line of JSON each, in and out.
+"""A peer process that makes the calls that a test requests: one line of JSON each, in and out.
 
 python puppet.py MASTER GROUP POOL_SIZE
 """

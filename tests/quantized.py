@@ -1,4 +1,4 @@
-"""What quantization must give, in numpy, to the bit: docs/quantization.md in code.
+"""The expected results of quantization, in numpy, bit for bit: docs/quantization.md in code.
 
 Formats go by the names of c/pccl.h's pccl_format, without the prefix, and in its order.
 """

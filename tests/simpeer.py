@@ -1,4 +1,4 @@
-"""A simulated peer: the real core, and around it what the facade, runtime and engine would do."""
+"""A simulated peer: the real state machine, with simulated API calls, runtime and engine."""
 
 from __future__ import annotations
 

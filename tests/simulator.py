@@ -1,4 +1,4 @@
-"""Whole runs of the real master core and real peer cores, from one seed, without I/O.
+"""Whole runs of the real state machines of master and peers, from one seed, without I/O.
 
 Messages travel in queues, one for each direction of each connection, in order; connections are not
 ordered against each other. The lane engines are modelled by what the protocol may assume of them: a

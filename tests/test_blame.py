@@ -1,4 +1,4 @@
-"""Who has to go when peers cannot reach each other: the rules, one at a time, and whole groups."""
+"""Which peer is dropped when peers cannot reach each other: single rules, and whole groups."""
 
 from __future__ import annotations
 

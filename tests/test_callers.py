@@ -1,4 +1,4 @@
-"""A call that ends, however it ends, has let go of everything first."""
+"""However a call ends, it releases everything first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands say to words that cannot be: a sentence, before anything begins."""
+"""Invalid arguments of the commands: an error in one sentence, before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: what is impossible is refused at the start, in a sentence that names it."""
+"""Settings: an invalid value is refused at the start, in a sentence that names the variable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long `connect` takes: as long as it may, and no longer, whatever state the master is in."""
+"""The time limits of `connect`, in every state of the master."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections between peers that are reset at a chosen byte: nobody waits for what was lost."""
+"""Connections between peers that are reset at a chosen byte: no call waits for lost data."""
 
 from __future__ import annotations
 

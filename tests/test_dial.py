@@ -1,4 +1,4 @@
-"""The master's dialling back: whom it reaches, and what it does not tell."""
+"""The master's dial-back: which peers it reaches, and what it does not reveal."""
 
 from __future__ import annotations
 

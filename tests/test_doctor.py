@@ -1,4 +1,4 @@
-"""`pccl doctor`, and the master's dialling back."""
+"""`pccl doctor`, and the master's dial-back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who wins a synchronisation, who receives what, and which revisions are legal."""
+"""Elections of a synchronisation: the winner, the receivers, and the legal revisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls whose callers have gone before their end: what a peer's core makes of what still comes."""
+"""Calls whose callers have left before the end: how a peer handles the messages that follow."""
 
 from __future__ import annotations
 

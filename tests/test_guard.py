@@ -1,4 +1,4 @@
-"""What strangers can cost a master: memory, descriptors, its time."""
+"""The limits on what strangers can cost a master: memory, descriptors, and time."""
 
 from __future__ import annotations
 

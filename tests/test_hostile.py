@@ -1,4 +1,4 @@
-"""Strangers that say anything at all: nobody but themselves comes to harm. Without sockets."""
+"""Strangers that send arbitrary messages harm only themselves; without sockets."""
 
 from __future__ import annotations
 

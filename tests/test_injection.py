@@ -1,4 +1,4 @@
-"""Every call of libc that can fail does, at a peer and at the master, in runs of real processes.
+"""Makes every fallible libc call fail, at a peer and at the master, in runs of real processes.
 
 For each fault (inject/faults.py) a run is played (inject/stage.py): that process gets an error, or
 dies where libzmq aborts, or goes on; all others get through the story, and nothing hangs. The

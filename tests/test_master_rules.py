@@ -1,4 +1,4 @@
-"""Rules of the master's core that random runs hardly come to, one at a time."""
+"""Rules of the master's state machine that random runs rarely reach, one at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`optimize_topology` with real processes: it measures, installs, and outlives whoever goes."""
+"""`optimize_topology` with real processes: measurement, new rings, and peers that are lost."""
 
 from __future__ import annotations
 

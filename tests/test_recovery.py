@@ -1,4 +1,4 @@
-"""A master that comes back, or was away: whom it believes, and what it goes on with."""
+"""A master that is restarted, or was suspended: which peers it trusts, and how it continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CURVE, end to end: who has an allowed key takes part, and nobody else does or disturbs."""
+"""CURVE, end to end: peers with allowed keys take part, and others cannot join or disturb."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vote that a caller's thread sends itself: nothing is lost, whatever the control thread does."""
+"""Votes sent by the caller's thread: none is lost, whatever the control thread does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfers of shared state when peers die, lie or differ; and what is told of them."""
+"""Transfers of shared state when peers die, lie or differ; and how they are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every stream comes up or is given up, with a reason, and what breaks inside ends a membership."""
+"""Every stream connects or is abandoned with a reason; internal errors end the membership."""
 
 from __future__ import annotations
 

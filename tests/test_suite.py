@@ -1,4 +1,4 @@
-"""The suite ends, whatever its tests leave behind or hang in, and says what it was."""
+"""The suite ends even if its tests hang or leave something behind, and reports which did."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of synchronisations that random runs hardly come to: who begins, who is refused alone."""
+"""Rules of synchronisations that random runs rarely reach: starting, and refusing one peer."""
 
 from __future__ import annotations
 

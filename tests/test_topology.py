@@ -1,4 +1,4 @@
-"""The order of a ring over links of different speed: against all orders, and where it is kept."""
+"""The order of a ring over links of different speed, compared with all orders."""
 
 from __future__ import annotations
 

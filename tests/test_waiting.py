@@ -1,4 +1,4 @@
-"""Waiting for peers costs nothing, and is never silent."""
+"""Waiting for peers takes no processor time, and the log says what a call waits for."""
 
 from __future__ import annotations
 

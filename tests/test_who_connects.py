@@ -1,4 +1,4 @@
-"""Who may connect to a peer's engine, and whom a stream has reached: with keys and without."""
+"""Which connections a peer's engine accepts, and which peer a stream has reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types for argparse that several commands share. What cannot be is said before anything begins."""
+"""Argument types for argparse that several commands share, which reject invalid values early."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`pccl doctor`: whether this machine is fit for a run, and what to change if it is not.
+"""`pccl doctor`: checks whether this machine is ready for a run, and says what to change if not.
 
-With the address of a master, also whether it can be reached, whether it and so the other peers can
-reach this machine, and whether versions, arithmetic and clocks agree. Nothing is joined.
+With the address of a master, it also checks whether the master can be reached, whether the master
+(and so the other peers) can reach this machine, and whether versions, arithmetic and clocks agree.
+It does not join the run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`pccl keys`: makes the keys of an encrypted run.
+"""`pccl keys`: creates the keys of an encrypted run.
 
-DIR becomes the master's directory. Its peers share one key pair, which is put there too; or, with
---peers, each has one of its own, in a directory of its own to be copied to its machine. Keys that
-exist are kept, so that asking for more peers later adds them.
+DIR becomes the master's directory. By default all peers share one key pair, which is also in DIR.
+With --peers each peer has its own key pair, in a separate directory to be copied to its machine.
+Existing keys are kept, so a later call with a larger number adds peers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The `pccl` command: mounts one module for each sub-command, and imports only what is asked for.
+"""The `pccl` command: one module for each sub-command, imported only when it is used.
 
-So a master starts quickly, and on a machine without numpy too.
+So a master starts quickly, and also on a machine without numpy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
 
 
 def parser(asked: str | None) -> argparse.ArgumentParser:
-    """The parser of the whole command line, with the options of the command that is asked for."""
+    """The parser of the whole command line, with the options of one command."""
     top = argparse.ArgumentParser(
         prog="pccl",
         description="Fault-tolerant collective communications for training over the internet.",
@@ -43,7 +43,7 @@ def parser(asked: str | None) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one sub-command; the exit code is 1 where pccl has an error to tell."""
+    """Runs one sub-command; the exit code is 1 if it fails with an error of pccl."""
     argv = sys.argv[1:] if argv is None else argv
     asked = next((word for word in argv if not word.startswith("-")), None)
     try:

@@ -1,6 +1,6 @@
-"""What a model holds besides the parameters that are trained: frozen parameters, and buffers.
+"""The untrained state of a model: frozen parameters, and buffers.
 
-`pccl.diloco` gives them to newcomers and keeps them equal. No calls to other peers are made here.
+`pccl.diloco` sends it to newcomers and keeps it equal. This module calls no other peers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _TYPES_OF_ENTRIES = {
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which they keep alive."""
+    """The bytes of a contiguous CPU tensor, as a view that keeps it alive."""
     return tensor.detach().view(-1).view(torch.uint8).numpy().data
 
 
 class Frozen:
-    """The parameters that did not require a gradient when this object was made.
+    """The parameters that did not require a gradient when this object was constructed.
 
-    They never change, so they are compared when somebody joins and not in every round. Their memory
-    is used as it lies; only where it cannot be is a copy kept.
+    They never change, so they are compared only when a peer joins. Their memory is used directly
+    where possible; otherwise a copy is kept.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -58,13 +58,13 @@ class Frozen:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Brings the copies up to date, before a synchronisation."""
+        """Updates the copies from the model, before a synchronisation."""
         for name, copy in self._copies.items():
             copy.copy_(self._parameters[name])
 
     @torch.no_grad()
     def put(self) -> None:
-        """Brings the model up to date with the copies, after a synchronisation."""
+        """Updates the model from the copies, after a synchronisation."""
         for name, copy in self._copies.items():
             self._parameters[name].copy_(copy)
 
@@ -73,7 +73,7 @@ class Frozen:
         return [(name, list(p.shape)) for name, p in self._parameters.items()]
 
     def hash_into(self, digest: xxhash.xxh3_128) -> None:
-        """Adds the content as it is now to a digest."""
+        """Adds the current content to a digest."""
         for parameter in self._parameters.values():
             content = parameter.detach().cpu().contiguous()
             digest.update(memory(content))
@@ -96,7 +96,7 @@ class Frozen:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a buffer is: a script may put another tensor there at any time, so none is kept."""
+    """The place of a buffer. No tensor is kept, because a script may replace it at any time."""
 
     name: str
     module: torch.nn.Module
@@ -118,9 +118,9 @@ class _Place:
 class Buffers:
     """The persistent buffers of a model (those in its `state_dict`), flat on the CPU by kind.
 
-    What lies flat here is what the peers last agreed on. Floating-point buffers are kept in fp32
-    (fp64 where they have that, complex ones as their real and imaginary parts), and all others as
-    int64. Peers whose models differ in dtype fit each other thereby.
+    The flat tensors hold the content that the peers last agreed on: floating-point buffers in fp32
+    (fp64 if they have that; complex ones as real and imaginary parts), all others as int64. So
+    peers whose models differ in dtype are compatible.
     """
 
     def __init__(self, model: torch.nn.Module, mode: BufferMode) -> None:
@@ -155,24 +155,24 @@ class Buffers:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Takes what is in the model."""
+        """Copies the buffers from the model."""
         for kind, flat in self._flat.items():
             for place, view in self._views(kind, flat):
                 view.copy_(place.tensor())
 
     @torch.no_grad()
     def put(self) -> None:
-        """Gives the model what is here."""
+        """Copies the buffers to the model."""
         for kind, flat in self._flat.items():
             for place, view in self._views(kind, flat):
                 place.tensor().copy_(view)
 
     @torch.no_grad()
     def moves(self) -> list[torch.Tensor]:
-        """How far the model's buffers have moved from what is here, to be averaged.
+        """The changes of the model's buffers since the last agreement, to be averaged.
 
-        As differences, so that the mean leaves a constant alone to the last bit. What is not finite
-        here, such as the -inf at which a running maximum begins, has no difference: the value
+        Differences are averaged so that a constant keeps its exact bits. A value that was not
+        finite, such as the initial -inf of a running maximum, has no difference: the new value
         itself is averaged.
         """
         return [
@@ -190,7 +190,7 @@ class Buffers:
 
     @torch.no_grad()
     def advance(self, means: list[torch.Tensor]) -> None:
-        """Moves what is here by the means of all peers' `moves`."""
+        """Adds the means of all peers' `moves`."""
         for flat, mean in zip(self._flat.values(), means, strict=True):
             flat.copy_(torch.where(torch.isfinite(flat), flat + mean, mean))
 

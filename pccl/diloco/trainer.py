@@ -364,8 +364,8 @@ class DiLoCo:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `state_dict` to a file for the `state` of a later constructor, atomically.
 
-        The file is complete and on disk when this returns; if it fails, or the process dies
-        meanwhile, what was there before is there still.
+        The file is complete and on disk when this returns. If it fails, or the process dies
+        meanwhile, the previous file is unchanged.
 
         Raises:
             OSError: it cannot be written.
@@ -459,10 +459,10 @@ class DiLoCo:
         kernels.subtract(self._delta, start, self._delta)
 
     def _average(self) -> tuple[int, int]:
-        """The means over all peers that are there: how many they are, and how often it took more.
+        """Averages over all present peers; the number of contributors, and of retries.
 
-        Who is alone has its own pseudo-gradient for a mean. With alone="wait" it ends only when
-        enough have contributed.
+        If this peer is alone, its own pseudo-gradient is the mean. With alone="wait" it waits until
+        enough peers have contributed.
         """
         moves = self._buffers.moves() if self._buffer_mode == "mean" else []
         self._buffer_means = [move.clone() for move in moves]
@@ -485,7 +485,7 @@ class DiLoCo:
         return contributors, retries
 
     def _reduce(self, moves: list[torch.Tensor]) -> tuple[ReduceInfo | None, int]:
-        """The mean of all deltas, or None if this peer is alone; and how often it was retried."""
+        """The mean of all deltas, or None if this peer is alone; and the number of retries."""
 
         def reduce() -> ReduceInfo:
             if not moves:
@@ -498,13 +498,13 @@ class DiLoCo:
         return info, retries
 
     def _share_first_buffers(self) -> None:
-        """All take the buffers of the peer that is longest in the run."""
+        """All peers take the buffers of the peer that joined the run first."""
         self._buffers.gather()
         if self._buffers.shared:
             self._until_committed(lambda: self._comm.broadcast(self._buffers.shared, root="first"))
 
     def _until_committed(self, call: Callable[[], ReduceInfo]) -> tuple[ReduceInfo | None, int]:
-        """A collective of the survivors, or None if this peer is alone; and how often it failed."""
+        """Repeats a collective until it commits; None if this peer is alone. And the retries."""
         retries = 0
         while True:
             try:
@@ -521,7 +521,7 @@ class DiLoCo:
                 return info, retries
 
     def _wait_for_others(self, contributors: int) -> None:
-        """Lets newcomers in, once; all peers of the group know that they are too few."""
+        """Admits newcomers once; all peers of the group know that they are too few."""
         while True:
             self._remind(
                 f"waits for others before the next outer step: {self._least} are wanted, "
@@ -581,7 +581,7 @@ class DiLoCo:
         self._buffers.put()
 
     def _begins(self) -> bool:
-        """Synchronises with a run that is under way, or begins one if `min_peers` are there."""
+        """Synchronises with a run in progress, or starts one if `min_peers` are present."""
         try:
             self._sync(self._complete, self._min_peers)
         except TooFewPeersError:
@@ -596,12 +596,12 @@ class DiLoCo:
         return pending
 
     def _await_newcomers(self, patience_s: float) -> bool:
-        """Lets newcomers in, once they come; False: not in that time, or another peer goes on."""
+        """Admits newcomers when they come; False: none came, or another peer stopped waiting."""
         with self._timed("admit"):
             return self._comm._admission.await_newcomers(Deadline(None), patience_s) > 0
 
     def _agree(self, admitted: bool) -> None:
-        """Checks that all hold the same, and gives it to newcomers if any were let in."""
+        """Checks that all peers hold the same state, and sends it to admitted newcomers."""
         if admitted and self._buffer_mode == "local":
             self._buffers.gather()
         self._shared.push_revision()
@@ -632,7 +632,7 @@ class DiLoCo:
         return (piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True))
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state that fits, or raises with all as it was."""
+        """Loads a state that matches, or raises and changes nothing."""
         missing = {"config", "clock", "theta", "velocity", "revision", "frozen", "buffers"} - {
             *state
         }

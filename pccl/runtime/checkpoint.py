@@ -1,13 +1,13 @@
 """Shared state in a file, in the safetensors format.
 
-A file holds the length of its header (8 bytes, little-endian), the header (JSON: of each entry its
-element type, shape and place) and the bytes of all entries without gaps, so every reader of
-safetensors (https://huggingface.co/docs/safetensors) can open it. The header's metadata adds what
-a run needs to go on: the revision, and the digest of each entry, against files that rot.
+A file holds the length of its header (8 bytes, little-endian), the header (JSON: element type,
+shape and place of each entry) and the bytes of all entries without gaps, so every reader of
+safetensors (https://huggingface.co/docs/safetensors) can open it. The header's metadata adds what a
+run needs to resume: the revision, and a digest of each entry to detect corruption.
 
-A file is written beside its final name and renamed when the disk has it: whoever looks finds the
-old one or the new one, whatever dies in between. It is checked as a whole before the first byte of
-memory is overwritten.
+A file is written under a temporary name and renamed once it is on disk, so that after a crash there
+is either the old file or the new one. Loading checks the whole file before it overwrites any
+memory.
 """
 
 from __future__ import annotations

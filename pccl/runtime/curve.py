@@ -1,8 +1,8 @@
-"""CURVE on sockets: encryption, and the answers to libzmq's question who may connect.
+"""CURVE on sockets: encryption, and the authentication of connections for libzmq.
 
-libzmq asks by ZAP (ZeroMQ RFC 27): messages over inproc to a handler in the same context, of which
-a socket's owner says whom it knows. Both kinds of owner poll the handler in the thread of their
-other sockets, so that nothing needs a lock.
+libzmq asks by ZAP (ZeroMQ RFC 27), in messages over inproc to a handler in the same context, which
+decides whose keys are allowed. The handler is polled in the thread of its owner's other sockets, so
+no locks are needed.
 """
 
 from __future__ import annotations

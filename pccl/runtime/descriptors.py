@@ -1,4 +1,4 @@
-"""File descriptors: of connections that libzmq owns, and how many the system lends."""
+"""File descriptors: those of libzmq's connections, and the limit on their number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 import sys
 from collections.abc import Callable
 
-WANTED = 1 << 16  # descriptors of a master, where the system lends so many
+WANTED = 1 << 16  # descriptors of a master, if the system allows this many
 
 
 def limit() -> int:

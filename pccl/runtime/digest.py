@@ -1,10 +1,10 @@
 """XXH3-128 digests of memory, by leaves.
 
 The digest of n bytes is XXH3-128 over the digests of its leaves of 4 MiB (the last may be
-shorter), so that leaves can be hashed in any order and by several threads, and be proven one by one
-by whoever knows their digests. xxhash lets go of the GIL while it hashes, at about the speed at
-which one core can read memory. Fine against drift and broken memory; not cryptographic, so no
-defence against malice.
+shorter). So leaves can be hashed in any order and by several threads, and a receiver that knows
+their digests can verify them one by one. xxhash releases the GIL while it hashes, at about the
+speed at which one core can read memory. It detects drift and broken memory; it is not
+cryptographic, and so no defence against malice.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def root_digest(table: bytes | bytearray | memoryview) -> bytes:
 
 
 def leaf_count(nbytes: int) -> int:
-    """How many leaves so many bytes have."""
+    """The number of leaves of `nbytes` bytes."""
     return -(-nbytes // LEAF_BYTES)
 
 

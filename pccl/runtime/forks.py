@@ -1,8 +1,8 @@
-"""Forked children: what a peer is there, and what a child must not keep open.
+"""Forked children: disables the parent's peer in them, and closes its sockets there.
 
-A child has the memory of its parent, but none of its threads, and every descriptor twice. So what
-works in threads is dead there. And the kernel closes a connection only when nobody has it open any
-more: a parent that dies would be missed late, and its port stay taken, as long as a child lives.
+A child has its parent's memory and descriptors, but none of its threads, so the parent's peer
+cannot work there. And the kernel closes a connection only when no process has it open: while a
+child kept it open, the death of the parent would go unnoticed, and its port would stay in use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which quantized format of the C core does what `QuantizationOptions` ask for."""
+"""The quantized format of the C core for given `QuantizationOptions`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def wire_format(work: Work) -> int:
 
 
 def wire_bytes(work: Work, dtype: DataType, count: int) -> int:
-    """Bytes of so many elements of a collective as they go over the wire."""
+    """Bytes of `count` elements of a collective on the wire."""
     if not work.algorithm:
         return count * dtype.itemsize
     return int(lib.pccl_quantized_size(wire_format(work), dtype.value, count))

@@ -1,8 +1,8 @@
-"""Names become addresses here, and never in a thread that others wait for.
+"""Resolves host names, never in a thread for which others wait.
 
-A look-up takes as long as it takes: half a minute where a name server is silent. libzmq would do it
-in the thread that moves all data. So each is made in a thread of its own, and sockets are connected
-to numeric addresses only.
+Resolving a name may take half a minute if a name server is silent, and libzmq would do it in the
+thread that moves all data. So each name is resolved in a separate thread, and sockets connect only
+to numeric addresses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whether this process may have more descriptors and threads: asked before libzmq wants them.
+"""Checks that this process can have enough descriptors and threads, before libzmq needs them.
 
-libzmq aborts the whole process where it gets no descriptor, or no thread, that it cannot do
-without. So who is about to give it work asks here first, and has an error that can be caught.
+libzmq aborts the whole process if it cannot get a descriptor or thread that it needs. Checking
+first gives an error that can be caught.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The signals that end a program of pccl's own: its commands, and a script that only serves on.
+"""The signals that end pccl's own programs: its commands, and a script that only serves.
 
-Their handlers are installed explicitly, as servers do: a process that a shell starts in the
-background ignores Ctrl-C otherwise. A library has no say in that, so `MasterNode` and
-`Communicator` install none over a program's own.
+Their handlers are installed explicitly, as servers do, because a process that a shell starts in the
+background ignores Ctrl-C otherwise. A library must not decide that, so `MasterNode` and
+`Communicator` never replace a program's own handlers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Work on large memory span by span, in as many threads as that takes to be fast.
+"""Processes large memory span by span, in several threads where that is faster.
 
-The work has to let go of the GIL, as hashing and copying do.
+The work must release the GIL, as hashing and copying do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def each_span(
 
 
 def _share(spans: list[_Span], work: Callable[[int, int, int], None], threads: int) -> None:
-    """Does it in so many threads, of which this is one, or as many as are to be had."""
+    """Does the work in up to `threads` threads, including this one."""
     left = iter(spans)  # next() of a list's iterator may be called by several threads
     failures: list[BaseException] = []
 

@@ -1,18 +1,18 @@
-"""Work that no exception of another thread's or a signal's making interrupts half-way."""
+"""Runs work that an exception from a signal or another thread must not interrupt halfway."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
 
-INSISTENCE = 100  # whoever presses Ctrl-C so often gets out in the middle
+INSISTENCE = 100  # after this many interruptions, such as Ctrl-C, the work is abandoned
 
 
 def insist(work: Callable[[], None]) -> None:
-    """Does what has to be done, again from the beginning when an exception comes in between.
+    """Runs work that must be done, and restarts it if an exception interrupts it.
 
     Raises:
-        BaseException: the first one that came, when the work is done.
+        BaseException: the first exception that interrupted it, when the work is done.
     """
     came: BaseException | None = None
     for _ in range(INSISTENCE):
@@ -26,10 +26,10 @@ def insist(work: Callable[[], None]) -> None:
 
 
 def aside(work: Callable[[], None]) -> None:
-    """Does work in a thread of its own, where no exception comes in between, to its end.
+    """Runs work to its end in a separate thread, where no exception can interrupt it.
 
     Raises:
-        BaseException: what the work has raised, or what came to this thread meanwhile.
+        BaseException: raised by the work, or in this thread meanwhile.
     """
     claim, done = threading.Lock(), threading.Event()
     failed: list[BaseException] = []

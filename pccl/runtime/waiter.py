@@ -1,10 +1,10 @@
-"""Waits for ZeroMQ sockets at the price of one system call.
+"""Waits for ZeroMQ sockets with a single system call.
 
-zmq.Poller asks each socket before and after it waits, at two system calls a time. This waits for
-their descriptors alone (ZMQ_FD). Such a descriptor becomes readable when libzmq has something to
-tell a socket, and any use of the socket, a send too, may take that in; and it has nothing to tell
-before the socket was found empty. So whoever is woken reads until there is nothing more, whoever
-has sent reads again before it waits, and a new source is read first of all.
+zmq.Poller queries each socket before and after waiting, with two system calls each time. This
+module waits only for their descriptors (ZMQ_FD). Such a descriptor is edge-triggered: it becomes
+readable when libzmq has news for a socket that was found empty before, and any use of the socket,
+including a send, may consume that event. So a woken reader reads until the socket is empty, a
+sender reads again before it waits, and a new source is read before the first wait.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Measures a collective over processes of this machine, or of several, and verifies every result.
+"""Measures a collective over processes of one or several machines, and verifies every result.
 
 Prints the table of nccl-tests: time is the median over the iterations of the mean over the peers,
 algbw is the size over the time, and busbw = algbw * 2 (n-1) / n for all-reduce, (n-1) / n for
 all-gather and reduce-scatter, whose size is that of the larger buffer, and algbw for broadcast,
-which is in place only; wire is what a peer sends. `--against` lets torch.distributed with gloo, or
-the same without `--quantize`, take turns with it, iteration by iteration, in the same processes on
-the same memory, and says how many times as fast pccl is, or quantized pccl.
+which is always in place; wire is the bytes that a peer sends. `--against` alternates with
+torch.distributed over gloo, or with pccl without `--quantize`, iteration by iteration, in the same
+processes on the same memory, and prints the ratio of the speeds.
 
-Between machines: start `pccl master` on one, and this with the same arguments and `--master HOST`
-once for each of the `--peers`, anywhere. All of them print the table.
+Between machines: start `pccl master` on one, and this command with the same arguments and
+`--master HOST` once for each of the `--peers`, anywhere. All of them print the table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Data whose reduction is exactly predictable, in whatever order the peers are added.
+"""Test data whose reduction is exactly predictable, in any order of the peers.
 
-Each peer's contribution repeats a table of small whole numbers, so that every partial result is
-exact in every element type. The table's length is a prime: a chunk in the wrong place shows.
+Each peer's contribution repeats a table of small whole numbers, so every partial result is exact in
+every element type. The length of the table is a prime, so a chunk in the wrong place is detected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One peer of `pccl bench --master`: measures with processes on other machines.
 
-Each of them runs the same command. They meet at the master, and what each has measured goes around
-by a collective, so that all print the same table.
+Each process runs the same command. They meet at the master, and exchange their measurements by a
+collective, so that all print the same table.
 """
 
 from __future__ import annotations

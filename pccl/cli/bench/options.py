@@ -1,4 +1,4 @@
-"""Arguments that the measurements share, spelt as in nccl-tests."""
+"""Arguments that all measurements share, named as in nccl-tests."""
 
 from __future__ import annotations
 

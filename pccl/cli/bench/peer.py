@@ -1,8 +1,8 @@
-"""One process of `pccl bench` for collectives: joins the run, measures one size after the other.
+"""One process of `pccl bench` for collectives: joins the run and measures one size after another.
 
-All ways of one size take turns in each iteration, so that whatever else happens on the machine hits
-them alike. Before each timed call the peers meet in an untimed all-reduce of one element, of the
-same library: all begin together, and none pays for how another library let its peers go.
+The variants of one size alternate in each iteration, so that other load on the machine affects all
+alike. Before each timed call, the peers do an untimed all-reduce of one element with the same
+library, so that all start together and no variant pays for the end of the previous one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that measure together, one peer each: they send what they find over pipes."""
+"""The measuring processes, one for each peer, which send their results over pipes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The table and the JSON of `pccl bench` for collectives, in the formats of nccl-tests.
 
-Their columns come first and unchanged, so that what reads nccl-tests reads this; ours follow at
-the right. GB are 10**9 bytes.
+The columns of nccl-tests come first and unchanged, so that its parsers work; our own columns follow
+to the right. GB are 10**9 bytes.
 """
 
 from __future__ import annotations

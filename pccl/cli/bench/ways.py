@@ -1,4 +1,4 @@
-"""The ways of one collective of one size: what is called, from what, and what must come out."""
+"""The variants of one collective of one size: the call, its input, and the expected result."""
 
 from __future__ import annotations
 

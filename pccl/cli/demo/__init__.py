@@ -1,7 +1,7 @@
-"""`pccl demo`: DiLoCo by real processes, one of which is killed and one of which joins half-way.
+"""`pccl demo`: DiLoCo with real processes, one of which is killed and one of which joins later.
 
-Three peers train a small language model on the source code of Python's standard library for about
-a minute on this machine. The chart that it leaves shows that the run took no notice.
+Three peers train a small language model on the source code of Python's standard library for about a
+minute on this machine. The resulting chart shows that the training was not disturbed.
 """
 
 from __future__ import annotations

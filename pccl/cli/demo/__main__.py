@@ -1,4 +1,4 @@
-"""`python -m pccl.cli.demo`, for where the console script is not installed."""
+"""`python -m pccl.cli.demo`, for use without the console script."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The picture of a run: everybody's loss over time, with the kill and the join marked."""
+"""The chart of a run: the loss of each peer over time, with the kill and the join marked."""
 
 from __future__ import annotations
 

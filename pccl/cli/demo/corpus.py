@@ -1,4 +1,4 @@
-"""Text to learn: the source code of Python's own standard library, which is there already."""
+"""The training text: the source code of Python's standard library, which is always available."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
-"""The demo's plot: what every peer is doing, when one is killed, when one joins, how it all ended.
+"""The demo's script: what each peer does, when one is killed, when one joins, and the outcome.
 
-No processes and no clock here: reports and the time come in, orders and lines to tell come out.
+A state machine without processes or clock: it takes reports and the time, and returns orders and
+lines to print.
 
-    1. `peers` founders train together; an understudy has loaded everything and stands by.
-    2. At two fifths of the outer steps the last founder is killed, amid its inner steps.
-    3. When the survivors have gone on for a fifth of the steps, the understudy joins.
-    4. All who live take the last outer step together, and hold the same bits.
+    1. `peers` founders train together; an understudy has loaded everything and waits.
+    2. After two fifths of the outer steps, the last founder is killed during its inner steps.
+    3. When the survivors have trained for another fifth of the steps, the understudy joins.
+    4. All remaining peers take the last outer step together, and hold the same bits.
 """
 
 from __future__ import annotations

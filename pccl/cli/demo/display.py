@@ -1,4 +1,4 @@
-"""What the audience sees: a table that is kept up to date on a terminal, plain lines elsewhere."""
+"""The demo's output: a table that is updated in place on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

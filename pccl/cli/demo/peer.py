@@ -1,4 +1,4 @@
-"""One training process of the demo: an ordinary DiLoCo script, but for the reports that it prints.
+"""One training process of the demo: an ordinary DiLoCo script that also prints reports.
 
 It loads its text and model, waits for the line "go" on stdin, joins the run and trains to the last
 outer step. When stdin ends, the orchestrator is gone, and so this process goes too.
@@ -70,7 +70,7 @@ def _train(
             inner_steps=args.inner_steps,
             outer_momentum=OUTER_MOMENTUM,
             min_peers=args.min_peers,
-            alone="step",  # so that it ends, whoever is lost
+            alone="step",  # so that it ends, even if all others are lost
         )
         _report(Joined(diloco.outer_step, _evaluate(model, held_out)))
         meter = _Meter(every=max(1, args.inner_steps // REPORTS_PER_ROUND))

@@ -1,7 +1,6 @@
-"""The demo's processes: one master, and a peer for each training process. None outlives the demo.
+"""The demo's processes: a master, and a peer for each training process. None outlives the demo.
 
-Each has a pipe as stdin and ends when that closes, so even if this process is killed outright they
-go too.
+Each has a pipe as stdin and ends when the pipe closes, so all end even if this process is killed.
 """
 
 from __future__ import annotations

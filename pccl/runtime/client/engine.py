@@ -97,21 +97,21 @@ class Part:
 
 
 class Event(NamedTuple):
-    """What the engine has to say.
+    """An event of the engine.
 
     Attributes:
         kind: COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP or LEAF.
         status: 0 or one of c/pccl.h's negative error numbers.
-        op: which op, but for STREAM_LOST and STREAM_UP.
-        stream: which stream, for STREAM_LOST and STREAM_UP; FAILED: the one that `text` is about,
-            or 0.
-        settled: COMPLETE: nothing refers to the op's memory any more, no order is needed.
+        op: number of the op, except for STREAM_LOST and STREAM_UP.
+        stream: number of the stream, for STREAM_LOST and STREAM_UP; FAILED: the stream that `text`
+            describes, or 0.
+        settled: COMPLETE: nothing refers to the op's memory any more, and no order is needed.
         tx_bytes: payload bytes that the op has sent.
         rx_bytes: payload bytes that the op has received.
-        seq: of the op's last start.
-        piece: LEAF: its piece.
-        leaf: LEAF: its index there.
-        text: FAILED, STREAM_LOST: why.
+        seq: sequence number of the op's last start.
+        piece: LEAF: number of its piece.
+        leaf: LEAF: its index in the piece.
+        text: FAILED, STREAM_LOST: the reason.
     """
 
     kind: int
@@ -128,24 +128,24 @@ class Event(NamedTuple):
 
 
 class Engine:
-    """A lane engine and its thread. To be used by one thread at a time.
+    """An engine and its thread. Only one thread may use it at a time.
 
     Attributes:
         port: the TCP port on which it listens.
-        ipc: the path of its ipc endpoint; empty where there is none.
-        backend: which backend fills the function table, `libzmq` or `pyzmq`.
+        ipc: the path of its ipc endpoint; empty if it has none.
+        backend: the backend of the function table, `libzmq` or `pyzmq`.
         socket: readable when there are events.
-        broken: why it has stopped on an error, if it has.
+        broken: why it has stopped, if it has stopped on an error.
 
     Args:
         options: its settings.
-        host: an address to listen at; "::" for IPv6 and IPv4.
-        ports: one of which it listens on; empty: any.
-        stopped: called, in its thread, when it has stopped on an error.
+        host: the address to listen on; "::" for IPv6 and IPv4.
+        ports: it listens on the first free one; empty: any port.
+        stopped: called in the engine's thread when it has stopped on an error.
 
     Raises:
-        OSError: it cannot listen at that address, or on none of these ports.
-        MemoryError: there is no memory for it.
+        OSError: it cannot listen at that address, or none of the ports is free.
+        MemoryError: there is not enough memory.
     """
 
     def __init__(

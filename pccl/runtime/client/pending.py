@@ -23,7 +23,7 @@ class PendingCalls:
 
     Attributes:
         memory: op -> what the engine refers to, or is about to.
-        closed: whether the control thread has ended: calls are answered by whoever is here.
+        closed: whether the control thread has ended; then calls are answered in their own threads.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class PendingCalls:
         """Ends a call; it hears of it by `tell`."""
         self.memory.pop(effect.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(effect.call, None)
-        if call is not None and self.closed:  # it was made when all was over, by whoever is here
+        if call is not None and self.closed:  # made after the end, in the caller's own thread
             call.put(effect)
         elif call is not None:
             self._told.append((call, effect))

@@ -1,14 +1,14 @@
-"""Dials peers to see whether they can be reached, without ever blocking.
+"""Dials peers back to check that they can be reached, without ever blocking.
 
-A dial has two steps. A ZeroMQ socket that accepts a connection sends its greeting first: so a dial
-connects, reads the first byte, and sends nothing to whoever does not greet. Then it shakes hands
-as a stream would, by what only the peer itself can know: its password, or its key. So who is
-reached is the peer, and not another process behind a wrong forwarding of ports.
+A dial has two steps. A ZeroMQ socket that accepts a connection sends its greeting first. So a dial
+connects, reads the first byte, and sends nothing to a service that does not greet. Then it does the
+handshake of a stream, with the peer's password or key, which only the peer itself knows. This
+proves that the peer was reached, and not another process behind a wrong port forwarding.
 
-Anybody may ask for a dial, and nobody is to find out by it what else there is in the master's
-network. So a dial to an address that is not the asker's own tells nothing but that the peer has
-proven itself: all failures read the same and take the same time. Names are not resolved, for that
-takes as long as it takes, and dials are limited, for each asker and in all.
+Anyone may request a dial, but must not learn from it what else is in the master's network. So a
+dial to an address other than the requester's own reveals only whether the peer has proven itself:
+all failures read the same and take the same time. Names are not resolved, because that may take any
+time, and the number of dials is limited, for each requester and in total.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A lock on a file that one process holds for as long as it lives, however it ends.
+"""A file lock that one process holds until it ends, in whatever way.
 
-It lies beside what it protects, in a file of its own, which is left there: to remove it would let
-two processes hold two locks of the same name. The system lets go of it when the process ends.
+The lock is on a separate file beside the protected one. That file is never removed: otherwise two
+processes could hold two locks of the same name. The system releases the lock when the process ends.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Bounds what a connection that has said nothing whole may cost a master. No I/O of its own.
+"""Limits what a connection without a complete message can cost a master. Does no I/O itself.
 
-libzmq bounds the size of a frame, but neither the number of frames of a message, nor how long a
-connection may take to say anything. What belongs to a message that is not complete lies in libzmq's
-memory, where nobody sees it. But the system counts the bytes that a connection has received; when
-they grow without a message becoming whole, it is an attack, and the connection is cut.
+libzmq limits the size of a frame, but neither the number of frames of a message nor the time until
+a connection's first message. Incomplete messages take libzmq's memory, which is not visible here.
+But the system counts the bytes that a connection has received. If they grow without a complete
+message, that is an attack, and the connection is cut.
 
-A frame without content has 2 bytes on the wire and takes 64 in memory. So the worst that strangers
-can do to a master is 32 times STRANGERS_BYTES, and what arrives between two looks.
+An empty frame takes 2 bytes on the wire and 64 in memory. So strangers can take at most 32 times
+STRANGERS_BYTES of a master's memory, plus the data that arrives between two checks.
 
-Where the system does not count (anywhere but on Linux) only time and number are bounded.
+On systems that do not count (all except Linux), only time and number are limited.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The master's journal: one SQLite file that says which run it is and who was accepted.
+"""The master's journal: an SQLite file with the run's number and its accepted peers.
 
-A commit survives that the process is killed, not that the machine loses power at that moment
-(synchronous is NORMAL): then the journal may lack the last newcomers, who are refused and join
-again.
+A commit survives the death of the process, but not a power failure at that moment (synchronous is
+NORMAL): the journal may then lack the last newcomers, which are refused and join again.
 
-Beside it lies its lock, which the master holds as long as it lives. The lock's file says too
-whether the journal is complete: that one word is overwritten in place, which a full disk allows.
+The master holds a lock on a second file as long as it lives. That file also says whether the
+journal is complete: a single word that is overwritten in place, which works on a full disk too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Notices that this process did not run for a while."""
+"""Detects that this process did not run for a while."""
 
 from __future__ import annotations
 

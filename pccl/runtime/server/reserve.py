@@ -1,8 +1,8 @@
-"""A few descriptors that a server keeps for the time when the system lends no more.
+"""A few descriptors that a server reserves for the time when the system provides no more.
 
-Where a connection waits and cannot be accepted, libzmq tries again and again, which takes a
-processor, and it has no way to stop listening that would leave the connections that stand. So the
-reserve is spent: who waits is accepted, and hung up on at once, until there is room again.
+If a waiting connection cannot be accepted, libzmq retries in a busy loop, and it has no way to stop
+listening without closing the existing connections. So the reserve is used: waiting connections are
+accepted and closed at once, until there is room again.
 """
 
 from __future__ import annotations

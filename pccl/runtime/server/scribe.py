@@ -1,11 +1,11 @@
-"""Keeps the master's journal, and the master going when it cannot be kept.
+"""Writes the master's journal, and keeps the master running when it cannot be written.
 
-A thread of its own writes, so that a disk that hangs does not stop the service. What a journal must
-hold is written before what follows is sent: the service waits for the thread, but not for long
-(`JOURNAL_PATIENCE_S`). When that is over, or writing fails, the master goes on without: the journal
-is *behind*, the log says so, and the thread tries again until it has written all that is true then.
-If the master is started again before that, it believes the peers that come back, as one without a
-journal does (journal.py says how it knows). Or, where its operator has asked for that, it ends.
+A separate thread writes, so that a disk that hangs does not stop the service. Changes are written
+before the messages that depend on them are sent: the service waits for the thread, but only for
+`JOURNAL_PATIENCE_S`. If that time passes, or writing fails, the master continues without the
+journal: the journal is *behind*, the log says so, and the thread retries until it has written the
+whole current state. A master that is restarted before that trusts the peers that come back, as one
+without a journal does (journal.py says how it knows). If configured so, the master ends instead.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The master's I/O: a ROUTER socket, its connections, and the master core. One thread.
+"""The master's I/O, in one thread: a ROUTER socket, its connections, and the state machine.
 
-Nothing that one connection does ends the service for the others: where it makes the core fail, that
-is logged, and that connection is dropped. connections.py says how they are told apart.
+No connection can end the service for the others: if one makes the state machine fail, that is
+logged, and the connection is dropped. connections.py says how connections are distinguished.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A server in a thread of its own, and how that has ended.
+"""A server in its own thread, and how that thread has ended.
 
-It is waited for by a lock that its thread holds, and by a flag that is set before the lock is free.
-An exception may end such a wait at any instruction, as Ctrl-C does: the next one goes by the flag.
-(`Thread.join` takes a thread for dead after that, in CPython 3.11, and the process then ends before
-the thread has said farewell.)
+Its end is awaited by a lock that the thread holds, and a flag that is set before the lock is
+released. An exception such as KeyboardInterrupt may end a wait at any instruction: the next wait
+then relies on the flag. (After that, `Thread.join` of CPython 3.11 considers the thread dead, and
+the process would end before the thread has sent its last messages.)
 """
 
 from __future__ import annotations
