@@ -165,3 +165,23 @@ def test_the_tables_of_contributing_name_many_places() -> None:
     assert len(found) > 100
     tests = {path.name for path in (ROOT / "tests").glob("test_*.py")}
     assert len(tests & {Path(path).name for path in found}) > 40
+
+
+# ---- the glossary ----
+
+
+def test_the_code_uses_every_term_of_the_glossary() -> None:
+    text = read(ROOT / "docs" / "glossary.md")
+    terms = [
+        t
+        for line in re.findall(r"^- (.*?):", text, re.M)
+        for t in re.findall(r"\*\*(.*?)\*\*", line)
+    ]
+    assert len(terms) > 50 and len(terms) == len({*terms})
+    code = "\n".join(
+        read(path)
+        for pattern in ("pccl/**/*.py", "c/**/*.[ch]")
+        for path in sorted(ROOT.glob(pattern))
+    ).lower()
+    words = [re.escape(term).replace(r"\ ", r"[\s_]+") for term in terms]
+    assert [word for word in words if not re.search(rf"\b_?{word}", code)] == []

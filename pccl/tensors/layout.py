@@ -36,7 +36,7 @@ class Layout:
         return cls(tuple(n for n, _ in dimensions), tuple(int(stride) for _, stride in dimensions))
 
     def part(self, parts: int) -> Layout | None:
-        """The layout of one of `n` equal parts of the first dimension; None if they interleave."""
+        """The layout of each of `parts` equal parts of the first dimension; None if they mix."""
         n, rest = self.shape[0], Layout(self.shape[1:], self.strides[1:])
         if n % parts or self.strides[0] < max(self.strides):
             return None
