@@ -14,7 +14,7 @@ sequence (one `a -> b: Message ...` on each of the next lines)          who says
 class NAME ... | classes FILE | module FILE                             signatures and docstrings
 command NAME                            the options of a sub-command of `pccl`
 messages peer|master | values | limits  of the control protocol
-conversation NAME                       a table of tests/conversation.py
+conversation NAME                       a table of tests/support/conversation.py
 transitions | exclusions                the states of a collective; which calls may meet
 """
 
@@ -28,7 +28,7 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
-sys.path[:0] = [str(DOCS / "_parts"), str(ROOT / "tests")]
+sys.path[:0] = [str(DOCS / "_parts"), str(ROOT / "tests" / "support")]
 
 import api  # noqa: E402
 import charts  # noqa: E402

@@ -3,10 +3,10 @@
     pip install atheris                                   # Linux, CPython 3.11 or later
     python stress/fuzz_protocol.py -max_total_time=300    # any options of libFuzzer
 
-Each input is a script of what strangers do to a run of two honest peers (tests/hostile.py). It
-begins from the inputs in tests/fuzz/corpus. What reaches new code is collected in fuzz-inputs/, and
-what breaks something is left behind as crash-*: put that into tests/fuzz/corpus under a name that
-says what it was, and pytest replays it from then on.
+Each input is a script of what strangers do to a run of two honest peers (tests/support/hostile.py).
+It begins from the inputs in tests/support/fuzz/corpus. What reaches new code is collected in
+fuzz-inputs/, and what breaks something is left behind as crash-*: put that into
+tests/support/fuzz/corpus under a name that says what it was, and pytest replays it from then on.
 
     python stress/fuzz_protocol.py --keep       # the smallest part of fuzz-inputs/ into the corpus
 """
@@ -20,12 +20,12 @@ from pathlib import Path
 import atheris
 
 ROOT = Path(__file__).resolve().parents[1]
-CORPUS = ROOT / "tests" / "fuzz" / "corpus"
+CORPUS = ROOT / "tests" / "support" / "fuzz" / "corpus"
 INPUTS = Path("fuzz-inputs")
 INPUT_BYTES_MAX = 4096
 KEPT_BYTES_MAX = 600  # what goes into the repository is small
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 with atheris.instrument_imports(include=["pccl.protocol"]):
     import hostile
 

@@ -80,7 +80,8 @@ def survives(mutant: Mutant, seeds: int) -> str:
             return f"SURVIVED: {mutant.old!r} does not stand in the protocol just once"
         for path, text in texts.items():
             path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        search = os.pathsep.join([directory, str(ROOT / "tests")])
+        tests = [str(ROOT / "tests" / each) for each in ("support", "simulation")]
+        search = os.pathsep.join([directory, *tests])
         done = subprocess.run(
             [sys.executable, "-P", "-c", FIRST_FAILURE, str(seeds)],
             env={**os.environ, "PYTHONPATH": search},

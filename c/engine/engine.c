@@ -1,6 +1,6 @@
 /* engine.c - the loop: orders in, messages in, messages out, events out (pccl.h, THE ENGINE).
  *
- * The modules of the engine, each of which uses only those before it (tests/test_layers.py):
+ * The modules of the engine, each of which uses only those before it (tests/unit/test_layers.py):
  *
  * wire        the header in front of every payload
  * quanta      which parts of a buffer have been handled

@@ -1,5 +1,5 @@
-/* print_self_test.c - writes the bytes of pccl_self_test() to stdout. tests/test_builds.py builds
- * and runs it for other processors. */
+/* print_self_test.c - writes the bytes of pccl_self_test() to stdout. It is built and run for other
+ * processors by tests/integration/test_builds.py. */
 #include "pccl.h"
 
 #include <stdio.h>

@@ -1,6 +1,6 @@
 /* test_kernels.c - the kernels at every type, operation, size and alignment, in memory that ends
  * where it says (for the sanitizers), and the arithmetic that C leaves undefined if done naively.
- * That values are right is compared with numpy by tests/test_kernels.py. */
+ * That values are right is compared with numpy by tests/unit/test_kernels.py. */
 #include "check.h"
 #include "pccl.h"
 

@@ -1,6 +1,6 @@
 /* test_quantize.c - the quantizing kernels at every format, type, alignment and many sizes, in
  * memory that ends where it says (for the sanitizers). That values are right is compared with
- * numpy by tests/test_quantize.py. */
+ * numpy by tests/unit/test_quantize.py. */
 #include "check.h"
 #include "pccl.h"
 

@@ -58,7 +58,7 @@ def limits() -> str:
 
 
 def conversation(name: str) -> str:
-    """A table of tests/conversation.py, which the simulation checks every message against."""
+    """A table of tests/support/conversation.py: the simulation checks every message against it."""
     rows = ["| state | who | says | then |", "| --- | --- | --- | --- |"]
     for state, allowed in talk.TABLES[name].items():
         for index, (words, after) in enumerate(allowed.items()):

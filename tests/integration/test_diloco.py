@@ -1,0 +1,605 @@
+"""DiLoCo: its formulas, and that peers may vanish and appear at any point of a round."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import pccl  # noqa: E402
+from pccl.diloco import DiLoCo  # noqa: E402
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "diloco.py"
+DEADLINE_S = 30
+N = 1000
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        yield master.address
+
+
+class Model(torch.nn.Module):
+    """Two parameters of N elements in all; their gradients are what a test says they are."""
+
+    def __init__(self, value: float = 0.0, dtype: Any = torch.float32) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((N // 4, 3), value, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.full((N - N // 4 * 3,), value, dtype=dtype))
+
+    def move(self, by: Any) -> None:
+        """Sets gradients with which SGD of learning rate 1 moves the parameters by -`by`."""
+        flat = torch.as_tensor(by, dtype=torch.float32).expand(N)
+        self.weight.grad = flat[: self.weight.numel()].view(self.weight.shape).to(self.weight.dtype)
+        self.bias.grad = flat[self.weight.numel() :].to(self.bias.dtype)
+
+    def flat(self) -> Any:
+        return torch.cat([self.weight.detach().flatten(), self.bias.detach()]).clone()
+
+
+def make(comm: pccl.Communicator, model: Model, **options: Any) -> DiLoCo:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return DiLoCo(comm, model, optimizer, **{"inner_steps": 1, **options})
+
+
+def together(*bodies: Callable[[], Any]) -> list[Any]:
+    """Runs each body in a thread. Returns their results, or raises the first error of any."""
+    results: list[Any] = [None] * len(bodies)
+    errors: list[BaseException] = []
+
+    def call(i: int) -> None:
+        try:
+            results[i] = bodies[i]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        if errors:
+            raise errors[0]
+        assert not thread.is_alive(), "a peer hangs"
+    return results
+
+
+def random(seed: int) -> Any:
+    return torch.randn(N, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- formulas ----
+
+
+def train(address: str, moves: list[Any], **options: Any) -> Callable[[], Any]:
+    """A peer of two that moves by one of `moves` in each round. Gives back theta and the digest."""
+
+    def body() -> Any:
+        model = Model(0.5)
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=2, **options)
+            for move in moves:
+                model.move(move)
+                outer = diloco.step()
+                assert outer is not None and outer.contributors == 2
+            return model.flat(), diloco.state_digest()
+
+    return body
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_outer_steps_are_those_of_the_formula(address: str, nesterov: bool) -> None:
+    a = [random(seed) for seed in range(4)]
+    b = [random(seed) for seed in range(100, 104)]
+    (ours, digest), (theirs, other_digest) = together(
+        train(address, a, nesterov=nesterov), train(address, b, nesterov=nesterov)
+    )
+
+    theta, v = np.full(N, 0.5), np.zeros(N)
+    for i in range(4):
+        mean = (a[i].double().numpy() + b[i].double().numpy()) / 2
+        v = 0.9 * v + mean
+        theta = theta - 0.7 * (mean + 0.9 * v if nesterov else v)
+    np.testing.assert_allclose(ours.numpy(), theta, rtol=0, atol=2e-6)
+    assert torch.equal(ours, theirs) and digest == other_digest
+
+
+def test_without_momentum_and_at_rate_one_it_is_federated_averaging(address: str) -> None:
+    a, b = random(1), random(2)
+    (ours, _), _ = together(
+        train(address, [a], outer_lr=1.0, outer_momentum=0.0),
+        train(address, [b], outer_lr=1.0, outer_momentum=0.0),
+    )
+    mean_of_models = ((0.5 - a) + (0.5 - b)) / 2
+    torch.testing.assert_close(ours, mean_of_models, rtol=0, atol=1e-6)
+
+
+def test_inner_steps_add_up_to_one_pseudo_gradient(address: str) -> None:
+    def body() -> Any:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, inner_steps=3, min_peers=2, outer_lr=1.0, outer_momentum=0.0)
+            outcomes = []
+            for by in (1.0, 2.0, 4.0):
+                model.move(by)
+                outcomes.append(diloco.step())
+                assert model.weight.grad is None
+            assert outcomes[:2] == [None, None] and outcomes[2].outer_step == 1
+            assert diloco.inner_step == 0 and diloco.outer_step == 1
+            return model.flat()
+
+    for flat in together(body, body):
+        assert torch.equal(flat, torch.full((N,), -7.0))
+
+
+def test_rounding_to_bf16_does_not_pull_theta_onto_its_grid(address: str) -> None:
+    def body() -> Any:
+        model = Model(1.0, torch.bfloat16)
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=2, outer_momentum=0.0)
+            model.move(0.25)
+            diloco.step()
+            moved = diloco.state_dict()["theta"]
+            for _ in range(3):
+                model.move(0.0)
+                diloco.step()
+            assert torch.equal(model.flat(), moved.to(torch.bfloat16))
+            return moved, diloco.state_dict()["theta"]
+
+    for moved, at_last in together(body, body):
+        assert not torch.equal(moved.to(torch.bfloat16).float(), moved)
+        assert torch.equal(moved, at_last)
+
+
+def test_parameters_are_not_replaced(address: str) -> None:
+    def body() -> None:
+        model = Model()
+        places = model.weight.data_ptr(), model.bias.data_ptr()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=2)
+            model.move(1.0)
+            diloco.step()
+        assert (model.weight.data_ptr(), model.bias.data_ptr()) == places
+
+    together(body, body)
+
+
+# ---- who comes and goes ----
+
+
+def test_fresh_peers_begin_with_the_weights_of_the_first(address: str) -> None:
+    first_is_in = threading.Event()
+
+    def first() -> Any:
+        model = Model(1.0)
+        with pccl.Communicator(address) as comm:
+            first_is_in.set()
+            make(comm, model, min_peers=3)
+        return model.flat()
+
+    def other(value: float) -> Any:
+        model = Model(value)
+        assert first_is_in.wait(DEADLINE_S)
+        with pccl.Communicator(address) as comm:
+            make(comm, model, min_peers=3)
+        return model.flat()
+
+    for flat in together(first, lambda: other(2.0), lambda: other(2.0)):
+        assert torch.equal(flat, torch.full((N,), 1.0))
+
+
+def test_a_newcomer_is_in_phase_and_its_first_pseudo_gradient_counts_in_full(address: str) -> None:
+    ready = threading.Event()
+
+    def incumbent() -> Any:
+        model = Model(1.0)
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=2, outer_momentum=0.0)
+            ready.set()
+            contributors = 2
+            while contributors == 2:
+                model.move(0.0)
+                outer = diloco.step()
+                contributors = outer.contributors if outer else 0
+            return model.flat(), diloco.state_digest(), diloco.outer_step
+
+    def newcomer() -> Any:
+        model = Model(-5.0)
+        assert ready.wait(DEADLINE_S)
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=2, outer_momentum=0.0)
+            assert torch.equal(model.flat(), torch.full((N,), 1.0))
+            assert diloco.outer_step > 0
+            model.move(3.0)
+            diloco.step()
+            return model.flat(), diloco.state_digest(), diloco.outer_step
+
+    results = together(incumbent, incumbent, newcomer)
+    assert len({(digest, step) for _, digest, step in results}) == 1
+    for flat, _, _ in results:
+        torch.testing.assert_close(flat, torch.full((N,), 1.0 - 0.7 * 3.0 / 3))
+
+
+class Left(Exception):
+    """A peer is gone, as a test wanted it."""
+
+
+class Deserter:
+    """A communicator that, once armed, leaves the run instead of its `nth` call of `name`."""
+
+    def __init__(self, comm: pccl.Communicator, name: str, nth: int) -> None:
+        self._comm, self._name, self._left = comm, name, nth
+        self.armed = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.armed and name == self._name:
+            self._left -= 1
+            if self._left == 0:
+                raise Left
+        return getattr(self._comm, name)
+
+
+@pytest.mark.parametrize("nth", [1, 3])
+@pytest.mark.parametrize("name", ["all_reduce", "are_peers_pending", "sync_shared_state"])
+def test_a_peer_may_be_lost_at_any_point_of_a_round(address: str, name: str, nth: int) -> None:
+    def survivor() -> Any:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=3)
+            contributors = []
+            while diloco.outer_step < 5:
+                model.move(1.0)
+                outer = diloco.step()
+                assert outer is not None
+                contributors.append(outer.contributors)
+            return diloco.state_digest(), contributors
+
+    def deserter() -> None:
+        model = Model()
+        with pytest.raises(Left), pccl.Communicator(address) as comm:
+            leaving = Deserter(comm, name, nth)
+            diloco = make(leaving, model, min_peers=3)  # type: ignore[arg-type]
+            leaving.armed = True
+            while True:
+                model.move(1.0)
+                diloco.step()
+
+    ours, theirs, _ = together(survivor, survivor, deserter)
+    assert ours == theirs
+    rounds_with_three = nth - 1 if name == "all_reduce" else nth
+    assert ours[1] == [3] * rounds_with_three + [2] * (5 - rounds_with_three)
+
+
+def test_a_newcomer_may_be_lost_before_it_has_received_anything(address: str) -> None:
+    def incumbent() -> Any:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=2)
+            ready.set()
+            admitted_at = None
+            while admitted_at is None or diloco.outer_step < admitted_at + 2:
+                model.move(1.0)
+                outer = diloco.step()
+                assert outer is not None and outer.contributors == 2
+                if outer.admitted:
+                    admitted_at = outer.outer_step
+            return diloco.state_digest()
+
+    def fugitive() -> None:
+        assert ready.wait(DEADLINE_S)
+        with pccl.Communicator(address):
+            pass
+
+    ready = threading.Event()
+    ours, theirs, _ = together(incumbent, incumbent, fugitive)
+    assert ours == theirs
+
+
+def test_a_peer_alone_trains_on_without_outer_steps_and_lets_a_newcomer_in(address: str) -> None:
+    alone = threading.Event()
+
+    def veteran() -> Any:
+        model = Model(1.0)
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, outer_momentum=0.0)
+            moved = 0
+            while True:
+                model.move(1.0)
+                outer = diloco.step()
+                assert outer is not None
+                moved += 1
+                if outer.contributors == 2:
+                    return model.flat(), diloco.state_digest(), moved
+                assert outer.outer_step == 0
+                assert torch.equal(model.flat(), torch.full((N,), 1.0 - moved))
+                alone.set()
+
+    def newcomer() -> Any:
+        model = Model(9.0)
+        assert alone.wait(DEADLINE_S)
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, outer_momentum=0.0)
+            assert torch.equal(model.flat(), torch.full((N,), 1.0))
+            model.move(1.0)
+            diloco.step()
+            return model.flat(), diloco.state_digest()
+
+    (flat, digest, moved), (_, other_digest) = together(veteran, newcomer)
+    assert digest == other_digest
+    # What the veteran learnt alone is not lost: it is in the first pseudo-gradient that it shares.
+    torch.testing.assert_close(
+        flat, torch.full((N,), 1.0 - 0.7 * (moved + 1) / 2), rtol=1e-5, atol=0
+    )
+
+
+def test_other_settings_are_refused_by_name(address: str) -> None:
+    ready, refused = threading.Event(), threading.Event()
+
+    def incumbent() -> None:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, inner_steps=2)
+            ready.set()
+            while not refused.is_set():
+                model.move(0.0)
+                diloco.step()
+
+    def misfit() -> None:
+        assert ready.wait(DEADLINE_S)
+        try:
+            with (
+                pccl.Communicator(address) as comm,
+                pytest.raises(ValueError, match=r"inner_steps is 2 in the run and 7 here$"),
+            ):
+                make(comm, Model(), inner_steps=7)
+        finally:
+            refused.set()
+
+    together(incumbent, misfit)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inner_steps": 0},
+        {"min_peers": 0},
+        {"outer_lr": 0.0},
+        {"outer_momentum": 1.0},
+        {"outer_momentum": -0.1},
+    ],
+)
+def test_settings_out_of_range_are_refused(address: str, options: dict[str, Any]) -> None:
+    with pccl.Communicator(address) as comm, pytest.raises(ValueError, match=next(iter(options))):
+        make(comm, Model(), **options)
+
+
+def test_a_run_goes_on_from_its_checkpoint_as_if_never_interrupted(address: str) -> None:
+    def body(first: int, last: int, state: Any) -> Callable[[], Any]:
+        def run() -> Any:
+            model = Model()
+            with pccl.Communicator(address) as comm:
+                diloco = make(comm, model, min_peers=2, state=state)
+                for seed in range(first, last):
+                    model.move(random(seed))
+                    diloco.step()
+                return diloco.outer_step, diloco.state_digest(), diloco.state_dict()
+
+        return run
+
+    uninterrupted, _ = together(body(0, 4, None), body(0, 4, None))
+    saved, _ = together(body(0, 2, None), body(0, 2, None))
+    resumed, _ = together(body(2, 4, saved[2]), body(2, 4, saved[2]))
+    assert resumed[:2] == uninterrupted[:2]
+    assert resumed[0] == 4
+
+
+def test_a_checkpoint_of_another_model_is_refused(address: str) -> None:
+    with pccl.Communicator(address) as comm:
+        state = make(comm, Model()).state_dict()
+        other = torch.nn.Linear(3, 3)
+        with pytest.raises(ValueError, match="model with other parameters"):
+            make(comm, other, state=state)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def checkpoints() -> dict[int, tuple[str, dict[str, Any]]]:
+    """The digest and the state of one run after so many outer steps."""
+    found = {}
+
+    def body() -> None:
+        with pccl.Communicator(master.address) as comm:
+            model = Model()
+            diloco = make(comm, model, min_peers=2)
+            for seed in range(3):
+                model.move(random(seed))
+                diloco.step()
+                found[diloco.outer_step] = diloco.state_digest(), diloco.state_dict()
+
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        together(body, body)
+    return found
+
+
+@pytest.mark.parametrize("ages", list(itertools.permutations((1, 2, 3))))
+def test_a_restart_goes_on_from_the_latest_checkpoint_whoever_starts_first(
+    address: str, checkpoints: dict[int, tuple[str, dict[str, Any]]], ages: tuple[int, ...]
+) -> None:
+    is_in = [threading.Event() for _ in range(4)]
+    is_in[0].set()
+
+    def peer(place: int) -> Callable[[], Any]:
+        def body() -> Any:
+            model = Model(float(place))
+            assert is_in[place].wait(DEADLINE_S)
+            with pccl.Communicator(address) as comm:
+                is_in[place + 1].set()
+                diloco = make(comm, model, min_peers=3, state=checkpoints[ages[place]][1])
+                begun = diloco.outer_step, diloco.state_digest()
+                model.move(1.0)
+                outer = diloco.step()
+                assert outer is not None and outer.contributors == 3
+                return begun, diloco.state_digest()
+
+        return body
+
+    results = together(*(peer(place) for place in range(3)))
+    assert {begun for begun, _ in results} == {(3, checkpoints[3][0])}
+    assert len({digest for _, digest in results}) == 1
+
+
+def goes_on_without(address: str, newcomer: Callable[[pccl.Communicator], None]) -> None:
+    """Two peers train, a newcomer tries to join and fails, and both go on as if it never came."""
+    ready, refused = threading.Event(), threading.Event()
+    last: list[int] = []  # the outer step after which both end: of who sees first that it is time
+
+    def incumbent() -> str:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, min_peers=2)
+            ready.set()
+            while not last or diloco.outer_step < last[0]:
+                model.move(1.0)
+                outer = diloco.step()
+                assert outer is not None and outer.contributors == 2
+                if refused.is_set():
+                    last.append(diloco.outer_step + 3)
+            return diloco.state_digest()
+
+    def other() -> None:
+        assert ready.wait(DEADLINE_S)
+        try:
+            with pccl.Communicator(address) as comm:
+                newcomer(comm)
+        finally:
+            refused.set()
+
+    ours, theirs, _ = together(incumbent, incumbent, other)
+    assert ours == theirs
+
+
+def test_a_newcomer_with_a_later_checkpoint_is_refused_alone(
+    address: str, checkpoints: dict[int, tuple[str, dict[str, Any]]]
+) -> None:
+    later = {**checkpoints[3][1], "revision": 1 << 40}
+
+    def newcomer(comm: pccl.Communicator) -> None:
+        with pytest.raises(pccl.PCCLError, match=f"this peer offers revision {1 << 40}") as caught:
+            make(comm, Model(), state=later)
+        assert caught.value.result is pccl.Result.INVALID_ARGUMENT
+
+    goes_on_without(address, newcomer)
+
+
+def test_a_newcomer_with_another_model_is_refused_alone(address: str) -> None:
+    def newcomer(comm: pccl.Communicator) -> None:
+        with pytest.raises(pccl.KickedError, match=r"'diloco.theta'.*has element count 1000 there"):
+            make(comm, torch.nn.Linear(3, 3))  # type: ignore[arg-type]
+
+    goes_on_without(address, newcomer)
+
+
+# ---- real processes ----
+
+
+class Process:
+    """A process that trains, and the lines that it prints."""
+
+    def __init__(self, *words: str, threads: int) -> None:
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._process = subprocess.Popen(
+            [sys.executable, *words],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout:
+            for line in stdout:
+                with self._news:
+                    self.lines.append(line.strip())
+                    self._news.notify_all()
+
+    def wait_for(self, line: str) -> None:
+        with self._news:
+            found = self._news.wait_for(lambda: line in self.lines, DEADLINE_S)
+        assert found, f"{line!r} is not in {self.lines}"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+    def last_line(self) -> str:
+        assert self._process.wait(DEADLINE_S) == 0
+        self._reader.join()
+        return self.lines[-1]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Callable[..., Process]]:
+    processes: list[Process] = []
+
+    def start(*words: str, threads: int) -> Process:
+        processes.append(Process(*words, threads=threads))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+
+
+def test_the_example_ends_with_the_same_bits_whatever_the_threads(
+    address: str, spawn: Callable[..., Process]
+) -> None:
+    words = [str(EXAMPLE), "--master-address", address, "--steps", "10", "--inner-steps", "10"]
+    peers = [spawn(*words, "--seed", str(n), threads=n) for n in (1, 2)]
+    ours, theirs = (peer.last_line() for peer in peers)
+    assert ours.startswith("shared state: ") and ours == theirs
+
+
+def test_a_process_is_killed_and_another_joins(address: str, spawn: Callable[..., Process]) -> None:
+    founders = [spawn(__file__, address, "founder", threads=1) for _ in range(3)]
+    founders[0].wait_for("mean of 3")
+    founders[2].kill()
+    founders[0].wait_for("mean of 2")
+    newcomer = spawn(__file__, address, "newcomer", threads=2)
+    digests = {process.last_line() for process in (*founders[:2], newcomer)}
+    assert len(digests) == 1 and len(digests.pop()) == 32
+
+
+def train_until_replaced(address: str, role: str) -> None:
+    """Trains until three peers were averaged, for a founder: again, after a time with fewer."""
+    model = Model(os.getpid() % 7)
+    with pccl.Communicator(address) as comm:
+        diloco = make(comm, model, min_peers=3)
+        seen = [2] if role == "newcomer" else []
+        while not (2 in seen and seen[-1] == 3):
+            model.move(random(os.getpid() + diloco.outer_step) * 1e-3)
+            outer = diloco.step()
+            assert outer is not None
+            if seen[-1:] != [outer.contributors]:
+                seen.append(outer.contributors)
+                print(f"mean of {outer.contributors}", flush=True)
+        print(diloco.state_digest(), flush=True)
+
+
+if __name__ == "__main__":
+    train_until_replaced(*sys.argv[1:])

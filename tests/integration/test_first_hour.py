@@ -1,0 +1,266 @@
+"""The first hour of somebody who has cloned this repository, in the order in which it is met.
+
+Each step is done as a new user does it: by the commands of the README, in the clone's root, in
+processes. What else the parts can do is for their own tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cluster import Cluster
+
+import pccl
+from pccl.ext import _core
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 30.0
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clone of what lies here, after the README's first command: its extension is built."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        files = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this is no git repository")
+    copy = tmp_path_factory.mktemp("clone")
+    for name in filter(None, files.split("\0")):
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+    shutil.copy(_core.__file__, copy / "pccl" / "ext")
+    return copy
+
+
+@pytest.fixture
+def start(clone: Path) -> Iterator[Start]:
+    """start(*words, **environment) runs python with these words in the clone's root."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*words: object, **env: str) -> subprocess.Popen[str]:
+        known = {name: value for name, value in os.environ.items() if not name.startswith("PCCL")}
+        process = subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            cwd=clone,
+            env={**known, "OMP_NUM_THREADS": "1", **env},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def output(process: subprocess.Popen[str], status: int = 0) -> str:
+    """What a process prints that ends well, without a word on stderr."""
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (status, ""), out + err
+    return out
+
+
+# ---- the first minutes: the README's commands, where people stand ----
+
+
+def test_what_was_installed_works_in_the_clone_s_root(start: Start, clone: Path) -> None:
+    where = start("-c", "import pccl; print(pccl.__file__)")
+    helps = [
+        start("-m", "pccl.master", "--help"),
+        start("-m", "pccl", "--help"),
+        start("stress/wan/bench.py", "--help"),
+        start("examples/quantization.py", "--help"),
+        start("examples/from_pypccl.py", "--help"),
+    ]
+    assert output(where) == f"{clone / 'pccl' / '__init__.py'}\n"
+    for process in helps:
+        assert output(process).startswith("usage: ")
+
+
+def test_peers_and_a_master_in_three_terminals(start: Start) -> None:
+    """In any order: the master is the last."""
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        address = master.address
+    patience = {"PCCL_CONNECT_TIMEOUT_S": "60", "PCCL_LOG_LEVEL": "INFO"}
+    peers = [start("examples/all_reduce.py", PCCL_MASTER=address, **patience) for _ in range(2)]
+    for peer in peers:
+        assert peer.stderr is not None
+        assert "attempt 1 to reach the master" in peer.stderr.readline()
+    master = start("-m", "pccl.master", "--listen-address", address)
+    for peer in peers:
+        out, err = peer.communicate(timeout=PATIENCE_S)
+        assert "the mean over 2 peers is 1.5" in out, err
+    master.send_signal(signal.SIGTERM)
+    assert output(master) == f"pccl master listening on {address}\n"
+
+
+IN_A_TERMINAL = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+runpy.run_path("examples/all_reduce.py")
+"""
+
+
+def test_one_terminal_too_few(start: Start) -> None:
+    """Who waits says so, and for whom; and Ctrl-C is enough to end it."""
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        peer = start("-c", IN_A_TERMINAL, PCCL_MASTER=master.address)
+        assert peer.stderr is not None
+        assert re.search(
+            r"WARN.* another peer must join the run, which has 1", peer.stderr.readline()
+        )
+        peer.send_signal(signal.SIGINT)
+        _, err = peer.communicate(timeout=PATIENCE_S)
+        assert err.endswith("\nKeyboardInterrupt\n") and err.count("Traceback") == 1
+        assert peer.returncode == -signal.SIGINT
+
+
+def test_one_of_two_is_killed(start: Start, tmp_path: Path) -> None:
+    """The other one does not wait for ever, and both together go on from a file."""
+    with pccl.MasterNode("127.0.0.1:0") as master:
+
+        def run(name: str) -> subprocess.Popen[str]:
+            file = tmp_path / name
+            return start("examples/checkpoint.py", file, "--master-address", master.address)
+
+        lasts, dies = run("a"), run("b")
+        assert first_line(dies) == "step 10: 20 contributions\n"
+        dies.kill()
+        assert "all others have gone: start them and this one again" in output(lasts)
+        for again in (run("a"), run("b")):
+            assert first_line(again).startswith("loaded revision ")
+            assert first_line(again).startswith("step ")
+
+
+# ---- the first own program ----
+
+
+def test_the_own_model(tmp_path: Path) -> None:
+    """Frozen layers, batch norm, other seeds and orders in memory; and a file to go on from."""
+    torch = pytest.importorskip("torch")
+    diloco = importlib.import_module("pccl.diloco")
+
+    def train(index: int, comm: pccl.Communicator, state: Path | None) -> tuple[object, ...]:
+        torch.manual_seed(index)
+        nn = torch.nn
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 1))
+        model[0].requires_grad_(False)
+        if index:
+            model.to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        run = diloco.DiLoCo(comm, model, optimizer, inner_steps=2, min_peers=2, state=state)
+        for _ in range(4):
+            model(torch.randn(8, 3, 6, 6)).square().mean().backward()
+            outer = run.step()
+        assert outer.contributors == 2 and outer.total_s > 0
+        if state is None:
+            run.save(tmp_path / str(index))
+        held = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+        return run.outer_step, run.state_digest(), held
+
+    for state, steps in ((None, 2), (tmp_path / "1", 4)):
+        with Cluster(2) as cluster:
+            first, second = cluster.each(lambda i, comm, file=state: train(i, comm, file))
+        assert first == second
+        assert first[0] == steps
+
+
+def test_the_own_event_loop() -> None:
+    async def mean(comm: pccl.Communicator, matrix: np.ndarray) -> int:
+        handle = comm.all_reduce_async(matrix.T)  # which lies otherwise in memory
+        is_success, _, info = await handle
+        assert is_success and handle.done()
+        return info.world_size
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        matrix = np.full((2, 3), 1.0 + index)
+        comm.broadcast(matrix, root="first")
+        assert (matrix == 1).all(), "the one that came first has that index here"
+        matrix += index
+        assert asyncio.run(mean(comm, matrix)) == 2
+        assert (matrix == 1.5).all()
+
+    with Cluster(2) as cluster:
+        cluster.each(job)
+
+
+# ---- mistakes ----
+
+MISTAKES = {
+    "master --listen-address nonsense": "is not host:port",
+    "master --listen-address :0": "names no host",
+    "master --listen-address 127.0.0.1:99999": "is not a port number",
+    "master --listen-address 127.0.0.1:0 --state {directory}": "{directory}",
+    "doctor localhost:1": "nothing answers at localhost:1",
+    "keys /proc/nope": "/proc/nope",
+    "keys {directory} --peers 0": "no whole number of at least 1",
+    "bench all_reduce -J /proc/nope": "cannot write /proc/nope",
+    "demo --output /proc/nope.png": "cannot write /proc/nope.png",
+    "demo --peers 100000": "too many for this machine",
+}
+
+
+def test_mistakes_at_the_command_line_are_answered_in_a_sentence(
+    start: Start, tmp_path: Path
+) -> None:
+    where = {"directory": str(tmp_path)}
+    ended = {words: start("-m", "pccl", *words.format(**where).split()) for words in MISTAKES}
+    for words, process in ended.items():
+        out, err = process.communicate(timeout=PATIENCE_S)
+        said = out + err
+        assert process.returncode in (1, 2), f"{words}: {said}"
+        assert MISTAKES[words].format(**where) in said, f"{words}: {said}"
+        assert "Traceback" not in said, f"{words}: {said}"
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_program_that_hosts_the_master_and_fails_ends(start: Start) -> None:
+    program = "import pccl; m = pccl.MasterNode('127.0.0.1:0'); m.run(); raise OSError('mine')"
+    process = start("-c", program)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert err.endswith("OSError: mine\n") and err.count("Traceback") == 1
+
+
+def test_mistakes_in_a_program_are_answered_in_a_sentence() -> None:
+    with pytest.raises(ValueError, match="must be 'h:1' alone"):
+        pccl.Communicator("tcp://h:1")
+    with Cluster(2) as cluster:
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            x = np.array([3 + index])
+            with pytest.raises(ValueError, match="the value of 'bias' is neither"):
+                comm.all_reduce({"weight": x, "bias": None})  # type: ignore[dict-item]
+            info = comm.all_reduce(x)
+            assert x[0] == 3, "documented at the call"
+            assert "the average of 3 and 4 is 3" in " ".join(
+                (comm.all_reduce.__doc__ or "").split()
+            )
+            assert "world_size=2" in repr(info)
+            with pytest.raises(TypeError, match="cannot be pickled"):
+                pickle.dumps(comm)
+
+        cluster.each(job)

@@ -1,0 +1,127 @@
+"""Peers whose programs fork: in a child the communicator is dead, and says so at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pccl
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+# Two peers of one process. Each child does one thing with a communicator of its parent, while
+# another thread of the parent holds the locks that a call of the parent may hold.
+USES = """
+import gc, os, signal, sys, threading, time
+import numpy as np
+import pccl
+from cluster import Cluster
+
+def told(call, *arguments, **named):
+    try:
+        call(*arguments, **named)
+    except pccl.PCCLError as error:
+        assert error.result is pccl.Result.INVALID_USAGE, error
+        assert "forked" in str(error), error
+        return
+    raise AssertionError(f"{call} was not refused")
+
+def wait(handle, comm):
+    ok, status, _ = handle.wait()
+    assert (ok, status) == (False, pccl.Result.INVALID_USAGE.value)
+    assert "forked" in str(handle.error)
+
+USES = {
+    "all_reduce": lambda: told(comm.all_reduce, np.zeros(9)),
+    "all_reduce_async": lambda: told(comm.all_reduce_async, np.zeros(9)),
+    "update_topology": lambda: told(comm.update_topology),
+    "are_peers_pending": lambda: told(comm.are_peers_pending, timeout=1),
+    "sync": lambda: told(comm.sync_shared_state, pccl.SharedState.from_tensors({"x": np.zeros(2)})),
+    "rank": lambda: told(lambda: comm.rank),
+    "connect": lambda: told(comm.connect),
+    "wait": lambda: wait(handle, comm),
+    "close": lambda: comm.close(),
+    "exit": lambda: sys.exit(0),
+}
+with Cluster(2) as cluster:
+    comm, other = cluster.comms
+    handle = comm.all_reduce_async(np.ones(50_000), op="sum", tag=5)
+    for name, use in USES.items():
+        with comm._membership.standing._lock, handle._launch._lock:
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(10)
+                use()
+                comm = handle = cluster = None
+                gc.collect()
+                sys.stderr.flush()
+                os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        assert status == 0, f"{name}: {status}"
+    x = np.ones(50_000)
+    other.all_reduce(x, op="sum", tag=5)
+    assert handle.wait()[0] and (x == 2).all()
+    sums = cluster.each(lambda _, each: each.all_reduce(np.ones(50_000), op="sum").world_size)
+    assert sums == [2, 2]
+"""
+
+
+def test_a_communicator_is_dead_in_a_child_and_unharmed_in_its_parent() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", USES], cwd=SUPPORT, capture_output=True, text=True, timeout=50
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+# A peer whose child lives longer than it does, as a worker of a data loader may.
+PARENT = """
+import os, sys, time
+import numpy as np
+import pccl
+with pccl.Communicator(sys.argv[1]) as comm:
+    comm.all_reduce(np.ones(50_000))
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    print(child, comm._membership._client._engine.port, flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/fd"), reason="descriptors cannot be listed here")
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_child_does_not_keep_its_parents_connections(
+    transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PCCL_TRANSPORT", transport)
+    monkeypatch.setenv("PCCL_HEARTBEAT_TIMEOUT_MS", "30000")
+    with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
+        command = [sys.executable, "-c", PARENT, master.address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+            assert parent.stdout is not None
+            while not comm.are_peers_pending():
+                pass
+            comm.update_topology()
+            comm.all_reduce(np.ones(50_000))
+            child, port = map(int, parent.stdout.readline().split())
+            try:
+                parent.kill()
+                parent.wait()
+                began = time.monotonic()
+                with pytest.raises((pccl.PeerLostError, pccl.TooFewPeersError)):
+                    comm.all_reduce(np.ones(50_000))
+                assert time.monotonic() - began < 10, "it was missed by its heartbeats only"
+                with socket.create_server(("0.0.0.0", port)):
+                    pass
+            finally:
+                os.kill(child, signal.SIGKILL)

@@ -1,0 +1,212 @@
+"""What C and Python both say is the same: constants, enumerations, and structs field by field."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import struct
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import oracle
+import pytest
+import zmq
+
+from pccl.ext import build, ffi, lib, tables
+from pccl.protocol import messages, ring
+from pccl.protocol.peer.effects import End
+from pccl.protocol.ring import RingPlace
+from pccl.runtime import config, digest, quantization
+from pccl.runtime.client import engine
+from pccl.runtime.server import dial
+from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
+
+C = Path(__file__).resolve().parents[2] / "c"
+HEADER = (C / "pccl.h").read_text(encoding="utf-8")
+ENUM = re.compile(r"enum (\w+) \{(.*?)\};", re.DOTALL)
+COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+
+
+def fields(name: str) -> dict[str, Any]:
+    """The fields of a C struct, in order."""
+    return dict(ffi.typeof(name).fields)
+
+
+def constants(enum: str) -> dict[str, int]:
+    """The constants of an enumeration of pccl.h, without the prefix."""
+    body = dict(ENUM.findall(COMMENT.sub("", HEADER)))[enum]
+    names = re.findall(r"PCCL_(\w+) =", body)
+    return {name: getattr(lib, f"PCCL_{name}") for name in names}
+
+
+def c_names(kind: type[Enum]) -> dict[str, int]:
+    """The values of an enumeration of the API by the names that they have in C."""
+    short = {"UINT": "U", "INT": "I", "FLOAT": "F", "BFLOAT": "BF", "DOUBLE": "F64"}
+
+    def c_name(name: str) -> str:
+        word, digits = re.fullmatch(r"([A-Z]+)(\d*)", name).groups()  # type: ignore[union-attr]
+        return "F32" if name == "FLOAT" else short.get(word, word) + digits
+
+    return {c_name(each.name): each.value for each in kind}
+
+
+def test_every_function_has_its_type() -> None:
+    """In the stub that mypy reads: the functions of pccl.h, and as many arguments of each."""
+    stub = ast.parse((Path(build.__file__).parent / "_core.pyi").read_text(encoding="utf-8"))
+    (typed,) = [
+        node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "_Lib"
+    ]
+    counts = {
+        method.name: len(method.args.args) - 1
+        for method in typed.body
+        if isinstance(method, ast.FunctionDef) and method.name.startswith("pccl_")
+    }
+    code = COMMENT.sub("", build.declarations())
+    declared = re.findall(r"^[a-z].*?\b(pccl_\w+)\(", code, re.MULTILINE)
+    assert counts == {name: len(ffi.typeof(getattr(lib, name)).args) for name in declared}
+
+
+@pytest.mark.parametrize(
+    ("enum", "kind"), [("pccl_dtype", DataType), ("pccl_redop", ReduceOp)], ids=str
+)
+def test_enumerations(enum: str, kind: type[Enum]) -> None:
+    assert c_names(kind) == constants(enum)
+
+
+def test_element_sizes() -> None:
+    for dtype in DataType:
+        assert lib.pccl_dtype_size(dtype.value) == dtype.itemsize
+
+
+def test_every_format_is_asked_for_by_some_algorithm() -> None:
+    """And the order in the tests' own oracle is that of C."""
+    by_bits = [code for each in quantization._BY_BITS.values() for code in each.values()]
+    asked = {lib.PCCL_UNQUANTIZED, *by_bits, *quantization._BLOCKWISE.values()}
+    assert asked == {*constants("pccl_format").values()}
+    known = {*quantization._BY_BITS, *quantization._BLOCKWISE, QuantizationAlgorithm.NONE}
+    assert known == {*QuantizationAlgorithm}
+
+
+def test_collectives_go_by_their_names() -> None:
+    named = {name.upper(): value for name, value in engine.COLLECTIVES.items()}
+    assert named.pop("BARRIER") == lib.PCCL_ALL_REDUCE
+    assert named == constants("pccl_collective")
+
+
+def test_limits() -> None:
+    assert messages.PARTS_MAX == lib.PCCL_PARTS_MAX
+    assert messages.RINGS_MAX == lib.PCCL_RINGS_MAX
+    assert ring.QUANTUM == oracle.QUANTUM == lib.PCCL_QUANTUM
+    assert config.chunk_bytes(1 << 40, 2, True, False) == lib.PCCL_CHUNK_MAX
+    assert digest.LEAF_BYTES % lib.PCCL_CHUNK_MAX == 0, "a leaf is whole messages"
+
+
+def test_texts_that_both_know() -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (C / "engine").glob("*.c"))
+    assert f'"{engine.ORDERS_ENDPOINT}"' in sources
+    assert f'DIALLER[] = "{dial.NAME}"' in sources
+
+
+def c_constant(name: str) -> int:
+    """A constant of the engine that pccl.h does not declare."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in (C / "engine").glob("*.c"))
+    (value,) = re.findall(rf"\b{name} = ([0-9 <]+)", sources)
+    return int(eval(value, {"__builtins__": {}}))
+
+
+@pytest.mark.parametrize(
+    ("page", "words", "constants"),
+    [
+        ("docs/architecture.md", "a round trip of {} ms or more", {"DISTANT_US": 1000}),
+        ("docs/architecture.md", "additional lane for each {} ms", {"LANE_US": 1000}),
+        ("docs/architecture.md", "ms, up to {}", {"LANES_MAX": 1}),
+        ("docs/architecture.md", "in the kernel to {} KiB", {"UNSENT_MAX": 1024}),
+        ("docs/architecture.md", "have {} KiB there", {"DISTANT_CHUNK": 1024}),
+        (
+            "docs/tuning.md",
+            "one additional lane for each {} ms, up to {}",
+            {"LANE_US": 1000, "LANES_MAX": 1},
+        ),
+        ("c/pccl.h", "or forwards of {} MiB", {"FORWARD_BYTES": 1 << 20}),
+        ("c/pccl.h", "(it keeps {} of each requester)", {"REQUESTS_MAX": 1}),
+    ],
+)
+def test_pages_say_the_numbers_of_the_engine(
+    page: str, words: str, constants: dict[str, int]
+) -> None:
+    text = (C.parent / page).read_text(encoding="utf-8")
+    text = re.sub(r"[\s*]+", " ", text)
+    assert words.format(*(c_constant(name) // unit for name, unit in constants.items())) in text
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "size"),
+    [
+        ("pccl_order", "endpoint", "PCCL_ENDPOINT_MAX"),
+        ("pccl_order", "rings", "PCCL_RINGS_MAX"),
+        ("pccl_order", "ends", "PCCL_ENDS_MAX"),
+        ("pccl_event", "text", "PCCL_TEXT_MAX"),
+    ],
+)
+def test_arrays_are_as_long_as_their_constants(name: str, field: str, size: str) -> None:
+    assert fields(name)[field].type.length == getattr(lib, size)
+
+
+@pytest.mark.parametrize(
+    ("name", "field"),
+    [
+        ("pccl_order", "curve_server"),
+        ("pccl_options", "curve_public"),
+        ("pccl_options", "curve_secret"),
+        ("pccl_options", "dialler"),
+    ],
+)
+def test_keys_have_room_for_their_end(name: str, field: str) -> None:
+    assert fields(name)[field].type.length > lib.PCCL_KEY_CHARS
+
+
+def test_an_event_is_read_as_c_writes_it() -> None:
+    """Names, order, offsets, sizes and signs."""
+    layout = fields("pccl_event")
+    assert tuple(layout) == engine.Event._fields
+    codes = re.findall(r"\d*[a-zA-Z]", engine._EVENT.format.removeprefix("@"))
+    assert len(codes) == len(layout), "one code for each field"
+    end = ""
+    for code, (name, field) in zip(codes, layout.items(), strict=True):
+        end += code
+        assert struct.calcsize("@" + end) == field.offset + ffi.sizeof(field.type), name
+        assert struct.calcsize(code) == ffi.sizeof(field.type), name
+        assert code.islower() == field.type.cname.startswith(("int", "char")), name
+    assert engine._EVENT.size == ffi.sizeof("pccl_event")
+
+
+def test_options_and_places_have_the_fields_of_their_structs() -> None:
+    assert [field.name for field in dataclasses.fields(engine.EngineOptions)] == [
+        *fields("pccl_options")
+    ]
+    assert {field.name for field in dataclasses.fields(RingPlace)} == {*fields("pccl_ring")}
+    assert {field.name for field in dataclasses.fields(End)} == {*fields("pccl_end")}
+    assert {field.name for field in dataclasses.fields(engine.Part)} == {*fields("pccl_part")}
+
+
+def test_the_table_names_functions_of_libzmq() -> None:
+    """Each has its callback for pyzmq, or is one that the plain messages fill in."""
+    library = tables._find_library() if tables.load().name == "libzmq" else None
+    plain = ffi.new("pccl_zmq *")
+    lib.pccl_plain_fill(plain)
+    for name in fields("pccl_zmq"):
+        assert library is None or hasattr(library, "zmq_" + name.rstrip("_"))
+        assert (name in tables._CALLBACKS) != bool(getattr(plain, name)), name
+        assert (f"pccl_py_{name}(" in build.CALLBACKS) == (name in tables._CALLBACKS)
+
+
+def test_constants_of_zeromq() -> None:
+    """pyzmq's wheels carry no zmq.h, so zmqdefs.h repeats what the engine uses of it."""
+    text = COMMENT.sub("", (C / "zmq" / "zmqdefs.h").read_text(encoding="utf-8"))
+    found = re.findall(r"\bZMQ_(\w+) = (\w+)", text)
+    assert len(found) > 40
+    for name, value in found:
+        pythonic = name.removeprefix("EVENT_") if not hasattr(zmq, name) else name
+        assert getattr(zmq, pythonic) == int(value, 0), name
