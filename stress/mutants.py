@@ -80,7 +80,7 @@ def survives(mutant: Mutant, seeds: int) -> str:
             return f"SURVIVED: {mutant.old!r} does not stand in the protocol just once"
         for path, text in texts.items():
             path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        tests = [str(ROOT / "tests" / each) for each in ("support", "simulation")]
+        tests = [str(ROOT / "tests" / each) for each in ("support", "simulation", "integration")]
         search = os.pathsep.join([directory, *tests])
         done = subprocess.run(
             [sys.executable, "-P", "-c", FIRST_FAILURE, str(seeds)],
@@ -90,7 +90,7 @@ def survives(mutant: Mutant, seeds: int) -> str:
             timeout=600,
             check=False,
         )
-        return done.stdout.strip() or f"it does not even start: {done.stderr.strip()[-200:]}"
+        return done.stdout.strip() or f"SURVIVED: the tests do not start: {done.stderr[-200:]}"
 
 
 def main() -> int:
