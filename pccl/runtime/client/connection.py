@@ -1,7 +1,7 @@
-"""The connection to the master, and the way back to it when that breaks.
+"""The connection to the master, and the attempts to reconnect when it breaks.
 
-A link that is broken is replaced: until the master answers again, or patience ends, one is opened
-after the other, each to an address that is looked up again.
+A broken link is replaced: new links are opened, one after another, until the master answers or the
+time limit passes. The master's name is resolved again for each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("pccl")
 
 
 class MasterConnection:
-    """A link to the master, as long as there is one; used by whoever works for the peer.
+    """The current link to the master; its user must hold the client's lock.
 
     Args:
         host: of the master.
@@ -92,13 +92,13 @@ class MasterConnection:
         self.link = self._open(address)
 
     def close(self) -> None:
-        """Closes the link; what was sent last still goes out."""
+        """Closes the link; queued messages are still sent."""
         self._waiter.remove(self.link.socket)
         self._waiter.remove(self.link.monitor)
         self.link.close()
 
     def answered(self) -> None:
-        """The master has answered: this is a link that stands."""
+        """The master has answered on this link."""
         self._give_up_at = 0.0
 
     @property
@@ -108,7 +108,7 @@ class MasterConnection:
         return min(due, default=None)
 
     def tick(self) -> None:
-        """Does what it is time for."""
+        """Does whatever is due."""
         if not self._give_up_at:
             return
         now = time.monotonic()
@@ -136,7 +136,7 @@ class MasterConnection:
                 if self._give_up_at:  # this is a new link, not the first one
                     self._perform(self._core.linked())
             case LinkEvent.BROKEN:
-                self._read()  # what came last says why, if the master ended in good order
+                self._read()  # a master that was stopped has sent the reason last
                 self._break(
                     f"the connection to the master at {self.name} broke"
                     if self._core.number
@@ -160,7 +160,7 @@ class MasterConnection:
         )
 
     def _break(self, why: str) -> None:
-        """The link is gone: tries to get another one, for as long as the configuration says."""
+        """The link is lost: tries to reconnect, for as long as the configuration says."""
         if self._retry_at is not None or self._resolving or self._core.over is not None:
             return
         self._trouble = why
@@ -181,7 +181,7 @@ class MasterConnection:
         self._perform(self._core.lost_master(why))
 
     def _retry(self, found: Found) -> None:
-        """Tries once more to get to the master, whose address is known again, or is not."""
+        """Tries once more to connect, after the master's name was resolved again, or not."""
         if not self._resolving:
             return
         self._resolving = False

@@ -1,6 +1,6 @@
-"""Calls that have no answer yet, and the memory that the engine refers to for them.
+"""Calls without an answer yet, and the memory that the engine refers to for them.
 
-One thread uses it: the control thread, until that has ended.
+Only the control thread uses it, until that has ended.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class PendingCalls:
         return number in self._calls
 
     def add(self, call: Call) -> None:
-        """Takes up a call."""
+        """Adds a call."""
         self._calls[call.number] = call
 
     def welcomed(self, message: m.Welcome) -> None:
-        """Notes for all calls that the master has registered this peer."""
+        """Tells all calls that the master has registered this peer."""
         for call in self._calls.values():
             call.put(message)
 
@@ -50,14 +50,14 @@ class PendingCalls:
         self._calls[effect.call].put(effect)
 
     def warn(self, peer: int, effect: effects.Waits) -> None:
-        """Has the log say for whom a call waits."""
+        """Logs which peers a call waits for."""
         call = self._calls.get(effect.call)
         if call is not None:
             waited_s = time.monotonic() - call.began_s
             log.warning("peer %d has waited %.0f s %s", peer, waited_s, effect.why)
 
     def answer(self, effect: effects.Answer | effects.Fail) -> None:
-        """Ends a call; it hears of it by `tell`."""
+        """Ends a call; `tell` then delivers the answer."""
         self.memory.pop(effect.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(effect.call, None)
         if call is not None and self.closed:  # made after the end, in the caller's own thread
@@ -66,7 +66,7 @@ class PendingCalls:
             self._told.append((call, effect))
 
     def tell(self) -> None:
-        """Tells calls that they have ended: last of all, for they need the global lock."""
+        """Delivers the answers; last, because waking callers contends for the global lock."""
         told, self._told = self._told, []
         for call, end in told:
             call.put(end)
