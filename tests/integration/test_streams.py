@@ -288,7 +288,13 @@ def test_an_ipc_connection_that_fails_is_made_by_tcp_next(
         assert f"is not reached at {path} (refused)" in caplog.text
         desk.streams.open(2, info, 5)
         assert desk.engine.told[-1] == ("connect", 2, "tcp://10.0.0.9:1234")
-        assert desk.streams.lost(lost(2)) == (info, True)
+        assert desk.streams.lost(lost(2)) == (info, False), "it may be a moment's trouble"
+        desk.streams.open(3, info, 5)
+        assert desk.streams.lost(lost(3)) == (info, True)
+        desk.streams.open(4, info, 5)
+        desk.streams.up(4)
+        desk.streams.open(5, info, 5)
+        assert desk.streams.lost(lost(5)) == (info, False), "it was reached meanwhile"
 
 
 # ---- whole peers ----

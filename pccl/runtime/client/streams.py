@@ -68,6 +68,7 @@ class Streams:
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # of these, the ones that are to come up
         self._without_ipc: set[int] = set()  # neighbours on this machine
+        self._doubted: set[int] = set()  # peers to whom the latest stream failed at once
         self._refused = 0  # streams in a row
 
     @property
@@ -112,12 +113,15 @@ class Streams:
     def up(self, number: int) -> None:
         """Its first lane is connected."""
         self._refused = 0
-        self._waiting.pop(number, None)
+        one = self._waiting.pop(number, None)
+        if one is not None:
+            self._doubted.discard(one.to.peer)
 
     def lost(self, event: Event) -> tuple[m.PeerInfo | None, bool]:
         """The peer of a lost stream (None if it was closed), and whether it is unreachable.
 
-        A peer does not count as unreachable if this process gets no socket.
+        A peer does not count as unreachable if this process gets no socket, nor when a stream to it
+        fails at once for the first time: that may be a moment's lack of memory at the other end.
 
         Raises:
             Refused: this process got no socket for the third time in a row.
@@ -139,6 +143,9 @@ class Streams:
             self._do_without_ipc(one.to, event.text)
             return one.to, False  # the next stream shows whether it can be reached
         self._resolver.failed(one.to.host)
+        if time.monotonic() < one.due_s and one.to.peer not in self._doubted:
+            self._doubted.add(one.to.peer)
+            return one.to, False
         return one.to, True
 
     def why(self, event: Event) -> str:
