@@ -415,6 +415,8 @@ class Server:
             self._dial_peer(dial.info, dial.password)
 
     def _send(self, conn: bytes, data: bytes) -> None:
+        if self._faltered:
+            return  # what follows a message that was not sent is not understood
         self._sent = True
         try:
             payload = zmq.Frame(data, copy=True)  # takes memory: never between the two parts
