@@ -11,7 +11,7 @@ import pytest
 from cluster import Cluster
 
 import pccl
-from pccl.runtime.client import call as waiting
+from pccl.runtime import limits
 
 RunCluster = Callable[..., Cluster]
 
@@ -29,7 +29,7 @@ def ends(thread: threading.Thread) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "QUIET_S", 0.2)
+    monkeypatch.setattr(limits, "QUIET_S", 0.2)
 
 
 def said(caplog: pytest.LogCaptureFixture, text: str) -> bool:
