@@ -181,6 +181,7 @@ def test_as_many_peers_as_the_machine_has_room_for(monkeypatch: pytest.MonkeyPat
     assert demo._peers_max() < 4000
 
 
+@pytest.mark.slow  # .ci/run has the whole demo
 @pytest.mark.timeout(90)
 def test_a_short_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
     chart = tmp_path / "chart.png"

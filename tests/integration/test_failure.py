@@ -99,6 +99,9 @@ def test_kill_one_of_three_fifty_times(workers: Start) -> None:
     churn(workers, kills=50, count=500_009, seed=int(time.time()))
 
 
+@pytest.mark.parametrize(
+    "backend", ["libzmq", pytest.param("pyzmq", marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.timeout(150)
 def test_kill_one_of_three_in_any_collective(workers: Start) -> None:
     churn(workers, kills=5, count=300_007, seed=int(time.time()), what="all")

@@ -44,8 +44,15 @@ def test_a_pulse_tells_pauses_from_waiting() -> None:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
-@pytest.mark.parametrize("journaled", [True, False])
-@pytest.mark.parametrize("busy", [True, False])
+@pytest.mark.parametrize(
+    ("journaled", "busy"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_master_that_was_stopped_goes_on_with_all_its_peers(
     journaled: bool, busy: bool, tmp_path: Path
 ) -> None:

@@ -72,6 +72,7 @@ def test_a_script_of_torch_distributed() -> None:
         assert any(line.startswith("step 20: loss") for line in peers[0].lines)
 
 
+@pytest.mark.slow  # three processes that load torch
 def test_a_script_of_torchft() -> None:
     """A peer joins and another one is killed; those who live go on with equal weights."""
     pytest.importorskip("torch")

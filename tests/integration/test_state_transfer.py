@@ -87,6 +87,9 @@ def holders(
             peer.communicate()
 
 
+@pytest.mark.parametrize(
+    "backend", ["libzmq", pytest.param("pyzmq", marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 @pytest.mark.parametrize(
     ("how", "victims"), [("SIGKILL", 1), ("SIGKILL", 2), ("SIGSTOP", 1)], ids=str
