@@ -74,12 +74,14 @@ def test_it_meets_a_loop_that_asks_and_admits() -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         with pccl.Communicator(master.address) as first:
             waits = in_thread(lambda: first.wait_for_peers(3, timeout=30))
+            both = threading.Barrier(2)  # who leaves at once is not there for the other one to see
 
             def loop() -> None:
                 with pccl.Communicator(master.address) as comm:
                     while comm.world_size < 3:
                         if comm.are_peers_pending():
                             comm.update_topology()
+                    both.wait(30)
 
             others = [in_thread(loop) for _ in range(2)]
             for thread in [waits, *others]:
