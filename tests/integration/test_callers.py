@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from cluster import Cluster, in_threads
 from processes import Master
+from waiting import wait_until
 
 import pccl
 from pccl.calls import operands
@@ -40,13 +41,6 @@ def alarm(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def until(condition: Callable[[], object]) -> None:
-    give_up_at = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.005)
 
 
 @pytest.fixture
@@ -78,7 +72,7 @@ def test_a_signal_handler_raises_out_of_a_wait(pair: list[pccl.Communicator], co
     assert (x == 1).all()
     x[:] = 99  # whoever reduces now must not see this
     ghosts = ours._membership.client("all_reduce")._core._ghosts
-    until(lambda: not ghosts)  # the master knows that it was withdrawn; before it may succeed
+    wait_until(lambda: not ghosts)  # the master knows that it was withdrawn; before it may succeed
     y = np.ones(count, np.float32)
     with pytest.raises(pccl.PCCLTimeoutError):
         other.all_reduce(y, op="sum", timeout=0.2)
@@ -238,14 +232,14 @@ def test_a_handle_that_nobody_has(
     with pytest.raises(pccl.PCCLError, match="not awaited"):
         ours.update_topology()  # it goes on
     other.all_reduce(y, op="sum")
-    until(lambda: not ours._membership.standing._tags)
+    wait_until(lambda: not ours._membership.standing._tags)
     assert (x == 2).all() and (y == 2).all()
     in_threads([ours.update_topology, other.update_topology])
     with caplog.at_level(logging.WARNING, "pccl"):
         ours.all_reduce_async(x)
         with pytest.raises(pccl.MismatchError):
             other.all_reduce(np.ones(11, np.float32))
-        until(lambda: "a collective whose handle was dropped has failed" in caplog.text)
+        wait_until(lambda: "a collective whose handle was dropped has failed" in caplog.text)
     works(pair)
 
 
@@ -287,14 +281,14 @@ def test_what_another_thread_reads_is_not_what_this_one_knows() -> None:
         sizes: list[int] = []
 
         def watch() -> None:
-            until(lambda: comm.world_size == 2)
+            wait_until(lambda: comm.world_size == 2)
             sizes.append(comm.world_size)
 
         thread = threading.Thread(target=watch)
         thread.start()
         thread.join()
         assert sizes == [2]
-        until(lambda: other.world_size == 2)
+        wait_until(lambda: other.world_size == 2)
         x = np.ones(10, np.float32)
         errors: list[BaseException] = []
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from cluster import in_threads
+from waiting import wait_until
 
 import pccl
 from pccl.runtime import limits
@@ -117,10 +118,7 @@ def test_its_own_limit_always_wins(
 
 
 def wait_until_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    give_up_at = time.monotonic() + 30
-    while not any(text in record.getMessage() for record in caplog.records):
-        assert time.monotonic() < give_up_at, f"{text!r} was not said: {caplog.text}"
-        time.sleep(0.01)
+    wait_until(lambda: any(text in record.getMessage() for record in caplog.records))
 
 
 @pytest.mark.parametrize("how", ["argument", "variable"])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from cluster import Cluster
 from test_errors import listed
+from waiting import wait_until
 
 import pccl
 from pccl.protocol.peer.calls import State
@@ -140,11 +141,8 @@ def test_a_lane_that_is_lost_after_completion(run: Cluster, gate: Gate) -> None:
         assert gate.full.wait(PATIENCE_S)
         client = run.comms[0]._membership._client
         assert client is not None
-        until = time.monotonic() + PATIENCE_S
         started = client._core.collectives.started
-        while not any(one.state is State.COMPLETE for one in [*started.values()]):
-            assert time.monotonic() < until, "it should complete"
-            time.sleep(0.01)
+        wait_until(lambda: any(one.state is State.COMPLETE for one in [*started.values()]))
         gate.reset()
 
     striker = threading.Thread(target=strike)
@@ -176,10 +174,7 @@ def test_a_lane_that_is_lost_while_it_serves(
 
     def strike() -> None:
         assert gate.full.wait(PATIENCE_S)
-        until = time.monotonic() + PATIENCE_S
-        while len(reminded) < 3:
-            assert time.monotonic() < until, "it should ask again"
-            time.sleep(0.01)
+        wait_until(lambda: len(reminded) >= 3)
         gate.reset()
 
     def job(index: int, comm: pccl.Communicator) -> pccl.SharedStateSyncInfo:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from test_diloco import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -439,10 +439,7 @@ def test_whoever_waits_to_begin_says_so(
             make(comm, Model(), min_peers=2)
 
     def second() -> None:
-        give_up_at = time.monotonic() + DEADLINE_S
-        while not warnings:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
+        wait_until(lambda: bool(warnings))
         first()
 
     together(first, second)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from cluster import Cluster
+from waiting import wait_until
 
 import pccl
 from pccl.runtime import limits
@@ -37,12 +38,7 @@ def said(caplog: pytest.LogCaptureFixture, text: str) -> bool:
 
 
 def wait_until_said(caplog: pytest.LogCaptureFixture, text: str) -> None:
-    deadline = threading.Event()
-    for _ in range(300):
-        if said(caplog, text):
-            return
-        deadline.wait(0.1)
-    raise AssertionError(f"{text!r} was not said: {caplog.text}")
+    wait_until(lambda: said(caplog, text))
 
 
 def test_all_return_when_there_are_as_many_as_are_wanted() -> None:

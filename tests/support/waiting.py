@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pccl
 
-PATIENCE_S = 20.0
+PATIENCE_S = 30.0
 
 
 def wait_until(true: Callable[[], bool]) -> None:
