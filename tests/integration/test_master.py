@@ -88,12 +88,12 @@ def started(*command: str, stdin: int | None = None) -> Iterator[tuple[subproces
         stderr=subprocess.PIPE,
         text=True,
     )
-    try:
-        with process:
+    with process:
+        try:
             assert process.stdout is not None
             yield process, process.stdout.readline().split()[-1]
-    finally:
-        process.kill()
+        finally:
+            process.kill()
 
 
 COMMAND = ("-m", "pccl.master", "--listen-address", "127.0.0.1:0")
@@ -106,6 +106,16 @@ m = pccl.MasterNode('127.0.0.1:0')
 m.run()
 print(m.address, flush=True)"""
 posix = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+
+
+@contextlib.contextmanager
+def hangup(handler: signal.Handlers) -> Iterator[None]:
+    """Processes that start meanwhile treat SIGHUP so, also if these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @posix
@@ -121,7 +131,7 @@ def test_a_master_that_is_told_to_end_says_so_to_its_peers(
     if name == "SIGHUP" and command is not COMMAND:
         pytest.skip("a program's own affair")
     number = signal.Signals[name]
-    with started(*command) as (process, address):
+    with hangup(signal.SIG_DFL), started(*command) as (process, address):
         comm = pccl.Communicator(address)
         comm.connect()
         assert comm.world_size == 1
@@ -132,6 +142,19 @@ def test_a_master_that_is_told_to_end_says_so_to_its_peers(
         comm.close()
         killed = number == signal.SIGINT and command[-1].endswith("()")  # by KeyboardInterrupt
         assert process.wait(20) == (-signal.SIGINT if killed else 0)
+
+
+@posix
+def test_a_master_under_nohup_outlives_its_terminal() -> None:
+    with (
+        hangup(signal.SIG_IGN),
+        started(*COMMAND) as (process, address),
+        pccl.Communicator(address) as comm,
+    ):
+        process.send_signal(signal.SIGHUP)
+        for _ in range(100):
+            comm.update_topology(timeout=20)
+        assert process.poll() is None
 
 
 LATE = """
