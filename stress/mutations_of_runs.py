@@ -92,8 +92,18 @@ MUTANTS = [
     ),
     Mutant(
         "a master that was away begins a new incarnation",
-        "incarnation = self.run.numbers.incarnation + 1",
-        "incarnation = self.run.numbers.incarnation",
+        "incarnation, next_peer = self.run.numbers.incarnation + 1, self._members.next_number",
+        "incarnation, next_peer = self.run.numbers.incarnation, self._members.next_number",
+    ),
+    Mutant(
+        "a master that begins anew while it recovers expects the same peers",
+        "return Journal(self._run, incarnation, next_peer, self._expected, self._complete)",
+        "return Journal(self._run, incarnation, next_peer, frozenset(), self._complete)",
+    ),
+    Mutant(
+        "who waits for a master that begins anew while it recovers has to come back",
+        "return conn in self.backlog or conn in self.recovery",
+        "return False",
     ),
     Mutant(
         "whom the master cannot reach either goes",

@@ -326,3 +326,20 @@ def test_a_peer_may_be_back_before_its_old_connection_is_seen_to_be_broken() -> 
     assert not hall.master.misses(resume(3, hall.master.run.number))
     journal, _ = hall.master.reborn()
     assert journal.accepted == {1, 2}
+
+
+def test_who_waits_while_a_master_recovers_is_known_to_have_been_heard() -> None:
+    """If that master begins anew, these have to come back: the fresh one knows nothing of them."""
+    journal = Journal(7, 3, 9, frozenset((1, 2, 3)), complete=False)
+    ward = Ward(journal)
+    ward.back(b"1", 1, 7, 1, 2)
+    ward.join(b"newcomer")
+    assert [ward.master.has_heard(conn) for conn in (b"1", b"newcomer", b"2")] == [1, 1, 0]
+    assert ward.master.reborn() == (
+        Journal(7, 4, 9, frozenset((1, 2, 3)), complete=False),
+        [Adopt(7, 4)],
+    )
+    unaware = Ward()
+    unaware.back(b"1", 1, 7, 1, 2)
+    assert unaware.master.has_heard(b"1")
+    assert unaware.master.reborn() == (None, [])

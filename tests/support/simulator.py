@@ -215,7 +215,7 @@ class Run:
     def doze(self) -> None:
         """SIGSTOP of the master, for so long that connections break."""
         self.say("the master dozes, and wakes")
-        if self.master.recovering:
+        if self.master.recovering and self.random.random() < 0.5:
             for peer in self.peers:
                 self.sever(peer)
         else:
@@ -231,10 +231,10 @@ class Run:
         """What the server does when it was the master that was away."""
         old = self.master
         journal, actions = old.reborn()
-        self.master = self._new_master(journal.run, journal)
+        self.master = self._new_master(old.run.number, journal)
         self.perform(actions)
         for peer in self.peers:
-            if old.knows(peer.conn):
+            if old.has_heard(peer.conn):
                 self.dropped.add(peer.conn)
                 peer.up.clear()
                 if peer.alive and peer.link == "up":
@@ -438,7 +438,7 @@ class Run:
             match action:
                 case Send(conn, message):
                     peer = self._by_conn(conn)
-                    if peer.conn == conn:  # else it is a connection of before
+                    if peer.conn == conn and peer.link != "down":  # else it is one of before
                         peer.down.append(m.encode(message))
                 case Drop(conn):
                     self.dropped.add(conn)

@@ -303,15 +303,22 @@ class Master:
         peer = self.peers.get(resume.info.peer)
         return peer is not None and peer.accepted and resume.run == self.run.number
 
-    def reborn(self) -> tuple[Journal, list[Effect]]:
+    def reborn(self) -> tuple[Journal | None, list[Effect]]:
         """What a fresh master goes on from when all connections of this one are lost, and what is
-        to be done first."""
+        to be done first. None: nothing is known of any run."""
         infos, run = self._members.last_seen, self.run.number
-        incarnation = self.run.numbers.incarnation + 1
+        incarnation, next_peer = self.run.numbers.incarnation + 1, self._members.next_number
+        if self._restart is not None:  # its peers were not back yet
+            journal = self._restart.recovery.again(incarnation, next_peer)
+            return journal, [] if journal is None else [Adopt(run, incarnation)]
         accepted = frozenset(info.peer for info in infos)
         remember = [Remember(info) for info in infos]
-        journal = Journal(run, incarnation, self._members.next_number, accepted)
+        journal = Journal(run, incarnation, next_peer, accepted)
         return journal, [Adopt(run, incarnation), *remember]
+
+    def has_heard(self, conn: bytes) -> bool:
+        """Whether a fresh master would lack what this connection has said."""
+        return self.knows(conn) or (self._restart is not None and self._restart.has_heard(conn))
 
     def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Effect]:
         """A peer of before is back, on a connection whose other end is seen as `host`."""

@@ -164,6 +164,16 @@ class Recovery:
         self._held: Counter[int] = Counter()  # by run
         self._began_s: float | None = None
 
+    def __contains__(self, conn: bytes) -> bool:
+        """Whether a peer has come back on this connection."""
+        return conn in self._conns
+
+    def again(self, incarnation: int, next_peer: int) -> Journal | None:
+        """What the recovery begins anew from; None where no journal knows of a run."""
+        if self._run is None:
+            return None
+        return Journal(self._run, incarnation, next_peer, self._expected, self._complete)
+
     def refusal(self, conn: bytes, resume: m.Resume) -> Refusal | None:
         """Why a peer cannot come back, if it cannot."""
         number = resume.info.peer

@@ -32,6 +32,9 @@ class Backlog:
             self.events.append(event)
         return self._said[conn] != BACKLOG_MAX + 1
 
+    def __contains__(self, conn: bytes) -> bool:
+        return conn in self._said
+
 
 class Restart:
     """The time in which a master waits for the peers of before.
@@ -44,6 +47,10 @@ class Restart:
     def __init__(self, recovery: Recovery) -> None:
         self.recovery = recovery
         self.backlog = Backlog()
+
+    def has_heard(self, conn: bytes) -> bool:
+        """Whether it holds anything that this connection has said."""
+        return conn in self.backlog or conn in self.recovery
 
 
 def restore(run: Run, before: Before, back: Mapping[int, Back]) -> None:

@@ -9,6 +9,10 @@ events, are not ordered against each other, and descriptors are reused, so:
   could send, hence by then all events of earlier users of its descriptor have been seen;
 - when a first message arrives on a descriptor that another connection is known by, that other one
   is gone;
+- when a first message arrives of a connection that the monitor has said is gone, it is lost at once
+  (it will not be said again);
+- if the descriptor has another user by then, that is not seen. But nothing can be sent to who is
+  gone, which is evidence too;
 - what a lost connection had sent before is read before it is buried, so that a peer that leaves and
   closes is seen to leave;
 - what is read of it even later is ignored: it must not be taken for a new connection.
@@ -65,6 +69,7 @@ class Connections:
         self.flooded = False
         self._conn_of: dict[int, bytes] = {}
         self._lost: list[bytes] = []  # connections that are gone, to be buried
+        self._unreachable: set[bytes] = set()  # nothing can be sent to them: they are gone, too
         self._buried: dict[bytes, float] = {}  # when; what is read of them now is ignored
         self._dropped: dict[bytes, float] = {}  # when; they are open, but not listened to
         self._surplus: list[Line] = []  # connections for which there is no room
@@ -128,7 +133,11 @@ class Connections:
         if earlier is not None:
             self._lost.append(earlier)
         self.senders[conn] = Sender(fd, host)
-        self._conn_of[fd] = conn
+        if self._guard.is_open(fd):
+            self._conn_of[fd] = conn
+        else:
+            self._conn_of.pop(fd, None)
+            self._lost.append(conn)
         return True
 
     def heard(self, conn: bytes) -> None:
@@ -136,9 +145,20 @@ class Connections:
         if (sender := self.senders.get(conn)) is not None:
             self._guard.heard(sender.fd)
 
-    def take_lost(self) -> list[bytes]:
-        """The connections that are gone, and are to be buried now."""
+    def unreachable(self, conn: bytes) -> None:
+        """Nothing can be sent to it."""
+        self._unreachable.add(conn)
+
+    def take_lost(self, drained: bool) -> list[bytes]:
+        """The connections that are gone, and are to be buried now.
+
+        Args:
+            drained: whether everything that has been said has been read.
+        """
         lost, self._lost = self._lost, []
+        if drained:
+            lost += self._unreachable & self.senders.keys() - set(lost)
+            self._unreachable.clear()
         return lost
 
     def bury(self, lost: list[bytes], now_s: float) -> None:

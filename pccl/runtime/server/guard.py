@@ -91,6 +91,10 @@ class Guard:
             line.heard = True
             line.stranger = False
 
+    def is_open(self, descriptor: int) -> bool:
+        """Whether a connection has this descriptor."""
+        return descriptor in self._lines
+
     def holds(self, line: Line) -> bool:
         """Whether its descriptor is still of that connection."""
         return self._lines.get(line.descriptor) is line

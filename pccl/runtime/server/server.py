@@ -235,10 +235,10 @@ class Server:
         old = self._core
         log.warning("master: %s: it goes on as after a restart", why)
         journal, todo = old.reborn()
-        self._core = self._new_core(journal.run, journal)
+        self._core = self._new_core(old.run.number, journal)
         self._perform(todo)
         for conn in self._connections.senders:
-            if old.knows(conn):
+            if old.has_heard(conn):
                 self._connections.drop_at_once(conn)  # it is cut, and the peer comes back
         self._pauses.dealt_with()
 
@@ -258,7 +258,7 @@ class Server:
             self._wake_in.recv(64)
 
     def _bury(self, now_s: float, drained: bool) -> None:
-        lost = self._connections.take_lost()
+        lost = self._connections.take_lost(drained)
         if self._pauses.woke_lately and any(self._core.knows(conn) for conn in lost):
             self._begin_anew("connections broke while it did not run")
         for conn in lost:
@@ -429,5 +429,6 @@ class Server:
         except zmq.ZMQError as error:
             if error.errno == errno.ENOMEM:
                 self._faltered = "it had no memory for a message"
-            else:  # EHOSTUNREACH: the monitor will say so too
+            else:
                 log.debug("master: connection %s: %s", conn.hex(), error)
+                self._connections.unreachable(conn)

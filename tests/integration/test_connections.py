@@ -1,0 +1,61 @@
+"""The master's connections: which are gone is known whatever is read first."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from pccl.runtime.server.connections import Connections
+from tests.support.waiting import wait_until
+
+Sockets = tuple[zmq.Socket[bytes], Connections, zmq.Context[zmq.Socket[bytes]]]
+
+
+@pytest.fixture
+def master() -> Iterator[Sockets]:
+    """A ROUTER socket and its connections."""
+    with contextlib.ExitStack() as opened:
+        context = zmq.Context()
+        opened.callback(context.destroy, linger=0)
+        router = context.socket(zmq.ROUTER)
+        connections = Connections(opened)
+        connections.watch(router, opened)
+        router.bind("tcp://127.0.0.1:*")
+        yield router, connections, context
+
+
+def say_and_go(master: Sockets) -> None:
+    """Somebody connects, says something, and is gone."""
+    router, _, context = master
+    with context.socket(zmq.DEALER) as dealer:
+        dealer.connect(router.get_string(zmq.LAST_ENDPOINT))
+        dealer.send(b"hello")
+        assert router.poll(10_000)
+
+
+def is_empty(connections: Connections) -> bool:
+    """Whether the monitor has told that nobody is connected."""
+    connections.read_monitor()
+    return connections.patience_s is None
+
+
+def test_who_has_gone_before_its_first_message_is_read_is_lost(master: Sockets) -> None:
+    router, connections, _ = master
+    say_and_go(master)
+    wait_until(lambda: is_empty(connections))
+    conn, frame = router.recv(), router.recv(copy=False)
+    assert connections.learn(conn, frame)
+    assert connections.take_lost(drained=False) == [conn]
+
+
+def test_who_cannot_be_told_anything_is_lost_when_all_is_read(master: Sockets) -> None:
+    router, connections, _ = master
+    say_and_go(master)
+    conn, frame = router.recv(), router.recv(copy=False)
+    assert connections.learn(conn, frame)
+    connections.unreachable(conn)
+    lost = [*connections.take_lost(drained=False), *connections.take_lost(drained=True)]
+    assert conn in lost
