@@ -10,6 +10,9 @@ a peer ends with an error that it cannot have deserved, or nothing moves for --p
 With --mischief connections are reset, and the peers' programs fork and run programs (mischief.py);
 then peer 0 stays from beginning to end, and must not grow. Runs on Linux, macOS and Windows (which
 cannot freeze a process).
+
+The processes share no lock, which one that is killed might hold: each has a pipe of its own for its
+reports, and a file tells them to stop.
 """
 
 from __future__ import annotations
@@ -30,10 +33,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from multiprocessing.queues import Queue
-from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import Any
 
 import mischief
 import numpy as np
@@ -46,7 +46,7 @@ SETTLE_S = 3.0  # a peer whose link is reset knows it in less
 WARM_S = 15.0  # a process starts, imports and joins in less
 STACKS_S = 1.0  # for all to print where they stand
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
-Report = tuple[int, str, int, str]  # process, what, revision, details
+Report = tuple[str, int, str]  # what, revision, details
 
 
 def step(comm: pccl.Communicator, revision: int, weights: np.ndarray) -> bool:
@@ -70,11 +70,11 @@ class Program:
     """The program of a peer: joins, and joins again where that is its right."""
 
     def __init__(
-        self, address: str, number: int, elements: int, reports: Any, orders: Connection | None
+        self, address: str, elements: int, reports: Connection, orders: Connection | None
     ) -> None:
         self._address = address
-        self._number = number
         self._reports = reports
+        self._speaking = threading.Lock()
         self._weights = np.zeros(elements, np.float32)
         self._shared = pccl.SharedState.from_tensors({"weights": self._weights})
         self._lost = 0
@@ -84,9 +84,11 @@ class Program:
             self._mischief = mischief.Mischief(orders, port, lambda why: self._say("failed", why))
 
     def _say(self, what: str, text: str = "", revision: int = 0) -> None:
-        self._reports.put((self._number, what, revision, text))
+        report: Report = (what, revision, text)
+        with self._speaking:
+            self._reports.send(report)
 
-    def live(self, stop: Any) -> None:
+    def live(self, stop: Path) -> None:
         """Until it is told to stop, or is dropped."""
         try:
             while self._belong(stop):
@@ -97,7 +99,7 @@ class Program:
         finally:
             self._say("ended", revision=self._lost)
 
-    def _belong(self, stop: Any) -> bool:
+    def _belong(self, stop: Path) -> bool:
         """One membership; whether another one should follow."""
         comm = pccl.Communicator(self._address)
         try:
@@ -107,14 +109,14 @@ class Program:
             self._train(comm, stop)
         except (pccl.KickedError, pccl.MasterLostError) as error:
             if self._mischief is not None and self._mischief.cut_off:
-                return not stop.is_set()
+                return not stop.exists()
             self._say("dropped", str(error))
         finally:
             comm.close()
         return False
 
-    def _train(self, comm: pccl.Communicator, stop: Any) -> None:
-        while not stop.is_set():
+    def _train(self, comm: pccl.Communicator, stop: Path) -> None:
+        while not stop.exists():
             comm.sync_shared_state(self._shared)
             revision = self._shared.revision
             self._say("state", xxhash.xxh3_64_hexdigest(self._weights.data), revision)
@@ -137,12 +139,12 @@ def resources() -> str:
 
 
 def train(
-    address: str, number: int, elements: int, reports: Any, stop: Any, orders: Connection | None
+    address: str, elements: int, reports: Connection, stop: Path, orders: Connection | None
 ) -> None:
     """Life of a peer's process."""
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1)
-    Program(address, number, elements, reports, orders).live(stop)
+    Program(address, elements, reports, orders).live(stop)
 
 
 @dataclass
@@ -151,6 +153,7 @@ class Peer:
 
     number: int
     process: BaseProcess
+    reports: Connection
     heard_s: float  # when its last report came, or when there is reason to wait anew
     orders: Connection | None = None  # for its mischief
     frozen: bool = False
@@ -165,8 +168,7 @@ class Churn:
     args: argparse.Namespace
     address: str
     journal: Path
-    reports: Queue[Report]
-    stop: Event
+    stop: Path  # the file that tells all to stop
     peers: dict[int, Peer] = field(default_factory=dict)
     frozen_ever: set[int] = field(default_factory=set)
     digests: dict[int, str] = field(default_factory=dict)
@@ -191,20 +193,23 @@ class Churn:
         number = self.counts["joined"]
         self.counts["joined"] += 1
         theirs, ours = multiprocessing.Pipe(duplex=False) if self.args.mischief else (None, None)
-        job = (self.address, number, self.args.elements, self.reports, self.stop, theirs)
+        reports, told = multiprocessing.Pipe(duplex=False)
+        job = (self.address, self.args.elements, told, self.stop, theirs)
         context = multiprocessing.get_context("spawn")
         # a daemon may have no children
         process = context.Process(target=train, args=job, daemon=not self.args.mischief)
         process.start()
+        told.close()
         if theirs is not None:
             theirs.close()
-        self.peers[number] = Peer(number, process, time.monotonic() + WARM_S, ours)
+        self.peers[number] = Peer(number, process, reports, time.monotonic() + WARM_S, ours)
 
     def kill(self, peer: Peer) -> None:
         """SIGKILL, or TerminateProcess."""
         peer.process.kill()
         peer.process.join()
         del self.peers[peer.number]
+        self.hear(peer)
 
     def act(self, rng: random.Random) -> None:
         """One random event."""
@@ -277,33 +282,44 @@ class Churn:
 
     def read(self) -> None:
         """Takes in what the peers have reported."""
-        while not self.reports.empty():
-            number, what, revision, text = self.reports.get()
-            now = time.monotonic()
-            if number in self.peers:
-                peer = self.peers[number]
-                peer.heard_s = max(peer.heard_s, now)
-                peer.moves |= what == "state" and now >= peer.settled_s
-                peer.moves &= what != "rejoined"
-            if what == "state":
-                if revision not in self.digests:
-                    if self.last_step_s:
-                        self.stall_s = max(self.stall_s, now - self.last_step_s)
-                    self.last_step_s = now
-                if self.digests.setdefault(revision, text) != text:
-                    self.faults.append(f"peer {number} has another state of revision {revision}")
-            elif what == "ended":
-                self.counts["retries"] += revision
-                self.peers.pop(number, None)
-            elif what == "size":
-                if number == 0 and text:
-                    self.sizes.append(tuple(map(int, text.split())))
-            elif what == "rejoined":
-                self.counts[what] += 1
-            else:
-                self.counts[what] += 1
-                if what == "failed" or number not in self.frozen_ever:
-                    self.faults.append(f"peer {number} {what}: {text}")
+        for peer in list(self.peers.values()):
+            self.hear(peer)
+
+    def hear(self, peer: Peer) -> None:
+        """Takes in what one peer has reported. A report goes into its pipe whole, or not at all."""
+        try:
+            while peer.reports.poll():
+                self.note(peer, *peer.reports.recv())
+        except EOFError:  # its process has ended
+            peer.reports.close()
+            if self.peers.pop(peer.number, None) is not None:
+                self.faults.append(f"the process of peer {peer.number} has died")
+
+    def note(self, peer: Peer, what: str, revision: int, text: str) -> None:
+        """Takes in one report."""
+        now = time.monotonic()
+        peer.heard_s = max(peer.heard_s, now)
+        peer.moves |= what == "state" and now >= peer.settled_s
+        peer.moves &= what != "rejoined"
+        if what == "state":
+            if revision not in self.digests:
+                if self.last_step_s:
+                    self.stall_s = max(self.stall_s, now - self.last_step_s)
+                self.last_step_s = now
+            if self.digests.setdefault(revision, text) != text:
+                self.faults.append(f"peer {peer.number} has another state of revision {revision}")
+        elif what == "ended":
+            self.counts["retries"] += revision
+            self.peers.pop(peer.number, None)
+        elif what == "size":
+            if peer.number == 0 and text:
+                self.sizes.append(tuple(map(int, text.split())))
+        elif what == "rejoined":
+            self.counts[what] += 1
+        else:
+            self.counts[what] += 1
+            if what == "failed" or peer.number not in self.frozen_ever:
+                self.faults.append(f"peer {peer.number} {what}: {text}")
 
     def check(self) -> None:
         """Notices who has not moved for too long."""
@@ -318,7 +334,7 @@ class Churn:
 
     def close(self) -> None:
         """Ends the run: all leave."""
-        self.stop.set()
+        self.stop.touch()
         for peer in list(self.peers.values()):
             if peer.frozen:
                 self.kill(peer)
@@ -369,11 +385,10 @@ def main() -> int:
         os.environ["PCCL_CURVE_DIR"] = args.curve_dir
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-    context = multiprocessing.get_context("spawn")
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as directory:
         journal = Path(directory) / "journal"
-        churn = Churn(args, address, journal, context.Queue(), context.Event())
+        churn = Churn(args, address, journal, Path(directory) / "stop")
         churn.start_master()
         try:
             for _ in range(args.peers):
