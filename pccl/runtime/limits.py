@@ -19,6 +19,7 @@ QUIET_S = 5.0  # a call waits so long before the log says for whom; then twice a
 QUIET_MAX_S = 60.0  # up to this
 ATTEMPT_INTERVAL_S = 1.0  # between the attempts of `connect`
 WELCOME_S = 10.0  # for the master's first answer; admission may take as long as it takes
+WITHDRAWAL_S = 1.0  # for the master to take back the vote of a call that an exception has ended
 PENDING_AGAIN_S = 0.002  # who asks whether peers are pending so soon after a no asks in a loop,
 PENDING_PATIENCE_S = 0.02  # and hears another no so much later: no core is busy with nothing
 

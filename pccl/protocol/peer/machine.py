@@ -143,6 +143,10 @@ class Peer:
         free = self._outbox.linked and self.over is None and not self._ghosts
         return self.knowledge.last_seq if free else None
 
+    def awaits_withdrawal(self, call: int) -> bool:
+        """Whether the master is about to say that it has taken back the vote of a call."""
+        return call in self._ghosts and self._outbox.linked
+
     # ---- calls ----
 
     def join(self, call: int, hello: m.Hello) -> list[Effect]:

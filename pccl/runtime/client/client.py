@@ -76,6 +76,7 @@ class Client:
         self._pending = PendingCalls()
         self._ended = threading.Event()
         self._leaving = self._failed = False
+        self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
         self._working = threading.RLock()  # whoever has it uses the link
         self._inbox = Inbox()
         self._engine, self._hello = self._make_engine(address, hello, config)
@@ -316,8 +317,10 @@ class Client:
         """Ends a call whose caller is leaving by an exception; it may not even have begun.
 
         Returns when nothing refers to the caller's memory any more and, if the master is connected,
-        it has been told not to wait for this peer. Does not wait for the master's answer.
+        it has taken the vote back: no call that another peer makes from then on meets this one.
+        A master that does not answer is waited for no longer than WITHDRAWAL_S.
         """
+        withdrawn = threading.Event()
 
         def leave() -> None:
             if call.number in self._pending:
@@ -330,8 +333,14 @@ class Client:
                 self._inbox.post(leave)
                 call.settle()
 
+        def watch() -> None:
+            self._withdrawing[call.number] = withdrawn
+            self._tell_withdrawn()
+
         if not self._forked:
             insist(settle)
+            self._inbox.post(watch)
+            withdrawn.wait(limits.WITHDRAWAL_S)
 
     def hear(self, call: Call, told: Callable[[End], None]) -> None:
         """Calls `told`, in a thread of pccl, when a call has ended."""
@@ -386,11 +395,17 @@ class Client:
                 with self._working:
                     self._work(ready)
                 self._pending.tell()
+                self._tell_withdrawn()
         except BaseException as error:  # of any kind: waiting callers need an answer
             self._break_down(error)
         with self._working:
             self._pending.closed = True
         self._shut_down()
+
+    def _tell_withdrawn(self) -> None:
+        """Tells those who wait for it that the master has taken back the vote of their call."""
+        for number in [n for n in self._withdrawing if not self._core.awaits_withdrawal(n)]:
+            self._withdrawing.pop(number).set()
 
     def _work(self, ready: Sequence[Callable[[], object]]) -> None:
         """Runs commands, reads sockets, and performs effects until nothing is left to do."""
@@ -457,6 +472,7 @@ class Client:
         with contextlib.ExitStack() as last:  # runs in reverse order
             last.callback(self._ended.set)
             last.callback(lambda: self._pending.fail_all(self._core.over))
+            last.callback(self._tell_withdrawn)
             last.callback(self._inbox.end)
             last.callback(self._pending.memory.clear)
             last.callback(self._waiter.close)
