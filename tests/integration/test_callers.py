@@ -203,7 +203,7 @@ def test_an_exception_does_not_wait_for_a_master_that_does_not_answer() -> None:
         try:
             with alarm(0.1), pytest.raises(Alarm):
                 comms[0].all_reduce(x, op="sum")
-            assert time.monotonic() - began < 5  # the connection stands for 10 s without a word
+            assert time.monotonic() - began < 4  # the connection stands for 5 s without a word
         finally:
             master.process.send_signal(signal.SIGCONT)
         works(comms)
