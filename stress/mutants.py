@@ -31,8 +31,8 @@ import test_ghosts
 import test_hostile
 import test_master_rules
 import test_recovery
-import test_simulation
 import test_sync_rules
+import trainers
 modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile
 )
@@ -48,7 +48,7 @@ for name, test in [each for module in modules for each in vars(module).items()]:
 for seed in range(int(sys.argv[1])):
     try:
         programs.play(programs.draw(seed))
-        test_simulation.simulate(seed)
+        trainers.simulate(seed)
         hostile.siege(hostile.draw_script(random.Random(seed)), seed)
     except BaseException as error:
         print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0][:90])
@@ -80,7 +80,7 @@ def survives(mutant: Mutant, seeds: int) -> str:
             return f"SURVIVED: {mutant.old!r} does not stand in the protocol just once"
         for path, text in texts.items():
             path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
-        tests = [str(ROOT / "tests" / each) for each in ("support", "simulation", "integration")]
+        tests = [str(ROOT / "tests" / each) for each in ("support", "simulation")]
         search = os.pathsep.join([directory, *tests])
         done = subprocess.run(
             [sys.executable, "-P", "-c", FIRST_FAILURE, str(seeds)],

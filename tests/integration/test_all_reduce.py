@@ -15,17 +15,6 @@ DTYPES = dict(zip(oracle.DTYPES, pccl.DataType, strict=True))
 OPS = dict(zip(oracle.OPS, pccl.ReduceOp, strict=True))
 
 
-def make(dtype: str, count: int, seed: int) -> np.ndarray:
-    rng = np.random.default_rng(seed)
-    if dtype in oracle.FLOATS:
-        return oracle.encode(
-            rng.standard_normal(count).astype(np.float64 if dtype == "float64" else np.float32),
-            dtype,
-        )
-    info = np.iinfo(dtype)
-    return rng.integers(info.min, info.max, count, dtype, endpoint=True)
-
-
 def describe(dtype: str, op: str, count: int, tag: int, send, recv) -> pccl.ReduceOpDescriptor:  # type: ignore[no-untyped-def]
     work = pccl.ReduceDescriptor(
         count, OPS[op], tag, pccl.ReduceOperandDescriptor(DTYPES[dtype]), None
@@ -37,7 +26,7 @@ def check(cluster: Cluster, cases: list[tuple[str, str, int]], in_place: bool) -
     """Runs all cases, many at a time, and compares every peer's bits with the oracle's."""
     size = len(cluster.comms)
     sends = [
-        [make(dtype, count, 1000 * peer + i) for i, (dtype, _, count) in enumerate(cases)]
+        [oracle.draw(dtype, count, 1000 * peer + i) for i, (dtype, _, count) in enumerate(cases)]
         for peer in range(size)
     ]
     before = [[array.copy() for array in arrays] for arrays in sends]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster
-from test_never_hangs import gathered, master, start  # noqa: F401  (fixtures)
+from puppets import Start, gathered
 
 import pccl
 
@@ -284,7 +284,7 @@ def test_time_is_up_for_several() -> None:
 @pytest.mark.parametrize(
     "call", ["all_reduce", "update_topology", "optimize_topology", "sync", "retry"]
 )
-def test_ctrl_c_interrupts_a_call(start, call: str) -> None:  # type: ignore[no-untyped-def]  # noqa: F811
+def test_ctrl_c_interrupts_a_call(start: Start, call: str) -> None:
     puppets = gathered(start, [0, 0], PCCL_LOG_LEVEL="NONE")
     words: dict[str, dict[str, Any]] = {
         "sync": {"revision": 0, "value": 1.0},

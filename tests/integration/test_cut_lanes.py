@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from cluster import Cluster
-from test_errors import listed
+from errors_page import listed
 from waiting import wait_until
 
 import pccl

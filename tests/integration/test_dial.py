@@ -10,8 +10,9 @@ from contextlib import ExitStack
 
 import pytest
 import zmq
-from test_hostile_sockets import HELLO, PATIENCE_S, serving, speaker, welcome
+from stranger import HELLO, serving, speaker, welcome
 from waiting import wait_until
+from zmtp import PATIENCE_S
 
 from pccl.protocol import messages as m
 from pccl.runtime import limits

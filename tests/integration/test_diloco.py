@@ -16,65 +16,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from outer import DEADLINE_S, Deserter, Left, Model, N, make, together  # noqa: E402
+
 import pccl  # noqa: E402
-from pccl.diloco import DiLoCo  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "diloco.py"
-DEADLINE_S = 30
-N = 1000
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    with pccl.MasterNode("127.0.0.1:0") as master:
-        yield master.address
-
-
-class Model(torch.nn.Module):
-    """Two parameters of N elements in all; their gradients are what a test says they are."""
-
-    def __init__(self, value: float = 0.0, dtype: Any = torch.float32) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((N // 4, 3), value, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.full((N - N // 4 * 3,), value, dtype=dtype))
-
-    def move(self, by: Any) -> None:
-        """Sets gradients with which SGD of learning rate 1 moves the parameters by -`by`."""
-        flat = torch.as_tensor(by, dtype=torch.float32).expand(N)
-        self.weight.grad = flat[: self.weight.numel()].view(self.weight.shape).to(self.weight.dtype)
-        self.bias.grad = flat[self.weight.numel() :].to(self.bias.dtype)
-
-    def flat(self) -> Any:
-        return torch.cat([self.weight.detach().flatten(), self.bias.detach()]).clone()
-
-
-def make(comm: pccl.Communicator, model: Model, **options: Any) -> DiLoCo:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return DiLoCo(comm, model, optimizer, **{"inner_steps": 1, **options})
-
-
-def together(*bodies: Callable[[], Any]) -> list[Any]:
-    """Runs each body in a thread. Returns their results, or raises the first error of any."""
-    results: list[Any] = [None] * len(bodies)
-    errors: list[BaseException] = []
-
-    def call(i: int) -> None:
-        try:
-            results[i] = bodies[i]()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(DEADLINE_S)
-        if errors:
-            raise errors[0]
-        assert not thread.is_alive(), "a peer hangs"
-    return results
 
 
 def random(seed: int) -> Any:
@@ -231,25 +179,6 @@ def test_a_newcomer_is_in_phase_and_its_first_pseudo_gradient_counts_in_full(add
     assert len({(digest, step) for _, digest, step in results}) == 1
     for flat, _, _ in results:
         torch.testing.assert_close(flat, torch.full((N,), 1.0 - 0.7 * 3.0 / 3))
-
-
-class Left(Exception):
-    """A peer is gone, as a test wanted it."""
-
-
-class Deserter:
-    """A communicator that, once armed, leaves the run instead of its `nth` call of `name`."""
-
-    def __init__(self, comm: pccl.Communicator, name: str, nth: int) -> None:
-        self._comm, self._name, self._left = comm, name, nth
-        self.armed = False
-
-    def __getattr__(self, name: str) -> Any:
-        if self.armed and name == self._name:
-            self._left -= 1
-            if self._left == 0:
-                raise Left
-        return getattr(self._comm, name)
 
 
 @pytest.mark.parametrize("nth", [1, 3])

@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_diloco import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
+from outer import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
@@ -22,12 +22,6 @@ from pccl.runtime.client.client import Client  # noqa: E402
 from pccl.support.logs import Reminder  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture
-def address() -> Iterator[str]:
-    with pccl.MasterNode("127.0.0.1:0") as master:
-        yield master.address
 
 
 class Net(torch.nn.Module):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zmq
+from engines import DEADLINE_S, F32, NONCE, QUANTUM, RUN, SUM, AllReduce, Peer
 
 from pccl.ext import ffi, lib, tables
 from pccl.protocol.peer.effects import End
@@ -28,41 +29,11 @@ from pccl.runtime.client.engine import (
     UNREACHABLE,
     Engine,
     EngineOptions,
-    Event,
     Part,
 )
 
-F32, I64, SUM, AVG = 10, 7, 0, 1
-QUANTUM: int = lib.PCCL_QUANTUM
-RUN, NONCE = 77, 3
-DEADLINE_S = 20.0
+I64, AVG = 7, 1
 OPTIONS = EngineOptions(heartbeat_ms=0, connect_timeout_ms=2000)
-
-
-class Peer:
-    """An engine and the events it has sent so far."""
-
-    def __init__(self, options: EngineOptions) -> None:
-        self.engine = Engine(options, host="127.0.0.1")
-        self.seen: list[Event] = []
-
-    def wait(self, kind: int, number: int) -> Event:
-        """The event of that kind for that op, or stream."""
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
-            for event in self.seen:
-                same = event.stream if kind in (STREAM_LOST, STREAM_UP) else event.op
-                if event.kind == kind and same == number:
-                    return event
-            left = deadline - time.monotonic()
-            assert left > 0, f"no event {kind} for {number}, only {self.seen}"
-            self.engine.socket.poll(int(left * 1000))
-            self.seen += self.engine.events()
-
-    def endpoint(self, transport: str) -> str:
-        if transport == "ipc":
-            return f"ipc://{self.engine.ipc}"
-        return f"tcp://127.0.0.1:{self.engine.port}"
 
 
 Make = Callable[..., list[Peer]]
@@ -94,44 +65,6 @@ def make(backend: str) -> Iterator[Make]:
     yield ring
     for peer in made:
         peer.engine.close()
-
-
-class AllReduce:
-    """One all-reduce: contributions of whole numbers, whose sum is exact in any order."""
-
-    def __init__(self, peers: list[Peer], op: int, count: int, *, in_place: bool = False) -> None:
-        rng = np.random.default_rng(op)
-        self.peers, self.op, self.count = peers, op, count
-        self.given = [rng.integers(-99, 99, count).astype(np.float32) for _ in peers]
-        self.send = [given.copy() for given in self.given]
-        self.recv = self.send if in_place else [np.full_like(given, -1) for given in self.given]
-        self.expected = np.sum(self.given, axis=0)
-        for peer, send, recv in zip(peers, self.send, self.recv, strict=True):
-            peer.engine.register_collective(
-                op,
-                run=RUN,
-                tag=op,
-                min_seq=op - 1,
-                what="all_reduce",
-                redop=SUM,
-                members=0,
-                parts=[Part(send.ctypes.data, recv.ctypes.data, count, F32)],
-            )
-
-    def start(self, who: int, chunk_bytes: int = 1 << 18) -> None:
-        rings = [RingPlace(1, len(self.peers), who, 0, -(-self.count // QUANTUM) * QUANTUM)]
-        self.peers[who].engine.start(
-            self.op, seq=self.op, nonce=NONCE, chunk_bytes=chunk_bytes, rings=rings
-        )
-
-    def finish(self) -> None:
-        """Waits for the result everywhere, commits, and checks it."""
-        for peer in self.peers:
-            if not peer.wait(COMPLETE, self.op).settled:
-                peer.engine.commit(self.op)
-                peer.wait(SETTLED, self.op)
-        for recv in self.recv:
-            np.testing.assert_array_equal(recv, self.expected)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])

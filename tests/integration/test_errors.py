@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 import zmq
 from cluster import Cluster
+from errors_page import listed
 from processes import Master
-from test_never_hangs import Answer, Puppet, gathered
+from puppets import Answer, Puppet, gathered
 from waiting import entered, wait_until
 
 import pccl
@@ -33,7 +34,6 @@ from pccl.protocol.master.recovery import OUTNUMBERED
 from pccl.protocol.rounds import HELD_MAX, OpenRounds, Vote
 from pccl.runtime.curve import new_keys
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
 LARGE = 1 << 22  # elements: such a collective goes around the ring
 PEER = r"peer \d+ \(127\.0\.0\.1:\d+\)"
 SECONDS = r"\d+\.\d s after the call began"
@@ -83,14 +83,6 @@ def says(answer: Answer, error: str, result: str, *patterns: str) -> str:
         assert re.search(pattern, text), f"{pattern!r} is not in {text!r}"
     listed(text)
     return text
-
-
-def listed(text: str) -> None:
-    """The page quotes this error: one of its rows, with any numbers, is part of the text."""
-    rows = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(rows) > 10
-    quoted = [".*".join(map(re.escape, re.split(" ?… ?", row))) for row in rows]
-    assert any(re.search(pattern, text) for pattern in quoted), f"not in {PAGE.name}: {text}"
 
 
 # ---- other peers ----

@@ -8,26 +8,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 from cluster import Cluster, in_threads
-from processes import Reporter
+from workers import Worker, agree
 
 import pccl
-
-WORKER = Path(__file__).resolve().parents[1] / "support" / "worker.py"
-PATIENCE_S = 40.0
-
-
-class Worker(Reporter):
-    """A peer process and what it has reported."""
-
-    def __init__(self, master: str, slot: int, count: int, what: str = "all_reduce") -> None:
-        self.slot = slot
-        super().__init__(WORKER, master, slot, count, what, patience_s=PATIENCE_S)
-
 
 Start = Callable[..., Worker]
 
@@ -67,22 +54,6 @@ def churn(start: Start, kills: int, count: int, seed: int, what: str = "all_redu
             worker.wait_for(lambda r: r.get("world") == 3)
             worker.kill()
     agree(everyone)
-
-
-def agree(workers: list[Worker]) -> None:
-    """Whoever reported a step reported the same outcome, and it is the sum of who contributed."""
-    outcomes: dict[int, tuple[int, int]] = {}
-    for worker in workers:
-        for report in worker.reports:
-            if "step" not in report:
-                continue
-            outcome = report["world"], report["value"]
-            assert outcomes.setdefault(report["step"], outcome) == outcome
-            if report["what"] == "broadcast":
-                assert report["value"].bit_count() == 1, report
-                continue
-            assert report["value"].bit_count() == report["world"], report
-            assert report["value"] >> worker.slot & 1, "its own contribution is missing"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from processes import Master
-from test_never_hangs import Puppet, gathered, together
+from puppets import Puppet, gathered, together
 
 from pccl.runtime.server.pulse import Pulse
 

@@ -15,16 +15,9 @@ import pytest
 import zmq
 from cluster import gather, grow, in_threads
 from processes import Master
-from test_hostile_sockets import (
-    HELLO,
-    READY_DEALER,
-    framed,
-    serving,
-    shake_hands,
-    speaker,
-    wait_until,
-    welcome,
-)
+from stranger import HELLO, serving, speaker, welcome
+from waiting import wait_until
+from zmtp import READY_DEALER, framed, shake_hands
 
 import pccl
 from pccl.ext.drain import Drain

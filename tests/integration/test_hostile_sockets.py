@@ -11,14 +11,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 from cluster import Cluster, in_threads
+from stranger import HELLO, serving, speaker, welcome
 from waiting import wait_until
+from zmtp import GREETING, PATIENCE_S, READY_DEALER, READY_PUSH, Member, framed, raw, shake_hands
 
 import pccl
 from pccl.protocol import messages as m
@@ -26,72 +27,6 @@ from pccl.protocol.master import Master
 from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.server.server import BATCH, Server
-
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
-READY_DEALER = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-AS_PUSH = b"\x0bSocket-Type\x00\x00\x00\x04PUSH"
-READY_PUSH = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
-HELLO = m.Hello(m.PROTOCOL_VERSION, "1", 0, "nowhere", 1, "", "x", b"")  # not dialled: a name
-PATIENCE_S = 20.0
-Member = tuple[bytes, bytes]  # whom a stream wants, and the epoch's nonce
-
-
-def raw(port: int, data: bytes, ready: bytes = b"", member: Member | None = None) -> None:
-    """Bytes on a plain TCP connection; whether the other side still wants them does not matter."""
-    with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(OSError):
-        connection.settimeout(PATIENCE_S)
-        if ready:
-            shake_hands(connection, ready, member)
-        connection.sendall(data)
-
-
-def shake_hands(connection: socket.socket, ready: bytes, member: Member | None = None) -> None:
-    """The beginning of ZMTP 3, as far as the other side wants to hear it."""
-    connection.settimeout(PATIENCE_S)
-    if member is None:
-        connection.sendall(GREETING + ready)
-    else:
-        hello = b"".join(bytes((len(each),)) + each for each in (b"HELLO", *member))
-        connection.sendall(GREETING.replace(b"NULL\0", b"PLAIN") + command(hello))
-        hear(connection, 64 + len(command(b"\x07WELCOME")))
-        connection.sendall(command(b"\x08INITIATE" + AS_PUSH))
-    answer = hear(connection, 66 if member is None else 2)
-    hear(connection, answer[-1] if answer else 0)
-
-
-def command(body: bytes) -> bytes:
-    """A short command as ZMTP has it."""
-    return bytes((4, len(body))) + body
-
-
-def hear(connection: socket.socket, size: int) -> bytes:
-    """So many bytes, or as many as come."""
-    heard = b""
-    while len(heard) < size and (more := connection.recv(size - len(heard))):
-        heard += more
-    return heard
-
-
-@contextlib.contextmanager
-def speaker(kind: int, port: int, member: Member | None = None) -> Iterator[zmq.Socket[bytes]]:
-    """A ZeroMQ socket of a stranger, or of one that was a member."""
-    context = zmq.Context()
-    stranger = context.socket(kind)
-    stranger.linger = 0
-    stranger.sndtimeo = 1000  # who is refused has nobody to send to, in the end
-    if member is not None:
-        stranger.plain_username, stranger.plain_password = member
-    stranger.connect(f"tcp://127.0.0.1:{port}")
-    try:
-        yield stranger
-    finally:
-        stranger.close()
-        context.term()
-
-
-def framed(message: bytes) -> bytes:
-    """A short message as ZMTP has it."""
-    return bytes((0, len(message))) + message
 
 
 def frames_of(draw: random.Random) -> list[bytes]:
@@ -173,22 +108,6 @@ def test_two_peers_reduce_on_while_strangers_send_garbage(target: str, backend: 
 
 
 # ---- the master's service ----
-
-
-@contextlib.contextmanager
-def serving(server: Server) -> Iterator[None]:
-    thread = threading.Thread(target=server.serve)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.stop()
-        thread.join()
-
-
-def welcome(stranger: zmq.Socket[bytes]) -> m.MasterMessage:
-    assert stranger.poll(PATIENCE_S * 1000), "no answer"
-    return m.decode_from_master(stranger.recv())
 
 
 def test_a_connection_that_is_dropped_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

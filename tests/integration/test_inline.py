@@ -10,7 +10,6 @@ import numpy as np
 import oracle
 import pytest
 from cluster import Cluster, in_threads
-from test_all_reduce import make
 
 import pccl
 from pccl.protocol import messages as m
@@ -117,7 +116,7 @@ def test_every_dtype_and_operation(ring: Cluster, in_place: bool) -> None:
     size = len(ring.comms)
     cases = list(itertools.product(oracle.DTYPES, oracle.OPS, [0, 1, size, 65]))
     sends = [
-        [make(dtype, count, 100 * peer + i) for i, (dtype, _, count) in enumerate(cases)]
+        [oracle.draw(dtype, count, 100 * peer + i) for i, (dtype, _, count) in enumerate(cases)]
         for peer in range(size)
     ]
     before = [[array.copy() for array in arrays] for arrays in sends]

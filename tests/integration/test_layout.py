@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster
-from test_errors import listed
+from errors_page import listed
 
 import pccl
 from pccl.calls import operands

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cluster import in_threads
 from processes import Master
-from test_failure import Worker, agree
+from workers import Worker, agree
 
 import pccl
 

@@ -9,9 +9,8 @@ import sys
 import numpy as np
 import pytest
 from cluster import Cluster
-from test_errors import entered
-from test_never_hangs import Puppet, Start, gathered, master, start, together  # noqa: F401
-from waiting import wait_until
+from puppets import Puppet, Start, gathered, together
+from waiting import entered, wait_until
 
 import pccl
 from pccl.runtime.client.client import Client
@@ -134,7 +133,7 @@ def test_one_peer_of_each_group_is_enough() -> None:
         cluster.each(lambda _, comm: comm.optimize_topology())
 
 
-def test_a_peer_leaves_or_is_killed_while_others_have_voted(start: Start) -> None:  # noqa: F811
+def test_a_peer_leaves_or_is_killed_while_others_have_voted(start: Start) -> None:
     puppets = gathered(start, [0, 0, 0, 0])
     for puppet in puppets[:2]:
         puppet.begin("optimize_topology")
@@ -173,7 +172,7 @@ def test_a_peer_is_lost_while_links_are_measured(
                 puppet.kill()
 
 
-def test_a_newcomer_waits_until_it_is_over(start: Start) -> None:  # noqa: F811
+def test_a_newcomer_waits_until_it_is_over(start: Start) -> None:
     puppets = gathered(start, [0, 0])
     for puppet in puppets:
         puppet.begin("optimize_topology")
@@ -189,8 +188,8 @@ def test_a_newcomer_waits_until_it_is_over(start: Start) -> None:  # noqa: F811
 
 
 def test_who_waits_no_longer_ends_it_for_all(
-    master: pccl.MasterNode,  # noqa: F811
-    start: Start,  # noqa: F811
+    master: pccl.MasterNode,
+    start: Start,
 ) -> None:
     puppets = gathered(start, [0, 0, 0])
     puppets[0].begin("optimize_topology", timeout=0.2)
@@ -210,7 +209,7 @@ def test_who_waits_no_longer_ends_it_for_all(
     assert together(puppets, "all_reduce") == [3.0] * 3
 
 
-def test_others_stand_elsewhere(start: Start) -> None:  # noqa: F811
+def test_others_stand_elsewhere(start: Start) -> None:
     puppets = gathered(start, [0, 0])
     puppets[0].begin("optimize_topology")
     puppets[1].begin("all_reduce")

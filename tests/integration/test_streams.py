@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import zmq
 from cluster import Cluster, in_threads
+from errors_page import listed
 from processes import Master
-from test_errors import listed
 from waiting import wait_until
 
 import pccl

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import zmq
 from cluster import Cluster, in_threads
-from test_engine import AllReduce, Peer
+from engines import AllReduce, Peer
 from waiting import wait_until
 from zmq.utils.monitor import parse_monitor_message
 

@@ -9,7 +9,7 @@ import programs
 import pytest
 from simpeer import SimPeer
 from simulator import Run, Thread
-from test_simulation import simulate, trainer
+from trainers import simulate, trainer
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_errors import listed
+from errors_page import listed
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects

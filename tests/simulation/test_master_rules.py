@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_hostile import ENTRY, OTHER, RUN, WORK, Hall, resume
+from hall import ENTRY, OTHER, RUN, WORK, Hall, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master

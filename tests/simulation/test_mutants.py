@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
-from test_tidy import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "stress"))
-import mutants
+import mutants  # noqa: E402
 
 
 def test_each_mutant_changes_one_line_of_the_protocol() -> None:

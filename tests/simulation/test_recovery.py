@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from test_hostile import WORK, Hall, resume
+from hall import WORK, Hall, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, recovery

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_hostile import Hall, resume
+from hall import Hall, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master

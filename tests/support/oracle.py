@@ -37,6 +37,18 @@ def storage(dtype: str) -> np.dtype[Any]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
+def draw(dtype: str, count: int, seed: int) -> Array:
+    """Random elements of a type."""
+    rng = np.random.default_rng(seed)
+    if dtype in FLOATS:
+        return encode(
+            rng.standard_normal(count).astype(np.float64 if dtype == "float64" else np.float32),
+            dtype,
+        )
+    info = np.iinfo(dtype)
+    return rng.integers(info.min, info.max, count, dtype, endpoint=True)
+
+
 def decode(array: Array, dtype: str) -> Array:
     """The values of elements: float64 for float64, float32 for the other floats."""
     if dtype == "bfloat16":

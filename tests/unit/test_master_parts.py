@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import pytest
+from handlers import takes_what_it_is_given
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
@@ -53,15 +54,6 @@ def accepted(*groups: int) -> Membership:
     for number in membership.pending:
         membership.accept(number, 0)
     return membership
-
-
-def takes_what_it_is_given(handlers: Mapping[type, Callable[..., None]]) -> bool:
-    """Whether each handler that is a method takes a message of the type that it stands for."""
-    for kind, handler in handlers.items():
-        if handler.__name__ != "<lambda>":
-            *_, taken = (h for n, h in typing.get_type_hints(handler).items() if n != "return")
-            assert taken is kind, handler
-    return True
 
 
 class Table:

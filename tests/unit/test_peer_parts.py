@@ -5,7 +5,7 @@ from __future__ import annotations
 import typing
 
 import pytest
-from test_master_parts import takes_what_it_is_given
+from handlers import takes_what_it_is_given
 
 from pccl.calls import launch
 from pccl.protocol import messages as m

@@ -130,6 +130,24 @@ def test_no_object_of_the_protocol_reaches_into_another() -> None:
     assert not reaches
 
 
+def test_tests_import_what_they_share_from_support_and_not_from_each_other() -> None:
+    shared = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            elif isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            else:
+                continue
+            shared += [
+                f"{name(path)}:{node.lineno}: {module}"
+                for module in modules
+                if module.split(".")[-1].startswith("test_")
+            ]
+    assert not shared
+
+
 def test_the_extension_is_built_from_this_header() -> None:
     from pccl.ext import ffi, lib
 

@@ -1,0 +1,37 @@
+"""Fixtures of the end-to-end tests: a master, and peers in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from puppets import Puppet, Start
+
+import pccl
+
+
+@pytest.fixture
+def master() -> Iterator[pccl.MasterNode]:
+    with pccl.MasterNode("127.0.0.1:0") as node:
+        yield node
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        yield master.address
+
+
+@pytest.fixture
+def start(master: pccl.MasterNode) -> Iterator[Start]:
+    """start(group, ...) starts a puppet, which is killed in the end."""
+    started: list[Puppet] = []
+
+    def one(group: int = 0, pool_size: int = 0, **env: str) -> Puppet:
+        started.append(Puppet(master.address, group, pool_size, **env))
+        return started[-1]
+
+    yield one
+    for puppet in started:
+        if puppet.process.returncode is None:
+            puppet.kill()

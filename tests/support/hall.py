@@ -1,0 +1,73 @@
+"""A master's state machine and its peers, spoken to one message at a time, without any queue."""
+
+from __future__ import annotations
+
+from pccl.protocol import messages as m
+from pccl.protocol.master import Master
+from pccl.protocol.master.effects import Dial, Drop, Effect, Note, Send
+from pccl.runtime.inline import combine
+
+RUN = 0x1234_5678_9ABC_DEF0  # large enough to be found in what is said
+SECRET = b"a secret"
+WORK = m.Work("all_reduce", 0, 10, 1000)
+ENTRY = m.Entry("x", 10, 4, False, b"content")
+OTHER = m.Entry("x", 10, 4, False, b"other content")
+
+
+class Hall:
+    """A master and accepted peers "1", "2", ... of group 0, spoken to without any queue."""
+
+    def __init__(self, peers: int = 2) -> None:
+        self.master = Master(RUN, combine, secret=SECRET)
+        self.told: dict[bytes, list[m.MasterMessage]] = {}
+        self.dropped: dict[bytes, str] = {}
+        self.notes: list[str] = []
+        self.dials: list[int] = []
+        for i in range(1, peers + 1):
+            self.join(b"%d" % i)
+        if peers:
+            self.say(b"1", m.TopologyVote(1))
+
+    def perform(self, actions: list[Effect]) -> None:
+        for action in actions:
+            match action:
+                case Send(conn, message):
+                    decoded = m.decode_from_master(m.encode(message))
+                    self.told.setdefault(conn, []).append(decoded)
+                case Drop(conn, why):
+                    self.dropped[conn] = why
+                case Dial(info):
+                    self.dials.append(info.peer)
+                case Note(text):
+                    self.notes.append(text)
+
+    def join(self, conn: bytes, **fields: object) -> None:
+        known = {"protocol": m.PROTOCOL_VERSION, "version": "1", "group": 0, "host": ""}
+        place = {"port": 1, "ipc": "", "machine": "x", "arithmetic": b""}
+        hello = m.Hello(**{**known, **place, **fields})  # type: ignore[arg-type]
+        self.perform(self.master.hello(conn, hello, "10.0.0.1"))
+
+    def say(self, conn: bytes, message: m.PeerMessage) -> None:
+        self.perform(self.master.received(conn, message))
+
+    def everyone(self, message: m.PeerMessage) -> None:
+        for peer in list(self.master.peers.values()):
+            self.say(peer.conn, message)
+
+    def last(self, conn: bytes) -> m.MasterMessage:
+        return self.told[conn][-1]
+
+    def start(self) -> int:
+        """Everyone starts a collective; its number."""
+        self.everyone(m.StartVote(2, 0, WORK))
+        started = self.last(b"1")
+        assert isinstance(started, m.Started)
+        return started.seq
+
+
+def resume(number: int, run: int = 5, **fields: object) -> m.Resume:
+    info = m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x")
+    told = {"known": (info,), "epoch": 1, "last_seq": 3, "done": m.Done(), "open": ()}
+    head = {"protocol": m.PROTOCOL_VERSION, "version": "1", "arithmetic": b"", "run": run}
+    rest = {"info": info, "finished": ()}
+    return m.Resume(**{**head, **rest, **told, **fields})  # type: ignore[arg-type]

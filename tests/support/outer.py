@@ -1,0 +1,79 @@
+"""DiLoCo on a small model: peers that are threads, and that leave where a test says."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import pccl
+from pccl.diloco import DiLoCo
+
+DEADLINE_S = 30
+N = 1000
+
+
+class Model(torch.nn.Module):
+    """Two parameters of N elements in all; their gradients are what a test says they are."""
+
+    def __init__(self, value: float = 0.0, dtype: Any = torch.float32) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((N // 4, 3), value, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.full((N - N // 4 * 3,), value, dtype=dtype))
+
+    def move(self, by: Any) -> None:
+        """Sets gradients with which SGD of learning rate 1 moves the parameters by -`by`."""
+        flat = torch.as_tensor(by, dtype=torch.float32).expand(N)
+        self.weight.grad = flat[: self.weight.numel()].view(self.weight.shape).to(self.weight.dtype)
+        self.bias.grad = flat[self.weight.numel() :].to(self.bias.dtype)
+
+    def flat(self) -> Any:
+        return torch.cat([self.weight.detach().flatten(), self.bias.detach()]).clone()
+
+
+def make(comm: pccl.Communicator, model: Model, **options: Any) -> DiLoCo:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return DiLoCo(comm, model, optimizer, **{"inner_steps": 1, **options})
+
+
+def together(*bodies: Callable[[], Any]) -> list[Any]:
+    """Runs each body in a thread. Returns their results, or raises the first error of any."""
+    results: list[Any] = [None] * len(bodies)
+    errors: list[BaseException] = []
+
+    def call(i: int) -> None:
+        try:
+            results[i] = bodies[i]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+        if errors:
+            raise errors[0]
+        assert not thread.is_alive(), "a peer hangs"
+    return results
+
+
+class Left(Exception):
+    """A peer is gone, as a test wanted it."""
+
+
+class Deserter:
+    """A communicator that, once armed, leaves the run instead of its `nth` call of `name`."""
+
+    def __init__(self, comm: pccl.Communicator, name: str, nth: int) -> None:
+        self._comm, self._name, self._left = comm, name, nth
+        self.armed = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.armed and name == self._name:
+            self._left -= 1
+            if self._left == 0:
+                raise Left
+        return getattr(self._comm, name)

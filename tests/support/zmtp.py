@@ -1,0 +1,54 @@
+"""ZMTP on a plain TCP connection: handshakes and frames, as a stranger might send them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+READY_DEALER = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+AS_PUSH = b"\x0bSocket-Type\x00\x00\x00\x04PUSH"
+READY_PUSH = b"\x04\x1a\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
+PATIENCE_S = 20.0
+Member = tuple[bytes, bytes]  # whom a stream wants, and the epoch's nonce
+
+
+def raw(port: int, data: bytes, ready: bytes = b"", member: Member | None = None) -> None:
+    """Bytes on a plain TCP connection; whether the other side still wants them does not matter."""
+    with socket.create_connection(("127.0.0.1", port)) as connection, contextlib.suppress(OSError):
+        connection.settimeout(PATIENCE_S)
+        if ready:
+            shake_hands(connection, ready, member)
+        connection.sendall(data)
+
+
+def shake_hands(connection: socket.socket, ready: bytes, member: Member | None = None) -> None:
+    """The beginning of ZMTP 3, as far as the other side wants to hear it."""
+    connection.settimeout(PATIENCE_S)
+    if member is None:
+        connection.sendall(GREETING + ready)
+    else:
+        hello = b"".join(bytes((len(each),)) + each for each in (b"HELLO", *member))
+        connection.sendall(GREETING.replace(b"NULL\0", b"PLAIN") + command(hello))
+        hear(connection, 64 + len(command(b"\x07WELCOME")))
+        connection.sendall(command(b"\x08INITIATE" + AS_PUSH))
+    answer = hear(connection, 66 if member is None else 2)
+    hear(connection, answer[-1] if answer else 0)
+
+
+def command(body: bytes) -> bytes:
+    """A short command as ZMTP has it."""
+    return bytes((4, len(body))) + body
+
+
+def hear(connection: socket.socket, size: int) -> bytes:
+    """So many bytes, or as many as come."""
+    heard = b""
+    while len(heard) < size and (more := connection.recv(size - len(heard))):
+        heard += more
+    return heard
+
+
+def framed(message: bytes) -> bytes:
+    """A short message as ZMTP has it."""
+    return bytes((0, len(message))) + message
