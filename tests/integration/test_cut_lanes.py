@@ -141,7 +141,7 @@ def test_a_lane_that_is_lost_after_completion(run: Cluster, gate: Gate) -> None:
         assert gate.full.wait(PATIENCE_S)
         client = run.comms[0]._membership._client
         assert client is not None
-        started = client._core.collectives.started
+        started = client._peer.collectives.started
         wait_until(lambda: any(one.state is State.COMPLETE for one in [*started.values()]))
         gate.reset()
 

@@ -91,13 +91,13 @@ def says(answer: Answer, error: str, result: str, *patterns: str) -> str:
 def in_the_middle(master: pccl.MasterNode, puppets: list[Puppet]) -> None:
     """All have entered a collective, and the last one stands still."""
     assert master._service is not None
-    core = master._service.server._core
+    machine = master._service.server._master
     puppets[-1].call("launch", value=1.0, count=LARGE, tag=0)
-    wait_until(lambda: len(core.run.voting.open) == 1)
+    wait_until(lambda: len(machine.run.voting.open) == 1)
     os.kill(puppets[-1].process.pid, signal.SIGSTOP)
     for puppet in puppets[:-1]:
         puppet.begin("all_reduce", count=LARGE)
-    wait_until(lambda: len(core.run.table) == 1)
+    wait_until(lambda: len(machine.run.table) == 1)
 
 
 @POSIX
@@ -486,13 +486,13 @@ def test_the_time_of_one_is_over(stage: Stage) -> None:
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0, 0])
         assert master._service is not None
-        core = master._service.server._core
+        machine = master._service.server._master
         puppets[2].call("launch", value=1.0, count=LARGE, tag=0)
         entered(master)
         os.kill(puppets[2].process.pid, signal.SIGSTOP)
         puppets[1].begin("all_reduce", count=LARGE)
         puppets[0].begin("all_reduce", count=LARGE, timeout=1.0)
-        wait_until(lambda: any(running.why for running in core.run.table))
+        wait_until(lambda: any(running.why for running in machine.run.table))
         os.kill(puppets[2].process.pid, signal.SIGCONT)
         words = rf"peer 1 \(127\.0\.0\.1:\d+\) could not complete: .*, {SECONDS}"
         says(puppets[1].end(), "PCCLTimeoutError", "RANK_CONNECTION_LOST", words)

@@ -138,7 +138,7 @@ def test_a_kicked_peer_has_time_to_read_why_and_is_heard_no_more() -> None:
         assert server.peers == 0
 
 
-def test_an_error_in_the_core_costs_one_connection(
+def test_an_error_in_the_state_machine_costs_one_connection(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     received = Master.received
@@ -166,7 +166,7 @@ def test_an_error_in_the_core_costs_one_connection(
         honest.send(m.encode(m.PendingVote(1)))
         while not isinstance(welcome(honest), m.PendingResult):
             pass
-    assert "made the core fail" in caplog.text
+    assert "caused an internal error" in caplog.text
     assert "RuntimeError: a bug" in caplog.text
 
 

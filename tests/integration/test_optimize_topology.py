@@ -36,7 +36,7 @@ def slow_pairs(monkeypatch: pytest.MonkeyPatch) -> set[frozenset[int]]:
 
     def lies(client: Client, seq: int, rate: int, delay_us: int) -> None:
         assert rate > 0
-        transfer = client._core.transfers.current
+        transfer = client._peer.transfers.current
         assert transfer is not None
         pair = frozenset((client.number, *transfer.streams))
         rate = 10**8 if pairs else 10**8 * len(transfer.streams)
@@ -162,8 +162,8 @@ def test_a_peer_is_lost_while_links_are_measured(
             gathered(one, [0, 0, 0])
             for puppet in puppets:
                 puppet.begin("optimize_topology")
-            core = node._service.server._core  # type: ignore[union-attr]
-            wait_until(lambda: core.run.optimisations.current is not None)
+            machine = node._service.server._master  # type: ignore[union-attr]
+            wait_until(lambda: machine.run.optimisations.current is not None)
             os.kill(puppets[2].process.pid, getattr(signal, blow))
             assert [puppet.end() for puppet in puppets[:2]] == [{"value": None}] * 2
             assert together(puppets[:2], "insist", value=1.0) == [2.0, 2.0]

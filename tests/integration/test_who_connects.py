@@ -256,13 +256,13 @@ def test_who_was_a_member_cannot_forge_what_others_reduce() -> None:
             succeeded = 0
             for step in range(50):
                 x = np.full(COUNT, float(index + step), np.float32)
-                seq, forges = client._core.knowledge.last_seq + 1, index == 0 and step % 2 == 1
+                seq, forges = client._peer.knowledge.last_seq + 1, index == 0 and step % 2 == 1
                 if forges:
-                    push.send_multipart(forged(client._core.run, seq, 0, draw))
+                    push.send_multipart(forged(client._peer.run, seq, 0, draw))
                 handle = comm.all_reduce_async(x, x, op=pccl.ReduceOp.SUM)
                 if forges:
-                    wait_until(lambda: client._core.knowledge.last_seq >= seq)  # noqa: B023
-                    push.send_multipart(forged(client._core.run, seq, 1, draw))
+                    wait_until(lambda: client._peer.knowledge.last_seq >= seq)  # noqa: B023
+                    push.send_multipart(forged(client._peer.run, seq, 1, draw))
                 if handle.wait()[0]:
                     assert (x == 2 * step + 1).all()
                     succeeded += 1

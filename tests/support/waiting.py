@@ -20,5 +20,5 @@ def wait_until(true: Callable[[], bool]) -> None:
 def entered(master: pccl.MasterNode, votes: int = 1) -> None:
     """Waits until so many peers stand in a round."""
     assert master._service is not None
-    core = master._service.server._core
-    wait_until(lambda: sum(len(round_.votes) for round_ in core.run.voting.open) == votes)
+    machine = master._service.server._master
+    wait_until(lambda: sum(len(round_.votes) for round_ in machine.run.voting.open) == votes)

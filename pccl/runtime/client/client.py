@@ -71,7 +71,7 @@ class Client:
     ) -> None:
         self._identity = Identity.of(security)
         self._config = config
-        self._core = Peer()
+        self._peer = Peer()
         self._numbers = itertools.count(1)
         self._pending = PendingCalls()
         self._ended = threading.Event()
@@ -84,14 +84,14 @@ class Client:
         self._streams = Streams(self._engine, self._resolver, config, pool_size, self._local)
         self._waiter = Waiter()
         self._master = MasterConnection(
-            host, port, config, self._identity, self._core, self._waiter, self._resolver
+            host, port, config, self._identity, self._peer, self._waiter, self._resolver
         )
         self._performer = Performer(
-            self._core, self._engine, self._streams, self._master, self._pending, self._local
+            self._peer, self._engine, self._streams, self._master, self._pending, self._local
         )
         self._perform = self._performer.perform
         self._events = EngineEvents(
-            self._engine, self._core, self._streams, self._pending, self._perform
+            self._engine, self._peer, self._streams, self._pending, self._perform
         )
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
         self._forked = False
@@ -155,22 +155,22 @@ class Client:
     @property
     def world(self) -> m.World:
         """The world sizes as of the last answer."""
-        return self._core.world
+        return self._peer.world
 
     @property
     def plan(self) -> m.Plan:
         """The group's peers and rings as of the last answer."""
-        return self._core.plan
+        return self._peer.plan
 
     @property
     def number(self) -> int:
         """This peer's number."""
-        return self._core.number
+        return self._peer.number
 
     @property
     def over(self) -> effects.Fail | None:
         """Why this peer is no longer in the run; None while it is."""
-        return forks.FORKED if self._forked else self._core.over
+        return forks.FORKED if self._forked else self._peer.over
 
     def forked(self) -> None:
         """Called in a forked child, which must not use the parent's peer."""
@@ -190,26 +190,26 @@ class Client:
 
     def join(self, call: Call) -> None:
         """Asks to join. Notes: Welcome, then the answer when this peer is accepted."""
-        self._begin(call, lambda number: self._core.join(number, self._hello))
+        self._begin(call, lambda number: self._peer.join(number, self._hello))
 
     def update_topology(self, call: Call) -> None:
         """Enters the round that admits pending peers."""
-        self._begin(call, self._core.update_topology)
+        self._begin(call, self._peer.update_topology)
 
     def are_peers_pending(self, call: Call, stuck: bool = False, patient: bool = False) -> None:
         """Asks, with all others. `stuck`: the caller makes no other call before the answer.
 
         `patient`: while all callers are, there is no answer before a peer is pending (`hurry`).
         """
-        self._begin(call, lambda number: self._core.are_peers_pending(number, stuck, patient))
+        self._begin(call, lambda number: self._peer.are_peers_pending(number, stuck, patient))
 
     def hurry(self, call: Call) -> None:
         """The caller of `are_peers_pending` is no longer patient."""
-        self._inbox.post(lambda: self._perform(self._core.hurry(call.number)))
+        self._inbox.post(lambda: self._perform(self._peer.hurry(call.number)))
 
     def inquire(self, call: Call) -> None:
         """Logs which peers a call waits for."""
-        self._inbox.post(lambda: self._perform(self._core.inquire(call.number)))
+        self._inbox.post(lambda: self._perform(self._peer.inquire(call.number)))
 
     def collective(self, call: Call, tag: int, operands: Operands, stuck: bool = False) -> None:
         """Enters a collective. `stuck`: the caller makes no other call before the answer."""
@@ -219,7 +219,7 @@ class Client:
         def begin(number: int) -> list[effects.Effect]:
             shortcut.entered = True
             self._pending.memory[number] = operands
-            return self._core.collective(number, tag, work, data, stuck, shortcut.sent)
+            return self._peer.collective(number, tag, work, data, stuck, shortcut.sent)
 
         self._leave_to_begin(call, begin)
         if data is not None:
@@ -227,7 +227,7 @@ class Client:
                 if shortcut.entered:
                     return
                 self._performer.sent = True
-                heard = None if self._pending.closed else self._core.heard_if_free
+                heard = None if self._pending.closed else self._peer.heard_if_free
                 vote = m.StartVote(call.number, tag, work, data, heard or 0, stuck)
                 if heard is not None and shortcut.send(self._master.link, m.encode(vote)):
                     return
@@ -236,11 +236,11 @@ class Client:
     def sync(self, call: Call, offer: m.Offer, pieces: Pieces, owner: object) -> None:
         """Enters a synchronisation. Notes before the answer: Plan, Leaf, Fetched, in any number."""
         pool = Pool(pieces, len(offer.entries), owner, limit=self.serve_limit)
-        self._serve(call, pool, lambda number, serve: self._core.sync(number, serve, offer))
+        self._serve(call, pool, lambda number, serve: self._peer.sync(number, serve, offer))
 
     def optimize(self, call: Call, pieces: Pieces, owner: object) -> None:
         """Enters an optimisation. Notes before the answer: Plan, Leaf, Fetched, in any number."""
-        self._serve(call, Pool(pieces, 0, owner), self._core.optimize)
+        self._serve(call, Pool(pieces, 0, owner), self._peer.optimize)
 
     def _serve(
         self, call: Call, pool: Pool, enter: Callable[[int, int], list[effects.Effect]]
@@ -272,7 +272,7 @@ class Client:
         op = next(self._numbers)
 
         def begin() -> None:
-            todo = self._core.fetch(op, seq)
+            todo = self._peer.fetch(op, seq)
             if todo:
                 self._pending.memory[op] = Pool(pieces, first_counted, owner, call)
             self._perform(todo)
@@ -303,15 +303,15 @@ class Client:
         self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
     ) -> None:
         """Reports whether a plan's content has arrived, and how the old content differed."""
-        self._inbox.post(lambda: self._perform(self._core.fetched(seq, ok, why, differences)))
+        self._inbox.post(lambda: self._perform(self._peer.fetched(seq, ok, why, differences)))
 
     def measured(self, seq: int, rate: int, delay_us: int) -> None:
         """Reports the result of a probe, and ends it; see `Measured`."""
-        self._inbox.post(lambda: self._perform(self._core.measured(seq, rate, delay_us)))
+        self._inbox.post(lambda: self._perform(self._peer.measured(seq, rate, delay_us)))
 
     def withdraw(self, call: Call, why: str) -> None:
         """Withdraws a call, which is then answered soon, with its result or a failure."""
-        self._inbox.post(lambda: self._perform(self._core.withdraw(call.number, why)))
+        self._inbox.post(lambda: self._perform(self._peer.withdraw(call.number, why)))
 
     def let_go(self, call: Call) -> None:
         """Ends a call whose caller is leaving by an exception; it may not even have begun.
@@ -324,7 +324,7 @@ class Client:
 
         def leave() -> None:
             if call.number in self._pending:
-                self._perform(self._core.abandon(call.number))
+                self._perform(self._peer.abandon(call.number))
             elif call.end is None:
                 call.put(effects.Fail(call.number, Result.INVALID_USAGE, "it was never made"))
 
@@ -361,7 +361,7 @@ class Client:
 
         def leave() -> None:
             self._leaving = True
-            self._perform(self._core.leave(why))
+            self._perform(self._peer.leave(why))
 
         def wait() -> None:
             if not self._ended.is_set():
@@ -390,7 +390,7 @@ class Client:
         try:
             self._waiter.add(self._inbox.socket, self._inbox.clear_signal)
             self._waiter.add(self._engine.socket, self._events.read)
-            while not (self._failed or (self._leaving and self._core.idle)):
+            while not (self._failed or (self._leaving and self._peer.idle)):
                 ready = self._waiter.wait(self._patience_s())
                 with self._working:
                     self._work(ready)
@@ -404,7 +404,7 @@ class Client:
 
     def _tell_withdrawn(self) -> None:
         """Tells those who wait for it that the master has taken back the vote of their call."""
-        for number in [n for n in self._withdrawing if not self._core.awaits_withdrawal(n)]:
+        for number in [n for n in self._withdrawing if not self._peer.awaits_withdrawal(n)]:
             self._withdrawing.pop(number).set()
 
     def _work(self, ready: Sequence[Callable[[], object]]) -> None:
@@ -432,18 +432,18 @@ class Client:
         elif isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM:
             why = "this process has no memory left for pccl's own work"
         else:
-            log.error("the control thread of peer %d failed", self._core.number, exc_info=error)
+            log.error("the control thread of peer %d failed", self._peer.number, exc_info=error)
             why = f"an internal error of pccl, {type(error).__name__}: {error}; the log has it"
         with contextlib.suppress(Exception):  # `_shut_down` answers the remaining calls
-            self._perform(self._core.broken(why))
+            self._perform(self._peer.broken(why))
 
     def _read_link(self) -> None:
         while readable(self._master.link.socket):
             message = m.decode_from_master(self._master.link.socket.recv(zmq.DONTWAIT))
-            todo = self._core.received(message)
+            todo = self._peer.received(message)
             if isinstance(message, m.Plan):
                 keys = (info.curve for info in message.peers if info.curve)
-                self._engine.expect(self._core.number, message.nonce, keys)
+                self._engine.expect(self._peer.number, message.nonce, keys)
             if isinstance(message, m.Resumed | m.Welcome):
                 self._master.answered()
             if isinstance(message, m.Welcome):
@@ -454,7 +454,7 @@ class Client:
 
     def _patience_s(self) -> float | None:
         """How long to wait for events; None if nothing has a time limit."""
-        if self._core.over is not None:
+        if self._peer.over is not None:
             return None
         due = [each for each in (self._master.due_s, self._streams.due_s) if each is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
@@ -471,7 +471,7 @@ class Client:
         """Releases everything and answers all waiting calls, whatever fails on the way."""
         with contextlib.ExitStack() as last:  # runs in reverse order
             last.callback(self._ended.set)
-            last.callback(lambda: self._pending.fail_all(self._core.over))
+            last.callback(lambda: self._pending.fail_all(self._peer.over))
             last.callback(self._tell_withdrawn)
             last.callback(self._inbox.end)
             last.callback(self._pending.memory.clear)

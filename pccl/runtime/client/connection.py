@@ -35,7 +35,7 @@ class MasterConnection:
         port: of the master.
         config: timings and limits.
         identity: the keys of this peer.
-        core: is told when the link is lost, is there again, or is given up.
+        peer: the state machine; it is told when the link is lost, restored or given up.
         waiter: waits for what the link brings.
         resolver: looks up the master's name again.
 
@@ -52,12 +52,12 @@ class MasterConnection:
         port: int,
         config: Config,
         identity: Identity,
-        core: Peer,
+        peer: Peer,
         waiter: Waiter,
         resolver: Resolver,
     ) -> None:
         self.host, self.port = host, port
-        self._config, self._identity, self._core = config, identity, core
+        self._config, self._identity, self._peer = config, identity, peer
         self._waiter, self._resolver = waiter, resolver
         self.address = ""
         self._resolving = False  # the master's name, on the way back to it
@@ -83,7 +83,7 @@ class MasterConnection:
             context: of its sockets.
             address: of the master, to begin with.
             read: reads what the link has brought.
-            perform: does what the core makes of it.
+            perform: performs the effects of what was read.
 
         Raises:
             OSError: no socket is to be had.
@@ -134,22 +134,22 @@ class MasterConnection:
         match event:
             case LinkEvent.UP:
                 if self._give_up_at:  # this is a new link, not the first one
-                    self._perform(self._core.linked())
+                    self._perform(self._peer.linked())
             case LinkEvent.BROKEN:
                 self._read()  # a master that was stopped has sent the reason last
                 self._break(
                     f"the connection to the master at {self.name} broke"
-                    if self._core.number
+                    if self._peer.number
                     else "it closed the connection without an answer: it is no pccl master"
                 )
             case LinkEvent.NOT_ALLOWED if (keys := self._identity.keys) is not None:
                 why = f"its list `allowed` does not have this peer's key, {keys.public}"
                 refused = m.Refused(Result.INVALID_USAGE.value, why)
-                self._perform(self._core.received(refused))
+                self._perform(self._peer.received(refused))
             case _ if self._give_up_at:  # a proxy may answer for a master that is down
                 self._break(self._handshake_problem())
             case _:
-                self._perform(self._core.lost_master(self._handshake_problem()))
+                self._perform(self._peer.lost_master(self._handshake_problem()))
 
     def _handshake_problem(self) -> str:
         if self._identity.keys is not None:
@@ -161,16 +161,16 @@ class MasterConnection:
 
     def _break(self, why: str) -> None:
         """The link is lost: tries to reconnect, for as long as the configuration says."""
-        if self._retry_at is not None or self._resolving or self._core.over is not None:
+        if self._retry_at is not None or self._resolving or self._peer.over is not None:
             return
         self._trouble = why
         now = time.monotonic()
         patience_s = self._config.master_patience_s
         if not self._give_up_at:
             self._give_up_at = now + patience_s
-            if self._core.number:
-                log.warning("peer %d: %s; trying for %g s", self._core.number, why, patience_s)
-            self._perform(self._core.link_lost(why))
+            if self._peer.number:
+                log.warning("peer %d: %s; trying for %g s", self._peer.number, why, patience_s)
+            self._perform(self._peer.link_lost(why))
         self._retry_at = now + limits.MASTER_RETRY_S
         self.tick()
 
@@ -178,7 +178,7 @@ class MasterConnection:
         patience_s = self._config.master_patience_s
         why = f"{self._trouble}, and it did not come back within {patience_s:g} s"
         self._resolving, self._retry_at, self._give_up_at = False, None, 0.0
-        self._perform(self._core.lost_master(why))
+        self._perform(self._peer.lost_master(why))
 
     def _retry(self, found: Found) -> None:
         """Tries once more to connect, after the master's name was resolved again, or not."""

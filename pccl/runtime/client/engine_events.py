@@ -30,22 +30,22 @@ class EngineEvents:
     """Reads the engine's events.
 
     Args:
-        engine: says them.
-        core: is told of them.
+        engine: sends them.
+        peer: the state machine, which handles them.
         streams: knows whose stream is lost.
         pending: the memory that the engine lets go of, and the calls that hear of leaves.
-        perform: does what the core makes of them.
+        perform: performs the effects.
     """
 
     def __init__(
         self,
         engine: Engine,
-        core: Peer,
+        peer: Peer,
         streams: Streams,
         pending: PendingCalls,
         perform: Callable[[list[effects.Effect]], None],
     ) -> None:
-        self._engine, self._core, self._streams = engine, core, streams
+        self._engine, self._peer, self._streams = engine, peer, streams
         self._pending, self._perform = pending, perform
 
     def read(self) -> None:
@@ -57,19 +57,19 @@ class EngineEvents:
         """
         for event in self._engine.events():
             if event.kind == COMPLETE:
-                todo = self._core.engine_complete(
+                todo = self._peer.engine_complete(
                     event.op, event.settled, event.tx_bytes, event.rx_bytes
                 )
             elif event.kind == FAILED:
                 starved = event.seq if event.status == STARVED else 0
                 cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
                 why = self._streams.why(event)
-                todo = self._core.engine_failed(event.op, why, starved, cause)
+                todo = self._peer.engine_failed(event.op, why, starved, cause)
             elif event.kind == LEAF:
                 self._leaf(Leaf(event.op, event.piece, event.leaf))
                 continue
             elif event.kind == SETTLED:
-                todo = self._core.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
+                todo = self._peer.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
             elif event.kind == STREAM_UP:
                 self._streams.up(event.stream)
                 continue
@@ -85,13 +85,13 @@ class EngineEvents:
 
     def _stream_lost(self, event: Event) -> None:
         to, unreached = self._streams.lost(event)
-        log.info("peer %d: its connection to %s: %s", self._core.number, to, event.text)
+        log.info("peer %d: its connection to %s: %s", self._peer.number, to, event.text)
         if to is None:
             return
         if unreached:
-            self._perform(self._core.unreached(to, event.text))
+            self._perform(self._peer.unreached(to, event.text))
         why = f"its connection to {to}: {event.text}"
-        self._perform(self._core.stream_lost(event.stream, why))
+        self._perform(self._peer.stream_lost(event.stream, why))
 
     def _leaf(self, leaf: Leaf) -> None:
         memory = self._pending.memory.get(leaf.op)

@@ -58,7 +58,7 @@ class Link:
             zmq.LINGER: limits.LAST_WORDS_MS,
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
-            zmq.RECONNECT_IVL: _NEVER_MS,  # a broken link is for the core to know of
+            zmq.RECONNECT_IVL: _NEVER_MS,  # MasterConnection replaces a broken link
             zmq.IMMEDIATE: 0,
             zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
             zmq.CONNECT_TIMEOUT: int(config.link_timeout_s * 1000),

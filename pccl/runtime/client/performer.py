@@ -30,7 +30,7 @@ class Performer:
     """Performs effects, in their order.
 
     Args:
-        core: of what it knows of the run.
+        peer: the state machine; knows the run.
         engine: moves bulk data.
         streams: opens and closes the engine's streams.
         master: the connection to it.
@@ -44,7 +44,7 @@ class Performer:
 
     def __init__(
         self,
-        core: Peer,
+        peer: Peer,
         engine: Engine,
         streams: Streams,
         master: MasterConnection,
@@ -52,7 +52,7 @@ class Performer:
         local: Callable[[m.PeerInfo], bool],
     ) -> None:
         self.sent = True
-        self._core, self._engine, self._streams = core, engine, streams
+        self._peer, self._engine, self._streams = peer, engine, streams
         self._master, self._pending, self._local = master, pending, local
         self._perform_by_type: dict[type, Callable[..., None]] = {
             effects.Send: self._send,
@@ -69,7 +69,7 @@ class Performer:
             effects.Follow: pending.note,
             effects.Measure: pending.note,
             effects.Fetched: pending.note,
-            effects.Waits: lambda effect: pending.warn(core.number, effect),
+            effects.Waits: lambda effect: pending.warn(peer.number, effect),
         }
 
     def perform(self, todo: list[effects.Effect]) -> None:
@@ -89,11 +89,11 @@ class Performer:
         ops.register(self._engine, effect, self._pending.memory[effect.op])
 
     def _start(self, effect: effects.StartOp | effects.StartTransfer) -> None:
-        local = all(self._local(info) for info in self._core.plan.peers)
+        local = all(self._local(info) for info in self._peer.plan.peers)
         ops.start(self._engine, effect, self._pending.memory[effect.op], local)
 
     def _open_stream(self, effect: effects.OpenStream) -> None:
-        self._streams.open(effect.stream, effect.to, self._core.plan.nonce)
+        self._streams.open(effect.stream, effect.to, self._peer.plan.nonce)
 
     def _store(self, effect: effects.Store) -> None:
         memory = self._pending.memory[effect.call]

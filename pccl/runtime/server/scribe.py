@@ -44,7 +44,7 @@ class Scribe:
         on_error: what to do when it cannot be written.
 
     Attributes:
-        remembered: what it held, for the master's core.
+        remembered: what it held, for the master's state machine.
 
     Raises:
         JournalError: it cannot be used.

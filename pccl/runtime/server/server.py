@@ -121,7 +121,7 @@ class Server:
             self.close()
             raise
         remembered = None if self._journal is None else self._journal.remembered
-        self._core = self._new_core(run, remembered)
+        self._master = self._new_master(run, remembered)
         self.host = host
         self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
@@ -156,7 +156,7 @@ class Server:
     @property
     def peers(self) -> int:
         """How many peers are accepted or pending."""
-        return len(self._core.peers)
+        return len(self._master.peers)
 
     def stop(self) -> None:
         """Makes `serve` return: from any thread, from a signal handler, or before `serve`."""
@@ -199,9 +199,9 @@ class Server:
                 self._bury(now_s, drained)
                 self._connections.cut(now_s, drained)
                 self._dialler.tick(now_s)
-                self._perform(self._core.tick(now_s - self._pauses.total_s))
+                self._perform(self._master.tick(now_s - self._pauses.total_s))
             if self._journal is None:  # else it is expected to come back
-                self._perform(self._core.farewell())
+                self._perform(self._master.farewell())
         except JournalError as error:
             log.error("the master ends: %s", error)
             raise
@@ -216,7 +216,7 @@ class Server:
         connections = self._connections
         if self._sent or connections.crowded or connections.flooded or not drained:
             return 0.0
-        often = self._core.recovering or connections.busy or self._dialler.busy
+        often = self._master.recovering or connections.busy or self._dialler.busy
         waits_s = [
             limits.MASTER_LOOK_S if often else self._timeout_s / 4,  # to notice pauses
             self._tick_s,
@@ -226,16 +226,16 @@ class Server:
 
     # ---- pauses ----
 
-    def _new_core(self, run: int, journal: Journal | None) -> Master:
+    def _new_master(self, run: int, journal: Journal | None) -> Master:
         secret = secrets.token_bytes(32)
         return Master(run, combine, self._straggler_s, journal, secret=secret)
 
     def _begin_anew(self, why: str) -> None:
         """Goes on as after a restart: it was the master that was away, not its peers."""
-        old = self._core
+        old = self._master
         log.warning("master: %s: it goes on as after a restart", why)
         journal, todo = old.reborn()
-        self._core = self._new_core(old.run.number, journal)
+        self._master = self._new_master(old.run.number, journal)
         self._perform(todo)
         for conn in self._connections.senders:
             if old.has_heard(conn):
@@ -259,13 +259,13 @@ class Server:
 
     def _bury(self, now_s: float, drained: bool) -> None:
         lost = self._connections.take_lost(drained)
-        if self._pauses.woke_lately and any(self._core.knows(conn) for conn in lost):
+        if self._pauses.woke_lately and any(self._master.knows(conn) for conn in lost):
             self._begin_anew("connections broke while it did not run")
         for conn in lost:
             self._arriving.pop(conn, None)
         self._connections.bury(lost, now_s)
         if lost:
-            self._perform(self._core.all_disconnected(lost, self._why_lost))
+            self._perform(self._master.all_disconnected(lost, self._why_lost))
         if drained:
             self._connections.forget_buried(now_s)
 
@@ -293,9 +293,9 @@ class Server:
         return self._drain(self._router) if self._router.getsockopt(zmq.RCVMORE) else 0
 
     def _deliver(self, conn: bytes, data: bytes | None) -> None:
-        """What a connection has said, to the core, unless it is too late or too early.
+        """Handles a message, unless its connection is dropped or still being dialled back.
 
-        None stands for a message of several frames.
+        `data` is None for a message of several frames.
         """
         if not self._connections.is_heard(conn):
             return
@@ -305,18 +305,18 @@ class Server:
             self._arriving[conn].append(data)
         else:
             del self._arriving[conn]
-            self._perform(self._core.rejected(conn, "it said too much before it was welcome"))
+            self._perform(self._master.rejected(conn, "it said too much before it was welcome"))
 
     def _guarded(self, conn: bytes, event: Callable[[], list[effects.Effect]]) -> None:
-        """Has the core handle what a connection says, which must not end the service for others."""
+        """Handles a message; an exception costs only the connection that sent it."""
         try:
             todo = event()
         except MemoryError:
             self._faltered = "it had no memory for the work that a message made"
             return
         except Exception:
-            log.exception("master: connection %s made the core fail", conn.hex())
-            todo = self._core.rejected(conn, "an internal error of the master; its log has it")
+            log.exception("master: a message of connection %s caused an internal error", conn.hex())
+            todo = self._master.rejected(conn, "an internal error of the master; its log has it")
         self._perform(todo)
 
     def _dial(
@@ -340,12 +340,12 @@ class Server:
         target = Target(info.host, info.port, info.curve, password)
 
         def then(unreached: str | None) -> None:
-            self._perform(self._core.dialled(info.peer, unreached))
+            self._perform(self._master.dialled(info.peer, unreached))
 
         self._dialler.dial(target, time.monotonic(), then)
 
     def _hear(self, conn: bytes, data: bytes | None) -> list[effects.Effect]:
-        """What the core makes of a message."""
+        """Decodes a message; the effects that it has."""
         try:
             if data is None:
                 raise m.ProtocolError("a message of several frames")
@@ -353,28 +353,28 @@ class Server:
                 raise m.ProtocolError("a name that the connection has given itself")
             message = m.decode_from_peer(data)
         except m.ProtocolError as error:
-            return self._core.rejected(conn, f"it sent bytes that are no message: {error}")
+            return self._master.rejected(conn, f"it sent bytes that are no message: {error}")
         if isinstance(message, m.Hello):
             return self._hear_hello(conn, message, self._connections.senders[conn].host)
         if isinstance(message, m.Examine):
             host = self._connections.senders[conn].host
             target = Target(message.host or host, message.port, message.curve, message.dial)
-            self._dial(conn, target, lambda why: self._core.examine(conn, host, why, time.time()))
+            self._dial(conn, target, lambda why: self._master.examine(conn, host, why, time.time()))
             return []
         if isinstance(message, m.Resume):
-            if self._core.deserted(message):
+            if self._master.deserted(message):
                 self._begin_anew("all peers were lost, and now they come back")
-            elif self._pauses.woke_lately and self._core.misses(message):
+            elif self._pauses.woke_lately and self._master.misses(message):
                 self._begin_anew("connections broke while it did not run")
-            return self._core.resume(conn, message, self._connections.senders[conn].host)
-        return self._core.received(conn, message)
+            return self._master.resume(conn, message, self._connections.senders[conn].host)
+        return self._master.received(conn, message)
 
     def _hear_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[effects.Effect]:
         """Dials who may come in, and nobody else."""
-        if self._core.knows(conn) or self._core.objection(hello, host):
-            return self._core.hello(conn, hello, host)
+        if self._master.knows(conn) or self._master.objection(hello, host):
+            return self._master.hello(conn, hello, host)
         target = Target(hello.host or host, hello.port, hello.curve, hello.dial)
-        self._dial(conn, target, lambda why: self._core.hello(conn, hello, host, why or ""))
+        self._dial(conn, target, lambda why: self._master.hello(conn, hello, host, why or ""))
         return []
 
     # ---- effects ----
@@ -408,7 +408,7 @@ class Server:
                     log.debug("master: connection %s dropped: %s", conn.hex(), why)
                     self._connections.drop(conn)
         if self._journal is not None:
-            if not self._core.recovering:
+            if not self._master.recovering:
                 self._journal.recovered()
             self._journal.settle()
         for dial in dials:
