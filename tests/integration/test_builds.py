@@ -55,7 +55,7 @@ def processor_flags() -> set[str]:
 @pytest.mark.parametrize(
     "level",
     [
-        pytest.param(level, marks=[] if level in ("avx2-fma", "x86-64-v4") else pytest.mark.slow)
+        pytest.param(level, marks=[] if level == "x86-64-v4" else pytest.mark.slow)
         for level in LEVELS
     ],
 )

@@ -59,7 +59,9 @@ def agree(scripts: list[Reporter]) -> None:
 
 
 @pytest.mark.timeout(150)  # to import torch takes its time on a busy machine
-@pytest.mark.parametrize("name", ["ddp", "diloco", "async_diloco"])
+@pytest.mark.parametrize(
+    "name", ["ddp", pytest.param("diloco", marks=pytest.mark.slow), "async_diloco"]
+)
 def test_peers_are_killed_and_join(start: Start, name: str) -> None:
     if name == "diloco":
         pytest.importorskip("torch", reason="this script trains with it")
