@@ -31,10 +31,12 @@ import test_ghosts
 import test_hostile
 import test_master_rules
 import test_recovery
+import test_status
 import test_sync_rules
 import trainers
 modules = (
-    test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile
+    test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
+    test_status,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)

@@ -181,4 +181,19 @@ MUTANTS = [
         "        return True",
         "        return True",
     ),
+    Mutant(
+        "a wait is shown since its first caller came",
+        "        first_s = min(since_s.values(), default=self._now_s)\n",
+        "        first_s = max(since_s.values(), default=self._now_s)\n",
+    ),
+    Mutant(
+        "who is waited for is shown",
+        "late, why = self._run.voting.absent(round_), entering(self._run, round_)",
+        "late, why = [*round_.votes], entering(self._run, round_)",
+    ),
+    Mutant(
+        "what a restarted master has known before is not shown as of old",
+        "        running.since_s = now_s\n",
+        "",
+    ),
 ]

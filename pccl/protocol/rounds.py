@@ -80,13 +80,17 @@ PENDING = RoundId(Kind.PENDING, None)
 
 @dataclass(frozen=True, slots=True)
 class Vote(Generic[T]):
-    """A peer's vote: the number of its call, what it asks for, and the data it brings."""
+    """A peer's vote: the number of its call, what it asks for, and the data it brings.
+
+    When it was cast is shown to whoever watches the run; nothing is decided by it.
+    """
 
     call: int
     payload: T
     data: bytes | None = None
     stuck: bool = False
     held: int = 0  # bytes, or so, that it takes while it waits
+    since_s: float = 0.0  # when it was cast
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from pccl.protocol.master.blame import Verdict
 from pccl.protocol.master.effects import Adopt, Dial, Drop, Effect, Forget, Note, Remember, Send
 from pccl.protocol.master.recovery import GIVEN_UP, Before
 from pccl.protocol.master.restart import Restart
+from pccl.protocol.master.status import Phase
 from pccl.protocol.peer.effects import Answer
 from pccl.protocol.rounds import OpenRounds
 
@@ -401,6 +402,35 @@ class Run:
                     for their in waiting[other.name] - waiting[peer.name]:
                         if other is not peer and (what, tag) not in waiting[other.name]:
                             self._check_pair(peer, (what, tag), other, their)
+        if not self.master.recovering:
+            self.check_status(awake)
+
+    def check_status(self, awake: list[SimPeer]) -> None:
+        """What the master shows of a run is so: who stands in which calls, and who is missing."""
+        status = self.master.status()
+        shown = {one.peer: one for one in status.peers}
+        for peer in awake:
+            if self.master.knows(peer.conn) and shown[peer.core.number].accepted:
+                calls = {call.call.partition("(")[0] for call in shown[peer.core.number].calls}
+                stands_in = {what for what, _, _ in peer.waits()}
+                assert calls <= stands_in and len(calls) >= min(1, len(stands_in)), (
+                    f"peer {peer.name} stands in {stands_in}, and is shown in {calls}"
+                )
+        for wait in status.waits:
+            if wait.phase is Phase.ENTERING:
+                members = [
+                    one.peer
+                    for one in status.peers
+                    if one.accepted and wait.group in (None, one.group)
+                ]
+                missing = [
+                    number
+                    for number in members
+                    if wait.call not in {call.call for call in shown[number].calls}
+                ]
+                assert {*missing} <= {*wait.missing}, f"{missing} are missing in {wait}"
+                assert wait.entered + wait.missing_count == len(members), wait
+                assert all(f"peer {number} " in wait.why for number in wait.missing), wait
 
     def _check_pair(
         self, peer: SimPeer, mine: tuple[str, int], other: SimPeer, their: tuple[str, int]
@@ -560,11 +590,11 @@ class Run:
 
 
 def remembered(master: Master) -> dict[str, int]:
-    """How much a master has in each of its tables, but for those who may come back."""
+    """How much a master has in each of its tables, but for those who may come back, and counts."""
     return {
         f"{part}.{name.lstrip('_')}": len(table)
         for part, owner in vars(master.run).items()
-        if hasattr(owner, "__dict__")
+        if hasattr(owner, "__dict__") and part != "tally"
         for name, table in vars(owner).items()
         if isinstance(table, dict | list | set | OpenRounds) and name != "_lost"
     }

@@ -2,5 +2,6 @@
 
 from pccl.protocol.master.machine import Master
 from pccl.protocol.master.recovery import Journal
+from pccl.protocol.master.status import Status
 
-__all__ = ["Journal", "Master"]
+__all__ = ["Journal", "Master", "Status"]

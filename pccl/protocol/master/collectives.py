@@ -77,9 +77,12 @@ class Collectives:
         if not final:
             title = round_.describe(next(iter(round_.votes)))
             running = Running(seq, group_number, set(round_.votes), title)
+            running.since_s = next(reversed(round_.votes.values())).since_s
             if data is None and goes_around(work):
                 running.around = epoch, group.planned
             self._table.add(running)
+        else:
+            self._table.committed += 1
         # an engine that has no part in it needs no nonce
         nonce = self._numbers.nonce_of_call(seq) if data is None else 0
         self._outbox.answer(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pccl.protocol.master.optimisations import Optimisation
 from pccl.protocol.master.run import Run
+from pccl.protocol.master.synchronisations import Sync
+from pccl.protocol.master.table import Running
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId
 
 ADMITTING = RoundId(Kind.TOPOLOGY, None)
@@ -17,37 +20,52 @@ def explain(run: Run, number: int, call: int, seq: int) -> str:
         call: its number.
         seq: of a collective that has started; 0 otherwise.
     """
-    names = run.membership.names
     if not run.membership.peers[number].accepted:
-        return f"to be admitted: {_calls_missing(run, ADMITTING)}"
+        return f"to be admitted: {admitting(run)}"
     for round_ in run.voting.open.of(number).values():
         if round_.votes[number].call == call:
-            return f"in {round_.describe(number)}: {_votes_missing(run, round_)}"
+            return f"in {round_.describe(number)}: {entering(run, round_)}"
     running = run.table.get(seq)
     if running is not None:
-        late = names(sorted(running.missing))
-        return f"in {running.title}, which has started: {late} must finish it"
+        return f"in {running.title}, which has started: {finishing(run, running)}"
     sync = run.synchronisations.of(number)
     if sync is not None and sync.members[number].call == call:
-        return f"in sync_shared_state(): {names(sorted(sync.fetching))} must receive it"
+        return f"in sync_shared_state(): {receiving(run, sync)}"
     measured = run.optimisations.current
     if measured is not None and measured.calls.get(number) == call:
-        return f"in optimize_topology(): {names(sorted(measured.measuring))} measure links"
+        return f"in optimize_topology(): {measuring(run, measured)}"
     return ""
 
 
-def _calls_missing(run: Run, round_id: RoundId) -> str:
-    round_ = run.voting.open.get(round_id)
+def admitting(run: Run) -> str:
+    """What newcomers wait for."""
+    round_ = run.voting.open.get(ADMITTING)
     late = run.membership.accepted() if round_ is None else run.voting.absent(round_)
     names = run.membership.names(late)
-    return f"{names} must call {round_id.kind.value}(){_elsewhere(run, late)}"
+    return f"{names} must call {ADMITTING.kind.value}(){_elsewhere(run, late)}"
 
 
-def _votes_missing(run: Run, round_: Round[object]) -> str:
+def entering(run: Run, round_: Round[object]) -> str:
+    """What an open round waits for."""
     late = run.voting.absent(round_)
     if not late and round_.id == PENDING:
         return f"another peer must join the run, which has {len(round_.votes)}"
     return f"{run.membership.names(late)} must enter it{_elsewhere(run, late)}"
+
+
+def finishing(run: Run, running: Running) -> str:
+    """What a collective waits for that has started."""
+    return f"{run.membership.names(sorted(running.missing))} must finish it"
+
+
+def receiving(run: Run, sync: Sync) -> str:
+    """What a synchronisation waits for."""
+    return f"{run.membership.names(sorted(sync.fetching))} must receive it"
+
+
+def measuring(run: Run, optimisation: Optimisation) -> str:
+    """What an optimisation waits for."""
+    return f"{run.membership.names(sorted(optimisation.measuring))} measure links"
 
 
 def _elsewhere(run: Run, late: list[int]) -> str:

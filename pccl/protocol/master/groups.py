@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pccl.protocol import messages as m
@@ -38,6 +39,9 @@ class Groups:
 
     def __contains__(self, number: int) -> bool:
         return number in self._groups
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._groups)
 
     def __len__(self) -> int:
         return len(self._groups)

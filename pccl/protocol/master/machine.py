@@ -74,7 +74,9 @@ from pccl.protocol.master.recovery import (
 )
 from pccl.protocol.master.restart import Restart, restore
 from pccl.protocol.master.run import Run
+from pccl.protocol.master.status import Status, snapshot
 from pccl.protocol.master.stragglers import Stragglers
+from pccl.protocol.master.tally import Loss
 from pccl.protocol.master.voting import held
 from pccl.protocol.master.work import fits
 from pccl.protocol.rounds import PENDING, Kind, RoundId, Vote
@@ -97,6 +99,8 @@ class Master:
 
     Attributes:
         run: what it knows.
+        now_s: the time, as the caller has told it last. It is for `status` alone: nothing is
+            decided by it.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class Master:
         secret: bytes,
     ) -> None:
         self.run = Run(run, combine, journal, secret)
+        self.now_s = 0.0
         self._members, self._outbox = self.run.membership, self.run.outbox
         self._stragglers = Stragglers(straggler_s)
         self._restart: Restart | None = None
@@ -135,6 +140,11 @@ class Master:
         """All who are registered, by number."""
         return self._members.peers
 
+    def status(self) -> Status:
+        """What the run looks like at the time that was told last."""
+        awaited = None if self._restart is None else sorted(self._restart.recovery.missing)
+        return snapshot(self.run, self.now_s, awaited)
+
     # ---- events ----
 
     def hello(self, conn: bytes, hello: m.Hello, host: str, unreached: str = "") -> list[Effect]:
@@ -155,6 +165,8 @@ class Master:
         else:
             warning = reach.warning(info, unreached) if unreached else ""
             self.run.register(conn, info, hello, host, warning)
+            peer = self.peers[self._members.next_number - 1]
+            peer.since_s = peer.spoke_s = self.now_s
         return self._outbox.take()
 
     def objection(self, hello: m.Hello, host: str) -> str:
@@ -192,13 +204,15 @@ class Master:
         if number is None:
             self._outbox.do(Drop(conn, "its first message was not a hello"))
             return self._outbox.take()
-        accepted = self.peers[number].accepted
+        peer = self.peers[number]
+        peer.spoke_s = self.now_s
+        accepted = peer.accepted
         if accepted:
             self._members.go_on()
         kind = type(message)
         handler = self._by_type.get(kind)
         if kind is m.Leave:
-            self.run.remove_all({number: "it left"})
+            self.run.remove_all({number: "it left"}, how=Loss.LEFT)
         elif isinstance(message, m.Inquire):
             if why := explain(self.run, number, message.call, message.seq):
                 self._outbox.send(number, m.Waiting(message.call, plain(why)))
@@ -224,7 +238,7 @@ class Master:
             found = map(self._members.at, conns)
             numbers = [number for number in found if number is not None]
             self._members.lose(numbers)
-            self.run.remove_all(dict.fromkeys(numbers, why))
+            self.run.remove_all(dict.fromkeys(numbers, why), how=Loss.DISCONNECTED)
             self._members.forget_lost_groups()
         return self._outbox.take()
 
@@ -370,7 +384,7 @@ class Master:
             self._refuse(back.pop(number).conn, *GIVEN_UP)
         if back:
             resumes = {number: one.resume for number, one in back.items()}
-            restore(self.run, reconstruct(resumes), back)
+            restore(self.run, reconstruct(resumes), back, self.now_s)
         else:
             self._outbox.note("nobody came back: the last holder of any shared state is gone")
         effects = self._outbox.take()
@@ -383,16 +397,17 @@ class Master:
     # ---- votes ----
 
     def _vote_topology(self, number: int, vote: m.TopologyVote) -> None:
-        self.run.voting.enter(number, TOPOLOGY, Vote(vote.call, None))
+        self.run.voting.enter(number, TOPOLOGY, Vote(vote.call, None, since_s=self.now_s))
 
     def _vote_pending(self, number: int, vote: m.PendingVote) -> None:
-        self.run.voting.enter(number, PENDING, Vote(vote.call, vote.patient, None, vote.stuck))
+        entered: Vote[object] = Vote(vote.call, vote.patient, None, vote.stuck, since_s=self.now_s)
+        self.run.voting.enter(number, PENDING, entered)
 
     def _vote_optimize(self, number: int, vote: m.OptimizeVote) -> None:
         if self.run.optimisations.has(number):
             self._out_of_turn(number, vote)
         else:
-            self.run.voting.enter(number, OPTIMIZE, Vote(vote.call, None))
+            self.run.voting.enter(number, OPTIMIZE, Vote(vote.call, None, since_s=self.now_s))
 
     def _vote_start(self, number: int, vote: m.StartVote) -> None:
         if vote.data is not None and not fits(vote.work, vote.data):
@@ -401,7 +416,9 @@ class Master:
         peer = self.peers[number]
         peer.heard = max(peer.heard, vote.heard)
         round_id = RoundId(Kind.START, peer.info.group, vote.tag)
-        entered: Vote[object] = Vote(vote.call, vote.work, vote.data, vote.stuck, held(vote.work))
+        entered: Vote[object] = Vote(
+            vote.call, vote.work, vote.data, vote.stuck, held(vote.work), self.now_s
+        )
         self.run.voting.enter(number, round_id, entered)
 
     def _vote_sync(self, number: int, vote: m.SyncVote) -> None:
@@ -409,7 +426,9 @@ class Master:
             self._out_of_turn(number, vote)
             return
         round_id = RoundId(Kind.SYNC, self._members.group_of(number))
-        entered: Vote[object] = Vote(vote.call, vote.offer, held=held(vote.offer))
+        entered: Vote[object] = Vote(
+            vote.call, vote.offer, held=held(vote.offer), since_s=self.now_s
+        )
         self.run.voting.enter(number, round_id, entered)
 
     def _stalled(self, number: int, stalled: m.Stalled) -> None:

@@ -23,6 +23,8 @@ class PeerRecord:
     proven: bool = False  # a collective with it has gone around the rings
     seen: str = ""  # the host that the master sees it at
     dial: str = ""  # the password by which it may be dialled
+    since_s: float = 0.0  # when it came
+    spoke_s: float = 0.0  # when it was last heard
 
 
 class Membership:

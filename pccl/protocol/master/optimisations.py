@@ -40,6 +40,7 @@ class Optimisation:
     measuring: dict[int, tuple[int, ...]] = field(default_factory=dict)  # those that do so now
     links: dict[tuple[int, int], Link] = field(default_factory=dict)  # from whom to whom
     inflow: dict[int, int] = field(default_factory=dict)  # bytes per second from all at once
+    since_s: float = 0.0  # when the last one entered it
 
 
 class Optimisations:
@@ -75,6 +76,7 @@ class Optimisations:
         )
         calls = {number: vote.call for number, vote in round_.votes.items()}
         self.current = Optimisation(calls, slots)
+        self.current.since_s = next(reversed(round_.votes.values())).since_s
         self._probe(self.current)
 
     def _schedule(self, numbers: list[int]) -> list[dict[int, tuple[int, ...]]]:

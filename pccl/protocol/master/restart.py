@@ -53,15 +53,17 @@ class Restart:
         return conn in self.backlog or conn in self.recovery
 
 
-def restore(run: Run, before: Before, back: Mapping[int, Back]) -> None:
-    """Has a run go on as it was, with those who are back."""
+def restore(run: Run, before: Before, back: Mapping[int, Back], now_s: float) -> None:
+    """Has a run go on as it was, with those who are back; at this time, as is shown."""
     membership = run.membership
     membership.next_number = max(membership.next_number, before.next_peer)
     incarnation = max(run.numbers.incarnation, before.incarnation + 1)
     run.numbers.begin(incarnation)
     run.outbox.do(Adopt(run.number, incarnation))
     for number, info in before.accepted.items():
-        membership.bring_back(back[number].conn, info, back[number].host, back[number].resume)
+        its = back[number]
+        peer = membership.bring_back(its.conn, info, its.host, its.resume)
+        peer.since_s = peer.spoke_s = now_s
         run.outbox.do(Remember(info))
     run.history.restore(before)
     for group, was in before.groups.items():
@@ -74,14 +76,14 @@ def restore(run: Run, before: Before, back: Mapping[int, Back]) -> None:
     for number, info in before.accepted.items():
         run.outbox.send(number, m.Admitted(run.number, run.history.done(info.group)))
     for seq in sorted(before.collectives):
-        _resolve(run, seq, before.collectives[seq])
+        _resolve(run, seq, before.collectives[seq], now_s)
     for number, small in before.missed:
         run.outbox.send(number, m.Missed(small))
     for number, peer in membership.peers.items():
         run.outbox.send(number, m.Resumed(run.history.done(peer.info.group)))
 
 
-def _resolve(run: Run, seq: int, was: Unresolved) -> None:
+def _resolve(run: Run, seq: int, was: Unresolved, now_s: float) -> None:
     start = frozenset((RoundId(Kind.START, was.group, was.tag),))
     lost = Result.RANK_CONNECTION_LOST
     for number in sorted(was.unheard):  # its vote to start is void, as it is for the others
@@ -89,6 +91,7 @@ def _resolve(run: Run, seq: int, was: Unresolved) -> None:
         run.voting.reject_later(number, rejection)
     if was.outcome is None:
         running = Running(seq, was.group, was.members, f"collective {seq}", was.votes)
+        running.since_s = now_s
         run.collectives.resolve(running, RESTARTED)
         return
     for number in sorted(was.open):

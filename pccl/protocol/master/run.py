@@ -19,6 +19,7 @@ from pccl.protocol.master.outbox import Outbox, plain
 from pccl.protocol.master.recovery import Journal
 from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.master.table import CollectiveTable
+from pccl.protocol.master.tally import Loss, Tally
 from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import Kind, Round
 from pccl.types import Result
@@ -45,6 +46,7 @@ class Run:
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
         self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
         self.table = CollectiveTable()
+        self.tally = Tally()
         self.collectives = Collectives(
             self.membership,
             self.numbers,
@@ -105,6 +107,7 @@ class Run:
             return
         self.membership.go_on()
         heard = self.numbers.next_seq - 1
+        self.tally.joined += len(fresh)
         for number in fresh:
             self.membership.accept(number, heard)
         for group in dict.fromkeys(map(self.membership.group_of, fresh)):
@@ -126,7 +129,9 @@ class Run:
 
     # ---- who goes ----
 
-    def remove_all(self, whys: Mapping[int, str], kick: Result | None = None) -> None:
+    def remove_all(
+        self, whys: Mapping[int, str], kick: Result | None = None, how: Loss = Loss.DISMISSED
+    ) -> None:
         """Peers leave, for a reason each; with `kick` they are told so."""
         lost: dict[int, dict[int, str]] = {}  # what is said of them, by group and number
         for number, why in whys.items():
@@ -138,6 +143,7 @@ class Run:
             self.outbox.do(Drop(peer.conn, why))
             title = f"{peer.info}: {why}"
             if peer.accepted:
+                self.tally.lost[how] += 1
                 self.outbox.do(Forget(number))
                 lost.setdefault(peer.info.group, {})[number] = title
             self.outbox.note(f"{title}; {self.membership.size()} peers remain")
@@ -174,6 +180,7 @@ class Run:
     def _commit(self, round_: Round[object]) -> None:
         if round_.id.group is None:
             self.membership.go_on()
+        self.tally.committed(round_)
         self._commits[round_.id.kind](round_)
 
     def _commit_topology(self, round_: Round[object]) -> None:

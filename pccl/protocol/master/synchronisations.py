@@ -62,6 +62,10 @@ class Synchronisations:
         sync = self._current.get(self._membership.group_of(number))
         return sync if sync is not None and number in sync.members else None
 
+    def of_group(self, group: int) -> Sync | None:
+        """The synchronisation of a group, if there is one."""
+        return self._current.get(group)
+
     def begin(self, round_: Round[object]) -> None:
         """All members of a group have offered what they have."""
         group = round_.id.group

@@ -20,6 +20,7 @@ class Running:
     around: tuple[int, tuple[m.Ring, ...]] | None = None  # the epoch and rings that it goes around
     why: str = ""
     cause: m.Cause = m.Cause.OTHER
+    since_s: float = 0.0  # when the last one entered it
 
     @property
     def missing(self) -> set[int]:
@@ -28,9 +29,15 @@ class Running:
 
 
 class CollectiveTable:
-    """Running collectives by their sequence numbers."""
+    """Running collectives by their sequence numbers.
+
+    Attributes:
+        committed: how many have succeeded.
+        aborted: how many have not.
+    """
 
     def __init__(self) -> None:
+        self.committed = self.aborted = 0
         self._running: dict[int, Running] = {}
         self._counts: dict[int, int] = {}  # how many a peer is a member of
 
@@ -62,6 +69,10 @@ class CollectiveTable:
     def remove(self, running: Running) -> None:
         """A collective has an outcome."""
         del self._running[running.seq]
+        if all(running.votes.values()):
+            self.committed += 1
+        else:
+            self.aborted += 1
         counts = self._counts
         for number in running.members:
             if counts[number] == 1:

@@ -186,6 +186,7 @@ class Server:
             while not self._stop:
                 wait_s = self._patience_s(drained)
                 reads = waiter.wait(wait_s)
+                self._master.now_s = time.monotonic()
                 self._pauses.feel(wait_s)
                 for read in reads:
                     read()
@@ -228,7 +229,9 @@ class Server:
 
     def _new_master(self, run: int, journal: Journal | None) -> Master:
         secret = secrets.token_bytes(32)
-        return Master(run, combine, self._straggler_s, journal, secret=secret)
+        master = Master(run, combine, self._straggler_s, journal, secret=secret)
+        master.now_s = time.monotonic()
+        return master
 
     def _begin_anew(self, why: str) -> None:
         """Goes on as after a restart: it was the master that was away, not its peers."""

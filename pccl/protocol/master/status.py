@@ -1,0 +1,306 @@
+"""What a run looks like just now: a snapshot for whoever watches it.
+
+It has nothing by which its reader could take part in the run: no number of the run, no nonce, no
+password, no key. Texts that quote peers are printable. What it costs does not depend on how much
+the peers ask for at the same time: of many waits it has the oldest.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from enum import StrEnum
+from itertools import islice
+
+from msgspec import Struct
+
+from pccl.protocol.master.explain import (
+    ADMITTING,
+    admitting,
+    entering,
+    finishing,
+    measuring,
+    receiving,
+)
+from pccl.protocol.master.optimisations import Optimisation
+from pccl.protocol.master.outbox import plain
+from pccl.protocol.master.run import Run
+from pccl.protocol.master.synchronisations import Sync
+from pccl.protocol.master.table import Running
+from pccl.protocol.master.tally import Histogram, Loss
+from pccl.protocol.rounds import Kind, Round
+from pccl.version import __version__
+
+WAITS_MAX = 64  # rounds that are shown, and collectives that run
+CALLS_MAX = 4  # of one peer
+MISSING_MAX = 32  # peers that are named where many are waited for
+
+
+class Phase(StrEnum):
+    """How far a call is."""
+
+    ADMISSION = "admission"  # of a newcomer
+    ENTERING = "entering"  # not all have entered it
+    RUNNING = "running"  # a collective: not all have finished it
+    RECEIVING = "receiving"  # a synchronisation: not all have the content
+    MEASURING = "measuring"  # links
+
+
+class CallStatus(Struct, frozen=True):
+    """A call that a peer stands in, and for how long it, or of a RUNNING one all, have."""
+
+    call: str
+    phase: Phase
+    waited_s: float
+
+
+class PeerStatus(Struct, frozen=True):
+    """A peer.
+
+    Attributes:
+        peer: its number.
+        host: where others reach it.
+        port: likewise.
+        group: its number.
+        accepted: or pending.
+        here_s: since it came, or since the master was restarted.
+        silent_s: since its last message. It sends none while it computes.
+        synchronised: whether it took part in its group's last synchronisation.
+        calls: in which it stands; of many the first ones.
+    """
+
+    peer: int
+    host: str
+    port: int
+    group: int
+    accepted: bool
+    here_s: float
+    silent_s: float
+    synchronised: bool
+    calls: tuple[CallStatus, ...]
+
+
+class WaitStatus(Struct, frozen=True):
+    """A call that some peers stand in, and for whom they wait.
+
+    Attributes:
+        call: with its arguments.
+        group: of a call of one group.
+        phase: how far it is.
+        waited_s: how long the first one has stood in it; of a RUNNING one, how long all have.
+        entered: how many peers stand in it.
+        missing: who is waited for; of many the first ones.
+        missing_count: how many are waited for.
+        why: for whom it waits, and where those stand, in words.
+    """
+
+    call: str
+    group: int | None
+    phase: Phase
+    waited_s: float
+    entered: int
+    missing: tuple[int, ...]
+    missing_count: int
+    why: str
+
+
+class RingStatus(Struct, frozen=True):
+    """A ring: the peers in order, each sending to the next, and its share of the data."""
+
+    order: tuple[int, ...]
+    weight: int
+
+
+class GroupStatus(Struct, frozen=True):
+    """A group: its accepted peers, its ring, and its shared state, where it has one."""
+
+    group: int
+    size: int
+    epoch: int
+    rings: tuple[RingStatus, ...]
+    running: int
+    revision: int | None
+    holders: int
+    synchronising: bool
+
+
+class Counts(Struct, frozen=True):
+    """Since the master began; `votes` by what was voted on, in the bounds of tally.BOUNDS_S."""
+
+    joined: int
+    lost: dict[Loss, int]
+    committed: int
+    aborted: int
+    votes: dict[Kind, Histogram]
+
+
+class Status(Struct, frozen=True):
+    """A run, as its master knows it.
+
+    Attributes:
+        version: of pccl.
+        recovering: whether a restarted master waits for the peers of before.
+        awaited: their numbers, as far as it knows them.
+        peers: all that are registered.
+        groups: all that have accepted peers.
+        waits: the oldest rounds in which somebody waits, then what goes on after one.
+        waits_left_out: how many more there are.
+        counts: of what has happened.
+    """
+
+    version: str
+    recovering: bool
+    awaited: tuple[int, ...]
+    peers: tuple[PeerStatus, ...]
+    groups: tuple[GroupStatus, ...]
+    waits: tuple[WaitStatus, ...]
+    waits_left_out: int
+    counts: Counts
+
+
+class _Waits:
+    """All that somebody waits for, and with it what each peer stands in.
+
+    Attributes:
+        found: the waits.
+        calls: of peers, by number.
+    """
+
+    def __init__(self, run: Run, now_s: float) -> None:
+        self._run, self._now_s = run, now_s
+        self.found: list[WaitStatus] = []
+        self.calls: dict[int, list[CallStatus]] = {}
+        for round_ in islice(run.voting.open, WAITS_MAX):
+            self._round(round_)
+        for running in islice(run.table, WAITS_MAX):
+            self._running(running)
+        for group in run.groups:
+            if (sync := run.synchronisations.of_group(group)) is not None:
+                self._sync(sync)
+        if run.optimisations.current is not None:
+            self._optimisation(run.optimisations.current)
+        if pending := run.membership.pending:
+            self._admission(pending)
+
+    def _round(self, round_: Round[object]) -> None:
+        call = round_.describe(next(iter(round_.votes)))
+        since_s = {number: vote.since_s for number, vote in round_.votes.items()}
+        late, why = self._run.voting.absent(round_), entering(self._run, round_)
+        self._add(call, round_.id.group, Phase.ENTERING, since_s, late, why)
+
+    def _running(self, running: Running) -> None:
+        since_s = dict.fromkeys(running.members, running.since_s)
+        late, why = sorted(running.missing), finishing(self._run, running)
+        self._add(running.title, running.group, Phase.RUNNING, since_s, late, why)
+
+    def _sync(self, sync: Sync) -> None:
+        since_s = {number: vote.since_s for number, vote in sync.members.items()}
+        late, why = sorted(sync.fetching), receiving(self._run, sync)
+        self._add("sync_shared_state()", sync.group, Phase.RECEIVING, since_s, late, why)
+
+    def _optimisation(self, optimisation: Optimisation) -> None:
+        since_s = dict.fromkeys(optimisation.calls, optimisation.since_s)
+        late, why = sorted(optimisation.measuring), measuring(self._run, optimisation)
+        self._add("optimize_topology()", None, Phase.MEASURING, since_s, late, why)
+
+    def _admission(self, pending: list[int]) -> None:
+        peers, voting = self._run.membership.peers, self._run.voting
+        since_s = {number: peers[number].since_s for number in pending}
+        round_ = voting.open.get(ADMITTING)
+        accepted = self._run.membership.accepted()
+        late = accepted if round_ is None else voting.absent(round_)
+        self._add("connect()", None, Phase.ADMISSION, since_s, late, admitting(self._run))
+
+    def _add(
+        self,
+        call: str,
+        group: int | None,
+        phase: Phase,
+        since_s: Mapping[int, float],
+        late: list[int],
+        why: str,
+    ) -> None:
+        """One wait: `since_s` is who stands in it, the first one first, and since when."""
+        call = plain(call)
+        for number, its_s in since_s.items():
+            calls = self.calls.setdefault(number, [])
+            if len(calls) < CALLS_MAX:
+                calls.append(CallStatus(call, phase, self._now_s - its_s))
+        first_s = min(since_s.values(), default=self._now_s)
+        self.found.append(
+            WaitStatus(
+                call,
+                group,
+                phase,
+                waited_s=self._now_s - first_s,
+                entered=len(since_s),
+                missing=tuple(late[:MISSING_MAX]),
+                missing_count=len(late),
+                why=plain(why),
+            )
+        )
+
+
+def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
+    """What a run looks like.
+
+    Args:
+        run: all that the master knows.
+        now_s: the time.
+        awaited: peers of before that a restarted master waits for; None: it waits for nobody.
+    """
+    waits = _Waits(run, now_s)
+    table, tally = run.table, run.tally
+    return Status(
+        version=__version__,
+        recovering=awaited is not None,
+        awaited=tuple(awaited or ()),
+        peers=tuple(_peers(run, now_s, waits.calls)),
+        groups=tuple(_groups(run)),
+        waits=tuple(waits.found),
+        waits_left_out=sum(max(0, len(of) - WAITS_MAX) for of in (run.voting.open, table)),
+        counts=Counts(
+            joined=tally.joined,
+            lost={how: tally.lost[how] for how in Loss},
+            committed=table.committed,
+            aborted=table.aborted,
+            votes={
+                kind: Histogram(list(waited.counts), waited.total_s)
+                for kind, waited in tally.vote_waits.items()
+            },
+        ),
+    )
+
+
+def _peers(
+    run: Run, now_s: float, calls: Mapping[int, Sequence[CallStatus]]
+) -> Iterator[PeerStatus]:
+    holders = {group: run.history.of(group).holders for group in run.groups}
+    for number, peer in run.membership.peers.items():
+        yield PeerStatus(
+            number,
+            peer.info.host,
+            peer.info.port,
+            peer.info.group,
+            peer.accepted,
+            now_s - peer.since_s,
+            now_s - peer.spoke_s,
+            number in holders.get(peer.info.group, ()),
+            tuple(calls.get(number, ())),
+        )
+
+
+def _groups(run: Run) -> Iterator[GroupStatus]:
+    running = Counter(one.group for one in run.table)
+    for number in run.groups:
+        group, state = run.groups[number], run.history.of(number)
+        yield GroupStatus(
+            number,
+            run.membership.size(number),
+            group.epoch,
+            tuple(RingStatus(ring.order, ring.weight) for ring in group.planned),
+            running[number],
+            state.revision,
+            len(state.holders),
+            run.synchronisations.under_way(number),
+        )
