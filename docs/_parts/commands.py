@@ -40,6 +40,8 @@ def _below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser
 
 
 def _usage(parser: argparse.ArgumentParser) -> str:
+    if parser.usage:
+        return parser.usage
     words = [action.metavar or action.dest for action in parser._get_positional_actions()]
     return " ".join([parser.prog, *map(str, words), "[options]"])
 

@@ -15,6 +15,7 @@ from pccl.runtime.signals import ended_by, interrupt
 
 COMMANDS = {  # name -> help, and the module with add_arguments and run
     "master": ("serve as the master of a run", "pccl.master"),
+    "run": ("run copies of a program on this machine, and restart those that die", "pccl.cli.run"),
     "keys": ("make the keys of an encrypted run", "pccl.cli.keys"),
     "demo": (
         "train a small GPT over several peers while one is killed and another joins",
