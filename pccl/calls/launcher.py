@@ -51,10 +51,9 @@ class Launcher:
     def run(self, name: str, work: Operands, tag: int, timeout: float | None) -> ReduceInfo:
         """Launches a collective and waits; raises the exception if it fails."""
         deadline = Deadline(timeout)
-        self._membership.client(name)
-        stuck = timeout is None and self._membership.standing.single_threaded()
         launch = self._prepare(name, tag)
         try:
+            stuck = timeout is None and self._membership.standing.single_threaded()
             launch.begin(work, stuck)
             end = launch.finish(deadline)
         except BaseException:
