@@ -42,8 +42,8 @@ static uint64_t payload_bytes(const struct collective *collective, const struct 
 /* How many elements of a part make a message of about as many bytes as START says. */
 static uint64_t chunk_elements(const struct ring *ring, const struct part *part)
 {
-    const struct collective *collective = collective_of(op_of(&ring->link));
-    uint64_t bytes = stream_chunk(ring->link.stream, collective->chunk);
+    const struct collective *collective = collective_of(op_of(&ring->flow));
+    uint64_t bytes = stream_chunk(ring->flow.stream, collective->chunk);
     uint64_t step = collective->format == PCCL_UNQUANTIZED
         ? PCCL_QUANTUM : pccl_quantized_block(collective->format);
     uint64_t steps = bytes / payload_bytes(collective, part, step);
@@ -53,7 +53,7 @@ static uint64_t chunk_elements(const struct ring *ring, const struct part *part)
 /* How many elements our next chunk has, which begins at the cursor. */
 static uint64_t own_length(const struct ring *ring, const struct part *part)
 {
-    const struct collective *collective = collective_of(op_of(&ring->link));
+    const struct collective *collective = collective_of(op_of(&ring->flow));
     uint64_t length = part_left(&collective->parts, part, ring->cursor);
     uint64_t chunk = chunk_elements(ring, part);
     if (length > ring->end - ring->cursor)
@@ -80,7 +80,7 @@ static void note_sent(struct collective *collective, const struct part *part, ui
 static enum turn build_own(struct ring *ring, const struct part *part, struct packet *packet,
                            const struct wire_header *header)
 {
-    struct op *op = op_of(&ring->link);
+    struct op *op = op_of(&ring->flow);
     struct collective *collective = collective_of(op);
     const unsigned char *own = part_send(&collective->parts, part, header->offset);
     uint64_t bytes = payload_bytes(collective, part, header->length);
@@ -89,8 +89,8 @@ static enum turn build_own(struct ring *ring, const struct part *part, struct pa
         status = packet_build(&op->source, packet, header, own, bytes);
         return status == PCCL_OK ? TURN_OVER : TURN_FAILED;
     }
-    if (!stream_has_room(ring->link.stream)) {
-        ring->link.stream->blocked = true;
+    if (!stream_has_room(ring->flow.stream)) {
+        ring->flow.stream->blocked = true;
         return TURN_BLOCKED;
     }
     if (packet_reserve(&op->source, packet, header, bytes) != PCCL_OK)
@@ -105,11 +105,11 @@ static enum turn build_own(struct ring *ring, const struct part *part, struct pa
 /* The header of our own chunk of `length` elements at the cursor. */
 static struct wire_header own_header(const struct ring *ring, uint64_t length)
 {
-    struct op *op = op_of(&ring->link);
+    struct op *op = op_of(&ring->flow);
     const pccl_ring *place = &ring->place;
     uint32_t members = place->members, next = ring_next(members, place->position);
     struct wire_header header = op_header(op, WIRE_CHUNK);
-    header.ring = (uint8_t)ring->link.index;
+    header.ring = (uint8_t)ring->flow.index;
     header.hop = (uint16_t)collective_first_hop(collective_of(op), members);
     header.segment = (uint16_t)ring_segment(members, next, header.hop);
     header.members = (uint16_t)members;
@@ -118,10 +118,10 @@ static struct wire_header own_header(const struct ring *ring, uint64_t length)
     return header;
 }
 
-enum turn chunk_send(struct link *link)
+enum turn chunk_send(struct flow *flow)
 {
-    struct op *op = op_of(link);
-    struct ring *ring = (struct ring *)link;
+    struct op *op = op_of(flow);
+    struct ring *ring = (struct ring *)flow;
     struct collective *collective = collective_of(op);
     const struct part *part = part_at(&collective->parts, ring->cursor);
     uint64_t length = own_length(ring, part);
@@ -134,7 +134,7 @@ enum turn chunk_send(struct link *link)
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
     if (made != TURN_OVER)
         return made;
-    if (stream_send(link->stream, &op->source, &packet) == BLOCKED) {
+    if (stream_send(flow->stream, &op->source, &packet) == BLOCKED) {
         packet_clear(op->source.zmq, &packet);
         return TURN_BLOCKED;
     }
@@ -201,7 +201,7 @@ static const char *check_place(const struct collective *collective, const struct
     const struct ring *ring;
     const pccl_ring *place;
     uint64_t from, to;
-    if (chunk->ring >= collective->op.n_links)
+    if (chunk->ring >= collective->op.n_flows)
         return "a chunk has another ring";
     ring = collective_ring(collective, chunk->ring);
     place = &ring->place;
@@ -232,7 +232,7 @@ static const char *check_turn(const struct collective *collective, const struct 
 /* Sends a message on: now if none waits before it and there is room, else later. */
 static void forward(struct op *op, uint8_t index, struct packet **packet)
 {
-    struct stream *stream = op->started ? op->links[index]->stream : NULL;
+    struct stream *stream = op->started ? op->flows[index]->stream : NULL;
     struct packet *fresh, *waiting = *packet;
     if (stream != NULL && stream->forwards.head == NULL
         && stream_send(stream, &op->source, waiting) == SENT)

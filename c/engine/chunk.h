@@ -7,6 +7,6 @@
 
 /* For struct op_kind. */
 void chunk_take(struct op *op, const struct wire_header *header, struct packet **packet);
-enum turn chunk_send(struct link *link);
+enum turn chunk_send(struct flow *flow);
 
 #endif

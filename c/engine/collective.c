@@ -41,7 +41,7 @@ static uint32_t rank_at(const pccl_ring *ring, uint32_t position)
 
 void collective_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint64_t *to)
 {
-    const struct collective *collective = collective_of(op_of(&ring->link));
+    const struct collective *collective = collective_of(op_of(&ring->flow));
     const pccl_ring *place = &ring->place;
     uint32_t owner = ring_owner(place->members, segment);
     uint64_t begin = place->begin;
@@ -147,9 +147,9 @@ void collective_end(struct op *op, bool keep)
     undo_close(&collective->undo, &op->ops->spare);
 }
 
-void collective_drop(struct op *op, struct link *link)
+void collective_drop(struct op *op, struct flow *flow)
 {
-    if (link == NULL)
+    if (flow == NULL)
         packets_drop(op->source.zmq, &collective_of(op)->early, NULL);
 }
 
@@ -244,7 +244,7 @@ static uint32_t first_segment(const struct collective *collective, const pccl_ri
     return ring_segment(place->members, ring_next(place->members, place->position), hop);
 }
 
-/* Makes the links of all rings, or fails the op. */
+/* Makes the flows of all rings, or fails the op. */
 static bool join_rings(struct collective *collective, const pccl_order *order)
 {
     struct op *op = &collective->op;
@@ -258,13 +258,13 @@ static bool join_rings(struct collective *collective, const pccl_order *order)
             op_fail_stream(op, place->stream, "it is not open");
             return false;
         }
-        ring = (struct ring *)op_add_link(op, stream);
+        ring = (struct ring *)op_add_flow(op, stream);
         if (ring == NULL) {
             op_fail(op, PCCL_ENOMEM, "no memory for a ring");
             return false;
         }
         ring->place = *place;
-        collective->is_spread |= stream != op->links[0]->stream;
+        collective->is_spread |= stream != op->flows[0]->stream;
         if (members > 1)
             collective_range(ring, first_segment(collective, place), &ring->cursor, &ring->end);
     }
@@ -275,7 +275,7 @@ static bool join_rings(struct collective *collective, const pccl_order *order)
 static bool was_forestalled(const struct collective *collective)
 {
     uint32_t i;
-    for (i = 0; !collective->shape.reduces && i < collective->op.n_links; i++) {
+    for (i = 0; !collective->shape.reduces && i < collective->op.n_flows; i++) {
         const struct ring *ring = collective_ring(collective, i);
         if (ring->cursor < ring->end
             && quanta_any(collective->written_set, ring->cursor / PCCL_QUANTUM,
@@ -303,7 +303,7 @@ static void release_early(struct collective *collective)
         bool valid = wire_decode(&header, packet_header(collective->op.source.zmq, packet));
         assert(valid);           /* the claims say that there is such a ring */
         (void)valid;
-        packets_append(&collective->op.links[header.ring]->stream->forwards, packet);
+        packets_append(&collective->op.flows[header.ring]->stream->forwards, packet);
     }
 }
 
@@ -349,9 +349,9 @@ void collective_start(struct op *op, const pccl_order *order)
     else
         collective->wanted = count_wanted(collective);
     release_early(collective);
-    for (i = 0; i < op->n_links; i++)
+    for (i = 0; i < op->n_flows; i++)
         if (collective_ring(collective, i)->cursor < collective_ring(collective, i)->end)
-            link_request_turn(op->links[i]);
+            flow_request_turn(op->flows[i]);
     if (collective_is_complete(collective))
         op_complete(op);
 }

@@ -36,7 +36,7 @@ struct collective {
 
 /* A ring of a collective. */
 struct ring {
-    struct link link;
+    struct flow flow;
     pccl_ring place;         /* ours in it */
     uint64_t cursor, end;    /* what is left of our own chunks, offsets */
 };
@@ -48,13 +48,13 @@ static inline struct collective *collective_of(struct op *op)
 
 static inline struct ring *collective_ring(const struct collective *collective, uint32_t index)
 {
-    return (struct ring *)collective->op.links[index];
+    return (struct ring *)collective->op.flows[index];
 }
 
 /* For struct op_kind. */
 void collective_enter(struct op *op, const pccl_order *order);
 void collective_start(struct op *op, const pccl_order *order);
-void collective_drop(struct op *op, struct link *link);
+void collective_drop(struct op *op, struct flow *flow);
 void collective_lose(struct op *op, const struct stream *stream);
 void collective_end(struct op *op, bool keep);
 void collective_free(struct op *op);

@@ -32,7 +32,7 @@ enum {
     LATELY = 64              /* answers for each holder */
 };
 
-/* What a link is to be asked for next. */
+/* What a flow is to be asked for next. */
 struct range {
     struct want *returned;   /* not NULL: this one, again */
     struct leaf *leaf;       /* NULL: nothing */
@@ -45,19 +45,19 @@ static struct fetch *fetch_of(struct op *op)
     return (struct fetch *)op;
 }
 
-static struct holder *holder_of(struct link *link)
+static struct holder *holder_of(struct flow *flow)
 {
-    return (struct holder *)link;
+    return (struct holder *)flow;
 }
 
 static struct fetch *fetch_from(const struct holder *holder)
 {
-    return fetch_of(op_of(&holder->link));
+    return fetch_of(op_of(&holder->flow));
 }
 
 static struct holder *holder_at(const struct fetch *fetch, uint32_t index)
 {
-    return holder_of(fetch->op.links[index]);
+    return holder_of(fetch->op.flows[index]);
 }
 
 /* ---- leaves ---- */
@@ -131,8 +131,8 @@ static struct leaf *find_leaf(const struct fetch *fetch, uint32_t piece, uint32_
 static void request_turns(const struct fetch *fetch)
 {
     uint32_t i;
-    for (i = 0; i < fetch->op.n_links; i++)
-        link_request_turn(fetch->op.links[i]);
+    for (i = 0; i < fetch->op.n_flows; i++)
+        flow_request_turn(fetch->op.flows[i]);
 }
 
 /* Ends the fetch when everything is here: no holder needs a turn any more. */
@@ -140,9 +140,9 @@ static void complete(struct fetch *fetch)
 {
     struct op *op = &fetch->op;
     uint32_t i;
-    for (i = 0; i < op->n_links; i++)
-        if (op->links[i]->stream != NULL)
-            stream_drop(op->links[i]->stream, &op->source);
+    for (i = 0; i < op->n_flows; i++)
+        if (op->flows[i]->stream != NULL)
+            stream_drop(op->flows[i]->stream, &op->source);
     op_complete(op);
 }
 
@@ -156,9 +156,9 @@ static void accept(struct fetch *fetch, struct leaf *leaf)
 
 static void reject(struct fetch *fetch, struct leaf *leaf)
 {
-    struct link *link = leaf->source < fetch->op.n_links ? fetch->op.links[leaf->source] : NULL;
-    if (link != NULL && link->stream != NULL)
-        stream_lose(link->stream, PCCL_EPROTO, "what came from there is not what was asked for");
+    struct flow *flow = leaf->source < fetch->op.n_flows ? fetch->op.flows[leaf->source] : NULL;
+    if (flow != NULL && flow->stream != NULL)
+        stream_lose(flow->stream, PCCL_EPROTO, "what came from there is not what was asked for");
     leaf->state = LEAF_MISSING;
     leaf->source = FROM_NOBODY;
     leaf->owner = NULL;
@@ -190,8 +190,8 @@ static void judge(struct fetch *fetch, const pccl_order *order)
 static uint32_t count_holders(const struct fetch *fetch)
 {
     uint32_t i, n = 0;
-    for (i = 0; i < fetch->op.n_links; i++)
-        n += fetch->op.links[i]->stream != NULL;
+    for (i = 0; i < fetch->op.n_flows; i++)
+        n += fetch->op.flows[i]->stream != NULL;
     return n;
 }
 
@@ -200,8 +200,8 @@ static bool is_passed_over(const struct holder *holder)
 {
     const struct fetch *fetch = fetch_from(holder);
     uint32_t i, others = 0;
-    for (i = 0; i < fetch->op.n_links; i++)
-        others += fetch->op.links[i]->stream != NULL && !holder_at(fetch, i)->silent;
+    for (i = 0; i < fetch->op.n_flows; i++)
+        others += fetch->op.flows[i]->stream != NULL && !holder_at(fetch, i)->silent;
     return holder->silent && others > 0;
 }
 
@@ -247,10 +247,10 @@ static void return_wants(struct fetch *fetch, struct holder *holder)
 static void return_lost(struct fetch *fetch)
 {
     uint32_t i;
-    for (i = 0; i < fetch->op.n_links; i++) {
+    for (i = 0; i < fetch->op.n_flows; i++) {
         struct holder *holder = holder_at(fetch, i);
         bool counts = holder->outstanding > 0 || holder->leaf != NULL || holder->delivered > 0;
-        if (counts && holder->link.stream == NULL)
+        if (counts && holder->flow.stream == NULL)
             return_wants(fetch, holder);
     }
 }
@@ -260,16 +260,16 @@ static bool return_all(struct fetch *fetch)
 {
     uint32_t i, silent = 0;
     bool any = false;
-    for (i = 0; i < fetch->op.n_links; i++) {
+    for (i = 0; i < fetch->op.n_flows; i++) {
         struct holder *holder = holder_at(fetch, i);
         holder->silent |= holder->outstanding > 0;
         any |= holder->outstanding > 0;
-        silent += holder->link.stream != NULL && holder->silent;
+        silent += holder->flow.stream != NULL && holder->silent;
         if (holder->outstanding > 0)
             return_wants(fetch, holder);
     }
     if (!any || silent == count_holders(fetch))
-        for (i = 0; i < fetch->op.n_links; i++)
+        for (i = 0; i < fetch->op.n_flows; i++)
             holder_at(fetch, i)->silent = false;
     return any;
 }
@@ -315,7 +315,7 @@ static void begin_round(struct fetch *fetch, const pccl_order *order)
 {
     struct op *op = &fetch->op;
     uint32_t chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
-    op_forget_links(op);
+    op_forget_flows(op);
     return_lost(fetch);
     fetch->chunk = chunk > 0 ? chunk : 1;
     op->started = true;
@@ -329,20 +329,20 @@ void fetch_start(struct op *op, const pccl_order *order)
     uint32_t i;
     if (!op->started || order->seq > op->seq)
         begin_round(fetch, order);
-    if (op->n_links + order->n_ends > UINT16_MAX || grow_wants(fetch, order->n_ends) != PCCL_OK) {
+    if (op->n_flows + order->n_ends > UINT16_MAX || grow_wants(fetch, order->n_ends) != PCCL_OK) {
         op_fail(op, PCCL_ENOMEM, "no memory for requests");
         return;
     }
     for (i = 0; i < order->n_ends; i++) {
         const pccl_end *end = &order->ends[i];
         struct stream *stream = streams_find(op->ops->streams, end->stream);
-        struct link *link = end->slot > UINT16_MAX ? NULL : op_add_link(op, stream);
-        if (link == NULL) {
+        struct flow *flow = end->slot > UINT16_MAX ? NULL : op_add_flow(op, stream);
+        if (flow == NULL) {
             op_fail(op, PCCL_ENOMEM, "no memory for a holder, or its slot is too large");
             return;
         }
-        holder_of(link)->slot = end->slot;
-        link_request_turn(link);
+        holder_of(flow)->slot = end->slot;
+        flow_request_turn(flow);
     }
     if (fetch->unproven == 0)
         complete(fetch);
@@ -376,10 +376,10 @@ static void count_delivery(struct holder *holder)
     struct fetch *fetch = fetch_from(holder);
     uint32_t i;
     holder->delivered++;
-    if (++fetch->delivered < 2 * LATELY * fetch->op.n_links)
+    if (++fetch->delivered < 2 * LATELY * fetch->op.n_flows)
         return;
     fetch->delivered = 0;
-    for (i = 0; i < fetch->op.n_links; i++) {
+    for (i = 0; i < fetch->op.n_flows; i++) {
         holder_at(fetch, i)->delivered /= 2;
         fetch->delivered += holder_at(fetch, i)->delivered;
     }
@@ -471,11 +471,11 @@ static void note_request(struct holder *holder, const struct range *range)
     want->length = range->length;
 }
 
-enum turn fetch_send(struct link *link)
+enum turn fetch_send(struct flow *flow)
 {
-    struct op *op = op_of(link);
+    struct op *op = op_of(flow);
     struct fetch *fetch = fetch_of(op);
-    struct holder *holder = holder_of(link);
+    struct holder *holder = holder_of(flow);
     struct range range = {0};
     struct wire_header header;
     struct packet packet = {0};
@@ -484,14 +484,14 @@ enum turn fetch_send(struct link *link)
     if (range.leaf == NULL)
         return TURN_OVER;
     header = pieces_header(&fetch->pieces, op, WIRE_REQUEST, holder->slot, range.leaf->piece);
-    header.hop = (uint16_t)link->index;
+    header.hop = (uint16_t)flow->index;
     header.offset = range.offset;
     header.length = range.length;
     if (packet_build(&op->source, &packet, &header, NULL, 0) != PCCL_OK) {
         op_fail(op, PCCL_ENOMEM, "no memory for a request");
         return TURN_FAILED;
     }
-    if (stream_send(link->stream, &op->source, &packet) == BLOCKED) {
+    if (stream_send(flow->stream, &op->source, &packet) == BLOCKED) {
         packet_clear(op->source.zmq, &packet);
         return TURN_BLOCKED;
     }
@@ -536,10 +536,10 @@ static struct want *judge_data(const struct fetch *fetch, const struct wire_head
 {
     const struct op *op = &fetch->op;
     const struct holder *holder;
-    if (!op->started || header->hop >= op->n_links || bytes != header->length)
+    if (!op->started || header->hop >= op->n_flows || bytes != header->length)
         return NULL;
     holder = holder_at(fetch, header->hop);
-    return holder->link.stream != NULL ? find_want(fetch, holder, header) : NULL;
+    return holder->flow.stream != NULL ? find_want(fetch, holder, header) : NULL;
 }
 
 void fetch_take(struct op *op, const struct wire_header *header, struct packet **packet)
@@ -566,10 +566,10 @@ void fetch_take(struct op *op, const struct wire_header *header, struct packet *
     holder->silent = false;
     fetch->reminders = 0;
     count_delivery(holder);
-    link_request_turn(&holder->link);
+    flow_request_turn(&holder->flow);
     if (leaf->source == FROM_NOBODY)
-        leaf->source = holder->link.index;
-    else if (leaf->source != holder->link.index)
+        leaf->source = holder->flow.index;
+    else if (leaf->source != holder->flow.index)
         leaf->source = FROM_SEVERAL;
     leaf->missing -= header->length;
     if (leaf->missing == 0)

@@ -46,7 +46,7 @@ struct fetch {
 
 /* Whoever holds the pieces. */
 struct holder {
-    struct link link;
+    struct flow flow;
     uint32_t slot;           /* ours there */
     uint32_t outstanding;    /* requests under way, */
     uint32_t delivered;      /* and answered lately */
@@ -59,7 +59,7 @@ void fetch_enter(struct op *op, const pccl_order *order);
 void fetch_start(struct op *op, const pccl_order *order);
 void fetch_obey(struct op *op, const pccl_order *order);
 void fetch_take(struct op *op, const struct wire_header *header, struct packet **packet);
-enum turn fetch_send(struct link *link);
+enum turn fetch_send(struct flow *flow);
 void fetch_lose(struct op *op, const struct stream *stream);
 void fetch_free(struct op *op);
 

@@ -97,34 +97,34 @@ static void list_remove(struct op *op)
         op->next->prev = op->prev;
 }
 
-/* ---- links and events ---- */
+/* ---- flows and events ---- */
 
-struct link *op_add_link(struct op *op, struct stream *stream)
+struct flow *op_add_flow(struct op *op, struct stream *stream)
 {
-    struct link **links = realloc(op->links, (op->n_links + (size_t)1) * sizeof *links);
-    struct link *link;
-    if (links == NULL)
+    struct flow **flows = realloc(op->flows, (op->n_flows + (size_t)1) * sizeof *flows);
+    struct flow *flow;
+    if (flows == NULL)
         return NULL;
-    op->links = links;
-    link = calloc(1, op->kind->link_bytes);
-    if (link == NULL)
+    op->flows = flows;
+    flow = calloc(1, op->kind->flow_bytes);
+    if (flow == NULL)
         return NULL;
-    link->source = &op->source;
-    link->stream = stream;
-    link->send = op->kind->send;
-    link->urgent = op->kind->urgent;
-    link->index = op->n_links;
-    op->links[op->n_links++] = link;
-    return link;
+    flow->source = &op->source;
+    flow->stream = stream;
+    flow->send = op->kind->send;
+    flow->urgent = op->kind->urgent;
+    flow->index = op->n_flows;
+    op->flows[op->n_flows++] = flow;
+    return flow;
 }
 
-/* Drops what waits for a link's turn, or what waits without a link (NULL). */
-static void drop(struct op *op, struct link *link)
+/* Drops what waits for a flow's turn, or what waits without a flow (NULL). */
+static void drop(struct op *op, struct flow *flow)
 {
     if (op->kind->drop != NULL)
-        op->kind->drop(op, link);
-    if (link != NULL && link->stream != NULL)
-        stream_drop(link->stream, &op->source);
+        op->kind->drop(op, flow);
+    if (flow != NULL && flow->stream != NULL)
+        stream_drop(flow->stream, &op->source);
 }
 
 /* Drops all that the op waits to send. */
@@ -132,19 +132,19 @@ static void silence(struct op *op)
 {
     uint32_t i;
     drop(op, NULL);
-    for (i = 0; i < op->n_links; i++)
-        drop(op, op->links[i]);
+    for (i = 0; i < op->n_flows; i++)
+        drop(op, op->flows[i]);
     assert(op->source.pending == 0);
 }
 
-void op_forget_links(struct op *op)
+void op_forget_flows(struct op *op)
 {
     uint32_t i;
-    for (i = 0; i < op->n_links; i++) {
-        if (op->links[i]->stream == NULL)
+    for (i = 0; i < op->n_flows; i++) {
+        if (op->flows[i]->stream == NULL)
             continue;
-        drop(op, op->links[i]);
-        op->links[i]->stream = NULL;
+        drop(op, op->flows[i]);
+        op->flows[i]->stream = NULL;
     }
 }
 
@@ -244,11 +244,11 @@ static void lose_stream(struct op *op, struct stream *stream)
 {
     bool used = false;
     uint32_t i;
-    for (i = 0; i < op->n_links; i++) {
-        if (op->links[i]->stream != stream)
+    for (i = 0; i < op->n_flows; i++) {
+        if (op->flows[i]->stream != stream)
             continue;
-        drop(op, op->links[i]);
-        op->links[i]->stream = NULL;
+        drop(op, op->flows[i]);
+        op->flows[i]->stream = NULL;
         used = true;
     }
     if (used && is_active(op))
@@ -274,9 +274,9 @@ static void free_op(struct op *op)
     unindex_tag(op);
     if (op->kind->free != NULL)
         op->kind->free(op);
-    for (i = 0; i < op->n_links; i++)
-        free(op->links[i]);
-    free(op->links);
+    for (i = 0; i < op->n_flows; i++)
+        free(op->flows[i]);
+    free(op->flows);
     source_free(&op->source);
     free(op);
 }
@@ -334,9 +334,9 @@ bool ops_await_release(const struct ops *ops)
 static void lose_streams(struct op *op)
 {
     uint32_t i;
-    for (i = 0; i < op->n_links; i++)
-        if (op->links[i]->stream != NULL)
-            stream_lose(op->links[i]->stream, PCCL_ESTREAM, "closed to abort op %llu",
+    for (i = 0; i < op->n_flows; i++)
+        if (op->flows[i]->stream != NULL)
+            stream_lose(op->flows[i]->stream, PCCL_ESTREAM, "closed to abort op %llu",
                         (unsigned long long)op->id);
 }
 

@@ -23,8 +23,8 @@ struct op;
 struct op_kind {
     enum wire_kind message;      /* that ops of this kind take */
     size_t bytes;                /* of the struct that begins with the struct op, */
-    size_t link_bytes;           /* and of the one that begins with the struct link */
-    bool urgent;                 /* its links send before those of other kinds */
+    size_t flow_bytes;           /* and of the one that begins with the struct flow */
+    bool urgent;                 /* its flows send before those of other kinds */
     bool rounds;                 /* it can be started again, with a greater sequence number, */
     bool early_rounds;           /* and takes messages of such a round before it is */
     bool endless;                /* it never completes; COMMIT ends it at any time */
@@ -39,13 +39,13 @@ struct op_kind {
     /* Handles a message. Whoever keeps the packet puts an empty one in its place. */
     void (*take)(struct op *op, const struct wire_header *header, struct packet **packet);
 
-    /* Uses the turn of a link. */
-    enum turn (*send)(struct link *link);
+    /* Uses the turn of a flow. */
+    enum turn (*send)(struct flow *flow);
 
-    /* Drops what waits for a link's turn, or what waits without a link (NULL). */
-    void (*drop)(struct op *op, struct link *link);
+    /* Drops what waits for a flow's turn, or what waits without a flow (NULL). */
+    void (*drop)(struct op *op, struct flow *flow);
 
-    /* A stream of the op is lost. Its links lead nowhere by now. */
+    /* A stream of the op is lost. Its flows lead nowhere by now. */
     void (*lose)(struct op *op, const struct stream *stream);
 
     /* The result stays (`keep`), or what was there before it is restored. */
@@ -71,8 +71,8 @@ struct op {
     bool started, complete, failed;
     bool reversible;         /* it holds what ABORT restores, so COMPLETE does not settle it */
     uint64_t rx_bytes;
-    struct link **links;
-    uint32_t n_links;
+    struct flow **flows;
+    uint32_t n_flows;
 };
 
 /* All ops of an engine, and what they share. */
@@ -101,7 +101,7 @@ struct op *ops_find(const struct ops *ops, const struct op_kind *kind, uint64_t 
 void ops_take(struct ops *ops, struct op *op, const struct wire_header *header,
               struct packet **packet);
 
-/* A stream is gone: drops all links to it, and tells the ops. */
+/* A stream is gone: drops all flows to it, and tells the ops. */
 void ops_lose_stream(struct ops *ops, struct stream *stream);
 
 /* Settles ops that have ended and to which nothing refers any more. Whether there were any. */
@@ -113,10 +113,10 @@ bool ops_await_release(const struct ops *ops);
 /* Ends and frees all ops, when the context is gone. */
 void ops_free(struct ops *ops);
 
-/* The op of a link. */
-static inline struct op *op_of(const struct link *link)
+/* The op of a flow. */
+static inline struct op *op_of(const struct flow *flow)
 {
-    return (struct op *)link->source;        /* the first member of a struct op */
+    return (struct op *)flow->source;        /* the first member of a struct op */
 }
 
 /* An event of that kind about an op. */
@@ -132,11 +132,11 @@ void op_fail_stream(struct op *op, uint32_t stream, const char *text);
 void op_report(struct op *op, int status, const char *format, ...) PRINTF_LIKE(3, 4);
 void op_report_stream(struct op *op, uint32_t stream, const char *text);
 
-/* A new link of the op to a stream (may be NULL), or NULL without memory. */
-struct link *op_add_link(struct op *op, struct stream *stream);
+/* A new flow of the op to a stream (may be NULL), or NULL without memory. */
+struct flow *op_add_flow(struct op *op, struct stream *stream);
 
-/* Takes all links off their streams, for another round with others; drops what they wait for. */
-void op_forget_links(struct op *op);
+/* Takes all flows off their streams, for another round with others; drops what they wait for. */
+void op_forget_flows(struct op *op);
 
 /* Emits COMPLETE, and frees the op if it is settled too. */
 void op_complete(struct op *op);

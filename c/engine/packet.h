@@ -18,7 +18,7 @@ struct source {
     const pccl_zmq *zmq;
     struct backlog *backlog;
     uint32_t copy_max;       /* bytes: a payload up to this size is copied */
-    uint32_t pending;        /* packets and links (stream.h) of it that wait to send */
+    uint32_t pending;        /* packets and flows (stream.h) of it that wait to send */
     void *references;        /* libzmq's counter of messages that refer to its memory. NULL: there
                               * has never been one */
     uint64_t tx_bytes;       /* of payload that was sent */

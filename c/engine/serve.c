@@ -18,9 +18,9 @@ static struct serve *serve_of(struct op *op)
     return (struct serve *)op;
 }
 
-static struct requester *requester_of(struct link *link)
+static struct requester *requester_of(struct flow *flow)
 {
-    return (struct requester *)link;
+    return (struct requester *)flow;
 }
 
 /* ---- requests ---- */
@@ -46,9 +46,9 @@ static struct request *take_request(struct requests *queue)
     return request;
 }
 
-void serve_drop(struct op *op, struct link *link)
+void serve_drop(struct op *op, struct flow *flow)
 {
-    struct requests *queue = link != NULL ? &requester_of(link)->requests
+    struct requests *queue = flow != NULL ? &requester_of(flow)->requests
                                           : &serve_of(op)->unclaimed;
     struct request *request;
     while ((request = take_request(queue)) != NULL)
@@ -74,16 +74,16 @@ static void queue_request(struct op *op, struct requester *requester, struct req
         return;
     }
     append_request(&requester->requests, request);
-    link_request_turn(&requester->link);
+    flow_request_turn(&requester->flow);
 }
 
 /* The requester with that slot, if it can be answered, or NULL. */
 static struct requester *find_slot(const struct op *op, uint32_t slot)
 {
     uint32_t i;
-    for (i = 0; i < op->n_links; i++) {
-        struct requester *requester = requester_of(op->links[i]);
-        if (requester->slot == slot && requester->link.stream != NULL)
+    for (i = 0; i < op->n_flows; i++) {
+        struct requester *requester = requester_of(op->flows[i]);
+        if (requester->slot == slot && requester->flow.stream != NULL)
             return requester;
     }
     return NULL;
@@ -120,9 +120,9 @@ static void allow(struct op *op, uint64_t bytes)
     uint32_t i;
     serve->allowance = (serve->allowance < 0 ? serve->allowance : 0)
         + (int64_t)(bytes < INT32_MAX ? bytes : INT32_MAX);
-    for (i = 0; i < op->n_links; i++)
-        if (requester_of(op->links[i])->requests.head != NULL)
-            link_request_turn(op->links[i]);
+    for (i = 0; i < op->n_flows; i++)
+        if (requester_of(op->flows[i])->requests.head != NULL)
+            flow_request_turn(op->flows[i]);
 }
 
 void serve_enter(struct op *op, const pccl_order *order)
@@ -143,7 +143,7 @@ void serve_start(struct op *op, const pccl_order *order)
 {
     uint32_t i;
     if (!op->started || order->seq > op->seq) {
-        op_forget_links(op);     /* nobody waits for answers of the last round any more */
+        op_forget_flows(op);     /* nobody waits for answers of the last round any more */
         op->started = true;
         op->seq = order->seq;
         op->nonce = order->nonce;
@@ -160,7 +160,7 @@ void serve_start(struct op *op, const pccl_order *order)
             op_report_stream(op, end->stream, "it is not open");
             continue;
         }
-        requester = (struct requester *)op_add_link(op, stream);
+        requester = (struct requester *)op_add_flow(op, stream);
         if (requester == NULL) {
             op_fail(op, PCCL_ENOMEM, "no memory for a requester");
             return;
@@ -214,11 +214,11 @@ void serve_take(struct op *op, const struct wire_header *header, struct packet *
         append_request(&serve->unclaimed, request);
 }
 
-enum turn serve_send(struct link *link)
+enum turn serve_send(struct flow *flow)
 {
-    struct op *op = op_of(link);
+    struct op *op = op_of(flow);
     struct serve *serve = serve_of(op);
-    struct requester *requester = requester_of(link);
+    struct requester *requester = requester_of(flow);
     struct requests *requests = &requester->requests;
     const struct request *request = requests->head;
     const pccl_piece *piece = &serve->pieces.piece[request->piece];
@@ -236,7 +236,7 @@ enum turn serve_send(struct link *link)
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
         return TURN_FAILED;
     }
-    if (stream_send(link->stream, &op->source, &packet) == BLOCKED) {
+    if (stream_send(flow->stream, &op->source, &packet) == BLOCKED) {
         packet_clear(op->source.zmq, &packet);
         return TURN_BLOCKED;
     }

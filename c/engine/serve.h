@@ -33,7 +33,7 @@ struct serve {
 
 /* Whoever requests. */
 struct requester {
-    struct link link;
+    struct flow flow;
     uint32_t slot;
     struct requests requests;
 };
@@ -43,8 +43,8 @@ void serve_enter(struct op *op, const pccl_order *order);
 void serve_start(struct op *op, const pccl_order *order);
 void serve_obey(struct op *op, const pccl_order *order);
 void serve_take(struct op *op, const struct wire_header *header, struct packet **packet);
-enum turn serve_send(struct link *link);
-void serve_drop(struct op *op, struct link *link);
+enum turn serve_send(struct flow *flow);
+void serve_drop(struct op *op, struct flow *flow);
 void serve_lose(struct op *op, const struct stream *stream);
 
 #endif

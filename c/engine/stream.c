@@ -395,58 +395,58 @@ enum sent stream_send(struct stream *stream, struct source *source, struct packe
     return SENT;
 }
 
-static struct turns *turns_of(const struct link *link)
+static struct turns *turns_of(const struct flow *flow)
 {
-    return link->urgent ? &link->stream->urgent : &link->stream->others;
+    return flow->urgent ? &flow->stream->urgent : &flow->stream->others;
 }
 
-void link_request_turn(struct link *link)
+void flow_request_turn(struct flow *flow)
 {
     struct turns *turns;
-    if (link->in_turn || link->stream == NULL)
+    if (flow->in_turn || flow->stream == NULL)
         return;
-    turns = turns_of(link);
-    link->next = NULL;
+    turns = turns_of(flow);
+    flow->next = NULL;
     if (turns->tail != NULL)
-        turns->tail->next = link;
+        turns->tail->next = flow;
     else
-        turns->head = link;
-    turns->tail = link;
-    link->in_turn = true;
-    link->source->pending++;
+        turns->head = flow;
+    turns->tail = flow;
+    flow->in_turn = true;
+    flow->source->pending++;
 }
 
-/* Takes the first link out of its turns. */
+/* Takes the first flow out of its turns. */
 static void end_turn(struct turns *turns)
 {
-    struct link *link = turns->head;
-    turns->head = link->next;
+    struct flow *flow = turns->head;
+    turns->head = flow->next;
     if (turns->head == NULL)
         turns->tail = NULL;
-    link->next = NULL;
-    link->in_turn = false;
-    assert(link->source->pending > 0);
-    link->source->pending--;
+    flow->next = NULL;
+    flow->in_turn = false;
+    assert(flow->source->pending > 0);
+    flow->source->pending--;
 }
 
-/* Takes the links of a source out of the turns; the others keep their order. */
+/* Takes the flows of a source out of the turns; the others keep their order. */
 static void drop_turns(struct turns *turns, const struct source *source)
 {
-    struct link *all = turns->head, *link;
+    struct flow *all = turns->head, *flow;
     struct turns kept = {NULL, NULL};
-    while ((link = all) != NULL) {
-        all = link->next;
-        link->next = NULL;
-        if (link->source == source) {
-            link->in_turn = false;
-            link->source->pending--;
+    while ((flow = all) != NULL) {
+        all = flow->next;
+        flow->next = NULL;
+        if (flow->source == source) {
+            flow->in_turn = false;
+            flow->source->pending--;
             continue;
         }
         if (kept.tail != NULL)
-            kept.tail->next = link;
+            kept.tail->next = flow;
         else
-            kept.head = link;
-        kept.tail = link;
+            kept.head = flow;
+        kept.tail = flow;
     }
     *turns = kept;
 }
@@ -458,20 +458,20 @@ void stream_drop(struct stream *stream, const struct source *source)
     drop_turns(&stream->others, source);
 }
 
-/* Lets the first link of some turns send. Whether it did. */
+/* Lets the first flow of some turns send. Whether it did. */
 static bool pump_turns(struct turns *turns)
 {
-    struct link *link = turns->head;
-    switch (link->send(link)) {
+    struct flow *flow = turns->head;
+    switch (flow->send(flow)) {
     case TURN_MORE:
         end_turn(turns);
-        link_request_turn(link);
+        flow_request_turn(flow);
         return true;
     case TURN_OVER:
         end_turn(turns);
         return true;
     case TURN_BLOCKED:
-    case TURN_FAILED:        /* who fails takes its links out */
+    case TURN_FAILED:        /* who fails takes its flows out */
         return false;
     }
     return false;

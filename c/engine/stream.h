@@ -1,4 +1,4 @@
-/* stream.h - a stream to a neighbour, and the links that take turns at sending on it. */
+/* stream.h - a stream to a neighbour, and the flows that take turns at sending on it. */
 #ifndef PCCL_STREAM_H
 #define PCCL_STREAM_H
 
@@ -15,24 +15,24 @@
 
 enum sent { SENT, BLOCKED };
 
-/* The outcome of a link's turn: it has more to send; it has no more for now; the stream has no
+/* The outcome of a flow's turn: it has more to send; it has no more for now; the stream has no
  * room; its source has failed and has given up the turn already. */
 enum turn { TURN_MORE, TURN_OVER, TURN_BLOCKED, TURN_FAILED };
 
-/* A source's place on a stream. */
-struct link {
+/* What an op sends on one stream. */
+struct flow {
     struct source *source;
     struct stream *stream;   /* NULL: lost, or not needed */
-    enum turn (*send)(struct link *link);       /* uses a turn */
-    bool urgent;             /* its turns come before those of links that are not */
+    enum turn (*send)(struct flow *flow);       /* uses a turn */
+    bool urgent;             /* its turns come before those of flows that are not */
     bool in_turn;
-    struct link *next;       /* in the stream's turns */
-    uint32_t index;          /* among the source's links */
+    struct flow *next;       /* in the stream's turns */
+    uint32_t index;          /* among the source's flows */
 };
 
-/* Links that have something to send, in turn. */
+/* Flows that have something to send, in turn. */
 struct turns {
-    struct link *head, *tail;
+    struct flow *head, *tail;
 };
 
 struct stream {
@@ -76,7 +76,7 @@ struct stream *streams_find(struct streams *streams, uint32_t number);
 bool streams_listen(struct streams *streams);
 
 /* Takes a stream that is lost off the list, or NULL: closes its sockets, drops what waits there to
- * be sent on, and emits STREAM_LOST. The caller takes the links off it and then frees it. */
+ * be sent on, and emits STREAM_LOST. The caller takes the flows off it and then frees it. */
 struct stream *streams_take_lost(struct streams *streams);
 void stream_free(struct stream *stream);
 
@@ -90,8 +90,8 @@ bool stream_has_room(struct stream *stream);
 /* Sends a message of `source` now, which empties the packet, or says BLOCKED and leaves it. */
 enum sent stream_send(struct stream *stream, struct source *source, struct packet *packet);
 
-/* Puts a link in the turns of its stream, if it has one and is not there. Cannot fail. */
-void link_request_turn(struct link *link);
+/* Puts a flow in the turns of its stream, if it has one and is not there. Cannot fail. */
+void flow_request_turn(struct flow *flow);
 
 /* Drops all that a source waits to send on a stream. Cannot fail. */
 void stream_drop(struct stream *stream, const struct source *source);

@@ -94,7 +94,7 @@ def test_a_header_declares_what_its_own_module_defines(path: Path) -> None:
 
 def test_these_patterns_find_what_they_look_for() -> None:
     stream = C / "engine" / "stream"
-    assert {"stream_lose", "streams_find", "link_request_turn"} < {
+    assert {"stream_lose", "streams_find", "flow_request_turn"} < {
         *DECLARED.findall(code(stream.with_suffix(".h")))
     }
     assert len(DEFINED.findall(code(stream.with_suffix(".c")))) > 10
