@@ -346,7 +346,7 @@ MUTANTS = [
     ),
     Mutant(
         "a caller who gives up while the master is away is told at once",
-        "        elif not self._outbox.linked:\n",
+        "        elif not self._outbox.known:\n",
         "        elif False:\n",
     ),
     Mutant(

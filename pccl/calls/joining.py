@@ -137,7 +137,7 @@ class _Unreachable(Exception):
 def join(
     host: str,
     port: int,
-    link_timeout_s: float,
+    handshake_timeout_s: float,
     begin: Callable[[str], Client],
     admitted: Callable[[Client], None],
     patience: Patience,
@@ -147,7 +147,7 @@ def join(
     Args:
         host: host of the master.
         port: port of the master.
-        link_timeout_s: time limit for establishing a connection.
+        handshake_timeout_s: time limit for establishing a connection.
         begin: makes a client of the master at an address.
         admitted: receives the admitted client. All others are closed.
         patience: the time limits of the attempts.
@@ -158,7 +158,7 @@ def join(
     while True:
         try:
             try:  # a plain connection first, because ZeroMQ does not report why one fails
-                address = reachable(host, port, patience.of(link_timeout_s))
+                address = reachable(host, port, patience.of(handshake_timeout_s))
             except OSError as error:
                 raise _Unreachable(error.strerror or str(error)) from None
             return _attempt(address, begin, admitted, patience)

@@ -87,7 +87,7 @@ class Membership:
             self._finalizer = weakref.finalize(owner, client.close, why)
             self._client = client
 
-        join(host, port, config.link_timeout_s, begun, admitted, patience)
+        join(host, port, config.handshake_timeout_s, begun, admitted, patience)
 
     def end(self) -> None:
         """Leaves the run; collectives in progress fail and are restored. Idempotent."""

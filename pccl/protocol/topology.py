@@ -22,7 +22,7 @@ NOMINAL_BYTES = 64 << 20  # that each link carries in the collective which an or
 CHUNK_BYTES = 256 << 10  # what a peer has of them before it sends on
 EXACT_MAX = 8  # peers; more have too many orders to look at all
 SPREAD_MAX = 6  # peers of a group that may have several rings: more take long to choose them
-PARTS = 8  # of the slowest link of the best ring, which are given to one ring or another
+SHARES = 8  # of the slowest link of the best ring, each given to the ring that gains most
 SEARCH_STEPS = 300_000  # links looked at by a local search: half a second, or so
 GAIN = 0.2  # of the time: for less no order is given up, since measurements vary
 
@@ -167,18 +167,18 @@ def _order_seconds(order: Sequence[int], links: Hops) -> float:
 def _spread(order: Sequence[int], links: Links) -> tuple[Ring, ...]:
     """Rings that use the links together: a packing of Hamiltonian cycles, the heaviest first.
 
-    What is left of the links is given away in equal parts, each to the ring that is best then.
+    What is left of the links is divided into equal shares, each to the ring that is best then.
     """
     left = {hop: links[hop] for hop in permutations(order, 2)}
-    part = left[slowest(order, left)].rate // PARTS
+    share = left[slowest(order, left)].rate // SHARES
     weights: Counter[tuple[int, ...]] = Counter()
-    for _ in range(PARTS * len(order)):
+    for _ in range(SHARES * len(order)):
         ring = best_order(order, left)
-        if left[slowest(ring, left)].rate < max(part, 1):
+        if left[slowest(ring, left)].rate < max(share, 1):
             break
         weights[ring] += 1
         for hop in hops(ring):
-            left[hop] = left[hop]._replace(rate=left[hop].rate - part)
+            left[hop] = left[hop]._replace(rate=left[hop].rate - share)
     return tuple(Ring(*one) for one in weights.most_common(RINGS_MAX)) or (Ring((*order,), 1),)
 
 

@@ -37,7 +37,7 @@ class Range(NamedTuple):
 RANGES = {
     "heartbeat_ms": Range("PCCL_HEARTBEAT_MS", 1, 3600 * 1000),
     "heartbeat_timeout_ms": Range("PCCL_HEARTBEAT_TIMEOUT_MS", 2, 24 * 3600 * 1000),
-    "link_timeout_s": Range("", 0, 3600),
+    "handshake_timeout_s": Range("", 0, 3600),
     "connect_timeout_s": Range("PCCL_CONNECT_TIMEOUT_S", 1, WEEK_S),
     "master_patience_s": Range("PCCL_MASTER_PATIENCE_S", 1, WEEK_S),
     "straggler_s": Range("PCCL_STRAGGLER_S", 1, WEEK_S),
@@ -57,7 +57,7 @@ class Config:
         ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
         heartbeat_ms: heartbeat interval of every connection.
         heartbeat_timeout_ms: heartbeat timeout; a connection that is silent for this time is lost.
-        link_timeout_s: until a connection must stand.
+        handshake_timeout_s: time limit for establishing a connection, with its handshake.
         connect_timeout_s: how long a peer tries to reach a master that is not up yet; None: as
             often as `connect` is told to.
         master_patience_s: how long a peer tries to get back to a master that is gone.
@@ -75,7 +75,7 @@ class Config:
     ipc: bool = True
     heartbeat_ms: int = 1000
     heartbeat_timeout_ms: int = 5000
-    link_timeout_s: float = 5.0
+    handshake_timeout_s: float = 5.0
     connect_timeout_s: float | None = None
     master_patience_s: float = 60.0
     straggler_s: float | None = None

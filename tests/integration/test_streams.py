@@ -27,6 +27,7 @@ from pccl.runtime import limits, resolve
 from pccl.runtime.client import connection as connection_module
 from pccl.runtime.client import engine as engine_module
 from pccl.runtime.client import streams
+from pccl.runtime.client.dealer import Dealer
 from pccl.runtime.client.engine import (
     FAILED,
     REFUSED,
@@ -35,7 +36,6 @@ from pccl.runtime.client.engine import (
     UNREACHABLE,
     Event,
 )
-from pccl.runtime.client.link import Link
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import Found, Resolver
@@ -107,7 +107,7 @@ class Desk:
         self.streams = Streams(
             self.engine,  # type: ignore[arg-type]
             self.resolver,
-            Config(link_timeout_s=limit_s),
+            Config(handshake_timeout_s=limit_s),
             0,
             lambda info: info.machine == "here",
         )
@@ -390,7 +390,7 @@ def test_a_process_without_descriptors_tries_on_to_get_back_to_its_master(
 ) -> None:
     refused = queue.Queue[None]()
 
-    class Scarce(Link):
+    class Scarce(Dealer):
         def __init__(self, *arguments: Any) -> None:
             if refused.qsize() < 3:
                 refused.put(None)
@@ -400,7 +400,7 @@ def test_a_process_without_descriptors_tries_on_to_get_back_to_its_master(
     master = Master("--state", str(tmp_path / "master.db"))
     try:
         with pccl.Communicator(master.address) as comm:
-            monkeypatch.setattr(connection_module, "Link", Scarce)
+            monkeypatch.setattr(connection_module, "Dealer", Scarce)
             master.kill()
             master.start()
             (pending,) = in_threads([comm.are_peers_pending])

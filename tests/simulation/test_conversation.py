@@ -83,8 +83,8 @@ def arrivals() -> Iterator[SimPeer]:
         back = arrive(run)
         for _ in range(2):
             run.restart_master()
-            run._break_link(back)
-            run._new_link(back)
+            run._break_connection(back)
+            run._new_connection(back)
         if leaves:
             back.leave()
         while run.step():
@@ -113,8 +113,8 @@ def cut_off(script: str) -> conversation.Conversation:
     perform(core.collective(2, 0, m.Work("all_reduce", 0, 10, 1)))
     hear(m.Started(2, 1, 1))
     happens: dict[str, Callable[[], None]] = {
-        "lost": lambda: perform(core.link_lost("the master died")),
-        "back": lambda: perform(core.linked()),
+        "lost": lambda: perform(core.disconnected("the master died")),
+        "back": lambda: perform(core.reconnected()),
         "held": lambda: perform(core.engine_complete(2, False, 0, 0)),
         "failed": lambda: perform(core.engine_failed(2, "a stream was lost")),
         "interrupt": lambda: hear(m.Interrupt(1, "the master was restarted")),

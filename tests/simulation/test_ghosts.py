@@ -40,12 +40,12 @@ def test_a_limit_holds_while_the_master_is_away() -> None:
     peer.collective(2, 0, WORK, DATA)
     peer.update_topology(3)
     assert not ends(peer.withdraw(2, "its caller gave up after 1 s"))  # the master is asked
-    (lost,) = ends(peer.link_lost("the connection broke"))
+    (lost,) = ends(peer.disconnected("the connection broke"))
     assert isinstance(lost, effects.Fail) and lost.call == 2 and lost.fault is effects.Fault.TIMEOUT
     (late,) = ends(peer.withdraw(3, "its caller gave up after 1 s"))
     assert isinstance(late, effects.Fail) and late.fault is effects.Fault.TIMEOUT
     assert "while the master was away" in late.why
-    peer.linked()
+    peer.reconnected()
     assert not ends(peer.received(m.Resumed(m.Done())))
     assert said(peer.update_topology(4)) == [m.TopologyVote(4)]
 
@@ -53,9 +53,9 @@ def test_a_limit_holds_while_the_master_is_away() -> None:
 def test_who_was_told_of_a_failure_of_what_has_succeeded_leaves() -> None:
     peer = accepted()
     peer.collective(2, 0, WORK, DATA)
-    peer.link_lost("the connection broke")
+    peer.disconnected("the connection broke")
     peer.withdraw(2, "its caller gave up after 1 s")
-    peer.linked()
+    peer.reconnected()
     actions = peer.received(m.Missed(m.Small(5, 0, (1, 2), DATA)))
     assert said(actions) == [m.Leave()]
     assert not any(isinstance(action, effects.Store) for action in actions)
@@ -66,11 +66,11 @@ def test_who_was_told_of_a_failure_of_what_has_succeeded_leaves() -> None:
 def test_patience_that_ends_behind_a_ghost_has_ended() -> None:
     peer = accepted()
     peer.are_peers_pending(2)
-    peer.link_lost("the connection broke")
+    peer.disconnected("the connection broke")
     peer.withdraw(2, "its caller gave up after 1 s")
     peer.are_peers_pending(3, patient=True)
     peer.hurry(3)
-    peer.linked()
+    peer.reconnected()
     assert said(peer.received(m.Resumed(m.Done()))) == [
         m.PendingVote(3, patient=True),
         m.Hurry(3),
@@ -80,11 +80,11 @@ def test_patience_that_ends_behind_a_ghost_has_ended() -> None:
 def test_who_leaves_for_one_ghost_has_no_other() -> None:
     peer = accepted()
     peer.update_topology(2)
-    peer.link_lost("the connection broke")
+    peer.disconnected("the connection broke")
     peer.withdraw(2, "its caller gave up after 1 s")
     peer.are_peers_pending(3)
     peer.withdraw(3, "its caller gave up after 1 s")
-    peer.linked()
+    peer.reconnected()
     assert said(peer.received(m.Resumed(m.Done(topology=1)))) == [m.Leave()]
     assert peer.over is not None and "update_topology()" in peer.over.why
 
@@ -96,8 +96,8 @@ def test_who_had_an_exception_was_told_nothing_and_stays() -> None:
     assert isinstance(gone, effects.Fail) and gone.fault is effects.Fault.OTHER
     actions = peer.received(m.Started(2, 5, 1, DATA, True))
     assert not actions and peer.over is None, "the memory is another's by now"
-    peer.link_lost("the connection broke")
-    (resume,) = said(peer.linked())
+    peer.disconnected("the connection broke")
+    (resume,) = said(peer.reconnected())
     assert isinstance(resume, m.Resume) and [small.seq for small in resume.small] == [5]
 
 
@@ -158,12 +158,12 @@ def test_a_start_that_crosses_gets_a_no() -> None:
 def test_what_others_agreed_on_without_a_caller_who_has_gone_is_known_to_the_next_master() -> None:
     peer = accepted()
     peer.sync(2, 3, m.Offer(0, 0, ()))
-    peer.link_lost("the connection broke")
+    peer.disconnected("the connection broke")
     peer.abandon(2)
     peer.engine_settled(3, 0, 0)
-    peer.linked()
+    peer.reconnected()
     peer.received(m.Resumed(m.Done(sync=1, revision=5, plan=9, optimized=2)))
-    peer.link_lost("the connection broke")
-    (resume,) = said(peer.linked())
+    peer.disconnected("the connection broke")
+    (resume,) = said(peer.reconnected())
     assert isinstance(resume, m.Resume)
     assert resume.done == m.Done(sync=1, revision=5, plan=9, optimized=2, holds=False)

@@ -393,8 +393,8 @@ def test_who_was_told_of_a_start_that_it_had_missed_knows_of_it() -> None:
         core.received(told)
     core.collective(2, 0, WORK)
     core.received(m.CallError(2, Result.RANK_CONNECTION_LOST.value, "a restart", 0, 9))
-    core.link_lost("the next restart")
-    (again,) = core.linked()
+    core.disconnected("the next restart")
+    (again,) = core.reconnected()
     assert isinstance(again, Send)
     assert isinstance(again.message, m.Resume)
     assert again.message.last_seq == 9

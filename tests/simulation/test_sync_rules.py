@@ -134,8 +134,8 @@ def ends(core: Peer, message: m.MasterMessage) -> Answer | Fail:
 
 def missed(core: Peer, done: m.Done) -> Answer | Fail:
     """The end, by way of a master that was restarted."""
-    core.link_lost("a restart")
-    core.linked()
+    core.disconnected("a restart")
+    core.reconnected()
     return ends(core, m.Resumed(done))
 
 
@@ -167,7 +167,7 @@ def test_who_only_receives_is_never_refused() -> None:
 def test_what_a_refused_peer_says_of_itself_later() -> None:
     core = standing(offer(9))
     ends(core, m.SyncResult(2, 6, 5, 0))
-    core.link_lost("a restart")
-    (again,) = core.linked()
+    core.disconnected("a restart")
+    (again,) = core.reconnected()
     assert isinstance(again, Send) and isinstance(again.message, m.Resume)
     assert (again.message.done.sync, again.message.done.holds) == (5, False)

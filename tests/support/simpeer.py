@@ -80,8 +80,8 @@ class SimPeer:
     frozen: bool = False
     severed: bool = False  # cut off once: the master may have dropped it
     left: bool = False  # by its own will
-    link: str = "up"  # "up"; "breaking": the master is dead; "down": and this peer knows
-    links: int = 1
+    connection: str = "up"  # "breaking": the master is dead; "down": and this peer knows
+    connections: int = 1
     threads: set[Thread] = field(default_factory=set)  # that have not ended
     ready: deque[Thread] = field(default_factory=deque)
     waiters: dict[int, Thread] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class SimPeer:
         self.run.say(f"peer {self.name} gives up", *self.standing[call][:1])
         self.deadlines.pop(call, None)
         self.given_up.add(call)
-        away = self.link != "up" and not self.core._outbox.linked
+        away = self.connection != "up" and not self.core._outbox.known
         self.perform(self.core.withdraw(call, "its caller gave up"))
         self.check_ends(call, away)
 

@@ -174,7 +174,7 @@ class Run:
             peer.up.pop()
         for op in peer.ops.values():
             self.cut(op.seq)
-        if peer.link == "up":
+        if peer.connection == "up":
             self.broken.append(peer.conn)
 
     def freeze(self, peer: SimPeer) -> None:
@@ -189,7 +189,7 @@ class Run:
 
     def sever(self, peer: SimPeer) -> None:
         """Its heartbeats end, for it is frozen or its cable is cut: the master drops it."""
-        if peer.link == "up" and peer.conn not in self.broken:
+        if peer.connection == "up" and peer.conn not in self.broken:
             self.say(f"peer {peer.name} is cut off")
             peer.severed = True
             self.broken.append(peer.conn)
@@ -208,10 +208,10 @@ class Run:
         for peer in self.peers:
             peer.up.clear()
             if peer.alive:
-                if peer.link == "up":
+                if peer.connection == "up":
                     for _ in range(self.random.randint(0, len(peer.down))):
                         peer.down.pop()
-                    peer.link = "breaking"
+                    peer.connection = "breaking"
 
     def doze(self) -> None:
         """SIGSTOP of the master, for so long that connections break."""
@@ -238,10 +238,10 @@ class Run:
             if old.has_heard(peer.conn):
                 self.dropped.add(peer.conn)
                 peer.up.clear()
-                if peer.alive and peer.link == "up":
+                if peer.alive and peer.connection == "up":
                     for _ in range(self.random.randint(0, len(peer.down))):
                         peer.down.pop()
-                    peer.link = "breaking"
+                    peer.connection = "breaking"
 
     def impatience(self) -> None:
         """So much time passes that who keeps others waiting is dropped, if there is a limit."""
@@ -468,7 +468,7 @@ class Run:
             match action:
                 case Send(conn, message):
                     peer = self._by_conn(conn)
-                    if peer.conn == conn and peer.link != "down":  # else it is one of before
+                    if peer.conn == conn and peer.connection != "down":  # else it is one of before
                         peer.down.append(m.encode(message))
                 case Drop(conn):
                     self.dropped.add(conn)
@@ -505,22 +505,22 @@ class Run:
             self._to_master(peer)
         self.say(f"the master sees that the connection of peer {peer.name} is gone")
         if peer.alive:
-            peer.link = "breaking"
+            peer.connection = "breaking"
         self.perform(self.master.disconnected(peer.conn, "its connection broke"))
 
-    def _break_link(self, peer: SimPeer) -> None:
+    def _break_connection(self, peer: SimPeer) -> None:
         self.say(f"peer {peer.name} sees that its connection is gone")
-        peer.link = "down"
+        peer.connection = "down"
         peer.up.clear()
-        peer.perform(peer.core.link_lost("the connection broke"))
+        peer.perform(peer.core.disconnected("the connection broke"))
         for call in peer.given_up & peer.standing.keys():
             peer.check_ends(call, True)
 
-    def _new_link(self, peer: SimPeer) -> None:
-        peer.link = "up"
-        peer.links += 1
-        peer.conn = b"c%d.%d" % (peer.name, peer.links)
-        peer.perform(peer.core.linked())
+    def _new_connection(self, peer: SimPeer) -> None:
+        peer.connection = "up"
+        peer.connections += 1
+        peer.conn = b"c%d.%d" % (peer.name, peer.connections)
+        peer.perform(peer.core.reconnected())
 
     def _tick(self) -> None:
         self.now_s += self.tick_s
@@ -536,16 +536,16 @@ class Run:
     def _choices(self) -> list[tuple[Callable[..., None], Any]]:
         choices: list[tuple[Callable[..., None], Any]] = []
         for peer in self.peers:
-            if peer.up and peer.link == "up":
+            if peer.up and peer.connection == "up":
                 choices.append((self._to_master, peer))
             if not peer.alive or peer.frozen:
                 continue
             if peer.down:
                 choices.append((SimPeer.deliver, peer))
-            elif peer.link == "breaking":
-                choices.append((self._break_link, peer))
-            elif peer.link == "down" and peer.core.over is None:
-                choices.append((self._new_link, peer))
+            elif peer.connection == "breaking":
+                choices.append((self._break_connection, peer))
+            elif peer.connection == "down" and peer.core.over is None:
+                choices.append((self._new_connection, peer))
             if peer.ops or peer.streams:
                 choices += peer.engine_choices()
         if self.broken:

@@ -7,8 +7,8 @@ Three kinds of events come in: calls of the API (each with a number, `call`, tha
 uses twice), messages of the master, and events of the lane engine. Effects come out, to be
 performed in order: messages to send, commands to the engine, and answers to calls.
 
-When the connection to the master breaks, nothing is said any more (`link_lost`), while the engine
-works on. On the next connection `Resume` says all that the master may need (a peer that was not
+When the connection to the master breaks (`disconnected`), nothing is sent, while the engine works
+on. On the next connection `Resume` says all that the master may need (a peer that was not
 accepted yet has nothing to come back to, and says `Hello` again), and when it answers `Resumed` the
 calls that still wait for a round are voted on anew: votes and answers under way were lost with the
 connection.
@@ -140,12 +140,12 @@ class Peer:
 
         To vote is then all that such a call would do.
         """
-        free = self._outbox.linked and self.over is None and not self._ghosts
+        free = self._outbox.known and self.over is None and not self._ghosts
         return self.knowledge.last_seq if free else None
 
     def awaits_withdrawal(self, call: int) -> bool:
         """Whether the master is about to say that it has taken back the vote of a call."""
-        return call in self._ghosts and self._outbox.linked
+        return call in self._ghosts and self._outbox.known
 
     # ---- calls ----
 
@@ -266,7 +266,7 @@ class Peer:
             return self._outbox.take()
         if one is not None and one.state is State.RUNNING:
             self.collectives.stop(one, why, m.Cause.TIMEOUT, timed_out(call, why))
-        elif not self._outbox.linked:
+        elif not self._outbox.known:
             self._release(timed_out(call, f"{why}, {AWAY}"))
         elif self._ghosts.forget(call):
             self._outbox.do(timed_out(call, why))
@@ -337,7 +337,7 @@ class Peer:
         return self._outbox.take()
 
     def _welcomed(self, welcome: m.Welcome) -> None:
-        self.knowledge.number, self._outbox.linked = welcome.peer, True
+        self.knowledge.number, self._outbox.known = welcome.peer, True
 
     def _admitted(self, admitted: m.Admitted) -> None:
         known = self.knowledge
@@ -429,18 +429,18 @@ class Peer:
             self._outbox.say(m.Unreached(info.peer, self.plan.epoch, why[:WHY_MAX]))
         return self._outbox.take()
 
-    # ---- the link to the master ----
+    # ---- the connection to the master ----
 
-    def link_lost(self, why: str) -> list[Effect]:
-        """The connection to the master broke; another will be tried (`linked`, `lost_master`)."""
-        self._outbox.linked = False
+    def disconnected(self, why: str) -> list[Effect]:
+        """The connection to the master broke; `reconnected` or `lost_master` follows."""
+        self._outbox.known = False
         for call, reason in self._withdrawals.all():
             self._release(timed_out(call, f"{reason}, {AWAY}"))
         if self.number == 0 and self.over is None:  # not even registered: nothing to come back to
             self._end(Result.MASTER_CONNECTION_FAILED, why, Fault.MASTER_LOST)
         return self._outbox.take()
 
-    def linked(self) -> list[Effect]:
+    def reconnected(self) -> list[Effect]:
         """There is a connection again: says all that the master may need to know."""
         hello, known = self._hello, self.knowledge
         if self.over is not None or hello is None:
@@ -473,7 +473,7 @@ class Peer:
     def _resumed(self, resumed: m.Resumed) -> None:
         """Answers the rounds whose result was missed, and votes anew in the others."""
         before, done = self.knowledge.done, resumed.done
-        self._outbox.linked = True
+        self._outbox.known = True
         self.knowledge.learn(
             topology=done.topology, pending=done.pending, were_pending=done.were_pending
         )

@@ -10,21 +10,21 @@ class Outbox:
     """Collects effects until they are taken.
 
     Attributes:
-        linked: whether the master knows who speaks. While it does not, nothing is said to it but
-            who this peer is; then Resume says all that matters.
+        known: whether the master knows this peer on its current connection. If not, only who this
+            peer is may be said; Resume then says everything that matters.
     """
 
     def __init__(self) -> None:
-        self.linked = True
+        self.known = True
         self._effects: list[Effect] = []
 
     def say(self, message: m.PeerMessage) -> None:
-        """Tells the master, if it knows who speaks."""
-        if self.linked:
+        """Sends a message, if the master knows this peer."""
+        if self.known:
             self._effects.append(Send(message))
 
     def introduce(self, message: m.Hello | m.Resume | m.Leave) -> None:
-        """Tells the master who speaks, or that nobody will any more."""
+        """Sends who this peer is, or that it leaves."""
         self._effects.append(Send(message))
 
     def do(self, *effects: Effect) -> None:

@@ -1,1 +1,1 @@
-"""A peer: its link to the master, its lane engine, and the calls that its threads make."""
+"""A peer: its connection to the master, its lane engine, and the calls that its threads make."""

@@ -10,9 +10,9 @@ import zmq
 from pccl.errors import MasterLostError, PCCLError
 from pccl.protocol import messages as m
 from pccl.runtime import limits
+from pccl.runtime.client.dealer import Dealer, DealerEvent
 from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.client.identity import Identity
-from pccl.runtime.client.link import Link, LinkEvent
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import everywhere, reachable
 from pccl.security import Security
@@ -49,7 +49,7 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
     where = address_text(host, port)
     began_s = time.monotonic()
     try:
-        address = reachable(host, port, config.link_timeout_s)
+        address = reachable(host, port, config.handshake_timeout_s)
     except OSError as error:
         why = f"nothing answers at {where} ({error.strerror or error})"
         raise MasterLostError(Result.MASTER_CONNECTION_FAILED, "doctor", why) from None
@@ -59,7 +59,7 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
     engine = Engine(options, host=everywhere(address), ports=config.ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        link = Link(context, address, port, config, identity.secure)
+        dealer = Dealer(context, address, port, config, identity.secure)
         try:
             ask = m.Examine(
                 m.PROTOCOL_VERSION,
@@ -69,10 +69,10 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
                 identity.curve,
                 identity.token,
             )
-            link.socket.send(m.encode(ask))
-            report = _answer(link, where)
+            dealer.socket.send(m.encode(ask))
+            report = _answer(dealer, where)
         finally:
-            link.close()
+            dealer.close()
     finally:
         context.term()
         engine.close()
@@ -81,21 +81,21 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
     return Examination(report, address, round_trip_s, clock_s)
 
 
-def _answer(link: Link, where: str) -> m.Report:
+def _answer(dealer: Dealer, where: str) -> m.Report:
     poller = zmq.Poller()
-    poller.register(link.socket, zmq.POLLIN)
-    poller.register(link.monitor, zmq.POLLIN)
+    poller.register(dealer.socket, zmq.POLLIN)
+    poller.register(dealer.monitor, zmq.POLLIN)
     until_s = time.monotonic() + limits.EXAMINATION_S
     while poller.poll(max(0, int((until_s - time.monotonic()) * 1000))):
-        if link.socket.poll(0):
-            answer = m.decode_from_master(link.socket.recv())
+        if dealer.socket.poll(0):
+            answer = m.decode_from_master(dealer.socket.recv())
             if isinstance(answer, m.Report):
                 return answer
-        for event in link.events():
-            if event is LinkEvent.NOT_ALLOWED:
+        for event in dealer.events():
+            if event is DealerEvent.NOT_ALLOWED:
                 why = f"the master at {where} does not have this machine's key in `allowed`"
                 raise PCCLError(Result.INVALID_USAGE, "doctor", why)
-            if event is not LinkEvent.UP:
+            if event is not DealerEvent.UP:
                 why = (
                     f"what answers at {where} is no pccl master of this version, or one with other "
                     "keys (PCCL_CURVE_DIR)"

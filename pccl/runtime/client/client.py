@@ -1,4 +1,4 @@
-"""The control thread of a peer, which drives its state machine, engine and link to the master.
+"""The control thread of a peer: drives its state machine, its engine and the master's connection.
 
 User threads post commands and wait on a `Call`; inbox.py says why, and shortcut.py describes the
 one thing that they do themselves. The control thread never blocks, and handles no bulk data.
@@ -77,7 +77,7 @@ class Client:
         self._ended = threading.Event()
         self._leaving = self._failed = False
         self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
-        self._working = threading.RLock()  # whoever has it uses the link
+        self._working = threading.RLock()  # its holder uses the connection to the master
         self._inbox = Inbox()
         self._engine, self._hello = self._make_engine(address, hello, config)
         self._resolver = Resolver(self._inbox.post)
@@ -97,20 +97,20 @@ class Client:
         self._forked = False
         forks.watch(self)
         try:
-            self._begin_link(address)
+            self._connect(address)
         except BaseException:
             self._waiter.close()
             self._engine.close()
             raise
 
-    def _begin_link(self, address: str) -> None:
-        """Opens the first link to the master, and begins to work."""
+    def _connect(self, address: str) -> None:
+        """Opens the first connection to the master, and starts the control thread."""
         try:
             self._context = zmq.Context()
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"cannot begin: {error}") from None
         try:
-            self._master.begin(self._context, address, self._read_link, self._perform)
+            self._master.begin(self._context, address, self._read_master, self._perform)
             self._thread.start()
         except BaseException as error:
             self._context.destroy(linger=0)
@@ -229,7 +229,7 @@ class Client:
                 self._performer.sent = True
                 heard = None if self._pending.closed else self._peer.heard_if_free
                 vote = m.StartVote(call.number, tag, work, data, heard or 0, stuck)
-                if heard is not None and shortcut.send(self._master.link, m.encode(vote)):
+                if heard is not None and shortcut.send(self._master.dealer, m.encode(vote)):
                     return
         self._inbox.signal()
 
@@ -417,7 +417,7 @@ class Client:
             self._tick()
             while self._performer.sent:
                 self._performer.sent = False
-                self._read_link()
+                self._read_master()
                 self._events.read()
         except Exception as error:
             self._break_down(error)
@@ -437,9 +437,9 @@ class Client:
         with contextlib.suppress(Exception):  # `_shut_down` answers the remaining calls
             self._perform(self._peer.broken(why))
 
-    def _read_link(self) -> None:
-        while readable(self._master.link.socket):
-            message = m.decode_from_master(self._master.link.socket.recv(zmq.DONTWAIT))
+    def _read_master(self) -> None:
+        while readable(self._master.dealer.socket):
+            message = m.decode_from_master(self._master.dealer.socket.recv(zmq.DONTWAIT))
             todo = self._peer.received(message)
             if isinstance(message, m.Plan):
                 keys = (info.curve for info in message.peers if info.curve)

@@ -1,7 +1,7 @@
 """The connection to the master, and the attempts to reconnect when it breaks.
 
-A broken link is replaced: new links are opened, one after another, until the master answers or the
-time limit passes. The master's name is resolved again for each.
+A broken connection is replaced: new ones are opened, one after another, until the master answers or
+the time limit expires. The master's name is resolved again for each.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import zmq
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
 from pccl.runtime import limits
+from pccl.runtime.client.dealer import Dealer, DealerEvent
 from pccl.runtime.client.identity import Identity
-from pccl.runtime.client.link import Link, LinkEvent
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import Found, Resolver
 from pccl.runtime.waiter import Waiter
@@ -28,23 +28,23 @@ log = logging.getLogger("pccl")
 
 
 class MasterConnection:
-    """The current link to the master; its user must hold the client's lock.
+    """The current connection to the master; its user must hold the client's lock.
 
     Args:
         host: of the master.
         port: of the master.
         config: timings and limits.
         identity: the keys of this peer.
-        peer: the state machine; it is told when the link is lost, restored or given up.
-        waiter: waits for what the link brings.
+        peer: the state machine; it is told when the connection is lost, restored or given up.
+        waiter: waits for messages and events.
         resolver: looks up the master's name again.
 
     Attributes:
-        link: the last one that was opened.
-        address: that it leads to.
+        dealer: the connection that was opened last.
+        address: the master's address for that connection.
     """
 
-    link: Link
+    dealer: Dealer
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class MasterConnection:
         self._waiter, self._resolver = waiter, resolver
         self.address = ""
         self._resolving = False  # the master's name, on the way back to it
-        self._trouble = ""  # what was wrong with the last link
+        self._trouble = ""  # what was wrong with the last connection
         self._retry_at: float | None = None
         self._give_up_at = 0.0
 
@@ -77,28 +77,28 @@ class MasterConnection:
         read: Callable[[], None],
         perform: Callable[[list[effects.Effect]], None],
     ) -> None:
-        """Opens the first link.
+        """Opens the first connection.
 
         Args:
             context: of its sockets.
-            address: of the master, to begin with.
-            read: reads what the link has brought.
+            address: the first address of the master to try.
+            read: reads the messages that have arrived.
             perform: performs the effects of what was read.
 
         Raises:
-            OSError: no socket is to be had.
+            OSError: the system provides no socket.
         """
         self._context, self._read, self._perform = context, read, perform
-        self.link = self._open(address)
+        self.dealer = self._open(address)
 
     def close(self) -> None:
-        """Closes the link; queued messages are still sent."""
-        self._waiter.remove(self.link.socket)
-        self._waiter.remove(self.link.monitor)
-        self.link.close()
+        """Closes the connection; queued messages are still sent."""
+        self._waiter.remove(self.dealer.socket)
+        self._waiter.remove(self.dealer.monitor)
+        self.dealer.close()
 
     def answered(self) -> None:
-        """The master has answered on this link."""
+        """The master has answered on this connection."""
         self._give_up_at = 0.0
 
     @property
@@ -119,30 +119,30 @@ class MasterConnection:
             self._resolving = True
             self._resolver.find(self.host, self._retry)
 
-    def _open(self, address: str) -> Link:
+    def _open(self, address: str) -> Dealer:
         self.address = address
-        link = Link(self._context, address, self.port, self._config, self._identity.secure)
-        self._waiter.add(link.socket, self._read)
-        self._waiter.add(link.monitor, self._read_monitor)
-        return link
+        dealer = Dealer(self._context, address, self.port, self._config, self._identity.secure)
+        self._waiter.add(dealer.socket, self._read)
+        self._waiter.add(dealer.monitor, self._read_monitor)
+        return dealer
 
     def _read_monitor(self) -> None:
-        for event in self.link.events():
-            self._linked(event)
+        for event in self.dealer.events():
+            self._happened(event)
 
-    def _linked(self, event: LinkEvent) -> None:
+    def _happened(self, event: DealerEvent) -> None:
         match event:
-            case LinkEvent.UP:
-                if self._give_up_at:  # this is a new link, not the first one
-                    self._perform(self._peer.linked())
-            case LinkEvent.BROKEN:
-                self._read()  # a master that was stopped has sent the reason last
+            case DealerEvent.UP:
+                if self._give_up_at:  # this replaces a broken connection
+                    self._perform(self._peer.reconnected())
+            case DealerEvent.BROKEN:
+                self._read()  # the last message of a master that was stopped is the reason
                 self._break(
                     f"the connection to the master at {self.name} broke"
                     if self._peer.number
                     else "it closed the connection without an answer: it is no pccl master"
                 )
-            case LinkEvent.NOT_ALLOWED if (keys := self._identity.keys) is not None:
+            case DealerEvent.NOT_ALLOWED if (keys := self._identity.keys) is not None:
                 why = f"its list `allowed` does not have this peer's key, {keys.public}"
                 refused = m.Refused(Result.INVALID_USAGE.value, why)
                 self._perform(self._peer.received(refused))
@@ -160,7 +160,7 @@ class MasterConnection:
         )
 
     def _break(self, why: str) -> None:
-        """The link is lost: tries to reconnect, for as long as the configuration says."""
+        """The connection is lost: tries to reconnect, as long as `master_patience_s` allows."""
         if self._retry_at is not None or self._resolving or self._peer.over is not None:
             return
         self._trouble = why
@@ -170,7 +170,7 @@ class MasterConnection:
             self._give_up_at = now + patience_s
             if self._peer.number:
                 log.warning("peer %d: %s; trying for %g s", self._peer.number, why, patience_s)
-            self._perform(self._peer.link_lost(why))
+            self._perform(self._peer.disconnected(why))
         self._retry_at = now + limits.MASTER_RETRY_S
         self.tick()
 
@@ -181,18 +181,18 @@ class MasterConnection:
         self._perform(self._peer.lost_master(why))
 
     def _retry(self, found: Found) -> None:
-        """Tries once more to connect, after the master's name was resolved again, or not."""
+        """Tries to connect again, if the master's name could be resolved."""
         if not self._resolving:
             return
         self._resolving = False
         if not found.address:
             self._break(found.why)
             return
-        self._resolver.failed(self.host)  # the next attempt goes to another, if any
+        self._resolver.failed(self.host)  # the next attempt takes another address, if there is one
         try:
-            link = self._open(found.address)
+            dealer = self._open(found.address)
         except OSError as error:
             self._break(f"no connection to the master can be opened: {error.strerror or error}")
             return
         self.close()
-        self.link = link
+        self.dealer = dealer

@@ -81,7 +81,7 @@ class Performer:
 
     def _send(self, effect: effects.Send) -> None:
         try:
-            self._master.link.socket.send(m.encode(effect.message), zmq.DONTWAIT)
+            self._master.dealer.socket.send(m.encode(effect.message), zmq.DONTWAIT)
         except zmq.Again:
             pass  # the connection broke: the monitor, which knows why, is about to be read
 

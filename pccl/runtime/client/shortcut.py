@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from pccl.ext import ffi, lib, tables
-from pccl.runtime.client.link import Link
+from pccl.runtime.client.dealer import Dealer
 
 
 class Shortcut:
@@ -31,8 +31,8 @@ class Shortcut:
         """Whether the vote was sent."""
         return bool(self._sent[0])
 
-    def send(self, link: Link, vote: bytes) -> bool:
-        """Sends the vote; the caller must hold the lock of the link.
+    def send(self, dealer: Dealer, vote: bytes) -> bool:
+        """Sends the vote; the caller must hold the lock of the connection.
 
         Returns:
             True on success. False if the control thread must be woken: the vote was not sent, or
@@ -41,5 +41,5 @@ class Shortcut:
         backend = tables.load()
         if backend.name != "libzmq":  # the other backend calls back into Python
             return False
-        table, socket = backend.table, ffi.cast("void *", link.socket.underlying)
+        table, socket = backend.table, ffi.cast("void *", dealer.socket.underlying)
         return bool(lib.pccl_send_now(table, socket, vote, len(vote), self._sent) == 0)

@@ -64,7 +64,7 @@ class Streams:
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
         self._pool_size, self._local = pool_size, local
-        self._limit_s = config.link_timeout_s
+        self._limit_s = config.handshake_timeout_s
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # of these, the ones that are to come up
         self._without_ipc: set[int] = set()  # neighbours on this machine

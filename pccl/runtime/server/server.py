@@ -50,7 +50,7 @@ def _router(
         zmq.SNDHWM: limits.UNREAD_MAX,
         zmq.RCVHWM: limits.RECEIVED_MAX,
         zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
-        zmq.HANDSHAKE_IVL: int(config.link_timeout_s * 1000),  # so long a stranger holds memory
+        zmq.HANDSHAKE_IVL: int(config.handshake_timeout_s * 1000),  # limits a stranger's memory
         zmq.HEARTBEAT_IVL: config.heartbeat_ms,
         zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
         zmq.IPV6: int(ipv6),

@@ -23,7 +23,7 @@ HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FA
 _NEVER_MS = 1 << 30
 
 
-class LinkEvent(Enum):
+class DealerEvent(Enum):
     """An event of a connection, from its monitor."""
 
     UP = auto()
@@ -32,7 +32,7 @@ class LinkEvent(Enum):
     NOT_ALLOWED = auto()
 
 
-class Link:
+class Dealer:
     """A connection to the master, from the first attempt to its end.
 
     Args:
@@ -58,11 +58,11 @@ class Link:
             zmq.LINGER: limits.LAST_WORDS_MS,
             zmq.SNDHWM: 0,
             zmq.RCVHWM: 0,
-            zmq.RECONNECT_IVL: _NEVER_MS,  # MasterConnection replaces a broken link
+            zmq.RECONNECT_IVL: _NEVER_MS,  # MasterConnection replaces broken connections
             zmq.IMMEDIATE: 0,
             zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
-            zmq.CONNECT_TIMEOUT: int(config.link_timeout_s * 1000),
-            zmq.HANDSHAKE_IVL: int(config.link_timeout_s * 1000),
+            zmq.CONNECT_TIMEOUT: int(config.handshake_timeout_s * 1000),
+            zmq.HANDSHAKE_IVL: int(config.handshake_timeout_s * 1000),
             zmq.HEARTBEAT_IVL: config.heartbeat_ms,
             zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
             zmq.IPV6: int(":" in host),
@@ -87,7 +87,7 @@ class Link:
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"no connection can be opened: {error}") from None
 
-    def events(self) -> Iterator[LinkEvent]:
+    def events(self) -> Iterator[DealerEvent]:
         """All events so far."""
         while True:
             try:
@@ -95,19 +95,19 @@ class Link:
             except zmq.Again:
                 return
             event = self._event(parse_monitor_message(frames)["event"])
-            self._up = event is LinkEvent.UP
+            self._up = event is DealerEvent.UP
             yield event
 
     @staticmethod
-    def _event(number: int) -> LinkEvent:
+    def _event(number: int) -> DealerEvent:
         if number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            return LinkEvent.UP
+            return DealerEvent.UP
         if number & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            return LinkEvent.NOT_ALLOWED
-        return LinkEvent.HANDSHAKE_FAILED if number & HANDSHAKE_FAILED else LinkEvent.BROKEN
+            return DealerEvent.NOT_ALLOWED
+        return DealerEvent.HANDSHAKE_FAILED if number & HANDSHAKE_FAILED else DealerEvent.BROKEN
 
     def close(self) -> None:
-        """Closes the link; if it is connected, queued messages are still sent."""
+        """Closes the connection; if it is established, queued messages are still sent."""
         for _ in self.events():  # updates whether it is connected
             pass
         self.socket.disable_monitor()
