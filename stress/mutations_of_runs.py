@@ -96,6 +96,26 @@ MUTANTS = [
         "incarnation, next_peer = self.run.numbers.incarnation, self._members.next_number",
     ),
     Mutant(
+        "streams through which a collective has failed are replaced",
+        "            self._groups[running.group].broken = True\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "streams that have lost data are replaced",
+        "            self._groups[group].broken = True\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "nothing starts on streams that have lost data",
+        "            self._groups.repair(group_number)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "who hears of a failure has new streams",
+        "            self._groups.repair(running.group)\n",
+        "            pass\n",
+    ),
+    Mutant(
         "a master that begins anew while it recovers expects the same peers",
         "return Journal(self._run, incarnation, next_peer, self._expected, self._complete)",
         "return Journal(self._run, incarnation, next_peer, frozenset(), self._complete)",

@@ -69,6 +69,8 @@ class Collectives:
             self._outbox.fail_all(round_, Result.RANK_CONNECTION_LOST, why)
             return
         data = self._combined(work, round_)
+        if data is None:
+            self._groups.repair(group_number)
         group = self._groups[group_number]
         seq, epoch = self._numbers.take_seq(), group.epoch
         stable, final = 0, False
@@ -124,7 +126,7 @@ class Collectives:
         if ok or running.why:
             self._settle(running)
         else:
-            self._groups.renew(running.group)
+            self._groups[running.group].broken = True
             why = f"{self._membership.info(number)} could not complete: {vote.why}"
             cause = m.Cause(vote.cause) if vote.cause in CAUSES else m.Cause.OTHER
             self.interrupt(self._table.of_group(running.group), why, cause)
@@ -152,6 +154,7 @@ class Collectives:
             self._groups[running.group].blame.worked(rings, epoch)
         finished = m.Finished(running.seq, True)
         if not ok:
+            self._groups.repair(running.group)
             finished = m.Finished(running.seq, False, running.why, running.cause)
         for number in sorted(running.members):
             self._membership.peers[number].proven |= ok and running.around is not None
@@ -169,7 +172,7 @@ class Collectives:
         group = self._membership.group_of(number)
         running = [r for r in self._table.of_group(group) if not r.why and number in r.members]
         if running and stalled.epoch == self._groups[group].epoch:
-            self._groups.renew(group)
+            self._groups[group].broken = True
             why = f"{self._membership.info(number)} could not pass on its data: {stalled.why}"
             self.interrupt(self._table.of_group(group), why)
 

@@ -21,6 +21,7 @@ class Group:
     epoch: int = 0
     rings: tuple[m.Ring, ...] = ()  # as they were optimised
     planned: tuple[m.Ring, ...] = ()  # as they are, in this epoch
+    broken: bool = False  # whether a collective has failed in this epoch: its streams are void
     blame: Blame = field(default_factory=Blame)
 
 
@@ -46,10 +47,19 @@ class Groups:
     def __len__(self) -> int:
         return len(self._groups)
 
+    def repair(self, number: int) -> None:
+        """New streams for a group, if a collective has failed since it got the present ones.
+
+        Not when it fails: mostly a peer has died, which is about to be known, and those who are
+        left get new streams for that.
+        """
+        if self._groups[number].broken:
+            self.renew(number)
+
     def renew(self, number: int) -> None:
         """New streams for a group: its membership changed, or a collective failed."""
         group = self._groups.setdefault(number, Group())
-        group.epoch = self._numbers.take_epoch()
+        group.epoch, group.broken = self._numbers.take_epoch(), False
         group.planned = self.plan(number)
         peers = tuple(map(self._membership.info, self._membership.accepted(number)))
         nonce = self._numbers.nonce_of_epoch(group.epoch)
