@@ -27,6 +27,7 @@ import sys
 import hostile
 import programs
 import test_blame
+import test_epochs
 import test_ghosts
 import test_hostile
 import test_master_rules
@@ -36,7 +37,7 @@ import test_sync_rules
 import trainers
 modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
-    test_status,
+    test_status, test_epochs,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)
