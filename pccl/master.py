@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="encrypt, and admit only peers that DIR allows; `pccl keys` creates it "
         "(default: PCCL_CURVE_DIR; without that there is no encryption)",
     )
+    parser.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="where the run can be watched over HTTP, read-only; without HOST by this machine only "
+        "(default: nowhere)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
             security=args.curve_dir,
             state=args.state,
             on_journal_error=args.on_journal_error,
+            http=args.http,
         )
         serve_until_signal(master)
     except (PCCLError, ValueError, AssertionError) as error:  # the last two: of a malformed setting

@@ -20,9 +20,10 @@ from pccl.runtime.server.journal import JournalError
 from pccl.runtime.server.scribe import OnError
 from pccl.runtime.server.server import Server
 from pccl.runtime.server.service import Service
+from pccl.runtime.server.web import Web
 from pccl.runtime.signals import ENDING, Stopping, ended_by
 from pccl.security import Security
-from pccl.support.text import address_text, parse_address
+from pccl.support.text import address_text, parse_address, parse_listening
 from pccl.types import Result
 
 _running: set[MasterNode] = set()  # a running master outlives every other reference to it
@@ -49,10 +50,14 @@ class MasterNode:
             the same address, continues the run: its peers reconnect by themselves. None: a
             restarted master relies on what the peers tell it.
         on_journal_error: "continue" without the journal, or "stop", when it cannot be written.
+        http: `host:port`, or a port of this machine only, at which the run can be watched over HTTP
+            (see `http_address`); port 0 takes a free port. Everything is read-only, and nothing is
+            encrypted. None: nowhere.
 
     Raises:
         AssertionError: `listen_address` has no colon.
-        ValueError: `listen_address` is malformed in another way, or `on_journal_error` is neither.
+        ValueError: `listen_address` is malformed in another way, or `http` is, or
+            `on_journal_error` is neither.
     """
 
     def __init__(
@@ -62,10 +67,13 @@ class MasterNode:
         security: Security | str | os.PathLike[str] | None = None,
         state: str | os.PathLike[str] | None = None,
         on_journal_error: str = "continue",
+        http: str | int | None = None,
     ) -> None:
         self._on_journal_error = OnError(on_journal_error)
         self._state = None if state is None else Path(state)
         self._host, self._port = parse_address(listen_address)
+        self._http = None if http is None else parse_listening(str(http))
+        self._web: Web | None = None
         self._security = security
         self._service: Service | None = None
 
@@ -78,6 +86,11 @@ class MasterNode:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1", "*": "127.0.0.1"}.get(self._host, self._host)
         port = self._service.server.port if self._service is not None else self._port
         return address_text(host, port)
+
+    @property
+    def http_address(self) -> str | None:
+        """`host:port` at which the run can be watched, as long as it runs; None: nowhere."""
+        return None if self._web is None else self._web.address
 
     def run(self) -> None:
         """Starts to serve in the background and returns. After `interrupt` it may be called again.
@@ -93,14 +106,7 @@ class MasterNode:
         security = Security.of(self._security)
         try:
             require_room()
-            server = Server(
-                self._host,
-                self._port,
-                Config.from_env(),
-                security,
-                self._state,
-                self._on_journal_error,
-            )
+            server = self._new_server(security)
         except NoRoomError as error:
             raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", str(error)) from None
         except JournalError as error:
@@ -110,7 +116,7 @@ class MasterNode:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 why += ": does another master run there? Try another port, or 0"
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", why) from None
-        self._service = Service(server)
+        self._service = Service(server, self._web)
         _running.add(self)
         _handle_sigterm(True)
         try:
@@ -119,6 +125,23 @@ class MasterNode:
             _running.discard(self)
             why = f"no thread could be started: {error}"
             raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", why) from None
+
+    def _new_server(self, security: Security | None) -> Server:
+        """All that listens. Raises what Server and Web raise."""
+        server = Server(
+            self._host,
+            self._port,
+            Config.from_env(),
+            security,
+            self._state,
+            self._on_journal_error,
+        )
+        try:
+            self._web = None if self._http is None else Web(*self._http, server.ask)
+        except BaseException:
+            server.close()
+            raise
+        return server
 
     def interrupt(self) -> None:
         """Stops serving; all peers lose their master. Idempotent.
@@ -217,6 +240,8 @@ def serve_until_signal(master: MasterNode) -> None:
     with ended_by(stopping):
         master.run()
         print(f"pccl master listening on {master.address}", flush=True)
+        if master.http_address is not None:
+            print(f"its run can be watched at http://{master.http_address}/", flush=True)
         if stopping.number:  # the signal came before there was anything to stop
             master._stop()
         master.wait()
@@ -261,7 +286,7 @@ def _forget_all() -> None:
     """In a forked child: the masters are the parent's."""
     for master in _running:
         if master._service is not None:
-            master._service.server.forked()
+            master._service.forked()
     _running.clear()
     _handle_sigterm(False)
 

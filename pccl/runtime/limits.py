@@ -68,6 +68,14 @@ DESCRIPTORS_REST_S = 0.2  # without a failure, before new connections are admitt
 MASTER_LOOK_S = 0.1  # between two looks at what has a time limit
 FAREWELL_MS = 200  # for the last messages of a master that ends
 
+# ---- the master's HTTP ----
+
+HTTP_CONNECTIONS = 32  # beyond that the oldest one is cut
+HTTP_REQUEST_BYTES = 8192  # of a request's line and headers
+HTTP_REQUEST_S = 10.0  # from a connection to the end of the answer
+HTTP_ANSWER_S = 2.0  # for the service thread to say how things are
+HTTP_KEPT_S = 0.25  # for so long one answer of it serves all requests
+
 # ---- the master's journal and log ----
 
 JOURNAL_PATIENCE_S = 0.25  # for one write, before the master goes on without it,

@@ -34,6 +34,15 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def parse_listening(address: str) -> tuple[str, int]:
+    """(host, port) of `host:port`, or of a port alone, which is one of this machine only.
+
+    Raises:
+        ValueError: it is malformed.
+    """
+    return parse_address(address if ":" in address else f"127.0.0.1:{address}")
+
+
 def address_text(host: str, port: int) -> str:
     """`host:port`, with an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

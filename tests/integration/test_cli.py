@@ -29,6 +29,12 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         ("master --listen-address ::1:5", "must stand in brackets"),
         ("master --listen-address tcp://127.0.0.1:0", "it must be '127.0.0.1:0' alone"),
         ("master --listen-address nowhere.invalid:0", "cannot listen on nowhere.invalid:0"),
+        ("master --listen-address 127.0.0.1:0 --http nonsense", "'nonsense' is not a port number"),
+        ("master --listen-address 127.0.0.1:0 --http :80", "':80' names no host"),
+        (
+            "master --listen-address 127.0.0.1:0 --http nowhere.invalid:0",
+            "cannot serve HTTP on nowhere.invalid:0",
+        ),
         ("master --curve-dir /nonexistent --listen-address 127.0.0.1:0", "/nonexistent"),
         ("doctor 127.0.0.1:99999", "'99999' is not a port number"),
         ("doctor ::1", "must stand in brackets"),

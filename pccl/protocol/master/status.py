@@ -31,7 +31,7 @@ from pccl.protocol.master.tally import Histogram, Loss
 from pccl.protocol.rounds import Kind, Round
 from pccl.version import __version__
 
-WAITS_MAX = 64  # rounds that are shown, and collectives that run
+WAITS_MAX = 32  # rounds that are shown, and collectives that run
 CALLS_MAX = 4  # of one peer
 MISSING_MAX = 32  # peers that are named where many are waited for
 

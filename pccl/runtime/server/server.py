@@ -13,6 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import zmq
@@ -20,13 +21,14 @@ import zmq
 from pccl.errors import PCCLError
 from pccl.ext.drain import Drain
 from pccl.protocol import messages as m
-from pccl.protocol.master import Journal, Master, effects
+from pccl.protocol.master import Journal, Master, Status, effects
 from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
 from pccl.runtime.inline import combine
 from pccl.runtime.server.connections import Connections
 from pccl.runtime.server.dial import Dialler, Target
+from pccl.runtime.server.inquiries import Inquiries
 from pccl.runtime.server.journal import JournalError
 from pccl.runtime.server.pulse import Pauses
 from pccl.runtime.server.scribe import OnError, Scribe
@@ -106,6 +108,7 @@ class Server:
         self._zap: Zap | None = None
         self._journal: Scribe | None = None
         self._stop = False
+        self._inquiries = Inquiries(self._wake)
         self._sent = False  # since the router was last found empty
         run = secrets.randbits(62)
         self._opened = contextlib.ExitStack()
@@ -161,6 +164,13 @@ class Server:
     def stop(self) -> None:
         """Makes `serve` return: from any thread, from a signal handler, or before `serve`."""
         self._stop = True
+        self._wake()
+
+    def ask(self) -> Future[Status]:
+        """What the run looks like, as `serve` will say; from any thread."""
+        return self._inquiries.ask()
+
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it has ended, or is about to wake already
             self._wake_out.send(b"\0")
 
@@ -201,6 +211,7 @@ class Server:
                 self._connections.cut(now_s, drained)
                 self._dialler.tick(now_s)
                 self._perform(self._master.tick(now_s - self._pauses.total_s))
+                self._inquiries.answer(self._master.status)
             if self._journal is None:  # else it is expected to come back
                 self._perform(self._master.farewell())
         except JournalError as error:

@@ -13,6 +13,7 @@ import threading
 
 from pccl.runtime import limits
 from pccl.runtime.server.server import Server
+from pccl.runtime.server.web import Web
 
 
 class Service:
@@ -21,13 +22,18 @@ class Service:
     In a child process that was forked meanwhile there is no such thread: nothing is stopped there,
     nor waited for.
 
+    Args:
+        server: that serves.
+        web: shows the run over HTTP meanwhile; None: nobody does.
+
     Attributes:
         server: that serves.
         failure: what has ended it, where that was not `stop`.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, web: Web | None = None) -> None:
         self.server = server
+        self._web = web
         self.failure: BaseException | None = None
         self._pid = os.getpid()
         self._over = False
@@ -36,10 +42,13 @@ class Service:
         self._thread = threading.Thread(target=self._serve, name="pccl-master", daemon=True)
 
     def start(self) -> None:
-        """Begins. Raises RuntimeError where no thread can be had; the server is closed then."""
+        """Begins. Raises RuntimeError where no thread can be had; all is closed then."""
         try:
+            if self._web is not None:
+                self._web.start()
             self._thread.start()
         except RuntimeError:
+            self._close_web()
             self.server.close()
             self._over = True
             raise
@@ -54,6 +63,12 @@ class Service:
         if os.getpid() == self._pid:
             self.server.stop()
 
+    def forked(self) -> None:
+        """In a forked child: what the system would keep for the parent's sake is let go of."""
+        self.server.forked()
+        if self._web is not None:
+            self._web.forked()
+
     def wait(self) -> None:
         """Returns when it has ended."""
         while not self.over:
@@ -66,5 +81,10 @@ class Service:
         except BaseException as error:
             self.failure = error
         finally:
+            self._close_web()
             self._over = True
             self._serving.release()
+
+    def _close_web(self) -> None:
+        if self._web is not None:
+            self._web.close()

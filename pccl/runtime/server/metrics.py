@@ -1,0 +1,95 @@
+"""The status of a run in the text format of Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+
+from pccl.protocol.master import Status
+from pccl.protocol.master.status import Phase
+from pccl.protocol.master.tally import BOUNDS_S
+from pccl.protocol.rounds import Kind
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def exposition(status: Status) -> str:
+    """All metrics of a run. Labels have few values: groups, phases, causes, outcomes."""
+    return "".join(f"{line}\n" for line in _lines(status))
+
+
+def _lines(status: Status) -> Iterator[str]:
+    accepted = sum(group.size for group in status.groups)
+    yield from _metric(
+        "build_info", "gauge", "The version of pccl.", {status.version: 1}, label="version"
+    )
+    yield from _metric("world_size", "gauge", "Accepted peers.", {"": accepted})
+    pending = len(status.peers) - accepted
+    yield from _metric("peers_pending", "gauge", "Peers that wait for admission.", {"": pending})
+    text = "Whether a restarted master waits for the peers of before."
+    yield from _metric("recovering", "gauge", text, {"": int(status.recovering)})
+    yield from _groups(status)
+    yield from _waits(status)
+    yield from _counts(status)
+    yield from _vote_waits(status)
+
+
+def _groups(status: Status) -> Iterator[str]:
+    columns = (
+        ("peer_group_size", "Accepted peers of a group.", "size"),
+        ("epoch", "The epoch of a group's rings, which grows when they are renewed.", "epoch"),
+        ("collectives_running", "Collectives that have started and not ended.", "running"),
+        ("shared_state_revision", "The revision of a group's shared state.", "revision"),
+        ("shared_state_holders", "Peers that took part in its last synchronisation.", "holders"),
+    )
+    for name, text, field in columns:
+        fields = {str(group.group): getattr(group, field) for group in status.groups}
+        known = {number: value for number, value in fields.items() if value is not None}
+        yield from _metric(name, "gauge", text, known, label="group")
+
+
+def _waits(status: Status) -> Iterator[str]:
+    text = "Calls that some peers stand in and that wait for others."
+    number = len(status.waits) + status.waits_left_out
+    yield from _metric("waits", "gauge", text, {"": number})
+    longest = dict.fromkeys(map(str, Phase), 0.0)
+    for wait in status.waits:
+        longest[wait.phase] = max(longest[wait.phase], wait.waited_s)
+    text = "For how long the longest of these waits has lasted."
+    yield from _metric("longest_wait_seconds", "gauge", text, longest, label="phase")
+
+
+def _counts(status: Status) -> Iterator[str]:
+    counts = status.counts
+    text = "Peers that were accepted."
+    yield from _metric("peers_joined_total", "counter", text, {"": counts.joined})
+    text = "Accepted peers that have gone."
+    lost = {str(how): number for how, number in counts.lost.items()}
+    yield from _metric("peers_lost_total", "counter", text, lost, label="cause")
+    text = "Collectives that had started, and have ended."
+    ended = {"committed": counts.committed, "aborted": counts.aborted}
+    yield from _metric("collectives_total", "counter", text, ended, label="outcome")
+
+
+def _vote_waits(status: Status) -> Iterator[str]:
+    name = "pccl_vote_wait_seconds"
+    yield f"# HELP {name} How long the first peer of a round waited for the last one to enter it."
+    yield f"# TYPE {name} histogram"
+    for kind, waited in status.counts.votes.items():
+        label = "collective" if kind is Kind.START else kind.value
+        cumulated = list(accumulate(waited.counts))
+        for bound, count in zip((*BOUNDS_S, "+Inf"), cumulated, strict=True):
+            yield f'{name}_bucket{{phase="{label}",le="{bound}"}} {count}'
+        yield f'{name}_sum{{phase="{label}"}} {waited.total_s}'
+        yield f'{name}_count{{phase="{label}"}} {cumulated[-1]}'
+
+
+def _metric(
+    name: str, kind: str, text: str, values: Mapping[str, float], label: str = ""
+) -> Iterator[str]:
+    """One metric: its values, each for a value of its label, where it has one."""
+    name = f"pccl_{name}"
+    yield f"# HELP {name} {text}"
+    yield f"# TYPE {name} {kind}"
+    for of, value in values.items():
+        yield f'{name}{{{label}="{of}"}} {value}' if label else f"{name} {value}"
