@@ -267,6 +267,27 @@ def test_who_waits_for_a_name_gives_up_in_time(names: Names) -> None:
         resolve.reachable("master.example", port, 10)
 
 
+def test_an_address_that_swallows_everything_leaves_time_for_the_next(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names.addresses = ["127.0.0.2", "127.0.0.1"]
+    waited: list[float] = []
+    connect = socket.create_connection
+
+    def swallow(address: tuple[str, int], timeout: float) -> socket.socket:
+        waited.append(timeout)
+        if address[0] == "127.0.0.2":
+            threading.Event().wait(timeout)
+            raise TimeoutError("timed out")
+        return connect(address, timeout)
+
+    monkeypatch.setattr(socket, "create_connection", swallow)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert resolve.reachable("master.example", port, LIMIT_S) == "127.0.0.1"
+    assert len(waited) == 2 and waited[0] <= LIMIT_S / 2
+
+
 def test_a_socket_file_that_is_gone_is_no_way(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk()
     desk.streams.open(1, HERE, 5)
