@@ -1,8 +1,8 @@
 """One peer's part in `optimize_topology`, in the thread of the caller: it measures links.
 
-For each probe that the master wants, a peer fetches from another one, over a stream as every
-collective uses it, what only exists to be sent, while the other does the same the other way. It
-takes as long as the rate grows: until then TCP is still finding out what the link carries.
+For each probe that the master requests, a peer fetches random bytes from one or more others over
+streams like those of collectives, while the others may fetch from it. A probe lasts until the rate
+stops growing: until then TCP is still finding the capacity of the link.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from pccl.runtime.client.memory import Pieces
 
 log = logging.getLogger("pccl")
 
-_WINDOW_S = 0.25  # in which bytes are counted, at least,
-WINDOW_SHARE = 0.4  # and of the time that the first ones take: some five round trips
-_WINDOWS_MAX = 8  # after the first bytes; then it may grow as it will
-GROWTH = 1.25  # from one window to the next, that is more than chance
-# What is sent, in this order: a slow link has something to count, a fast one little to do.
+_WINDOW_S = 0.25  # the least time in which bytes are counted; or, if that is longer,
+WINDOW_SHARE = 0.4  # this share of the time until the first bytes: about two round trips
+_WINDOWS_MAX = 8  # after the first bytes; then a probe ends even if the rate still grows
+GROWTH = 1.25  # between two windows: less is chance
+# The pieces, in this order: on a slow link many arrive in a window, on a fast one few are needed.
 SIZES = (16 << 10,) * 64 + (64 << 10,) * 64 + (256 << 10,) * 1024
 _CHECK_S = 0.03
-Arrivals: TypeAlias = list[tuple[float, int]]  # when, how many bytes
-BATCH = 64  # verdicts that are given at once
+Arrivals: TypeAlias = list[tuple[float, int]]  # the time, and the number of bytes
+BATCH = 64  # verdicts, sent to the engine together
 
 
 def optimise(client: Client, call: Call, deadline: Deadline) -> End:
-    """Takes part in an optimisation until it ends, and says how.
+    """Takes part in an optimisation until it ends, and returns the end.
 
-    An exception leaves the call as it stands: the caller lets go of it.
+    After an exception the call is still in progress, and the caller must let go of it.
     """
     content, scratch = os.urandom(max(SIZES)), bytearray(max(SIZES))
     client.optimize(call, _pieces(ffi.from_buffer("char[]", content)), content)
@@ -45,7 +45,7 @@ def optimise(client: Client, call: Call, deadline: Deadline) -> End:
         match note:
             case effects.Measure(_, seq, holders) if holders:
                 prober.begin(seq, holders)
-            case effects.Measure():  # the last probe is void: the master was restarted
+            case effects.Measure():  # the master was restarted, which voids the last probe
                 prober.end()
             case Leaf():
                 prober.take(note)
@@ -57,16 +57,16 @@ def optimise(client: Client, call: Call, deadline: Deadline) -> End:
 
 
 def _pieces(memory: object) -> Pieces:
-    """All of them in the same memory: nobody ever looks at it."""
+    """Pieces that share one memory, because nobody reads their content."""
     address = int(ffi.cast("uintptr_t", memory))
     return [(number, address, size) for number, size in enumerate(SIZES)]
 
 
 class _Prober:
-    """One probe after the other.
+    """Carries out one probe at a time.
 
     Attributes:
-        seq: of the probe under way; 0: none is.
+        seq: number of the current probe; 0: there is none.
     """
 
     def __init__(self, client: Client, call: Call, pieces: Pieces, memory: object) -> None:
@@ -80,26 +80,26 @@ class _Prober:
 
     @property
     def patience_s(self) -> float:
-        """How long nothing but a note needs to be done."""
+        """How long `work` has nothing to do unless a note arrives."""
         return (
             max(0.0, self._check_at - time.perf_counter()) if self.seq else limits.PROBE_CONNECT_S
         )
 
     def begin(self, seq: int, senders: tuple[int, ...]) -> None:
-        """The next probe: how fast `senders` reach us, all at once."""
+        """Begins a probe: the rate at which `senders` reach us, all at the same time."""
         self.end()
         self.seq, self._senders = seq, senders
         self._began = time.perf_counter()
         self._op = self._client.fetch(self._call, seq, self._pieces, 0, self._memory)
 
     def take(self, leaf: Leaf) -> None:
-        """Something has arrived."""
+        """Records that a leaf has arrived."""
         if self.seq and leaf.op == self._op:
             self._arrivals.append((time.perf_counter(), SIZES[leaf.piece]))
             self._verdicts.append((leaf.piece, leaf.leaf, True))
 
     def work(self) -> None:
-        """Asks for more, and reports when it is time to."""
+        """Has the engine fetch more, and reports if it is time to."""
         if self._verdicts and not (self._call.has_notes and len(self._verdicts) < BATCH):
             self._client.judge(self._op, self._verdicts)
             self._verdicts = []
@@ -107,7 +107,7 @@ class _Prober:
             self.report()
 
     def report(self, ended: bool = False) -> None:
-        """Tells the master if it is time to, which ends the probe; it is when no more will come."""
+        """Reports the rate if it is known, which ends the probe. `ended`: no more will arrive."""
         now = time.perf_counter()
         self._check_at = now + _CHECK_S
         rate = rate_of(self._arrivals, self._began, now, ended)
@@ -119,16 +119,16 @@ class _Prober:
         self.end()
 
     def end(self) -> None:
-        """Nothing that still comes of this probe counts."""
+        """Ends the probe: what still arrives of it is ignored."""
         self._arrivals, self._verdicts, self.seq = [], [], 0
 
 
 def rate_of(arrivals: Arrivals, began: float, now: float, ended: bool = False) -> float | None:
-    """Bytes per second as of `now`, if it can be told by now, or must be.
+    """Bytes per second as of `now`; None if the probe must continue.
 
-    Two windows are compared, of about two round trips each, as the first arrival tells, which a
-    connection has come before: when the later one has brought hardly more than the earlier one,
-    TCP has found out what the link carries.
+    Two successive windows are compared, each of about two round trips. (The first arrival takes
+    about five, including the connection.) If the second one has hardly more bytes than the first,
+    TCP has found the capacity of the link.
     """
     if not arrivals:
         return 0.0 if ended or now - began >= limits.PROBE_CONNECT_S else None
@@ -143,6 +143,6 @@ def rate_of(arrivals: Arrivals, began: float, now: float, ended: bool = False) -
     after = sum(nbytes for at, nbytes in arrivals if now - window < at)
     if after > GROWTH * before and now - first < _WINDOWS_MAX * window and not ended:
         return None
-    if before + after == 0:  # a slow link, on which all that is under way arrives together
+    if before + after == 0:  # a slow link: everything in flight arrived at once
         return sum(nbytes for _, nbytes in arrivals) / (now - began)
     return (before + after) / (2 * window)

@@ -1,10 +1,10 @@
-"""What a receiver of shared state fetches into, and how it proves every leaf of it.
+"""The memory into which a receiver fetches shared state, and the verification of every leaf.
 
-Of each entry of more than one leaf the table of its leaves' digests comes first. It is proven by
-the elected digest, and then proves the leaves one by one, as they come. So what is wrong is found
-at once, and fetched again from somebody else.
+An entry of several leaves has a table of their digests, which is fetched first. The elected digest
+verifies the table, and the table verifies each leaf when it arrives. So wrong data is detected at
+once, and fetched again from another holder.
 
-Of an entry, piece number `entry` is the table, and number `entries + entry` the content.
+The engine numbers pieces: piece `entry` is an entry's table, piece `entries + entry` its content.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from pccl.runtime.digest import (
 )
 from pccl.runtime.spans import each_span
 
-# Not cleared: staging memory is written whole or not used, and touching it twice costs time.
+# Not cleared: staging memory is used only once all of it is written, and clearing costs time.
 _allocate = ffi.new_allocator(should_clear_after_alloc=False)
 HUGE_PAGES_FROM = 4 << 20  # bytes
 
-Verdict = tuple[int, int, bool]  # piece, leaf, whether it is right
+Verdict = tuple[int, int, bool]  # piece, leaf, whether it is correct
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One entry of the shared state, where it lies, and in which order (pccl.tensors.layout)."""
+    """The memory of one entry of the shared state; `layout`: its order (pccl.tensors.layout)."""
 
     name: str
     dtype: int
@@ -48,7 +48,7 @@ class Region:
 
 
 def served(regions: Sequence[Region], digests: Sequence[Digest]) -> tuple[Pieces, list[Any]]:
-    """The pieces that a holder offers, and what keeps those in memory that are not the user's."""
+    """The pieces that a holder serves, and the objects that keep their tables in memory."""
     tables = {
         index: ffi.from_buffer("char[]", digest.table)
         for index, digest in enumerate(digests)
@@ -61,23 +61,23 @@ def served(regions: Sequence[Region], digests: Sequence[Digest]) -> tuple[Pieces
 
 @dataclass(slots=True)
 class _Entry:
-    """One entry that is fetched."""
+    """An entry that is being fetched."""
 
     region: Region
     elected: bytes
-    content: Any  # char arrays
-    table: Any
-    table_arrived: int = 0  # leaves of the table
+    content: Any  # a char array
+    table: Any  # a char array; None for an entry of one leaf
+    table_arrived: int = 0  # leaves of the table so far
     table_proven: bool = False
-    waiting: list[int] = field(default_factory=list)  # leaves that came before the table was proven
-    proven: int = 0  # leaves of the content
+    waiting: list[int] = field(default_factory=list)  # leaves that arrived before it was
+    proven: int = 0  # leaves of the content so far
 
 
 class Staging:
-    """Memory for what a plan says to fetch.
+    """Memory for the entries that a plan tells this peer to fetch.
 
     Args:
-        plan: what to fetch.
+        plan: the entries and their elected digests.
         regions: the shared state.
     """
 
@@ -96,11 +96,11 @@ class Staging:
 
     @property
     def entries_total(self) -> int:
-        """How many entries are fetched."""
+        """The number of entries to fetch."""
         return len(self._entries)
 
     def pieces(self) -> Pieces:
-        """Where the engine puts everything."""
+        """The memory into which the engine writes."""
         tables = [
             (index, _address(entry.table), len(entry.table))
             for index, entry in self._entries.items()
@@ -112,10 +112,10 @@ class Staging:
         ]
 
     def judge(self, piece: int, leaf: int) -> list[Verdict]:
-        """Proves a leaf that has arrived, or keeps it until that is possible; and what it proves.
+        """Verifies a leaf that has arrived, or postpones that until its table is proven.
 
         Returns:
-            The verdicts that are possible by now.
+            Verdicts on this leaf, and on leaves that it allows to be verified.
         """
         if piece < len(self._regions):
             return self._judge_table(self._entries[piece], piece)
@@ -154,7 +154,7 @@ class Staging:
         return piece, leaf, good
 
     def differences(self) -> Iterator[m.Difference]:
-        """How each entry that was fetched differs from what the user has, which is still there."""
+        """How each fetched entry differs from the user's memory; to be called before `install`."""
         found = ffi.new("pccl_difference *")
         for index, entry in self._entries.items():
             region = entry.region
@@ -163,7 +163,7 @@ class Staging:
             yield m.Difference(index, found.bytes, found.ulp, found.nans_a, found.nans_b)
 
     def install(self) -> tuple[int, ...]:
-        """Overwrites the user's memory. Returns which regions that were, by index."""
+        """Copies all to the user's memory. Returns the indices of the regions."""
         entries = list(self._entries.values())
 
         def copy(index: int, begin: int, end: int) -> None:
@@ -176,8 +176,9 @@ class Staging:
 
 
 def reserve(nbytes: int) -> Any:
-    """A char array of any content. In huge pages where that goes: first touches of small ones cost
-    as much time as the transfer on a fast link.
+    """An uninitialised char array, in huge pages if possible.
+
+    The first access to each small page would cost as much time as the transfer on a fast link.
     """
     if nbytes < HUGE_PAGES_FROM or not hasattr(mmap, "MADV_HUGEPAGE"):
         return _allocate("char[]", nbytes)

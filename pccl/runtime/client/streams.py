@@ -2,7 +2,7 @@
 
 The engine opens a stream at once, so that ops can start on it, and connects it when the address is
 known. This module abandons streams that do not connect in time, for whatever reason: libzmq does
-not report a lane for which it gets no socket, and resolving a name may take any time.
+not report a lane for which it gets no socket, and resolving a name may take arbitrarily long.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ log = logging.getLogger("pccl")
 
 @dataclass(slots=True)
 class _Stream:
-    """A stream that is not closed. It must be connected by `due_s`."""
+    """An open stream, which must be connected by `due_s`."""
 
     to: m.PeerInfo
     nonce: int
     due_s: float
     endpoint: str = ""  # once it is known
-    retry_s: float = 0.0  # when the name is looked up again
-    why: str = ""  # it could not be looked up
-    refused: bool = False  # this process gets no socket for it
+    retry_s: float = 0.0  # when to resolve the name again
+    why: str = ""  # why the name could not be resolved
+    refused: bool = False  # whether the system provides no socket for it
 
 
 class Refused(Exception):
@@ -47,7 +47,7 @@ class Streams:
     """The open streams.
 
     Args:
-        engine: the engine that has them.
+        engine: the engine of these streams.
         resolver: resolves host names.
         config: timings and limits.
         pool_size: lanes to each neighbour; 0: chosen by the engine.
@@ -66,10 +66,10 @@ class Streams:
         self._pool_size, self._local = pool_size, local
         self._limit_s = config.handshake_timeout_s
         self._open: dict[int, _Stream] = {}
-        self._waiting: dict[int, _Stream] = {}  # of these, the ones that are to come up
-        self._without_ipc: set[int] = set()  # neighbours on this machine
-        self._doubted: set[int] = set()  # peers to whom the latest stream failed at once
-        self._refused = 0  # streams in a row
+        self._waiting: dict[int, _Stream] = {}  # those that are not connected yet
+        self._without_ipc: set[int] = set()  # neighbours on this machine, reached by TCP instead
+        self._doubted: set[int] = set()  # peers to which the latest stream failed at once
+        self._refused = 0  # streams in a row for which there was no socket
 
     @property
     def waits(self) -> bool:
@@ -84,7 +84,7 @@ class Streams:
 
     @property
     def due_s(self) -> float | None:
-        """When `tick` has something to do."""
+        """When `tick` must be called next; None: it need not be."""
         times = [t for each in self._waiting.values() for t in (each.due_s, each.retry_s) if t]
         return min(times, default=None)
 
@@ -105,13 +105,13 @@ class Streams:
             self._find(number, one)
 
     def close(self, number: int) -> None:
-        """Closes a stream that is open, or was lost."""
+        """Closes a stream, which may have been lost."""
         self._open.pop(number, None)
         self._waiting.pop(number, None)
         self._engine.close_stream(number)
 
     def up(self, number: int) -> None:
-        """Its first lane is connected."""
+        """The first lane of a stream is connected."""
         self._refused = 0
         one = self._waiting.pop(number, None)
         if one is not None:
@@ -120,8 +120,8 @@ class Streams:
     def lost(self, event: Event) -> tuple[m.PeerInfo | None, bool]:
         """The peer of a lost stream (None if it was closed), and whether it is unreachable.
 
-        A peer does not count as unreachable if this process gets no socket, nor when a stream to it
-        fails at once for the first time: that may be a moment's lack of memory at the other end.
+        A peer does not count as unreachable if this process gets no socket, or if a stream to it
+        fails at once for the first time: the peer may have lacked memory for a moment.
 
         Raises:
             Refused: this process got no socket for the third time in a row.
@@ -149,14 +149,14 @@ class Streams:
         return one.to, True
 
     def why(self, event: Event) -> str:
-        """Why an op has failed; if for a stream, with the name of who is at its other end."""
+        """Why an op has failed; if a stream is the reason, the peer at its other end is named."""
         if not event.stream:
             return event.text
         one = self._open.get(event.stream)
         return f"its connection to {'a neighbour' if one is None else one.to}: {event.text}"
 
     def tick(self) -> None:
-        """Abandons streams that are overdue; resolves names again that could not be resolved."""
+        """Abandons overdue streams, and tries again to resolve names."""
         now = time.monotonic()
         for number, one in list(self._waiting.items()):
             if one.due_s <= now:
@@ -177,7 +177,7 @@ class Streams:
     def _found(self, number: int, found: Found) -> None:
         one = self._waiting.get(number)
         if one is None:
-            return  # it was closed meanwhile, or given up
+            return  # the stream was closed or abandoned meanwhile
         one.why = found.why
         if found.address:
             self._connect(number, one, f"tcp://{address_text(found.address, one.to.port)}")
@@ -198,7 +198,7 @@ class Streams:
         )
 
     def _problem(self, one: _Stream) -> str:
-        """Why a stream is abandoned."""
+        """The reason to abandon a stream."""
         if one.endpoint:
             shortage = _shortage()
             one.refused = bool(shortage)
@@ -211,7 +211,7 @@ class Streams:
     # ---- the same machine ----
 
     def _uses_ipc(self, to: m.PeerInfo) -> bool:
-        """Whether to connect by ipc. Its socket is a file, which may have been deleted."""
+        """Whether to connect by ipc: its socket file may have been deleted."""
         if not self._local(to) or to.peer in self._without_ipc:
             return False
         try:
@@ -234,7 +234,7 @@ def _host_and_port(text: str) -> tuple[str, int]:
 
 
 def _shortage() -> str:
-    """What this process lacks for a connection, because libzmq does not report it."""
+    """Whether the system refuses this process a socket: libzmq does not report that."""
     try:
         socket.socket().close()
     except OSError as error:

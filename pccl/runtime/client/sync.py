@@ -1,9 +1,9 @@
 """One peer's part in a synchronisation of the shared state, in the thread of the caller.
 
-Offers what it has; fetches what the master's plan says into staging memory, proves it leaf by leaf,
-votes; and only when all receivers have voted does it overwrite the caller's memory. So a call that
-fails has changed nothing, at the cost of staging memory for the bytes that differ. A plan can be
-replaced by another while it is carried out (a holder died).
+The peer offers its content. As the master's plan says, it fetches what differs into staging memory,
+verifies it leaf by leaf, and votes. Only when all receivers have voted does it overwrite the
+caller's memory. So a failed call changes nothing, at the cost of staging memory for the bytes that
+differ. The master may replace a plan at any time, for example when a holder dies.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from pccl.types import SharedStateProgress
 log = logging.getLogger("pccl")
 
 Adopt: TypeAlias = Callable[[effects.Synced, tuple[int, ...]], None]
-BATCH = 64  # verdicts on small entries that are given at once
+BATCH = 64  # verdicts on small entries, sent to the engine together
 
 
 @dataclass(frozen=True, slots=True)
 class SyncOptions:
-    """What a caller asks of a synchronisation, beside what its shared state is.
+    """The options of a synchronisation.
 
     Attributes:
         strategy: a pccl.SharedStateSyncStrategy value.
-        strict: content that has diverged is an error for all.
-        progress: told now and then how far a transfer is.
+        strict: whether diverged content is an error on all peers.
+        progress: called now and then with the progress of a transfer.
         deadline: when to give up.
-        min_peers: with fewer no shared state is to begin.
+        min_peers: how many peers the group needs before the shared state may begin.
     """
 
     strategy: int
@@ -52,11 +52,11 @@ class SyncOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a synchronisation ended, and what it cost to hash what this peer has.
+    """How a synchronisation ended, and the cost of hashing this peer's shared state.
 
     Attributes:
-        error: what the caller's callback has raised. It ends the synchronisation, unless that was
-            past the point of no return.
+        error: the exception of the caller's callback, if any. It ends the synchronisation, unless
+            the result is already certain.
     """
 
     end: effects.Synced | effects.Fail
@@ -74,19 +74,19 @@ def synchronise(
     owner: object,
     adopt: Adopt,
 ) -> Outcome:
-    """Takes part in a synchronisation until it ends, and says how.
+    """Takes part in a synchronisation until it ends.
 
-    An exception leaves the call as it stands, the caller's memory untouched or wholly overwritten:
-    the caller lets go of it.
+    After an exception the call is still in progress, and the caller must let go of it; the shared
+    state is unchanged or completely overwritten.
 
     Args:
         client: the peer.
-        call: to be made.
+        call: a new call.
         regions: the shared state; its memory must not change meanwhile.
-        revision: of the shared state, as this peer has it.
-        options: what else it asks for.
+        revision: this peer's revision of the shared state.
+        options: further options.
         owner: kept alive as long as the engine refers to the memory.
-        adopt: told, at a success, which regions were overwritten.
+        adopt: called on success with the regions that were overwritten.
     """
     began = time.monotonic()
     found = digests([(region.address, region.nbytes) for region in regions])
@@ -105,7 +105,7 @@ def synchronise(
 
 
 class _Receiver:
-    """Follows the notes of a synchronisation to its end."""
+    """Handles the notes of a synchronisation until it ends."""
 
     def __init__(
         self, client: Client, call: Call, regions: Sequence[Region], options: SyncOptions
@@ -118,8 +118,8 @@ class _Receiver:
         self._plan = m.SyncPlan(0, 0, (), (), (), ())
         self._op = 0
         self._remind_at = 0.0
-        self._complete = False  # all of the plan is in staging memory, and proven
-        self._failure = ""  # why the fetch has failed, until the master is told
+        self._complete = False  # everything in the plan is in staging memory, and verified
+        self._failure = ""  # why the fetch failed, until the master is told
         self._fail_at = 0.0
         self._failures = 0
         self._verdicts: list[Verdict] = []
@@ -127,11 +127,11 @@ class _Receiver:
 
     @property
     def error(self) -> Exception | None:
-        """What the caller's callback has raised."""
+        """The exception of the caller's callback, if any."""
         return self._progress.error
 
     def receive(self, adopt: Adopt) -> effects.Synced | effects.Fail:
-        """Until the end, with the caller's memory overwritten if that is a success."""
+        """Returns the end of the synchronisation; on success the caller's memory is overwritten."""
         while True:
             match self._next():
                 case effects.Follow(_, plan, resumed):
@@ -157,12 +157,12 @@ class _Receiver:
                 self._client.withdraw(self._call, why)
 
     def _next(self) -> Note:
-        """The next note.
+        """Waits for the next note.
 
-        Meanwhile a peer that serves under a limit gives itself leave, one that fetches sees to its
-        requests being answered, and one whose fetch has failed gives up if there is no other plan
-        for it soon: mostly its holders have died, which the master is about to hear, and nobody is
-        to blame.
+        Meanwhile a peer with a rate limit renews its allowance for serving, and a peer that fetches
+        repeats requests that were not answered. A peer whose fetch failed reports the failure only
+        if no other plan arrives soon: usually its holders have died, which the master is about to
+        notice, and nobody is to blame.
         """
         deadline = self._options.deadline
         while True:
@@ -191,7 +191,7 @@ class _Receiver:
     def _follow(self, plan: m.SyncPlan, resumed: bool) -> None:
         self._plan, self._failure = plan, ""
         if resumed:
-            return  # the staging memory holds what the plan asks for, or soon will
+            return  # the fetch of before continues, or is complete
         self._staging, self._complete, self._op = None, False, 0
         self._verdicts.clear()
         if plan.fetch:
@@ -208,7 +208,7 @@ class _Receiver:
             adopt(synced, ())
             return
         assert self._complete, "the master kept what this peer has not proven"
-        # to the end, once begun: what is half overwritten is nobody's state
+        # must not be interrupted: half overwritten memory is no valid state
         aside(lambda: adopt(synced, staging.install()))
 
     def _vote(self) -> None:
@@ -221,23 +221,23 @@ class _Receiver:
 
 
 class _Progress:
-    """Tells the caller and the log how far a transfer is."""
+    """Reports the progress of a transfer to the caller and the log."""
 
     def __init__(self, callback: Callable[[SharedStateProgress], None] | None) -> None:
         self._callback = callback
         self._staging: Staging | None = None
         self._began = self._reported = self._logged = 0.0
-        self._told = -1  # bytes, in the last call of the callback
+        self._told = -1  # bytes proven, as of the last call of the callback
         self.error: Exception | None = None
 
     def begin(self, staging: Staging) -> None:
-        """A transfer begins."""
+        """Begins a transfer."""
         self._staging, self._told = staging, -1
         self._began = self._logged = time.monotonic()
         self._reported = self._began - limits.PROGRESS_S
 
     def report(self) -> bool:
-        """Tells, if it is time to. False once, when the callback has failed."""
+        """Reports if it is time to. Returns False once, when the callback has failed."""
         staging, now = self._staging, time.monotonic()
         if staging is None:
             return True
@@ -257,7 +257,7 @@ class _Progress:
             self._reported, self._told = now, staging.bytes_proven
             try:
                 self._callback(progress)
-            except Exception as error:  # raised at the end: others wait for this peer meanwhile
+            except Exception as error:  # raised at the end: others wait for this peer
                 self.error, self._callback = error, None
                 return False
         return True
