@@ -45,7 +45,7 @@ End = effects.Answer | effects.Fail
 
 
 class Quiet:
-    """A wait in silence, from now on: it is broken after QUIET_S, and then after longer gaps."""
+    """A wait that is logged after QUIET_S, and then after longer and longer gaps."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()
@@ -54,12 +54,12 @@ class Quiet:
 
     @property
     def seconds(self) -> float:
-        """Time since its beginning."""
+        """Time since the wait began."""
         return time.monotonic() - self._began_s
 
     @property
     def is_over(self) -> bool:
-        """Whether a log line is due about what the wait is for; then False for a while."""
+        """Whether a log line about the wait is due; then False for a while."""
         now = time.monotonic()
         if now < self._until_s:
             return False
@@ -111,7 +111,7 @@ class Call:
                     raise
             else:
                 if note is self.end:
-                    self._notes.put(note)  # for other threads that wait for the end
+                    self._notes.put(note)  # other threads may wait for the end too
                 return note
 
     @property
@@ -154,7 +154,7 @@ class Deadline:
 
     def __init__(self, timeout_s: float | None, name: str = "timeout") -> None:
         self._timeout_s = timeout_s
-        self._late: Call | None = None  # which was withdrawn
+        self._late: Call | None = None  # the call that was withdrawn
         self._at: float | None = None
         if timeout_s is None:
             return

@@ -30,24 +30,24 @@ class Device(Protocol):
         """Host memory."""
 
     def read(self, host: HostMemory, buffer: Buffer) -> None:
-        """Begins to copy from the device, after all work that the program has given it."""
+        """Begins to copy from the device, after all work that the program has queued there."""
 
     def write(self, buffer: Buffer, host: HostMemory) -> None:
         """Begins to copy to the device."""
 
     def wait(self) -> None:
-        """Returns when all that was begun is done."""
+        """Returns when all copies are complete."""
 
 
 class HostView:
     """Buffers as host memory: those on a device as copies, the others as they are.
 
     Args:
-        buffers: what to see.
-        unread: those, by index, of which copies may begin with anything.
+        buffers: the buffers.
+        unread: indices of buffers whose content is not needed on the host.
 
     Raises:
-        UnsupportedError: one is on a device that is not there.
+        UnsupportedError: a buffer is on a device that does not exist.
     """
 
     def __init__(self, buffers: Sequence[Buffer], unread: Container[int] = ()) -> None:
@@ -66,7 +66,7 @@ class HostView:
             self._device.wait()
 
     def address(self, index: int) -> int:
-        """Address of the buffer of that index in host memory."""
+        """The host address of the buffer with this index."""
         if index in self._copies:
             return self._copies[index].data_ptr()
         return self._buffers[index].address

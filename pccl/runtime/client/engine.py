@@ -33,25 +33,25 @@ SETTLED: int = lib.PCCL_SETTLED
 STREAM_LOST: int = lib.PCCL_STREAM_LOST
 STREAM_UP: int = lib.PCCL_STREAM_UP
 LEAF: int = lib.PCCL_LEAF
-STARVED: int = lib.PCCL_ESTREAM  # status of a FETCH that FAILED but lives
-NO_MEMORY: int = lib.PCCL_ENOMEM  # status of a FAILED
-UNREACHABLE: int = lib.PCCL_EREACH  # status of a STREAM_LOST that has never been up
-REFUSED: int = lib.PCCL_EZMQ  # and if this process got no socket for it
-ANOTHER: int = lib.PCCL_EOTHER  # and if another process answers there
+STARVED: int = lib.PCCL_ESTREAM  # status of a FAILED fetch that can be started again
+NO_MEMORY: int = lib.PCCL_ENOMEM  # status of FAILED
+UNREACHABLE: int = lib.PCCL_EREACH  # status of STREAM_LOST if the stream was never up,
+REFUSED: int = lib.PCCL_EZMQ  # if this process got no socket for it,
+ANOTHER: int = lib.PCCL_EOTHER  # or if another process answers at that address
 
 COLLECTIVES: dict[CollectiveKind, int] = {
     CollectiveKind.ALL_REDUCE: lib.PCCL_ALL_REDUCE,
     CollectiveKind.REDUCE_SCATTER: lib.PCCL_REDUCE_SCATTER,
     CollectiveKind.ALL_GATHER: lib.PCCL_ALL_GATHER,
     CollectiveKind.BROADCAST: lib.PCCL_BROADCAST,
-    CollectiveKind.BARRIER: lib.PCCL_ALL_REDUCE,  # of nothing
+    CollectiveKind.BARRIER: lib.PCCL_ALL_REDUCE,  # without data
 }
 
 _EVENT = struct.Struct("@IiQIIQQQII160s")  # a pccl_event
 assert _EVENT.size == ffi.sizeof("pccl_event")
 
 ORDERS_ENDPOINT = "inproc://pccl-engine"  # in the engine's own context
-_ADDRESS_MAX = 100  # bytes of an ipc path: what sockaddr_un holds, on any system
+_ADDRESS_MAX = 100  # bytes of an ipc path: fits sockaddr_un on any system
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,19 @@ class EngineOptions:
     """Settings of an engine.
 
     Attributes:
-        io_threads: libzmq's threads for the connections.
-        forward_max: messages that may wait to be sent on; beyond that nothing is received.
+        io_threads: number of libzmq's I/O threads.
+        forward_max: messages that may wait to be forwarded; if there are more, none is received.
         recv_hwm: messages queued for each incoming connection.
-        heartbeat_ms: the interval of heartbeats to all that send to this engine; 0: none.
-        heartbeat_timeout_ms: a sender that gets none for this long loses its stream to this engine.
-        connect_timeout_ms: for a connection, and for a handshake on either side.
-        copy_max: bytes; larger payloads are sent from where they are.
-        fetch_window: requests under way to one holder of a FETCH, at most.
+        heartbeat_ms: interval of heartbeats to all senders to this engine; 0: none.
+        heartbeat_timeout_ms: a sender without a heartbeat for this long loses its stream.
+        connect_timeout_ms: time limit for connecting, and for a handshake on either side.
+        copy_max: larger payloads, in bytes, are sent without a copy.
+        fetch_window: most requests in flight to one holder of a FETCH.
         curve_public: public key of this peer, in Z85; empty: nothing is encrypted.
-        curve_secret: the secret key to it.
-        dialler: the public key, or without keys the password, of whoever may dial to see whether
-            this engine can be reached. Without keys and without this, everybody may connect.
+        curve_secret: its secret key.
+        dialler: the public key, or without keys the password, of the master, which may connect to
+            check that this engine can be reached. Without keys and without this, anyone may
+            connect.
     """
 
     io_threads: int = 1
@@ -105,12 +106,12 @@ class Event(NamedTuple):
         op: number of the op, except for STREAM_LOST and STREAM_UP.
         stream: number of the stream, for STREAM_LOST and STREAM_UP; FAILED: the stream that `text`
             describes, or 0.
-        settled: COMPLETE: nothing refers to the op's memory any more, and no order is needed.
-        tx_bytes: payload bytes that the op has sent.
-        rx_bytes: payload bytes that the op has received.
+        settled: COMPLETE: whether the op needs no order to settle and nothing refers to its memory.
+        tx_bytes: payload bytes sent by the op.
+        rx_bytes: payload bytes received by the op.
         seq: sequence number of the op's last start.
-        piece: LEAF: number of its piece.
-        leaf: LEAF: its index in the piece.
+        piece: LEAF: number of the piece.
+        leaf: LEAF: index in the piece.
         text: FAILED, STREAM_LOST: the reason.
     """
 
@@ -135,7 +136,7 @@ class Engine:
         ipc: the path of its ipc endpoint; empty if it has none.
         backend: the backend of the function table, `libzmq` or `pyzmq`.
         socket: readable when there are events.
-        broken: why it has stopped, if it has stopped on an error.
+        broken: the error that has stopped it; empty if none has.
 
     Args:
         options: its settings.
@@ -162,7 +163,7 @@ class Engine:
         self._order = ffi.new("pccl_order *")
         self._order_bytes = ffi.buffer(self._order)
         self._blank = bytes(self._order_bytes)
-        self._arrays: dict[int, list[Any]] = {}  # op -> what the engine reads until it is settled
+        self._arrays: dict[int, list[Any]] = {}  # op -> what the engine reads until it settles
         self._stopped = stopped
         self.broken = ""
         self._closed = False
@@ -176,7 +177,7 @@ class Engine:
             self.socket = self._connect_orders(context)
             self._thread = threading.Thread(target=self._run, name="pccl-engine", daemon=True)
             self._thread.start()
-        except (zmq.ZMQError, RuntimeError) as error:  # no descriptor, or no thread, is to be had
+        except (zmq.ZMQError, RuntimeError) as error:  # no descriptor or thread is available
             self._abandon()
             raise OSError(getattr(error, "errno", None), str(error)) from None
         except BaseException:
@@ -192,7 +193,7 @@ class Engine:
         return orders
 
     def _bind_tcp(self, host: str, ports: Sequence[int]) -> int:
-        """Listens on the first of these ports that is free, or on any if there are none given."""
+        """Listens on the first free one of these ports; if there are none, on any port."""
         bracketed = f"[{host}]" if ":" in host else host
         for port in ports or (0,):
             try:
@@ -213,7 +214,7 @@ class Engine:
         return ffi.string(bound).decode()
 
     def _bind_ipc(self) -> str:
-        """Listens in a directory of our own that only this user can enter; its path, or empty."""
+        """Listens in a new directory that only this user can enter. Returns the path, or empty."""
         if os.name != "posix" or not zmq.has("ipc"):
             return ""
         self._directory = tempfile.mkdtemp(prefix="pccl-")
@@ -225,7 +226,7 @@ class Engine:
         return path
 
     def _abandon(self) -> None:
-        """Lets go of what there is of an engine that could not be made."""
+        """Releases everything of an engine that could not be made."""
         if self.socket is not None:
             self.socket.close()
         self._free()
@@ -253,7 +254,7 @@ class Engine:
 
     @property
     def dropped(self) -> int:
-        """Messages that were dropped as stale, foreign or unreadable."""
+        """Number of messages dropped as stale, foreign or malformed."""
         return int(lib.pccl_engine_dropped(self._engine)) if not self._closed else 0
 
     # ---- orders ----
@@ -265,11 +266,11 @@ class Engine:
         return self._order
 
     def _send(self) -> None:
-        if not self._closed:  # orders may come later: there is nothing that they are about then
+        if not self._closed:  # orders after the end concern nothing
             self.socket.send(self._order_bytes, zmq.DONTWAIT)
 
     def open_stream(self, stream: int) -> None:
-        """Lets ops be started on a stream, whose number was never used before."""
+        """Opens a stream, so that ops can start on it; its number was never used before."""
         self._blank_order(lib.PCCL_OPEN_STREAM).stream = stream
         self._send()
 
@@ -286,15 +287,15 @@ class Engine:
     ) -> None:
         """Connects an open stream `lanes` times to a neighbour's engine.
 
-        It is the caller's to give up (`lose_stream`) one that has no STREAM_UP after a while.
+        If STREAM_UP does not follow in time, the caller must abandon it (`lose_stream`).
 
         Args:
             stream: its number.
             endpoint: tcp://address:port, with a numeric address, or ipc://path.
             lanes: connections; 0: as many as the round trip asks for.
-            hwm: messages queued for each of them, at least 1.
+            hwm: messages queued for each connection, at least 1.
             peer: the neighbour's number.
-            nonce: the epoch's, by which it lets us in if there are no keys.
+            nonce: of the epoch; the neighbour admits us by it if there are no keys.
             curve_server: the neighbour's public key, if this engine has keys.
 
         Raises:
@@ -309,17 +310,17 @@ class Engine:
         self._send()
 
     def close_stream(self, stream: int) -> None:
-        """Closes a stream; what is queued there is dropped, ops that use it fail."""
+        """Closes a stream: queued messages are dropped, and ops that use it fail."""
         self._blank_order(lib.PCCL_CLOSE_STREAM).stream = stream
         self._send()
 
     def expect(self, peer: int, nonce: int, keys: Iterable[str]) -> None:
-        """Says who may connect from now on, and so decides on those that wait.
+        """Sets who may connect, which also decides on connections that wait.
 
         Args:
-            peer: our own number.
-            nonce: of an epoch; that of the one before remains good.
-            keys: public keys, if this engine has keys.
+            peer: this peer's number.
+            nonce: of the current epoch; the previous one remains valid.
+            keys: public keys of the members, if this engine has keys.
         """
         order = self._blank_order(lib.PCCL_EXPECT)
         order.peer, order.nonce = peer, nonce
@@ -329,7 +330,7 @@ class Engine:
             self._send()
 
     def lose_stream(self, stream: int, why: str) -> None:
-        """Gives a stream up that does not come up: STREAM_LOST says why."""
+        """Abandons a stream that does not connect; STREAM_LOST follows, with `why`."""
         order = self._blank_order(lib.PCCL_LOSE_STREAM)
         order.stream, order.endpoint = stream, why.encode()[: lib.PCCL_TEXT_MAX - 1]
         self._send()
@@ -347,18 +348,18 @@ class Engine:
         parts: Sequence[Part],
         format: int = 0,
     ) -> None:
-        """Announces a collective. The buffers belong to the engine until the op is settled.
+        """Registers a collective. The buffers belong to the engine until the op is settled.
 
         Args:
             op: a number that was never used before.
             run: the run's number, 64 bits.
             tag: the collective's tag.
             min_seq: its sequence number will be greater.
-            what: it does.
+            what: which collective.
             redop: operation, a pccl.ReduceOp value.
-            members: slices of the larger buffers of reduce_scatter and all_gather.
+            members: number of slices in the larger buffers of reduce_scatter and all_gather.
             parts: the arrays, which complete or fail together.
-            format: how they are quantized, a pccl_format; 0: not.
+            format: how they are quantized, a pccl_format; 0: they are not.
         """
         array = ffi.new("pccl_part[]", len(parts))
         for slot, part in zip(array, parts, strict=True):
@@ -381,7 +382,7 @@ class Engine:
         first_counted: int = 0,
         limit: int = 0,
     ) -> None:
-        """Announces that requests for the bytes of `pieces` will be answered.
+        """Registers an op that answers requests for the bytes of `pieces`.
 
         Args:
             op: a number that was never used before.
@@ -389,7 +390,7 @@ class Engine:
             tag: the transfer's tag.
             min_seq: its sequence number will be greater.
             pieces: (number, address, bytes) of each.
-            first_counted: bytes of pieces with lower numbers do not count in tx_bytes, rx_bytes.
+            first_counted: pieces with lower numbers do not count in tx_bytes and rx_bytes.
             limit: bytes that may be sent before the first `allow`; 0: no limit.
         """
         array = _pieces(pieces, first_counted)
@@ -406,9 +407,9 @@ class Engine:
         first_counted: int = 0,
         leaf_bytes: int = 0,
     ) -> None:
-        """Announces that the bytes of `pieces` will be fetched; arguments as of register_serve.
+        """Registers an op that fetches the bytes of `pieces`; arguments as of register_serve.
 
-        With `leaf_bytes`, each leaf of that size gives a LEAF event and waits for its `judge`.
+        With `leaf_bytes`, each leaf of that size emits a LEAF event and waits for `judge`.
         """
         array = _pieces(pieces, first_counted)
         self._register_pieces(lib.PCCL_FETCH, op, (run, tag, min_seq), array, leaf_bytes)
@@ -428,7 +429,7 @@ class Engine:
         self._send()
 
     def _keep(self, op: int, array: Any) -> Any:
-        """Holds an array alive that the engine reads until the op is settled."""
+        """Keeps an array, which the engine reads, alive until the op is settled."""
         self._arrays.setdefault(op, []).append(array)
         return array
 
@@ -444,9 +445,9 @@ class Engine:
 
         Args:
             op: its number.
-            seq: the sequence number that was agreed on.
-            nonce: of the call: what carries another one is none of it.
-            chunk_bytes: of one message.
+            seq: the agreed sequence number.
+            nonce: of the collective; chunks with another one do not belong to it.
+            chunk_bytes: size of one message.
             rings: this peer's place in each ring, at most PCCL_RINGS_MAX.
         """
         order = self._start(op, seq, nonce, chunk_bytes)
@@ -461,10 +462,10 @@ class Engine:
     def start_transfer(
         self, op: int, *, seq: int, nonce: int, chunk_bytes: int, ends: Sequence[End]
     ) -> None:
-        """Starts a registered op that serves, or fetches; arguments as of `start`.
+        """Starts a registered op that serves or fetches; arguments as of `start`.
 
         Args:
-            ends: of a serving op the requesters, of a fetching one the holders. Later calls with
+            ends: the requesters of a serving op, the holders of a fetching one. Later calls with
                 the same `seq` add to them.
         """
         limit = lib.PCCL_ENDS_MAX
@@ -482,28 +483,28 @@ class Engine:
         return order
 
     def judge(self, op: int, piece: int, leaf: int, good: bool) -> None:
-        """Says whether a leaf that has arrived is right; if not, it is fetched again."""
+        """Says whether an arrived leaf is correct; if not, it is fetched again."""
         order = self._blank_order(lib.PCCL_VERDICT, op)
         order.piece, order.leaf, order.good = piece, leaf, good
         self._send()
 
     def remind(self, op: int, limit: int) -> None:
-        """Has a fetch ask again for what it has asked in vain; to be called every few seconds.
+        """Has a fetch repeat its unanswered requests; to be called every few seconds.
 
         Args:
             op: the fetch.
-            limit: after so many in a row without an answer it fails, as without holders.
+            limit: after this many calls in a row without an answer it fails, as without holders.
         """
         self._blank_order(lib.PCCL_REMIND, op).limit = limit
         self._send()
 
     def allow(self, op: int, nbytes: int) -> None:
-        """Lets a limited serve op send about so many bytes more."""
+        """Lets a limited serve op send about `nbytes` more."""
         self._blank_order(lib.PCCL_ALLOW, op).limit = nbytes
         self._send()
 
     def commit(self, op: int) -> None:
-        """Keeps an op's result; its memory is the engine's until SETTLED."""
+        """Keeps an op's result; the engine uses its memory until SETTLED."""
         self._blank_order(lib.PCCL_COMMIT, op)
         self._send()
 
@@ -515,7 +516,7 @@ class Engine:
     # ---- events ----
 
     def events(self) -> list[Event]:
-        """All events that have come, in order; empty when there are none, and when it is closed."""
+        """All events so far, in order; none after `close`."""
         found: list[Event] = []
         while not self._closed and readable(self.socket):
             data = self.socket.recv(zmq.DONTWAIT)
@@ -528,7 +529,7 @@ class Engine:
         return found
 
     def close(self) -> None:
-        """Stops the thread, restores what is not settled, frees everything. Idempotent."""
+        """Stops the thread, restores what unsettled ops have overwritten, frees all. Idempotent."""
         if self._closed:
             return
         self._blank_order(lib.PCCL_STOP)
@@ -552,9 +553,9 @@ def _new_engine(backend: tables.Backend, options: EngineOptions) -> Any:
     """A C engine on that backend.
 
     Raises:
-        ValueError: an option is zero that must not be.
-        OSError: ZeroMQ cannot make its sockets.
-        MemoryError: there is no memory for it.
+        ValueError: an option is out of range.
+        OSError: ZeroMQ cannot create the sockets.
+        MemoryError: there is not enough memory.
     """
     error = ffi.new("int *")
     settings = ffi.new("pccl_options *")

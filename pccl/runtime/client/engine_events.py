@@ -1,4 +1,4 @@
-"""What the engine has to say, for the peer's state machine."""
+"""Passes the engine's events to the peer's state machine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class EngineEvents:
     Args:
         engine: sends them.
         peer: the state machine, which handles them.
-        streams: knows whose stream is lost.
-        pending: the memory that the engine lets go of, and the calls that hear of leaves.
+        streams: knows to which peer a lost stream led.
+        pending: the memory that the engine releases, and the calls that receive leaves.
         perform: performs the effects.
     """
 
@@ -49,10 +49,10 @@ class EngineEvents:
         self._pending, self._perform = pending, perform
 
     def read(self) -> None:
-        """Reads all that have come.
+        """Reads all events that have arrived.
 
         Raises:
-            RuntimeError: the engine has stopped, and says why.
+            RuntimeError: the engine has stopped; the text says why.
             Refused: this process gets no sockets for its streams.
         """
         for event in self._engine.events():

@@ -1,4 +1,4 @@
-"""Does what the peer's state machine wants done: sends, orders to the engine, answers to calls."""
+"""Performs the effects of the peer's state machine: messages, orders to the engine, answers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Performer:
     """Performs effects, in their order.
 
     Args:
-        peer: the state machine; knows the run.
+        peer: the state machine, which knows the run.
         engine: moves bulk data.
         streams: opens and closes the engine's streams.
         master: the connection to it.
         pending: the calls, and their memory.
-        local: whether a peer is reached without a network.
+        local: whether a peer is on this machine.
 
     Attributes:
-        sent: whether a socket was used since somebody has set this to False: what is to be read may
-            have come meanwhile.
+        sent: whether a socket was used since the caller last set this to False. If so, messages may
+            have arrived meanwhile.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Performer:
         }
 
     def perform(self, todo: list[effects.Effect]) -> None:
-        """Does all of it."""
+        """Performs effects in order."""
         for effect in todo:
             kind = type(effect)
             self.sent |= kind not in SILENT
@@ -83,7 +83,7 @@ class Performer:
         try:
             self._master.dealer.socket.send(m.encode(effect.message), zmq.DONTWAIT)
         except zmq.Again:
-            pass  # the connection broke: the monitor, which knows why, is about to be read
+            pass  # the connection broke; its monitor knows why, and is read next
 
     def _register(self, effect: effects.RegisterOp) -> None:
         ops.register(self._engine, effect, self._pending.memory[effect.op])
