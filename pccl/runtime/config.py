@@ -1,6 +1,6 @@
-"""What a user may set, with its range and default; PCCL_ variables are read here, and sizes chosen.
+"""The settings with their ranges and defaults, PCCL_ variables, and sizes that follow from them.
 
-The timings and limits that nobody sets are in limits.py.
+Fixed timings and limits are in limits.py.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ WEEK_S = 7 * 24 * 3600  # in milliseconds it still fits an int of libzmq
 
 
 class Range(NamedTuple):
-    """What a setting may be, and the variable that sets it, if there is one.
+    """The range of a setting, and its environment variable, if there is one.
 
-    libzmq takes milliseconds as 32-bit integers, and the system refuses waits that are too long:
-    either would be an odd failure later on.
+    libzmq takes milliseconds as 32-bit integers, and the system refuses waits that are too long;
+    without a range, either would fail later with an obscure error.
     """
 
     variable: str
@@ -52,22 +52,23 @@ class Config:
     """Settings of one peer or master.
 
     Attributes:
-        advertise: host that other peers reach this one at; empty: the address the master sees.
-        ports: on one of which a peer listens for bulk data; empty: any.
+        advertise: the host at which other peers reach this one; empty: the address that the master
+            sees.
+        ports: a peer listens for bulk data on one of them; empty: on any.
         ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
         heartbeat_ms: heartbeat interval of every connection.
         heartbeat_timeout_ms: heartbeat timeout; a connection that is silent for this time is lost.
         handshake_timeout_s: time limit for establishing a connection, with its handshake.
         connect_timeout_s: how long a peer tries to reach a master that is not up yet; None: as
-            often as `connect` is told to.
-        master_patience_s: how long a peer tries to get back to a master that is gone.
-        straggler_s: a master drops peers that keep others waiting for so long; None: never.
-        sync_mbits: a peer sends shared state to others at no more than so many Mbit/s; None: no
+            many attempts as the arguments of `connect` say.
+        master_patience_s: how long a peer tries to reconnect to the master.
+        straggler_s: how long a peer may keep others waiting before the master drops it; None: no
             limit.
-        lanes: connections to a neighbour on another machine where the user does not say; 0: as
-            many as the round trip asks for.
-        inline_bytes: all-reduces of up to so many go with the votes and are reduced by the master:
-            two round trips to it, instead of these and twice around the ring.
+        sync_mbits: the most Mbit/s at which a peer sends shared state to others; None: no limit.
+        lanes: connections to a neighbour on another machine, unless the Communicator sets
+            p2p_connection_pool_size; 0: chosen by the round trip.
+        inline_bytes: the largest all-reduce whose data travels with the votes and is reduced by the
+            master. It takes one round trip to the master, and none around the ring.
     """
 
     advertise: str = ""
@@ -84,10 +85,10 @@ class Config:
     inline_bytes: int = 16384
 
     def __post_init__(self) -> None:
-        """Raises ValueError where a number is out of its range, or two do not fit each other."""
+        """Raises ValueError if a number is out of range, or two contradict each other."""
         for name, (_, least, most) in RANGES.items():
             value = getattr(self, name)
-            unset = value == getattr(Config, name)  # 0 and None stand for no limit, or no choice
+            unset = value == getattr(Config, name)  # a default of 0 or None is out of range
             if not unset and not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}: it must be from {least} to {most}")
         if self.heartbeat_ms >= self.heartbeat_timeout_ms:
@@ -101,7 +102,7 @@ class Config:
         """The defaults, overridden by PCCL_ADVERTISE, PCCL_TRANSPORT, PCCL_HEARTBEAT_MS and so on.
 
         Raises:
-            ValueError: a variable is set to something impossible.
+            ValueError: a variable has an invalid value.
         """
         transport = env.get("PCCL_TRANSPORT", "auto")
         if transport not in ("auto", "tcp"):
@@ -126,7 +127,7 @@ def _number(env: Mapping[str, str], name: str, least: int, most: int) -> int:
 
 
 def machine_id() -> str:
-    """Names this machine as far as ipc:// reaches: one boot, user, network, file system."""
+    """Identifies what ipc:// can reach: one boot of a machine, user, network and file system."""
     parts = [socket.gethostname(), str(uuid.getnode()), str(getattr(os, "getuid", int)())]
     boot = Path("/proc/sys/kernel/random/boot_id")
     if boot.exists():
@@ -141,11 +142,11 @@ def machine_id() -> str:
 def chunk_bytes(total: int, members: int, local: bool, quantized: bool) -> int:
     """The size of a message with a chunk of an all-reduce of `total` bytes.
 
-    Several chunks to a segment let the hops of a ring overlap; above 1 MiB a chunk no longer fits
-    the caches (measured: half the speed at 4 MiB), and on slow links the last chunks on slow lanes
-    hold up everyone. On one machine each chunk costs several switches between threads, and 256 KiB
-    pay best (measured: with 64 KiB 1 MiB takes four peers half as long again). A quantized chunk
-    has about four times as many bytes in memory as on the wire.
+    With several chunks to a segment, the hops of a ring overlap. Chunks above 1 MiB do not fit the
+    caches (measured: half the speed at 4 MiB), and on slow links the last chunks on slow lanes
+    delay everyone. On one machine each chunk costs several thread switches, and 256 KiB is fastest
+    (measured: with 64 KiB, 1 MiB takes four peers 1.5 times as long). A quantized chunk has about
+    four times as many bytes in memory as on the wire.
     """
     segment = total // max(1, members)
     if quantized:
@@ -155,15 +156,15 @@ def chunk_bytes(total: int, members: int, local: bool, quantized: bool) -> int:
 
 
 def lanes(local: bool, pool_size: int, config: Config) -> int:
-    """Connections to a neighbour: as the user chose, else one if it is on this machine; 0: the
-    engine chooses."""
+    """Connections to a neighbour: as set by the user, else one on this machine; 0: the engine
+    chooses."""
     return pool_size or (1 if local else config.lanes)
 
 
 def high_water_mark(local: bool) -> int:
     """Messages queued for one lane.
 
-    Four keep a lane on this machine busy and stay in the caches. Elsewhere the kernel has more to
-    send, and what is queued for a slow lane is what the end of a collective waits for.
+    Four keep a lane on this machine busy and fit the caches. On other lanes the kernel queues more,
+    and the end of a collective waits for everything that is queued on a slow lane.
     """
     return 4 if local else 2

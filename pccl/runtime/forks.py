@@ -30,17 +30,17 @@ Address = tuple[str, int] | str  # of TCP, or the path of an ipc socket
 
 
 class Forkable(Protocol):
-    """Who wants to know of a fork."""
+    """An object that is told of forks."""
 
     def forked(self) -> None:
-        """This is a forked child: called before anything else happens there."""
+        """Called first thing in a forked child."""
 
 
 _watched: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def watch(one: Forkable) -> None:
-    """Calls `forked` in each child that is forked while this exists."""
+    """Calls `one.forked()` in each child that is forked while `one` exists."""
     _watched.add(one)
 
 
@@ -54,17 +54,17 @@ if hasattr(os, "register_at_fork"):
 
 
 def let_go(port: int, path: str, others: Collection[Address]) -> None:
-    """Closes, in a forked child, descriptors that are the parent's alone.
+    """Closes, in a forked child, the sockets of the parent's peer.
 
     Args:
-        port: where the parent listens, and what it has accepted there.
-        path: the same, of ipc.
-        others: to whom it has connected.
+        port: the TCP port on which the parent listens and accepts connections.
+        path: the same for ipc.
+        others: the addresses to which it has connected.
     """
     if not os.path.isdir(DESCRIPTORS):
         return
     for name in os.listdir(DESCRIPTORS):
-        with contextlib.suppress(OSError):  # it is that of the directory, or no socket of these
+        with contextlib.suppress(OSError):  # it is the directory's own, or not such a socket
             descriptor = int(name)
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 found = socket.socket(fileno=descriptor)

@@ -1,8 +1,7 @@
-"""Resolves host names, never in a thread for which others wait.
+"""Resolves host names in separate threads.
 
 Resolving a name may take half a minute if a name server is silent, and libzmq would do it in the
-thread that moves all data. So each name is resolved in a separate thread, and sockets connect only
-to numeric addresses.
+thread that moves all data. So sockets connect only to numeric addresses.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ log = logging.getLogger("pccl")
 
 
 class Found(NamedTuple):
-    """What came of a look-up: an address, or why there is none."""
+    """The result of a look-up: an address, or the reason why there is none."""
 
     address: str
     why: str = ""
@@ -32,7 +31,7 @@ Then = Callable[[Found], None]
 
 
 def is_address(host: str) -> bool:
-    """Whether a host is an address, IPv6 ones with a zone too, and not a name."""
+    """Whether a host is a numeric address (IPv6 may have a zone), and not a name."""
     try:
         ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -41,19 +40,19 @@ def is_address(host: str) -> bool:
 
 
 def everywhere(address: str) -> str:
-    """What to listen on so that those are heard who see this machine as the master does.
+    """The wildcard address to listen on: of IPv6 if the master is reached by IPv6.
 
     Args:
-        address: of the master, as this machine reaches it.
+        address: the master's address.
     """
     return "::" if ":" in address else "0.0.0.0"
 
 
 def addresses(host: str, limit_s: float) -> list[str]:
-    """The addresses of a host, IPv4 ones first, for everybody listens at these.
+    """The addresses of a host, IPv4 first, because every peer listens there.
 
     Raises:
-        OSError: it has none, or they could not be found out in that time.
+        OSError: there are none, or the look-up took longer than the limit.
     """
     if is_address(host):
         return [host]
@@ -69,13 +68,13 @@ def addresses(host: str, limit_s: float) -> list[str]:
 
 
 def reachable(host: str, port: int, limit_s: float) -> str:
-    """The address of a host at which somebody listens at a port.
+    """The first address of a host that accepts a connection to a port.
 
     All are tried in turn, each for an equal share of the time that is left: one that swallows what
     is sent to it leaves enough for the others.
 
     Raises:
-        OSError: there is none, or it was not found in about that time; it says why.
+        OSError: there is none, or it was not found in about that time; the text says why.
     """
     until_s = time.monotonic() + limit_s
     problem = OSError(f"the name {host} has no address")
@@ -91,7 +90,7 @@ def reachable(host: str, port: int, limit_s: float) -> str:
 
 
 def _in_thread(work: Callable[[], None]) -> None:
-    """Raises OSError where there is no thread to be had."""
+    """Raises OSError if no thread can be started."""
     try:
         threading.Thread(target=work, name="pccl-resolver", daemon=True).start()
     except RuntimeError as error:
@@ -114,16 +113,16 @@ class _Known(NamedTuple):
 
 
 class Resolver:
-    """Looks names up for one thread, which is told when they are found.
+    """Resolves names for one thread, in which the callbacks run.
 
     Args:
-        post: has something done by that thread, soon.
+        post: queues a function to be run by that thread.
     """
 
     def __init__(self, post: Callable[[Callable[[], None]], None]) -> None:
         self._post = post
         self._known: dict[str, _Known] = {}
-        self._asked: dict[str, list[Then]] = {}  # look-ups under way, and who waits for them
+        self._asked: dict[str, list[Then]] = {}  # look-ups in progress, and their callbacks
 
     def find(self, host: str, then: Then) -> None:
         """Calls `then` with the address of a host: at once if it is known."""
@@ -142,13 +141,13 @@ class Resolver:
                 self._tell(host, error)
 
     def failed(self, host: str) -> None:
-        """Nobody answers at the address that was found last: the next one is another, if any."""
+        """Nobody answers at the latest address: the next look-up returns another, if any."""
         known = self._known.get(host)
         if known is not None:
             known.addresses.append(known.addresses.pop(0))
 
     def forget(self) -> None:
-        """Nobody waits for anything any more."""
+        """Drops all callbacks."""
         self._asked.clear()
 
     def _work(self, host: str) -> None:
@@ -158,7 +157,7 @@ class Resolver:
     def _tell(self, host: str, result: list[str] | OSError) -> None:
         if isinstance(result, OSError):
             found = Found("", str(result))
-        else:  # also when it comes too late for who asked: he may ask again
+        else:  # kept even if nobody waits any more: it may be needed again
             self._known[host] = _Known(result, time.monotonic() + limits.NAME_KEPT_S)
             found = Found(result[0])
         for then in self._asked.pop(host, []):

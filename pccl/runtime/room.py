@@ -15,14 +15,14 @@ THREADS = 8  # a peer's, with libzmq's own
 
 
 class NoRoomError(Exception):
-    """The system refuses what it takes."""
+    """The system does not provide enough descriptors or threads."""
 
 
 def require_room() -> None:
-    """Whether a peer or a master can begin.
+    """Checks that a peer or master can start.
 
     Raises:
-        NoRoomError: it has not; the text says what to raise.
+        NoRoomError: it cannot; the text says which limit to raise.
     """
     if os.name == "posix":
         _require_descriptors()

@@ -18,7 +18,7 @@ ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(sig
 
 @contextmanager
 def ended_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has the signals that end a process handled so, in the main thread; elsewhere nothing happens.
+    """Installs a handler for the signals that end a process; only in the main thread.
 
     They are SIGINT, SIGTERM, and SIGHUP where it is not ignored, as it is under nohup.
     """
@@ -46,10 +46,10 @@ class Stopping:
     """A handler: the first signal asks to stop, a second one ends the process at once.
 
     Args:
-        stop: asks; it must neither block nor raise.
+        stop: asks the program to stop; it must neither block nor raise.
 
     Attributes:
-        number: of the first signal; 0 until there was one.
+        number: the first signal; 0 before it.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:

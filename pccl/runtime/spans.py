@@ -1,4 +1,4 @@
-"""Processes large memory span by span, in several threads where that is faster.
+"""Processes large memory span by span, in several threads if that is faster.
 
 The work must release the GIL, as hashing and copying do.
 """
@@ -14,7 +14,7 @@ from typing import TypeAlias
 from pccl.runtime import limits
 from pccl.runtime.uninterrupted import aside
 
-SPAN_BYTES = 16 << 20  # that one thread works on at a stretch
+SPAN_BYTES = 16 << 20  # that a thread takes at a time
 ALONE_BYTES = 32 << 20  # below this, starting threads costs more than they save
 _Span: TypeAlias = tuple[int, int, int]
 
@@ -22,12 +22,12 @@ _Span: TypeAlias = tuple[int, int, int]
 def each_span(
     sizes: Sequence[int], work: Callable[[int, int, int], None], threads: int | None = None
 ) -> None:
-    """Calls work(i, begin, end) for all spans of stretches of memory, sizes[i] bytes each.
+    """Calls work(i, begin, end) for all spans of several areas of memory, sizes[i] bytes each.
 
     Args:
-        sizes: bytes of each stretch.
-        work: done in any order.
-        threads: how many do it; None: as many as help.
+        sizes: bytes of each area.
+        work: called in any order.
+        threads: number of threads; None: as many as help.
     """
     if threads is None:
         threads = 1 if sum(sizes) < ALONE_BYTES else min(_cores(), limits.SPAN_THREADS_MAX)
@@ -35,7 +35,7 @@ def each_span(
         for span in _spans(sizes):
             work(*span)
         return
-    # aside: an exception that comes to the caller must not leave threads at its memory
+    # aside: after an exception in the caller, no thread may still use its memory
     aside(lambda: _share(list(_spans(sizes)), work, threads))
 
 
@@ -55,7 +55,7 @@ def _share(spans: list[_Span], work: Callable[[int, int, int], None], threads: i
     helpers = []
     for _ in range(threads - 1):
         helper = threading.Thread(target=take_part, name="pccl-span", daemon=True)
-        with contextlib.suppress(RuntimeError):  # there are no more: fewer do it
+        with contextlib.suppress(RuntimeError):  # fewer threads do it then
             helper.start()
             helpers.append(helper)
     take_part()

@@ -36,7 +36,7 @@ def aside(work: Callable[[], None]) -> None:
 
     def run() -> None:
         if not claim.acquire(blocking=False):
-            return  # an exception came just when the first thread had started
+            return  # an exception arrived just after the first thread had started
         try:
             work()
         except BaseException as error:
@@ -48,7 +48,7 @@ def aside(work: Callable[[], None]) -> None:
         if not claim.locked():
             try:
                 threading.Thread(target=run, name="pccl-aside", daemon=True).start()
-            except RuntimeError:  # no more threads can be had: here, then
+            except RuntimeError:  # no thread can be started: do the work here
                 run()
         done.wait()
 

@@ -21,31 +21,31 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 def readable(source: zmq.Socket[Any]) -> bool:
-    """Whether a message can be read. To ask costs much less than zmq.Again does."""
+    """Whether a message can be read. This costs much less than a zmq.Again exception."""
     return bool(cast(int, source.getsockopt(_EVENTS)) & _POLLIN)
 
 
 class Waiter:
-    """Sources, and what reads each of them until it is empty."""
+    """Sources, and for each a function that reads it until it is empty."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._new: list[Callable[[], object]] = []
 
     def add(self, source: Source, read: Callable[[], object]) -> None:
-        """Waits for this source too."""
+        """Adds a source."""
         self._selector.register(source, selectors.EVENT_READ, read)
         self._new.append(read)
 
     def remove(self, source: Source) -> None:
-        """Waits for it no longer. To be called before it is closed."""
+        """Removes a source; to be called before it is closed."""
         self._selector.unregister(source)
 
     def wait(self, timeout_s: float | None) -> list[Callable[[], object]]:
-        """What reads the sources that may have something, once one has; none after the time-out."""
+        """Waits until a source may be readable. Returns the readers to call; none on time-out."""
         new, self._new = self._new, []
         return new or [key.data for key, _ in self._selector.select(timeout_s)]
 
     def close(self) -> None:
-        """Waits for nothing any more."""
+        """Ends waiting for good."""
         self._selector.close()
