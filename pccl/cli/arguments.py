@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pccl.master import DEFAULT_PORT
-from pccl.support.text import parse_address
+from pccl.support.text import parse_address, parse_listening
 
 
 def whole_number(lowest: int, highest: int | None = None) -> Callable[[str], int]:
@@ -31,6 +31,14 @@ def master(text: str) -> str:
     except (ValueError, AssertionError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return address
+
+
+def http_port(text: str) -> tuple[str, int]:
+    """Where a master shows its run: HOST:PORT, or PORT on this machine."""
+    try:
+        return parse_listening(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def output(text: str) -> Path:

@@ -22,6 +22,7 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
         "pccl.cli.demo",
     ),
     "bench": ("measure collectives, in the manner of nccl-tests", "pccl.cli.bench"),
+    "status": ("print what a master shows of its run", "pccl.cli.status"),
     "doctor": ("check this machine, and the way to and from a master", "pccl.cli.doctor"),
 }
 

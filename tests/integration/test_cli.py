@@ -39,6 +39,8 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
         ("doctor 127.0.0.1:99999", "'99999' is not a port number"),
         ("doctor ::1", "must stand in brackets"),
         ("doctor tcp://h:1", "it must be 'h:1' alone"),
+        ("status nonsense", "'nonsense' is not a port number"),
+        ("status http://h:1", "it must be 'h:1' alone"),
         ("bench all_reduce --master :5", "':5' names no host"),
         ("bench all_reduce -J /proc/nope", "cannot write /proc/nope"),
         ("bench state -J /nonexistent/file", "cannot write /nonexistent/file"),

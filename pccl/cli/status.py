@@ -1,0 +1,142 @@
+"""`pccl status`: prints once what the master of a run shows at its HTTP port.
+
+For whom each call waits comes first; then come the groups, and the peers with the calls that they
+stand in.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Sequence
+from http.client import HTTPConnection, HTTPException
+
+import msgspec
+
+from pccl.cli.arguments import http_port
+from pccl.protocol.master import Status
+from pccl.protocol.master.status import GroupStatus, PeerStatus
+from pccl.support.text import address_text
+
+PATIENCE_S = 10.0
+BYTES_MAX = 64 << 20  # of an answer; that of a run of 1,000 peers is 0.5 MB
+OK = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pccl status`."""
+    parser.add_argument(
+        "address",
+        type=http_port,
+        metavar="[HOST:]PORT",
+        help="where the master shows its run: what its --http says",
+    )
+    parser.add_argument("--json", action="store_true", help="print the master's answer as it is")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Asks and prints; the exit code is 1 where no answer comes."""
+    host, port = args.address
+    body = _ask(host, port)
+    try:
+        status = msgspec.json.decode(body, type=Status)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        where = address_text(host, port)
+        why = f"what answers at {where} is no master of this version of pccl: {error}"
+        raise OSError(why) from None
+    if args.json:
+        print(body.decode())
+        return 0
+    for line in _lines(status):
+        print(_plain(line))
+    return 0
+
+
+def _plain(text: str) -> str:
+    """What somebody else has said, fit for a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+def _ask(host: str, port: int) -> bytes:
+    """The answer to a request for the status. Raises OSError with a sentence where none comes."""
+    where = address_text(host, port)
+    connection = HTTPConnection(host, port, timeout=PATIENCE_S)
+    try:
+        connection.request("GET", "/status.json")
+        response = connection.getresponse()
+        body = response.read(BYTES_MAX)
+    except OSError as error:
+        why = "it takes too long" if isinstance(error, TimeoutError) else error.strerror or error
+        raise OSError(
+            f"no status from {where}: {why}. Has the master been started with --http there?"
+        ) from None
+    except HTTPException as error:
+        why = f"what answers at {where} speaks no HTTP: {type(error).__name__} {error}"
+        raise OSError(_plain(f"{why}. Is that the port of the master's --http?")) from None
+    finally:
+        connection.close()
+    if response.status != OK:
+        said = body[:500].decode(errors="replace").strip()
+        raise OSError(_plain(f"{where} answers {response.status} {response.reason}: {said}"))
+    return body
+
+
+def _lines(status: Status) -> Iterator[str]:
+    counts = status.counts
+    pending = sum(not peer.accepted for peer in status.peers)
+    yield (
+        f"pccl {status.version}; peers: {len(status.peers) - pending} accepted, {pending} pending, "
+        f"{counts.joined} joined, {sum(counts.lost.values())} lost; "
+        f"collectives: {counts.committed} committed, {counts.aborted} aborted"
+    )
+    if status.recovering:
+        names = ", ".join(f"peer {number}" for number in status.awaited) or "the peers of before"
+        yield f"the master was restarted, and waits for {names}"
+    if status.waits:
+        yield ""
+    for wait in status.waits:
+        group = "" if wait.group is None else f" of group {wait.group}"
+        head = f"{_seconds(wait.waited_s)}: {wait.entered} in {wait.call}{group} ({wait.phase})"
+        yield f"{head}: {wait.why}"
+    if status.waits_left_out:
+        yield f"and {status.waits_left_out} more calls wait"
+    if status.groups:
+        heads = ("group", "peers", "epoch", "revision", "held by", "running", "rings")
+        yield ""
+        yield from _table(heads, map(_group, status.groups))
+    if status.peers:
+        heads = ("peer", "address", "group", "is", "for", "last heard", "stands in")
+        yield ""
+        yield from _table(heads, map(_peer, status.peers))
+
+
+def _group(group: GroupStatus) -> Sequence[str]:
+    orders = [f"{' -> '.join(map(str, ring.order))} ({ring.weight})" for ring in group.rings]
+    revision = "" if group.revision is None else str(group.revision)
+    numbers = (group.group, group.size, group.epoch)
+    return *map(str, numbers), revision, str(group.holders), str(group.running), "; ".join(orders)
+
+
+def _peer(peer: PeerStatus) -> Sequence[str]:
+    calls = [f"{call.call}, {call.phase}, {_seconds(call.waited_s)}" for call in peer.calls]
+    return (
+        str(peer.peer),
+        address_text(peer.host, peer.port),
+        str(peer.group),
+        "accepted" if peer.accepted else "pending",
+        _seconds(peer.here_s),
+        f"{_seconds(peer.silent_s)} ago",
+        "; ".join(calls),
+    )
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    """Columns as wide as what is in them; the last one as it is."""
+    cells = [heads, *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join(padded).rstrip()
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"

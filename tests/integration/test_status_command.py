@@ -1,0 +1,145 @@
+"""`pccl status` prints what a master shows, and says what is wrong where none does."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+from hall import WORK, Hall
+
+import pccl
+from pccl.cli import main as cli
+from pccl.cli import status as command
+from pccl.protocol import messages as m
+from pccl.protocol.master import Status
+from pccl.protocol.master.status import WAITS_MAX
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Somebody at a port answers this to one request; the address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                request = b""
+                while not request.endswith(b"\r\n\r\n"):  # what is left unread resets it
+                    request += connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+def http(body: bytes, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def printed(status: Status) -> list[str]:
+    """The lines, after they have been written and read again."""
+    return list(command._lines(msgspec.json.decode(msgspec.json.encode(status), type=Status)))
+
+
+def test_a_master_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with pccl.MasterNode("127.0.0.1:0", http=0) as master, pccl.Communicator(master.address):
+        assert master.http_address is not None
+        assert cli.main(["status", master.http_address]) == 0
+        first, *_, heads, peer = capsys.readouterr().out.splitlines()
+        assert first.startswith(f"pccl {pccl.__version__}; peers: 1 accepted, 0 pending, 1 joined,")
+        assert heads.split()[:2] == ["peer", "address"] and peer.startswith("1     127.0.0.1:")
+        port = master.http_address.rpartition(":")[2]
+        assert cli.main(["status", "--json", port]) == 0
+        assert json.loads(capsys.readouterr().out)["peers"][0]["peer"] == 1
+
+
+def test_what_is_printed() -> None:
+    hall = Hall(3)
+    for conn, now_s in ((b"1", 1.0), (b"2", 2.0)):
+        hall.master.now_s = now_s
+        hall.say(conn, m.StartVote(2, 7, WORK))
+    hall.join(b"4")
+    hall.master.now_s = 123.45
+    call = "all_reduce(1000 elements of float32, sum) with tag 7"
+    must = "peer 1 (10.0.0.1:1), peer 2 (10.0.0.1:1), peer 3 (10.0.0.1:1) must call"
+    lines = printed(hall.master.status())
+    peers = "peers: 3 accepted, 1 pending, 3 joined, 0 lost"
+    assert lines[0].endswith(f"{peers}; collectives: 0 committed, 0 aborted")
+    enter = "peer 3 (10.0.0.1:1) must enter it"
+    assert lines[2] == f"122 s: 2 in {call} of group 0 (entering): {enter}"
+    assert lines[3].startswith(f"121 s: 1 in connect() (admission): {must} update_topology()")
+    assert lines[5:7] == [
+        "group  peers  epoch  revision  held by  running  rings",
+        "0      3      2                0        0        1 -> 2 -> 3 (1)",
+    ]
+    assert lines[8:] == [
+        "peer  address     group  is        for    last heard  stands in",
+        f"1     10.0.0.1:1  0      accepted  123 s  122 s ago   {call}, entering, 122 s",
+        f"2     10.0.0.1:1  0      accepted  123 s  121 s ago   {call}, entering, 121 s",
+        "3     10.0.0.1:1  0      accepted  123 s  123 s ago",
+        "4     10.0.0.1:1  0      pending   121 s  121 s ago   connect(), admission, 121 s",
+    ]
+
+
+def test_a_master_with_very_much_or_nothing_to_show() -> None:
+    hall = Hall(2)
+    for tag in range(WAITS_MAX + 3):
+        hall.say(b"1", m.StartVote(tag + 2, tag, WORK))
+    assert "and 3 more calls wait" in printed(hall.master.status())
+    (only,) = printed(Hall(0).master.status())
+    assert only.endswith("collectives: 0 committed, 0 aborted")
+    recovering = msgspec.structs.replace(Hall(0).master.status(), recovering=True, awaited=(3, 5))
+    assert printed(recovering)[1] == "the master was restarted, and waits for peer 3, peer 5"
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"", ": Remote end closed connection without response"),
+        (b"\xff\0\0\0\0\0\0\0\1\x7f\3\0\r\n", "speaks no HTTP: BadStatusLine"),
+        (http(b"it is\n", "503 Service Unavailable"), "answers 503 Service Unavailable: it is"),
+        (http(b"<html>"), "is no master of this version of pccl: JSON is malformed"),
+        (http(b'{"version": "9"}'), "is no master of this version of pccl: Object missing"),
+        (http(b'{"version": "\xff"}'), "is no master of this version of pccl"),
+    ],
+)
+def test_who_answers_may_be_no_master(
+    answer: bytes, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with answering(answer) as address:
+        assert cli.main(["status", address]) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert err.startswith("pccl status: ") and address in err and why in err
+
+
+def test_nobody_answers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setattr(command, "PATIENCE_S", 0.05)
+        assert cli.main(["status", address]) == 1
+        assert f"no status from {address}: it takes too long." in capsys.readouterr().err
+    assert cli.main(["status", address]) == 1
+    why = f"no status from {address}: Connection refused. Has the master been started with --http"
+    assert why in capsys.readouterr().err
+
+
+def test_what_a_stranger_answers_cannot_steer_the_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status = msgspec.structs.replace(Hall(0).master.status(), version="\x1b[2J\u202e")
+    with answering(http(msgspec.json.encode(status))) as address:
+        assert cli.main(["status", address]) == 0
+    assert capsys.readouterr().out.startswith("pccl ?[2J?; peers: 0")
+    with answering(http(b"\x1b[2J\r\nx", "500 \x1b[2J")) as address:
+        assert cli.main(["status", address]) == 1
+    assert "\x1b" not in capsys.readouterr().err
