@@ -197,9 +197,9 @@ class Client:
         self._begin(call, self._peer.update_topology)
 
     def are_peers_pending(self, call: Call, stuck: bool = False, patient: bool = False) -> None:
-        """Asks, with all others. `stuck`: the caller makes no other call before the answer.
+        """Enters the round that asks. `stuck`: the caller makes no other call before the answer.
 
-        `patient`: while all callers are, there is no answer before a peer is pending (`hurry`).
+        `patient`: while all callers are patient, "no" is not answered (see `hurry`).
         """
         self._begin(call, lambda number: self._peer.are_peers_pending(number, stuck, patient))
 

@@ -1,23 +1,22 @@
-"""The connections of the master's ROUTER socket: who they are, which are gone, which have to go.
+"""The connections of the master's ROUTER socket: who they are, which are lost, which to close.
 
-A connection is named by the routing id that the ROUTER gives it, which is never reused. That a
-connection is gone is told by the socket's monitor, which knows file descriptors only. A
-connection's descriptor is learnt from its first message. The two queues, messages and monitor
-events, are not ordered against each other, and descriptors are reused, so:
+A connection is identified by the routing id that the ROUTER gives it, which is never reused. The
+socket's monitor reports lost connections, but knows only file descriptors. A connection's
+descriptor is learnt from its first message. Messages and monitor events are two queues without a
+common order, and descriptors are reused, so:
 
-- the monitor is read before a connection's first message is. A connection was accepted before it
-  could send, hence by then all events of earlier users of its descriptor have been seen;
-- when a first message arrives on a descriptor that another connection is known by, that other one
-  is gone;
-- when a first message arrives of a connection that the monitor has said is gone, it is lost at once
-  (it will not be said again);
-- if the descriptor has another user by then, that is not seen. But nothing can be sent to who is
-  gone, which is evidence too;
-- what a lost connection had sent before is read before it is buried, so that a peer that leaves and
-  closes is seen to leave;
-- what is read of it even later is ignored: it must not be taken for a new connection.
+- The monitor is read before a connection's first message. A connection is accepted before it can
+  send, so by then all events of earlier users of its descriptor have been read.
+- If a first message arrives on the descriptor of another connection, that other one is lost.
+- If a first message arrives from a connection that the monitor has already reported as lost, it is
+  lost at once, because the monitor will not report it again.
+- If the descriptor has another user by then, the loss goes unnoticed at first. But sending to a
+  lost connection fails, which is evidence too.
+- All that a lost connection had sent is read before it is buried, so that a peer that leaves and
+  closes its connection is seen to leave.
+- Messages that are read even later are ignored: they must not look like a new connection.
 
-Of a connection that was dropped nothing more is heard. It has a moment to read why, then it is cut.
+Messages of a dropped connection are ignored. It has a moment to read the reason, then it is closed.
 """
 
 from __future__ import annotations
@@ -42,24 +41,24 @@ log = logging.getLogger("pccl")
 
 
 class Sender(NamedTuple):
-    """What libzmq knows of a connection: its descriptor, and the host at its other end."""
+    """A connection's descriptor, and the host at its other end, as libzmq knows them."""
 
     fd: int
     host: str
 
 
 class Connections:
-    """The connections that the monitor tells of, and those that have said something.
+    """The connections that the monitor has reported, and those that have sent a message.
 
     Args:
-        opened: closes what is opened here.
+        opened: will close what is opened here.
 
     Attributes:
-        senders: who has said something and is not buried; to be read only.
-        flooded: whether the monitor may have more to tell, so that it has to be read again.
+        senders: connections that have sent a message and are not buried; read only.
+        flooded: whether the monitor may have more events, and must be read again.
 
     Raises:
-        OSError: the system lends no descriptors.
+        OSError: the system provides no descriptors.
     """
 
     monitor: zmq.Socket[bytes]
@@ -68,10 +67,10 @@ class Connections:
         self.senders: dict[bytes, Sender] = {}
         self.flooded = False
         self._conn_of: dict[int, bytes] = {}
-        self._lost: list[bytes] = []  # connections that are gone, to be buried
-        self._unreachable: set[bytes] = set()  # nothing can be sent to them: they are gone, too
-        self._buried: dict[bytes, float] = {}  # when; what is read of them now is ignored
-        self._dropped: dict[bytes, float] = {}  # when; they are open, but not listened to
+        self._lost: list[bytes] = []  # lost connections, to be buried
+        self._unreachable: set[bytes] = set()  # sending to them failed: they are lost, too
+        self._buried: dict[bytes, float] = {}  # and when; their late messages are ignored
+        self._dropped: dict[bytes, float] = {}  # and when; open, but their messages are ignored
         self._surplus: list[Line] = []  # connections for which there is no room
         lines_max = max(limits.CONNECTIONS_MIN, descriptors.limit() - limits.DESCRIPTORS_SPARE)
         self._guard = Guard(received, lines_max)
@@ -81,10 +80,10 @@ class Connections:
         opened.callback(self._reserve.close)
 
     def watch(self, router: zmq.Socket[bytes], opened: contextlib.ExitStack) -> None:
-        """Has the monitor of this socket tell of its connections.
+        """Begins to monitor the connections of this socket.
 
         Raises:
-            zmq.ZMQError: there can be none.
+            zmq.ZMQError: the monitor cannot be created.
         """
         self.monitor = router.get_monitor_socket(
             zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_DISCONNECTED
@@ -95,7 +94,7 @@ class Connections:
     # ---- what happens to them ----
 
     def read_monitor(self) -> None:
-        """Reads who was accepted, who could not be, and who is gone; of a flood only a part."""
+        """Reads events: accepted, failed and lost connections; only some of a flood."""
         failures = 0
         while failures < limits.ACCEPT_FAILURES:
             try:
@@ -106,10 +105,10 @@ class Connections:
             kind, value = event["event"], event["value"]
             if kind == zmq.EVENT_ACCEPT_FAILED:
                 self._reserve.failed(value, time.monotonic())
-                self._shed()  # now: libzmq tries on, and tells of it faster than can be read
+                self._shed()  # now: libzmq retries, and reports failures faster than they are read
                 failures += 1
                 continue
-            conn = self._conn_of.pop(value, None)  # who has had this descriptor is gone
+            conn = self._conn_of.pop(value, None)  # the descriptor's earlier connection is lost
             if conn is not None:
                 self._lost.append(conn)
             if kind == zmq.EVENT_ACCEPTED:
@@ -121,12 +120,12 @@ class Connections:
         self.flooded = True
 
     def learn(self, conn: bytes, frame: zmq.Frame) -> bool:
-        """From a connection's first message: who it is. False where that cannot be known."""
+        """Identifies a connection by its first message. False if that is impossible."""
         self.read_monitor()
         try:
             fd = int(frame.get(zmq.SRCFD))
             host = str(frame.get("Peer-Address")).removeprefix("::ffff:")  # IPv4 seen by IPv6
-        except zmq.ZMQError:  # it speaks ZMTP 1 or 2, as random bytes seem to
+        except zmq.ZMQError:  # it speaks ZMTP 1 or 2, or sends random bytes
             log.debug("master: connection %s is of no known kind", conn.hex())
             return False
         earlier = self._conn_of.get(fd)
@@ -141,19 +140,19 @@ class Connections:
         return True
 
     def heard(self, conn: bytes) -> None:
-        """A whole message of it was read."""
+        """A complete message of it was read."""
         if (sender := self.senders.get(conn)) is not None:
             self._guard.heard(sender.fd)
 
     def unreachable(self, conn: bytes) -> None:
-        """Nothing can be sent to it."""
+        """Sending to it has failed."""
         self._unreachable.add(conn)
 
     def take_lost(self, drained: bool) -> list[bytes]:
-        """The connections that are gone, and are to be buried now.
+        """The lost connections that are to be buried now.
 
         Args:
-            drained: whether everything that has been said has been read.
+            drained: whether all messages that have arrived have been read.
         """
         lost, self._lost = self._lost, []
         if drained:
@@ -162,43 +161,43 @@ class Connections:
         return lost
 
     def bury(self, lost: list[bytes], now_s: float) -> None:
-        """What is read of these from now on is ignored."""
+        """From now on, ignores messages of these."""
         for conn in lost:
             self.senders.pop(conn, None)
             self._dropped.pop(conn, None)
             self._buried[conn] = now_s
 
     def forget_buried(self, now_s: float) -> None:
-        """Nothing more can come of those that were buried long ago."""
+        """Forgets connections buried so long ago that no message of them can arrive any more."""
         self._buried = {c: at for c, at in self._buried.items() if now_s - at < limits.GRACE_S}
 
     # ---- whom to hear ----
 
     def is_buried(self, conn: bytes) -> bool:
-        """Whether it is gone, and its disappearance dealt with."""
+        """Whether it is lost, and its loss was handled."""
         return conn in self._buried
 
     def is_heard(self, conn: bytes) -> bool:
-        """Whether what it says counts."""
+        """Whether its messages count."""
         return conn not in self._buried and conn not in self._dropped
 
     def drop(self, conn: bytes) -> None:
-        """Hears nothing more of it, and cuts it when it has had time to read why."""
+        """Ignores its messages from now on, and closes it when it has had time to read why."""
         if conn in self.senders:
             self._dropped[conn] = time.monotonic()
 
     def drop_at_once(self, conn: bytes) -> None:
-        """Hears nothing more of it, and cuts it without delay."""
+        """Ignores its messages from now on, and closes it without delay."""
         self._dropped[conn] = -math.inf
 
-    # ---- those that have to go ----
+    # ---- connections to close ----
 
     def cut(self, now_s: float, drained: bool) -> None:
-        """Closes connections that libzmq would keep: it has no call for that.
+        """Closes connections by their descriptors, because libzmq has no call for that.
 
         Args:
             now_s: of the monotonic clock.
-            drained: whether everything that has been said has been read.
+            drained: whether all messages that have arrived have been read.
         """
         self._shed()
         self._reserve.tick(now_s)
@@ -206,29 +205,30 @@ class Connections:
             log.info("master: a connection is closed: %s", why)
             self._shut(line.descriptor, partial(self._guard.holds, line))
         for conn in [conn for conn, at in self._dropped.items() if now_s - at >= limits.GRACE_S]:
-            self._dropped[conn] = math.inf  # until the monitor says that it is gone
+            self._dropped[conn] = math.inf  # until the monitor reports the loss
             fd = self.senders[conn].fd
             self._shut(fd, partial(self._is_of, fd, conn))
 
     @property
     def crowded(self) -> bool:
-        """Whether there are connections to be closed at once."""
+        """Whether there are connections to close at once."""
         return bool(self._surplus)
 
     @property
     def busy(self) -> bool:
-        """Whether something has a time limit that ends soon."""
+        """Whether a time limit ends soon."""
         return bool(self._dropped or self._buried or self._reserve.spent)
 
     @property
     def patience_s(self) -> float | None:
-        """After how long at the latest to `cut`; None: not before something happens."""
+        """The longest time until the next `cut`; None: until a connection is accepted."""
         return self._guard.patience_s
 
     def _shed(self) -> None:
         """Closes connections for which there is no room.
 
-        If one is gone already, and another one has its descriptor, that came later: no room either.
+        If one is lost already and another has its descriptor, that one is newer: it has no room
+        either.
         """
         while self._surplus:
             line = self._surplus.pop()
@@ -245,5 +245,5 @@ class Connections:
 
         try:
             self._shutter.shut(descriptor, is_that_one)
-        except OSError as error:  # it is closed just now
+        except OSError as error:  # it has just been closed
             log.debug("master: descriptor %d: %s", descriptor, error)

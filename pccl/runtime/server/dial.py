@@ -35,14 +35,14 @@ UNTOLD = "it has not proven that it is there"
 NAME = "dial"  # by which a peer knows the master, as c/pccl.h says
 TOKEN = re.compile(r"[0-9a-f]{16,64}")
 
-# What a dial costs its asker, who has so much at once and gets one back in each second.
+# What a dial costs its asker, which has an allowance of ASKER_MAX and regains 1 a second.
 OWN_COST, OTHER_COST, ASKER_MAX = 1, 4, 64
 
 Then = Callable[[str | None], None]
 
 
 class Target(NamedTuple):
-    """Who is dialled where; `curve` is its public key, or else `token` its password."""
+    """A peer to dial: its address, and its public key (`curve`) or else its password (`token`)."""
 
     host: str
     port: int
@@ -51,25 +51,26 @@ class Target(NamedTuple):
 
 
 class _Dial:
-    """A dial under way: at first a plain connection, then a handshake."""
+    """A dial in progress: first a plain connection, then a handshake."""
 
     def __init__(self, target: Target, then: Then, until_s: float, told: bool) -> None:
         self.target, self.then, self.until_s = target, then, until_s
-        self.told = told  # why it fails
-        self.failed = ""  # why it has failed, which is not said yet
+        self.told = told  # whether `then` learns why it fails
+        self.failed = ""  # why it has failed, reported only when its time is up
         self.plain: socket.socket | None = None
         self.push: zmq.Socket[bytes] | None = None
         self.monitor: zmq.Socket[bytes] | None = None
 
 
 class Dialler:
-    """Dials under way, each of which ends with a call of its `then`: why not, or "" when reached;
-    None when no dial was made.
+    """The dials in progress, each of which ends with a call of its `then`.
+
+    The argument of `then` is "" if the peer was reached, else why not; None if no dial was made.
 
     Args:
-        waiter: wakes the thread that uses this, and reads.
+        waiter: wakes the thread that uses this.
         context: for handshakes.
-        keys: the master's, in a run with keys.
+        keys: the master's keys, if the run has keys.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Dialler:
     ) -> None:
         self._waiter, self._context, self._keys = waiter, context, keys
         self._dials: set[_Dial] = set()
-        self._spent: dict[str, tuple[float, float]] = {}  # by each asker, and when it was counted
+        self._spent: dict[str, tuple[float, float]] = {}  # by asker: how much, as of when
 
     @property
     def busy(self) -> bool:
@@ -85,13 +86,13 @@ class Dialler:
         return bool(self._dials)
 
     def dial(self, target: Target, now_s: float, then: Then, asker: str | None = None) -> None:
-        """Begins a dial; not to a name, and not one too many: `then` is called at once.
+        """Begins a dial; if the host is a name, or a limit is reached, `then` is called at once.
 
         Args:
-            target: who is dialled.
-            now_s: the time.
-            then: is told what has come of it.
-            asker: the host of whoever asks; None: the master itself wants to know.
+            target: the peer to dial.
+            now_s: of the monotonic clock.
+            then: called with the result.
+            asker: the host that requests the dial; None: the master itself.
         """
         numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         told = asker in (None, target.host)
@@ -113,7 +114,7 @@ class Dialler:
         family, kind, protocol, _, address = found[0]
         try:
             dial.plain = socket.socket(family, kind, protocol)
-        except OSError:  # no such family here, or no more descriptors: that tells nothing of it
+        except OSError:  # no such address family, or no descriptors: says nothing of the peer
             then(None)
             return
         self._dials.add(dial)
@@ -124,21 +125,21 @@ class Dialler:
             self._end(dial, _text(number))
 
     def tick(self, now_s: float) -> None:
-        """Gives up on those that have taken too long."""
+        """Ends dials whose time is up."""
         for dial in [dial for dial in self._dials if dial.until_s <= now_s]:
             why = f"no answer within {limits.DIAL_S:g} s" if dial.told else UNTOLD
             self._forget(dial)
             dial.then(dial.failed or why)
 
     def close(self) -> None:
-        """Ends all; nobody is told."""
+        """Ends all dials without calling `then`."""
         for dial in list(self._dials):
             self._forget(dial)
 
     # ---- who may ask ----
 
     def _provable(self, target: Target) -> bool:
-        """Whether it has something by which it can be known again."""
+        """Whether it has a key or password by which it can prove itself."""
         if self._keys is not None:
             return KEY.fullmatch(target.curve) is not None
         return TOKEN.fullmatch(target.token) is not None
@@ -176,7 +177,7 @@ class Dialler:
             self._hang_up(dial)
             try:
                 self._shake_hands(dial)
-            except zmq.ZMQError:  # no descriptors, say: that tells nothing of the peer
+            except zmq.ZMQError:  # for example no descriptors: says nothing of the peer
                 self._forget(dial)
                 dial.then(None)
         elif said:
@@ -218,7 +219,7 @@ class Dialler:
     def _end(self, dial: _Dial, why: str) -> None:
         self._hang_up(dial)
         if why and not dial.told:
-            dial.failed = UNTOLD  # and it is said when nobody can tell any more why
+            dial.failed = UNTOLD  # reported when the time is up, which does not reveal why
             return
         self._dials.remove(dial)
         dial.then(why)

@@ -25,24 +25,24 @@ else:
 
 
 HELD = (errno.EAGAIN, errno.EACCES, errno.EDEADLK)
-WIDTH = 64  # bytes of the text, always: it is overwritten in place, on a full disk too
+WIDTH = 64  # bytes of the text: fixed, so that it is overwritten in place even on a full disk
 
 
 class Taken(Exception):
-    """Somebody else holds the lock; `args[0]` is the text that he has left."""
+    """The lock is held already; `args[0]` is the text of its holder."""
 
 
 class FileLock:
     """A lock, held from construction on.
 
     Args:
-        path: of the lock's own file; made if it is not there.
+        path: of the lock's own file; created if it does not exist.
 
     Attributes:
-        text: what the last holder has left; "" if that cannot be read.
+        text: the text of the previous holder; "" if it cannot be read.
 
     Raises:
-        Taken: somebody else holds it, in this process or another.
+        Taken: it is held already, by this process or another.
         OSError: the file cannot be opened.
     """
 
@@ -59,16 +59,16 @@ class FileLock:
         self.text = self._read()
 
     def _read(self) -> str:
-        with contextlib.suppress(OSError):  # Windows lets nobody else read a byte that is locked
+        with contextlib.suppress(OSError):  # Windows lets no other process read a locked byte
             os.lseek(self._descriptor, 1, os.SEEK_SET)
             return os.read(self._descriptor, WIDTH).decode("ascii", "replace").strip()
         return ""
 
     def leave(self, text: str) -> None:
-        """Leaves a text, of less than WIDTH bytes, for whoever comes. Raises OSError."""
+        """Writes a text of less than WIDTH bytes for the next holder. Raises OSError."""
         os.lseek(self._descriptor, 0, os.SEEK_SET)
         os.write(self._descriptor, (" " + text.ljust(WIDTH - 1) + "\n").encode())
 
     def close(self) -> None:
-        """Lets go of it. In a forked child that is for the child alone: the parent holds it on."""
+        """Releases it. In a forked child it closes the child's copy: the parent keeps the lock."""
         os.close(self._descriptor)

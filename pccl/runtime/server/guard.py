@@ -20,12 +20,12 @@ from typing import NamedTuple
 
 from pccl.runtime import limits
 
-PATIENCE = 3  # times as long, where the master has not yet read all that has come
-SHARE = 50  # or so many times as long as a look takes
+PATIENCE = 3  # factor of the time limit while the master has unread messages
+SHARE = 50  # a pause between looks is at least this many times as long as a look
 
 
 class Verdict(NamedTuple):
-    """A connection to be cut: its line, and why."""
+    """A connection to cut, and why."""
 
     line: Line
     why: str
@@ -36,21 +36,21 @@ class Line:
     """An accepted connection."""
 
     descriptor: int
-    since_s: float  # when it was accepted, or was last heard
+    since_s: float  # when it was accepted, or its latest message was read
     counted: int = 0  # bytes received until then
-    stranger: bool = True  # no message of it was ever read
-    heard: bool = False  # one was, since the last look
+    stranger: bool = True  # none of its messages has been read
+    heard: bool = False  # a message was read since the last look
     cut: bool = False
 
 
 class Guard:
-    """The connections of a server, as its monitor tells of them.
+    """The connections of a server, as its monitor reports them.
 
     Args:
-        received: how many bytes a descriptor has received; None where nobody knows.
-        lines_max: connections; who comes beyond that is cut, and of those that have said nothing
-            yet the oldest ones beyond half as many.
-        clock: how long a look takes.
+        received: the number of bytes that a descriptor has received; None if unknown.
+        lines_max: the most connections. Further ones are cut; strangers may be half as many, and
+            the oldest beyond that are cut.
+        clock: measures how long a look takes.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Guard:
         self._lines_max = lines_max
         self._lines: dict[int, Line] = {}  # by descriptor, in the order of their acceptance
         self._next_s = 0.0
-        self._rested_s = 0.0  # when looks have had their share of the time
+        self._rested_s = 0.0  # the earliest time of the next look, by SHARE
         self._pause_s = limits.STRANGERS_LOOK_S
 
     def accepted(self, descriptor: int, now_s: float) -> Line:
@@ -96,12 +96,12 @@ class Guard:
         return descriptor in self._lines
 
     def holds(self, line: Line) -> bool:
-        """Whether its descriptor is still of that connection."""
+        """Whether its descriptor still belongs to that connection."""
         return self._lines.get(line.descriptor) is line
 
     @property
     def patience_s(self) -> float | None:
-        """After how long at the latest to look again; None: not before something happens."""
+        """The longest time until the next look; None: until a connection is accepted."""
         return self._pause_s if self._lines else None
 
     def look(self, now_s: float, drained: bool) -> list[Verdict]:
@@ -109,10 +109,10 @@ class Guard:
 
         Args:
             now_s: of the monotonic clock.
-            drained: whether everything that has been said has been read.
+            drained: whether all messages that have arrived have been read.
 
         Returns:
-            Who is to be cut.
+            The connections to cut.
         """
         if now_s < self._next_s or not self._lines:
             return []
@@ -135,7 +135,7 @@ class Guard:
         return verdicts
 
     def _see(self, line: Line, now_s: float, limit_s: float) -> str:
-        """Why it is to be cut, if it is."""
+        """Why to cut it; empty if not."""
         if line.heard:
             line.heard, line.since_s = False, now_s
             line.counted = self._received(line.descriptor) or line.counted
@@ -154,7 +154,7 @@ class Guard:
         return 0 if total is None else total - line.counted
 
     def _crowd(self) -> list[Verdict]:
-        """Strangers that are too many, or hold too much together."""
+        """Strangers to cut because there are too many, or because they hold too much together."""
         strangers = [line for line in self._lines.values() if line.stranger and not line.cut]
         surplus = strangers[: max(0, len(strangers) - self._lines_max // 2)]
         verdicts = [Verdict(line, "too many connections say nothing") for line in surplus]

@@ -38,18 +38,18 @@ SCHEMA = f"""
 
 
 class JournalError(Exception):
-    """A journal cannot be used; a sentence that says which one and why."""
+    """A journal cannot be used; the text says which one and why."""
 
 
 @dataclass
 class State:
-    """What a journal holds.
+    """The content of a journal.
 
     Attributes:
-        run: the run's nonce.
-        incarnation: how often its master was started again.
+        run: the run's number.
+        incarnation: how often its master was restarted.
         next_peer: the number of the next peer.
-        peers: who is accepted: its number, and its encoded m.PeerInfo.
+        peers: the accepted peers: their numbers, and their encoded m.PeerInfo.
     """
 
     run: int
@@ -62,11 +62,11 @@ class JournalFile:
     """An open journal, and its lock; to be used by one thread at a time.
 
     Args:
-        path: of the file; made if it is not there.
-        patience_s: while another program, such as a backup, has locked the file.
+        path: of the file; created if it does not exist.
+        patience_s: how long to wait if another program, such as a backup, has locked the file.
 
     Raises:
-        JournalError: another master uses it, it cannot be opened, or is no journal of this version.
+        JournalError: another master uses it, it cannot be opened, or it has another version.
     """
 
     def __init__(self, path: Path, patience_s: float) -> None:
@@ -85,7 +85,7 @@ class JournalFile:
         except OSError as error:
             raise self._error(error) from None
         self._marked = self._lock.text.startswith("behind")
-        with contextlib.suppress(OSError):  # only for whoever reads it
+        with contextlib.suppress(OSError):  # informs people only
             self._mark(self._marked)
         try:
             self._open()
@@ -98,11 +98,11 @@ class JournalFile:
 
     @property
     def complete(self) -> bool:
-        """Whether it holds all that its last master knew."""
+        """Whether it holds everything that its last master knew."""
         return not self._marked
 
     def read(self) -> State | None:
-        """What it holds; None when it is new. Raises JournalError when it is damaged."""
+        """Its content; None if it is new. Raises JournalError if it is damaged."""
         assert self._db is not None
         try:
             row = self._db.execute("SELECT run, incarnation, next_peer FROM run").fetchone()
@@ -118,9 +118,9 @@ class JournalFile:
         return State(run, incarnation, next_peer, dict(peers))
 
     def write(self, state: State, changed: Mapping[int, bytes | None] | None) -> None:
-        """Writes what has changed of the peers, or, when that is None, everything.
+        """Writes the changed peers, or everything if `changed` is None.
 
-        After an exception it is to be everything, for the file is opened again then.
+        After an exception the next call must write everything, because the file is opened again.
 
         Raises:
             OSError, sqlite3.Error, JournalError: it could not be written.
@@ -139,17 +139,17 @@ class JournalFile:
             raise
 
     def mark(self, behind: bool) -> None:
-        """Notes beside it whether it lacks something. Raises OSError."""
+        """Records in the lock's file whether the journal is behind. Raises OSError."""
         if behind != self._marked:
             self._mark(behind)
 
     def close(self) -> None:
-        """Closes the file, and lets go of the lock."""
+        """Closes the file, and releases the lock."""
         self._shut()
         self._lock.close()
 
     def forked(self) -> None:
-        """In a forked child: the lock is the parent's alone."""
+        """Called in a forked child: the lock belongs to the parent."""
         self._lock.close()
 
     def _mark(self, behind: bool) -> None:
@@ -187,7 +187,7 @@ class JournalFile:
             raise
 
     def _check(self, db: sqlite3.Connection) -> None:
-        """Makes the tables where there are none; else sees whether they are those of a journal."""
+        """Creates the tables in an empty file; else checks that it is a journal."""
         damage = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if damage != "ok":
             raise sqlite3.DatabaseError(damage)

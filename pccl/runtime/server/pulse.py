@@ -10,7 +10,7 @@ log = logging.getLogger("pccl")
 
 
 def _clocks() -> list[Callable[[], float]]:
-    """Several clocks: some stand still while the machine sleeps, and some jump afterwards."""
+    """Several clocks: some stop while the machine sleeps, and some jump afterwards."""
     clocks: list[Callable[[], float]] = [time.monotonic, time.time]
     if hasattr(time, "CLOCK_BOOTTIME"):
         clocks.append(lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
@@ -18,11 +18,11 @@ def _clocks() -> list[Callable[[], float]]:
 
 
 class Pulse:
-    """Tells a pause of a loop from its waiting: the process was stopped, or its machine asleep.
+    """Distinguishes a loop's pauses (the process was stopped, the machine asleep) from its waits.
 
     Args:
-        limit_s: pauses from here on count.
-        clocks: what tells the time; for tests.
+        limit_s: shorter pauses do not count.
+        clocks: for tests.
     """
 
     def __init__(self, limit_s: float, clocks: Sequence[Callable[[], float]] | None = None) -> None:
@@ -31,10 +31,10 @@ class Pulse:
         self._at = [clock() for clock in self._clocks]
 
     def beat(self, waited_s: float) -> float:
-        """To be called after each waiting of the loop, which was to last no longer than this.
+        """To be called after each wait of the loop, which should have lasted at most `waited_s`.
 
         Returns:
-            How long the loop did not run, in seconds; 0.0 if not for longer than the limit.
+            How long the loop did not run, in seconds; 0.0 up to the limit.
         """
         before, self._at = self._at, [clock() for clock in self._clocks]
         paused_s = max(now - then for now, then in zip(self._at, before, strict=True)) - waited_s
@@ -42,23 +42,23 @@ class Pulse:
 
 
 class Pauses:
-    """The times in which this process did not run. They count against nobody.
+    """The times in which this process did not run, which must not count against peers.
 
     Args:
-        timeout_s: after which others take this process for lost.
+        timeout_s: after which others consider this process lost.
 
     Attributes:
-        total_s: of all of them.
+        total_s: the sum of all pauses.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._pulse = Pulse(timeout_s / 2)
-        self._woke_s: float | None = None  # when the last one ended
+        self._woke_s: float | None = None  # the end of the latest pause
         self.total_s = 0.0
 
     def feel(self, waited_s: float) -> None:
-        """To be called after each waiting, which was to last no longer than this."""
+        """To be called after each wait, which should have lasted at most `waited_s`."""
         paused_s = self._pulse.beat(waited_s)
         if paused_s:
             log.warning(
@@ -71,9 +71,9 @@ class Pauses:
 
     @property
     def woke_lately(self) -> bool:
-        """Whether connections that break now do so for a pause of this process."""
+        """Whether a pause of this process explains connections that break now."""
         return self._woke_s is not None and time.monotonic() - self._woke_s < 2 * self._timeout_s
 
     def dealt_with(self) -> None:
-        """Its consequences have been drawn: what breaks from now on does so for other reasons."""
+        """The pause was handled: connections that break from now on have other reasons."""
         self._woke_s = None

@@ -1,4 +1,4 @@
-"""A few descriptors that a server reserves for the time when the system provides no more.
+"""A few descriptors that a server reserves for when the system provides no more.
 
 If a waiting connection cannot be accepted, libzmq retries in a busy loop, and it has no way to stop
 listening without closing the existing connections. So the reserve is used: waiting connections are
@@ -24,10 +24,10 @@ class Reserve:
     """The descriptors, held from construction on.
 
     Attributes:
-        spent: whether they are in use: new connections are to be closed at once.
+        spent: whether the reserve is in use: new connections must be closed at once.
 
     Raises:
-        OSError: there are none even now.
+        OSError: the system provides no descriptors even now.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Reserve:
             raise
 
     def failed(self, number: int, now_s: float) -> None:
-        """A connection could not be accepted, for the reason with this errno."""
+        """A connection could not be accepted; `number` is the errno."""
         if number not in EXHAUSTED:
             return
         self.spent = True
@@ -58,7 +58,7 @@ class Reserve:
             )
 
     def tick(self, now_s: float) -> None:
-        """Takes back what was spent, a while after the last failure, if it can be had."""
+        """Restores the reserve if possible, some time after the last failure."""
         if self.spent and now_s - self._failed_s >= limits.DESCRIPTORS_REST_S:
             with contextlib.suppress(OSError):
                 self._restock()
@@ -69,6 +69,6 @@ class Reserve:
         self.spent = False
 
     def close(self) -> None:
-        """Gives all back."""
+        """Closes the reserved descriptors."""
         while self._kept:
             os.close(self._kept.pop())

@@ -39,12 +39,12 @@ class Scribe:
     """A master's journal, and the thread that writes it. To be used by one thread.
 
     Args:
-        path: of the file; made if it is not there.
-        run: the nonce of a new run, for a journal that is empty.
-        on_error: what to do when it cannot be written.
+        path: of the file; created if it does not exist.
+        run: the number of a new run, if the journal is empty.
+        on_error: what to do if it cannot be written.
 
     Attributes:
-        remembered: what it held, for the master's state machine.
+        remembered: its content, for the master's state machine.
 
     Raises:
         JournalError: it cannot be used.
@@ -71,9 +71,9 @@ class Scribe:
             self._file.complete,
         )
         self._state = state
-        self._whole = self._file.complete  # or the peers that come back must tell the rest first
+        self._whole = self._file.complete  # if not, only peers that come back know the rest
         self._changed: dict[int, bytes | None] = {}
-        self._asked = self._written = 0  # counts of changes, of which the latter are in the file
+        self._asked = self._written = 0  # numbers of changes: all, and those in the file
         self._failed: tuple[float, str] | None = None  # since when, and why last
         self._said_s = 0.0
         self._ending = False
@@ -88,7 +88,7 @@ class Scribe:
     # ---- the service ----
 
     def adopt(self, run: int, incarnation: int) -> None:
-        """The master goes on with a run, which it may not have known, in an incarnation of it."""
+        """The master continues a run, which it may not have known, in a new incarnation."""
         with self._news:
             self._state.run, self._state.incarnation = run, incarnation
             self._asked += 1
@@ -108,17 +108,17 @@ class Scribe:
             self._asked += 1
 
     def recovered(self) -> None:
-        """What the master knows is the whole truth, also where the journal was behind."""
+        """The master knows everything again, even if the journal was behind."""
         if not self._whole:
             with self._news:
                 self._whole = True
                 self._asked += 1
 
     def settle(self) -> None:
-        """Returns when all that has changed is written, or cannot be.
+        """Returns when all changes are written, or cannot be written.
 
         Raises:
-            JournalError: it cannot be, and the master is to stop.
+            JournalError: they cannot be written, and the master must stop.
         """
         if self._asked == self._written:
             return
@@ -138,14 +138,14 @@ class Scribe:
                 raise JournalError(self._text(self._failed[1]))
 
     def close(self) -> None:
-        """Writes what is still to be written, and closes the file."""
+        """Writes the remaining changes, and closes the file."""
         with self._news:
             self._ending = True
             self._news.notify_all()
         self._thread.join(limits.JOURNAL_CLOSE_S)
 
     def forked(self) -> None:
-        """In a forked child: the file is the parent's."""
+        """Called in a forked child: the file belongs to the parent."""
         self._file.forked()
 
     # ---- the thread ----
@@ -174,7 +174,7 @@ class Scribe:
             self._file.write(state, changed)
             if whole:
                 self._file.mark(behind=False)
-        except Exception as error:  # of SQLite or the system, or a bug: the service goes on
+        except Exception as error:  # of SQLite, the system, or a bug: the service continues
             with self._news:
                 self._fail(str(error) or repr(error))
                 self._news.notify_all()

@@ -1,7 +1,7 @@
 """The master's I/O, in one thread: a ROUTER socket, its connections, and the state machine.
 
-No connection can end the service for the others: if one makes the state machine fail, that is
-logged, and the connection is dropped. connections.py says how connections are distinguished.
+No connection can end the service for the others: if a message makes the state machine fail, that is
+logged, and its connection is dropped. connections.py says how connections are identified.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pccl.security import KeyPair, Security
 
 log = logging.getLogger("pccl")
 
-BATCH = 100  # messages read before the dead are buried, however many more wait
+BATCH = 100  # messages read before lost connections are handled, even if more wait
 MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
 
 
@@ -48,7 +48,7 @@ def _router(
     router = context.socket(zmq.ROUTER)
     options = {
         zmq.LINGER: 0,
-        zmq.ROUTER_MANDATORY: 1,  # a send to a connection that is gone says so
+        zmq.ROUTER_MANDATORY: 1,  # sending to a lost connection is an error
         zmq.SNDHWM: limits.UNREAD_MAX,
         zmq.RCVHWM: limits.RECEIVED_MAX,
         zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
@@ -69,14 +69,14 @@ class Server:
         host: to listen on; "0.0.0.0" or "::" for all interfaces.
         port: to listen on; 0: any free one.
         config: timings and limits.
-        security: whose keys to use and to let in; None: nothing is encrypted.
+        security: the master's keys and those of allowed peers; None: nothing is encrypted.
         state: file of the journal; None: a restarted master depends on what the peers know.
-        on_journal_error: what to do when the journal cannot be written later on.
+        on_journal_error: what to do if the journal cannot be written later.
 
     Raises:
-        OSError: the address cannot be listened on.
+        OSError: it cannot listen at that address.
         JournalError: the journal cannot be used.
-        PCCLError: INVALID_USAGE when keys are missing or unsafe.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Server:
         keys = None
         if security is not None:
             require_curve()
-            security.allowed()  # for its errors
+            security.allowed()  # raises if it cannot be read
             keys = security.master_keys()
         self._why_lost = (
             "its connection broke, because its process ended or because nothing was heard of it "
@@ -100,9 +100,9 @@ class Server:
         self._straggler_s = config.straggler_s
         self._timeout_s = config.heartbeat_timeout_ms / 1000
         self._pauses = Pauses(self._timeout_s)
-        self._faltered = ""  # why something was left undone, which is as if it had been away
+        self._faltered = ""  # why an event was not completely handled; treated like an absence
         self._tick_s = None if config.straggler_s is None else config.straggler_s / 10
-        # connections that are dialled back before their first message counts; what else they say
+        # messages of connections whose first message waits for the end of a dial
         self._arriving: dict[bytes, list[bytes | None]] = {}
         self._security = security
         self._zap: Zap | None = None
@@ -129,7 +129,7 @@ class Server:
         self.port = int(self._router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def _open(self, host: str, port: int, config: Config, keys: KeyPair | None) -> None:
-        """All that takes descriptors, of which there may be none."""
+        """Opens everything that takes descriptors, which may run out."""
         opened = self._opened
         self._drain = Drain()
         self._waiter = Waiter()
@@ -139,7 +139,7 @@ class Server:
         self._wake_out.setblocking(False)
         self._wake_in.setblocking(False)
         self._context = zmq.Context()
-        opened.callback(self._context.destroy, linger=0)  # `term` would wait for what is left open
+        opened.callback(self._context.destroy, linger=0)  # `term` would wait for open sockets
         self._router = _router(self._context, config, ipv6=":" in host)
         opened.callback(self._router.close, linger=limits.FAREWELL_MS)
         self._connections.watch(self._router, opened)
@@ -171,23 +171,23 @@ class Server:
         return self._inquiries.ask()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended, or is about to wake already
+        with contextlib.suppress(OSError):  # it has ended, or will wake up anyway
             self._wake_out.send(b"\0")
 
     def forked(self) -> None:
-        """In a forked child: what the system would keep for the parent's sake is let go of."""
+        """Called in a forked child: releases the parent's lock of the journal there."""
         if self._journal is not None:
             self._journal.forked()
 
     def close(self) -> None:
-        """Closes all, if nobody serves: the port can be bound again at once."""
+        """Closes everything, if nobody serves: the port can be bound again at once."""
         self._opened.close()
 
     def serve(self) -> None:
         """Serves until `stop`, then closes everything: the port can be bound again at once."""
         waiter = self._waiter
         waiter.add(self._wake_in, self._woken)
-        waiter.add(self._router, lambda: None)  # it is read in any case
+        waiter.add(self._router, lambda: None)  # the loop reads it anyway
         waiter.add(self._connections.monitor, self._connections.read_monitor)
         if (zap := self._zap) is not None:
             waiter.add(zap.socket, lambda: zap.answer(self._allows))
@@ -212,13 +212,13 @@ class Server:
                 self._dialler.tick(now_s)
                 self._perform(self._master.tick(now_s - self._pauses.total_s))
                 self._inquiries.answer(self._master.status)
-            if self._journal is None:  # else it is expected to come back
+            if self._journal is None:  # with a journal it is expected to come back
                 self._perform(self._master.farewell())
         except JournalError as error:
             log.error("the master ends: %s", error)
             raise
         except Exception:
-            log.exception("the master failed")  # the peers try to get back: it may be restarted
+            log.exception("the master failed")  # the peers try to reconnect: it may be restarted
             raise
         finally:
             self._stop = True
@@ -245,7 +245,7 @@ class Server:
         return master
 
     def _begin_anew(self, why: str) -> None:
-        """Goes on as after a restart: it was the master that was away, not its peers."""
+        """Continues as after a restart: the master was away, not its peers."""
         old = self._master
         log.warning("master: %s: it goes on as after a restart", why)
         journal, todo = old.reborn()
@@ -253,13 +253,13 @@ class Server:
         self._perform(todo)
         for conn in self._connections.senders:
             if old.has_heard(conn):
-                self._connections.drop_at_once(conn)  # it is cut, and the peer comes back
+                self._connections.drop_at_once(conn)  # the peer reconnects
         self._pauses.dealt_with()
 
     # ---- events ----
 
     def _allows(self, key: str) -> bool:
-        """Whether a peer may join by its public key: the list may have changed since the start."""
+        """Whether a peer with this public key may join; the list may change at any time."""
         assert self._security is not None
         try:
             return key in self._security.allowed()
@@ -291,7 +291,7 @@ class Server:
         connections = self._connections
         if conn in connections.senders:
             data = self._router.recv()
-        else:  # only a Frame tells from where it came, and it takes longer
+        else:  # only a Frame knows its sender, and it is slower
             frame = self._router.recv(copy=False)
             data = frame.bytes
             if not connections.is_buried(conn) and not connections.learn(conn, frame):
@@ -303,7 +303,7 @@ class Server:
         return True
 
     def _drop_rest(self) -> int:
-        """Messages have one frame: drops the others of this one. Returns how many there were."""
+        """Drops the frames after the first one. Returns their number; valid messages have none."""
         return self._drain(self._router) if self._router.getsockopt(zmq.RCVMORE) else 0
 
     def _deliver(self, conn: bytes, data: bytes | None) -> None:
@@ -336,13 +336,13 @@ class Server:
     def _dial(
         self, conn: bytes, target: Target, event: Callable[[str | None], list[effects.Effect]]
     ) -> None:
-        """Dials a connection's peer back; `event` handles its message when that has ended."""
+        """Dials a connection's peer back, then has `event` handle its message."""
         self._arriving[conn] = []
 
         def then(unreached: str | None) -> None:
             held = self._arriving.pop(conn, None)
             if held is None:
-                return  # it has gone
+                return  # the connection is gone
             self._guarded(conn, lambda: event(unreached))
             for data in held:
                 self._deliver(conn, data)
@@ -350,7 +350,7 @@ class Server:
         self._dialler.dial(target, time.monotonic(), then, self._connections.senders[conn].host)
 
     def _dial_peer(self, info: m.PeerInfo, password: str) -> None:
-        """Dials a peer that another one cannot reach."""
+        """Dials a peer that another peer cannot reach."""
         target = Target(info.host, info.port, info.curve, password)
 
         def then(unreached: str | None) -> None:
@@ -359,7 +359,7 @@ class Server:
         self._dialler.dial(target, time.monotonic(), then)
 
     def _hear(self, conn: bytes, data: bytes | None) -> list[effects.Effect]:
-        """Decodes a message; the effects that it has."""
+        """Decodes a message and returns its effects."""
         try:
             if data is None:
                 raise m.ProtocolError("a message of several frames")
@@ -384,7 +384,7 @@ class Server:
         return self._master.received(conn, message)
 
     def _hear_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[effects.Effect]:
-        """Dials who may come in, and nobody else."""
+        """Dials a peer that may join; refuses others without a dial."""
         if self._master.knows(conn) or self._master.objection(hello, host):
             return self._master.hello(conn, hello, host)
         target = Target(hello.host or host, hello.port, hello.curve, hello.dial)
@@ -396,13 +396,13 @@ class Server:
     def _perform(self, todo: list[effects.Effect]) -> None:
         last: m.MasterMessage | None = None
         data = b""
-        dials: list[effects.Dial] = []  # when all is done: they may end at once, and lead to more
+        dials: list[effects.Dial] = []  # last: a dial may end at once, and have effects itself
         for effect in todo:
             match effect:
                 case effects.Send(conn, message):
                     if self._journal is not None:
                         self._journal.settle()
-                    if message is not last:  # many peers are told the same
+                    if message is not last:  # many peers get the same message
                         last, data = message, m.encode(message)
                     self._send(conn, data)
                 case effects.Remember(info):
@@ -430,10 +430,10 @@ class Server:
 
     def _send(self, conn: bytes, data: bytes) -> None:
         if self._faltered:
-            return  # what follows a message that was not sent is not understood
+            return  # without the message that was not sent, later ones have no meaning
         self._sent = True
         try:
-            payload = zmq.Frame(data, copy=True)  # takes memory: never between the two parts
+            payload = zmq.Frame(data, copy=True)  # before the first part: it may run out of memory
             self._router.send(conn, MORE)
             self._router.send(payload, zmq.DONTWAIT, copy=False)
         except zmq.Again:

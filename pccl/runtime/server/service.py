@@ -1,4 +1,4 @@
-"""A server in its own thread, and how that thread has ended.
+"""A server in its own thread, and how that thread ends.
 
 Its end is awaited by a lock that the thread holds, and a flag that is set before the lock is
 released. An exception such as KeyboardInterrupt may end a wait at any instruction: the next wait
@@ -19,16 +19,15 @@ from pccl.runtime.server.web import Web
 class Service:
     """Serves from `start` to the end of the server.
 
-    In a child process that was forked meanwhile there is no such thread: nothing is stopped there,
-    nor waited for.
+    A forked child has no such thread: `stop` and `wait` do nothing there.
 
     Args:
-        server: that serves.
-        web: shows the run over HTTP meanwhile; None: nobody does.
+        server: the server.
+        web: shows the run over HTTP; None: nothing does.
 
     Attributes:
-        server: that serves.
-        failure: what has ended it, where that was not `stop`.
+        server: the server.
+        failure: the exception that has ended it; None after `stop`.
     """
 
     def __init__(self, server: Server, web: Web | None = None) -> None:
@@ -42,7 +41,7 @@ class Service:
         self._thread = threading.Thread(target=self._serve, name="pccl-master", daemon=True)
 
     def start(self) -> None:
-        """Begins. Raises RuntimeError where no thread can be had; all is closed then."""
+        """Starts the thread. Raises RuntimeError, and closes everything, if that fails."""
         try:
             if self._web is not None:
                 self._web.start()
@@ -55,22 +54,22 @@ class Service:
 
     @property
     def over(self) -> bool:
-        """Whether it serves no longer, here."""
+        """Whether no server runs in this process any more."""
         return self._over or os.getpid() != self._pid
 
     def stop(self) -> None:
-        """Asks it to end: from any thread, and from a signal handler."""
+        """Asks the server to end, from any thread or a signal handler."""
         if os.getpid() == self._pid:
             self.server.stop()
 
     def forked(self) -> None:
-        """In a forked child: what the system would keep for the parent's sake is let go of."""
+        """Called in a forked child: releases there what belongs to the parent."""
         self.server.forked()
         if self._web is not None:
             self._web.forked()
 
     def wait(self) -> None:
-        """Returns when it has ended."""
+        """Returns when the server has ended."""
         while not self.over:
             if self._serving.acquire(timeout=limits.SLICE_S):
                 self._serving.release()
