@@ -1,4 +1,4 @@
-"""What the master says to a peer."""
+"""Messages from the master to a peer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from pccl.protocol.messages.values import (
 
 
 class Welcome(Struct, array_like=True, frozen=True, tag=64):
-    """Registered: a pending peer until `Admitted`. `warning` is for its user."""
+    """The peer is registered, and pending until `Admitted`. `warning` is for its user."""
 
     peer: U64
     warning: Text = ""
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=65):
-    """The answer to a Hello that cannot be let in."""
+    """The answer to a Hello or Resume that is refused."""
 
     result: U16
     why: Text
@@ -39,8 +39,8 @@ class Refused(Struct, array_like=True, frozen=True, tag=65):
 class Plan(Struct, array_like=True, frozen=True, tag=66):
     """The group's peers and rings from now on. A new epoch means new streams.
 
-    `topology` counts the rounds of `update_topology` that led to it. By the `nonce` its peers let
-    each other's streams in.
+    `topology` counts the rounds of `update_topology` so far. By the `nonce` peers admit each
+    other's streams.
     """
 
     epoch: U32
@@ -57,10 +57,10 @@ class WorldSizes(Struct, array_like=True, frozen=True, tag=67):
 
 
 class Admitted(Struct, array_like=True, frozen=True, tag=68):
-    """To a pending peer: accepted into `run`. `done` counts the rounds that were before its time.
+    """A pending peer is accepted into `run`. `done` counts the rounds before its time.
 
-    By this number bulk data of other runs is told apart, and a peer that knows it may come back to
-    a restarted master: so only members of the run hear it.
+    The run's number distinguishes bulk data of other runs, and allows a peer to come back to a
+    restarted master. So only members of the run are told.
     """
 
     run: U64
@@ -83,10 +83,10 @@ class PendingResult(Struct, array_like=True, frozen=True, tag=70):
 
 
 class Started(Struct, array_like=True, frozen=True, tag=71):
-    """All members stand in the collective: go. The ring plan is that of `epoch`.
+    """All members have entered the collective, which starts on the rings of `epoch`.
 
-    If the contributions came with the votes, `data` is the result; if it is `final`, it has
-    committed. No peer lacks any result up to `stable`.
+    If the contributions came with the votes, `data` is the result; if it is `final`, the collective
+    has committed. All peers have all results up to `stable`.
     """
 
     call: U64
@@ -99,14 +99,14 @@ class Started(Struct, array_like=True, frozen=True, tag=71):
 
 
 class Interrupt(Struct, array_like=True, frozen=True, tag=72):
-    """The collective may never complete: stop, and vote on whether this peer holds the result."""
+    """The collective may never complete: the peer must stop, and vote whether it has the result."""
 
     seq: U64
     why: Text
 
 
 class Finished(Struct, array_like=True, frozen=True, tag=73):
-    """The one outcome of a collective; `cause` is a `Cause`, of a failure."""
+    """The outcome of a collective; `cause` is the `Cause` of a failure."""
 
     seq: U64
     ok: bool
@@ -133,12 +133,12 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
 
 
 class SyncResult(Struct, array_like=True, frozen=True, tag=75):
-    """All receivers hold the elected content: keep it. The shared state is at `revision`.
+    """All receivers have the elected content and may keep it; the shared state is at `revision`.
 
-    It was the run's `round`-th synchronisation, and `plan` the seq of its last plan, if any. A
-    peer that has offered a higher revision was refused: it took no part.
+    This was the run's `round`-th synchronisation; `plan` is the seq of its last plan, if any. A
+    peer that has offered a higher revision was refused, and took no part.
 
-    If `short` is not 0 nothing was synchronised: the shared state is to begin with so many peers,
+    If `short` is not 0, nothing was synchronised: the shared state must begin with that many peers,
     and the group has fewer.
     """
 
@@ -153,8 +153,7 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
 class CallError(Struct, array_like=True, frozen=True, tag=76):
     """A call failed before anything happened; `result` is a pccl.Result, `cause` a `Cause`.
 
-    `seq` is not 0 if it had begun all the same, under an earlier master that could not tell this
-    peer.
+    `seq` is not 0 if the call had begun under an earlier master, which could not tell this peer.
     """
 
     call: U64
@@ -165,16 +164,16 @@ class CallError(Struct, array_like=True, frozen=True, tag=76):
 
 
 class Resumed(Struct, array_like=True, frozen=True, tag=78):
-    """The master knows the run again; `done` are its rounds that are over.
+    """The master knows the run again; `done` describes the rounds that are over.
 
-    A peer that stands in one of these has its result by this message; it votes anew in all others.
+    A peer that waits in one of these gets its result by this message; it votes anew in all others.
     """
 
     done: Done
 
 
 class Missed(Struct, array_like=True, frozen=True, tag=79):
-    """A small collective in which the peer stands has committed; the result did not reach it."""
+    """A small collective in which the peer waits has committed, but the result was lost."""
 
     small: Small
 
@@ -182,9 +181,9 @@ class Missed(Struct, array_like=True, frozen=True, tag=79):
 class Report(Struct, array_like=True, frozen=True, tag=80):
     """The answer to Examine.
 
-    `host` is the address that the master sees, `unreached` why it could not reach the peer there;
-    empty if it could, or has not `dialled`. `unix_s` is the master's clock. `arithmetic` is that of
-    the run's peers; `peers` is their number.
+    `host` is the address that the master sees; `unreached` says why it could not reach the peer
+    there, and is empty if it could, or has not `dialled`. `unix_s` is the master's clock.
+    `arithmetic` is that of the run's peers; `peers` is their number.
     """
 
     protocol: U32
@@ -198,7 +197,7 @@ class Report(Struct, array_like=True, frozen=True, tag=80):
 
 
 class Probe(Struct, array_like=True, frozen=True, tag=81):
-    """Measure what comes from `peers`, which do the same the other way; answer with `Measured`.
+    """The peer must measure the rate from `peers`, while they may measure it; it sends `Measured`.
 
     Supersedes an earlier probe of the same call.
     """
@@ -210,7 +209,7 @@ class Probe(Struct, array_like=True, frozen=True, tag=81):
 
 
 class OptimizeResult(Struct, array_like=True, frozen=True, tag=82):
-    """`optimize_topology` is done, and the rings are chosen; it was the `round`-th."""
+    """`optimize_topology` is done, and rings are chosen; it was the run's `round`-th."""
 
     call: U64
     round: U64
@@ -224,7 +223,7 @@ class Waiting(Struct, array_like=True, frozen=True, tag=83):
 
 
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
-    """Dropped from the run."""
+    """The peer is dropped from the run."""
 
     result: U16
     why: Text

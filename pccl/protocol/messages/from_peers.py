@@ -1,4 +1,4 @@
-"""What a peer says to the master."""
+"""Messages from a peer to the master."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from pccl.protocol.messages.values import (
 
 
 class Hello(Struct, array_like=True, frozen=True, tag=1):
-    """Asks to join. `host` is the address to advertise, empty for the one that the master sees.
+    """Asks to join. `host` is the address to advertise; empty: the one that the master sees.
 
-    In a run with keys, `curve` is the public key of its streams; in one without, `dial` is the
-    password by which the master may dial this peer.
+    In a run with keys, `curve` is the public key of the peer's streams; without keys, `dial` is the
+    password with which the master may dial the peer.
     """
 
     protocol: U32
@@ -67,16 +67,16 @@ class Hurry(Struct, array_like=True, frozen=True, tag=16):
 
 
 class Inquire(Struct, array_like=True, frozen=True, tag=17):
-    """Asks what `call` has waited for so long. `seq`: of a collective that has started, or 0."""
+    """Asks what `call` is waiting for. `seq`: that of a collective that has started, or 0."""
 
     call: U64
     seq: U64 = 0
 
 
 class StartVote(Struct, array_like=True, frozen=True, tag=4):
-    """Enters a collective: its engine knows the buffers already, or `data` is the contribution.
+    """Enters a collective: the peer's engine knows the buffers, or `data` is the contribution.
 
-    `heard` is the greatest seq that the peer has heard of: it lacks no result up to that one.
+    `heard` is the greatest seq that the peer has heard of; it has all results up to that one.
     `stuck`: as in `PendingVote`.
     """
 
@@ -89,8 +89,7 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
 
 
 class FinishVote(Struct, array_like=True, frozen=True, tag=5):
-    """Says that the peer holds the whole result of a collective, or cannot get it: `why`, and a
-    `Cause`."""
+    """Says that the peer holds the whole result of a collective; if not, `why`, and the `Cause`."""
 
     seq: U64
     ok: bool
@@ -99,16 +98,16 @@ class FinishVote(Struct, array_like=True, frozen=True, tag=5):
 
 
 class SyncVote(Struct, array_like=True, frozen=True, tag=6):
-    """Enters `sync_shared_state`; its engine serves the offered content already."""
+    """Enters `sync_shared_state`; the peer's engine already serves the offered content."""
 
     call: U64
     offer: Offer
 
 
 class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
-    """Says that a receiver of shared state has verified all of it, or could not get it.
+    """Says whether a receiver of shared state has fetched and verified all of it.
 
-    `differences` describe what it had before, where the plan asks for that.
+    `differences` describes how its content differed before, if the plan asks for that.
     """
 
     seq: U64
@@ -122,7 +121,7 @@ class Leave(Struct, array_like=True, frozen=True, tag=8):
 
 
 class Withdraw(Struct, array_like=True, frozen=True, tag=9):
-    """The caller's time is up: the vote of `call` is to be withdrawn, if it has not ended yet.
+    """The caller's time is up: withdraws the vote of `call`, if it has not ended yet.
 
     `seq` is that of a collective which this peer has completed and others have not; 0 otherwise.
     """
@@ -132,7 +131,7 @@ class Withdraw(Struct, array_like=True, frozen=True, tag=9):
 
 
 class Unreached(Struct, array_like=True, frozen=True, tag=11):
-    """In `epoch`, no stream to `peer` could be opened; `why` is what stood in the way."""
+    """In `epoch`, no stream to `peer` could be opened, for the reason `why`."""
 
     peer: U64
     epoch: U32
@@ -140,11 +139,11 @@ class Unreached(Struct, array_like=True, frozen=True, tag=11):
 
 
 class Stalled(Struct, array_like=True, frozen=True, tag=15):
-    """The peer cannot pass on data for which others may wait for ever.
+    """The peer cannot forward data for which others may wait forever.
 
-    In `epoch` it has lost the stream to a neighbour, or failed otherwise, when it held the whole
-    result of a collective itself; or, where `seq` is not 0, it cannot serve all that the plan of
-    that number tells it to.
+    In `epoch` it has lost the stream to a neighbour, or failed otherwise, after it held the whole
+    result of a collective. If `seq` is not 0, it cannot serve everything that the plan of that
+    number requires.
     """
 
     epoch: U32
@@ -164,16 +163,16 @@ class Examine(Struct, array_like=True, frozen=True, tag=12):
 
 
 class OptimizeVote(Struct, array_like=True, frozen=True, tag=13):
-    """Enters `optimize_topology`; its engine serves something to measure links with already."""
+    """Enters `optimize_topology`; the peer's engine already serves data to measure links with."""
 
     call: U64
 
 
 class Measured(Struct, array_like=True, frozen=True, tag=14):
-    """What a probe found of the links that lead to this peer.
+    """The result of a probe of the links to this peer.
 
-    `rate` is in bytes per second, 0 if nothing came. `delay_us` is the time until the first bytes
-    were there, which includes that to connect.
+    `rate` is in bytes per second, 0 if nothing arrived. `delay_us` is the time until the first
+    bytes, including that to connect.
     """
 
     seq: U64
@@ -182,10 +181,10 @@ class Measured(Struct, array_like=True, frozen=True, tag=14):
 
 
 class Resume(Struct, array_like=True, frozen=True, tag=10):
-    """An accepted peer comes back to a master that has lost its connections, with all it knows.
+    """An accepted peer comes back to a master that has lost its connections: all that it knows.
 
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
-    known outcome (the latest ones: older ones are known to all), `small` those results that others
+    known outcome (the latest ones: all peers know the older ones), `small` the results that others
     may lack, `rings` those of the last Plan.
     """
 

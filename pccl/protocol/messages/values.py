@@ -1,4 +1,4 @@
-"""What messages are made of: limits, numbers and texts within them, and structures."""
+"""Elements of messages: limits, numbers, texts and structures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
 INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
-MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries; anything larger is not ours
+MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries
 ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name and layout
 PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
 LIST_BYTES_MAX = MESSAGE_BYTES_MAX - 1024  # of all entries or parts: the rest of a message is small
@@ -32,17 +32,17 @@ Data = Annotated[bytes, Meta(max_length=INLINE_BYTES_MAX)]
 
 
 class Cause(IntEnum):
-    """What kind of failure a CallError or Finished tells, where its result alone does not."""
+    """The kind of failure in a CallError or Finished, if the result alone does not tell it."""
 
     OTHER = 0
     MISMATCH = 1  # calls that can never meet
     TIMEOUT = 2  # withdrawn
-    DIVERGENCE = 3  # content had diverged, and a peer has asked for an error then
+    DIVERGENCE = 3  # content had diverged, and a peer wanted an error in that case
     MEMORY = 4  # a peer ran out of it
 
 
 class PeerInfo(Struct, array_like=True, frozen=True):
-    """A peer as others reach it: at `host`:`port`, or at `ipc` on the same `machine`.
+    """A peer and its addresses: `host`:`port`, and `ipc` on the same `machine`.
 
     `curve` is the public key by which they authenticate each other; empty without encryption.
     """
@@ -60,7 +60,7 @@ class PeerInfo(Struct, array_like=True, frozen=True):
 
 
 class Ring(Struct, array_like=True, frozen=True):
-    """One ring: the peers in order, each sending to the next, and its share of the data."""
+    """One ring: peers in order, each sending to the next; `weight`: its share of the data."""
 
     order: tuple[U64, ...]
     weight: Weight
@@ -70,7 +70,7 @@ Rings = Annotated[tuple[Ring, ...], Meta(max_length=RINGS_MAX)]
 
 
 class World(Struct, array_like=True, frozen=True):
-    """Counts of accepted peers: of the run, of the own group, of groups, of the largest group."""
+    """World sizes: accepted peers of the run and of the group, groups, peers of the largest."""
 
     global_size: U32
     local_size: U32
@@ -95,13 +95,12 @@ class Part(Struct, array_like=True, frozen=True):
 
 
 class Work(Struct, array_like=True, frozen=True):
-    """What a collective does, the same on all peers.
+    """The description of a collective, the same on all peers.
 
-    `algorithm` and `quantized` are values of QuantizationAlgorithm and, where that leaves a choice,
-    of DataType. `count` elements are those that each member gives, or gets of a reduce_scatter.
-    `root` is a rank. `members` is the size of the group as the caller knows it, where ranks matter,
-    else 0. `parts` are those of a list or dict of tensors, and `count` and `dtype` are 0 then.
-    `layout`: as in Part.
+    `algorithm` and `quantized` are values of QuantizationAlgorithm and, if that leaves a choice, of
+    DataType. `count`: elements that each member gives, or receives in a reduce_scatter. `root` is a
+    rank. `members` is the size of the group as the caller knows it if ranks matter, else 0. `parts`
+    describe a list or dict of tensors; `count` and `dtype` are 0 then. `layout`: as in Part.
     """
 
     what: CollectiveKind
@@ -119,11 +118,11 @@ class Work(Struct, array_like=True, frozen=True):
         return wording.call(self)
 
     def sees_others_than(self, other: Work) -> bool:
-        """Whether both are the same call, of peers that differ on who is in the group."""
+        """Whether both are the same call, by peers that differ on the size of the group."""
         return self.what == other.what and self.members != other.members
 
     def difference(self, other: Work) -> str:
-        """What the names of both calls do not show, or nothing."""
+        """A difference that the texts of both calls do not show; empty if there is none."""
         return wording.difference(self, other)
 
 
@@ -139,9 +138,9 @@ class Entry(Struct, array_like=True, frozen=True):
 
 
 class Offer(Struct, array_like=True, frozen=True):
-    """The shared state that a peer has. `strict`: divergence is to be an error for all.
+    """A peer's shared state. `strict`: divergence must be an error for all.
 
-    A group's shared state is not to begin with fewer peers than `min_peers`.
+    A group's shared state must not begin with fewer than `min_peers` peers.
     """
 
     revision: U64
@@ -152,10 +151,10 @@ class Offer(Struct, array_like=True, frozen=True):
 
 
 class Difference(Struct, array_like=True, frozen=True):
-    """How one entry of a peer differed from what was elected.
+    """How one entry of a peer differed from the elected content.
 
-    `ulp` is the largest distance of two elements that are no NaN, in units in the last place;
-    `nans` and `nans_elected` count the NaNs there and in the elected content.
+    `ulp` is the largest difference of two elements that are not NaN, in units in the last place;
+    `nans` and `nans_elected` count the NaNs of the peer and of the elected content.
     """
 
     entry: U32
@@ -169,8 +168,8 @@ Differences = Annotated[tuple[Difference, ...], Meta(max_length=DIFFERENCES_MAX)
 
 
 class Divergence(Struct, array_like=True, frozen=True):
-    """A peer that had other content at the same revision, in `count` entries; `differences` are the
-    first of them."""
+    """A peer that had different content at the same revision, in `count` entries; `differences`
+    describes the first ones."""
 
     peer: U64
     count: U32
@@ -178,10 +177,10 @@ class Divergence(Struct, array_like=True, frozen=True):
 
 
 class Done(Struct, array_like=True, frozen=True):
-    """Which rounds a peer knows the results of: counts of completed rounds, and the last results.
+    """The rounds whose results a peer knows: numbers of completed rounds, and the latest results.
 
-    A restarted master compares these: a peer that stands in a round whose result another peer knows
-    has only missed that result.
+    A restarted master compares these: if a peer waits in a round whose result another peer knows,
+    it has only missed that result.
     """
 
     topology: U64 = 0
@@ -205,7 +204,7 @@ class Open(Struct, array_like=True, frozen=True):
 
 
 class Small(Struct, array_like=True, frozen=True):
-    """A small collective that has committed: who took part, and the result."""
+    """A committed small collective: its members and its result."""
 
     seq: U64
     tag: U64
