@@ -141,7 +141,9 @@ def test_metrics_have_the_format_of_prometheus(master: pccl.MasterNode) -> None:
 def test_every_request_is_answered(master: pccl.MasterNode, request_: bytes, status: int) -> None:
     found, headers, body = exchange(master, request_)
     assert found == status, body
-    assert len(body) == (0 if request_.startswith(b"HEAD") else int(headers["Content-Length"]))
+    assert len(body.encode()) == (
+        0 if request_.startswith(b"HEAD") else int(headers["Content-Length"])
+    )
     assert int(headers["Content-Length"]) > 0 and headers["Connection"] == "close"
     assert headers["Content-Security-Policy"].startswith("default-src 'none'")
     assert headers["X-Content-Type-Options"] == "nosniff" and headers["Cache-Control"] == "no-store"

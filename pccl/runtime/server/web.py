@@ -25,18 +25,18 @@ import msgspec
 
 from pccl.protocol.master import Status
 from pccl.runtime import limits
-from pccl.runtime.server import metrics
+from pccl.runtime.server import metrics, page
 from pccl.support.text import address_text
 
 log = logging.getLogger("pccl")
 
 REQUEST = re.compile(r"([A-Z]+) (/\S*) HTTP/1\.[01]")
 HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
-TEXT = "text/plain; charset=utf-8"
-PATHS = "/status.json\n/metrics\n/healthz\n"
+TEXT, HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
+PATHS = ("/", "/status.json", "/metrics", "/healthz")
+NOTHING = "default-src 'none'; frame-ancestors 'none'"  # that a browser may load or run
 SAFE = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
@@ -51,6 +51,7 @@ class Reply(NamedTuple):
     status: HTTPStatus
     body: bytes
     kind: str = TEXT
+    policy: str = NOTHING
 
 
 class Unanswered(Exception):
@@ -125,6 +126,7 @@ class Web:
 
     def __init__(self, host: str, port: int, ask: Callable[[], Future[Status]]) -> None:
         self._ask = ask
+        self._page = page.load()
         self._socket = _listen(host, port)
         try:
             self._loop = asyncio.new_event_loop()
@@ -215,7 +217,11 @@ class Web:
             reply = Reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"{why}\n".encode())
         except Unanswered as error:
             reply = Reply(error.status, f"{error}\n".encode())
-        headers = SAFE | {"Content-Type": reply.kind, "Content-Length": str(len(reply.body))}
+        headers = SAFE | {
+            "Content-Security-Policy": reply.policy,
+            "Content-Type": reply.kind,
+            "Content-Length": str(len(reply.body)),
+        }
         if reply.status is HTTPStatus.METHOD_NOT_ALLOWED:
             headers["Allow"] = "GET, HEAD"
         lines = [f"HTTP/1.1 {reply.status.value} {reply.status.phrase}"]
@@ -229,9 +235,9 @@ class Web:
 
     async def _reply(self, path: str) -> Reply:
         if path == "/":
-            return Reply(HTTPStatus.OK, PATHS.encode())
-        if path not in PATHS.split():
-            raise Unanswered(HTTPStatus.NOT_FOUND, f"there are: {', '.join(PATHS.split())}")
+            return Reply(HTTPStatus.OK, self._page.body, HTML, self._page.policy)
+        if path not in PATHS:
+            raise Unanswered(HTTPStatus.NOT_FOUND, f"there are: {', '.join(PATHS)}")
         status = await self._status()
         if path not in self._made:
             self._made[path] = _made(path, status)

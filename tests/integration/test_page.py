@@ -1,0 +1,119 @@
+"""The page that shows a run: what a browser makes of it, and that it makes nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from hall import WORK, Hall
+
+from pccl.protocol import messages as m
+from pccl.protocol.master import Status
+from pccl.runtime import limits
+from pccl.runtime.server import page
+from pccl.runtime.server.web import Web
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+in_a_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+
+
+def a_run() -> Status:
+    """Peer 3 is waited for, and a newcomer waits for all."""
+    hall = Hall(3)
+    hall.say(b"1", m.StartVote(2, 7, WORK))
+    hall.say(b"2", m.StartVote(2, 7, WORK))
+    hall.join(b"4")
+    hall.master.now_s = 75.0
+    return hall.master.status()
+
+
+@contextmanager
+def shown(status: Status | None) -> Iterator[str]:
+    """The address at which this status is shown; None: no master answers."""
+
+    def ask() -> Future[Status]:
+        future: Future[Status] = Future()
+        if status is not None:
+            future.set_result(status)
+        return future
+
+    web = Web("127.0.0.1", 0, ask)
+    web.start()
+    yield web.address
+    web.close()
+
+
+def seen(address: str, home: Path) -> str:
+    """The document after some seconds of a browser, which has nothing to complain about."""
+    assert BROWSER is not None
+    options = ["--headless", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={home}"]
+    if os.geteuid() == 0:
+        options.append("--no-sandbox")
+    work = ["--virtual-time-budget=4000", "--dump-dom", f"http://{address}/"]
+    ended = subprocess.run(
+        [BROWSER, *options, *work], capture_output=True, text=True, timeout=50, check=True
+    )
+    complaints = [line for line in ended.stderr.splitlines() if "CONSOLE" in line]
+    assert [line for line in complaints if "503 (Service" not in line] == []
+    return ended.stdout.partition("<script>")[0]
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_else_runs() -> None:
+    body, policy = page.load()
+    text = body.decode()
+    assert policy.count("'sha256-") == 2 and "unsafe" not in policy
+    assert policy.startswith("default-src 'none'; ") and "frame-ancestors 'none'" in policy
+    assert len(page.INLINE.findall(text)) == 2 == len(re.findall("<(?:script|style)", text))
+    addresses = re.findall(r"""(?:href|src|url)\s*[=(]\s*["']?([^"')>]*)""", text)
+    assert {*addresses} <= {"data:,", "status.json", "metrics", "healthz", "#${tip}"}
+    assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]  # a name
+    unsafe = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|\bon[a-z]+=|style="
+    assert not re.search(unsafe, text)
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.slow
+@in_a_browser
+def test_it_says_why_a_run_stands_still(tmp_path: Path) -> None:
+    with shown(a_run()) as address:
+        text = seen(address, tmp_path)
+    waits = text.split('id="waits"')[1].split("<h2>")[0]
+    assert re.search(r'class="card wait late".*?75\.0 s.*? in all_reduce\(1000 elements', waits)
+    assert ">peer 3 (10.0.0.1:1) must enter it<" in waits
+    assert '<progress max="3" value="2"' in waits
+    assert "must call update_topology()" in waits
+    rows = re.findall(r'<tr class="(\w*)"><td class="" data-name="peer">(\d)', text)
+    assert rows == [("", "1"), ("", "2"), ("missing", "3"), ("", "4")]
+    ring = re.findall(r'<g class="(\w*)">.*?>(\d)</text>', text.replace("<g>", '<g class="">'))
+    assert ring == [("stands", "1"), ("stands", "2"), ("missing", "3")]
+    assert text.count('marker-end="url(#tip-1-2-3)"') == 3
+
+
+@pytest.mark.slow
+@in_a_browser
+def test_what_peers_say_is_text(tmp_path: Path) -> None:
+    status = a_run()
+    markup = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+    waits = tuple(msgspec.structs.replace(w, why=markup, call=markup) for w in status.waits)
+    peers = tuple(msgspec.structs.replace(p, host=markup) for p in status.peers)
+    with shown(msgspec.structs.replace(status, waits=waits, peers=peers)) as address:
+        text = seen(address, tmp_path)
+    assert "<img" not in text
+    assert text.count("&lt;img src=x onerror=alert(1)&gt;") == 2 * len(waits) + len(peers)
+
+
+@pytest.mark.slow
+@in_a_browser
+def test_it_says_when_no_master_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HTTP_ANSWER_S", 0.05)
+    with shown(None) as address:
+        text = seen(address, tmp_path)
+    assert "the master does not answer: the master has not answered for 0.05 s" in text
