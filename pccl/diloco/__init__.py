@@ -1,6 +1,8 @@
 """DiLoCo on pccl; `trainer` has the formulas. It needs torch."""
 
+from pccl.diloco.group import AlonePolicy
 from pccl.diloco.model_state import BufferMode
-from pccl.diloco.trainer import AlonePolicy, DiLoCo, OuterRound
+from pccl.diloco.schedules import Mode
+from pccl.diloco.trainer import DiLoCo, OuterRound
 
-__all__ = ["AlonePolicy", "BufferMode", "DiLoCo", "OuterRound"]
+__all__ = ["AlonePolicy", "BufferMode", "DiLoCo", "Mode", "OuterRound"]

@@ -121,13 +121,18 @@ class Buffers:
     The flat tensors hold the content that the peers last agreed on: floating-point buffers in fp32
     (fp64 if they have that; complex ones as real and imaginary parts), all others as int64. So
     peers whose models differ in dtype are compatible.
+
+    Attributes:
+        mode: how they are shared.
+        means: with mode "mean", what the means of all peers' changes are written to; else nothing.
     """
 
     def __init__(self, model: torch.nn.Module, mode: BufferMode) -> None:
-        self._mode = mode
+        self.mode = mode
         self._places = list(_places(model))
         count = {kind: sum(p.shape.numel() for p in self._of(kind)) for kind in _KINDS}
         self._flat = {kind: torch.zeros(n, dtype=kind) for kind, n in count.items() if n}
+        self.means = [torch.zeros_like(flat) for flat in self.shared] if mode == "mean" else []
         self.gather()
 
     def _of(self, kind: torch.dtype) -> list[_Place]:
@@ -143,8 +148,8 @@ class Buffers:
         return [
             TensorInfo.from_torch(
                 flat,
-                f"diloco.buffers.{self._mode}.{_name_of(kind)}",
-                allow_content_inequality=self._mode == "local",
+                f"diloco.buffers.{self.mode}.{_name_of(kind)}",
+                allow_content_inequality=self.mode == "local",
             )
             for kind, flat in self._flat.items()
         ]
@@ -167,14 +172,21 @@ class Buffers:
             for place, view in self._views(kind, flat):
                 place.tensor().copy_(view)
 
+    def adopt(self) -> None:
+        """Gives the model what the peers have agreed on."""
+        if self.mode != "local":
+            self.put()
+
     @torch.no_grad()
-    def moves(self) -> list[torch.Tensor]:
-        """The changes of the model's buffers since the last agreement, to be averaged.
+    def measure(self) -> list[torch.Tensor]:
+        """The changes of the model's buffers since the last agreement, if they are averaged.
 
         Differences are averaged so that a constant keeps its exact bits. A value that was not
         finite, such as the initial -inf of a running maximum, has no difference: the new value
         itself is averaged.
         """
+        if self.mode != "mean":
+            return []
         return [
             torch.cat(
                 [self._move(place, view).flatten() for place, view in self._views(kind, flat)]
@@ -189,10 +201,18 @@ class Buffers:
         return torch.where(torch.isfinite(base), now - begin, now)
 
     @torch.no_grad()
-    def advance(self, means: list[torch.Tensor]) -> None:
-        """Adds the means of all peers' `moves`."""
-        for flat, mean in zip(self._flat.values(), means, strict=True):
-            flat.copy_(torch.where(torch.isfinite(flat), flat + mean, mean))
+    def reclaim(self, moves: list[torch.Tensor]) -> None:
+        """Adds changes that nobody has averaged to the model's buffers."""
+        for (kind, _), move in zip(self._flat.items(), moves, strict=True):
+            for place, change in self._views(kind, move):
+                place.tensor().copy_(_moved(place.tensor().to(change), change))
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Adds the means of all peers' changes."""
+        if self.mode == "mean":
+            for flat, mean in zip(self._flat.values(), self.means, strict=True):
+                flat.copy_(_moved(flat, mean))
 
     def _views(
         self, kind: torch.dtype, flat: torch.Tensor
@@ -227,6 +247,10 @@ def _places(model: torch.nn.Module) -> Iterator[_Place]:
             if real.is_floating_point():
                 kind = torch.float64 if real.dtype == torch.float64 else torch.float32
             yield _Place(f"{path}.{key}" if path else key, module, key, real.shape, kind)
+
+
+def _moved(base: torch.Tensor, move: torch.Tensor) -> torch.Tensor:
+    return torch.where(torch.isfinite(base), base + move, move)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

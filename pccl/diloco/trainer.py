@@ -10,12 +10,12 @@ progress, and one outer step updates the shared parameters theta:
     theta <- theta - eta (D + mu v)          Nesterov in PyTorch's form; without it theta - eta v
 
 eta = 1 with mu = 0 is federated averaging. The peers exchange data once in H steps instead of once
-in every step.
+in every step. With mode="delayed" they do so while the next H steps run.
 
 THE OUTER ROUND
 
-Each of these calls is a round of the whole group, so all peers make the same ones in the same
-order:
+With mode="sync", each of these calls is a round of the whole group, so all peers make the same ones
+in the same order:
 
     1. all_reduce of d, repeated with the survivors until it commits or this peer is alone; with
        buffers="mean" the buffers are part of it, so either everything is averaged or nothing
@@ -44,6 +44,30 @@ WHEN A PEER IS LOST
   d is the mean. With alone="wait" it admits others until min_peers are present, and averages with
   them.
 
+DELAYED
+
+With mode="delayed" a mean travels while the next round trains, and is applied one round late. For
+round k:
+
+    w <- theta(k);   H times:  w <- inner_optimizer(w)
+    d(k) = theta(k) - w                      before theta moves
+    D(k-1) = mean of d(k-1)                  awaited: it was launched a round ago
+    v(k+1) = mu v(k) + D(k-1)
+    theta(k+1) = theta(k) - eta (D(k-1) + mu v(k+1))
+    launch the mean of d(k);   w <- theta(k+1)
+
+The first round has no D, so theta(1) = theta(0), and the counter begins with the second round. This
+is the one-step-delayed DiLoCo of PCCL's examples. In each round all peers await the mean, and call
+are_peers_pending, sync_shared_state (not in the first round), and all_reduce_async.
+
+- A newcomer has no d(k), so it cannot take part in the mean of round k, but must know it to be in
+  phase. So if peers are pending, that mean is not launched but made at once. Then they are
+  admitted, and receive D(k) with theta(k+1), v(k+1) and the counter.
+- When a peer is lost, the survivors launch again at their next inner step.
+- If no mean comes of it, because all others are lost (or, with alone="wait", too few are left),
+  d(k) is given back: w <- w - d(k), and so it is in the next pseudo-gradient.
+- The mean of the last round is still under way when a loop ends. `finish` applies it.
+
 Decisions that must be the same on all peers depend on the outcome of a round or on shared state,
 never on the current world size, which two peers may see differently.
 """
@@ -51,40 +75,29 @@ never on the current world size, which two peers may see differently.
 from __future__ import annotations
 
 import copy
-import logging
 import os
-import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import xxhash
 
-from pccl import (
-    Communicator,
-    PCCLError,
-    ReduceInfo,
-    ReduceOp,
-    Result,
-    SharedState,
-    SharedStateSyncInfo,
-    TensorInfo,
-    TooFewPeersError,
-    kernels,
-)
+from pccl import Communicator, ReduceInfo, SharedState, TensorInfo
+from pccl.diloco.exchange import Exchange
+from pccl.diloco.group import AlonePolicy, Group, Quorum
+from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import MODES, BufferMode, Buffers, Frozen, memory
-from pccl.diloco.settings import decode, describe_mismatch, encode, layout_digest, read_state
-from pccl.runtime import limits
+from pccl.diloco.outer_state import OuterOptimizer, OuterState
+from pccl.diloco.schedules import Delayed, Mode, Schedule, Synchronous
+from pccl.diloco.settings import decode, encode, layout_digest, read_state
 from pccl.runtime.checkpoint import replacing
-from pccl.runtime.client.call import Deadline
-from pccl.support.logs import REMINDER_S, Reminder
 
-AlonePolicy = Literal["continue", "step", "wait"]
-
-_log = logging.getLogger("pccl.diloco")
+_SCHEDULES: dict[Mode, type[Synchronous] | type[Delayed]] = {
+    "sync": Synchronous,
+    "delayed": Delayed,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +107,13 @@ class OuterRound:
     Attributes:
         outer_step: k after the round.
         contributors: peers whose pseudo-gradients were averaged. 1 means that this peer was alone:
-            no outer step was taken, unless `alone` is "step".
-        retries: attempts of the all-reduce that failed because a peer was lost.
+            no outer step was taken, unless `alone` is "step". With mode="delayed", of the mean that
+            was applied in this round; 0: there was none to apply.
+        retries: attempts of that all-reduce that failed because a peer was lost.
         admitted: whether newcomers were admitted.
         compute_s: seconds of the inner steps, since the last round or the constructor.
-        reduce_s: seconds in the all-reduce, including the wait for the slowest peer.
+        reduce_s: seconds in the all-reduce, including the wait for the slowest peer; with
+            mode="delayed" without the time in the background.
         admit_s: seconds to admit newcomers; with alone="wait" also the wait for them.
         sync_s: seconds in the synchronisation of the shared state.
         total_s: seconds in the whole round, without compute_s.
@@ -189,6 +204,8 @@ class DiLoCo:
             outer steps, until another peer joins. "step": take the outer step with this peer's
             pseudo-gradient. "wait": admit others until there are `min_peers`, at least 2; a group
             that has shrunk below that waits as well. The log has a WARNING in each case.
+        mode: "sync": a round ends when the progress of all peers is averaged and applied.
+            "delayed": it is averaged while the next round trains, and applied at the end of that.
 
     Raises:
         ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to
@@ -212,31 +229,25 @@ class DiLoCo:
         state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         buffers: BufferMode = "mean",
         alone: AlonePolicy = "continue",
+        mode: Mode = "sync",
     ) -> None:
-        _check(inner_steps, min_peers, outer_lr, outer_momentum, buffers, alone)
+        _check(inner_steps, min_peers, outer_lr, outer_momentum)
+        _check_words(buffers=(buffers, MODES), alone=(alone, get_args(AlonePolicy)))
+        _check_words(mode=(mode, get_args(Mode)))
         named = _trained(model)
         self._comm = comm
         self._optimizer = inner_optimizer
         self._inner_steps = inner_steps
         self._inner_step = 0
-        self._outer_lr = outer_lr
-        self._outer_momentum = outer_momentum
-        self._nesterov = nesterov
-        self._min_peers = min_peers
-        self._buffer_mode = buffers
-        self._alone = alone
-        self._least = max(2, min_peers) if alone == "wait" else 1  # that an outer step is taken by
-        self._parameters = [p for _, p in named]
-
-        n = sum(p.numel() for p in self._parameters)
-        self._theta = torch.empty(n)
-        self._velocity = torch.zeros(n)
-        self._delta = torch.empty(n)
-        self._mean = torch.empty(n)
+        self._meter = Meter()
+        self._outer = OuterState(
+            [p for _, p in named], OuterOptimizer(outer_lr, outer_momentum, nesterov)
+        )
         self._frozen = Frozen(model)
         self._buffers = Buffers(model, buffers)
-        # k; and the run's name. Fresh peers differ in it, so that the first one's state is elected.
-        self._clock = torch.tensor([0, secrets.randbits(62)], dtype=torch.int64)
+        self._exchange = Exchange(comm, self._outer, self._buffers, self._meter)
+        self._schedule: Schedule = _SCHEDULES[mode](self._exchange, self._outer.clock)
+        quorum = Quorum(min_peers, alone)
         self._config = encode(
             {
                 "inner_steps": inner_steps,
@@ -247,33 +258,30 @@ class DiLoCo:
                 "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
                 "buffers": buffers,
                 "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
-                "peers_to_go_on": self._least,
+                "peers_to_go_on": quorum.least,
+                "mode": mode,
             }
         )
-        self._shared, self._complete = self._shared_states()
-        with torch.no_grad():
-            for parameter, theta in zip(self._parameters, self._views(self._theta), strict=True):
-                theta.copy_(parameter)
+        shared, complete = self._shared_states()
+        parts = self._frozen, self._buffers
+        self._group = Group(comm, shared, complete, parts, quorum, self._meter)
         if state is not None:
             self._load(state if isinstance(state, Mapping) else read_state(state))
-        self._tx_bytes = 0
-        self._rx_bytes = 0
-        self._last_reduce: ReduceInfo | None = None
-        self._seconds: dict[str, float] = {}
-        self._reminder = Reminder(_log)
-        self._join()
+        self._group.join(self._config)
+        self._outer.adopt()
+        self._buffers.put()
         self._round_ended_s = time.monotonic()
 
     def _shared_states(self) -> tuple[SharedState, SharedState]:
         """The state that every round synchronises, and that of a round that admits newcomers."""
         always = [
             TensorInfo.from_torch(self._config, "diloco.config"),
-            TensorInfo.from_torch(self._clock, "diloco.clock"),
-            TensorInfo.from_torch(self._theta, "diloco.theta"),
-            TensorInfo.from_torch(self._velocity, "diloco.velocity"),
+            TensorInfo.from_torch(self._outer.clock, "diloco.clock"),
+            TensorInfo.from_torch(self._outer.theta, "diloco.theta"),
+            TensorInfo.from_torch(self._outer.velocity, "diloco.velocity"),
         ]
-        at_joins = list(self._frozen.entries)
-        (at_joins if self._buffer_mode == "local" else always).extend(self._buffers.entries())
+        at_joins = [*self._frozen.entries, *self._schedule.entries()]
+        (at_joins if self._buffers.mode == "local" else always).extend(self._buffers.entries())
         shared = SharedState(always)
         return shared, SharedState(always + at_joins) if at_joins else shared
 
@@ -282,7 +290,7 @@ class DiLoCo:
     @property
     def outer_step(self) -> int:
         """k, the outer steps that the run has taken: equal on all peers, made for schedules."""
-        return int(self._clock[0])
+        return int(self._outer.clock[0])
 
     @property
     def inner_step(self) -> int:
@@ -300,27 +308,27 @@ class DiLoCo:
 
         Its revision counts the synchronisations of the run.
         """
-        return self._shared
+        return self._group.shared
 
     @property
     def last_reduce(self) -> ReduceInfo | None:
         """Info of the last all-reduce that committed; None before the first."""
-        return self._last_reduce
+        return self._exchange.last
 
     @property
     def tx_bytes(self) -> int:
         """Payload bytes that this peer has sent in committed all-reduces and synchronisations."""
-        return self._tx_bytes
+        return self._meter.tx_bytes
 
     @property
     def rx_bytes(self) -> int:
         """Payload bytes that this peer has received in them."""
-        return self._rx_bytes
+        return self._meter.rx_bytes
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of theta, which is what one all-reduce averages."""
-        return self._theta.numel() * self._theta.element_size()
+        return self._outer.theta.nbytes
 
     def state_digest(self) -> str:
         """The XXH3-128, in hex, of everything that peers have in common between outer rounds.
@@ -329,10 +337,10 @@ class DiLoCo:
         of the last round, unless they are local.
         """
         digest = xxhash.xxh3_128()
-        for tensor in (self._theta, self._velocity, self._clock[:1]):
+        for tensor in (self._outer.theta, self._outer.velocity, self._outer.clock[:1]):
             digest.update(memory(tensor))
         self._frozen.hash_into(digest)
-        if self._buffer_mode != "local":
+        if self._buffers.mode != "local":
             for tensor in self._buffers.shared:
                 digest.update(memory(tensor))
         return digest.hexdigest()
@@ -343,16 +351,18 @@ class DiLoCo:
         It holds theta and v as flat fp32 tensors on the CPU, k, the settings, frozen parameters,
         buffers, and the state of this peer's inner optimizer. Inner steps since the last outer
         round are not in it, so the place to take it is right after one. Without "optimizer", or
-        with None there, the next inner optimizer begins anew.
+        with None there, the next inner optimizer begins anew. With mode="delayed" it also holds the
+        mean that is under way, and this call waits for it.
         """
-        if self._buffer_mode == "local":
+        if self._buffers.mode == "local":
             self._buffers.gather()
         return {
             "config": self._config.clone(),
-            "clock": self._clock.clone(),
-            "theta": self._theta.clone(),
-            "velocity": self._velocity.clone(),
-            "revision": self._shared.revision,
+            "clock": self._outer.clock.clone(),
+            "theta": self._outer.theta.clone(),
+            "velocity": self._outer.velocity.clone(),
+            "schedule": self._schedule.state_dict(self._group),
+            "revision": self._group.shared.revision,
             "frozen": self._frozen.state_dict(),
             "buffers": self._buffers.state_dict(),
             "optimizer": {
@@ -385,7 +395,7 @@ class DiLoCo:
         Returns:
             What happened in the outer round, or None if this call did not come to one. After a
             round the model's parameters equal theta (rounded to their dtype), unless this peer was
-            alone and took no outer step.
+            alone and took no outer step, or with mode="delayed" has just become alone.
 
         Raises:
             PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
@@ -397,239 +407,46 @@ class DiLoCo:
             scaler.update()
         self._optimizer.zero_grad()
         self._inner_step += 1
+        self._schedule.poll()
         if self._inner_step < self._inner_steps:
             return None
         self._inner_step = 0
         return self._outer_round()
 
+    def finish(self) -> None:
+        """Ends the training: waits for the mean that is under way, and applies it.
+
+        For mode="delayed": call it after the last round, on all peers, in place of another one. In
+        mode="sync" nothing is under way, and it does nothing.
+
+        Raises:
+            PCCLError: as for `step`.
+        """
+        self._schedule.finish(self._group)
+
     def _outer_round(self) -> OuterRound:
         began_s = time.monotonic()
-        self._seconds = {"reduce": 0.0, "admit": 0.0, "sync": 0.0}
-        tx_before, rx_before = self._tx_bytes, self._rx_bytes
-        self._measure_delta()
-        contributors, retries = self._average()
-        stepped = contributors > 1 or self._alone == "step"
-        if stepped:
-            self._advance()
-        admitted = self._admit()
-        if stepped or admitted:
-            self._agree(admitted)
-        if stepped:
-            self._adopt()
+        meter = self._meter
+        meter.begin_round()
+        tx_before, rx_before = meter.tx_bytes, meter.rx_bytes
+        outcome = self._schedule.round(self._group)
         ended_s = time.monotonic()
         compute_s, self._round_ended_s = began_s - self._round_ended_s, ended_s
         return OuterRound(
             outer_step=self.outer_step,
-            contributors=contributors,
-            retries=retries,
-            admitted=admitted,
+            contributors=outcome.contributors,
+            retries=outcome.retries,
+            admitted=outcome.admitted,
             compute_s=compute_s,
-            reduce_s=self._seconds["reduce"],
-            admit_s=self._seconds["admit"],
-            sync_s=self._seconds["sync"],
+            reduce_s=meter.seconds["reduce"],
+            admit_s=meter.seconds["admit"],
+            sync_s=meter.seconds["sync"],
             total_s=ended_s - began_s,
-            tx_bytes=self._tx_bytes - tx_before,
-            rx_bytes=self._rx_bytes - rx_before,
+            tx_bytes=meter.tx_bytes - tx_before,
+            rx_bytes=meter.rx_bytes - rx_before,
         )
 
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        began_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._seconds[what] = self._seconds.get(what, 0.0) + time.monotonic() - began_s
-
-    @torch.no_grad()
-    def _measure_delta(self) -> None:
-        # Local training began at theta as rounded to the parameter's dtype. Measured from the
-        # unrounded theta, the delta of a bf16 model would hold the rounding error too, and so pull
-        # theta back onto the bf16 grid.
-        start = self._mean
-        views = zip(
-            self._parameters,
-            self._views(self._theta),
-            self._views(start),
-            self._views(self._delta),
-            strict=True,
-        )
-        for parameter, theta, begin, end in views:
-            begin.copy_(theta.to(parameter.dtype))
-            end.copy_(parameter)
-        kernels.subtract(self._delta, start, self._delta)
-
-    def _average(self) -> tuple[int, int]:
-        """Averages over all present peers; the number of contributors, and of retries.
-
-        If this peer is alone, its own pseudo-gradient is the mean. With alone="wait" it waits until
-        enough peers have contributed.
-        """
-        moves = self._buffers.moves() if self._buffer_mode == "mean" else []
-        self._buffer_means = [move.clone() for move in moves]
-        retries = 0
-        while True:
-            with self._timed("reduce"):
-                reduced, lost = self._reduce(moves)
-            retries += lost
-            contributors = 1 if reduced is None else reduced.world_size
-            if contributors >= self._least:
-                break
-            self._wait_for_others(contributors)
-        if reduced is not None:
-            self._reminder.reset()
-        elif self._alone == "step":
-            self._mean.copy_(self._delta)
-            self._remind("takes the outer step with its own pseudo-gradient alone")
-        else:
-            self._remind("trains on without outer steps until another one joins")
-        return contributors, retries
-
-    def _reduce(self, moves: list[torch.Tensor]) -> tuple[ReduceInfo | None, int]:
-        """The mean of all deltas, or None if this peer is alone; and the number of retries."""
-
-        def reduce() -> ReduceInfo:
-            if not moves:
-                return self._comm.all_reduce(self._delta, self._mean, op=ReduceOp.AVG)
-            means = [self._mean, *self._buffer_means]
-            return self._comm.all_reduce([self._delta, *moves], means, op=ReduceOp.AVG)
-
-        info, retries = self._until_committed(reduce)
-        self._last_reduce = info or self._last_reduce
-        return info, retries
-
-    def _share_first_buffers(self) -> None:
-        """All peers take the buffers of the peer that joined the run first."""
-        self._buffers.gather()
-        if self._buffers.shared:
-            self._until_committed(lambda: self._comm.broadcast(self._buffers.shared, root="first"))
-
-    def _until_committed(self, call: Callable[[], ReduceInfo]) -> tuple[ReduceInfo | None, int]:
-        """Repeats a collective until it commits; None if this peer is alone. And the retries."""
-        retries = 0
-        while True:
-            try:
-                info = call()
-            except PCCLError as error:
-                if error.result is Result.TOO_FEW_PEERS:
-                    return None, retries
-                if error.result is not Result.RANK_CONNECTION_LOST:
-                    raise
-                _log.warning("a peer was lost, once more with the others: %s", error)
-                retries += 1
-            else:
-                self._count(info)
-                return info, retries
-
-    def _wait_for_others(self, contributors: int) -> None:
-        """Admits newcomers once; all peers of the group know that they are too few."""
-        while True:
-            self._remind(
-                f"waits for others before the next outer step: {self._least} are wanted, "
-                f"{contributors} here"
-            )
-            if self._await_newcomers(limits.FOREVER_S):
-                self._agree(admitted=True)
-                return
-
-    def _remind(self, what_it_does: str) -> None:
-        alone = "is alone" if self.world_size == 1 else f"is one of {self.world_size}"
-        self._reminder.warn(
-            f"this peer {alone} in its group at outer step {self.outer_step}, and with "
-            f"alone={self._alone!r} it {what_it_does}"
-        )
-
-    def _advance(self) -> None:
-        kernels.outer_sgd(
-            self._theta,
-            self._velocity,
-            self._mean,
-            lr=self._outer_lr,
-            momentum=self._outer_momentum,
-            nesterov=self._nesterov,
-        )
-        self._clock[0] += 1
-        if self._buffer_mode == "mean":
-            self._buffers.advance(self._buffer_means)
-        elif self._buffer_mode == "first":
-            self._share_first_buffers()
-
-    @torch.no_grad()
-    def _adopt(self) -> None:
-        for parameter, theta in zip(self._parameters, self._views(self._theta), strict=True):
-            parameter.copy_(theta)
-        if self._buffer_mode != "local":
-            self._buffers.put()
-
-    # ---- membership ----
-
-    def _join(self) -> None:
-        own_config = self._config.clone()
-        say_at_s = time.monotonic() + REMINDER_S
-        while not self._begins():
-            while not self._await_newcomers(
-                max(0.0, say_at_s - time.monotonic()) or limits.FOREVER_S
-            ):
-                if time.monotonic() >= say_at_s:
-                    self._reminder.warn(
-                        f"this peer waits for others to begin with: min_peers is "
-                        f"{self._min_peers} (or more, for another peer), {self.world_size} here"
-                    )
-        self._reminder.reset()
-        if not torch.equal(own_config, self._config):
-            raise ValueError(describe_mismatch(run=self._config, own=own_config))
-        self._adopt()
-        self._buffers.put()
-
-    def _begins(self) -> bool:
-        """Synchronises with a run in progress, or starts one if `min_peers` are present."""
-        try:
-            self._sync(self._complete, self._min_peers)
-        except TooFewPeersError:
-            return False
-        return True
-
-    def _admit(self) -> bool:
-        with self._timed("admit"):
-            pending = self._comm.are_peers_pending()
-            if pending:
-                self._comm.update_topology()
-        return pending
-
-    def _await_newcomers(self, patience_s: float) -> bool:
-        """Admits newcomers when they come; False: none came, or another peer stopped waiting."""
-        with self._timed("admit"):
-            return self._comm._admission.await_newcomers(Deadline(None), patience_s) > 0
-
-    def _agree(self, admitted: bool) -> None:
-        """Checks that all peers hold the same state, and sends it to admitted newcomers."""
-        if admitted and self._buffer_mode == "local":
-            self._buffers.gather()
-        self._shared.push_revision()
-        if self._sync(self._complete if admitted else self._shared).rx_bytes:
-            _log.error("the outer state of this peer had other bits than the run's; replaced")
-
-    def _sync(self, what: SharedState, min_peers: int = 1) -> SharedStateSyncInfo:
-        what.revision = self._shared.revision
-        if what is self._complete:
-            self._frozen.gather()
-        with self._timed("sync"):
-            info = self._comm.sync_shared_state(what, min_peers=min_peers)
-        if what is self._complete:
-            self._frozen.put()
-        self._shared.revision = what.revision
-        self._count(info)
-        return info
-
-    def _count(self, info: ReduceInfo | SharedStateSyncInfo) -> None:
-        self._tx_bytes += info.tx_bytes
-        self._rx_bytes += info.rx_bytes
-
-    # ---- memory ----
-
-    def _views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The pieces of a flat buffer, each in the shape of its parameter."""
-        pieces = torch.split(flat, [p.numel() for p in self._parameters])
-        return (piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True))
+    # ---- checkpoints ----
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Loads a state that matches, or raises and changes nothing."""
@@ -650,10 +467,11 @@ class DiLoCo:
             self._load_optimizer(optimizer["type"], optimizer["state"])
         self._frozen.load(state["frozen"])
         self._buffers.load(state["buffers"])
-        self._theta.copy_(state["theta"])
-        self._velocity.copy_(state["velocity"])
-        self._clock.copy_(state["clock"])
-        self._shared.revision = state["revision"]
+        self._outer.theta.copy_(state["theta"])
+        self._outer.velocity.copy_(state["velocity"])
+        self._outer.clock.copy_(state["clock"])
+        self._schedule.load(state.get("schedule", {}))
+        self._group.shared.revision = state["revision"]
 
     def _load_optimizer(self, kind: str, state: Mapping[str, Any]) -> None:
         anew = 'give it without "optimizer" to begin with a fresh one'
@@ -670,18 +488,17 @@ class DiLoCo:
             ) from (error)
 
 
-def _check(
-    inner_steps: int, min_peers: int, lr: float, momentum: float, buffers: str, alone: str
-) -> None:
+def _check(inner_steps: int, min_peers: int, lr: float, momentum: float) -> None:
     if inner_steps < 1 or min_peers < 1:
         raise ValueError(f"inner_steps={inner_steps} and min_peers={min_peers} must be at least 1")
     if lr <= 0 or not 0 <= momentum < 1:
         raise ValueError(f"outer_lr={lr} must be positive, outer_momentum={momentum} in [0, 1)")
-    if buffers not in MODES or alone not in get_args(AlonePolicy):
-        raise ValueError(
-            f"buffers={buffers!r} must be one of {MODES}, and alone={alone!r} of "
-            f"{get_args(AlonePolicy)}"
-        )
+
+
+def _check_words(**given: tuple[str, tuple[str, ...]]) -> None:
+    for name, (word, known) in given.items():
+        if word not in known:
+            raise ValueError(f"{name}={word!r} must be one of {known}")
 
 
 def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

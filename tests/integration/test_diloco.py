@@ -16,17 +16,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Deserter, Left, Model, N, make, together  # noqa: E402
+from outer import DEADLINE_S, Deserter, Left, Model, N, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "diloco.py"
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def random(seed: int) -> Any:
-    return torch.randn(N, generator=torch.Generator().manual_seed(seed))
 
 
 # ---- formulas ----

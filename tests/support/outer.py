@@ -33,6 +33,10 @@ class Model(torch.nn.Module):
         return torch.cat([self.weight.detach().flatten(), self.bias.detach()]).clone()
 
 
+def random(seed: int) -> Any:
+    return torch.randn(N, generator=torch.Generator().manual_seed(seed))
+
+
 def make(comm: pccl.Communicator, model: Model, **options: Any) -> DiLoCo:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return DiLoCo(comm, model, optimizer, **{"inner_steps": 1, **options})
@@ -77,3 +81,27 @@ class Deserter:
             if self._left == 0:
                 raise Left
         return getattr(self._comm, name)
+
+
+class Watched:
+    """A communicator that says what is called, and when."""
+
+    def __init__(self, comm: pccl.Communicator, **before: Callable[[], object]) -> None:
+        self._comm, self._before = comm, before
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._before:
+            self._before[name]()
+        return getattr(self._comm, name)
+
+
+class Lost:
+    """The handle of a collective in which a peer was lost."""
+
+    error = pccl.PeerLostError(pccl.Result.RANK_CONNECTION_LOST, "all_reduce_async", "of the test")
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> tuple[bool, int, pccl.ReduceInfo]:
+        return False, self.error.result.value, pccl.ReduceInfo(0, 0, 0)

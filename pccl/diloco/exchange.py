@@ -1,0 +1,196 @@
+"""One all-reduce of all that a round averages, repeated until it commits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pccl import AsyncReduceHandle, Communicator, PCCLError, ReduceInfo, ReduceOp, Result
+from pccl.diloco.meter import Meter
+from pccl.diloco.model_state import Buffers
+from pccl.diloco.outer_state import OuterState
+
+TAG = 0xD110C0  # of what runs while the script trains, and may take collectives of its own
+
+_log = logging.getLogger("pccl.diloco")
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """How an averaging has ended.
+
+    Attributes:
+        info: of the attempt that has committed; None if this peer was alone.
+        retries: attempts that failed because a peer was lost.
+    """
+
+    info: ReduceInfo | None
+    retries: int
+
+    @property
+    def contributors(self) -> int:
+        """Peers whose pseudo-gradients were averaged."""
+        return 1 if self.info is None else self.info.world_size
+
+
+class Flight:
+    """An averaging in the background. It takes off again whenever a peer is lost."""
+
+    def __init__(self, launch: Callable[[], AsyncReduceHandle]) -> None:
+        self._launch = launch
+        self._handle: AsyncReduceHandle | None = launch()
+        self._retries = 0
+        self._info: ReduceInfo | None = None
+        self._error: PCCLError | None = None
+
+    def poll(self) -> None:
+        """Takes off again if a peer was lost; waits for nobody."""
+        while self._handle is not None and self._handle.done():
+            self._end_attempt(self._handle)
+
+    def land(self) -> Average:
+        """Waits for the end."""
+        while self._handle is not None:
+            self._end_attempt(self._handle)
+        if self._error is not None:
+            raise self._error
+        return Average(self._info, self._retries)
+
+    def _end_attempt(self, handle: AsyncReduceHandle) -> None:
+        committed, _, info = handle.wait()
+        self._handle = None
+        if committed:
+            self._info = info
+            return
+        error = handle.error
+        assert error is not None
+        if error.result is Result.TOO_FEW_PEERS:
+            return
+        if error.result is not Result.RANK_CONNECTION_LOST:
+            self._error = error
+            raise error
+        _log.warning("a peer was lost, once more with the others: %s", error)
+        self._retries += 1
+        try:
+            self._handle = self._launch()
+        except PCCLError as refusal:
+            if refusal.result is not Result.TOO_FEW_PEERS:
+                self._error = refusal
+                raise
+
+
+class Exchange:
+    """What goes from the model to the peers and back, in each outer round.
+
+    d, and with buffers="mean" the changes of the buffers, are averaged by one collective, so that
+    either everything is averaged or nothing. They do not change before its outcome is known, so
+    that it can be repeated with the survivors.
+
+    Attributes:
+        last: info of the last all-reduce that has committed; None before the first.
+    """
+
+    def __init__(
+        self, comm: Communicator, state: OuterState, buffers: Buffers, meter: Meter
+    ) -> None:
+        self._comm = comm
+        self._state = state
+        self._buffers = buffers
+        self._meter = meter
+        self._moves: list[torch.Tensor] = []  # of the buffers
+        self.last: ReduceInfo | None = None
+
+    # ---- the model ----
+
+    def measure(self) -> None:
+        """Takes this peer's progress from the model."""
+        self._state.measure()
+        self._moves = self._buffers.measure()
+
+    def reclaim(self) -> None:
+        """Gives it back to the model, because no mean will hold it."""
+        self._state.reclaim()
+        self._buffers.reclaim(self._moves)
+
+    def step(self) -> None:
+        """Takes the outer step, by the mean."""
+        self._state.step()
+        self._buffers.advance()
+        if self._buffers.mode == "first":
+            self._buffers.gather()
+            shared = self._buffers.shared
+            if shared:
+                self._until_committed(lambda: self._comm.broadcast(shared, root="first"))
+
+    def adopt(self) -> None:
+        """Gives the model what the peers have agreed on."""
+        self._state.adopt()
+        self._buffers.adopt()
+
+    # ---- the peers ----
+
+    def run(self) -> Average:
+        """Averages the progress, and waits for the end."""
+        send, recv = self._operands()
+        with self._meter.timed("reduce"):
+            average = self._until_committed(
+                lambda: self._comm.all_reduce(send, recv, op=ReduceOp.AVG)
+            )
+        self.last = average.info or self.last
+        return average
+
+    def launch(self) -> Flight:
+        """Begins to average the progress in the background.
+
+        Raises:
+            PCCLError: TOO_FEW_PEERS: this peer is alone.
+        """
+        send, recv = self._operands()
+        return Flight(lambda: self._comm.all_reduce_async(send, recv, op=ReduceOp.AVG, tag=TAG))
+
+    def land(self, flight: Flight) -> Average:
+        """Waits for the end of what was launched."""
+        with self._meter.timed("reduce"):
+            average = flight.land()
+        if average.info is not None:
+            self._meter.count(average.info)
+            self.last = average.info
+        return average
+
+    def keep_own(self) -> None:
+        """Makes this peer's own progress the mean, because it is alone."""
+        for mean, own in zip(self.means, self._progress(), strict=True):
+            mean.copy_(own)
+
+    @property
+    def means(self) -> list[torch.Tensor]:
+        """What an average is written to."""
+        return [self._state.mean, *self._buffers.means]
+
+    def _progress(self) -> list[torch.Tensor]:
+        return [self._state.delta, *self._moves]
+
+    def _operands(self) -> tuple[Any, Any]:
+        send, recv = self._progress(), self.means
+        return (send, recv) if len(send) > 1 else (send[0], recv[0])
+
+    def _until_committed(self, call: Callable[[], ReduceInfo]) -> Average:
+        """Repeats a collective until it commits, or this peer is alone."""
+        retries = 0
+        while True:
+            try:
+                info = call()
+            except PCCLError as error:
+                if error.result is Result.TOO_FEW_PEERS:
+                    return Average(None, retries)
+                if error.result is not Result.RANK_CONNECTION_LOST:
+                    raise
+                _log.warning("a peer was lost, once more with the others: %s", error)
+                retries += 1
+            else:
+                self._meter.count(info)
+                return Average(info, retries)

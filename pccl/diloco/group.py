@@ -1,0 +1,166 @@
+"""The peers of a run: who joins, and that all hold the same state."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from pccl import Communicator, SharedState, SharedStateSyncInfo, TooFewPeersError
+from pccl.diloco.exchange import Average
+from pccl.diloco.meter import Meter
+from pccl.diloco.model_state import Buffers, Frozen
+from pccl.diloco.settings import describe_mismatch
+from pccl.runtime import limits
+from pccl.runtime.client.call import Deadline
+from pccl.support.logs import REMINDER_S, Reminder
+
+AlonePolicy = Literal["continue", "step", "wait"]
+
+_log = logging.getLogger("pccl.diloco")
+
+
+@dataclass(frozen=True, slots=True)
+class Quorum:
+    """With how many peers a run begins, and what is done with too few.
+
+    Attributes:
+        begin: peers that a run needs to begin.
+        alone: what a peer does that has lost all others.
+    """
+
+    begin: int
+    alone: AlonePolicy
+
+    @property
+    def least(self) -> int:
+        """Peers that an outer step is taken by."""
+        return max(2, self.begin) if self.alone == "wait" else 1
+
+
+class Group:
+    """Admits peers, and synchronises the shared state.
+
+    Attributes:
+        shared: the state that every round synchronises.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        shared: SharedState,
+        complete: SharedState,
+        parts: tuple[Frozen, Buffers],
+        quorum: Quorum,
+        meter: Meter,
+    ) -> None:
+        """`complete` is the state that a round synchronises that has admitted newcomers."""
+        self.shared = shared
+        self._comm = comm
+        self._complete = complete
+        self._frozen, self._buffers = parts
+        self._quorum = quorum
+        self._meter = meter
+        self._reminder = Reminder(_log)
+
+    def join(self, config: torch.Tensor) -> None:
+        """Joins the run, or begins one with others; `config` is an entry of the shared state."""
+        own_config = config.clone()
+        say_at_s = time.monotonic() + REMINDER_S
+        while not self._begins():
+            while not self._await_newcomers(
+                max(0.0, say_at_s - time.monotonic()) or limits.FOREVER_S
+            ):
+                if time.monotonic() >= say_at_s:
+                    self._reminder.warn(
+                        f"this peer waits for others to begin with: min_peers is "
+                        f"{self._quorum.begin} (or more, for another peer), "
+                        f"{self._comm.world_size} here"
+                    )
+        self._reminder.reset()
+        if not torch.equal(own_config, config):
+            raise ValueError(describe_mismatch(run=config, own=own_config))
+
+    def _begins(self) -> bool:
+        """Synchronises with a run in progress, or starts one if enough peers are present."""
+        try:
+            self._sync(self._complete, self._quorum.begin)
+        except TooFewPeersError:
+            return False
+        return True
+
+    def are_pending(self) -> bool:
+        """Whether newcomers wait: the same answer for all."""
+        with self._meter.timed("admit"):
+            return self._comm.are_peers_pending()
+
+    def admit(self) -> None:
+        """Admits the newcomers that wait; `agree` must follow."""
+        with self._meter.timed("admit"):
+            self._comm.update_topology()
+
+    def wait_for_others(self, outer_step: int, contributors: int) -> None:
+        """Admits newcomers once; all peers of the group know that they are too few."""
+        while True:
+            self._remind(
+                outer_step,
+                f"waits for others before the next outer step: {self._quorum.least} are wanted, "
+                f"{contributors} here",
+            )
+            if self._await_newcomers(limits.FOREVER_S):
+                self.agree(admitted=True)
+                return
+
+    def _await_newcomers(self, patience_s: float) -> bool:
+        """Admits newcomers when they come; False: none came, or another peer stopped waiting."""
+        with self._meter.timed("admit"):
+            return self._comm._admission.await_newcomers(Deadline(None), patience_s) > 0
+
+    def agree(self, admitted: bool) -> None:
+        """Checks that all peers hold the same state, and sends it to admitted newcomers."""
+        if admitted and self._buffers.mode == "local":
+            self._buffers.gather()
+        self.shared.push_revision()
+        if self._sync(self._complete if admitted else self.shared).rx_bytes:
+            _log.error("the outer state of this peer had other bits than the run's; replaced")
+
+    def _sync(self, what: SharedState, min_peers: int = 1) -> SharedStateSyncInfo:
+        what.revision = self.shared.revision
+        if what is self._complete:
+            self._frozen.gather()
+        with self._meter.timed("sync"):
+            info = self._comm.sync_shared_state(what, min_peers=min_peers)
+        if what is self._complete:
+            self._frozen.put()
+        self.shared.revision = what.revision
+        self._meter.count(info)
+        return info
+
+    def suffices(self, average: Average, outer_step: int) -> bool:
+        """Whether the outer step is taken by it; warns if this peer is alone."""
+        if average.contributors < self._quorum.least:
+            return False
+        if average.info is not None:
+            self._reminder.reset()
+            return True
+        if self._quorum.alone == "step":
+            self._remind(outer_step, "takes the outer step with its own pseudo-gradient alone")
+            return True
+        self._remind(outer_step, "trains on without outer steps until another one joins")
+        return False
+
+    @property
+    def waits(self) -> bool:
+        """Whether too few peers wait for others."""
+        return self._quorum.alone == "wait"
+
+    def _remind(self, outer_step: int, what_it_does: str) -> None:
+        size = self._comm.world_size
+        alone = "is alone" if size == 1 else f"is one of {size}"
+        self._reminder.warn(
+            f"this peer {alone} in its group at outer step {outer_step}, and with "
+            f"alone={self._quorum.alone!r} it {what_it_does}"
+        )

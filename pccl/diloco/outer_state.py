@@ -1,0 +1,94 @@
+"""The outer parameters, their optimizer, and how they and the model's parameters exchange."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from pccl import kernels
+
+
+@dataclass(frozen=True, slots=True)
+class OuterOptimizer:
+    """SGD of learning rate eta with momentum mu, which may be Nesterov's."""
+
+    lr: float
+    momentum: float
+    nesterov: bool
+
+
+class OuterState:
+    """theta, v and k; and beside them d, a pseudo-gradient, and D, a mean of those of all peers.
+
+    All are fp32 on the CPU. Only this class changes theta and v, by pccl's own kernels, because
+    torch rounds differently from one CPU to the next.
+
+    Attributes:
+        theta: the outer parameters, flat.
+        velocity: v, their momentum.
+        clock: k, and the run's name.
+        delta: d, this peer's pseudo-gradient.
+        mean: D, what an outer step takes.
+    """
+
+    def __init__(self, parameters: list[torch.nn.Parameter], optimizer: OuterOptimizer) -> None:
+        self._parameters = parameters
+        self._optimizer = optimizer
+        n = sum(p.numel() for p in parameters)
+        self.theta = torch.empty(n)
+        self.velocity = torch.zeros(n)
+        self.delta = torch.empty(n)
+        self.mean = torch.zeros(n)
+        # Fresh peers differ in the run's name, so that the first one's state is elected.
+        self.clock = torch.tensor([0, secrets.randbits(62)], dtype=torch.int64)
+        with torch.no_grad():
+            for parameter, theta in self._pairs(self.theta):
+                theta.copy_(parameter)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """d = theta - w."""
+        # Local training began at theta as rounded to the parameter's dtype. Measured from the
+        # unrounded theta, the delta of a bf16 model would hold the rounding error too, and so pull
+        # theta back onto the bf16 grid.
+        for (parameter, theta), end in zip(
+            self._pairs(self.theta), self._views(self.delta), strict=True
+        ):
+            begin = theta.to(parameter.dtype).to(theta.dtype)
+            end.copy_(parameter)
+            kernels.subtract(end, begin, end)
+
+    def step(self) -> None:
+        """One step of the outer optimizer, by D."""
+        kernels.outer_sgd(
+            self.theta,
+            self.velocity,
+            self.mean,
+            lr=self._optimizer.lr,
+            momentum=self._optimizer.momentum,
+            nesterov=self._optimizer.nesterov,
+        )
+        self.clock[0] += 1
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """w = theta."""
+        for parameter, theta in self._pairs(self.theta):
+            parameter.copy_(theta)
+
+    @torch.no_grad()
+    def reclaim(self) -> None:
+        """w = w - d: gives the model the progress that no mean will hold."""
+        for parameter, delta in self._pairs(self.delta):
+            parameter.copy_(parameter.to(delta.dtype) - delta.to(parameter.device))
+
+    def _pairs(self, flat: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        return zip(self._parameters, self._views(flat), strict=True)
+
+    def _views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The pieces of a flat buffer, each in the shape of its parameter."""
+        pieces = torch.split(flat, [p.numel() for p in self._parameters])
+        return (piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True))

@@ -1,0 +1,277 @@
+"""When a round averages, and when what it has averaged is applied: one class for each mode."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from pccl import PCCLError, Result, TensorInfo
+from pccl.diloco.exchange import Average, Exchange, Flight
+from pccl.diloco.group import Group
+
+Mode = Literal["sync", "delayed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round reports: the contributors of the mean that it has applied, retries, admission.
+
+    Attributes:
+        contributors: peers in the mean that was applied; 0 if there was none.
+        retries: failed attempts to average it.
+        admitted: whether newcomers were admitted.
+    """
+
+    contributors: int
+    retries: int
+    admitted: bool
+
+
+class Schedule(Protocol):
+    """What a trainer asks of a mode."""
+
+    def poll(self) -> None:
+        """Cares for what runs in the background; called after each inner step."""
+
+    def round(self, group: Group) -> Outcome:
+        """An outer round."""
+
+    def finish(self, group: Group) -> None:
+        """Applies what is still under way, at the end of the training."""
+
+    def entries(self) -> list[TensorInfo]:
+        """What a newcomer must receive to be in phase, beside theta, v and k."""
+
+    def state_dict(self, group: Group) -> dict[str, Any]:
+        """The same, for a checkpoint."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over such a state."""
+
+
+class Synchronous:
+    """Averages the progress of a round and applies the mean at its end. A newcomer needs no more
+    than theta, v and k.
+    """
+
+    def __init__(self, exchange: Exchange, clock: torch.Tensor) -> None:
+        self._exchange = exchange
+        self._clock = clock
+
+    def poll(self) -> None:
+        """Nothing runs in the background."""
+
+    def round(self, group: Group) -> Outcome:
+        """Averages, and takes the outer step."""
+        exchange = self._exchange
+        exchange.measure()
+        retries = 0
+        while True:
+            average = exchange.run()
+            retries += average.retries
+            stepped = group.suffices(average, int(self._clock[0]))
+            if stepped or not group.waits:
+                break
+            group.wait_for_others(int(self._clock[0]), average.contributors)
+        if stepped:
+            if average.info is None:
+                exchange.keep_own()
+            exchange.step()
+        admitted = group.are_pending()
+        if admitted:
+            group.admit()
+        if stepped or admitted:
+            group.agree(admitted)
+        if stepped:
+            exchange.adopt()
+        return Outcome(average.contributors, retries, admitted)
+
+    def finish(self, group: Group) -> None:
+        """Nothing is under way."""
+
+    def entries(self) -> list[TensorInfo]:
+        """Nothing."""
+        return []
+
+    def state_dict(self, group: Group) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Landed:
+    """A mean that waits to be applied, or why there is none."""
+
+    contributors: int
+    retries: int
+    suffices: bool
+
+
+class Delayed:
+    """Averages the progress of a round while the next one trains, and applies the mean after that.
+
+        d(k) = theta(k) - w                       measured before theta moves
+        D(k-1)                                    awaited: it was launched a round ago
+        v(k+1), theta(k+1) = OuterOptimizer(v(k), theta(k), D(k-1))
+        w <- theta(k+1);  launch the mean of d(k), which is D(k)
+
+    The first round has no D and moves nothing. (The one-step-delayed form of DiLoCo, as PCCL's
+    example of asynchronous DiLoCo has it.)
+
+    A newcomer has no d(k), so it cannot be a contributor of D(k), and would be out of phase without
+    it. Therefore a round in which peers are pending does not launch: its members average d(k) at
+    once, then admit, and the newcomer receives D(k) with theta(k+1), v(k+1) and k + 1. All of them
+    train the next round from theta(k+1) and have D(k) at its end; from there on the newcomer
+    contributes in full.
+
+    When a peer is lost, the survivors launch once more at their next inner steps. If no mean comes
+    of it, because too few are left, d goes back into w: no progress is lost, and it is in the next
+    pseudo-gradient. All peers have one sequence of calls in every round, and what decides about it
+    is the outcome of one of them: are peers pending? did a mean commit, of how many?
+    """
+
+    def __init__(self, exchange: Exchange, clock: torch.Tensor) -> None:
+        self._exchange = exchange
+        self._clock = clock
+        self._flight: Flight | None = None
+        self._landed: _Landed | None = None
+        # Contributors of the mean that newcomers receive; 0: there is none.
+        self._contributors = torch.zeros(1, dtype=torch.int64)
+
+    def poll(self) -> None:
+        """Launches once more if a peer was lost."""
+        if self._flight is not None:
+            self._flight.poll()
+
+    def round(self, group: Group) -> Outcome:
+        """Applies the mean of the round before, and launches that of this one."""
+        landed = self._take(group)
+        if landed is not None and not landed.suffices:
+            self._exchange.reclaim()
+        self._exchange.measure()
+        stepped = landed is not None and landed.suffices
+        if stepped:
+            self._exchange.step()
+        if landed is not None and not stepped and group.waits:
+            self._wait(group, landed.contributors)
+        admitted = self._depart(group, stepped)
+        return Outcome(
+            contributors=landed.contributors if landed is not None and stepped else 0,
+            retries=landed.retries if landed is not None else 0,
+            admitted=admitted,
+        )
+
+    def finish(self, group: Group) -> None:
+        """Applies the mean of the last round; or keeps this peer's progress, if there is none."""
+        landed = self._take(group)
+        if landed is not None and landed.suffices:
+            self._exchange.step()
+            self._exchange.adopt()
+        elif landed is not None:
+            self._exchange.reclaim()
+
+    def _take(self, group: Group) -> _Landed | None:
+        """What there is to apply; None if nothing was launched in the round before."""
+        self._land(group)
+        landed, self._landed = self._landed, None
+        if landed is None and self._contributors[0]:  # this is a newcomer's first round
+            landed = _Landed(int(self._contributors[0]), 0, suffices=True)
+        self._contributors[0] = 0
+        return landed
+
+    def _land(self, group: Group) -> None:
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            self._landed = self._judge(group, self._exchange.land(flight))
+
+    def _judge(self, group: Group, average: Average) -> _Landed:
+        suffices = group.suffices(average, int(self._clock[0]))
+        if suffices and average.info is None:
+            self._exchange.keep_own()
+        return _Landed(average.contributors, average.retries, suffices)
+
+    def _depart(self, group: Group, stepped: bool) -> bool:
+        """Launches the mean of this round, or admits newcomers; whether any were admitted."""
+        to_agree_on = stepped
+        while not group.are_pending():
+            if to_agree_on:
+                group.agree(admitted=False)
+            if self._launch(group, stepped):
+                return False
+            self._wait(group, 1)
+            to_agree_on = False  # what the newcomer has not seen moving
+        self._landed = self._judge(group, self._exchange.run())
+        if not self._landed.suffices:
+            self._keep_progress(stepped)
+            self._landed = None
+        else:
+            self._exchange.adopt()
+        group.admit()
+        self._announce(self._landed)
+        group.agree(admitted=True)
+        return True
+
+    def _launch(self, group: Group, stepped: bool) -> bool:
+        """Launches, unless this peer is alone; False if it must wait for others then."""
+        try:
+            self._flight = self._exchange.launch()
+        except PCCLError as error:
+            if error.result is not Result.TOO_FEW_PEERS:
+                raise
+            if group.waits:
+                return False
+            self._landed = self._judge(group, Average(None, 0))
+            if not self._landed.suffices:
+                self._keep_progress(stepped)
+                self._landed = None
+                return True
+        self._exchange.adopt()
+        return True
+
+    def _keep_progress(self, stepped: bool) -> None:
+        """Trains on from theta and this peer's own progress since then."""
+        if stepped:  # else the model is there already
+            self._exchange.adopt()
+            self._exchange.reclaim()
+
+    def _wait(self, group: Group, contributors: int) -> None:
+        self._announce(None)
+        group.wait_for_others(int(self._clock[0]), contributors)
+
+    def _announce(self, landed: _Landed | None) -> None:
+        """Writes what newcomers receive."""
+        self._contributors[0] = landed.contributors if landed is not None else 0
+        if landed is None:
+            for mean in self._exchange.means:
+                mean.zero_()
+
+    def entries(self) -> list[TensorInfo]:
+        """The mean at hand, and of how many it is."""
+        means = enumerate(self._exchange.means)
+        return [
+            TensorInfo.from_torch(self._contributors, "diloco.delayed.contributors"),
+            *(TensorInfo.from_torch(mean, f"diloco.delayed.mean.{i}") for i, mean in means),
+        ]
+
+    def state_dict(self, group: Group) -> dict[str, Any]:
+        """The same; waits for the mean that is being averaged."""
+        self._land(group)
+        landed = self._landed
+        contributors = int(self._contributors[0])
+        if landed is not None:
+            contributors = landed.contributors if landed.suffices else 0
+        means = self._exchange.means if contributors else []
+        return {"contributors": contributors, "means": [mean.clone() for mean in means]}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over such a state; without one, there is no mean at hand."""
+        self._contributors[0] = state.get("contributors", 0)
+        # That run may have shared its buffers in another way, and so have had more or fewer means.
+        for mean, saved in zip(self._exchange.means, state.get("means", []), strict=False):
+            mean.copy_(saved)

@@ -1,0 +1,72 @@
+"""DiLoCo's modes in numpy, in fp64: what theta must be, given who contributed in which round.
+
+Peer m pulls every element of its model to a number of its own, `targets[m]`, by gradient descent
+on rate / 2 * (w - target)^2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass
+class Outer:
+    """The outer parameters, and Nesterov's momentum."""
+
+    theta: Array
+    lr: float = 0.7
+    momentum: float = 0.9
+    velocity: Array = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.velocity = np.zeros_like(self.theta)
+
+    def step(self, mean: Array) -> None:
+        self.velocity = self.momentum * self.velocity + mean
+        self.theta = self.theta - self.lr * (mean + self.momentum * self.velocity)
+
+
+@dataclass
+class Problem:
+    """What each peer trains, and how."""
+
+    targets: dict[str, float]
+    inner_steps: int
+    rate: float
+
+    def train(self, w: Array, peer: str) -> Array:
+        for _ in range(self.inner_steps):
+            w = w - self.rate * (w - self.targets[peer])
+        return w
+
+    def progress(self, theta: Array, peers: Sequence[str]) -> Array:
+        """The mean of the pseudo-gradients of peers that all begin at theta."""
+        return np.mean([theta - self.train(theta, peer) for peer in peers], axis=0)
+
+
+def sync(problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]) -> list[Array]:
+    """theta after each round, of which `rounds` gives the contributors."""
+    thetas = []
+    for peers in rounds:
+        outer.step(problem.progress(outer.theta, peers))
+        thetas.append(outer.theta)
+    return thetas
+
+
+def delayed(problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]) -> list[Array]:
+    """The same, where a mean is applied one round later."""
+    thetas = []
+    previous: Array | None = None
+    for peers in rounds:
+        progress = problem.progress(outer.theta, peers)
+        if previous is not None:
+            outer.step(previous)
+        previous = progress
+        thetas.append(outer.theta)
+    return thetas
