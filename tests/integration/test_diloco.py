@@ -20,6 +20,7 @@ from outer import DEADLINE_S, Deserter, Left, Model, N, make, random, together  
 
 import pccl  # noqa: E402
 
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "diloco.py"
 
 pytestmark = pytest.mark.timeout(60)
@@ -449,7 +450,7 @@ class Process:
             [sys.executable, *words],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(SUPPORT)},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
