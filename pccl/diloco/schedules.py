@@ -141,6 +141,7 @@ class Delayed:
         self._clock = clock
         self._flight: Flight | None = None
         self._landed: _Landed | None = None
+        self._alone = False  # when there was something to launch
         # Contributors of the mean that newcomers receive; 0: there is none.
         self._contributors = torch.zeros(1, dtype=torch.int64)
 
@@ -158,8 +159,11 @@ class Delayed:
         stepped = landed is not None and landed.suffices
         if stepped:
             self._exchange.step()
-        if landed is not None and not stepped and group.waits:
-            self._wait(group, landed.contributors)
+        if group.waits and not stepped and (self._alone or landed is not None):
+            self._announce(None)
+            contributors = landed.contributors if landed is not None else 1
+            group.wait_for_others(int(self._clock[0]), contributors)
+        self._alone = False
         admitted = self._depart(group, stepped)
         return Outcome(
             contributors=landed.contributors if landed is not None and stepped else 0,
@@ -198,51 +202,42 @@ class Delayed:
 
     def _depart(self, group: Group, stepped: bool) -> bool:
         """Launches the mean of this round, or admits newcomers; whether any were admitted."""
-        to_agree_on = stepped
-        while not group.are_pending():
-            if to_agree_on:
+        if not group.are_pending():
+            if stepped:
                 group.agree(admitted=False)
-            if self._launch(group, stepped):
-                return False
-            self._wait(group, 1)
-            to_agree_on = False  # what the newcomer has not seen moving
-        self._landed = self._judge(group, self._exchange.run())
-        if not self._landed.suffices:
-            self._keep_progress(stepped)
-            self._landed = None
-        else:
-            self._exchange.adopt()
+            self._launch(group, stepped)
+            return False
+        landed = self._judge(group, self._exchange.run())
+        self._landed = landed if landed.suffices else None
         group.admit()
         self._announce(self._landed)
         group.agree(admitted=True)
+        if self._landed is not None:
+            self._exchange.adopt()
+        else:
+            self._keep_progress(stepped)
         return True
 
-    def _launch(self, group: Group, stepped: bool) -> bool:
-        """Launches, unless this peer is alone; False if it must wait for others then."""
+    def _launch(self, group: Group, stepped: bool) -> None:
+        """Launches, unless this peer is alone."""
         try:
             self._flight = self._exchange.launch()
         except PCCLError as error:
             if error.result is not Result.TOO_FEW_PEERS:
                 raise
-            if group.waits:
-                return False
             self._landed = self._judge(group, Average(None, 0))
             if not self._landed.suffices:
-                self._keep_progress(stepped)
+                self._alone = True
                 self._landed = None
-                return True
+                self._keep_progress(stepped)
+                return
         self._exchange.adopt()
-        return True
 
     def _keep_progress(self, stepped: bool) -> None:
         """Trains on from theta and this peer's own progress since then."""
         if stepped:  # else the model is there already
             self._exchange.adopt()
             self._exchange.reclaim()
-
-    def _wait(self, group: Group, contributors: int) -> None:
-        self._announce(None)
-        group.wait_for_others(int(self._clock[0]), contributors)
 
     def _announce(self, landed: _Landed | None) -> None:
         """Writes what newcomers receive."""
