@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant(
         "rounds are looked at again when a member is lost",
-        "            if round_ in self.open:  # or it has ended since\n",
+        "            if round_ in self.open:  # it may have ended since\n",
         "            if False:\n",
     ),
     Mutant(

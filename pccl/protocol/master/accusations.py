@@ -1,5 +1,5 @@
-"""Peers that cannot reach each other: the accused is dialled, and a peer is dropped, or the rings
-avoid the link. What the evidence proves is in blame.py.
+"""Peers that cannot reach each other: dials the accused, and drops a peer or has the rings avoid
+the link. blame.py says what the evidence proves.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Accusations:
     """Collects reports of streams that could not be opened, and acts on the verdicts.
 
     Args:
-        synchronises: whether a synchronisation of a group is under way. Its plan is of the group's
-            epoch, and goes over streams of its own.
+        synchronises: whether a group has a synchronisation in progress. Its plan belongs to the
+            group's epoch, but has its own streams.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Accusations:
         self._judge(group_number)
 
     def dialled(self, number: int, why: str | None) -> None:
-        """A dial has ended: "" where it got through to the peer, None where it was not made."""
+        """A dial has ended: "": the peer was reached; None: no dial was made."""
         peer = self._membership.peers.get(number)
         if peer is None or peer.info.group not in self._groups:
             return  # it has gone meanwhile

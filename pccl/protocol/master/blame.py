@@ -1,22 +1,24 @@
-"""Which peer has to leave when peers cannot reach each other. No I/O.
+"""Which peer to drop when peers cannot reach each other. No I/O.
 
-A peer that cannot open a stream to another one says so. One such report proves little: the fault
-may lie with the accused (a firewall, a wrong address), with the accuser (it can connect to nobody),
-or between the two. So the master dials the accused itself, and meanwhile the rings avoid the link,
-so that nobody has to leave yet: a peer that is really at fault fails in the other rings too. The
-evidence is which peer could not reach which since the last collective that went around the rings,
-over which links that one went, and how the master's dials ended. The verdicts, in their order:
+A peer that cannot open a stream to another one reports it. One report proves little: the fault may
+lie with the accused (a firewall, a wrong address), with the accuser (it can connect to no peer), or
+between the two. So the master dials the accused itself, and meanwhile the rings avoid the link. No
+peer is dropped yet, because a peer that is really at fault fails in the other rings too. The
+evidence: which peer could not reach which since the last collective that went around the rings,
+which links that collective used, and how the master's dials ended. The rules, in order:
 
-1. The master cannot reach the accused either, where its view counts: the accused goes.
-2. Several could not reach a peer, more than it could not reach itself: it goes. Two are enough, or
-   three where the master reaches it, or all others; and one more for each that did reach it.
-3. A peer could not reach several, each of whom the master reaches or nobody else accuses: it goes.
-   Two are enough, and one more for each that it did reach.
-4. There are rings without any link that is blocked: nobody goes.
-5. There are, if links that were blocked before the last success may work again: nobody goes.
-6. One has to go: the peer that has trouble with most others; then an accuser before a peer that
-   the master reaches; then one with which nothing has ever succeeded; then the one that came last.
-   A peer that has just died is accused too, and goes when its connection is seen to be gone: so
+1. If the master cannot reach the accused either, and its view counts, the accused is dropped.
+2. If several could not reach a peer, and more than it could not reach itself, it is dropped. Two
+   are enough, or three (or all others) if the master reaches it; one more for each that did reach
+   it.
+3. If a peer could not reach several, each of which the master reaches or no one else accuses, that
+   peer is dropped. Two are enough, and one more for each that it did reach.
+4. If there are rings without any blocked link, no peer is dropped.
+5. If there are such rings once links that were blocked before the last success may be used again,
+   no peer is dropped.
+6. Otherwise one must be dropped: the peer that has trouble with most others; then an accuser before
+   a peer that the master reaches; then one with which nothing has ever succeeded; then the latest.
+   A peer that has just died is accused too, and is dropped when its connection is seen to break. So
    this waits for some attempts, unless nothing has ever succeeded with the accused.
 
 A blocked link is not used again while both its peers stay, unless it is measured to work, or by 5.
@@ -33,8 +35,8 @@ from pccl.protocol.messages import PeerInfo, Ring
 from pccl.protocol.ring import BARRED, Hop
 from pccl.protocol.topology import hops
 
-ATTEMPTS = 3  # to open a stream to a peer that was reached before, if no ring goes without
-ACCUSED_MAX = 8  # whom one peer may accuse at the same time: two are enough to judge it
+ATTEMPTS = 3  # to open a stream to a peer that was reached before, if all rings need it
+ACCUSED_MAX = 8  # that one peer may accuse at the same time: two are enough to judge it
 SEVERAL = 2
 SEVERAL_AGAINST_DIAL = 3
 WHY_MAX = 200  # characters of what one peer says of one link
@@ -42,7 +44,7 @@ NAMES_MAX = 4  # links quoted in a sentence
 
 
 class Verdict(NamedTuple):
-    """Which peer has to go, and the links that are the evidence: to it, or from it."""
+    """The peer to drop, and the links that are the evidence: to it, or from it."""
 
     guilty: int
     links: tuple[Hop, ...]
@@ -52,9 +54,9 @@ class Blame:
     """The evidence of one group."""
 
     def __init__(self) -> None:
-        self.blocked: dict[Hop, str] = {}  # and what stood in the way
-        self.dials: dict[int, str] = {}  # what is known of them: "" reached, or why not
-        # of that what was tried since the last success: in how many epochs, and in which last
+        self.blocked: dict[Hop, str] = {}  # and why
+        self.dials: dict[int, str] = {}  # their results: "" reached, or why not
+        # links tried since the last success: in how many epochs, and the latest of these
         self._current: dict[Hop, tuple[int, int]] = {}
         self._dialling: set[int] = set()
         self._dialled: set[int] = set()
@@ -64,7 +66,7 @@ class Blame:
     # ---- evidence ----
 
     def accuse(self, accuser: int, accused: int, epoch: int, why: str) -> bool:
-        """A peer could not open a stream to another in an epoch. Whether to dial the accused."""
+        """A peer could not open a stream to another. Returns whether to dial the accused."""
         link = accuser, accused
         others = sum(one == accuser for one, _ in self._current.keys() - {link})
         if epoch < self._worked_epoch or others >= ACCUSED_MAX:
@@ -78,14 +80,14 @@ class Blame:
         return first
 
     def dialled(self, number: int, why: str | None) -> None:
-        """The dial of an accused has ended: "" it got through; None: it was not made, or does not
-        count."""
+        """The dial of an accused has ended: "": it was reached; None: no dial was made, or it does
+        not count."""
         if number in self._dialling and why is not None:
             self.dials[number] = why
         self._dialling.discard(number)
 
     def worked(self, rings: Sequence[Ring], epoch: int) -> None:
-        """A collective went all the way around these rings: the trouble is over."""
+        """A collective went around these rings, which ends the trouble."""
         self._worked, self._worked_epoch = tuple(rings), epoch
         self._current.clear()
         self._dialled.clear()
@@ -93,7 +95,7 @@ class Blame:
         self.dials.clear()
 
     def measured(self, one: int, other: int) -> None:
-        """Data came from one to another, which took streams of both directions."""
+        """Data arrived from one peer at another, which requires streams in both directions."""
         for link in ((one, other), (other, one)):
             self.blocked.pop(link, None)
             self._current.pop(link, None)
@@ -107,13 +109,13 @@ class Blame:
         self.dials.pop(number, None)
 
     def forgive(self) -> None:
-        """What was blocked before the last success may be tried again."""
+        """Links that were blocked before the last success may be tried again."""
         self.blocked = {link: why for link, why in self.blocked.items() if link in self._current}
 
     # ---- what follows ----
 
     def cost(self) -> Callable[[Hop], int]:
-        """What it costs a ring to use a link.
+        """The cost for a ring to use a link.
 
         A blocked link is not used at all. Links that have worked are best; a suspect is tried
         next to peers that are not suspected, because what an accuser says of an accused peer
@@ -132,7 +134,7 @@ class Blame:
         return cost
 
     def verdict(self, size: int) -> Verdict | None:
-        """The peer of a group of that size that has to go whatever its rings are: by 1, 2 or 3."""
+        """The peer to drop whatever the rings are, by rule 1, 2 or 3; `size` is the group's."""
         of, by = self._accusations()
         for number in sorted(of):
             if self.dials.get(number):
@@ -153,7 +155,7 @@ class Blame:
         return None
 
     def last_resort(self, proven: Collection[int]) -> Verdict | None:
-        """The peer that has to go because no ring is possible, by 6; None while more reports may
+        """The peer to drop because no ring is possible, by rule 6; None while more reports may
         come."""
         attempts = max((tried for tried, _ in self._current.values()), default=0)
         if attempts < ATTEMPTS and any(accused in proven for _, accused in self._current):
@@ -161,12 +163,12 @@ class Blame:
         return self._worst({*self._current}, proven)
 
     def between(self, one: int, other: int, proven: Collection[int]) -> Verdict | None:
-        """Which of two peers that must reach each other has to go, by 6; None: there is no
+        """Which of two peers that must reach each other to drop, by rule 6; None: there is no
         evidence."""
         return self._worst({(one, other), (other, one)} & self._current.keys(), proven)
 
     def sentence(self, verdict: Verdict, info: Callable[[int], PeerInfo]) -> str:
-        """Why one has to go: the evidence, and the cure. `info` knows the peers by number."""
+        """Why a peer is dropped: the evidence, and the remedy. `info` knows peers by number."""
         guilty = info(verdict.guilty)
         links = verdict.links[:NAMES_MAX]
         if links[0][0] == verdict.guilty:
@@ -198,7 +200,7 @@ class Blame:
         return self._accused(guilty) if of[guilty] else self._accuser(guilty)
 
     def _accusations(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """By whom each accused is accused, and whom each accuser accuses."""
+        """The accusers of each accused, and the accused of each accuser."""
         of: dict[int, set[int]] = defaultdict(set)
         by: dict[int, set[int]] = defaultdict(set)
         for accuser, accused in self._current:

@@ -1,4 +1,4 @@
-"""Collectives between their start and their one outcome."""
+"""Collectives between their start and their outcome."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Collectives:
         combine: reduces contributions of the work's size, in their order.
 
     Attributes:
-        small_max: results on the way at once. A result is final when it is sent, for only a
-            master's death can keep it from a peer that lives. Those that have it then tell it to
-            the next master, in one message: so there must not be too many.
+        small_max: the most results that peers may lack at a time. A result is final when it is
+            sent, because only the master's death can keep it from a living peer. Peers that have it
+            then tell the next master, in one message: so there must not be too many.
     """
 
     def __init__(
@@ -47,16 +47,16 @@ class Collectives:
         self._groups, self._table = groups, table
         self._outbox, self._dismissals = outbox, dismissals
         self._combine = combine
-        self._small: dict[int, deque[int]] = {}  # by group: seqs of results that somebody may lack
+        self._small: dict[int, deque[int]] = {}  # by group: seqs of results that some peer may lack
         self.small_max = 128
 
     # ---- the start ----
 
     def start(self, round_: Round[object]) -> None:
-        """All members of a group have voted to start one."""
+        """All members of a group have voted to start a collective."""
         group_number = round_.id.group
         assert group_number is not None
-        # peers that know they are alone do not vote: it has just happened
+        # peers that know they are alone do not vote: the others have just left
         if len(round_.votes) == 1:
             lost = "; ".join(round_.lost) or "the others left before it voted"
             why = f"this peer is alone in its group: {lost}"
@@ -85,21 +85,21 @@ class Collectives:
             self._table.add(running)
         else:
             self._table.committed += 1
-        # an engine that has no part in it needs no nonce
+        # without a part for the engine, no nonce is needed
         nonce = self._numbers.nonce_of_call(seq) if data is None else 0
         self._outbox.answer(
             round_, lambda call: m.Started(call, seq, epoch, data, final, stable, nonce)
         )
 
     def _combined(self, work: m.Work, round_: Round[object]) -> bytes | None:
-        """The result, where the contributions came with the votes."""
+        """The result, if the contributions came with the votes."""
         parts = [round_.votes[number].data for number in sorted(round_.votes)]
         given = [part for part in parts if part is not None]
         return self._combine(work, given) if given else None
 
     def _deliver(self, group: int, seq: int, round_: Round[object]) -> tuple[int, bool]:
-        """Up to where nobody lacks a small result, as all have just said what they have heard; and
-        whether this one is final as well."""
+        """The seq up to which all peers have all small results, by their votes; and whether this
+        result is final."""
         peers = self._membership.peers
         stable = min(peers[number].heard for number in round_.votes)
         small = self._small.setdefault(group, deque())
@@ -113,11 +113,11 @@ class Collectives:
     # ---- the end ----
 
     def finish(self, number: int, vote: m.FinishVote) -> None:
-        """A member says whether it holds the whole result."""
+        """A member reports whether it holds the whole result."""
         seq, ok = vote.seq, vote.ok
         running = self._table.get(seq)
         if running is None and self._numbers.is_old(seq):
-            return  # of the time before a restart, and resolved since
+            return  # from before a restart, and resolved since
         if running is None or number not in running.members or number in running.votes:
             why = f"it voted on collective {seq} out of turn"
             self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
@@ -134,7 +134,7 @@ class Collectives:
     def interrupt(
         self, collectives: list[Running], why: str, cause: m.Cause = m.Cause.OTHER
     ) -> None:
-        """Has the members that have not voted on these do so now."""
+        """Tells the members that have not voted on these to do so now."""
         why = plain(why)
         for running in collectives:
             if not running.why:
@@ -144,7 +144,7 @@ class Collectives:
             self._settle(running)
 
     def _settle(self, running: Running) -> None:
-        """The one outcome, once all surviving members have voted."""
+        """Decides the outcome when all surviving members have voted."""
         if len(running.votes) < len(running.members):  # only members vote
             return
         self._table.remove(running)
@@ -160,15 +160,15 @@ class Collectives:
             self._membership.peers[number].proven |= ok and running.around is not None
             self._outbox.send(number, finished)
 
-    # ---- what goes wrong meanwhile ----
+    # ---- failures ----
 
     def lose(self, group: int, lost: dict[int, str]) -> None:
-        """Members of a group are lost; of each it is said who it was and why."""
+        """Members of a group are lost; each with its name and the reason."""
         running = self._table.lose(group, lost)
         self.interrupt(running, "lost " + "; ".join(lost.values()))
 
     def stalled(self, number: int, stalled: m.Stalled) -> None:
-        """A member cannot pass on what others may need, although it holds the result itself."""
+        """A member that holds the result cannot forward data that others may need."""
         group = self._membership.group_of(number)
         running = [r for r in self._table.of_group(group) if not r.why and number in r.members]
         if running and stalled.epoch == self._groups[group].epoch:
@@ -177,7 +177,7 @@ class Collectives:
             self.interrupt(self._table.of_group(group), why)
 
     def withdraw(self, number: int, seq: int) -> bool:
-        """A caller waits no longer for what runs under this number; whether it does."""
+        """A caller withdraws from the collective with this number. Whether it was running."""
         running = self._table.get(seq)
         if running is None or number not in running.members:
             return False
@@ -187,10 +187,10 @@ class Collectives:
         return True
 
     def resolve(self, running: Running, why: str) -> None:
-        """Has one go on, after a restart, of which nobody knows the outcome: it is interrupted."""
+        """Continues, after a restart, a collective without a known outcome: interrupts it."""
         self._table.add(running)
         self.interrupt([running], why)
 
     def forget(self, group: int) -> None:
-        """A group is empty."""
+        """Forgets a group that is empty."""
         self._small.pop(group, None)

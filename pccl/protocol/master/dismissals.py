@@ -1,4 +1,4 @@
-"""How a part of the master has peers leave the run."""
+"""How a part of the master drops peers from the run."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pccl.protocol.master.groups import Groups
 from pccl.protocol.master.membership import Membership
 from pccl.types import Result
 
-# Takes peers out of the run, for a reason each; with a result they are told so.
+# Drops peers from the run, each for a reason; if there is a result, they are told.
 RemoveAll: TypeAlias = Callable[[Mapping[int, str], Result | None], None]
 
 
 class Dismissals:
-    """Sends peers away.
+    """Drops peers.
 
     Args:
-        membership: who is there.
-        groups: where the evidence lies by which peers are convicted.
-        remove_all: how peers leave. When it returns, all others go on without them.
+        membership: the registered peers.
+        groups: have the evidence against peers.
+        remove_all: drops peers. When it returns, all others continue without them.
     """
 
     def __init__(self, membership: Membership, groups: Groups, remove_all: RemoveAll) -> None:
@@ -28,10 +28,10 @@ class Dismissals:
         self.dismiss_all = remove_all
 
     def dismiss(self, number: int, why: str, result: Result) -> None:
-        """A peer has to go, and is told why."""
+        """Drops a peer, and tells it why."""
         self.dismiss_all({number: why}, result)
 
     def convict(self, group: int, verdict: Verdict) -> None:
-        """A peer that cannot reach others, or cannot be reached, has to go; all are told why."""
+        """Drops a peer that cannot reach others, or cannot be reached; tells all peers why."""
         why = self._groups[group].blame.sentence(verdict, self._membership.info)
         self.dismiss(verdict.guilty, why, Result.RANK_CONNECTION_FAILED)

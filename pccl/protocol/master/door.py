@@ -1,4 +1,4 @@
-"""Who may come in at all. Pure functions."""
+"""Which newcomers may be admitted at all. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ IPC_MAX = 100  # characters of a socket's path
 
 
 def newcomer(hello: m.Hello, host: str) -> m.PeerInfo:
-    """A peer that is seen at `host`, and has no number yet."""
+    """A peer without a number; `host` is the address that the master sees."""
     address = (hello.host or host, hello.port, hello.ipc, hello.machine, hello.curve)
     return m.PeerInfo(0, hello.group, *address)
 
 
 def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:
-    """Why a peer that says this is let in by no master; empty if it may be.
+    """Why a newcomer is refused, by its first message; empty if it is not.
 
     Args:
         said: its first message.
-        info: where others are to reach it.
-        arithmetic: that of the peers in the run, if there are any.
+        info: its addresses.
+        arithmetic: that of the run's peers, if there are any.
     """
     if said.protocol != m.PROTOCOL_VERSION:
         return (

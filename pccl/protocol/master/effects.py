@@ -1,4 +1,4 @@
-"""What the master's state machine wants done: effects, to be performed in order."""
+"""Effects of the master's state machine, to be performed in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget a connection: nothing that still comes from it counts. `why` is for the log."""
+    """Drop a connection: its later messages are ignored. `why` is for the log."""
 
     conn: bytes
     why: str
@@ -26,14 +26,14 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Something an operator wants to read in the log."""
+    """Log a text for operators."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Write to the journal that this peer is accepted, before anything that follows is sent."""
+    """Write to the journal that a peer is accepted, before later messages are sent."""
 
     info: m.PeerInfo
 
@@ -47,7 +47,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """Dial a peer where it listens; `dialled` is to be called with what came of it."""
+    """Dial a peer at its address, and call `dialled` with the result."""
 
     info: m.PeerInfo
     password: str
@@ -55,7 +55,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Write to the journal which run this is, and how often its master has begun anew."""
+    """Write to the journal the run's number, and how often its master was restarted."""
 
     run: int
     incarnation: int

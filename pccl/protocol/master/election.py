@@ -1,27 +1,26 @@
 """The election of the shared state's content, and the rules of its revision. Pure functions.
 
-What a peer says of itself, its strategy, decides who stands for election and who may be
-overwritten:
+The strategies of the peers decide which of them are candidates, and which may be overwritten:
 
-- ENFORCE_POPULAR: everybody stands, and whoever holds something else than what is elected receives
-  it. If one member says so all must: those who say otherwise are dropped.
-- SEND_ONLY peers stand, and receive nothing: one that holds something else than what is elected is
-  dropped. RECEIVE_ONLY peers do not stand, neither with their content nor with their revision, and
-  receive. When all are RECEIVE_ONLY there is nothing to be had, and nobody is dropped.
+- ENFORCE_POPULAR: every peer is a candidate, and peers with other than the elected content receive
+  it. If one member has this strategy all must have it; the others are dropped.
+- SEND_ONLY peers are candidates, and receive nothing: one with other than the elected content is
+  dropped. RECEIVE_ONLY peers receive, and are no candidates with either content or revision. If all
+  are RECEIVE_ONLY there is no content, and no peer is dropped.
 
-Of those who stand, the highest revision wins; among its holders, the content that most of them
-have; among equally popular contents, that of the peer that was accepted longest ago. So two fresh
-peers converge on the first one. A receiver gets exactly the entries that differ.
+Among the candidates, the highest revision wins; among its holders, the most common content; among
+equally common contents, that of the peer accepted first. So two fresh peers converge on the first
+one. A receiver gets exactly the entries that differ.
 
 The revision of a group's first synchronisation may be anything (a run that resumes from a
 checkpoint). After that each synchronisation is exactly one higher; the same one again is legal only
 when a member joined since. A peer that offers a higher one is refused: its call fails, and the
-others go on without it.
+others continue without it.
 
-A newcomer that does not fit harms nobody else. Once a group has a shared state, its earlier members
-decide on its revision, form and strategy among themselves; newcomers stand only if none of those
-does. In a group's first synchronisation the form that most offers have is the right one; among
-equals it is the one with the highest revision.
+A newcomer that does not fit harms no other peer. Once a group has a shared state, its earlier
+members decide on its revision, form and strategy among themselves; newcomers are candidates only if
+none of those is. In a group's first synchronisation the most common form is the right one; among
+equally common ones, the one with the highest revision.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from pccl.types import Result, SharedStateSyncStrategy
 ENFORCE_POPULAR = SharedStateSyncStrategy.ENFORCE_POPULAR.value
 RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
 SEND_ONLY = SharedStateSyncStrategy.SEND_ONLY.value
-FRESH = (None, 0)  # nothing was synchronised yet, and nothing resumed
+FRESH = (None, 0)  # nothing was synchronised, and no checkpoint resumed
 _STRATEGIES = {strategy.value: strategy.name for strategy in SharedStateSyncStrategy}
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """What one receiver fetches: entries by index, their elected digests, and from whom.
+    """What one receiver fetches: entries by index, their elected digests, and the holders.
 
     `diverged`: it should have had the elected content already.
     """
@@ -70,10 +69,10 @@ class Decision:
 
 
 class Rejection(Exception):
-    """No synchronisation is possible: the caller tells everyone why, and nobody is dropped.
+    """No synchronisation is possible: the caller tells all peers why, and no peer is dropped.
 
     Attributes:
-        result: what the call ends with.
+        result: of the call.
     """
 
     def __init__(self, why: str, result: Result = Result.INVALID_ARGUMENT) -> None:
@@ -84,16 +83,16 @@ class Rejection(Exception):
 def elect(
     offers: Mapping[int, Offer], last: int | None, joined: frozenset[int], grown: bool = False
 ) -> Decision:
-    """Decides a synchronisation. A decision that drops anybody decides nothing else.
+    """Decides a synchronisation. A decision that drops peers decides nothing else.
 
     Args:
-        offers: what each member offers, in the order in which they were accepted.
+        offers: the offer of each member, in the order of acceptance.
         last: the group's revision, None before the first synchronisation.
         joined: the members that have not taken part in a synchronisation yet.
-        grown: whether any other peer has joined since the last one, and may be gone by now.
+        grown: whether any other peer has joined since the last one, even if it has left again.
 
     Raises:
-        Rejection: the revisions offered break the rules, or nobody has anything to offer.
+        Rejection: the offered revisions break the rules, or there is no candidate.
     """
     newcomers = joined if last is not None else frozenset()
     kicks = _impossible_strategies(offers, newcomers)
@@ -106,7 +105,7 @@ def elect(
             Result.NO_SHARED_STATE_AVAILABLE,
         )
     veterans = {peer: offer for peer, offer in standing.items() if peer not in newcomers}
-    # at a revision that the group has already, only who was there knows what it is
+    # at a revision that the group already had, only earlier members know the content
     again = bool(veterans) and (bool(joined) or grown)
     electors = (veterans or standing) if last is not None else _of_common_form(standing)
     revision = _revision(electors, last, again)
@@ -137,7 +136,7 @@ def elect(
 def _impossible_strategies(
     offers: Mapping[int, Offer], newcomers: frozenset[int]
 ) -> dict[int, str]:
-    """Who has a strategy that does not go with those of the others, or none, and why."""
+    """Peers whose strategy is invalid, or does not fit those of the others, and why."""
     valid = [peer for peer, offer in offers.items() if offer.strategy in _STRATEGIES]
     veterans = [peer for peer in valid if peer not in newcomers]
     leaders = [peer for peer in valid if offers[peer].strategy == ENFORCE_POPULAR]
@@ -163,7 +162,7 @@ def _impossible_strategies(
 
 
 def _of_common_form(standing: Mapping[int, Offer]) -> dict[int, Offer]:
-    """Those whose entries are called, and made, as those of most are."""
+    """The offers with the most common form: names, types and sizes of entries."""
     forms = {peer: _form(offer) for peer, offer in standing.items()}
     common = Counter(forms.values())
     model = max(standing, key=lambda peer: (common[forms[peer]], standing[peer].revision))
@@ -171,7 +170,7 @@ def _of_common_form(standing: Mapping[int, Offer]) -> dict[int, Offer]:
 
 
 def _revision(electors: Mapping[int, Offer], last: int | None, again: bool) -> int:
-    """The revision that is elected; `again`: it may be the group's last one."""
+    """The elected revision; `again`: it may equal the group's last one."""
     offered = {offer.revision for offer in electors.values()}
     top_peer = max(electors, key=lambda peer: electors[peer].revision)
     top = electors[top_peer].revision
@@ -194,7 +193,7 @@ def _revision(electors: Mapping[int, Offer], last: int | None, again: bool) -> i
 
 
 def _misfits(offers: Mapping[int, Offer], elected: int) -> Iterator[tuple[int, str]]:
-    """Who cannot become what is elected, and why."""
+    """Peers that cannot take the elected content, and why."""
     reference = offers[elected]
     for peer, offer in offers.items():
         difference = _difference(reference, offer)
@@ -235,7 +234,7 @@ def _wanted(reference: Offer, offer: Offer, behind: bool) -> tuple[int, ...]:
 
 
 def _difference(reference: Offer, offer: Offer) -> str:
-    """The first difference in structure between two offers, in words; empty where there is none."""
+    """The first difference in form between two offers, in words; empty if there is none."""
     for i, (elected, own) in enumerate(zip_longest(reference.entries, offer.entries)):
         if elected is None or own is None or elected.name != own.name:
             return _other_name(reference, offer, i)
@@ -251,7 +250,7 @@ def _difference(reference: Offer, offer: Offer) -> str:
 
 
 def _other_name(reference: Offer, offer: Offer, i: int) -> str:
-    """Why entry `i`, of which one offer may have none, is not called the same in both."""
+    """How entry `i`, which one offer may lack, differs in name between two offers."""
     there = [entry.name for entry in reference.entries]
     here = [entry.name for entry in offer.entries]
     elected = there[i] if i < len(there) else None

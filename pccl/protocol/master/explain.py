@@ -12,10 +12,10 @@ ADMITTING = RoundId(Kind.TOPOLOGY, None)
 
 
 def explain(run: Run, number: int, call: int, seq: int) -> str:
-    """What a peer's call waits for; empty when its answer is on the way.
+    """What a peer's call waits for; empty if its answer is on the way.
 
     Args:
-        run: all that the master knows.
+        run: the state of the run.
         number: of the peer.
         call: its number.
         seq: of a collective that has started; 0 otherwise.
@@ -54,7 +54,7 @@ def entering(run: Run, round_: Round[object]) -> str:
 
 
 def finishing(run: Run, running: Running) -> str:
-    """What a collective waits for that has started."""
+    """What a running collective waits for."""
     return f"{run.membership.names(sorted(running.missing))} must finish it"
 
 
@@ -69,7 +69,7 @@ def measuring(run: Run, optimisation: Optimisation) -> str:
 
 
 def _elsewhere(run: Run, late: list[int]) -> str:
-    """In which other calls those stand who are waited for; of some of them."""
+    """In which other calls the awaited peers are; for some of them."""
     stand = [
         f"; {run.membership.info(number)} stands in {round_.describe(number)}"
         for number in late[:3]

@@ -1,4 +1,4 @@
-"""Each group's epoch and rings, and what is known of the links between its peers."""
+"""Each group's epoch and rings, and the evidence about the links between its peers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pccl.protocol.ring import plan_rings
 
 @dataclass(slots=True)
 class Group:
-    """What the peers of one group share."""
+    """The state that the peers of one group share."""
 
     epoch: int = 0
-    rings: tuple[m.Ring, ...] = ()  # as they were optimised
-    planned: tuple[m.Ring, ...] = ()  # as they are, in this epoch
+    rings: tuple[m.Ring, ...] = ()  # as optimised
+    planned: tuple[m.Ring, ...] = ()  # as in force in this epoch
     broken: bool = False  # whether a collective has failed in this epoch: its streams are void
     blame: Blame = field(default_factory=Blame)
 
@@ -48,16 +48,16 @@ class Groups:
         return len(self._groups)
 
     def repair(self, number: int) -> None:
-        """New streams for a group, if a collective has failed since it got the present ones.
+        """Gives a group new streams, if a collective has failed since it got the current ones.
 
-        Not when it fails: mostly a peer has died, which is about to be known, and those who are
-        left get new streams for that.
+        This is not done at the failure itself: usually a peer has died, which is about to be
+        noticed, and the survivors then get new streams anyway.
         """
         if self._groups[number].broken:
             self.renew(number)
 
     def renew(self, number: int) -> None:
-        """New streams for a group: its membership changed, or a collective failed."""
+        """Gives a group new streams: its membership has changed, or a collective has failed."""
         group = self._groups.setdefault(number, Group())
         group.epoch, group.broken = self._numbers.take_epoch(), False
         group.planned = self.plan(number)
@@ -68,7 +68,7 @@ class Groups:
             self._outbox.send(peer.peer, plan)
 
     def plan(self, number: int) -> tuple[m.Ring, ...]:
-        """The rings that a group is to have."""
+        """Plans the rings of a group."""
         group = self._groups[number]
         infos = [self._membership.info(one) for one in self._membership.accepted(number)]
         return plan_rings(infos, group.rings, group.blame.cost())
@@ -79,9 +79,9 @@ class Groups:
         return {one for one in accepted if self._membership.peers[one].proven}
 
     def restore(self, number: int, rings: tuple[m.Ring, ...]) -> None:
-        """A group is there again after a restart; `renew` it next."""
+        """Restores a group after a restart; `renew` it next."""
         self._groups[number] = Group(rings=rings)
 
     def forget(self, number: int) -> None:
-        """A group is empty."""
+        """Forgets a group that is empty."""
         self._groups.pop(number, None)

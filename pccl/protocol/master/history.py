@@ -11,10 +11,10 @@ from pccl.protocol.master.recovery import Before, GroupBefore
 
 @dataclass(slots=True)
 class StateHistory:
-    """What is known of a group's shared state."""
+    """The history of a group's shared state."""
 
     revision: int | None = None
-    syncs: int = 0  # number of its last synchronisation; those of all groups are counted together
+    syncs: int = 0  # number of its last synchronisation, counted over all groups
     last_plan: int = 0  # seq of the last plan of the last synchronisation
     holders: set[int] = field(default_factory=set)
     short: int = 0  # peers that the last synchronisation lacked to begin with
@@ -22,23 +22,23 @@ class StateHistory:
 
 
 class History:
-    """Counts of rounds that have ended, and how the last ones did.
+    """Numbers of completed rounds, and their latest results.
 
     Attributes:
         topology: rounds of `update_topology`.
         pending: rounds of `are_peers_pending`.
-        were_pending: what the last one of these said.
+        were_pending: the result of the latest of these.
         optimized: rounds of `optimize_topology`.
     """
 
     def __init__(self) -> None:
         self.topology = self.pending = self.optimized = 0
         self.were_pending = False
-        self._syncs = 0  # of all groups: a group that begins anew repeats no number of before
+        self._syncs = 0  # over all groups, so that a group that begins again repeats no number
         self._groups: dict[int, StateHistory] = {}
 
     def restore(self, before: Before) -> None:
-        """Goes on with what was before a restart."""
+        """Restores the state before a restart."""
         self.topology, self.pending = before.topology, before.pendings
         self.were_pending, self.optimized = before.were_pending, before.optimized
         self._syncs = max((was.syncs for was in before.groups.values()), default=0)
@@ -51,14 +51,14 @@ class History:
         return self._groups[group]
 
     def count_sync(self, group: int) -> StateHistory:
-        """A group's synchronisation has a result, and with it a number."""
+        """Numbers a synchronisation that has a result."""
         self._syncs += 1
         state = self.of(group)
         state.syncs = self._syncs
         return state
 
     def lose(self, group: int, numbers: Set[int]) -> bool:
-        """Peers are gone. Whether the group's shared state is gone with them."""
+        """Peers are lost. Whether the group's shared state is lost with them."""
         state = self.of(group)
         state.holders -= numbers
         if state.holders or state.revision is None:
@@ -67,11 +67,11 @@ class History:
         return True
 
     def forget(self, group: int) -> None:
-        """A group is empty."""
+        """Forgets a group that is empty."""
         self._groups.pop(group, None)
 
     def done(self, group: int) -> m.Done:
-        """What a peer of a group may have missed; of a pending one there may be no group."""
+        """What a peer of a group may have missed; the group of a pending peer may not exist."""
         state = self._groups.get(group) or StateHistory()
         return m.Done(
             self.topology,
@@ -92,5 +92,5 @@ def _state_of(was: GroupBefore) -> StateHistory:
         was.last_plan,
         was.holders,
         was.short,
-        grown=True,  # as far as anybody knows
+        grown=True,  # if in doubt
     )

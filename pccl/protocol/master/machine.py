@@ -1,11 +1,11 @@
-"""The master's state machine: who is in the run, and what all have agreed on. No I/O.
+"""The master's state machine: the members of a run, and their agreements. No I/O.
 
 Theory of operation
 -------------------
 
 The caller feeds events, `hello`, `received`, `disconnected` and others, each of which names a
-connection, and performs the effects that come back, in order. A connection stands for one peer for
-ever: a peer that comes back is a new peer.
+connection, and performs the returned effects in order. A connection belongs to one peer forever: a
+peer that connects again is a new peer, except after a restart of the master.
 
 A peer is *pending* from its Hello until the accepted peers admit it, then *accepted* until it
 leaves, is dropped or lost. Accepted peers vote in rounds (voting.py). Three kinds of agreement last
@@ -24,10 +24,10 @@ longer than one vote:
   between them, slot by slot; then the rings are chosen anew. A peer that is lost meanwhile is no
   longer measured.
 
-A master that is restarted has an empty state but for its journal: who was accepted. It waits until
-these have come back and have said what they know (`resume`), or until its patience ends, and goes
-on from what recovery.py makes of it. Whatever else arrives meanwhile is kept for later. A master
-without a journal does the same for the run of the first peer that comes back to it.
+A restarted master knows only its journal: the accepted peers. It waits until these have come back
+and said what they know (`resume`), or until a time limit; then it continues from what recovery.py
+concludes. Other messages that arrive meanwhile are kept for later. A master without a journal does
+the same for the run that most of the returning peers name.
 
 How it is made
 --------------
@@ -36,14 +36,13 @@ How it is made
 parts are objects that know only those they are given, in this order: `Membership`, `Numbers`,
 `History`, `Outbox`, `Groups`, `Dismissals`, `CollectiveTable`, `Collectives`, `Synchronisations`,
 `Optimisations`, `Accusations`, `Voting`. `Run` makes them, and has the steps that concern several:
-a peer is admitted, or leaves. A part that finds that a peer has to go says so to `Dismissals`.
+a peer is admitted, or leaves. A part that finds that a peer must be dropped tells `Dismissals`.
 
 Invariants
 ----------
 
 One outcome for each seq; sequence numbers, peer numbers and epochs never repeat; revisions never go
-back while a holder lives; a message that is impossible in a peer's state drops that peer and nobody
-else.
+back while a holder lives; an illegal message costs its sender the membership, and no other peer.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ from pccl.protocol.rounds import PENDING, Kind, RoundId, Vote
 from pccl.types import Result
 from pccl.version import __version__
 
-GONE = Result.MASTER_CONNECTION_FAILED  # what peers raise MasterLostError for
+GONE = Result.MASTER_CONNECTION_FAILED  # for which peers raise MasterLostError
 TOPOLOGY, OPTIMIZE = RoundId(Kind.TOPOLOGY, None), RoundId(Kind.OPTIMIZE, None)
 
 
@@ -91,16 +90,15 @@ class Master:
     """The master of one run.
 
     Args:
-        run: the run's nonce; bulk data of another run is never mistaken for this one's.
+        run: the run's number, which distinguishes its bulk data from that of other runs.
         combine: reduces contributions of the work's size, in their order.
-        straggler_s: peers that keep others waiting for so many seconds are dropped (`tick`).
-        journal: of the master that was here before, if there was one.
-        secret: random bytes that no master has ever used, from which nonces are made.
+        straggler_s: peers that keep others waiting for this long are dropped (`tick`).
+        journal: of the previous master, if there was one.
+        secret: random bytes, unique to this master, from which nonces are made.
 
     Attributes:
-        run: what it knows.
-        now_s: the time, as the caller has told it last. It is for `status` alone: nothing is
-            decided by it.
+        run: the state of the run.
+        now_s: the time, set by the caller. It is only for `status`: no decision depends on it.
     """
 
     def __init__(
@@ -137,20 +135,20 @@ class Master:
 
     @property
     def peers(self) -> Mapping[int, PeerRecord]:
-        """All who are registered, by number."""
+        """All registered peers, by number."""
         return self._members.peers
 
     def status(self) -> Status:
-        """What the run looks like at the time that was told last."""
+        """A snapshot of the run, as of `now_s`."""
         awaited = None if self._restart is None else sorted(self._restart.recovery.missing)
         return snapshot(self.run, self.now_s, awaited)
 
     # ---- events ----
 
     def hello(self, conn: bytes, hello: m.Hello, host: str, unreached: str = "") -> list[Effect]:
-        """A peer's first message, from a connection whose other end is seen as `host`.
+        """A peer's first message; `host` is the address that the master sees.
 
-        `unreached` says why it cannot be reached where it listens, if it has been dialled in vain.
+        `unreached` says why a dial has not reached the peer; empty if it has, or was not made.
         """
         if self._postponed(conn, lambda: self.hello(conn, hello, host, unreached)):
             return self._outbox.take()
@@ -170,13 +168,13 @@ class Master:
         return self._outbox.take()
 
     def objection(self, hello: m.Hello, host: str) -> str:
-        """Why a `hello` is refused wherever its peer is reached; empty if it is not."""
+        """Why a `hello` is refused, whatever a dial says; empty if it is not."""
         return refusal(hello, newcomer(hello, host), self._members.arithmetic)
 
     def examine(self, conn: bytes, host: str, unreached: str | None, unix_s: float) -> list[Effect]:
-        """Somebody asks what a `hello` would lead to; arguments as there, and the time of day.
+        """A process asks what a `hello` would lead to; arguments as there, and the time of day.
 
-        `unreached` is None if it was not dialled.
+        `unreached` is None if no dial was made.
         """
         if not self._known(conn, "it asked to be examined"):
             report = m.Report(
@@ -226,11 +224,11 @@ class Master:
         return self._outbox.take()
 
     def disconnected(self, conn: bytes, why: str) -> list[Effect]:
-        """A connection is gone: the only evidence of a peer's death that counts."""
+        """A connection is lost, which is the only evidence of a peer's death."""
         return self.all_disconnected([conn], why)
 
     def all_disconnected(self, conns: list[bytes], why: str) -> list[Effect]:
-        """Several connections are gone: the others hear of it once."""
+        """Several connections are lost; the other peers are told once."""
         if self._restart is not None:
             self._restart.recovery.gone(conns)
             self._restart.backlog.events.append(lambda: self.all_disconnected(conns, why))
@@ -243,7 +241,7 @@ class Master:
         return self._outbox.take()
 
     def farewell(self) -> list[Effect]:
-        """The master ends for good: nobody needs to wait for it."""
+        """The master ends for good: tells the peers not to wait for it."""
         for number in self.peers:
             why = "the master was stopped"
             self._outbox.send(number, m.Kicked(GONE.value, why))
@@ -258,12 +256,12 @@ class Master:
         return self._outbox.take()
 
     def dialled(self, number: int, why: str | None) -> list[Effect]:
-        """A dial has ended: "" where it got through to the peer, None where it was not made."""
+        """A dial has ended: "": the peer was reached; None: no dial was made."""
         self.run.accusations.dialled(number, why)
         return self._outbox.take()
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Time has passed: ends a recovery; drops stragglers where there is a limit for them."""
+        """Time has passed: ends a recovery; drops stragglers, if there is a limit."""
         if self._restart is not None:
             if self._restart.recovery.over(now_s):
                 self._go_on(self._restart)
@@ -275,7 +273,7 @@ class Master:
         return self._outbox.take()
 
     def _postponed(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
-        """Keeps what a connection says during a recovery for later, within limits."""
+        """Keeps a message that arrives during a recovery for later, within limits."""
         if self._restart is None:
             return False
         backlog = self._restart.backlog
@@ -286,7 +284,7 @@ class Master:
         return True
 
     def _known(self, conn: bytes, why: str) -> bool:
-        """Whether a connection is a peer's; if so it goes, for what it has just done."""
+        """Whether a connection belongs to a peer; if so, that peer is dropped for its message."""
         number = self._members.at(conn)
         if number is not None:
             self.run.dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
@@ -300,29 +298,29 @@ class Master:
 
     @property
     def recovering(self) -> bool:
-        """Whether peers of before are still waited for; `tick` must be called now and then."""
+        """Whether the master waits for peers after a restart; `tick` must be called regularly."""
         return self._restart is not None
 
     def deserted(self, resume: m.Resume) -> bool:
         """Whether a peer comes back to a run that has lost all its peers, this one among the last.
 
-        Then nothing has happened without it, and nobody else is there who could go on: it was the
-        master that was cut off, not they.
+        If so, nothing has happened without it, and no other peer could continue: the master was
+        cut off, not the peers.
         """
         known = self._restart is None and resume.run == self.run.number
         return known and self._members.deserted_by(resume.info.peer)
 
     def misses(self, resume: m.Resume) -> bool:
-        """Whether a peer comes back of which it is not known yet that its connection broke."""
+        """Whether a peer comes back whose broken connection was not noticed yet."""
         peer = self.peers.get(resume.info.peer)
         return peer is not None and peer.accepted and resume.run == self.run.number
 
     def reborn(self) -> tuple[Journal | None, list[Effect]]:
-        """What a fresh master goes on from when all connections of this one are lost, and what is
-        to be done first. None: nothing is known of any run."""
+        """The journal for a new master when all connections of this one are lost, and effects to
+        perform first. None: no run is known."""
         infos, run = self._members.last_seen, self.run.number
         incarnation, next_peer = self.run.numbers.incarnation + 1, self._members.next_number
-        if self._restart is not None:  # its peers were not back yet
+        if self._restart is not None:  # its peers have not come back yet
             journal = self._restart.recovery.again(incarnation, next_peer)
             return journal, [] if journal is None else [Adopt(run, incarnation)]
         accepted = frozenset(info.peer for info in infos)
@@ -331,11 +329,11 @@ class Master:
         return journal, [Adopt(run, incarnation), *remember]
 
     def has_heard(self, conn: bytes) -> bool:
-        """Whether a fresh master would lack what this connection has said."""
+        """Whether a new master would lack messages of this connection."""
         return self.knows(conn) or (self._restart is not None and self._restart.has_heard(conn))
 
     def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Effect]:
-        """A peer of before is back, on a connection whose other end is seen as `host`."""
+        """A peer comes back after a restart; `host` is the address that the master sees."""
         if self._known(conn, "it came back twice"):
             return self._outbox.take()
         info = msgspec.structs.replace(resume.info, host=resume.info.host or host)
@@ -369,7 +367,7 @@ class Master:
         self._outbox.do(Send(conn, m.Refused(result.value, why)), Drop(conn, why))
 
     def _go_on(self, restart: Restart) -> None:
-        """Nobody else is waited for: goes on from what those who are back have said."""
+        """Ends the recovery, and continues from what the peers that are back have said."""
         recovery = restart.recovery
         self._restart, back = None, recovery.back
         if recovery.run is not None:

@@ -1,4 +1,4 @@
-"""Who is registered with the master, who is accepted, and in which group."""
+"""The peers that are registered with the master, or accepted, and their groups."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ class PeerRecord:
     conn: bytes
     info: m.PeerInfo
     accepted: bool = False
-    heard: int = 0  # the greatest seq that it has certainly heard of
+    heard: int = 0  # the greatest seq that it is known to have heard of
     proven: bool = False  # a collective with it has gone around the rings
-    seen: str = ""  # the host that the master sees it at
-    dial: str = ""  # the password by which it may be dialled
-    since_s: float = 0.0  # when it came
-    spoke_s: float = 0.0  # when it was last heard
+    seen: str = ""  # its host as the master sees it
+    dial: str = ""  # the password with which to dial it
+    since_s: float = 0.0  # when it registered
+    spoke_s: float = 0.0  # when it sent its latest message
 
 
 class Membership:
     """The peers of a run. A peer is pending from `register` to `accept`; then it is accepted.
 
     Args:
-        next_number: of the next peer that registers; numbers never repeat.
+        next_number: the number of the next peer; numbers never repeat.
     """
 
     def __init__(self, next_number: int = 1) -> None:
         self._peers: dict[int, PeerRecord] = {}  # in the order of registration: accepted ones first
         self._numbers: dict[bytes, int] = {}  # by connection
         self._accepted: dict[int | None, dict[int, None]] = {}  # by group; None: all, in order
-        # accepted peers whose connections broke since anybody who is accepted was last heard of
+        # accepted peers whose connections broke since any accepted peer was last heard
         self._lost: dict[int, m.PeerInfo] = {}
         self._arithmetic = b""
         self.next_number = next_number
 
-    # ---- who is there ----
+    # ---- queries ----
 
     @property
     def peers(self) -> Mapping[int, PeerRecord]:
@@ -55,7 +55,7 @@ class Membership:
         return self._numbers.get(conn)
 
     def info(self, number: int) -> m.PeerInfo:
-        """How others reach a peer."""
+        """The addresses of a peer."""
         return self._peers[number].info
 
     def group_of(self, number: int) -> int:
@@ -64,17 +64,17 @@ class Membership:
 
     @property
     def arithmetic(self) -> bytes | None:
-        """The arithmetic that all registered peers have; None: nobody is registered."""
+        """The arithmetic of all registered peers; None: there is no peer."""
         return self._arithmetic if self._peers else None
 
     @property
     def pending(self) -> list[int]:
-        """Those who are not accepted yet."""
+        """Peers that are not accepted yet."""
         return [number for number, peer in self._peers.items() if not peer.accepted]
 
     @property
     def any_pending(self) -> bool:
-        """Whether anybody is pending."""
+        """Whether any peer is pending."""
         return len(self._peers) > self.size()
 
     def accepted(self, group: int | None = None) -> list[int]:
@@ -82,11 +82,11 @@ class Membership:
         return list(self._accepted.get(group, ()))
 
     def size(self, group: int | None = None) -> int:
-        """How many are accepted, of a group or of all."""
+        """The number of accepted peers of a group, or of all."""
         return len(self._accepted.get(group, ()))
 
     def names(self, numbers: list[int]) -> str:
-        """Some peers by name; of many the first ones."""
+        """Peers by name; only the first ones of many."""
         names = [str(self.info(number)) for number in numbers[:NAMES_MAX]]
         if len(numbers) > NAMES_MAX:
             names.append(f"{len(numbers) - NAMES_MAX} more")
@@ -100,30 +100,30 @@ class Membership:
             world = m.World(self.size(), self.size(group), len(groups), largest)
             yield self._accepted[group], world
 
-    # ---- who comes and goes ----
+    # ---- changes ----
 
     def register(self, conn: bytes, info: m.PeerInfo, seen: str, hello: m.Hello) -> PeerRecord:
-        """A newcomer, who is pending, gets a number."""
+        """Registers a newcomer, which is pending, and gives it a number."""
         number = self.next_number
         self.next_number += 1
         info = msgspec.structs.replace(info, peer=number)
         return self._add(PeerRecord(conn, info, seen=seen, dial=hello.dial), hello.arithmetic)
 
     def bring_back(self, conn: bytes, info: m.PeerInfo, seen: str, resume: m.Resume) -> PeerRecord:
-        """A peer of before is here again, accepted as it was."""
+        """Restores a peer that comes back after a restart; it is accepted, as before."""
         peer = self._add(PeerRecord(conn, info, seen=seen, dial=resume.dial), resume.arithmetic)
         self._count_in(peer)
         return peer
 
     def accept(self, number: int, heard: int) -> PeerRecord:
-        """A pending peer is accepted; what came up to `heard` does not concern it."""
+        """Accepts a pending peer; collectives up to `heard` do not concern it."""
         peer = self._peers[number]
         peer.heard = heard
         self._count_in(peer)
         return peer
 
     def remove(self, number: int) -> PeerRecord:
-        """A peer is no longer registered."""
+        """Removes a peer."""
         peer = self._peers.pop(number)
         del self._numbers[peer.conn]
         if peer.accepted:
@@ -144,28 +144,28 @@ class Membership:
         for scope in (peer.info.group, None):
             self._accepted.setdefault(scope, {})[peer.info.peer] = None
 
-    # ---- who may have been cut off together with all others ----
+    # ---- peers that may have been cut off together with all others ----
 
     def lose(self, numbers: Collection[int]) -> None:
-        """The connections of these have broken; they are about to be removed."""
+        """Notes peers whose connections broke; they are about to be removed."""
         lost = (self._peers[number] for number in numbers)
         self._lost |= {peer.info.peer: peer.info for peer in lost if peer.accepted}
 
     def forget_lost_groups(self) -> None:
-        """Only those of its group can tell whether they have heard of a loss."""
+        """Forgets groups without members: none of them can say whether it heard of the losses."""
         if self.size():
             self._lost = {n: i for n, i in self._lost.items() if i.group in self._accepted}
 
     def go_on(self) -> None:
-        """Somebody who is accepted was heard, or a round has ended: the run goes on without the
-        lost."""
+        """An accepted peer was heard, or a round has ended: the run has continued without the
+        lost peers."""
         self._lost.clear()
 
     def deserted_by(self, number: int) -> bool:
-        """Whether nobody is left, and this peer is among those who were there last."""
+        """Whether no peer is left, and this one was among the last."""
         return not self.size() and number in self._lost
 
     @property
     def last_seen(self) -> list[m.PeerInfo]:
-        """Those who are accepted, or were until all were lost."""
+        """The accepted peers, or those that were accepted until all were lost."""
         return [self.info(number) for number in self.accepted()] or [*self._lost.values()]

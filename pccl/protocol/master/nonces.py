@@ -18,11 +18,11 @@ class Nonces:
         self._secret = secret
 
     def of_epoch(self, epoch: int) -> int:
-        """Of an epoch: the password of the streams that its peers open to each other."""
+        """The nonce of an epoch: the password of streams between its peers."""
         return self._hash(b"epoch %d" % epoch)
 
     def of_call(self, seq: int) -> int:
-        """Of what has this sequence number: its chunks, requests and data carry it."""
+        """The nonce of a sequence number, which its chunks, requests and data carry."""
         return self._hash(b"call %d" % seq)
 
     def _hash(self, what: bytes) -> int:

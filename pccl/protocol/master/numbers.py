@@ -7,11 +7,11 @@ from pccl.protocol.master.recovery import EPOCH_SHIFT, INCARNATION_SHIFT
 
 
 class Numbers:
-    """What one master numbers.
+    """The numbers that one master gives.
 
     Args:
         nonces: of this master.
-        incarnation: how often the run's master has begun anew: all numbers begin with it.
+        incarnation: how often the run's master was restarted; all numbers begin with it.
     """
 
     def __init__(self, nonces: Nonces, incarnation: int = 0) -> None:
@@ -20,18 +20,18 @@ class Numbers:
         self.begin(incarnation)
 
     def begin(self, incarnation: int) -> None:
-        """Numbers of an incarnation follow; those of earlier ones may be known to somebody."""
+        """Begins the numbers of an incarnation; peers may know those of earlier ones."""
         self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
         self._epoch = incarnation << EPOCH_SHIFT
 
     @property
     def incarnation(self) -> int:
-        """How often the run's master has begun anew."""
+        """How often the run's master was restarted."""
         return self._next_seq >> INCARNATION_SHIFT
 
     @property
     def next_seq(self) -> int:
-        """The sequence number that is given next."""
+        """The next sequence number, which is not taken."""
         return self._next_seq
 
     @property
@@ -40,27 +40,27 @@ class Numbers:
         return self._epoch
 
     def take_seq(self) -> int:
-        """The next sequence number."""
+        """Takes the next sequence number."""
         self._next_seq += 1
         return self._next_seq - 1
 
     def take_epoch(self) -> int:
-        """The next epoch."""
+        """Takes the next epoch."""
         self._epoch += 1
         return self._epoch
 
     def is_old(self, seq: int) -> bool:
-        """Whether a sequence number is of an earlier incarnation."""
+        """Whether a sequence number belongs to an earlier incarnation."""
         return seq < self._first_seq
 
     def is_unknown(self, seq: int) -> bool:
-        """Whether a sequence number was given by nobody yet."""
+        """Whether a sequence number was never given."""
         return seq >= self._next_seq
 
     def nonce_of_call(self, seq: int) -> int:
-        """By which bulk data is known to belong to what has this sequence number."""
+        """The nonce that identifies the bulk data of a sequence number."""
         return self._nonces.of_call(seq)
 
     def nonce_of_epoch(self, epoch: int) -> int:
-        """By which peers let each other's streams in."""
+        """The nonce by which peers admit each other's streams."""
         return self._nonces.of_epoch(epoch)

@@ -27,29 +27,29 @@ from pccl.protocol.topology import (
 )
 from pccl.types import Result
 
-SLOTS_MAX = 16  # of pairs that are measured one after the other: the rest of many is not
+SLOTS_MAX = 16  # of pairs measured one after another; further pairs are not measured
 
 
 @dataclass(slots=True)
 class Optimisation:
-    """Links that are measured, from the vote of all accepted peers to the choice of the rings."""
+    """An optimisation, from the vote of all accepted peers to the choice of the rings."""
 
     calls: dict[int, int]  # of its members
-    slots: deque[dict[int, tuple[int, ...]]]  # who is still to measure what comes from whom
+    slots: deque[dict[int, tuple[int, ...]]]  # remaining measurements: receivers and their senders
     seq: int = 0
-    measuring: dict[int, tuple[int, ...]] = field(default_factory=dict)  # those that do so now
+    measuring: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the current measurements
     links: dict[tuple[int, int], Link] = field(default_factory=dict)  # from whom to whom
     inflow: dict[int, int] = field(default_factory=dict)  # bytes per second from all at once
-    since_s: float = 0.0  # when the last one entered it
+    since_s: float = 0.0  # when the last peer entered it
 
 
 class Optimisations:
-    """Has links measured, several pairs at once, and installs the rings that suit them.
+    """Has links measured, several pairs at once, and installs the best rings.
 
     Only links within groups matter, and of those only links between machines.
 
     Attributes:
-        current: the one that is under way, if any.
+        current: the optimisation in progress, if any.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Optimisations:
         self.current: Optimisation | None = None
 
     def begin(self, round_: Round[object]) -> None:
-        """All accepted peers have voted for one."""
+        """All accepted peers have voted for an optimisation."""
         groups = dict.fromkeys(map(self._membership.group_of, round_.votes))
         schedules = [self._schedule(self._membership.accepted(group)) for group in groups]
         slots = deque(
@@ -80,9 +80,9 @@ class Optimisations:
         self._probe(self.current)
 
     def _schedule(self, numbers: list[int]) -> list[dict[int, tuple[int, ...]]]:
-        """Who of a group is to measure what comes from whom, slot by slot.
+        """The measurements of a group, slot by slot: receivers and their senders.
 
-        First each link by itself; then, where there may be several rings, all at once.
+        First each link by itself; then, if there may be several rings, all at once.
         """
         infos = {number: self._membership.info(number) for number in numbers}
         pairs = (
@@ -105,7 +105,7 @@ class Optimisations:
         return slots
 
     def _probe(self, optimisation: Optimisation) -> None:
-        """Has the next links measured, or ends when there are none."""
+        """Starts the next measurements, or ends the optimisation if there are none."""
         calls = optimisation.calls
         while optimisation.slots and not optimisation.measuring:
             for number, senders in optimisation.slots.popleft().items():
@@ -121,7 +121,7 @@ class Optimisations:
             self._outbox.send(number, m.Probe(calls[number], seq, senders, nonce))
 
     def measured(self, number: int, measured: m.Measured) -> None:
-        """A peer has measured what comes from others."""
+        """A peer reports the result of a measurement."""
         optimisation = self.current
         if (
             optimisation is None
@@ -131,10 +131,10 @@ class Optimisations:
             if self._numbers.is_unknown(measured.seq):
                 why = f"it measured in probe {measured.seq} out of turn"
                 self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
-            return  # of a probe that has ended otherwise, while this was on its way
+            return  # of a probe that has ended meanwhile
         senders = optimisation.measuring.pop(number)
         hop = senders[0], number
-        if hop in optimisation.links:  # once more, with all others at once
+        if hop in optimisation.links:  # measured before: this time with all others at once
             optimisation.inflow[number] = measured.rate
         else:
             optimisation.links[hop] = Link(measured.rate, measured.delay_us)
@@ -142,11 +142,11 @@ class Optimisations:
             self._probe(optimisation)
 
     def has(self, number: int) -> bool:
-        """Whether a peer stands in the optimisation."""
+        """Whether a peer takes part in the optimisation."""
         return self.current is not None and number in self.current.calls
 
     def lose(self, lost: Set[int]) -> None:
-        """Peers are lost: nobody waits for them, or measures links to them."""
+        """Peers are lost: their links are not measured any more."""
         optimisation = self.current
         if optimisation is None or not optimisation.calls.keys() & lost:
             return
@@ -163,7 +163,7 @@ class Optimisations:
             self._probe(optimisation)
 
     def withdraw(self, number: int, call: int) -> bool:
-        """A caller waits no longer, and so it ends for all; whether it stood in it by that call.
+        """A caller withdraws, which ends it for all. Whether that call was part of it.
 
         The rings stay as they are.
         """
@@ -187,7 +187,7 @@ class Optimisations:
             self._outbox.send(number, m.OptimizeResult(call, self._history.optimized))
 
     def _choose_rings(self, group_number: int, optimisation: Optimisation) -> None:
-        """Installs the best rings for a group, if they are better than those that it has."""
+        """Installs the best rings for a group, if they are clearly better than its current ones."""
         group, numbers = self._groups[group_number], self._membership.accepted(group_number)
         infos = {number: self._membership.info(number) for number in numbers}
         measured = {hop: link for hop, link in optimisation.links.items() if infos.keys() >= {*hop}}
@@ -214,7 +214,7 @@ class Optimisations:
 
 
 def _describe(rings: Sequence[m.Ring], links: Links) -> str:
-    """Rings, and what is expected of them, in words."""
+    """Rings and their expected speed, in words."""
     orders = "; ".join(
         f"{' -> '.join(map(str, ring.order))} (weight {ring.weight})" for ring in rings
     )

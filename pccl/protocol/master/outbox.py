@@ -1,4 +1,4 @@
-"""What handling one event leads to: an explicit list of effects, in the order of their making."""
+"""The effects of one event, in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096
 
 
 def plain(text: str) -> str:
-    """A text that may quote peers, fit for a log, a terminal and a message."""
+    """Makes a text that may quote peers safe for a log, a terminal and a message."""
     if not text.isprintable():
         text = "".join(c if c.isprintable() else "?" for c in text)
     return text if len(text) <= WHY_MAX else text[:WHY_MAX] + " ..."
@@ -24,7 +24,7 @@ class Outbox:
     """Collects effects until they are taken.
 
     Args:
-        peers: those who can be written to, by number.
+        peers: the registered peers, by number.
     """
 
     def __init__(self, peers: Mapping[int, PeerRecord]) -> None:
@@ -32,11 +32,11 @@ class Outbox:
         self._effects: list[Effect] = []
 
     def send(self, number: int, message: m.MasterMessage) -> None:
-        """A message for a peer."""
+        """Sends a message to a peer."""
         self._effects.append(Send(self._peers[number].conn, message))
 
     def answer(self, round_: Round[object], make: Callable[[int], m.MasterMessage]) -> None:
-        """Sends each voter of a round what is made of the number of its call."""
+        """Sends each voter of a round a message, made from the number of its call."""
         for number, vote in round_.votes.items():
             self.send(number, make(vote.call))
 
@@ -49,7 +49,7 @@ class Outbox:
         cause: m.Cause = m.Cause.OTHER,
         seq: int = 0,
     ) -> None:
-        """Tells a peer that its call has failed before anything happened."""
+        """Tells a peer that its call failed before anything happened."""
         self.send(number, m.CallError(call, result.value, plain(why), cause, seq))
 
     def fail_all(
@@ -60,14 +60,14 @@ class Outbox:
             self.fail(number, vote.call, result, why, cause)
 
     def note(self, text: str) -> None:
-        """Something for the log, which may quote peers."""
+        """Logs a text, which may quote peers."""
         self._effects.append(Note(plain(text)))
 
     def do(self, *effects: Effect) -> None:
-        """Whatever else is to be done."""
+        """Adds any other effect."""
         self._effects += effects
 
     def take(self) -> list[Effect]:
-        """All effects since they were last taken."""
+        """Takes all effects so far."""
         effects, self._effects = self._effects, []
         return effects

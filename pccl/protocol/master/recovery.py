@@ -1,15 +1,14 @@
-"""What a master that was restarted can conclude from the peers that come back. Pure functions.
+"""What a restarted master concludes from the peers that come back. Pure functions.
 
-The journal only says who was there. Only the peers know all the rest, and what no survivor knows
+The journal only names the accepted peers. Only the peers know the rest, and what no survivor knows
 cannot matter to any survivor:
 
-- A collective whose outcome some peer knows has that outcome. Otherwise it is as if its members had
-  just been asked: those who hold the result have voted yes, those who gave up or have never heard
-  of its start have voted no, those who still work are interrupted.
-- A round whose result some peer knows is over: a peer that still stands in it has only missed the
-  result (each result carries the number of its round). A round whose result nobody knows begins
-  anew.
-- The group's revision is that of the latest synchronisation that somebody knows the result of.
+- A collective whose outcome some peer knows has that outcome. In any other, members that hold the
+  result have voted yes, members that gave up or never heard of its start have voted no, and members
+  that are still working are interrupted.
+- A round whose result some peer knows is over: a peer that waits in it has only missed the result
+  (each result carries the number of its round). A round whose result no peer knows begins anew.
+- The group's revision is that of the latest synchronisation whose result some peer knows.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ import msgspec
 from pccl.protocol import messages as m
 from pccl.types import Result
 
-WAIT_S = 5.0  # for the peers of before, who try several times a second
-UNJOURNALED_WAIT_S = 1.0  # without a journal nobody knows the other groups: they may be slower
+WAIT_S = 5.0  # for peers to come back; they try several times a second
+UNJOURNALED_WAIT_S = 1.0  # without a journal other groups are unknown, and may be slower
 
 
 class Refusal(NamedTuple):
-    """Why a peer cannot come back, and what its calls end with."""
+    """Why a peer cannot come back, and the result of its calls."""
 
     why: str
     result: Result = Result.RANK_CONNECTION_FAILED
@@ -46,20 +45,20 @@ OUTNUMBERED = Refusal(
 GIVEN_UP = Refusal("it was given up as lost, or did not come back in time: connect again")
 CROWDED = Refusal("too much was said already by others who want to come back")
 
-NUMBER_MAX = 1 << 62  # of peers and rounds, by far
-INCARNATION_MAX = 1 << 15  # of the master: what begins with it must fit into 32 bits
+NUMBER_MAX = 1 << 62  # of peers and rounds: more than can ever occur
+INCARNATION_MAX = 1 << 15  # of the master: epochs, which begin with it, have 32 bits
 WEIGHTS_MAX = 1 << 31
 INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin with its number,
-EPOCH_SHIFT = 16  # and its epochs too: the last ones may be known to nobody who comes back
-ALL_HELD_MAX = 1 << 31  # bytes, or so, of what is said by all who come back
-HELD_MAX = 1 << 28  # bytes, or so, of what those say who come back to other runs than most
+EPOCH_SHIFT = 16  # and epochs too: no returning peer may know the last ones
+ALL_HELD_MAX = 1 << 31  # bytes, about, of all returning peers' messages
+HELD_MAX = 1 << 28  # bytes, about, of the messages that name other runs than most do
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What a restarted master remembers: of the run, how often it was started, who was accepted.
+    """What a restarted master knows: its run, how often it was restarted, the accepted peers.
 
-    It may be incomplete, if it could not be written in the end: those who come back know more.
+    It may be incomplete, if it could not be written in the end; returning peers know more.
     """
 
     run: int
@@ -71,20 +70,20 @@ class Journal:
 
 @dataclass(slots=True)
 class Unresolved:
-    """A collective of the time before."""
+    """A collective from before the restart."""
 
     group: int
     tag: int
     members: set[int]  # that have come back
-    open: set[int]  # of those, who do not know the outcome
-    unheard: set[int] = field(default_factory=set)  # who have never heard of its start
+    open: set[int]  # those that do not know the outcome
+    unheard: set[int] = field(default_factory=set)  # that never heard of its start
     votes: dict[int, bool] = field(default_factory=dict)
     outcome: bool | None = None
 
 
 @dataclass(slots=True)
 class GroupBefore:
-    """What a group was."""
+    """A group before the restart."""
 
     epoch: int = 0
     syncs: int = 0
@@ -97,7 +96,7 @@ class GroupBefore:
 
 @dataclass(slots=True)
 class Before:
-    """The run as it was, as far as anybody who is left knows."""
+    """The run before the restart, as far as any survivor knows."""
 
     accepted: dict[int, m.PeerInfo]
     groups: dict[int, GroupBefore]
@@ -112,7 +111,7 @@ class Before:
 
 
 def plausible(resume: m.Resume) -> bool:
-    """Whether numbers that grow from these will still fit into messages, also those of plans."""
+    """Whether later numbers will still fit into messages, and those of plans too."""
     known = {info.peer for info in resume.known}
     numbers = [
         *msgspec.structs.astuple(msgspec.structs.replace(resume.done, revision=0)),
@@ -135,7 +134,7 @@ def plausible(resume: m.Resume) -> bool:
 
 
 class Back(NamedTuple):
-    """A peer that has come back: on which connection, from where, with what to say."""
+    """A peer that has come back: its connection, its host, and its message."""
 
     conn: bytes
     host: str
@@ -143,16 +142,16 @@ class Back(NamedTuple):
 
 
 class Recovery:
-    """Between a restart and the end of waiting for the peers of before.
+    """The time after a restart in which the master waits for its peers.
 
-    A master with a journal knows the run and its peers, and believes nobody else. One without goes
-    on with the run that most of the peers name that come back while it waits, so that a stranger
-    that is first cannot take it over; where only one comes back, the master waits for longer.
+    A master with a journal knows its run and peers, and trusts no others. One without a journal
+    continues the run that most of the returning peers name, so that a stranger that comes first
+    cannot take over; if only one peer comes back, the master waits longer.
 
     Args:
-        run: the journal's; None: there is none.
-        expected: the peers of which a journal knows that they were accepted.
-        complete: whether the journal knows all.
+        run: the journal's run; None: there is no journal.
+        expected: the accepted peers in the journal.
+        complete: whether the journal is complete.
     """
 
     def __init__(
@@ -169,13 +168,13 @@ class Recovery:
         return conn in self._conns
 
     def again(self, incarnation: int, next_peer: int) -> Journal | None:
-        """What the recovery begins anew from; None where no journal knows of a run."""
+        """The journal for another restart; None if there is no journal."""
         if self._run is None:
             return None
         return Journal(self._run, incarnation, next_peer, self._expected, self._complete)
 
     def refusal(self, conn: bytes, resume: m.Resume) -> Refusal | None:
-        """Why a peer cannot come back, if it cannot."""
+        """Why a peer cannot come back; None if it can."""
         number = resume.info.peer
         if self._run not in (None, resume.run):
             return OTHER_RUN
@@ -196,7 +195,7 @@ class Recovery:
         self._back.setdefault(resume.run, {})[number] = Back(conn, host, resume)
 
     def gone(self, conns: Iterable[bytes]) -> None:
-        """A peer that came back on one of these connections has to come back once more."""
+        """Connections are lost: peers that came back on them must come back again."""
         for conn in conns:
             if conn in self._conns:
                 run, number = self._conns.pop(conn)
@@ -206,8 +205,8 @@ class Recovery:
 
     @property
     def run(self) -> int | None:
-        """The run to go on with; None where nobody knows one. Of equals it is the one named last:
-        who waits at the door for a restart comes first."""
+        """The run to continue; None if no run is known. Among equals, the one named last, because
+        an attacker that waits for a restart comes first."""
         if self._run is not None or not self._back:
             return self._run
         return max(reversed(self._back), key=lambda run: len(self._back[run]))
@@ -231,11 +230,11 @@ class Recovery:
 
     @property
     def certain(self) -> bool:
-        """Whether all are there, and nobody else can come."""
+        """Whether all peers are back, and no other can come."""
         return self._complete and not self.missing
 
     def over(self, now_s: float) -> bool:
-        """Whether it has been waited for long enough."""
+        """Whether the master has waited long enough."""
         self._began_s = now_s if self._began_s is None else self._began_s
         waited_s = now_s - self._began_s
         if waited_s > WAIT_S or self.certain:
@@ -245,7 +244,7 @@ class Recovery:
 
 
 def weight(resume: m.Resume) -> int:
-    """Bytes, or so, that what a peer says takes."""
+    """The bytes, about, that a peer's message takes in memory."""
     numbers = sum(len(one.members) for one in resume.open)
     numbers += sum(len(one.members) for one in resume.small)
     numbers += sum(len(ring.order) for ring in resume.rings)
@@ -254,7 +253,7 @@ def weight(resume: m.Resume) -> int:
 
 
 def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
-    """The run as it was, from what the peers that are back have said."""
+    """The run before the restart, from the messages of the peers that are back."""
     known = {info.peer for resume in resumes.values() for info in resume.known}
     asked = max((resume.done for resume in resumes.values()), key=lambda done: done.pending)
     return Before(
@@ -275,7 +274,7 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
 
 
 def _missed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Small]]:
-    """Small results that some have and others lack: to whom to tell which, in order."""
+    """Small results that some peers have and others lack: which to send to whom, in order."""
     found: dict[int, tuple[int, m.Small]] = {}
     for number in sorted(resumes):
         for small in resumes[number].small:
@@ -290,7 +289,7 @@ def _missed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Small]]:
 
 
 def outdated(resumes: Mapping[int, m.Resume]) -> set[int]:
-    """Peers that the run has gone on without: the latest plan of their group does not have them."""
+    """Peers without which the run has continued: the latest plan of their group lacks them."""
     latest: dict[int, m.Resume] = {}
     for resume in resumes.values():
         group = resume.info.group
@@ -314,7 +313,7 @@ def _groups(resumes: Mapping[int, m.Resume]) -> dict[int, GroupBefore]:
         group, done = groups[resume.info.group], resume.done
         if done.sync == group.syncs and group.syncs:
             group.revision, group.last_plan, group.short = done.revision, done.plan, done.short
-        # A peer that does not know of the last one stands in it: it missed the result.
+        # A peer that does not know the last one waits in it: it missed the result.
         if done.holds or done.sync < group.syncs:
             group.holders.add(number)
     for group in groups.values():
@@ -332,7 +331,7 @@ def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
         for open_ in resume.open:
             unresolved = found.setdefault(open_.seq, Unresolved(group, open_.tag, set(), set()))
             if number not in open_.members or unresolved.group != group:
-                continue  # that cannot be
+                continue  # impossible
             members = set(open_.members) & resumes.keys()
             unresolved.members |= {n for n in members if resumes[n].info.group == group}
             unresolved.open.add(number)

@@ -1,4 +1,4 @@
-"""A restarted master: it hears peers of before, and then goes on from what they have said."""
+"""A restarted master: it waits for its peers, and continues from what they have said."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pccl.protocol.master.voting import PendingRejection
 from pccl.protocol.rounds import Kind, RoundId
 from pccl.types import Result
 
-BACKLOG_MAX = 4  # messages of one connection kept during a recovery; two are all a peer has to say
+BACKLOG_MAX = 4  # messages of one connection kept during a recovery; peers send two
 RESTARTED = "the master was restarted"
 
 
 class Backlog:
-    """What was said while a master recovered, to be heard afterwards; within limits."""
+    """Messages that arrive during a recovery and are handled afterwards; within limits."""
 
     def __init__(self) -> None:
         self.events: list[Callable[[], list[Effect]]] = []
         self._said: Counter[bytes] = Counter()
 
     def add(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
-        """Something that a connection has said. False, once, when that is too much."""
+        """Keeps a message. Returns False, once, if there are too many."""
         self._said[conn] += 1
         if self._said[conn] <= BACKLOG_MAX:
             self.events.append(event)
@@ -37,11 +37,11 @@ class Backlog:
 
 
 class Restart:
-    """The time in which a master waits for the peers of before.
+    """The time in which a restarted master waits for its peers.
 
     Attributes:
-        recovery: who is back, and who is still waited for.
-        backlog: what all others say meanwhile.
+        recovery: the peers that are back, and those still awaited.
+        backlog: messages of all others meanwhile.
     """
 
     def __init__(self, recovery: Recovery) -> None:
@@ -49,7 +49,7 @@ class Restart:
         self.backlog = Backlog()
 
     def has_heard(self, conn: bytes) -> bool:
-        """Whether it holds anything that this connection has said."""
+        """Whether it holds a message of this connection."""
         return conn in self.backlog or conn in self.recovery
 
 

@@ -1,4 +1,4 @@
-"""A run as its master sees it: the parts it is made of, and what concerns all of them."""
+"""A run as its master sees it: its parts, and the steps that concern all of them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from pccl.types import Result
 
 
 class Run:
-    """Who comes and who goes, and how all parts go on after that.
+    """Admits and removes peers, and tells all parts.
 
     Args:
-        number: the run's nonce; bulk data of another run is never mistaken for this one's.
+        number: the run's number, which distinguishes its bulk data from that of other runs.
         combine: reduces contributions of the work's size, in their order.
-        journal: of the master that was here before, if there was one.
-        secret: random bytes that no master has ever used, from which nonces are made.
+        journal: of the previous master, if there was one.
+        secret: random bytes, unique to this master, from which nonces are made.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class Run:
             Kind.OPTIMIZE: self.optimisations.begin,
         }
 
-    # ---- who comes ----
+    # ---- peers that join ----
 
     def register(
         self, conn: bytes, info: m.PeerInfo, hello: m.Hello, seen: str, warning: str
     ) -> None:
-        """A newcomer is let in, pending until it is admitted; at once where nobody is to ask."""
+        """Registers a newcomer, pending until it is admitted; the first one is admitted at once."""
         info = self.membership.register(conn, info, seen, hello).info
         self.outbox.send(info.peer, m.Welcome(info.peer, plain(warning)))
         self.outbox.note(f"{info} of group {info.group} registered")
@@ -121,19 +121,19 @@ class Run:
             self.outbox.note(f"{info} accepted")
 
     def publish_world(self) -> None:
-        """Tells all how many are there."""
+        """Tells all peers the world sizes."""
         for numbers, world in self.membership.worlds():
             message = m.WorldSizes(world)
             for number in numbers:
                 self.outbox.send(number, message)
 
-    # ---- who goes ----
+    # ---- peers that leave ----
 
     def remove_all(
         self, whys: Mapping[int, str], kick: Result | None = None, how: Loss = Loss.DISMISSED
     ) -> None:
-        """Peers leave, for a reason each; with `kick` they are told so."""
-        lost: dict[int, dict[int, str]] = {}  # what is said of them, by group and number
+        """Removes peers, each for a reason; with `kick` they are told."""
+        lost: dict[int, dict[int, str]] = {}  # their names and reasons, by group and number
         for number, why in whys.items():
             why = plain(why)
             if kick is not None:
@@ -175,7 +175,7 @@ class Run:
             self.history.forget(group)
             self.collectives.forget(group)
 
-    # ---- rounds that all have voted in ----
+    # ---- complete rounds ----
 
     def _commit(self, round_: Round[object]) -> None:
         if round_.id.group is None:
@@ -196,7 +196,7 @@ class Run:
     # ---- patience ----
 
     def withdraw(self, number: int, call: int, seq: int) -> None:
-        """A caller waits no longer. Nothing happens if its answer is on the way already."""
+        """A caller withdraws. Nothing happens if its answer is on the way already."""
         if not (
             self.collectives.withdraw(number, seq)
             or self.synchronisations.withdraw(number, call)
@@ -205,6 +205,6 @@ class Run:
             self.voting.withdraw(number, call)
 
     def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
-        """All that somebody waits for: its name, who is missing, and what it is."""
+        """Everything that peers wait for: its name, the missing peers, and a title."""
         yield from self.voting.waits()
         yield from self.table.waits()

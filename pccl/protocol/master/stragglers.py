@@ -1,4 +1,4 @@
-"""Peers that keep others waiting for longer than the operator allows. It is told the time."""
+"""Peers that keep others waiting for longer than the operator allows."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 
 
 class Stragglers:
-    """Measures for how long peers have been waited for.
+    """Measures how long peers keep others waiting.
 
     Args:
-        limit_s: seconds that others may wait for a peer; None: for ever.
+        limit_s: seconds that others may wait for a peer; None: no limit.
     """
 
     def __init__(self, limit_s: float | None) -> None:
@@ -19,12 +19,12 @@ class Stragglers:
     def late(
         self, now_s: float, waits: Iterable[tuple[object, Iterable[int], str]]
     ) -> Iterator[tuple[int, str]]:
-        """The peers that are too late, each with what others wait for.
+        """The peers that are too late, each with the title of what others wait for.
 
         Args:
             now_s: the time.
-            waits: of all that is waited for now: its name, which does not change while it is
-                waited for, who is missing, and its title.
+            waits: everything that peers wait for: its name, which does not change meanwhile, the
+                missing peers, and a title.
         """
         if self.limit_s is None:
             return

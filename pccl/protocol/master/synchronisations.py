@@ -16,8 +16,8 @@ from pccl.protocol.master.outbox import Outbox
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round, Vote
 from pccl.types import Result
 
-STALLS_MAX = 8  # connections that break while they serve, in one synchronisation
-SYNC_ATTEMPTS_MAX = 3  # failed fetches in one synchronisation that a peer may have a part in
+STALLS_MAX = 8  # serving connections that break, in one synchronisation
+SYNC_ATTEMPTS_MAX = 3  # failed fetches of one synchronisation that may involve a peer
 
 
 @dataclass(slots=True)
@@ -31,13 +31,13 @@ class Sync:
     fetching: set[int] = field(default_factory=set)
     transfers: Mapping[int, Transfer] = field(default_factory=dict)
     differences: dict[int, tuple[m.Difference, ...]] = field(default_factory=dict)
-    failures: dict[int, int] = field(default_factory=dict)  # of fetches, by who had a part in them
-    stalls: int = 0  # how often it was planned anew because somebody could not serve
-    refused: frozenset[int] = frozenset()  # who offers too high a revision: out of it all
+    failures: dict[int, int] = field(default_factory=dict)  # failed fetches, by involved peer
+    stalls: int = 0  # how often it was planned anew because a holder could not serve
+    refused: frozenset[int] = frozenset()  # peers that offer too high a revision, and take no part
 
 
 class Synchronisations:
-    """Elects, tells who serves whom, and repeats that when a member is lost or a fetch fails."""
+    """Elects content and plans transfers; again if a member is lost or a fetch fails."""
 
     def __init__(
         self,
@@ -54,11 +54,11 @@ class Synchronisations:
         self._current: dict[int, Sync] = {}  # by group
 
     def under_way(self, group: int) -> bool:
-        """Whether a group synchronises just now."""
+        """Whether a group has a synchronisation in progress."""
         return group in self._current
 
     def of(self, number: int) -> Sync | None:
-        """The synchronisation that a peer is a member of, if there is one."""
+        """The synchronisation of which a peer is a member, if there is one."""
         sync = self._current.get(self._membership.group_of(number))
         return sync if sync is not None and number in sync.members else None
 
@@ -67,7 +67,7 @@ class Synchronisations:
         return self._current.get(group)
 
     def begin(self, round_: Round[object]) -> None:
-        """All members of a group have offered what they have."""
+        """All members of a group have sent their offers."""
         group = round_.id.group
         assert group is not None
         members = {n: round_.votes[n] for n in self._membership.accepted(group)}
@@ -80,7 +80,7 @@ class Synchronisations:
         self._elect(sync)
 
     def _fall_short(self, sync: Sync, needed: int) -> None:
-        """Nothing begins: more peers are to be let in first. A result that all must know alike."""
+        """Nothing is synchronised: more peers must join first. All members get this result."""
         state = self._history.count_sync(sync.group)
         state.last_plan, state.short = 0, needed
         for number, vote in sync.members.items():
@@ -88,7 +88,7 @@ class Synchronisations:
             self._outbox.send(number, result)
 
     def _elect(self, sync: Sync) -> None:
-        """Decides who sends what to whom among the members that are left, and tells them."""
+        """Elects among the remaining members, and sends them their plans."""
         if not sync.members:
             del self._current[sync.group]
             return
@@ -105,7 +105,7 @@ class Synchronisations:
             return
         sync.revision, sync.refused = decision.revision, decision.refused
         sync.transfers, sync.fetching = decision.transfers, set(decision.transfers)
-        if sync.fetching or sync.seq:  # a plan that was sent before must be replaced in any case
+        if sync.fetching or sync.seq:  # an earlier plan must be replaced in any case
             sync.seq = self._numbers.take_seq()
             self._send_plans(sync, decision)
         if not sync.fetching:
@@ -129,14 +129,14 @@ class Synchronisations:
             self._outbox.send(number, plan)
 
     def fetched(self, number: int, vote: m.FetchedVote) -> None:
-        """A receiver has all of what it was to fetch, or could not get it."""
+        """A receiver has fetched everything, or has failed."""
         seq = vote.seq
         sync = self.of(number)
         if sync is None or sync.seq != seq or number not in sync.fetching:
             if self._numbers.is_unknown(seq):
                 why = f"it voted on transfer {seq} out of turn"
                 self._dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
-            return  # a transfer that a newer plan made void, while the vote was on its way
+            return  # about a transfer that a newer plan has replaced
         if vote.ok:
             sync.differences[number] = vote.differences
             sync.fetching.discard(number)
@@ -148,7 +148,7 @@ class Synchronisations:
             self._blame(sync, number, vote.why)
 
     def _blame(self, sync: Sync, number: int, why: str) -> None:
-        """A fetch has failed: who had a part in too many has to go; else it is planned anew."""
+        """A fetch has failed: drops a peer involved in too many failures, or plans anew."""
         holders = sync.transfers[number].holders
         # a receiver that fails with several holders is itself suspect
         suspects = (number, *holders) if len(holders) == 1 else (number,)
@@ -161,21 +161,21 @@ class Synchronisations:
             verdict = self._groups[sync.group].blame.between(number, holders[0], proven)
         if verdict is not None:
             self._dismissals.convict(sync.group, verdict)
-        elif guilty:  # of two that only accuse each other, the one that came last
+        elif guilty:  # of two that only accuse each other, the later one
             why = f"it took part in {SYNC_ATTEMPTS_MAX} failed transfers of shared state: {why}"
             self._dismissals.dismiss(max(guilty), why, Result.RANK_CONNECTION_FAILED)
         else:
             self._elect(sync)
 
     def stalled(self, number: int, stalled: m.Stalled) -> None:
-        """Somebody's data may have been lost on the way: planned anew, over new streams.
+        """A holder's data may have been lost: plans anew, over new streams.
 
-        What receivers have, they keep. Nobody is to blame for a connection that breaks; so when it
-        breaks again and again, all are told.
+        Receivers keep what they have. No peer is blamed for a broken connection; if connections
+        break again and again, all members get an error.
         """
         sync = self.of(number)
         if sync is None or sync.seq != stalled.seq:
-            return  # a newer plan has replaced that one meanwhile, or all is done
+            return  # a newer plan has replaced that one, or all is done
         sync.stalls += 1
         info = self._membership.info(number)
         why = f"{info} could not send the shared state: {stalled.why}"
@@ -187,9 +187,9 @@ class Synchronisations:
             self._fail(sync, WITHDRAWN[Kind.SYNC], why)
 
     def withdraw(self, number: int, call: int) -> bool:
-        """A caller waits no longer, and so it ends for all; whether it stood in one by that call.
+        """A caller withdraws, which ends it for all. Whether that call was part of one.
 
-        Nobody's memory has changed.
+        No memory has changed.
         """
         sync = self.of(number)
         if sync is None or sync.members[number].call != call:

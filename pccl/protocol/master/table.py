@@ -10,21 +10,21 @@ from pccl.protocol import messages as m
 
 @dataclass(slots=True)
 class Running:
-    """A collective between its start and its outcome, and who says what of its end."""
+    """A collective between its start and its outcome, with the votes on its end."""
 
     seq: int
     group: int
     members: set[int]
     title: str
     votes: dict[int, bool] = field(default_factory=dict)
-    around: tuple[int, tuple[m.Ring, ...]] | None = None  # the epoch and rings that it goes around
+    around: tuple[int, tuple[m.Ring, ...]] | None = None  # its epoch and rings
     why: str = ""
     cause: m.Cause = m.Cause.OTHER
-    since_s: float = 0.0  # when the last one entered it
+    since_s: float = 0.0  # when the last peer entered it
 
     @property
     def missing(self) -> set[int]:
-        """The members who have not voted on its end."""
+        """The members that have not voted on its end."""
         return self.members - self.votes.keys()
 
 
@@ -32,14 +32,14 @@ class CollectiveTable:
     """Running collectives by their sequence numbers.
 
     Attributes:
-        committed: how many have succeeded.
-        aborted: how many have not.
+        committed: how many have committed.
+        aborted: how many have aborted.
     """
 
     def __init__(self) -> None:
         self.committed = self.aborted = 0
         self._running: dict[int, Running] = {}
-        self._counts: dict[int, int] = {}  # how many a peer is a member of
+        self._counts: dict[int, int] = {}  # by peer: of how many it is a member
 
     def __iter__(self) -> Iterator[Running]:
         return iter(self._running.values())
@@ -48,26 +48,26 @@ class CollectiveTable:
         return len(self._running)
 
     def get(self, seq: int) -> Running | None:
-        """The one with this number, if it runs."""
+        """The collective with this number, if it runs."""
         return self._running.get(seq)
 
     def of_group(self, group: int) -> list[Running]:
-        """All those of a group, in the order of their starts."""
+        """The collectives of a group, in the order of their starts."""
         return [running for running in self._running.values() if running.group == group]
 
     def running(self, number: int) -> int:
-        """How many a peer is a member of."""
+        """Of how many running collectives a peer is a member."""
         return self._counts.get(number, 0)
 
     def add(self, running: Running) -> None:
-        """A collective has started."""
+        """Adds a collective that has started."""
         self._running[running.seq] = running
         counts = self._counts
         for number in running.members:
             counts[number] = counts.get(number, 0) + 1
 
     def remove(self, running: Running) -> None:
-        """A collective has an outcome."""
+        """Removes a collective that has an outcome."""
         del self._running[running.seq]
         if all(running.votes.values()):
             self.committed += 1
@@ -81,7 +81,7 @@ class CollectiveTable:
                 counts[number] -= 1
 
     def lose(self, group: int, lost: Collection[int]) -> list[Running]:
-        """Peers of a group are gone: nobody waits for them. The collectives of their group."""
+        """Peers of a group are lost: removes them. Returns the collectives of the group."""
         running = self.of_group(group)
         for one in running:
             one.members.difference_update(lost)
@@ -92,7 +92,7 @@ class CollectiveTable:
         return running
 
     def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
-        """All that somebody waits for: its name, who is missing, and what it is."""
+        """Everything that peers wait for: its name, the missing peers, and a title."""
         for running in self._running.values():
             if running.votes:
                 yield running.seq, running.missing, running.title

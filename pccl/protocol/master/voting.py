@@ -1,4 +1,4 @@
-"""Peers enter rounds: rounds commit, or fail because votes can never meet."""
+"""Rounds: peers enter them, and they commit, or fail because votes can never meet."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from pccl.protocol.rounds import (
 )
 from pccl.types import Result
 
-PART_BYTES = 256  # that one tensor in a vote takes in memory, or so, without its texts
+PART_BYTES = 256  # memory that one tensor in a vote takes, about, without its texts
 Commit: TypeAlias = Callable[[Round[object]], None]
 
 
 def held(payload: m.Work | m.Offer) -> int:
-    """Bytes, or so, that a vote takes in memory: many times what small parts take in a message."""
+    """The bytes, about, that a vote takes in memory: many times its size in a message."""
     parts = payload.parts if isinstance(payload, m.Work) else payload.entries
     texts = sum(len(part.name) + len(part.layout) for part in parts)
     width = 1 if all(part.name.isascii() and part.layout.isascii() for part in parts) else 4
@@ -38,9 +38,9 @@ def held(payload: m.Work | m.Offer) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PendingRejection:
-    """What a peer is told, once, that comes to one of these rounds after their end.
+    """The error that a peer gets, once, if it enters one of these rounds after their end.
 
-    `seq` is that of a collective that began without this peer's knowledge.
+    `seq` is that of a collective that started without this peer's knowledge.
     """
 
     rounds: frozenset[RoundId]
@@ -51,11 +51,11 @@ class PendingRejection:
 
 
 class Voting:
-    """The rounds in which somebody waits.
+    """The rounds in which peers wait.
 
     Args:
-        table: the collectives that run, which count with the rounds that a peer stands in.
-        commit: told of a round in which all members have voted; it has ended by then.
+        table: the running collectives, which count like rounds in which a peer waits.
+        commit: called with a round in which all members have voted; it has already ended.
 
     Attributes:
         open: the rounds themselves.
@@ -93,7 +93,7 @@ class Voting:
             self.evaluate(round_)
 
     def evaluate(self, round_: Round[object] | None) -> None:
-        """Commits a round if all members have voted, and are not to wait for a newcomer."""
+        """Commits a round if all members have voted, unless they wait for a newcomer."""
         if (
             round_ is not None
             and len(round_.votes) == self._membership.size(round_.id.group)
@@ -103,15 +103,15 @@ class Voting:
             self._commit(round_)
 
     def hurry(self, number: int, call: int) -> None:
-        """A patient caller wants its answer now."""
+        """A caller is no longer patient."""
         self.evaluate(self.open.hurry(number, call))
 
     def newcomer(self) -> None:
-        """A peer has registered: for this patient callers wait."""
+        """A peer has registered, for which patient callers wait."""
         self.evaluate(self.open.get(PENDING))
 
     def withdraw(self, number: int, call: int) -> None:
-        """A caller waits no longer. Nothing happens if its answer is on the way already."""
+        """A caller withdraws. Nothing happens if its answer is on the way already."""
         for round_ in list(self.open.of(number).values()):
             if round_.votes[number].call == call:
                 why = f"waited for {self._membership.names(self.absent(round_))}"
@@ -119,19 +119,19 @@ class Voting:
                 self._outbox.fail(number, call, WITHDRAWN[round_.id.kind], why, m.Cause.TIMEOUT)
 
     def absent(self, round_: Round[object]) -> list[int]:
-        """The members who have not voted."""
+        """The members that have not voted."""
         members = self._membership.accepted(round_.id.group)
         return [number for number in members if number not in round_.votes]
 
     def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
-        """All that somebody waits for: its name, who is missing, and what it is."""
+        """Everything that peers wait for: its name, the missing peers, and a title."""
         for round_ in self.open:
             yield round_.id, self.absent(round_), round_.describe(next(iter(round_.votes)))
 
-    # ---- who leaves ----
+    # ---- peers that leave ----
 
     def forget(self, number: int) -> None:
-        """A peer has left: it is told nothing any more."""
+        """A peer has left: forgets the errors meant for it."""
         self._rejections.pop(number, None)
 
     def take_back(self, numbers: Iterable[int]) -> None:
@@ -141,18 +141,18 @@ class Voting:
                 self.open.take_back(number, round_)
 
     def go_on_without(self, lost: Mapping[int, Mapping[int, str]]) -> None:
-        """Peers are lost, by group and number, with what is said of each: commits what waited for
-        nobody else."""
+        """Peers are lost, by group and number, each with its name and reason: commits the rounds
+        that waited only for them."""
         for round_ in self.open:
             groups = lost if round_.id.group is None else {round_.id.group} & lost.keys()
             round_.lost += [title for group in groups for title in lost[group].values()]
-            if round_ in self.open:  # or it has ended since
+            if round_ in self.open:  # it may have ended since
                 self.evaluate(round_)
 
     # ---- votes that can never meet ----
 
     def _mismatch(self, round_: Round[object]) -> bool:
-        """Fails a start round whose votes ask for different work, or go by different ranks."""
+        """Fails a start round whose votes ask for different work, or assume different ranks."""
         if round_.id.kind is not Kind.START:
             return False
         first, mine = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
@@ -174,7 +174,7 @@ class Voting:
         return True
 
     def _conflict(self, number: int, mine: Round[object]) -> bool:
-        """Fails two rounds that wait for each other's voters, which can then never meet."""
+        """Fails two rounds that wait for each other's voters, and so can never commit."""
         other = self.open.in_the_way(number, mine)
         if other is None:
             return False
@@ -183,7 +183,7 @@ class Voting:
         return True
 
     def _who(self, rounds: Iterable[Round[object]]) -> str:
-        """Who called what: of each round who came first, and who came last."""
+        """Which peer called what: the first and the last voter of each round."""
         calls = []
         for round_ in rounds:
             voters = list(round_.votes)
@@ -194,7 +194,7 @@ class Voting:
         return "; ".join(calls)
 
     def _end(self, rounds: list[Round[object]], result: Result, why: str) -> None:
-        """Ends rounds with an error: for all voters now, for other members when they come."""
+        """Ends rounds with an error: for all voters now, for other members when they enter."""
         why = plain(why)
         self._outbox.note(why)
         ids = frozenset(round_.id for round_ in rounds)
@@ -208,13 +208,13 @@ class Voting:
                     self.reject_later(number, rejection)
 
     def reject_later(self, number: int, rejection: PendingRejection) -> None:
-        """A peer is told of the end of a round when it comes to it."""
+        """A peer gets this error when it enters the round."""
         pending = self._rejections.setdefault(number, [])
         pending[:] = [old for old in pending if old.rounds != rejection.rounds][-OPEN_MAX:]
         pending.append(rejection)
 
     def _reject(self, number: int, round_id: RoundId, vote: Vote[object]) -> bool:
-        """Whether the round has ended before this peer came to it, which it is told then."""
+        """Whether the round ended before this peer entered it; if so, sends the error."""
         pending = self._rejections[number]
         found = next((one for one in pending if round_id in one.rounds), None)
         if found is not None:

@@ -13,7 +13,7 @@ _REDOPS = {op.value for op in ReduceOp}
 
 
 def fits(work: m.Work, data: bytes) -> bool:
-    """Whether these can be the bytes of a contribution that the master is to reduce."""
+    """Whether these bytes are a valid contribution for the master to reduce."""
     return (
         work.what in INLINE
         and not work.parts
@@ -23,13 +23,13 @@ def fits(work: m.Work, data: bytes) -> bool:
 
 
 def goes_around(work: m.Work) -> bool:
-    """Whether a collective's data uses every hop of the rings that it goes over."""
+    """Whether a collective's data uses every hop of its rings."""
     carries = work.count or any(part.count for part in work.parts)
     return bool(carries) and work.what in AROUND
 
 
 def outdated(round_: Round[object], size: int) -> str:
-    """Why a start round fails in which ranks matter, and not all know who has which by now.
+    """Why a start round fails whose peers do not all know the current ranks.
 
     `size` is that of the group.
     """
