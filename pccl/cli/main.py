@@ -23,6 +23,7 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
     ),
     "bench": ("measure collectives, in the manner of nccl-tests", "pccl.cli.bench"),
     "status": ("print what a master shows of its run", "pccl.cli.status"),
+    "top": ("show a run in the terminal, again and again", "pccl.cli.top"),
     "doctor": ("check this machine, and the way to and from a master", "pccl.cli.doctor"),
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from http.client import HTTPConnection, HTTPException
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,31 +25,52 @@ OK = 200
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl status`."""
+    add_address(parser)
+    parser.add_argument("--json", action="store_true", help="print the master's answer as it is")
+
+
+def add_address(parser: argparse.ArgumentParser) -> None:
+    """Where the master shows its run."""
     parser.add_argument(
         "address",
         type=http_port,
         metavar="[HOST:]PORT",
         help="where the master shows its run: what its --http says",
     )
-    parser.add_argument("--json", action="store_true", help="print the master's answer as it is")
 
 
 def run(args: argparse.Namespace) -> int:
     """Asks and prints; the exit code is 1 where no answer comes."""
-    host, port = args.address
-    body = _ask(host, port)
+    answer = ask(*args.address)
+    if args.json:
+        print(answer.body.decode())
+        return 0
+    for line in lines(answer.status):
+        print(line)
+    return 0
+
+
+class Answer(NamedTuple):
+    """What a master has answered: as it came, and what that says."""
+
+    body: bytes
+    status: Status
+
+
+def ask(host: str, port: int) -> Answer:
+    """Asks a master for its status. Raises OSError with a sentence where none comes."""
+    body = _fetch(host, port)
     try:
-        status = msgspec.json.decode(body, type=Status)
+        return Answer(body, msgspec.json.decode(body, type=Status))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         where = address_text(host, port)
         why = f"what answers at {where} is no master of this version of pccl: {error}"
         raise OSError(why) from None
-    if args.json:
-        print(body.decode())
-        return 0
-    for line in _lines(status):
-        print(_plain(line))
-    return 0
+
+
+def lines(status: Status) -> Iterator[str]:
+    """A status in words, fit for a terminal."""
+    return map(_plain, _lines(status))
 
 
 def _plain(text: str) -> str:
@@ -56,7 +78,7 @@ def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _ask(host: str, port: int) -> bytes:
+def _fetch(host: str, port: int) -> bytes:
     """The answer to a request for the status. Raises OSError with a sentence where none comes."""
     where = address_text(host, port)
     connection = HTTPConnection(host, port, timeout=PATIENCE_S)

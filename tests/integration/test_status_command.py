@@ -1,9 +1,14 @@
-"""`pccl status` prints what a master shows, and says what is wrong where none does."""
+"""`pccl status` and `pccl top` show a run, and say what is wrong where none is shown."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import re
+import shutil
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +20,7 @@ from hall import WORK, Hall
 import pccl
 from pccl.cli import main as cli
 from pccl.cli import status as command
+from pccl.cli import top
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import WAITS_MAX
@@ -45,7 +51,7 @@ def http(body: bytes, status: str = "200 OK") -> bytes:
 
 def printed(status: Status) -> list[str]:
     """The lines, after they have been written and read again."""
-    return list(command._lines(msgspec.json.decode(msgspec.json.encode(status), type=Status)))
+    return list(command.lines(msgspec.json.decode(msgspec.json.encode(status), type=Status)))
 
 
 def test_a_master_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,3 +149,71 @@ def test_what_a_stranger_answers_cannot_steer_the_terminal(
     with answering(http(b"\x1b[2J\r\nx", "500 \x1b[2J")) as address:
         assert cli.main(["status", address]) == 1
     assert "\x1b" not in capsys.readouterr().err
+
+
+# ---- pccl top ----
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """One of 6 lines; in the test itself, for pytest changes stdout after fixtures."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((40, 6)))
+    return screen
+
+
+def looks(monkeypatch: pytest.MonkeyPatch, *answers: Status | str) -> list[int]:
+    """`pccl top` gets these answers, or errors; then Ctrl-C. The pauses that it makes."""
+    coming, pauses = iter(answers), []
+
+    def answer(host: str, port: int) -> command.Answer:
+        found = next(coming)
+        if isinstance(found, str):
+            raise OSError(found)
+        return command.Answer(b"", found)
+
+    def pause(interval: int) -> None:
+        pauses.append(interval)
+        if len(pauses) == len(answers):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(top, "ask", answer)
+    monkeypatch.setattr(top.time, "sleep", pause)
+    return pauses
+
+
+def test_top_shows_it_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(monkeypatch)
+    four, none = Hall(4).master.status(), Hall(0).master.status()
+    pauses = looks(monkeypatch, four, "it is gone", "it is gone for good", none)
+    assert cli.main(["top", "--interval", "7", "1"]) == 0
+    assert pauses == [7, 7, 7, 7]
+    text = screen.getvalue()
+    assert text.startswith(top.BEGIN) and text.endswith(top.END)
+    first, second, third, fourth = text.split(top.HOME)[1:]
+    rows = first.split("\n")
+    assert len(rows) == 6 and rows[-1].startswith("and 5 more lines")
+    assert all(len(row.partition("\x1b")[0]) < 40 for row in rows)
+    began = re.match(r"since \d\d:\d\d:\d\d: ", second)
+    assert began is not None and second[began.end() :].startswith("it is gone\x1b[K\npccl ")
+    assert third.startswith(f"{began[0]}it is gone for good"[:39]), "since the first failure"
+    assert fourth.startswith("pccl ") and "\n" not in fourth
+
+
+def test_top_without_an_answer_or_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = terminal(monkeypatch)
+    looks(monkeypatch, "no status from there")
+    assert cli.main(["top", "1"]) == 1
+    assert screen.getvalue() == "" and "no status from there" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert cli.main(["top", "1"]) == 1
+    assert "it needs a terminal" in capsys.readouterr().err
