@@ -1,9 +1,9 @@
-"""Whether peers can reach a newcomer: what the master makes of having dialled it. Pure functions.
+"""Whether peers can reach a newcomer: conclusions from the master's dial. Pure functions.
 
-The master dials a newcomer once, where the others would have to. If it gets through, they most
-likely can. If it does not, that proves nothing about peers on the same machine, which need no
-network, nor about an address of a private network that the master may not be in. In these cases the
-newcomer is warned and let in; if its neighbours cannot reach it either, it is dropped later.
+The master dials a newcomer once, at the address that others would use. If it reaches the newcomer,
+they most likely can. If not, that proves nothing about peers on the same machine, which need no
+network, or about an address in a private network that the master may not belong to. In these cases
+the newcomer is admitted with a warning; if its neighbours cannot reach it either, it is dropped.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pccl.support.text import address_text
 
 
 class Placed(Protocol):
-    """What says which machine it is on, as a PeerInfo or a Hello does."""
+    """An object with a peer's machine, such as a PeerInfo or a Hello."""
 
     @property
     def ipc(self) -> str:
-        """Where it listens for peers of the same machine."""
+        """Its address for peers of the same machine."""
 
     @property
     def machine(self) -> str:
-        """Which one that is."""
+        """Its machine."""
 
 
 def local(one: Placed, other: Placed) -> bool:
@@ -34,12 +34,12 @@ def local(one: Placed, other: Placed) -> bool:
 
 
 def matters(info: m.PeerInfo, seen: str, group: Iterable[m.PeerInfo]) -> bool:
-    """Whether a newcomer that the master cannot reach is of no use to its group.
+    """Whether a newcomer that the master cannot reach must be refused.
 
     Args:
         info: the newcomer.
-        seen: the host that the master sees it at.
-        group: the others of its group.
+        seen: its address as the master sees it.
+        group: the other peers of its group.
     """
     return _judged(info.host, seen) and not all(local(info, other) for other in group)
 
@@ -51,10 +51,10 @@ def _judged(host: str, seen: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_global
     except ValueError:
-        return False  # a name, which may mean something else elsewhere
+        return False  # a name, which others may resolve differently
 
 
-# What to do about a peer that reaches nobody.
+# What to do about a peer that reaches no other.
 EGRESS = (
     "let its connections out through the firewall, to the ports of the other peers; to the master "
     "alone is not enough"
@@ -62,13 +62,13 @@ EGRESS = (
 
 
 def refusal(info: m.PeerInfo, why: str) -> str:
-    """What a newcomer is told that its group has no use for."""
+    """The error for a newcomer that must be refused."""
     where = address_text(info.host, info.port)
     return f"it cannot be reached at {where}, where the master has tried ({why}): {cure(info)}"
 
 
 def warning(info: m.PeerInfo, why: str) -> str:
-    """What a newcomer is told that is let in all the same."""
+    """The warning for a newcomer that is admitted nevertheless."""
     where = address_text(info.host, info.port)
     return (
         f"this peer cannot be reached at {where}, where the master has tried ({why}). If peers on "
@@ -77,7 +77,7 @@ def warning(info: m.PeerInfo, why: str) -> str:
 
 
 def cure(info: m.PeerInfo) -> str:
-    """What to do about a peer that nobody reaches."""
+    """What to do about a peer that cannot be reached."""
     try:
         loopback = ipaddress.ip_address(info.host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Ring planning: who sends to whom, and which share of the data each ring carries."""
+"""Ring planning: the orders of the peers, and the share of the data of each ring."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pccl.protocol.messages import PeerInfo, Ring, Work
 from pccl.protocol.topology import hops
 
 QUANTUM = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl.h)
-BARRED = 1 << 20  # the cost of a hop that is to be avoided at any price
-COSTLY_MAX = 4  # hops for which a better place is looked for at the same time
-EXACT_MAX = 7  # peers whose orders are all looked at for a cheaper one; of more, some changes
+BARRED = 1 << 20  # the cost of a hop that must be avoided at any price
+COSTLY_MAX = 4  # costly hops improved at the same time
+EXACT_MAX = 7  # peers whose orders are all considered; of more peers, only some
 
 Hop = tuple[int, int]  # from whom, to whom
 Cost = Callable[[Hop], int]
@@ -21,16 +21,14 @@ Cost = Callable[[Hop], int]
 
 @dataclass(frozen=True, slots=True)
 class RingPlace:
-    """A peer's place in one ring of a collective.
-
-    What c/pccl.h calls a pccl_ring, field by field.
+    """A peer's place in one ring of a collective: the fields of a pccl_ring (c/pccl.h).
 
     Attributes:
         stream: leads to the successor.
-        members: how many the ring has.
-        position: our own in the ring.
-        begin: where the ring's share of the data begins, an offset.
-        count: offsets of the share.
+        members: the number of the ring's members.
+        position: this peer's position in the ring.
+        begin: the offset at which the ring's share of the data begins.
+        count: the number of offsets in the share.
         root: the position of a broadcast's root.
         ranks: the members' ranks by position; empty: they are the positions.
     """
@@ -45,18 +43,18 @@ class RingPlace:
 
 
 def free(hop: Hop) -> int:
-    """What hops cost where nothing speaks against any."""
+    """The cost of hops if there is nothing against any of them."""
     return 0
 
 
 def plan_rings(
     peers: Sequence[PeerInfo], chosen: Sequence[Ring] = (), cost: Cost = free
 ) -> tuple[Ring, ...]:
-    """Rings over all peers: those that were chosen, else one; none for fewer than two peers.
+    """Rings over all peers: the chosen ones, else one; none for fewer than two peers.
 
-    Those that were chosen may also name peers that have left, and not yet name all. Peers are in
-    the order of acceptance, which breaks ties, so every call gives the same plan. An order changes
-    where that makes it cheaper, and it has a hop that is barred.
+    The chosen rings may contain peers that have left, and lack newcomers. `peers` are in the order
+    of acceptance, which breaks ties, so every call gives the same plan. An order with a barred hop
+    is changed if that makes it cheaper.
     """
     if len(peers) < 2:
         return ()
@@ -70,12 +68,12 @@ def plan_rings(
 
 
 def uses(rings: Sequence[Ring], barred: Collection[Hop]) -> bool:
-    """Whether rings have hops that are barred."""
+    """Whether rings have any of these hops."""
     return any(hop in barred for ring in rings for hop in hops(ring.order))
 
 
 def _cheaper(order: tuple[int, ...], cost: Cost) -> tuple[int, ...]:
-    """An order that costs less, if there is one: the cheapest of few peers, of many a good one."""
+    """A cheaper order, if there is one: the cheapest of few peers, a good one of many."""
     if len(order) > EXACT_MAX:
         return _swapped(order, cost)
     first, *rest = order
@@ -86,7 +84,7 @@ def _cheaper(order: tuple[int, ...], cost: Cost) -> tuple[int, ...]:
 
 
 def _swapped(order: tuple[int, ...], cost: Cost) -> tuple[int, ...]:
-    """Has peers at costly hops change places with others, while that makes the order cheaper."""
+    """Swaps peers at costly hops with others, as long as that makes the order cheaper."""
     size, changed = len(order), list(order)
     for _ in range(size):
         paid = sorted(((cost(hop), -i) for i, hop in enumerate(hops(changed))), reverse=True)
@@ -103,7 +101,7 @@ def _swapped(order: tuple[int, ...], cost: Cost) -> tuple[int, ...]:
 
 
 def _swap_cost(order: Sequence[int], i: int, j: int, cost: Cost) -> int:
-    """By how much the order costs more if the i-th and the j-th change places."""
+    """The additional cost of the order if the i-th and the j-th peer are swapped."""
     swapped = {i: order[j], j: order[i]}
     change = 0
     for at in {(i - 1) % len(order), i, (j - 1) % len(order), j}:
@@ -114,9 +112,9 @@ def _swap_cost(order: Sequence[int], i: int, j: int, cost: Cost) -> int:
 
 
 def _order(peers: Sequence[PeerInfo], chosen: Sequence[int]) -> tuple[int, ...]:
-    """The peers in the chosen order, others of them side by side with those of their machine."""
+    """The peers in the chosen order; newcomers beside peers of their machine."""
     chosen_at = {number: index for index, number in enumerate(chosen)}
-    last_of: dict[tuple[str, str], int] = {}  # of a machine: where its peers end
+    last_of: dict[tuple[str, str], int] = {}  # the last position of each machine's peers
     for peer in sorted(peers, key=lambda peer: chosen_at.get(peer.peer, -1)):
         if peer.peer in chosen_at:
             last_of[peer.machine, peer.host] = chosen_at[peer.peer]
@@ -133,7 +131,7 @@ def _order(peers: Sequence[PeerInfo], chosen: Sequence[int]) -> tuple[int, ...]:
 
 
 def successors(rings: Sequence[Ring], number: int) -> tuple[int, ...]:
-    """Whom a peer sends to in each ring."""
+    """A peer's successor in each ring."""
     return tuple(ring.order[(ring.order.index(number) + 1) % len(ring.order)] for ring in rings)
 
 
@@ -157,7 +155,7 @@ def shares(count: int, rings: Sequence[Ring]) -> list[tuple[int, int]]:
 def places(
     work: Work, rings: Sequence[Ring], number: int, streams: Sequence[int]
 ) -> tuple[RingPlace, ...]:
-    """A peer's place in each ring of a collective, where a stream leads to its successor.
+    """A peer's place in each ring of a collective; `streams` lead to its successors.
 
     A rank is a position in the first of the rings.
     """

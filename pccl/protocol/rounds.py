@@ -1,18 +1,18 @@
-"""The round: the one primitive of agreement. All members vote, or nobody moves.
+"""The round, the only primitive of agreement: all members vote, or nothing happens.
 
 A round is identified by its kind and key; its scope says who the members are: all accepted peers of
 the run, or those of one group. A peer votes by entering the call. When all members have voted the
 round commits; when a member disappears the rest decide without it. A peer waits in a round from its
 vote until the round ends.
 
-Some rounds exclude each other: a peer that stands in an exclusive call cannot enter another call
-before that returns, so when two peers of one scope wait in two such rounds, neither round can ever
-complete. Other calls may stand next to each other, because a peer may have several threads; a peer
-with one thread only says that it is *stuck* in such a call. Two peers of one group that are stuck
-in two rounds can never meet either.
+Some rounds exclude each other: a peer in an exclusive call cannot enter another call before that
+returns, so if two peers of one scope wait in two such rounds, neither round can ever complete.
+Other calls may run at the same time, because a peer may have several threads; a peer with a single
+thread says that it is *stuck* in such a call. Two peers of one group that are stuck in two rounds
+can never meet either.
 
-It is enough to look at pairs of rounds: a peer that is waited for and can never come is stuck in
-another round, and that one is of the same group, or of the whole run like the first.
+It is enough to consider pairs of rounds: an awaited peer that can never come is stuck in another
+round, which belongs to the same group, or to the whole run like the first.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pccl.types import Result
 
 T = TypeVar("T")
 
-OPEN_MAX = 4096  # rounds and collectives in which one peer stands at the same time
-HELD_MAX = 64 << 20  # bytes, or so, of one peer's votes that wait
+OPEN_MAX = 4096  # rounds and collectives of one peer at the same time
+HELD_MAX = 64 << 20  # bytes, about, of one peer's waiting votes
 
 
 class Kind(StrEnum):
-    """What is agreed on; the value is the API call's name, as errors quote it."""
+    """The kind of a round; the value is the name of the API call, as errors quote it."""
 
     TOPOLOGY = "update_topology"
     PENDING = "are_peers_pending"
@@ -41,7 +41,7 @@ class Kind(StrEnum):
     START = "a collective"
 
 
-# The result of a call that was withdrawn: nothing has happened, and it can be made again.
+# The result of a withdrawn call: nothing has happened, and it can be made again.
 WITHDRAWN = {
     Kind.TOPOLOGY: Result.UPDATE_TOPOLOGY_FAILED,
     Kind.PENDING: Result.RANK_CONNECTION_LOST,
@@ -62,7 +62,7 @@ COMPATIBLE = {
 EXCLUDED = {
     a: tuple(b for b in Kind if b is not a and frozenset((a, b)) not in COMPATIBLE) for a in Kind
 }
-# A peer that stands in one of these makes no other call until it returns.
+# A peer in one of these makes no other call until it returns.
 EXCLUSIVE = frozenset(kind for kind in Kind if len(EXCLUDED[kind]) == len(Kind) - 1)
 RUN_WIDE = frozenset((Kind.TOPOLOGY, Kind.PENDING, Kind.OPTIMIZE))
 
@@ -82,20 +82,20 @@ PENDING = RoundId(Kind.PENDING, None)
 class Vote(Generic[T]):
     """A peer's vote: the number of its call, what it asks for, and the data it brings.
 
-    When it was cast is shown to whoever watches the run; nothing is decided by it.
+    `since_s` is only for the status of the run; no decision depends on it.
     """
 
     call: int
     payload: T
     data: bytes | None = None
     stuck: bool = False
-    held: int = 0  # bytes, or so, that it takes while it waits
+    held: int = 0  # bytes, about, that it takes in memory
     since_s: float = 0.0  # when it was cast
 
 
 @dataclass(slots=True)
 class Round(Generic[T]):
-    """The votes so far, and who was lost while the others waited."""
+    """The votes so far, and the peers that were lost meanwhile."""
 
     id: RoundId
     votes: dict[int, Vote[T]] = field(default_factory=dict)
@@ -103,11 +103,11 @@ class Round(Generic[T]):
 
     @property
     def is_patient(self) -> bool:
-        """Whether all voters would rather wait for news than hear that there are none."""
+        """Whether all voters prefer to wait until a peer is pending."""
         return self.id == PENDING and all(vote.payload for vote in self.votes.values())
 
     def describe(self, peer: int) -> str:
-        """What the peer called, in words."""
+        """A peer's call, in words."""
         payload = self.votes[peer].payload
         if self.id.kind is Kind.START:
             return f"{payload} with tag {self.id.tag}"
@@ -116,7 +116,7 @@ class Round(Generic[T]):
 
 @dataclass(slots=True)
 class _Voter:
-    """A peer that waits: its group, and in which rounds."""
+    """A waiting peer: its group, and its rounds."""
 
     group: int
     rounds: dict[RoundId, Round[object]] = field(default_factory=dict)
@@ -125,18 +125,18 @@ class _Voter:
 
 
 class OpenRounds:
-    """The rounds in which somebody waits.
+    """The rounds in which peers wait.
 
-    Indexed such that no vote costs more when there are more peers or more rounds: who asks whether
-    somebody stands in the way compares two counters.
+    The indices keep the cost of a vote independent of the number of peers and rounds: whether any
+    voter stands in the way is decided by comparing two counters.
     """
 
     def __init__(self) -> None:
         self._rounds: dict[RoundId, Round[object]] = {}
         self._voters: dict[int, _Voter] = {}
-        # votes of each kind by the peers of a group, and under None by all
+        # votes of each kind by the peers of a group; under None, by all
         self._waiting: Counter[tuple[int | None, Kind]] = Counter()
-        self._stuck: dict[int, Counter[RoundId]] = {}  # how many peers of a group, in which rounds
+        self._stuck: dict[int, Counter[RoundId]] = {}  # by group: how many peers in which rounds
 
     def __iter__(self) -> Iterator[Round[object]]:
         return iter(list(self._rounds.values()))
@@ -148,7 +148,7 @@ class OpenRounds:
         return self._rounds.get(round_.id) is round_
 
     def get(self, round_id: RoundId) -> Round[object] | None:
-        """The open round of that name, if there is one."""
+        """The open round with this name, if there is one."""
         return self._rounds.get(round_id)
 
     def of(self, peer: int) -> Mapping[RoundId, Round[object]]:
@@ -156,11 +156,11 @@ class OpenRounds:
         return self._voters[peer].rounds if peer in self._voters else {}
 
     def held(self, peer: int) -> int:
-        """Bytes, or so, that the votes of a peer take that waits."""
+        """The bytes, about, that a peer's waiting votes take."""
         return self._voters[peer].held if peer in self._voters else 0
 
     def too_much(self, peer: int, vote: Vote[object], running: int) -> str:
-        """Why one more vote is too much, of a peer with so many collectives; empty if it is not."""
+        """Why one more vote is too much for a peer with that many collectives; empty if not."""
         if len(self.of(peer)) + running >= OPEN_MAX:
             return f"{OPEN_MAX} calls wait already"
         if self.held(peer) + vote.held > HELD_MAX:
@@ -172,7 +172,7 @@ class OpenRounds:
         return ""
 
     def vote(self, peer: int, group: int, round_id: RoundId, vote: Vote[object]) -> Round[object]:
-        """A peer enters a round, which is opened if need be. It must not be in it already."""
+        """A peer enters a round, which is opened if necessary. It must not be in it already."""
         round_ = self._rounds.setdefault(round_id, Round(round_id))
         assert peer not in round_.votes
         round_.votes[peer] = vote
@@ -185,14 +185,14 @@ class OpenRounds:
         return round_
 
     def take_back(self, peer: int, round_: Round[object]) -> None:
-        """A peer no longer waits in an open round. A round in which nobody waits is closed."""
+        """Removes a peer's vote from an open round. A round without votes is closed."""
         self._forget(peer, round_)
         del round_.votes[peer]
         if not round_.votes:
             del self._rounds[round_.id]
 
     def hurry(self, peer: int, call: int) -> Round[object] | None:
-        """A patient peer is so no longer: the round that it waits in by that call."""
+        """A peer is no longer patient. Returns the round in which that call waits."""
         round_ = self.of(peer).get(PENDING)
         if round_ is None or round_.votes[peer].call != call:
             return None  # its answer is on the way already
@@ -200,7 +200,7 @@ class OpenRounds:
         return round_
 
     def close(self, round_: Round[object]) -> None:
-        """A round ends; it keeps its votes."""
+        """Closes a round, which keeps its votes."""
         del self._rounds[round_.id]
         for peer in round_.votes:
             self._forget(peer, round_)

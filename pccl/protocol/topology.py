@@ -1,12 +1,12 @@
-"""Which rings suit links of different speed. Pure functions.
+"""The choice of rings by the measured speed of links. Pure functions.
 
-All links of a ring carry the same bytes at the same time, so the slowest decides how long a large
-collective takes, and how far it is around the ring twice is added to that. A ring that is best in
-this sense is a bottleneck travelling salesman's tour: found for certain among few peers, by local
-search (2-opt and or-opt: Croes, 1958; Or, 1976) among many.
+All links of a ring carry the same bytes at the same time, so the slowest link determines the time
+of a large collective, plus the delay of going around the ring twice. The best ring in this sense is
+a bottleneck travelling salesman's tour: found exactly for few peers, by local search (2-opt and
+or-opt: Croes, 1958; Or, 1976) for many.
 
-One ring leaves most links of a mesh idle. Where they do not share what leads to a peer, several
-rings that share out the data take a fraction of the time.
+One ring leaves most links of a mesh idle. If the links of a peer do not share one bottleneck,
+several rings, each with a share of the data, take a fraction of the time.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import NamedTuple, Protocol
 
 from pccl.protocol.messages import RINGS_MAX, Ring
 
-NOMINAL_BYTES = 64 << 20  # that each link carries in the collective which an order is to suit
-CHUNK_BYTES = 256 << 10  # what a peer has of them before it sends on
-EXACT_MAX = 8  # peers; more have too many orders to look at all
-SPREAD_MAX = 6  # peers of a group that may have several rings: more take long to choose them
+NOMINAL_BYTES = 64 << 20  # on each link, in the collective for which orders are compared
+CHUNK_BYTES = 256 << 10  # of which a peer forwards chunks
+EXACT_MAX = 8  # peers; more have too many orders to consider all
+SPREAD_MAX = 6  # peers of a group that may have several rings: for more, choosing takes long
 SHARES = 8  # of the slowest link of the best ring, each given to the ring that gains most
-SEARCH_STEPS = 300_000  # links looked at by a local search: half a second, or so
-GAIN = 0.2  # of the time: for less no order is given up, since measurements vary
+SEARCH_STEPS = 300_000  # links considered by a local search: about half a second
+GAIN = 0.2  # of the time: an order is not changed for less, because measurements vary
 
 
 class Link(NamedTuple):
-    """What is known of the way from one peer to another.
+    """The measured path from one peer to another.
 
     Attributes:
-        rate: bytes per second; 0: nothing came through.
-        delay_us: until the first bytes are there.
+        rate: bytes per second; 0: nothing arrived.
+        delay_us: until the first bytes.
     """
 
     rate: int
@@ -46,17 +46,17 @@ class Hops(Protocol):
     """Links, by hop."""
 
     def __getitem__(self, hop: tuple[int, int], /) -> Link:
-        """The link of a hop: from whom, to whom."""
+        """The link of a hop: from the first peer to the second."""
 
 
 class Links:
-    """The links among some peers; one that is not known is as bad as the worst at its ends.
+    """The links among some peers; an unknown one is as bad as the worst known at its ends.
 
     Args:
-        measured: by (from whom, to whom).
+        measured: by sender and receiver.
         local: whether two peers are on one machine.
-        inflow: bytes per second that reach a peer when all that are not on its machine send at
-            once, and so all to each other; of those peers of which it is known.
+        inflow: bytes per second that reach a peer when all peers on other machines send to it, and
+            to each other, at once; as far as known.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ def tournament(peers: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def seconds(rings: Sequence[Ring], links: Links) -> float:
-    """How long an all-reduce of which each peer sends NOMINAL_BYTES is expected to take."""
+    """The expected time of an all-reduce in which each peer sends NOMINAL_BYTES."""
     total = sum(ring.weight for ring in rings)
     load: Counter[tuple[int, int]] = Counter()  # weights of the rings over a link
     received: Counter[int] = Counter()  # of those over the network to a peer
@@ -117,13 +117,13 @@ def seconds(rings: Sequence[Ring], links: Links) -> float:
 
 
 def best_rings(current: Sequence[Ring], links: Links) -> tuple[Ring, ...]:
-    """The rings that suit the links; those of now, if no others are clearly better.
+    """The best rings for the links; the current ones, unless others are clearly better.
 
-    Several only where it is known that the links to a peer carry more together than each alone. The
-    first begins with the lowest number, so that rank 0 stays with the same peer.
+    Several only if the links to a peer are known to carry more together than each alone. The first
+    ring begins with the lowest number, so that rank 0 stays with the same peer.
 
     Args:
-        current: the rings as they are, of two peers or more.
+        current: the current rings, of two or more peers.
         links: all links among them.
     """
     order = best_order(current[0].order, links)
@@ -136,7 +136,7 @@ def best_rings(current: Sequence[Ring], links: Links) -> tuple[Ring, ...]:
 
 
 def hops(order: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The links of a ring: from whom to whom."""
+    """The hops of a ring: senders and receivers."""
     return pairwise((*order, order[0]))
 
 
@@ -153,7 +153,7 @@ def best_order(current: Sequence[int], links: Hops) -> tuple[int, ...]:
 
 
 def _hop_seconds(link: Link) -> tuple[float, float]:
-    """What all bytes take over a link, and what one chunk adds to its way, twice around."""
+    """The time of all bytes on a link, and the time that one chunk takes on it, twice around."""
     rate = link.rate or 1
     return NOMINAL_BYTES / rate, 2 * (link.delay_us * 1e-6 + CHUNK_BYTES / rate)
 
@@ -183,7 +183,7 @@ def _spread(order: Sequence[int], links: Links) -> tuple[Ring, ...]:
 
 
 def _exact(current: Sequence[int], links: Hops) -> tuple[int, ...]:
-    """The best of all orders, by depth first; one that cannot beat the best so far is given up."""
+    """The best of all orders, depth first; orders that cannot beat the best so far are skipped."""
     best, best_s = tuple(current), _order_seconds(current, links)
     cost, pace = {}, {}
     for hop in permutations(current, 2):
@@ -207,14 +207,14 @@ def _exact(current: Sequence[int], links: Hops) -> tuple[int, ...]:
 
 
 def _search(current: Sequence[int], links: Hops) -> tuple[int, ...]:
-    """The better of what local search makes of the current order and of a greedy one."""
+    """The better result of local search from the current order and from a greedy one."""
     found = [_improved(start, links) for start in (list(current), _greedy(current, links))]
     best = min(found, key=lambda order: _order_seconds(order, links))
     return tuple(best)
 
 
 def _greedy(current: Sequence[int], links: Hops) -> list[int]:
-    """From each peer on to the one that is reached at the best rate."""
+    """From each peer to the one with the best rate among those left."""
     order, left = [current[0]], set(current[1:])
     while left:
         last = order[-1]
@@ -224,7 +224,7 @@ def _greedy(current: Sequence[int], links: Hops) -> list[int]:
 
 
 def _improved(order: list[int], links: Hops) -> list[int]:
-    """An order in which no change of one kind makes a better one, unless that takes too long."""
+    """An order that no single change improves, unless the search takes too long."""
     best_s, steps, better = _order_seconds(order, links), 0, True
     while better:
         better = False
@@ -240,7 +240,7 @@ def _improved(order: list[int], links: Hops) -> list[int]:
 
 
 def _changes(order: list[int]) -> Iterator[list[int]]:
-    """The orders in which some neighbours go the other way, or elsewhere."""
+    """The orders in which a run of neighbours is reversed, or moved elsewhere."""
     n = len(order)
     for i in range(n):
         for j in range(i + 1, n):

@@ -23,23 +23,23 @@ _REORDER = (
 
 
 def _named(names: Mapping[int, str], value: int, what: str) -> str:
-    """A value by its name, if it has one: what a peer sends may be any number."""
+    """The name of a value, if it has one: a peer may send any number."""
     return names.get(value, f"{what} {value}")
 
 
 def dtype_name(dtype: int) -> str:
-    """What numpy and torch call a `DataType`'s value."""
+    """The name of a `DataType` value in numpy and torch."""
     return _named(_DTYPE_NAMES, dtype, "dtype")
 
 
 def elements(count: int, dtype: int, layout: str = "") -> str:
-    """So many of them, in words; in which order, where that is not C's."""
+    """A number of elements, in words; with the memory order if it is not C's."""
     order = f" ({described(layout)})" if layout else ""
     return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}{order}"
 
 
 def call(work: Work) -> str:
-    """The call of the API that asks for this work, with its arguments."""
+    """The API call for this work, with its arguments."""
     if work.what == CollectiveKind.BARRIER:
         return "barrier()"
     if work.parts:
@@ -60,8 +60,8 @@ def call(work: Work) -> str:
 
 
 def difference(one: Work, other: Work) -> str:
-    """What two calls leave unsaid: of two lists of tensors the first two that differ; and what to
-    do about tensors that lie in different orders."""
+    """What the texts of two calls do not show: the first tensors that differ in two lists, and what
+    to do about different memory orders."""
     pairs = list(zip(one.parts, other.parts, strict=False))
     words = ""
     if len(one.parts) == len(other.parts):

@@ -1,4 +1,4 @@
-"""What a peer knows of a collective, and the states that it goes through."""
+"""A peer's collective and its states."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pccl.protocol.peer.effects import Fail
 ENTERING = "while peers were still entering it"
 CONFIRMING = "when its result was here, but not yet on all peers"
 
-# Messages are in order: a peer that has heard of the start of a collective has heard of the outcome
-# of all that ended before. So others lack at most as many outcomes as were under way at once.
+# Messages arrive in order: a peer that has heard of the start of a collective has heard of all
+# outcomes before it. So others lack at most as many outcomes as collectives run at once.
 OUTCOMES_KEPT = 1024
 
 
 class State(Enum):
-    """Of a collective; the value says what is so there."""
+    """A state of a collective; the value describes it."""
 
     VOTING = "registered with the engine, start vote sent"
     RUNNING = "the master said Started; the engine works"
@@ -26,7 +26,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What moves a collective; the value says it in words."""
+    """An event of a collective; the value describes it."""
 
     STARTED = "Started"
     RESULT = "Started, with a result that is not final"
@@ -37,7 +37,7 @@ class Event(Enum):
     LEFT = "its caller has gone"
 
 
-# Whatever is not in the table changes nothing: it has crossed something that came before it.
+# An event that is not in the table changes nothing: it has crossed an earlier one.
 TRANSITIONS: dict[State, dict[Event, State]] = {
     State.VOTING: {
         Event.STARTED: State.RUNNING,
@@ -67,46 +67,46 @@ class Collective:
     call: int
     tag: int
     work: m.Work
-    data: bytes | None = None  # our contribution where it travels with the vote, then the result
+    data: bytes | None = None  # the contribution if it travels with the vote; later the result
     stuck: bool = False
     state: State = State.VOTING
     seq: int = 0
     members: tuple[int, ...] = ()
     settled: bool = False
     outcome: Fail | bool | None = None
-    impatient: bool = False  # the caller waits no longer
-    parting: Fail | None = None  # what a caller is told that does not wait for the outcome
-    told: bool = False  # whether it has been
-    cause: m.Cause = m.Cause.OTHER  # why we could not complete it
-    whole: bool = False  # we hold, or held, the whole result
-    broken: str = ""  # why it could not even start here
-    stalled: bool = False  # the master knows that others may lack what we had to pass on
+    impatient: bool = False  # the caller has withdrawn
+    parting: Fail | None = None  # the answer to a caller that does not wait for the outcome
+    told: bool = False  # whether that answer was given
+    cause: m.Cause = m.Cause.OTHER  # why it could not complete here
+    whole: bool = False  # this peer holds, or held, the whole result
+    broken: str = ""  # why it could not start here
+    stalled: bool = False  # the master knows that others may lack data from this peer
     tx_bytes: int = 0
     rx_bytes: int = 0
 
     def move(self, event: Event) -> bool:
-        """Goes on by the table; whether the event means anything in this state."""
+        """Changes the state as the table says. Whether the table has this event."""
         after = TRANSITIONS[self.state].get(event)
         self.state = after or self.state
         return after is not None
 
     @property
     def passes_on(self) -> bool:
-        """Whether we hold the result, and others may lack what goes through us."""
+        """Whether this peer holds the result, and others may still need data from it."""
         return self.state is State.COMPLETE and self.outcome is None and self.data is None
 
     def vote(self, heard: int) -> m.StartVote:
-        """Our vote to start it."""
+        """The vote to start it."""
         return m.StartVote(self.call, self.tag, self.work, self.data, heard, self.stuck)
 
     @property
     def title(self) -> str:
-        """What was called."""
+        """The call, in words."""
         return f"{self.work} with tag {self.tag}"
 
     @property
     def open(self) -> m.Open:
-        """What a master has to know of it that does not know its outcome."""
+        """What a master must know of it that does not know its outcome."""
         votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
         return m.Open(self.seq, self.members, votes[self.state], self.tag)
 
@@ -117,7 +117,7 @@ class Collective:
 
     @property
     def phase(self) -> str:
-        """How far it has come, in words."""
+        """Its progress, in words."""
         if self.seq == 0:
             return ENTERING
         return CONFIRMING if self.whole else "while its data went around the ring"

@@ -3,16 +3,15 @@
 A collective goes through the states of calls.py, by the table there; its call number is also the
 engine's op number.
 
-A small one has nothing to do with the engine: its contribution travels with the start vote and the
-result comes with Started. Mostly it has committed herewith: the master has sent the result to all,
-so a peer that lives gets it unless the master dies. For that case each peer keeps the result until
-it has heard that nobody lacks it. Else the small collective is COMPLETE now, and voted on.
-The user's memory is written when it has committed.
+A small one does not use the engine: its contribution travels with the start vote, and the result
+comes with Started. If that is final, the collective has committed: the master has sent the result
+to all, so every living peer gets it unless the master dies. For that case each peer keeps the
+result until it has heard that no peer lacks it. If it is not final, the small collective is
+COMPLETE, and voted on. The user's memory is written when it has committed.
 
-It ends when two things are known: the outcome (Finished, an error of the start round, or the end of
-the run) and that the engine is settled, that is, refers to none of the user's memory and has
-restored it where the outcome is no commit. Both can come in either order. Only then is the call
-answered.
+A collective ends when two things are known, in either order: the outcome (Finished, an error of the
+start round, or the end of the run), and that the engine is settled: it no longer refers to the
+user's memory, and has restored it unless the outcome is a commit. Then the call is answered.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ Outcomes: TypeAlias = tuple[tuple[int, bool], ...]  # of collectives, by seq
 
 
 class Collectives:
-    """All collectives in which this peer has voted and whose callers are not answered.
+    """All collectives for which this peer has voted and whose calls are not answered.
 
     Args:
-        succeeded_without: told of one, by call and title, that has succeeded for the others and
-            whose caller had gone.
+        succeeded_without: called, with call and title, for a collective that has succeeded for the
+            others after its caller had left.
     """
 
     def __init__(
@@ -68,10 +67,10 @@ class Collectives:
         self._ghosts, self._withdrawals = ghosts, withdrawals
         self._succeeded_without = succeeded_without
         self._by_call: dict[int, Collective] = {}
-        self._by_seq: dict[int, Collective] = {}  # that have started, and have no outcome
+        self._by_seq: dict[int, Collective] = {}  # those that have started and have no outcome
         self._small: deque[m.Small] = deque()  # results that others may lack
         self._outcomes: deque[tuple[int, bool]] = deque(maxlen=OUTCOMES_KEPT)
-        self._unvoted: set[int] = set()  # those that Resume reported without our vote
+        self._unvoted: set[int] = set()  # those that Resume reported without a vote
 
     def __len__(self) -> int:
         return len(self._by_call)
@@ -88,7 +87,7 @@ class Collectives:
     # ---- the start ----
 
     def enter(self, one: Collective, said: bool) -> None:
-        """A caller enters one; `said`: its vote is with the master already."""
+        """A caller enters a collective; `said`: its vote was already sent."""
         self._by_call[one.call] = one
         if not one.settled:
             register = RegisterOp(one.call, self._knowledge.run, one.tag, self._knowledge.last_seq)
@@ -97,7 +96,7 @@ class Collectives:
             self._outbox.say(one.vote(self._knowledge.last_seq))
 
     def start(self, started: m.Started) -> None:
-        """The master says that all have voted."""
+        """The master says that all members have voted."""
         self._knowledge.last_seq = started.seq
         if started.data is not None:
             while self._small and self._small[0].seq <= started.stable:
@@ -121,7 +120,7 @@ class Collectives:
             why = one.broken[:WHY_MAX] if one.parting is None else GONE
             self._outbox.say(m.FinishVote(seq, False, why, one.cause))
             return
-        if one.impatient:  # it started while the vote was being withdrawn
+        if one.impatient:  # it started while the vote was being taken back
             fail = timed_out(one.call, self._withdrawals.why(one.call, GONE))
             self.stop(one, GONE, m.Cause.TIMEOUT, fail)
             return
@@ -131,7 +130,7 @@ class Collectives:
         self._outbox.do(StartOp(one.call, seq, started.nonce, parts))
 
     def _vote_on(self, one: Collective, data: bytes) -> None:
-        """A small one has its result, which is not final."""
+        """A small collective has its result, which is not final."""
         self._by_seq[one.seq] = one
         if not one.move(Event.RESULT):
             self._outbox.say(m.FinishVote(one.seq, False, GONE))
@@ -140,7 +139,7 @@ class Collectives:
         self._outbox.say(m.FinishVote(one.seq, True))
 
     def missed(self, small: m.Small) -> None:
-        """A small one has committed, and the master that is gone did not get to say so."""
+        """A small collective has committed, but an earlier master could not say so."""
         for one in list(self._by_call.values()):
             same = one.tag == small.tag and len(one.data or b"") == len(small.data)
             if same and one.unstarted and one.data is not None:
@@ -149,7 +148,7 @@ class Collectives:
                 self._keep(one, small)
 
     def _keep(self, one: Collective, small: m.Small) -> None:
-        """It has committed: but others may have to hear of it from us."""
+        """Keeps the result of a committed small collective: others may lack it."""
         self._small.append(small)
         one.data, one.outcome = small.data, True
         if one.parting is None:
@@ -166,7 +165,7 @@ class Collectives:
     # ---- the engine ----
 
     def complete(self, one: Collective, settled: bool, tx: int, rx: int) -> None:
-        """The engine holds the whole result of one."""
+        """The engine holds the whole result."""
         one.tx_bytes, one.rx_bytes, one.settled = tx, rx, settled
         if one.move(Event.HELD):
             one.whole = True
@@ -174,7 +173,7 @@ class Collectives:
         self._conclude(one)
 
     def fail(self, one: Collective, why: str, cause: m.Cause) -> None:
-        """The engine cannot complete one."""
+        """The engine cannot complete a collective."""
         if one.state is State.COMPLETE:
             self._stall([one], why)
         elif one.state is State.VOTING and one.move(Event.BROKEN):
@@ -184,21 +183,21 @@ class Collectives:
             self._give_up(one, Event.BROKEN, why, cause)
 
     def settle(self, one: Collective, tx: int, rx: int) -> None:
-        """The engine has let go of one."""
+        """The engine has settled a collective."""
         one.settled = True
         one.tx_bytes, one.rx_bytes = tx, rx
         self._conclude(one)
 
     def stream_lost(self, stream: int, why: str) -> None:
-        """A stream is gone, and with it perhaps what an op had given to it.
+        """A stream is lost, perhaps with data that an op had queued there.
 
-        The engine may have forgotten that op: then only we know that the neighbour waits.
+        The engine may have forgotten that op, and only this object knows that a neighbour waits.
         """
         if stream in self._streams.ring:
             self._stall(self._by_call.values(), why)
 
     def _stall(self, collectives: Iterable[Collective], why: str) -> None:
-        """The master is told, once, of collectives that we hold and others may never complete."""
+        """Tells the master, once, that others may never complete what this peer holds."""
         concerned = [one for one in collectives if one.passes_on and not one.stalled]
         for one in concerned:
             one.stalled = True
@@ -208,13 +207,13 @@ class Collectives:
     # ---- the end ----
 
     def interrupt(self, interrupt: m.Interrupt) -> None:
-        """Others cannot complete one: it is voted on now."""
+        """Others cannot complete a collective: votes on it now."""
         one = self._by_seq.get(interrupt.seq)
         if one is not None:
             self._give_up(one, Event.STOPPED, interrupt.why)
 
     def finish(self, finished: m.Finished) -> None:
-        """One has its outcome."""
+        """A collective has its outcome."""
         one = self._by_seq.pop(finished.seq, None)
         if one is None:
             return
@@ -232,7 +231,7 @@ class Collectives:
         self._conclude(one)
 
     def refuse(self, fail: Fail) -> None:
-        """One has failed before it started."""
+        """A collective has failed before it started."""
         one = self._by_call[fail.call]
         self._abort(one, fail)
         self._conclude(one)
@@ -250,7 +249,7 @@ class Collectives:
             self._outbox.do(AbortOp(one.call))
 
     def _conclude(self, one: Collective) -> None:
-        """Answers the call once outcome and settlement are both there."""
+        """Answers the call when the outcome is known and the engine settled."""
         if one.parting is not None and one.settled and not one.told:
             one.told = True
             self._outbox.do(one.parting)
@@ -266,15 +265,15 @@ class Collectives:
             end = Reduced(len(one.members), one.tx_bytes, one.rx_bytes)
             self._outbox.do(Answer(one.call, end))
 
-    # ---- callers that go ----
+    # ---- callers that leave ----
 
     def stop(self, one: Collective, why: str, cause: m.Cause, fail: Fail) -> None:
-        """A caller waits no longer for one that runs, which the others are told: they stop too."""
+        """A caller leaves a running collective: votes no, so that the others stop too."""
         self._give_up(one, Event.STOPPED, why, cause)
         self.release(one, fail)
 
     def release(self, one: Collective, fail: Fail) -> None:
-        """A caller goes before its collective has ended."""
+        """A caller leaves before its collective has ended."""
         self._withdrawals.forget(one.call)
         if one.outcome is not None:
             return
@@ -285,14 +284,14 @@ class Collectives:
         self._conclude(one)
 
     def void(self, one: Collective) -> None:
-        """The master that is gone had the vote of a ghost, which counts no more."""
+        """The vote of a ghost was lost with an earlier master, and is void."""
         one.outcome = one.parting
         self._conclude(one)
 
-    # ---- the master that comes back, and the end of the run ----
+    # ---- a restarted master, and the end of the run ----
 
     def report(self) -> tuple[tuple[m.Open, ...], Outcomes, tuple[m.Small, ...]]:
-        """What a master has to know: those without an outcome, outcomes, and small results."""
+        """What a restarted master must know: open collectives, outcomes, and small results."""
         open_ = tuple(one.open for _, one in sorted(self._by_seq.items()))
         self._unvoted = {each.seq for each in open_ if each.vote is None}
         return open_, tuple(self._outcomes), tuple(self._small)

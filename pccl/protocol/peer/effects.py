@@ -1,4 +1,4 @@
-"""What a peer's state machine wants done, and what it answers to calls: effects, in order."""
+"""Effects of a peer's state machine, including the answers to calls; performed in order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OpenStream:
 
 @dataclass(frozen=True, slots=True)
 class CloseStream:
-    """Close a stream; what is queued in it is of no use any more."""
+    """Close a stream; queued messages are dropped."""
 
     stream: int
 
@@ -45,7 +45,7 @@ class StartOp:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """A stream that one end of a transfer sends on, and the slot at the holders of its receiver.
+    """A stream on which one end of a transfer sends, and the receiver's slot at the holders.
 
     The slot of a receiver is its place in the group, the same at all holders.
     """
@@ -76,21 +76,21 @@ class RegisterOp:
 
 @dataclass(frozen=True, slots=True)
 class CommitOp:
-    """Keep the result."""
+    """Keep the result of an op."""
 
     op: int
 
 
 @dataclass(frozen=True, slots=True)
 class AbortOp:
-    """Stop, restore, let go."""
+    """Stop the op, and restore and release its memory."""
 
     op: int
 
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """The result of a collective that no op of the engine was for; its call is answered next."""
+    """Store the result of a collective without an op; its call is answered next."""
 
     call: int
     data: bytes
@@ -105,7 +105,7 @@ class Answer:
 
 
 class Fault(Enum):
-    """What kind of failure it is, where its result alone does not tell."""
+    """The kind of a failure, if its result alone does not tell it."""
 
     OTHER = "a failure of another kind"
     PEER_LOST = "a peer was lost, or failed"
@@ -119,9 +119,9 @@ class Fault(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """A call failed; `phase` says how far it had come.
+    """A call failed; `phase` describes its progress.
 
-    `again`: the fault was another peer's, so the same call may succeed when it is made again.
+    `again`: another peer was at fault, so the same call may succeed when repeated.
     """
 
     call: int
@@ -134,10 +134,10 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """A synchronisation has a plan, or another one, which makes what was fetched before void.
+    """A synchronisation has a new plan, which voids what was fetched before.
 
-    If it says to fetch anything, do so, and vote with `fetched`. If it is resumed, what has been
-    fetched so far is what this plan requires, too, and the rest is being fetched already.
+    If the plan lists entries to fetch, the caller fetches them and votes with `fetched`. If it is
+    `resumed`, the current fetch continues, and what it has fetched stays valid.
     """
 
     call: int
@@ -147,8 +147,8 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """An optimisation has links measured: fetch from these holders, all at once, and call
-    `measured`. An earlier probe is void; without holders, so is this one."""
+    """A probe: the caller must fetch from these holders, all at once, and call `measured`. It voids
+    an earlier probe; without holders there is no new one."""
 
     call: int
     seq: int
@@ -157,7 +157,7 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What was to be fetched has arrived, to be verified (`ok`), or cannot arrive."""
+    """A fetch has ended: all has arrived, and must be verified (`ok`), or it failed."""
 
     call: int
     seq: int
@@ -167,7 +167,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """A call that has lasted long waits for this, in words."""
+    """Log what a long call waits for."""
 
     call: int
     why: str
@@ -203,7 +203,7 @@ class Reduced:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """The answer to a synchronisation: the elected revision, payload bytes, who had diverged."""
+    """The answer to a synchronisation: the elected revision, payload bytes, diverged peers."""
 
     revision: int
     tx_bytes: int

@@ -8,7 +8,7 @@ from pccl.protocol.peer.effects import Fail, Fault
 from pccl.types import Result
 
 GONE = "its caller waits no longer"
-WHY_MAX = 1000  # characters of a reason that is told to the master
+WHY_MAX = 1000  # characters of a reason that is sent to the master
 
 _FAULTS: dict[int, Fault] = {
     m.Cause.MISMATCH: Fault.MISMATCH,
@@ -19,7 +19,7 @@ _FAULTS: dict[int, Fault] = {
 
 
 def refused(refusal: m.CallError) -> Fail:
-    """The failure that the master tells, before anything has happened."""
+    """The failure of a call that the master refuses before anything has happened."""
     result = Result(refusal.result)
     lost = Fault.PEER_LOST if result is Result.RANK_CONNECTION_LOST else Fault.OTHER
     fault = _FAULTS.get(refusal.cause, lost)
@@ -27,7 +27,7 @@ def refused(refusal: m.CallError) -> Fail:
 
 
 def failed(collective: Collective, told: m.Finished) -> Fail:
-    """The failure of a collective that had begun, by whoever's fault."""
+    """The failure of a collective that had started."""
     own = collective.impatient or collective.cause is not m.Cause.OTHER
     cause = m.Cause.TIMEOUT if collective.impatient else told.cause
     fault = _FAULTS.get(cause, Fault.PEER_LOST)
@@ -36,10 +36,10 @@ def failed(collective: Collective, told: m.Finished) -> Fail:
 
 
 def timed_out(call: int, why: str) -> Fail:
-    """The failure of a call whose caller's time was up before the master said how it ended."""
+    """The failure of a call whose time was up before the master answered it."""
     return Fail(call, Result.RANK_CONNECTION_LOST, why, Fault.TIMEOUT, ENTERING)
 
 
 def abandoned(call: int) -> Fail:
-    """The failure of a call whose caller was taken away by an exception."""
+    """The failure of a call that its caller left by an exception."""
     return Fail(call, Result.RANK_CONNECTION_LOST, GONE, phase=ENTERING)

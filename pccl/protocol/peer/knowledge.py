@@ -1,4 +1,4 @@
-"""What a peer knows of its run, and of its own place there."""
+"""What a peer knows of its run and of itself."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ NO_WORLD = m.World(0, 0, 0, 0)
 
 @dataclass(slots=True)
 class Knowledge:
-    """As the master has told it.
+    """A peer's knowledge, as told by the master.
 
     Attributes:
-        number: of this peer; 0 before it is registered.
-        run: the run's nonce.
+        number: this peer's number; 0 before it is registered.
+        run: the run's number.
         accepted: whether it is a member of the run, or was until it was `over`.
         plan: the peers and rings of its group.
-        world: how many peers there are.
+        world: the world sizes.
         last_seq: the greatest sequence number that it has heard of.
-        done: the rounds that it knows the results of.
-        over: why it is no longer in the run, if it is not.
+        done: the rounds whose results it knows.
+        over: why it is no longer in the run; None while it is.
     """
 
     number: int = 0
@@ -38,13 +38,13 @@ class Knowledge:
     over: Fail | None = None
 
     def heard(self, seq: int) -> None:
-        """Something has this sequence number."""
+        """Notes a sequence number."""
         self.last_seq = max(self.last_seq, seq)
 
     def learn(self, **results: object) -> None:
-        """Rounds have ended: changes fields of `done`."""
+        """Notes rounds that have ended: changes fields of `done`."""
         self.done = msgspec.structs.replace(self.done, **results)
 
     def info(self, number: int) -> m.PeerInfo:
-        """How a peer of the group is reached."""
+        """The addresses of a peer of the group."""
         return next(info for info in self.plan.peers if info.peer == number)

@@ -8,13 +8,12 @@ uses twice), messages of the master, and events of the lane engine. Effects come
 performed in order: messages to send, commands to the engine, and answers to calls.
 
 When the connection to the master breaks (`disconnected`), nothing is sent, while the engine works
-on. On the next connection `Resume` says all that the master may need (a peer that was not
-accepted yet has nothing to come back to, and says `Hello` again), and when it answers `Resumed` the
-calls that still wait for a round are voted on anew: votes and answers under way were lost with the
-connection.
+on. On the next connection `Resume` tells the master everything that it may need (a peer that was
+not accepted yet says `Hello` again). When it answers `Resumed`, the peer votes anew in all rounds
+in which calls still wait, because votes and answers in transit were lost with the connection.
 
-A caller may go before its call ends (`abandon`, and `withdraw` while the master is away). Then its
-call ends as soon as the engine is settled, and what is left of it is a ghost (ghosts.py).
+A caller may leave before its call ends (`abandon`, and `withdraw` while the master is away). Then
+its call ends as soon as the engine is settled, and may remain as a ghost (ghosts.py).
 
 How it is made
 --------------
@@ -101,12 +100,12 @@ class Peer:
 
     @property
     def number(self) -> int:
-        """Of this peer; 0 before it is registered."""
+        """This peer's number; 0 before it is registered."""
         return self.knowledge.number
 
     @property
     def run(self) -> int:
-        """The run's nonce."""
+        """The run's number."""
         return self.knowledge.run
 
     @property
@@ -121,12 +120,12 @@ class Peer:
 
     @property
     def world(self) -> m.World:
-        """How many peers there are."""
+        """The world sizes."""
         return self.knowledge.world
 
     @property
     def over(self) -> Fail | None:
-        """Why it is no longer in the run, if it is not."""
+        """Why it is no longer in the run; None while it is."""
         return self.knowledge.over
 
     @property
@@ -136,22 +135,22 @@ class Peer:
 
     @property
     def heard_if_free(self) -> int | None:
-        """What a vote on a collective that brings its data says it has heard, None if it must wait.
+        """The `heard` of a vote for a small collective; None if the call cannot vote at once.
 
-        To vote is then all that such a call would do.
+        If it can, the vote is all that such a call would send.
         """
         free = self._outbox.known and self.over is None and not self._ghosts
         return self.knowledge.last_seq if free else None
 
     def awaits_withdrawal(self, call: int) -> bool:
-        """Whether the master is about to say that it has taken back the vote of a call."""
+        """Whether the master has yet to confirm that it has taken back the vote of a call."""
         return call in self._ghosts and self._outbox.known
 
     # ---- calls ----
 
     def join(self, call: int, hello: m.Hello) -> list[Effect]:
         """Asks to join; answered when this peer is accepted."""
-        if not self._dead(call):  # or the connection failed before we came to say anything
+        if not self._dead(call):  # the connection may have failed before
             self._joining, self._hello = call, hello
             self._outbox.say(hello)
         return self._outbox.take()
@@ -165,7 +164,7 @@ class Peer:
     ) -> list[Effect]:
         """Answered with a bool. `stuck`: until then this peer makes no other call.
 
-        `patient`: while all voters are, there is no answer before a peer is pending (`hurry`).
+        `patient`: while all voters are patient, "no" is not answered (see `hurry`).
         """
         return self._vote(call, m.PendingVote(call, stuck, patient))
 
@@ -176,7 +175,7 @@ class Peer:
         return self._outbox.take()
 
     def inquire(self, call: int) -> list[Effect]:
-        """The caller has waited for long. The answer, if there is one, is a `Waits`."""
+        """Asks what a call waits for. The answer, if there is one, is a `Waits`."""
         one = self.collectives.get(call)
         if self.over is None and self.number:
             self._outbox.say(m.Inquire(call, 0 if one is None else one.seq))
@@ -194,7 +193,7 @@ class Peer:
         """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
 
         With `data`, the contribution, the master reduces and the engine has no part in it.
-        `said`: its vote is with the master already (`heard_if_free`).
+        `said`: its vote was already sent (`heard_if_free`).
         """
         one = Collective(call, tag, work, data, stuck, settled=data is not None)
         return self._enter(call, tag, lambda: self.collectives.enter(one, said))
@@ -209,14 +208,14 @@ class Peer:
     def optimize(self, call: int, serve_op: int) -> list[Effect]:
         """Answered with None; zero or more `Measure` effects come before.
 
-        `serve_op` is a fresh op number under which as much is served as is to be fetched.
+        `serve_op` is a fresh op number, which serves the bytes that others fetch.
         """
         return self._transfer(Transfer(call, serve_op, m.OptimizeVote(call)))
 
     def fetch(self, op: int, seq: int) -> list[Effect]:
         """Starts fetching by a plan or probe; the caller knows the memory of `op`.
 
-        Does nothing when a newer one, or the end, came in between.
+        Does nothing if a newer one, or the end, came in between.
         """
         self._syncs.fetch(op, seq)
         self._optimisations.fetch(op, seq)
@@ -225,12 +224,12 @@ class Peer:
     def fetched(
         self, seq: int, ok: bool, why: str, differences: tuple[m.Difference, ...] = ()
     ) -> list[Effect]:
-        """The caller has, or cannot get, what a plan told it to fetch."""
+        """The caller has fetched what a plan requires, or has failed."""
         self._syncs.fetched(seq, ok, why, differences)
         return self._outbox.take()
 
     def measured(self, seq: int, rate: int, delay_us: int) -> list[Effect]:
-        """The caller has what a probe was for: nothing more is fetched."""
+        """The caller reports the result of a probe, which ends."""
         self._optimisations.measured(seq, rate, delay_us)
         return self._outbox.take()
 
@@ -242,24 +241,24 @@ class Peer:
         return self._enter(one.call, place, lambda: self.transfers.enter(one))
 
     def _enter(self, call: int, place: int | str, enter: Callable[[], None]) -> list[Effect]:
-        """A call enters, once no ghost is in its place any more."""
+        """A call enters as soon as there is no ghost in its place."""
         if not self._dead(call) and not self._ghosts.keeps(call, place, enter):
             enter()
         return self._outbox.take()
 
     def _dead(self, call: int) -> bool:
-        """Whether this peer is out of the run; then the call is answered."""
+        """Whether this peer is out of the run; if so, answers the call."""
         if self.over is not None:
             self._outbox.do(replace(self.over, call=call))
         return self.over is not None
 
-    # ---- calls that are given up ----
+    # ---- callers that leave ----
 
     def withdraw(self, call: int, why: str) -> list[Effect]:
-        """The caller waits no longer. The call is answered all the same, one way or the other.
+        """The caller's time is up. The call is still answered, with its result or a failure.
 
-        The master knows whether it is over already, and tells. It is not asked where our own vote
-        decides that the call fails, and cannot be asked while it is away.
+        Only the master knows whether the call has ended already. It is not asked if this peer's own
+        vote makes the call fail, and cannot be asked while it is away.
         """
         one = self.collectives.get(call)
         if self.over is not None or call in self._ghosts:
@@ -278,7 +277,7 @@ class Peer:
         return self._outbox.take()
 
     def abandon(self, call: int) -> list[Effect]:
-        """An exception has taken the caller away: answered when nothing refers to its memory."""
+        """The caller has left by an exception: answered when nothing refers to its memory."""
         one = self.collectives.get(call)
         if self.over is None and call not in self._ghosts:
             if one is not None and one.state is State.RUNNING:
@@ -289,7 +288,7 @@ class Peer:
         return self._outbox.take()
 
     def _release(self, fail: Fail) -> None:
-        """A call ends without its outcome; what is left of it is a ghost."""
+        """Ends a call without its outcome; a ghost may remain."""
         call = fail.call
         collective, transfer = self.collectives.get(call), self.transfers.of(call)
         if call in self.votes:
@@ -311,7 +310,7 @@ class Peer:
             self._outbox.say(m.Withdraw(call, one.seq))
 
     def _succeeded_without(self, call: int, what: str) -> None:
-        """A call has succeeded for the others whose caller went before it could hear that."""
+        """A call has succeeded for the others after its caller had left."""
         if self._ghosts.late(call) and self.over is None:
             self._outbox.introduce(m.Leave())
             why = (
@@ -321,7 +320,7 @@ class Peer:
             self._end(LOST, why, Fault.KICKED)
 
     def leave(self, why: str) -> list[Effect]:
-        """Leaves the run; every call that waits fails."""
+        """Leaves the run; all waiting calls fail."""
         if self.over is None:
             self._outbox.introduce(m.Leave())
             self._end(Result.INVALID_USAGE, why)
@@ -330,9 +329,9 @@ class Peer:
     # ---- the master ----
 
     def received(self, message: m.MasterMessage) -> list[Effect]:
-        """A message of the master."""
+        """Handles a message of the master."""
         handler = self._by_type.get(type(message))
-        if handler is not None and self.over is None:  # or nothing counts any more
+        if handler is not None and self.over is None:  # after the end, nothing counts
             handler(message)
         return self._outbox.take()
 
@@ -357,7 +356,7 @@ class Peer:
     def _refused(self, refusal: m.CallError) -> None:
         """A call failed before anything happened."""
         call, fail = refusal.call, refused(refusal)
-        self.knowledge.heard(refusal.seq)  # or a later master would tell us again
+        self.knowledge.heard(refusal.seq)  # else a later master would repeat it
         transfer = self.transfers.current
         if call in self.votes:
             self.votes.refuse(fail)
@@ -381,7 +380,7 @@ class Peer:
     # ---- the engine ----
 
     def engine_complete(self, op: int, settled: bool, tx: int, rx: int) -> list[Effect]:
-        """An op holds its whole result. What a fetch brought is for the caller to verify."""
+        """An op holds its whole result; that of a fetch must be verified by the caller."""
         one = self.collectives.get(op)
         if one is not None:
             self.collectives.complete(one, settled, tx, rx)
@@ -394,8 +393,8 @@ class Peer:
     ) -> list[Effect]:
         """An op cannot complete.
 
-        `starved` is not 0 when the op of a transfer lives and only lacks a stream, to somebody to
-        fetch from or to serve: the sequence number of the plan in which that happened.
+        If `starved` is not 0, the op of a transfer can be started again, and only lacks a stream to
+        a holder or receiver; it is the sequence number of the plan in which that happened.
         """
         one = self.collectives.get(op)
         why = f"it ran out of memory: {why}" if cause is m.Cause.MEMORY else why
@@ -406,7 +405,7 @@ class Peer:
         return self._outbox.take()
 
     def engine_settled(self, op: int, tx: int, rx: int) -> list[Effect]:
-        """The engine has let go of an op."""
+        """The engine has settled an op."""
         one = self.collectives.get(op)
         if one is not None:
             self.collectives.settle(one, tx, rx)
@@ -415,14 +414,14 @@ class Peer:
         return self._outbox.take()
 
     def stream_lost(self, stream: int, why: str) -> list[Effect]:
-        """A stream is gone. The ops that have still to use it fail (`engine_failed`)."""
+        """A stream is lost. Ops that still need it fail (`engine_failed`)."""
         self.collectives.stream_lost(stream, why)
         return self._outbox.take()
 
     def unreached(self, info: m.PeerInfo, why: str) -> list[Effect]:
-        """No stream to a peer could be opened. The ops that need it fail, as always.
+        """No stream to a peer could be opened. Ops that need it fail (`engine_failed`).
 
-        For a probe that is a result, and no complaint: a ring may have other neighbours.
+        In a probe this is a result and not reported: a ring may have other neighbours.
         """
         transfer = self.transfers.current
         if transfer is None or not transfer.optimises:
@@ -436,12 +435,12 @@ class Peer:
         self._outbox.known = False
         for call, reason in self._withdrawals.all():
             self._release(timed_out(call, f"{reason}, {AWAY}"))
-        if self.number == 0 and self.over is None:  # not even registered: nothing to come back to
+        if self.number == 0 and self.over is None:  # not even registered
             self._end(Result.MASTER_CONNECTION_FAILED, why, Fault.MASTER_LOST)
         return self._outbox.take()
 
     def reconnected(self) -> list[Effect]:
-        """There is a connection again: says all that the master may need to know."""
+        """There is a new connection: tells the master everything that it may need."""
         hello, known = self._hello, self.knowledge
         if self.over is not None or hello is None:
             return self._outbox.take()
@@ -471,7 +470,7 @@ class Peer:
         return self._outbox.take()
 
     def _resumed(self, resumed: m.Resumed) -> None:
-        """Answers the rounds whose result was missed, and votes anew in the others."""
+        """Answers calls of rounds whose result was missed, and votes anew in the others."""
         before, done = self.knowledge.done, resumed.done
         self._outbox.known = True
         self.knowledge.learn(
@@ -489,7 +488,7 @@ class Peer:
         self._lay_ghosts(before, done)
 
     def _lay_ghosts(self, before: m.Done, done: m.Done) -> None:
-        """What the master that is gone knew of calls whose callers have gone is void."""
+        """Ends all ghosts: their votes were lost with the earlier master."""
         for call in self._ghosts.calls:
             one = self.collectives.get(call)
             if self.over is not None:
@@ -512,13 +511,13 @@ class Peer:
         return self._outbox.take()
 
     def broken(self, why: str) -> list[Effect]:
-        """Something in this process that everything else needs has failed."""
+        """A thread of pccl in this process has failed."""
         if self.over is None:
             self._end(Result.INTERNAL_ERROR, why)
         return self._outbox.take()
 
     def _end(self, result: Result, why: str, fault: Fault = Fault.OTHER) -> None:
-        """Out of the run, for whatever reason: nothing that waits can be answered any more."""
+        """Ends the membership: all waiting calls fail."""
         self.knowledge.over = over = Fail(0, result, why, fault)
         self.knowledge.world = NO_WORLD
         if self._joining is not None:

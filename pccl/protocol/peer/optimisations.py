@@ -14,7 +14,7 @@ from pccl.protocol.rounds import WITHDRAWN, Kind
 
 
 class Optimisations:
-    """What probes and results of optimisations mean for the transfer that they are about."""
+    """Handles probes and results of optimisations."""
 
     def __init__(
         self, knowledge: Knowledge, outbox: Outbox, ghosts: Ghosts, transfers: Transfers
@@ -26,7 +26,7 @@ class Optimisations:
     # ---- probes ----
 
     def probed(self, probe: m.Probe) -> None:
-        """The master asks how fast others reach us; they are asked the same."""
+        """The master wants the rate from other peers, which measure likewise."""
         one = self._transfers.of(probe.call)
         if one is not None:
             self._transfers.void_fetch(one)
@@ -35,13 +35,13 @@ class Optimisations:
             self._outbox.do(Measure(one.call, probe.seq, probe.peers))
 
     def fetch(self, op: int, seq: int) -> None:
-        """The caller has memory for what a probe fetches; nothing, if another one counts."""
+        """The caller has memory for a probe; ignored if the probe is not the current one."""
         one = self._transfers.by(seq)
         if one is not None and one.optimises:
             self._transfers.fetch(one, op, self._holders)
 
     def measured(self, seq: int, rate: int, delay_us: int) -> None:
-        """The caller has what a probe was for: nothing more is fetched."""
+        """The caller reports the result of a probe, which ends."""
         one = self._transfers.by(seq)
         if one is not None:
             self._transfers.void_fetch(one)
@@ -50,7 +50,7 @@ class Optimisations:
     # ---- the end ----
 
     def optimized(self, result: m.OptimizeResult) -> None:
-        """The rings are what they are to be."""
+        """The optimisation has ended."""
         self._knowledge.learn(optimized=result.round)
         self._ghosts.lay(result.call)
         one = self._transfers.current
@@ -58,18 +58,18 @@ class Optimisations:
             self._transfers.end(one, result)
 
     def release(self, one: Transfer, fail: Fail) -> None:
-        """A caller goes before its optimisation has ended."""
+        """A caller leaves before its optimisation has ended."""
         result = WITHDRAWN[Kind.OPTIMIZE]
         self._transfers.release(one, replace(fail, result=result, phase=one.phase))
 
-    # ---- the master that comes back ----
+    # ---- a restarted master ----
 
     def missed(self, done: m.Done) -> None:
-        """What others have agreed on since without us, if our caller has gone."""
+        """The optimisation that others have completed since, if this peer's caller has left."""
         self._knowledge.learn(optimized=done.optimized)
 
     def resume(self, one: Transfer, before: m.Done, done: m.Done) -> None:
-        """Goes on with a master that knows what is `done`; we know what was done `before`."""
+        """Continues with a restarted master, which knows `done`; this peer knew `before`."""
         if before.optimized < done.optimized:
             self.optimized(m.OptimizeResult(one.call, done.optimized))
             return

@@ -1,4 +1,4 @@
-"""What handling one event leads to: an explicit list of effects, in the order of their making."""
+"""The effects of one event, in order."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Outbox:
         self._effects.append(Send(message))
 
     def do(self, *effects: Effect) -> None:
-        """Whatever else is to be done."""
+        """Adds other effects."""
         self._effects += effects
 
     def take(self) -> list[Effect]:
-        """All effects since they were last taken."""
+        """Takes all effects so far."""
         effects, self._effects = self._effects, []
         return effects

@@ -21,7 +21,7 @@ class Streams:
 
     Attributes:
         ring: to this peer's successors, one for each ring of `epoch`.
-        epoch: that they are of.
+        epoch: their epoch.
     """
 
     def __init__(self, knowledge: Knowledge, outbox: Outbox) -> None:
@@ -31,19 +31,19 @@ class Streams:
         self.epoch = 0
 
     def open(self, info: m.PeerInfo) -> int:
-        """Opens one to a peer; its number."""
+        """Opens a stream to a peer. Returns its number."""
         stream = self._next
         self._next += 1
         self._outbox.do(OpenStream(stream, info))
         return stream
 
     def close(self, streams: Iterable[int]) -> None:
-        """Closes some."""
+        """Closes streams."""
         for stream in streams:
             self._outbox.do(CloseStream(stream))
 
     def renew(self, epoch: int) -> None:
-        """Those around the rings become those of an epoch, unless they are already."""
+        """Replaces the rings' streams by those of an epoch, unless they are its already."""
         if self.epoch == epoch:
             return
         self.close(self.ring)
@@ -53,6 +53,6 @@ class Streams:
         self.ring, self.epoch = tuple(self.open(infos[n]) for n in to), epoch
 
     def end(self) -> None:
-        """Closes those around the rings for good."""
+        """Closes the rings' streams for good."""
         self.close(self.ring)
         self.ring = ()

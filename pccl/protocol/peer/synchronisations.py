@@ -1,8 +1,8 @@
 """A peer's part in a synchronisation of the shared state.
 
-What it offers is served from the vote on. A plan says what to fetch from whom; it can be replaced
-by another one while it is carried out (a holder died, another receiver failed). If the new plan
-says to fetch the same, the fetch goes on from where it was, with the new holders; else it is void.
+The peer serves its offer from its vote on. A plan says which entries to fetch from which holders.
+The master may replace it (if a holder died, or another receiver failed). If the new plan requires
+the same content, the fetch continues with the new holders; otherwise it is void.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECEIVE_ONLY = SharedStateSyncStrategy.RECEIVE_ONLY.value
 
 
 class Synchronisations:
-    """What plans and results of synchronisations mean for the transfer that they are about."""
+    """Handles plans and results of synchronisations."""
 
     def __init__(
         self, knowledge: Knowledge, outbox: Outbox, ghosts: Ghosts, transfers: Transfers
@@ -35,7 +35,7 @@ class Synchronisations:
     # ---- plans ----
 
     def planned(self, plan: m.SyncPlan) -> None:
-        """The master says who serves whom."""
+        """The master has sent a plan."""
         one = self._transfers.of(plan.call)
         if one is None:
             return
@@ -46,19 +46,19 @@ class Synchronisations:
         holders = plan.holders if resumed and not one.fetched else None
         self._transfers.plan(one, plan.seq, plan.nonce, content, plan.serve, holders)
         self._plan = plan
-        # when its streams are open; also when it has nothing to fetch
+        # when its streams are open, even if there is nothing to fetch
         self._outbox.do(Follow(one.call, plan, resumed))
         if resumed and one.fetched:
             self._transfers.report(one, True, "")
 
     def fetch(self, op: int, seq: int) -> None:
-        """The caller has memory for what the plan says to fetch; nothing, if another one counts."""
+        """The caller has memory for a plan; ignored if the plan is not the current one."""
         one, plan = self._transfers.by(seq), self._plan
         if one is not None and plan is not None and plan.call == one.call:
             self._transfers.fetch(one, op, plan.holders)
 
     def fetched(self, seq: int, ok: bool, why: str, differences: m.Differences) -> None:
-        """The caller has, or cannot get, what a plan told it to fetch."""
+        """The caller has fetched what a plan requires, or has failed."""
         one = self._transfers.current
         if one is not None and one.planned and one.seq == seq:
             self._outbox.say(m.FetchedVote(seq, ok, why[:WHY_MAX], differences))
@@ -66,7 +66,7 @@ class Synchronisations:
     # ---- the end ----
 
     def synced(self, result: m.SyncResult) -> None:
-        """All receivers hold what was elected."""
+        """All receivers hold the elected content, or nothing was synchronised."""
         one = self._transfers.current
         ours = one is not None and one.call == result.call
         without = self._without_us(one, result) if one is not None and ours else None
@@ -82,10 +82,10 @@ class Synchronisations:
             self._transfers.end(one, without or result)
 
     def _without_us(self, one: Transfer, result: m.SyncResult) -> Fail | None:
-        """Why a synchronisation that is over was none of this peer's, if so.
+        """Why this peer had no part in a synchronisation that is over; None if it had.
 
-        Concluded from what was asked and what came of it: by this a peer that missed the result,
-        and hears from a restarted master of it, takes it as if it had been told.
+        Derived from its offer and the result, so that a peer that missed the result and learns it
+        from a restarted master concludes the same as one that was told.
         """
         assert isinstance(one.vote, m.SyncVote)
         offer = one.vote.offer
@@ -105,21 +105,21 @@ class Synchronisations:
         return None
 
     def release(self, one: Transfer, fail: Fail) -> None:
-        """A caller goes before its synchronisation has ended."""
+        """A caller leaves before its synchronisation has ended."""
         result = WITHDRAWN[Kind.SYNC]
         self._transfers.release(one, replace(fail, result=result, phase=one.phase))
 
-    # ---- the master that comes back ----
+    # ---- a restarted master ----
 
     def missed(self, done: m.Done) -> None:
-        """What others have agreed on since without us, if our caller has gone."""
+        """The synchronisation that others have completed since, if this peer's caller has left."""
         if self._knowledge.done.sync != done.sync:
             self._knowledge.learn(
                 sync=done.sync, revision=done.revision, plan=done.plan, holds=False
             )
 
     def resume(self, one: Transfer, before: m.Done, done: m.Done) -> None:
-        """Goes on with a master that knows what is `done`; we know what was done `before`."""
+        """Continues with a restarted master, which knows `done`; this peer knew `before`."""
         void = m.SyncPlan(one.call, 0, (), (), (), ())
         if before.sync == done.sync:
             if one.planned:  # whatever it said, the next election begins anew
@@ -127,6 +127,6 @@ class Synchronisations:
             self._outbox.say(one.vote)
             return
         if one.planned and one.seq != done.plan:
-            # the last plan was lost too: it had nothing to fetch for us, or we would have voted
+            # the last plan was lost too: it required no fetch here, or this peer would have voted
             self.planned(m.SyncPlan(one.call, done.plan, (), (), (), ()))
         self.synced(m.SyncResult(one.call, done.revision, done.sync, done.plan, short=done.short))

@@ -1,9 +1,9 @@
 """Transfers: bulk data between peers of a group, beside its rings.
 
-A peer that takes part serves what it has, from its vote on, and fetches what it is told to. A plan
-says who serves whom; it can be replaced by another one while it is carried out. Synchronisations
-transfer the shared state (synchronisations.py), optimisations what is only there to be measured
-(optimisations.py). A peer stands in one of them at a time.
+A member serves its content, from its vote on, and fetches what the current plan requires. A plan
+says which peers serve which, and may be replaced at any time. Synchronisations transfer the shared
+state (synchronisations.py), optimisations random bytes to measure links (optimisations.py). A peer
+takes part in one of them at a time.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from pccl.protocol.peer.knowledge import Knowledge
 from pccl.protocol.peer.outbox import Outbox
 from pccl.protocol.peer.streams import Streams
 
-# what a plan says to fetch: entries, and their digests
+# what a plan requires: entries, and their digests
 Content = tuple[tuple[int, ...], tuple[bytes, ...]]
 
 
 @dataclass(slots=True)
 class Transfer:
-    """The transfer that we stand in: its ops, its streams, the plan that counts."""
+    """This peer's transfer: its ops, its streams, the current plan."""
 
     call: int
     serve_op: int
     vote: m.SyncVote | m.OptimizeVote
-    seq: int = 0  # of the plan; 0: there is none
+    seq: int = 0  # of the current plan; 0: there is none
     nonce: int = 0
     planned: bool = False
-    content: Content | None = None  # that the plan says to fetch; None: content does not matter
-    serves: bool = False  # somebody, by the plan
-    group: m.Plan | None = None  # as it was when the plan was made: slots count in it
-    broken: str = ""  # why nothing can be served, if so
+    content: Content | None = None  # to fetch; None: content does not matter
+    serves: bool = False  # any peer, by the plan
+    group: m.Plan | None = None  # when the plan was made: slots are places in it
+    broken: str = ""  # why nothing can be served; empty if it can
     fetch_op: int = 0
-    fetched: bool = False  # it has all that it was to fetch
+    fetched: bool = False  # everything in the plan
     streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
     ops: set[int] = field(default_factory=set)  # not settled yet
     ending: set[int] = field(default_factory=set)  # told to commit or abort
@@ -65,7 +65,7 @@ class Transfer:
 
     @property
     def phase(self) -> str:
-        """How far it has come, in words."""
+        """Its progress, in words."""
         if self.optimises:
             measuring = "while links were measured"
             return measuring if self.planned else f"{ENTERING}, or others measured links"
@@ -77,7 +77,7 @@ class Transfer:
 
 
 class Transfers:
-    """The transfer that this peer stands in, if any."""
+    """The transfer in which this peer takes part, if any."""
 
     def __init__(
         self,
@@ -93,27 +93,27 @@ class Transfers:
 
     @property
     def current(self) -> Transfer | None:
-        """The transfer, until the engine has let go of it."""
+        """The transfer, until the engine has settled it."""
         return self._current
 
     @property
     def open(self) -> Transfer | None:
-        """The transfer, while nothing is known of its end."""
+        """The transfer, until its end is known."""
         one = self._current
         return one if one is not None and one.outcome is None else None
 
     def of(self, call: int) -> Transfer | None:
-        """The transfer of a call, while nothing is known of its end."""
+        """The transfer of a call, until its end is known."""
         one = self.open
         return one if one is not None and one.call == call else None
 
     def by(self, seq: int) -> Transfer | None:
-        """The transfer by the plan of this number, while that is the one that counts."""
+        """The transfer, if this is the number of its current plan."""
         one = self.open
         return one if one is not None and one.planned and one.seq == seq else None
 
     def enter(self, transfer: Transfer) -> None:
-        """A caller enters one."""
+        """A caller enters a transfer."""
         self._current = transfer
         transfer.ops.add(transfer.serve_op)
         run, heard = self._knowledge.run, self._knowledge.last_seq
@@ -131,15 +131,15 @@ class Transfers:
         serve: Sequence[int],
         resumed: Sequence[int] | None = None,
     ) -> None:
-        """Another plan counts from now on.
+        """Replaces the plan.
 
         Args:
             one: the transfer.
             seq: of the plan; 0: of a void one.
-            nonce: that its data carries.
-            content: to be fetched.
-            serve: whom we serve.
-            resumed: the holders from whom the fetch that is under way goes on, if it does.
+            nonce: of the plan's data.
+            content: to fetch.
+            serve: the receivers to serve.
+            resumed: the holders with which the current fetch continues, if it does.
         """
         earlier, one.streams = one.streams, {}
         one.seq, one.nonce, one.content, one.planned = seq, nonce, content, True
@@ -162,7 +162,7 @@ class Transfers:
         self._fetch(one, holders)
 
     def void_fetch(self, one: Transfer) -> None:
-        """What was fetched is of no use any more."""
+        """Voids the fetch."""
         if one.fetch_op:
             self._let_go(one, one.fetch_op, AbortOp)
             one.fetch_op, one.fetched = 0, False
@@ -190,7 +190,7 @@ class Transfers:
     # ---- the engine ----
 
     def complete(self, op: int, settled: bool, rx: int) -> None:
-        """An op has all that it was to fetch."""
+        """An op has fetched everything."""
         one = self._current
         if one is None or op != one.fetch_op:
             return
@@ -200,19 +200,19 @@ class Transfers:
             self.settle(op, 0, rx)
 
     def fail(self, op: int, why: str, starved: int) -> None:
-        """An op cannot go on; `starved`: by the plan of this number, and with its streams alone."""
+        """An op has failed; `starved`: only for lack of streams, under the plan of this number."""
         one = self._current
         if one is not None and op == one.serve_op:
             self._serve_failed(one, why, starved)
         elif one is not None and op == one.fetch_op and one.planned:
             if starved and starved != one.seq:
-                return  # it has other holders by now
+                return  # it has other holders meanwhile
             if not starved:
                 self.void_fetch(one)
             self.report(one, False, why)
 
     def settle(self, op: int, tx: int, rx: int) -> None:
-        """The engine has let go of an op."""
+        """The engine has settled an op."""
         one = self._current
         if one is not None and op in one.ops:
             one.tx_bytes += tx
@@ -221,27 +221,27 @@ class Transfers:
             self._conclude(one)
 
     def _serve_failed(self, one: Transfer, why: str, starved: int) -> None:
-        """A receiver may wait for ever, or all of them."""
+        """Serving has failed: one receiver, or all, may wait forever."""
         if not starved:
             one.broken = why
         if one.serves and starved in (0, one.seq):
             self._say_stalled(one, why)
 
     def _say_stalled(self, one: Transfer, why: str) -> None:
-        """Tells the master; but who measures links waits for nobody."""
+        """Tells the master, except in an optimisation, where no peer waits forever."""
         if one.outcome is None and one.group is not None and not one.optimises:
             self._outbox.say(m.Stalled(one.group.epoch, one.seq, why[:WHY_MAX]))
 
     # ---- the end ----
 
     def release(self, one: Transfer, fail: Fail) -> None:
-        """A caller goes before its transfer has ended."""
+        """A caller leaves before its transfer has ended."""
         self._withdrawals.forget(one.call)
         self._ghosts.add(one.call, type(one.vote).__name__, fail.fault is Fault.TIMEOUT)
         self.end(one, fail)
 
     def end(self, one: Transfer, outcome: m.SyncResult | m.OptimizeResult | Fail) -> None:
-        """The outcome is known: lets go of everything, then answers."""
+        """The outcome is known: ends all ops, then answers."""
         if one.outcome is not None:
             return
         one.outcome = outcome

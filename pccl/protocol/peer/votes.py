@@ -1,4 +1,4 @@
-"""Calls that are one round and nothing else: `update_topology` and `are_peers_pending`."""
+"""Calls that consist of one round: `update_topology` and `are_peers_pending`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Vote: TypeAlias = m.TopologyVote | m.PendingVote
 
 
 class Votes:
-    """The calls that wait for their round, with the votes that they cast."""
+    """The calls that wait for their rounds, with their votes."""
 
     def __init__(
         self, knowledge: Knowledge, outbox: Outbox, ghosts: Ghosts, withdrawals: Withdrawals
@@ -65,7 +65,7 @@ class Votes:
             self._end(call, Answer(call, value))
 
     def _end(self, call: int, end: Answer | Fail) -> None:
-        """A call ends; if its caller has gone, nobody is told."""
+        """Ends a call; its caller is told unless it has left."""
         del self._waiting[call]
         self._withdrawals.forget(call)
         if call in self._ghosts:
@@ -73,10 +73,10 @@ class Votes:
         else:
             self._outbox.do(end)
 
-    # ---- callers that go, and the master that comes back ----
+    # ---- callers that leave, and a restarted master ----
 
     def release(self, call: int, fail: Fail) -> None:
-        """A caller goes before its round has ended."""
+        """A caller leaves before its round has ended."""
         vote = self._waiting[call]
         self._withdrawals.forget(call)
         self._ghosts.add(call, type(vote).__name__, fail.fault is Fault.TIMEOUT)
@@ -84,7 +84,7 @@ class Votes:
         self._outbox.do(replace(fail, result=WITHDRAWN[kind], phase=ENTERING))
 
     def resume(self, before: m.Done, done: m.Done) -> None:
-        """Answers those whose result was missed, and votes anew in the other rounds."""
+        """Answers calls whose results were missed, and votes anew in the other rounds."""
         for call, vote in list(self._waiting.items()):
             if call in self._ghosts:
                 continue
@@ -100,7 +100,7 @@ class Votes:
         self._waiting.pop(call, None)
 
     def end(self) -> list[int]:
-        """Nothing is answered any more; the calls that waited, but for ghosts."""
+        """Forgets all calls. Returns those that waited, without ghosts."""
         waiting = [call for call in self._waiting if call not in self._ghosts]
         self._waiting.clear()
         return waiting
