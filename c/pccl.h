@@ -44,8 +44,9 @@
  * is FAILED, and its ABORT is answered by SETTLED.
  *
  * Where recv is also send, or part of it, the engine saves what recv held in an undo buffer before
- * it overwrites it: as many bytes as recv has, until COMMIT or ABORT. It keeps one such buffer, the
- * largest, for later ops. (ALL_GATHER in place overwrites no contribution, so nothing is saved.)
+ * it overwrites it: as many bytes as recv has, until SETTLED. It keeps one such buffer, the
+ * largest, for later ops. (ALL_GATHER in place overwrites no contribution, so nothing is saved.) An
+ * engine that stops, or is freed, restores what every op has overwritten that is not SETTLED.
  *
  * WHO MAY CONNECT
  *

@@ -12,13 +12,13 @@ void events_stop(struct events *events, int status)
         events->status = status;
 }
 
-void events_emit(struct events *events, const pccl_event *event)
+bool events_emit(struct events *events, const pccl_event *event)
 {
     const pccl_zmq *zmq = events->zmq;
     pccl_msg message;
     if (zmq->msg_init_size(&message, sizeof *event) < 0) {
         events_stop(events, PCCL_ENOMEM);
-        return;
+        return false;
     }
     memcpy(zmq->msg_data(&message), event, sizeof *event);
     while (zmq->msg_send(&message, events->socket, ZMQ_DONTWAIT) < 0) {
@@ -30,6 +30,7 @@ void events_emit(struct events *events, const pccl_event *event)
         if (events->error != EAGAIN)
             events_stop(events, PCCL_EZMQ);
         (void)zmq->msg_close(&message);
-        return;
+        return false;
     }
+    return true;
 }

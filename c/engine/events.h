@@ -3,6 +3,8 @@
 #ifndef PCCL_EVENTS_H
 #define PCCL_EVENTS_H
 
+#include <stdbool.h>
+
 #include "pccl.h"
 
 struct events {
@@ -12,8 +14,8 @@ struct events {
     int error;               /* errno of the last call of the table that failed */
 };
 
-/* Sends an event to the caller. Without memory for it the engine stops. */
-void events_emit(struct events *events, const pccl_event *event);
+/* Sends an event to the caller; whether it was sent. If it was not, the engine stops. */
+bool events_emit(struct events *events, const pccl_event *event);
 
 /* Notes why the engine cannot go on. The first reason counts. */
 void events_stop(struct events *events, int status);

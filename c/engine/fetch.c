@@ -527,7 +527,7 @@ static void leaf_arrived(struct fetch *fetch, struct leaf *leaf)
     event = op_event(&fetch->op, PCCL_LEAF);
     event.piece = fetch->pieces.piece[leaf->piece].piece;
     event.leaf = (uint32_t)(leaf->offset / fetch->leaf_bytes);
-    events_emit(fetch->op.ops->events, &event);
+    (void)events_emit(fetch->op.ops->events, &event);
 }
 
 /* The want that a message answers, from a holder that is still there, or NULL. */

@@ -178,7 +178,7 @@ void op_report(struct op *op, int status, const char *format, ...)
     va_start(arguments, format);
     (void)vsnprintf(event.text, sizeof event.text, format, arguments);
     va_end(arguments);
-    events_emit(op->ops->events, &event);
+    (void)events_emit(op->ops->events, &event);
 }
 
 void op_report_stream(struct op *op, uint32_t stream, const char *text)
@@ -187,7 +187,7 @@ void op_report_stream(struct op *op, uint32_t stream, const char *text)
     event.status = PCCL_ESTREAM;
     event.stream = stream;
     (void)snprintf(event.text, sizeof event.text, "%s", text);
-    events_emit(op->ops->events, &event);
+    (void)events_emit(op->ops->events, &event);
 }
 
 void op_fail(struct op *op, int status, const char *format, ...)
@@ -287,7 +287,7 @@ void op_complete(struct op *op)
     assert(op->started && !op->failed && !op->complete);
     op->complete = true;
     event.settled = source_is_idle(&op->source) && !op->reversible;
-    events_emit(op->ops->events, &event);
+    (void)events_emit(op->ops->events, &event);
     if (event.settled)
         free_op(op);
 }
@@ -298,14 +298,18 @@ static void end(struct op *op, bool keep)
         op->kind->end(op, keep);
 }
 
+/* The caller has its memory back when it hears of it. If it cannot be told, it takes the op for
+ * failed, and so the memory must be as it was, whatever was ordered. */
 static void settle(struct op *op)
 {
     pccl_event event = op_event(op, PCCL_SETTLED);
-    struct events *events = op->ops->events;
+    bool told;
     if (op->ending == ABORTED)
         end(op, false);
+    told = events_emit(op->ops->events, &event);
+    if (op->ending == COMMITTED)
+        end(op, told);
     free_op(op);
-    events_emit(events, &event);
 }
 
 bool ops_settle(struct ops *ops)
@@ -348,7 +352,7 @@ void ops_end(struct ops *ops, const pccl_order *order)
         pccl_event event = {0};
         event.kind = PCCL_SETTLED;
         event.op = order->op;
-        events_emit(ops->events, &event);
+        (void)events_emit(ops->events, &event);
         return;
     }
     if (op->ending != LIVING)
@@ -363,9 +367,7 @@ void ops_end(struct ops *ops, const pccl_order *order)
     unindex_tag(op);
     if (!commit || op->kind->endless)
         silence(op);
-    if (commit)
-        end(op, true);
-    else if (source_is_referred(&op->source))
+    if (!commit && source_is_referred(&op->source))
         lose_streams(op);
     if (source_is_idle(&op->source))
         settle(op);
@@ -377,8 +379,7 @@ void ops_free(struct ops *ops)
     while ((op = ops->living != NULL ? ops->living : ops->ending) != NULL) {
         drop(op, NULL);
         assert(!source_is_referred(&op->source));
-        if (op->ending != COMMITTED)
-            end(op, false);
+        end(op, false);
         free_op(op);
     }
     free(ops->spare.memory);
@@ -393,7 +394,7 @@ static void fail_unborn(struct ops *ops, uint64_t id)
     event.op = id;
     event.status = PCCL_ENOMEM;
     (void)snprintf(event.text, sizeof event.text, "no memory for an op");
-    events_emit(ops->events, &event);
+    (void)events_emit(ops->events, &event);
 }
 
 /* A new op of that kind, found by its number, or NULL without memory. */

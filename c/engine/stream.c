@@ -222,7 +222,7 @@ static void tell_up(struct stream *stream)
     stream->up = true;
     event.kind = PCCL_STREAM_UP;
     event.stream = stream->number;
-    events_emit(stream->streams->events, &event);
+    (void)events_emit(stream->streams->events, &event);
 }
 
 static void tell_lost(struct stream *stream)
@@ -234,7 +234,7 @@ static void tell_lost(struct stream *stream)
     event.status = stream->status;
     event.stream = stream->number;
     memcpy(event.text, stream->text, sizeof event.text);
-    events_emit(stream->streams->events, &event);
+    (void)events_emit(stream->streams->events, &event);
 }
 
 struct stream *streams_take_lost(struct streams *streams)

@@ -1,4 +1,4 @@
-/* undo.h - memory for what an op overwrites in place, until COMMIT or ABORT. */
+/* undo.h - memory for what an op overwrites in place, until the op is settled. */
 #ifndef PCCL_UNDO_H
 #define PCCL_UNDO_H
 

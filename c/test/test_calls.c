@@ -74,6 +74,43 @@ static bool reduce(int nth, int error)
     return failed;
 }
 
+/* The commits of an all-reduce. Who is told that its op is settled has the result; who is not, as
+ * its engine has stopped, has the memory as it was: there is no third way. */
+static bool commit(int nth, int error)
+{
+    pccl_options options = peers_options();
+    struct job job = job_plain(2000, true);
+    bool failed, settled[3];
+    int i;
+    job_make(&job, 3);
+    peers_open(&peers, 3, &options, 2);
+    peers_connect_ring(&peers, 2, 1);
+    for (i = 0; i < 3; i++) {
+        job_register(&peers, i, &job);
+        job_start(&peers, i, &job);
+    }
+    peers_run(&peers);
+    for (i = 0; i < 3; i++) {
+        CHECK(peers_count(&peers, i, PCCL_COMPLETE, job.op) == 1);
+        peers_end(&peers, i, PCCL_COMMIT, job.op);
+    }
+    fake_fail_in_step(nth, error);
+    peers_run(&peers);
+    failed = fake_failed_in_step();
+    fake_fail_in_step(-1, 0);
+    peers_run(&peers);
+    for (i = 0; i < 3; i++) {
+        settled[i] = peers_count(&peers, i, PCCL_SETTLED, job.op) == 1;
+        CHECK(settled[i] || peers.peer[i].error < 0);
+    }
+    peers_close(&peers);
+    for (i = 0; i < 3; i++)
+        if (!CHECK(settled[i] ? job_has_result(&job, i) : job_is_restored(&job, i)))
+            fprintf(stderr, "  commit, call %d, %d\n", nth, error);
+    job_free(&job);
+    return failed;
+}
+
 /* One transfer from two holders. */
 static bool transfer(int nth, int error)
 {
@@ -107,6 +144,9 @@ int main(void)
         for (nth = 0; reduce(nth, errors[i]); nth++)
             continue;
         CHECK(nth > 100);
+        for (nth = 0; commit(nth, errors[i]); nth++)
+            continue;
+        CHECK(nth > 10);
         for (nth = 0; transfer(nth, errors[i]); nth++)
             continue;
         CHECK(nth > 100);
