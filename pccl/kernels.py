@@ -1,12 +1,13 @@
 """Arithmetic whose bits are equal on every machine: what training may call of the C core.
 
-Arrays are numpy arrays or torch tensors of float32 in host memory, dense and of the same shape.
+Arrays are numpy arrays or torch tensors in host memory, dense and of the same shape; of float32
+unless a function says otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import xxhash
 
@@ -16,6 +17,11 @@ from pccl.types import DataType, DeviceType
 
 if TYPE_CHECKING:
     from pccl.ext._core import CData
+
+
+Format = Literal["int8", "int4"]  # of quantized numbers; docs/quantization.md defines them
+
+_FORMATS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}
 
 
 def subtract(out: Array, a: Array, b: Array) -> None:
@@ -31,10 +37,70 @@ def subtract(out: Array, a: Array, b: Array) -> None:
         AssertionError: an array is not dense.
     """
     result, first, second = _floats(written=[out], read=[a, b])
-    for one in (first, second):
-        if one.overlaps(result) and one.address != result.address:
-            raise ValueError("the arrays overlap, and do not begin at the same address")
+    _check_in_place(result, first, second)
     lib.pccl_subtract_f32(_pointer(result), _pointer(first), _pointer(second), result.count)
+
+
+def add(out: Array, a: Array, b: Array, *, divisor: int = 1) -> None:
+    """out = (a + b) / divisor, for arrays of any one type; integers are rounded towards zero.
+
+    Args:
+        out: is overwritten; it may be `a` or `b`, and must not overlap them otherwise.
+        a: a summand.
+        b: the other one.
+        divisor: by which the sum is divided, at least 1.
+
+    Raises:
+        ValueError: the arrays are not in host memory, differ in type, size or order, or overlap; or
+            the divisor is not positive.
+        AssertionError: an array is not dense.
+    """
+    result, first, second = _alike(written=[out], read=[a, b])
+    _check_in_place(result, first, second)
+    if divisor < 1:
+        raise ValueError(f"divisor is {divisor}: it must be at least 1")
+    how = result.dtype.value, lib.PCCL_AVG
+    places = _bytes(result), _bytes(first), _bytes(second)
+    lib.pccl_reduce(*how, *places, result.count, divisor)
+
+
+def quantized_size(format: Format, count: int) -> int:
+    """Bytes of so many float32 numbers that are quantized."""
+    return int(lib.pccl_quantized_size(_FORMATS[format], DataType.FLOAT.value, count))
+
+
+def quantize(out: Array, values: Array, format: Format) -> None:
+    """Writes the bytes of quantized numbers.
+
+    Args:
+        out: `quantized_size` elements of uint8, which are overwritten.
+        values: float32 numbers.
+        format: how they are quantized.
+
+    Raises:
+        ValueError: the arrays are not of these types or sizes in host memory, or overlap.
+        AssertionError: an array is not dense.
+    """
+    data, numbers = Buffer.of(out, writable=True), Buffer.of(values)
+    _check_quantized(data, numbers, format)
+    lib.pccl_quantize(*_codec(format), _bytes(data), _bytes(numbers), numbers.count)
+
+
+def dequantize(out: Array, data: Array, format: Format) -> None:
+    """Reads quantized numbers: the same values on every machine.
+
+    Args:
+        out: float32 numbers, which are overwritten.
+        data: what `quantize` has written of so many numbers.
+        format: how they are quantized.
+
+    Raises:
+        ValueError: the arrays are not of these types or sizes in host memory, or overlap.
+        AssertionError: an array is not dense.
+    """
+    numbers, given = Buffer.of(out, writable=True), Buffer.of(data)
+    _check_quantized(given, numbers, format)
+    lib.pccl_dequantize(*_codec(format), _bytes(numbers), _bytes(given), numbers.count)
 
 
 def outer_sgd(
@@ -87,16 +153,50 @@ def arithmetic_digest() -> bytes:
 
 
 def _floats(written: Sequence[Array], read: Sequence[Array]) -> list[Buffer]:
+    return _alike(written, read, DataType.FLOAT)
+
+
+def _alike(
+    written: Sequence[Array], read: Sequence[Array], dtype: DataType | None = None
+) -> list[Buffer]:
+    """The arrays, if they are of one size and type: of `dtype`, or that of the first one."""
     buffers = [
         *(Buffer.of(array, writable=True) for array in written),
         *(Buffer.of(array) for array in read),
     ]
+    first = buffers[0]
+    dtype = dtype or first.dtype
     for each in buffers:
-        if each.dtype is not DataType.FLOAT or each.device_type is not DeviceType.CPU:
-            raise ValueError(f"{each} is not float32 in host memory")
-        if (each.count, each.layout) != (buffers[0].count, buffers[0].layout):
-            raise ValueError(f"{each} and {buffers[0]} differ in size or in the order of elements")
+        if each.dtype is not dtype or each.device_type is not DeviceType.CPU:
+            raise ValueError(f"{each} is not {dtype.common_name} in host memory")
+        if (each.count, each.layout) != (first.count, first.layout):
+            raise ValueError(f"{each} and {first} differ in size or in the order of elements")
     return buffers
+
+
+def _check_in_place(result: Buffer, *read: Buffer) -> None:
+    for one in read:
+        if one.overlaps(result) and one.address != result.address:
+            raise ValueError("the arrays overlap, and do not begin at the same address")
+
+
+def _check_quantized(data: Buffer, numbers: Buffer, format: Format) -> None:
+    for each, dtype in ((data, DataType.UINT8), (numbers, DataType.FLOAT)):
+        if each.dtype is not dtype or each.device_type is not DeviceType.CPU:
+            raise ValueError(f"{each} is not {dtype.common_name} in host memory")
+    size = quantized_size(format, numbers.count)
+    if data.count != size:
+        raise ValueError(f"{numbers} takes {size} bytes as {format}, and {data} has others")
+    if data.overlaps(numbers):
+        raise ValueError("the arrays overlap")
+
+
+def _codec(format: Format) -> tuple[int, int]:
+    return _FORMATS[format], DataType.FLOAT.value
+
+
+def _bytes(buffer: Buffer) -> CData:
+    return ffi.cast("void *", buffer.address)
 
 
 def _pointer(buffer: Buffer) -> CData:

@@ -1,18 +1,18 @@
-"""One all-reduce of all that a round averages, repeated until it commits."""
+"""What a round averages: taken from the model, exchanged until it commits, and given back."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from pccl import AsyncReduceHandle, Communicator, PCCLError, ReduceInfo, ReduceOp, Result
+from pccl import AsyncReduceHandle, Communicator, PCCLError, ReduceInfo, Result
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import Buffers
 from pccl.diloco.outer_state import OuterState
+from pccl.diloco.wires import Carrier
 
 TAG = 0xD110C0  # of what runs while the script trains, and may take collectives of its own
 
@@ -86,18 +86,24 @@ class Flight:
 class Exchange:
     """What goes from the model to the peers and back, in each outer round.
 
-    d, and with buffers="mean" the changes of the buffers, are averaged by one collective, so that
-    either everything is averaged or nothing. They do not change before its outcome is known, so
-    that it can be repeated with the survivors.
+    d, and with buffers="mean" the changes of the buffers, are averaged by one collective of the
+    carrier, so that either everything is averaged or nothing. They do not change before its outcome
+    is known, so that it can be repeated with the survivors.
 
     Attributes:
         last: info of the last all-reduce that has committed; None before the first.
     """
 
     def __init__(
-        self, comm: Communicator, state: OuterState, buffers: Buffers, meter: Meter
+        self,
+        comm: Communicator,
+        state: OuterState,
+        buffers: Buffers,
+        carrier: Carrier,
+        meter: Meter,
     ) -> None:
         self._comm = comm
+        self._carrier = carrier
         self._state = state
         self._buffers = buffers
         self._meter = meter
@@ -135,11 +141,9 @@ class Exchange:
 
     def run(self) -> Average:
         """Averages the progress, and waits for the end."""
-        send, recv = self._operands()
+        self._carrier.load(self._progress())
         with self._meter.timed("reduce"):
-            average = self._until_committed(
-                lambda: self._comm.all_reduce(send, recv, op=ReduceOp.AVG)
-            )
+            average = self._until_committed(lambda: self._carrier.run(self._comm, self.means))
         self.last = average.info or self.last
         return average
 
@@ -149,20 +153,24 @@ class Exchange:
         Raises:
             PCCLError: TOO_FEW_PEERS: this peer is alone.
         """
-        send, recv = self._operands()
-        return Flight(lambda: self._comm.all_reduce_async(send, recv, op=ReduceOp.AVG, tag=TAG))
+        self._carrier.load(self._progress())
+        return Flight(lambda: self._carrier.launch(self._comm, self.means, TAG))
 
     def land(self, flight: Flight) -> Average:
         """Waits for the end of what was launched."""
         with self._meter.timed("reduce"):
             average = flight.land()
         if average.info is not None:
+            self._carrier.unload(self.means)
             self._meter.count(average.info)
             self.last = average.info
         return average
 
-    def keep_own(self) -> None:
-        """Makes this peer's own progress the mean, because it is alone."""
+    def accept(self, average: Average) -> None:
+        """The mean is going to be applied: that of a peer that was alone is its own progress."""
+        if average.info is not None:
+            self._carrier.commit()
+            return
         for mean, own in zip(self.means, self._progress(), strict=True):
             mean.copy_(own)
 
@@ -173,10 +181,6 @@ class Exchange:
 
     def _progress(self) -> list[torch.Tensor]:
         return [self._state.delta, *self._moves]
-
-    def _operands(self) -> tuple[Any, Any]:
-        send, recv = self._progress(), self.means
-        return (send, recv) if len(send) > 1 else (send[0], recv[0])
 
     def _until_committed(self, call: Callable[[], ReduceInfo]) -> Average:
         """Repeats a collective until it commits, or this peer is alone."""

@@ -77,8 +77,7 @@ class Synchronous:
                 break
             group.wait_for_others(int(self._clock[0]), average.contributors)
         if stepped:
-            if average.info is None:
-                exchange.keep_own()
+            exchange.accept(average)
             exchange.step()
         admitted = group.are_pending()
         if admitted:
@@ -196,8 +195,8 @@ class Delayed:
 
     def _judge(self, group: Group, average: Average) -> _Landed:
         suffices = group.suffices(average, int(self._clock[0]))
-        if suffices and average.info is None:
-            self._exchange.keep_own()
+        if suffices:
+            self._exchange.accept(average)
         return _Landed(average.contributors, average.retries, suffices)
 
     def _depart(self, group: Group, stepped: bool) -> bool:

@@ -5,7 +5,7 @@ progress, and one outer step updates the shared parameters theta:
 
     w <- theta;   H times:  w <- inner_optimizer(w)
     d = theta - w                            the pseudo-gradient: old minus new, so it points uphill
-    D = mean of d over the contributors      one all-reduce
+    D = mean of d over the contributors      one all-reduce, or gathered: see `wire`
     v <- mu v + D
     theta <- theta - eta (D + mu v)          Nesterov in PyTorch's form; without it theta - eta v
 
@@ -92,6 +92,7 @@ from pccl.diloco.model_state import MODES, BufferMode, Buffers, Frozen, memory
 from pccl.diloco.outer_state import OuterOptimizer, OuterState
 from pccl.diloco.schedules import Delayed, Mode, Schedule, Synchronous
 from pccl.diloco.settings import decode, encode, layout_digest, read_state
+from pccl.diloco.wires import Wire, carrier
 from pccl.runtime.checkpoint import replacing
 
 _SCHEDULES: dict[Mode, type[Synchronous] | type[Delayed]] = {
@@ -206,6 +207,9 @@ class DiLoCo:
             that has shrunk below that waits as well. The log has a WARNING in each case.
         mode: "sync": a round ends when the progress of all peers is averaged and applied.
             "delayed": it is averaged while the next round trains, and applied at the end of that.
+        wire: how pseudo-gradients are sent. "fp32": as they are, around the ring. "int8", "int4":
+            quantized once by each peer, and gathered; what rounding takes away is added to the next
+            one (error feedback). Memory: three more fp32 copies of the trained parameters.
 
     Raises:
         ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to
@@ -230,10 +234,11 @@ class DiLoCo:
         buffers: BufferMode = "mean",
         alone: AlonePolicy = "continue",
         mode: Mode = "sync",
+        wire: Wire = "fp32",
     ) -> None:
         _check(inner_steps, min_peers, outer_lr, outer_momentum)
         _check_words(buffers=(buffers, MODES), alone=(alone, get_args(AlonePolicy)))
-        _check_words(mode=(mode, get_args(Mode)))
+        _check_words(mode=(mode, get_args(Mode)), wire=(wire, get_args(Wire)))
         named = _trained(model)
         self._comm = comm
         self._optimizer = inner_optimizer
@@ -245,7 +250,8 @@ class DiLoCo:
         )
         self._frozen = Frozen(model)
         self._buffers = Buffers(model, buffers)
-        self._exchange = Exchange(comm, self._outer, self._buffers, self._meter)
+        self._carrier = carrier(wire, self._outer.theta.numel())
+        self._exchange = Exchange(comm, self._outer, self._buffers, self._carrier, self._meter)
         self._schedule: Schedule = _SCHEDULES[mode](self._exchange, self._outer.clock)
         quorum = Quorum(min_peers, alone)
         self._config = encode(
@@ -260,6 +266,7 @@ class DiLoCo:
                 "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
                 "peers_to_go_on": quorum.least,
                 "mode": mode,
+                "wire": wire,
             }
         )
         shared, complete = self._shared_states()
@@ -349,10 +356,10 @@ class DiLoCo:
         """A copy of the training's state for a checkpoint, for the `state` of a later constructor.
 
         It holds theta and v as flat fp32 tensors on the CPU, k, the settings, frozen parameters,
-        buffers, and the state of this peer's inner optimizer. Inner steps since the last outer
-        round are not in it, so the place to take it is right after one. Without "optimizer", or
-        with None there, the next inner optimizer begins anew. With mode="delayed" it also holds the
-        mean that is under way, and this call waits for it.
+        buffers, and the states of this peer's inner optimizer and of its wire. Inner steps since
+        the last outer round are not in it, so the place to take it is right after one. Without
+        "optimizer", or with None there, the next inner optimizer begins anew. With mode="delayed"
+        it also holds the mean that is under way, and this call waits for it.
         """
         if self._buffers.mode == "local":
             self._buffers.gather()
@@ -362,6 +369,7 @@ class DiLoCo:
             "theta": self._outer.theta.clone(),
             "velocity": self._outer.velocity.clone(),
             "schedule": self._schedule.state_dict(self._group),
+            "carrier": self._carrier.state_dict(),
             "revision": self._group.shared.revision,
             "frozen": self._frozen.state_dict(),
             "buffers": self._buffers.state_dict(),
@@ -471,6 +479,7 @@ class DiLoCo:
         self._outer.velocity.copy_(state["velocity"])
         self._outer.clock.copy_(state["clock"])
         self._schedule.load(state.get("schedule", {}))
+        self._carrier.load_state_dict(state.get("carrier", {}))
         self._group.shared.revision = state["revision"]
 
     def _load_optimizer(self, kind: str, state: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import quantized
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -70,3 +71,43 @@ def delayed(problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]) -> 
         previous = progress
         thetas.append(outer.theta)
     return thetas
+
+
+@dataclass
+class Quantizing:
+    """Two peers that quantize what they send, in fp32, to the bit. Each moves by given numbers.
+
+    Attributes:
+        thetas: after each round.
+        residuals: of each peer, after each round.
+    """
+
+    format: str
+    lag: int  # rounds from a mean to the step that applies it
+    lr: float = 0.7
+    momentum: float = 0.9
+    thetas: list[Any] = field(default_factory=list)
+    residuals: list[list[Any]] = field(default_factory=list)
+
+    def run(self, theta: Any, moves: Sequence[Sequence[Any]]) -> Quantizing:
+        """`moves` has one array for each round and peer."""
+        format = quantized.FORMATS[self.format]
+        lr, momentum = np.float32(self.lr), np.float32(self.momentum)
+        v = np.zeros_like(theta)
+        residuals = [np.zeros_like(theta) for _ in moves[0]]
+        means: list[Any] = [None] * self.lag
+        for of_peers in moves:
+            decoded = []
+            for peer, move in enumerate(of_peers):
+                given = residuals[peer] + (theta - (theta - move))
+                data = quantized.quantize(given, format)
+                decoded.append(quantized.dequantize(data, given.size, format, "float32"))
+                residuals[peer] = given - decoded[-1]
+            means.append((decoded[0] + decoded[1]) / np.float32(2))
+            mean = means.pop(0)
+            if mean is not None:
+                v = momentum * v + mean
+                theta = theta - lr * (mean + momentum * v)
+            self.thetas.append(theta)
+            self.residuals.append(list(residuals))
+        return self

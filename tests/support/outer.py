@@ -98,6 +98,7 @@ class Watched:
 class Lost:
     """The handle of a collective in which a peer was lost."""
 
+    result: Any = None
     error = pccl.PeerLostError(pccl.Result.RANK_CONNECTION_LOST, "all_reduce_async", "of the test")
 
     def done(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
+import quantized
 
 from pccl import kernels
 from pccl.ext import ffi, lib
@@ -207,6 +208,54 @@ def test_subtraction_in_and_out_of_place() -> None:
             out = shifted(np.zeros_like(a), n % 3) if target is None else arrays[target]
             kernels.subtract(out, *arrays)
             assert same_bits(out, wanted), (n, target)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
+def test_addition_and_a_mean(dtype: str) -> None:
+    for n in (*SIZES, 10_007):
+        a, b = samples(dtype, n, n), samples(dtype, n, n + 1)
+        for divisor, op in ((1, "sum"), (3, "avg")):
+            wanted = oracle.reduce(a, b, op, dtype, divisor)
+            for target in (None, 0, 1):
+                arrays = [shifted(a, n % 5), shifted(b, n % 7)]
+                out = shifted(np.zeros_like(a), n % 3) if target is None else arrays[target]
+                kernels.add(out, *arrays, divisor=divisor)
+                assert same_bits(out, wanted), (n, target)
+
+
+@pytest.mark.parametrize(("name", "format"), [("int8", "BLOCK_8"), ("int4", "BLOCK_4")])
+def test_quantization_there_and_back(name: kernels.Format, format: str) -> None:
+    rules = quantized.FORMATS[format]
+    for n in (0, 1, 63, 64, 65, 255, 256, 257, 10_007):
+        values = np.random.default_rng(n).standard_normal(n).astype(np.float32)
+        wanted = quantized.quantize(values, rules)
+        data = np.zeros(kernels.quantized_size(name, n), np.uint8)
+        kernels.quantize(data, values, name)
+        assert data.tobytes() == wanted
+        back = np.zeros_like(values)
+        kernels.dequantize(back, data, name)
+        assert same_bits(back, quantized.dequantize(wanted, n, rules, "float32"))
+
+
+def test_quantization_refuses_arrays_that_do_not_fit() -> None:
+    values, data = np.zeros(64, np.float32), np.zeros(36, np.uint8)
+    assert kernels.quantized_size("int4", 64) == 36
+    for wrong, text in (
+        ((data[1:], values), "takes 36 bytes as int4"),
+        ((data.view(np.int8), values), "is not uint8 in host memory"),
+        ((data, values.view(np.int32)), "is not float32 in host memory"),
+        ((values.view(np.uint8)[:36], values), "overlap"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            kernels.quantize(*wrong, "int4")
+        with pytest.raises(ValueError, match=text):
+            kernels.dequantize(*reversed(wrong), "int4")
+    with pytest.raises(ValueError, match="divisor is 0: it must be at least 1"):
+        kernels.add(values, values, values, divisor=0)
+    with pytest.raises(ValueError, match="is not int64"):
+        kernels.add(np.zeros(4, np.int64), np.zeros(4, np.int64), values[:4])
+    with pytest.raises(ValueError, match="overlap"):
+        kernels.add(values[:4], values[1:5], values[:4])
 
 
 def test_a_kernel_refuses_arrays_that_do_not_fit() -> None:
