@@ -216,4 +216,9 @@ MUTANTS = [
         "        running.since_s = now_s\n",
         "",
     ),
+    Mutant(
+        "the rates of links are shown as they were last measured",
+        "        group.rates = {hop: link.rate for hop, link in measured.items()}\n",
+        "",
+    ),
 ]

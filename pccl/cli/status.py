@@ -15,7 +15,7 @@ import msgspec
 
 from pccl.cli.arguments import http_port
 from pccl.protocol.master import Status
-from pccl.protocol.master.status import GroupStatus, PeerStatus
+from pccl.protocol.master.status import GroupStatus, PeerStatus, RingStatus
 from pccl.support.text import address_text
 
 PATIENCE_S = 10.0
@@ -132,10 +132,17 @@ def _lines(status: Status) -> Iterator[str]:
 
 
 def _group(group: GroupStatus) -> Sequence[str]:
-    orders = [f"{' -> '.join(map(str, ring.order))} ({ring.weight})" for ring in group.rings]
+    rings = "; ".join(map(_ring, group.rings))
     revision = "" if group.revision is None else str(group.revision)
     numbers = (group.group, group.size, group.epoch)
-    return *map(str, numbers), revision, str(group.holders), str(group.running), "; ".join(orders)
+    return *map(str, numbers), revision, str(group.holders), str(group.running), rings
+
+
+def _ring(ring: RingStatus) -> str:
+    """From whom to whom, back to the first one, with what is known of the links between them."""
+    links = ("->" if rate is None else f"-({rate * 8e-6:.0f} Mbit/s)->" for rate in ring.rates)
+    steps = (f"{number} {link}" for number, link in zip(ring.order, links, strict=True))
+    return f"{' '.join(steps)} {ring.order[0]}, weight {ring.weight}"
 
 
 def _peer(peer: PeerStatus) -> Sequence[str]:

@@ -32,6 +32,7 @@ def a_run() -> Status:
     hall.say(b"2", m.StartVote(2, 7, WORK))
     hall.join(b"4")
     hall.master.now_s = 75.0
+    hall.master.run.groups[0].rates = {(1, 2): 10**8, (3, 1): 5 * 10**6}
     return hall.master.status()
 
 
@@ -95,6 +96,12 @@ def test_it_says_why_a_run_stands_still(tmp_path: Path) -> None:
     ring = re.findall(r'<g class="(\w*)">.*?>(\d)</text>', text.replace("<g>", '<g class="">'))
     assert ring == [("stands", "1"), ("stands", "2"), ("missing", "3")]
     assert text.count('marker-end="url(#tip-1-2-3)"') == 3
+    assert re.findall(r"<title>(.*?)</title>", text.partition("<body>")[2]) == [
+        "1 → 2: 800 Mbit/s",
+        "2 → 3: not measured",
+        "3 → 1: 40 Mbit/s",
+    ]
+    assert ">slowest link 3 → 1: 40 Mbit/s<" in text
 
 
 @pytest.mark.slow

@@ -75,7 +75,16 @@ def test_what_is_printed() -> None:
     hall.master.now_s = 123.45
     call = "all_reduce(1000 elements of float32, sum) with tag 7"
     must = "peer 1 (10.0.0.1:1), peer 2 (10.0.0.1:1), peer 3 (10.0.0.1:1) must call"
-    lines = printed(hall.master.status())
+    status = hall.master.status()
+    (group,) = status.groups
+    measured = msgspec.structs.replace(group.rings[0], rates=(10**8, None, 5 * 10**6))
+    (fast,) = printed(
+        msgspec.structs.replace(
+            status, waits=(), peers=(), groups=(msgspec.structs.replace(group, rings=(measured,)),)
+        )
+    )[3:]
+    assert fast.endswith("1 -(800 Mbit/s)-> 2 -> 3 -(40 Mbit/s)-> 1, weight 1")
+    lines = printed(status)
     peers = "peers: 3 accepted, 1 pending, 3 joined, 0 lost"
     assert lines[0].endswith(f"{peers}; collectives: 0 committed, 0 aborted")
     enter = "peer 3 (10.0.0.1:1) must enter it"
@@ -83,7 +92,7 @@ def test_what_is_printed() -> None:
     assert lines[3].startswith(f"121 s: 1 in connect() (admission): {must} update_topology()")
     assert lines[5:7] == [
         "group  peers  epoch  revision  held by  running  rings",
-        "0      3      2                0        0        1 -> 2 -> 3 (1)",
+        "0      3      2                0        0        1 -> 2 -> 3 -> 1, weight 1",
     ]
     assert lines[8:] == [
         "peer  address     group  is        for    last heard  stands in",

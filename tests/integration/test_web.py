@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from cluster import gather, grow, in_threads
 from errors_page import listed
+from hall import Hall
 from waiting import wait_until
 
 import pccl
@@ -25,6 +26,7 @@ from pccl.protocol.master import Status
 from pccl.protocol.master.status import snapshot
 from pccl.runtime import limits
 from pccl.runtime.server.inquiries import Inquiries
+from pccl.runtime.server.metrics import exposition
 from pccl.runtime.server.web import Unanswered, Web, target
 from pccl.support.text import parse_address
 
@@ -327,3 +329,11 @@ def test_a_forked_child_does_not_keep_the_port() -> None:
         timeout=50,
     )
     assert ended.stdout == "free\n", ended.stderr
+
+
+def test_links_have_two_labels() -> None:
+    hall = Hall(2)
+    hall.master.run.groups[0].rates = {(1, 2): 10**8}
+    lines = exposition(hall.master.status()).splitlines()
+    rates = [line for line in lines if line.startswith("pccl_link_bandwidth_bytes_per_second{")]
+    assert rates == ['pccl_link_bandwidth_bytes_per_second{src="1",dst="2"} 100000000']

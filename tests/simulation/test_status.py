@@ -151,6 +151,17 @@ def test_links_that_are_measured() -> None:
     assert (wait.call, wait.phase, wait.waited_s) == ("optimize_topology()", Phase.MEASURING, 1.0)
     assert wait.missing == (1, 2) and wait.why.endswith("measure links")
     assert all(peer.calls[0].phase is Phase.MEASURING for peer in status(hall).peers)
+    assert [ring.rates for ring in status(hall).groups[0].rings] == [(None, None)]
+    seq = hall.master.run.numbers.next_seq - 1
+    hall.say(b"1", m.Measured(seq, 10_000_000, 100))  # of what comes from 2
+    hall.say(b"2", m.Measured(seq, 20_000_000, 100))
+    (ring,) = status(hall).groups[0].rings
+    assert (ring.order, ring.rates) == ((1, 2), (20_000_000, 10_000_000))
+    hall.join(b"3", machine="z", host="10.0.0.3")
+    hall.say(b"1", m.TopologyVote(3))
+    hall.say(b"2", m.TopologyVote(3))
+    (ring,) = status(hall).groups[0].rings
+    assert sorted(map(str, ring.rates)) == ["20000000", "None", "None"]  # 1 -> 2 -> 3 -> 1
 
 
 def test_counts_of_who_came_and_how_who_went() -> None:

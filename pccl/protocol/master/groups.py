@@ -23,6 +23,7 @@ class Group:
     planned: tuple[m.Ring, ...] = ()  # as in force in this epoch
     broken: bool = False  # whether a collective has failed in this epoch: its streams are void
     blame: Blame = field(default_factory=Blame)
+    rates: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes/s, when last measured
 
 
 class Groups:

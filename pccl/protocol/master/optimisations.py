@@ -193,6 +193,7 @@ class Optimisations:
         measured = {hop: link for hop, link in optimisation.links.items() if infos.keys() >= {*hop}}
         if not measured:
             return
+        group.rates = {hop: link.rate for hop, link in measured.items()}
         for hop, link in measured.items():
             if link.rate:
                 group.blame.measured(*hop)

@@ -28,7 +28,9 @@ from pccl.protocol.master.run import Run
 from pccl.protocol.master.synchronisations import Sync
 from pccl.protocol.master.table import Running
 from pccl.protocol.master.tally import Histogram, Loss
+from pccl.protocol.messages import Ring
 from pccl.protocol.rounds import Kind, Round
+from pccl.protocol.topology import hops
 from pccl.version import __version__
 
 WAITS_MAX = 32  # rounds that are shown, and collectives that run
@@ -105,10 +107,18 @@ class WaitStatus(Struct, frozen=True):
 
 
 class RingStatus(Struct, frozen=True):
-    """A ring: the peers in order, each sending to the next, and its share of the data."""
+    """A ring: the peers in order, each sending to the next.
+
+    Attributes:
+        order: their numbers.
+        weight: the ring's share of the data, beside those of the group's other rings.
+        rates: bytes per second from each to the next, as the last optimize_topology has measured;
+            null where it has not, as between peers on one machine.
+    """
 
     order: tuple[int, ...]
     weight: int
+    rates: tuple[int | None, ...]
 
 
 class GroupStatus(Struct, frozen=True):
@@ -298,9 +308,13 @@ def _groups(run: Run) -> Iterator[GroupStatus]:
             number,
             run.membership.size(number),
             group.epoch,
-            tuple(RingStatus(ring.order, ring.weight) for ring in group.planned),
+            tuple(_ring(ring, group.rates) for ring in group.planned),
             running[number],
             state.revision,
             len(state.holders),
             run.synchronisations.under_way(number),
         )
+
+
+def _ring(ring: Ring, rates: Mapping[tuple[int, int], int]) -> RingStatus:
+    return RingStatus(ring.order, ring.weight, tuple(map(rates.get, hops(ring.order))))

@@ -9,6 +9,7 @@ from pccl.protocol.master import Status
 from pccl.protocol.master.status import Phase
 from pccl.protocol.master.tally import BOUNDS_S
 from pccl.protocol.rounds import Kind
+from pccl.protocol.topology import hops
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -29,6 +30,7 @@ def _lines(status: Status) -> Iterator[str]:
     text = "Whether a restarted master waits for the peers of before."
     yield from _metric("recovering", "gauge", text, {"": int(status.recovering)})
     yield from _groups(status)
+    yield from _links(status)
     yield from _waits(status)
     yield from _counts(status)
     yield from _vote_waits(status)
@@ -46,6 +48,21 @@ def _groups(status: Status) -> Iterator[str]:
         fields = {str(group.group): getattr(group, field) for group in status.groups}
         known = {number: value for number, value in fields.items() if value is not None}
         yield from _metric(name, "gauge", text, known, label="group")
+
+
+def _links(status: Status) -> Iterator[str]:
+    name = "pccl_link_bandwidth_bytes_per_second"
+    yield f"# HELP {name} A link of a ring, as the last optimize_topology has measured it."
+    yield f"# TYPE {name} gauge"
+    rings = [ring for group in status.groups for ring in group.rings]
+    rates = {
+        hop: rate
+        for ring in rings
+        for hop, rate in zip(hops(ring.order), ring.rates, strict=True)
+        if rate is not None
+    }
+    for (src, dst), rate in rates.items():
+        yield f'{name}{{src="{src}",dst="{dst}"}} {rate}'
 
 
 def _waits(status: Status) -> Iterator[str]:
