@@ -60,8 +60,8 @@ class Standing:
     def single_threaded(self) -> bool:
         """Whether this thread is the only one there that has ever made a call.
 
-        If so, it makes no other call while it waits in this one, and says so: it can be told when
-        nobody will ever meet it there.
+        If so, it makes no other call while it waits in this one, and its vote says so: the master
+        can tell it if no peer will ever join that call.
         """
         with self._lock:
             user, self._user = self._user, threading.current_thread()

@@ -43,7 +43,7 @@ def secure_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, b"pccl")
-    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody gets in
+    socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler all are refused
 
 
 def secure_client(socket: zmq.Socket[bytes], keys: KeyPair, server: str) -> None:
@@ -64,7 +64,7 @@ class Zap:
     """The ZAP handler of one context. To exist before a CURVE server binds.
 
     Attributes:
-        socket: readable when somebody wants to connect: call `answer`.
+        socket: readable when a connection waits for `answer`.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
@@ -121,5 +121,5 @@ class Zap:
         self.socket.send_multipart(frames, copy=False)
 
     def close(self) -> None:
-        """Nobody else gets in."""
+        """Refuses all later connections."""
         self.socket.close()

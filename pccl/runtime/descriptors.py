@@ -41,9 +41,9 @@ COUNTED = sys.platform == "linux"
 
 
 def received(descriptor: int) -> int | None:
-    """How many bytes a TCP connection has received so far; None where nobody knows.
+    """The number of bytes that a TCP connection has received so far; None if unknown.
 
-    The descriptor is somebody else's, and may be closed, or of another connection by now.
+    The descriptor belongs to libzmq, and may have been closed or reused meanwhile.
     """
     if not COUNTED:
         return None
@@ -74,10 +74,12 @@ class Shutter:
         self._twin = os.dup(self._blank)
 
     def shut(self, descriptor: int, still: Callable[[], bool]) -> None:
-        """Shuts it down if `still` says, after the duplication, that it is the one that is meant.
+        """Shuts a connection down, unless its descriptor was reused meanwhile.
+
+        `still` is asked after the duplication whether the descriptor is still the connection's.
 
         Raises:
-            OSError: it is closed just now.
+            OSError: the connection has just been closed.
         """
         if sys.platform == "win32":
             with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as twin:
@@ -96,6 +98,6 @@ class Shutter:
             os.dup2(self._blank, self._twin, inheritable=False)
 
     def close(self) -> None:
-        """Gives back what it holds."""
+        """Closes its descriptors."""
         os.close(self._blank)
         os.close(self._twin)

@@ -1,1 +1,1 @@
-"""What all layers use and nobody comes for: words and numbers of addresses, and the log."""
+"""Helpers of all layers: texts, addresses, and the log."""
