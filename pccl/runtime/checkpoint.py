@@ -48,7 +48,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor, and where it lies."""
+    """One tensor and its memory."""
 
     name: str
     dtype: DataType
@@ -62,7 +62,7 @@ class Entry:
 
 
 def save(path: str | os.PathLike[str], entries: Sequence[Entry], revision: int) -> None:
-    """Writes a file, or leaves what is there as it was.
+    """Writes a file; on failure an existing one stays unchanged.
 
     Raises:
         OSError: it cannot be written.
@@ -77,9 +77,9 @@ def save(path: str | os.PathLike[str], entries: Sequence[Entry], revision: int) 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file that takes the place of the one at `path` when its content is on disk.
+    """A new file that replaces the one at `path` when its content is on disk.
 
-    If the body raises, or the process dies meanwhile, what was there before is there still.
+    If the body raises, or the process dies meanwhile, the old file stays.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -100,7 +100,7 @@ def load(path: str | os.PathLike[str], entries: Sequence[Entry]) -> int:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is damaged, or other entries are in it; the memory is as it was.
+        ValueError: it is damaged, or has other entries; the memory is unchanged.
     """
     with open(path, "rb") as file, _mapped(file) as data:
         try:
@@ -163,7 +163,7 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], int]:
 
 
 def _places(header: Mapping[str, Any], entries: Sequence[Entry], size: int) -> list[int]:
-    """Where each entry begins in the data; raises ValueError for the first one that does not fit.
+    """The offset of each entry in the data; raises ValueError for the first one that is wrong.
 
     The data has `size` bytes.
     """
@@ -189,7 +189,7 @@ def _places(header: Mapping[str, Any], entries: Sequence[Entry], size: int) -> l
 
 
 def _sync_directory(directory: Path) -> None:
-    """Makes a rename last through a crash of the machine, where directories can be opened."""
+    """Makes a rename survive a crash of the machine, if directories can be opened."""
     if os.name == "posix":
         handle = os.open(directory, os.O_RDONLY)
         try:

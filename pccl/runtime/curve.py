@@ -26,7 +26,7 @@ _VERSION = b"1.0"
 
 
 def require_curve() -> None:
-    """Raises UnsupportedError where libzmq was built without CURVE."""
+    """Raises UnsupportedError if libzmq was built without CURVE."""
     if not zmq.has("curve"):
         why = "this libzmq was built without CURVE: install pyzmq from one of its wheels"
         raise UnsupportedError(Result.INVALID_USAGE, "security", why)
@@ -39,7 +39,7 @@ def new_keys() -> KeyPair:
 
 
 def secure_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
-    """Lets a socket that will bind talk to those only that the context's `Zap` allows."""
+    """Makes a socket that will bind accept only the keys that the context's `Zap` allows."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
     socket.setsockopt(zmq.ZAP_DOMAIN, b"pccl")
@@ -47,7 +47,7 @@ def secure_server(socket: zmq.Socket[bytes], keys: KeyPair) -> None:
 
 
 def secure_client(socket: zmq.Socket[bytes], keys: KeyPair, server: str) -> None:
-    """Lets a socket that will connect talk to the holder of the public key `server` only."""
+    """Makes a socket that will connect accept only the holder of the public key `server`."""
     socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
     socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
     socket.setsockopt(zmq.CURVE_SERVERKEY, server.encode())
@@ -61,7 +61,7 @@ class _Request(NamedTuple):
 
 
 class Zap:
-    """The ZAP handler of one context. To exist before a CURVE server binds.
+    """The ZAP handler of one context, to be made before a CURVE server binds.
 
     Attributes:
         socket: readable when a connection waits for `answer`.
@@ -74,17 +74,17 @@ class Zap:
         self._waiting: list[_Request] = []
 
     def answer(self, decide: Callable[[str], bool | None]) -> None:
-        """Answers what has been asked.
+        """Answers the requests that have arrived.
 
         Args:
             decide: whether the holder of a public key may connect; None: that is not known yet, and
-                he waits for a later call, as long as the handshake may take.
+                the connection waits for a later call, within the time limit of handshakes.
         """
         while self._read() or self._decided(decide):
             pass
 
     def _decided(self, decide: Callable[[str], bool | None]) -> bool:
-        """Replies where it can be decided; whether it has."""
+        """Replies if the request can be decided. Whether it did."""
         before = len(self._waiting)
         undecided = []
         for request in self._waiting:
@@ -99,7 +99,7 @@ class Zap:
         return len(self._waiting) < before
 
     def _read(self) -> bool:
-        """Reads all there is; whether there was any."""
+        """Reads all requests. Whether there were any."""
         before = len(self._waiting)
         while True:
             try:

@@ -24,7 +24,7 @@ assert SPAN_BYTES % LEAF_BYTES == 0
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """The digest of some memory, and the table of those of its leaves, 16 bytes each."""
+    """The digest of some memory, and the table of its leaves' digests, 16 bytes each."""
 
     root: bytes
     table: bytes
@@ -51,7 +51,7 @@ def digest(address: int, nbytes: int) -> bytes:
 
 
 def digests(memory: Sequence[tuple[int, int]], threads: int | None = None) -> list[Digest]:
-    """The digests of several stretches of memory (address, bytes), which must not change meanwhile.
+    """The digests of several areas of memory (address, bytes), which must not change meanwhile.
 
     Args:
         memory: what to hash.
