@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -102,6 +103,21 @@ def test_it_says_why_a_run_stands_still(tmp_path: Path) -> None:
         "3 → 1: 40 Mbit/s",
     ]
     assert ">slowest link 3 → 1: 40 Mbit/s<" in text
+
+
+@pytest.mark.slow
+@in_a_browser
+@pytest.mark.parametrize("peers", [2, 10, 11, 20, 21])
+def test_the_arrows_of_a_ring_lead_from_each_peer_to_the_next(peers: int, tmp_path: Path) -> None:
+    with shown(Hall(peers).master.status()) as address:
+        text = seen(address, tmp_path)
+    number = r"([\d.e-]+)"
+    arcs = re.findall(rf'd="M{number} {number}A80 80 0 0 1 {number} {number}" marker', text)
+    assert len(arcs) == (peers if peers <= 20 else 0)
+    for arc in arcs:
+        x, y, u, v = (float(place) - 110 for place in arc)
+        turn = math.atan2(x * v - y * u, x * u + y * v) % (2 * math.pi)
+        assert 0.0 < turn < 2 * math.pi / peers, "clockwise, and not around the whole ring"
 
 
 @pytest.mark.slow
