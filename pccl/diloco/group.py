@@ -153,6 +153,11 @@ class Group:
         return False
 
     @property
+    def size(self) -> int:
+        """Peers at this moment, which not all of them may see alike."""
+        return self._comm.world_size
+
+    @property
     def waits(self) -> bool:
         """Whether too few peers wait for others."""
         return self._quorum.alone == "wait"

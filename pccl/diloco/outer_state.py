@@ -19,6 +19,17 @@ class OuterOptimizer:
     momentum: float
     nesterov: bool
 
+    def step(self, theta: torch.Tensor, velocity: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Changes theta and the velocity, with the same bits on every machine."""
+        kernels.outer_sgd(
+            theta,
+            velocity,
+            gradient,
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+        )
+
 
 class OuterState:
     """theta, v and k; and beside them d, a pseudo-gradient, and D, a mean of those of all peers.
@@ -32,11 +43,13 @@ class OuterState:
         clock: k, and the run's name.
         delta: d, this peer's pseudo-gradient.
         mean: D, what an outer step takes.
+        base: from what the model trains; theta, unless a mode has another.
+        optimizer: what an outer step is.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], optimizer: OuterOptimizer) -> None:
         self._parameters = parameters
-        self._optimizer = optimizer
+        self.optimizer = optimizer
         n = sum(p.numel() for p in parameters)
         self.theta = torch.empty(n)
         self.velocity = torch.zeros(n)
@@ -44,46 +57,44 @@ class OuterState:
         self.mean = torch.zeros(n)
         # Fresh peers differ in the run's name, so that the first one's state is elected.
         self.clock = torch.tensor([0, secrets.randbits(62)], dtype=torch.int64)
+        self.base = self.theta
         with torch.no_grad():
             for parameter, theta in self._pairs(self.theta):
                 theta.copy_(parameter)
 
     @torch.no_grad()
     def measure(self) -> None:
-        """d = theta - w."""
-        # Local training began at theta as rounded to the parameter's dtype. Measured from the
-        # unrounded theta, the delta of a bf16 model would hold the rounding error too, and so pull
+        """d = base - w."""
+        # Local training began at the base as rounded to the parameter's dtype. Measured from the
+        # unrounded one, the delta of a bf16 model would hold the rounding error too, and so pull
         # theta back onto the bf16 grid.
-        for (parameter, theta), end in zip(
-            self._pairs(self.theta), self._views(self.delta), strict=True
+        for (parameter, base), end in zip(
+            self._pairs(self.base), self._views(self.delta), strict=True
         ):
-            begin = theta.to(parameter.dtype).to(theta.dtype)
+            begin = base.to(parameter.dtype).to(base.dtype)
             end.copy_(parameter)
             kernels.subtract(end, begin, end)
 
     def step(self) -> None:
         """One step of the outer optimizer, by D."""
-        kernels.outer_sgd(
-            self.theta,
-            self.velocity,
-            self.mean,
-            lr=self._optimizer.lr,
-            momentum=self._optimizer.momentum,
-            nesterov=self._optimizer.nesterov,
-        )
+        self.optimizer.step(self.theta, self.velocity, self.mean)
         self.clock[0] += 1
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """w = theta."""
-        for parameter, theta in self._pairs(self.theta):
-            parameter.copy_(theta)
+        """w = base."""
+        for parameter, base in self._pairs(self.base):
+            parameter.copy_(base)
 
-    @torch.no_grad()
     def reclaim(self) -> None:
         """w = w - d: gives the model the progress that no mean will hold."""
-        for parameter, delta in self._pairs(self.delta):
-            parameter.copy_(parameter.to(delta.dtype) - delta.to(parameter.device))
+        self.move(-self.delta)
+
+    @torch.no_grad()
+    def move(self, by: torch.Tensor) -> None:
+        """w = w + by, computed in fp32."""
+        for parameter, piece in self._pairs(by):
+            parameter.copy_(parameter.to(piece.dtype) + piece.to(parameter.device))
 
     def _pairs(self, flat: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         return zip(self._parameters, self._views(flat), strict=True)

@@ -11,8 +11,9 @@ import torch
 from pccl import PCCLError, Result, TensorInfo
 from pccl.diloco.exchange import Average, Exchange, Flight
 from pccl.diloco.group import Group
+from pccl.diloco.views import View
 
-Mode = Literal["sync", "delayed"]
+Mode = Literal["sync", "delayed", "eager"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,9 @@ class Outcome:
 
 class Schedule(Protocol):
     """What a trainer asks of a mode."""
+
+    def begin(self) -> None:
+        """The shared state has been received."""
 
     def poll(self) -> None:
         """Cares for what runs in the background; called after each inner step."""
@@ -60,6 +64,9 @@ class Synchronous:
     def __init__(self, exchange: Exchange, clock: torch.Tensor) -> None:
         self._exchange = exchange
         self._clock = clock
+
+    def begin(self) -> None:
+        """Nothing depends on it."""
 
     def poll(self) -> None:
         """Nothing runs in the background."""
@@ -115,6 +122,8 @@ class _Landed:
 class Delayed:
     """Averages the progress of a round while the next one trains, and applies the mean after that.
 
+    This is mode "delayed", and with the view `Eager` mode "eager".
+
         d(k) = theta(k) - w                       measured before theta moves
         D(k-1)                                    awaited: it was launched a round ago
         v(k+1), theta(k+1) = OuterOptimizer(v(k), theta(k), D(k-1))
@@ -135,14 +144,19 @@ class Delayed:
     is the outcome of one of them: are peers pending? did a mean commit, of how many?
     """
 
-    def __init__(self, exchange: Exchange, clock: torch.Tensor) -> None:
+    def __init__(self, exchange: Exchange, clock: torch.Tensor, view: View) -> None:
         self._exchange = exchange
         self._clock = clock
+        self._view = view
         self._flight: Flight | None = None
         self._landed: _Landed | None = None
         self._alone = False  # when there was something to launch
         # Contributors of the mean that newcomers receive; 0: there is none.
         self._contributors = torch.zeros(1, dtype=torch.int64)
+
+    def begin(self) -> None:
+        """This peer trains from theta."""
+        self._view.reset()
 
     def poll(self) -> None:
         """Launches once more if a peer was lost."""
@@ -153,19 +167,21 @@ class Delayed:
         """Applies the mean of the round before, and launches that of this one."""
         landed = self._take(group)
         if landed is not None and not landed.suffices:
-            self._exchange.reclaim()
+            self._give_back()
         self._exchange.measure()
         stepped = landed is not None and landed.suffices
         if stepped:
             self._exchange.step()
+        contributors = landed.contributors if landed is not None and stepped else 0
+        self._view.look_ahead(stepped, contributors or group.size)
         if group.waits and not stepped and (self._alone or landed is not None):
             self._announce(None)
-            contributors = landed.contributors if landed is not None else 1
-            group.wait_for_others(int(self._clock[0]), contributors)
+            here = landed.contributors if landed is not None else 1
+            group.wait_for_others(int(self._clock[0]), here)
         self._alone = False
         admitted = self._depart(group, stepped)
         return Outcome(
-            contributors=landed.contributors if landed is not None and stepped else 0,
+            contributors=contributors,
             retries=landed.retries if landed is not None else 0,
             admitted=admitted,
         )
@@ -175,9 +191,10 @@ class Delayed:
         landed = self._take(group)
         if landed is not None and landed.suffices:
             self._exchange.step()
+            self._view.reset()
             self._exchange.adopt()
         elif landed is not None:
-            self._exchange.reclaim()
+            self._give_back()
 
     def _take(self, group: Group) -> _Landed | None:
         """What there is to apply; None if nothing was launched in the round before."""
@@ -204,7 +221,7 @@ class Delayed:
         if not group.are_pending():
             if stepped:
                 group.agree(admitted=False)
-            self._launch(group, stepped)
+            self._launch(group)
             return False
         landed = self._judge(group, self._exchange.run())
         self._landed = landed if landed.suffices else None
@@ -214,10 +231,10 @@ class Delayed:
         if self._landed is not None:
             self._exchange.adopt()
         else:
-            self._keep_progress(stepped)
+            self._keep_progress()
         return True
 
-    def _launch(self, group: Group, stepped: bool) -> None:
+    def _launch(self, group: Group) -> None:
         """Launches, unless this peer is alone."""
         try:
             self._flight = self._exchange.launch()
@@ -228,15 +245,20 @@ class Delayed:
             if not self._landed.suffices:
                 self._alone = True
                 self._landed = None
-                self._keep_progress(stepped)
+                self._keep_progress()
                 return
         self._exchange.adopt()
 
-    def _keep_progress(self, stepped: bool) -> None:
-        """Trains on from theta and this peer's own progress since then."""
-        if stepped:  # else the model is there already
-            self._exchange.adopt()
-            self._exchange.reclaim()
+    def _give_back(self) -> None:
+        """The model gets the progress that was under way, beside that which it has made since."""
+        self._exchange.reclaim()
+        self._view.rebase()
+
+    def _keep_progress(self) -> None:
+        """The model is theta and this peer's own progress."""
+        self._view.reset()
+        self._exchange.adopt()
+        self._exchange.reclaim()
 
     def _announce(self, landed: _Landed | None) -> None:
         """Writes what newcomers receive."""

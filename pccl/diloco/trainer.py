@@ -10,7 +10,8 @@ progress, and one outer step updates the shared parameters theta:
     theta <- theta - eta (D + mu v)          Nesterov in PyTorch's form; without it theta - eta v
 
 eta = 1 with mu = 0 is federated averaging. The peers exchange data once in H steps instead of once
-in every step. With mode="delayed" they do so while the next H steps run.
+in every step. With mode="delayed" or "eager" they do
+so while the next H steps run.
 
 THE OUTER ROUND
 
@@ -68,6 +69,21 @@ are_peers_pending, sync_shared_state (not in the first round), and all_reduce_as
   d(k) is given back: w <- w - d(k), and so it is in the next pseudo-gradient.
 - The mean of the last round is still under way when a loop ends. `finish` applies it.
 
+EAGER
+
+mode="eager" is "delayed", but each peer m trains from a guess of its own, in which its own part of
+the mean before is replaced by that of the mean under way (arXiv 2502.12996). With M contributors:
+
+    d(k) = theta_m(k) - w
+    v, theta = OuterOptimizer(v, theta, D(k-1))      as above, equal on all peers
+    g(k) = d(k) / M + (D(k-1) - d(k-1) / M)
+    v_m(k+1), theta_m(k+1) = OuterOptimizer(v_m(k), theta_m(k), g(k))
+    launch the mean of d(k);   w <- theta_m(k+1)
+
+theta, v and the counter are shared, and driven by means only. theta_m and v_m are not: a peer that
+joins, resumes, or had no mean begins with theta_m = theta, v_m = v and d(k-1) = 0. `finish` ends
+with w <- theta.
+
 Decisions that must be the same on all peers depend on the outcome of a round or on shared state,
 never on the current world size, which two peers may see differently.
 """
@@ -79,10 +95,12 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, get_args
 
 import torch
 import xxhash
+from torch.utils.hooks import RemovableHandle
 
 from pccl import Communicator, ReduceInfo, SharedState, TensorInfo
 from pccl.diloco.exchange import Exchange
@@ -92,13 +110,9 @@ from pccl.diloco.model_state import MODES, BufferMode, Buffers, Frozen, memory
 from pccl.diloco.outer_state import OuterOptimizer, OuterState
 from pccl.diloco.schedules import Delayed, Mode, Schedule, Synchronous
 from pccl.diloco.settings import decode, encode, layout_digest, read_state
+from pccl.diloco.views import Eager, Shared
 from pccl.diloco.wires import Wire, carrier
 from pccl.runtime.checkpoint import replacing
-
-_SCHEDULES: dict[Mode, type[Synchronous] | type[Delayed]] = {
-    "sync": Synchronous,
-    "delayed": Delayed,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +123,7 @@ class OuterRound:
         outer_step: k after the round.
         contributors: peers whose pseudo-gradients were averaged. 1 means that this peer was alone:
             no outer step was taken, unless `alone` is "step". With mode="delayed", of the mean that
-            was applied in this round; 0: there was none to apply.
+            was applied in this round; 0: there was none to apply. "eager" is like it in all this.
         retries: attempts of that all-reduce that failed because a peer was lost.
         admitted: whether newcomers were admitted.
         compute_s: seconds of the inner steps, since the last round or the constructor.
@@ -144,6 +158,14 @@ class DiLoCo:
                 loss = model(batch).loss
                 loss.backward()
                 diloco.step()
+
+    Or around a loop as it is, which steps the optimizer itself:
+
+        with DiLoCo(comm, model, optimizer, inner_steps=50):
+            for batch in batches:
+                optimizer.zero_grad()
+                model(batch).loss.backward()
+                optimizer.step()
 
     With w the parameters of `model`, theta and v the shared outer parameters and momentum, eta
     `outer_lr` and mu `outer_momentum`, every `inner_steps`-th step ends in
@@ -207,6 +229,8 @@ class DiLoCo:
             that has shrunk below that waits as well. The log has a WARNING in each case.
         mode: "sync": a round ends when the progress of all peers is averaged and applied.
             "delayed": it is averaged while the next round trains, and applied at the end of that.
+            "eager": the same, but each peer applies its own part at once. Memory: three more fp32
+            copies of the trained parameters.
         wire: how pseudo-gradients are sent. "fp32": as they are, around the ring. "int8", "int4":
             quantized once by each peer, and gathered; what rounding takes away is added to the next
             one (error feedback). Memory: three more fp32 copies of the trained parameters.
@@ -244,6 +268,9 @@ class DiLoCo:
         self._optimizer = inner_optimizer
         self._inner_steps = inner_steps
         self._inner_step = 0
+        self._stepping = False  # in `step`, which counts the inner step itself
+        self._hook: RemovableHandle | None = None
+        self._last_round: OuterRound | None = None
         self._meter = Meter()
         self._outer = OuterState(
             [p for _, p in named], OuterOptimizer(outer_lr, outer_momentum, nesterov)
@@ -252,7 +279,7 @@ class DiLoCo:
         self._buffers = Buffers(model, buffers)
         self._carrier = carrier(wire, self._outer.theta.numel())
         self._exchange = Exchange(comm, self._outer, self._buffers, self._carrier, self._meter)
-        self._schedule: Schedule = _SCHEDULES[mode](self._exchange, self._outer.clock)
+        self._schedule = self._schedule_of(mode)
         quorum = Quorum(min_peers, alone)
         self._config = encode(
             {
@@ -275,9 +302,16 @@ class DiLoCo:
         if state is not None:
             self._load(state if isinstance(state, Mapping) else read_state(state))
         self._group.join(self._config)
+        self._schedule.begin()
         self._outer.adopt()
         self._buffers.put()
         self._round_ended_s = time.monotonic()
+
+    def _schedule_of(self, mode: Mode) -> Schedule:
+        if mode == "sync":
+            return Synchronous(self._exchange, self._outer.clock)
+        view = Eager(self._outer) if mode == "eager" else Shared()
+        return Delayed(self._exchange, self._outer.clock, view)
 
     def _shared_states(self) -> tuple[SharedState, SharedState]:
         """The state that every round synchronises, and that of a round that admits newcomers."""
@@ -303,6 +337,11 @@ class DiLoCo:
     def inner_step(self) -> int:
         """Inner steps since the last outer round, below `inner_steps`."""
         return self._inner_step
+
+    @property
+    def last_round(self) -> OuterRound | None:
+        """What happened in the last outer round; None before the first."""
+        return self._last_round
 
     @property
     def world_size(self) -> int:
@@ -403,29 +442,66 @@ class DiLoCo:
         Returns:
             What happened in the outer round, or None if this call did not come to one. After a
             round the model's parameters equal theta (rounded to their dtype), unless this peer was
-            alone and took no outer step, or with mode="delayed" has just become alone.
+            alone and took no outer step, or with mode="delayed" has just become alone. With
+            mode="eager" they equal theta_m.
 
         Raises:
             PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
         """
-        if scaler is None:
-            self._optimizer.step()
-        else:
-            scaler.step(self._optimizer)
-            scaler.update()
+        self._stepping = True
+        try:
+            if scaler is None:
+                self._optimizer.step()
+            else:
+                scaler.step(self._optimizer)
+                scaler.update()
+        finally:
+            self._stepping = False
         self._optimizer.zero_grad()
+        return self._after_inner_step()
+
+    def _after_inner_step(self) -> OuterRound | None:
         self._inner_step += 1
         self._schedule.poll()
         if self._inner_step < self._inner_steps:
             return None
         self._inner_step = 0
-        return self._outer_round()
+        self._last_round = self._outer_round()
+        return self._last_round
+
+    def __enter__(self) -> DiLoCo:
+        """From here on, each step of the inner optimizer does what `step` does.
+
+        It does not clear the gradients. A step that a GradScaler skips is not seen, and not
+        counted; `step(scaler)` counts it.
+        """
+
+        def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+            if not self._stepping:
+                self._after_inner_step()
+
+        self._hook = self._optimizer.register_step_post_hook(hook)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Up to here; then `finish`, unless an exception has ended the block."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if kind is None:
+            self.finish()
 
     def finish(self) -> None:
         """Ends the training: waits for the mean that is under way, and applies it.
 
-        For mode="delayed": call it after the last round, on all peers, in place of another one. In
-        mode="sync" nothing is under way, and it does nothing.
+        For mode="delayed" and "eager": call it after the last round, on all peers, in place of
+        another one; the model is theta then. In mode="sync" nothing is under way, and it does
+        nothing. The end of a `with` block calls it.
 
         Raises:
             PCCLError: as for `step`.

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
+from outer import DEADLINE_S, Deserter, Left, Model, Watched, make, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -33,22 +33,29 @@ class Peer:
 
     def __init__(self, comm: Any, name: str, **options: Any) -> None:
         self.model = torch.nn.Linear(3, 2)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=PROBLEM.rate)
         self.diloco = DiLoCo(
             comm, self.model, self.optimizer, inner_steps=PROBLEM.inner_steps, **options
         )
         self.target = PROBLEM.targets[name]
         self.digests: dict[int, str] = {}  # by outer step
-        self.thetas: list[Any] = []
+        self.weights: list[Any] = []  # after each round
+        self.theta: Any = None  # at last
+
+    def backward(self) -> None:
+        loss = sum((p - self.target).pow(2).sum() / 2 for p in self.model.parameters())
+        loss.backward()
 
     def round(self) -> Any:
         """A round of inner steps, and the outer round at its end."""
         outer = None
         while outer is None:
-            loss = sum((p - self.target).pow(2).sum() / 2 for p in self.model.parameters())
-            loss.backward()
+            self.backward()
             outer = self.diloco.step()
-        self.thetas.append(flat(self.model).numpy())  # which is theta, to the bit
+        self.weights.append(flat(self.model).numpy())
         digest = self.diloco.state_digest()
         assert self.digests.setdefault(outer.outer_step, digest) == digest
         return outer
@@ -61,10 +68,11 @@ def flat(model: Any) -> Any:
 # ---- trajectories ----
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
 def test_trajectories_with_one_lost_and_one_joining(address: str, mode: str) -> None:
     """`c` leaves before it gives its second pseudo-gradient; `d` joins some rounds later."""
     first_is_in, two_rounds = threading.Event(), threading.Event()
+    ended = threading.Barrier(3)
     begin: list[Any] = []
     rounds: dict[str, list[Any]] = {"a": [], "b": [], "d": []}
 
@@ -82,6 +90,8 @@ def test_trajectories_with_one_lost_and_one_joining(address: str, mode: str) -> 
                     two_rounds.set()
                 if rounds[name][-1].admitted:
                     admitted_at = len(rounds[name])
+            peer.theta = peer.diloco.state_dict()["theta"]
+            ended.wait(DEADLINE_S)  # a peer that finds itself alone gets its progress back
             return peer
 
     def desert() -> None:
@@ -99,16 +109,20 @@ def test_trajectories_with_one_lost_and_one_joining(address: str, mode: str) -> 
         with pccl.Communicator(address) as comm:
             peer = Peer(comm, "d", mode=mode, min_peers=3, **SETTINGS)
             rounds["d"] = [peer.round() for _ in range(5)]
+            peer.theta = peer.diloco.state_dict()["theta"]
+            ended.wait(DEADLINE_S)
             return peer
 
     a, b, _, d = together(lambda: train("a"), lambda: train("b"), desert, join)
     admitted_at = len(rounds["a"]) - 5
     contributors = [["a", "b", "c"], *[["a", "b"]] * (admitted_at - 1), *[["a", "b", "d"]] * 5]
-    expected = getattr(diloco_oracle, mode)(
-        PROBLEM, diloco_oracle.Outer(begin[0], 0.3, 0.5), contributors
-    )
-    for peer, wanted in ((a, expected), (b, expected), (d, expected[-5:])):
-        np.testing.assert_allclose(peer.thetas, wanted, rtol=0, atol=1e-5)
+    outer = diloco_oracle.Outer(begin[0], 0.3, 0.5)
+    expected = getattr(diloco_oracle, mode)(PROBLEM, outer, contributors)
+    for peer, name in ((a, "a"), (b, "b"), (d, "d")):
+        wanted = expected if mode == "eager" else [{name: theta} for theta in expected]
+        wanted = [weights[name] for weights in wanted[-len(peer.weights) :]]
+        np.testing.assert_allclose(peer.weights, wanted, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(peer.theta, outer.theta, rtol=0, atol=1e-5)
     assert a.digests == b.digests and d.digests.items() <= a.digests.items()
     applied = contributors if mode == "sync" else [[], *contributors[:-1]]
     for name, wanted in (("a", applied), ("b", applied), ("d", applied[-5:])):
@@ -146,6 +160,116 @@ def test_delayed_with_the_mean_awaited_at_once_is_sync_shifted_by_one(address: s
     ):
         assert torch.equal(theta, late_theta) and torch.equal(v, late_v) and k == late_k
         assert torch.equal(theirs, late_theta)
+
+
+def test_eager_and_alone_is_sync_and_its_theta_is_delayed(address: str) -> None:
+    """To the bit: what a peer guesses of a mean of its own is that mean."""
+    trained = []
+    for mode in ("sync", "eager", "delayed"):
+        model, seen = Model(), []
+        with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address) as comm:
+            options = {"outer_lr": 0.5, "outer_momentum": 0.5, "alone": "step"}
+            diloco = make(comm, model, mode=mode, **options)
+            for move in (2.0, -1.0, 0.5, 4.0):
+                model.move(move)
+                diloco.step()
+                seen.append((model.flat(), diloco.state_dict()["theta"]))
+            diloco.finish()
+            trained.append((seen, model.flat(), diloco.outer_step))
+    synced, eager, delayed = trained
+    assert eager[1:][1] == delayed[2] == synced[2] == 4
+    assert torch.equal(eager[1], synced[1]) and torch.equal(delayed[1], synced[1])
+    for (weights, _), (ours, theta), (_, late) in zip(synced[0], eager[0], delayed[0], strict=True):
+        assert torch.equal(ours, weights) and torch.equal(theta, late)
+
+
+@pytest.mark.parametrize("mode", ["delayed", "eager"])
+def test_who_has_lost_all_others_has_its_progress_and_no_guess(address: str, mode: str) -> None:
+    """Of two rounds: that whose mean was under way, and that which was trained meanwhile."""
+    launched, left = threading.Event(), threading.Event()
+
+    def veteran() -> None:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, mode=mode, min_peers=2, outer_lr=0.5, outer_momentum=0.0)
+            model.move(8.0)
+            diloco.step()
+            # From a half of what it has moved, by a rate of one half; or from theta.
+            assert torch.equal(model.flat(), torch.full((1000,), -2.0 if mode == "eager" else 0.0))
+            launched.set()
+            assert left.wait(DEADLINE_S)
+            for moved in (9.0, 10.0):
+                model.move(1.0)
+                diloco.step()
+                assert torch.equal(model.flat(), torch.full((1000,), -moved))
+            assert diloco.outer_step == 0
+
+    def leave() -> None:
+        assert launched.wait(DEADLINE_S)
+        raise Left
+
+    def leaver() -> None:
+        model = Model()
+        with pytest.raises(Left), pccl.Communicator(address) as comm:
+            watched: Any = Watched(comm, all_reduce_async=leave)
+            diloco = make(watched, model, mode=mode, min_peers=2, outer_lr=0.5, outer_momentum=0.0)
+            model.move(8.0)
+            diloco.step()
+        left.set()
+
+    together(veteran, leaver)
+
+
+# ---- a loop as it is ----
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+def test_a_block_makes_a_loop_as_it_is_a_diloco(address: str, mode: str) -> None:
+    """To the bit: what calls of `step`, and `finish`, make of it."""
+
+    def peer(address: str, name: str, in_a_block: bool) -> Callable[[], Any]:
+        def body() -> Any:
+            with pccl.Communicator(address) as comm:
+                peer = Peer(comm, name, mode=mode, min_peers=2, **SETTINGS)
+                diloco, steps = peer.diloco, 3 * PROBLEM.inner_steps
+                if in_a_block:
+                    with diloco as entered:
+                        assert entered is diloco and diloco.last_round is None
+                        for step in range(steps):
+                            peer.optimizer.zero_grad()
+                            peer.backward()
+                            if step == 1:  # which is not counted twice
+                                assert diloco.step() is diloco.last_round is not None
+                            else:
+                                peer.optimizer.step()
+                    peer.optimizer.step()
+                    assert diloco.inner_step == 0, "an optimizer outside of the block is free"
+                    assert diloco.last_round.contributors == 2
+                else:
+                    for _ in range(3):
+                        peer.round()
+                    diloco.finish()
+                return diloco.outer_step, diloco.state_digest()
+
+        return body
+
+    first, second = together(peer(address, "a", True), peer(address, "b", True))
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        known = together(*(peer(master.address, name, False) for name in "ab"))
+    assert first == second == known[0] == known[1] and first[0] == 3
+
+
+def test_an_exception_in_a_block_finishes_nothing(address: str) -> None:
+    model = Model()
+    with pccl.Communicator(address) as comm:
+        diloco = make(comm, model, mode="delayed", alone="step")
+        with pytest.raises(KeyError), diloco:
+            model.move(1.0)
+            diloco.step()
+            raise KeyError
+        assert diloco.outer_step == 0
+        diloco.finish()
+        assert diloco.outer_step == 1
 
 
 # ---- what is refused ----

@@ -186,7 +186,7 @@ def test_a_mean_of_too_few_is_fed_back_to_nobody(address: str) -> None:
     assert ours[0] != ours[1] == ours[2] == ours[3]
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed"])
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
 def test_peers_that_quantize_are_equal_while_one_is_lost_and_one_joins(
     address: str, mode: str
 ) -> None:

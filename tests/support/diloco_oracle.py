@@ -6,6 +6,7 @@ on rate / 2 * (w - target)^2.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,31 @@ def delayed(problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]) -> 
         previous = progress
         thetas.append(outer.theta)
     return thetas
+
+
+def eager(
+    problem: Problem, outer: Outer, rounds: Sequence[Sequence[str]]
+) -> list[dict[str, Array]]:
+    """The same, where each peer trains from a guess of its own: those after each round.
+
+    `outer` has the common parameters at the end.
+    """
+    guesses: list[dict[str, Array]] = []
+    own: dict[str, Outer] = {}
+    shares: dict[str, Array] = {}
+    previous, members = np.zeros_like(outer.theta), len(rounds[0])
+    for k, peers in enumerate(rounds):
+        for peer in set(peers) - own.keys():
+            own[peer], shares[peer] = copy.deepcopy(outer), np.zeros_like(outer.theta)
+        progress = {p: own[p].theta - problem.train(own[p].theta, p) for p in peers}
+        if k > 0:
+            outer.step(previous)
+        for peer in peers:
+            own[peer].step(progress[peer] / members + (previous - shares[peer]))
+            shares[peer] = progress[peer] / members
+        previous, members = np.mean([*progress.values()], axis=0), len(peers)
+        guesses.append({peer: own[peer].theta for peer in peers})
+    return guesses
 
 
 @dataclass
