@@ -2,9 +2,9 @@
 
     python stress/scale.py [--peers 10 100 1000] [--groups 8] [--rounds 20]
 
-Peers in several groups vote in every kind of round. A message's cost is that of decoding it, of the
-master's core, and of encoding what the master says in return. The exit code is 1 when a vote costs
-more than the limit, or when it costs much more in a large run than in a small one.
+Peers in several groups vote in every kind of round. The cost of a message is that of decoding it,
+of the master's state machine, and of encoding the answers. The exit code is 1 if a vote costs more
+than the limit, or much more in a large run than in a small one.
 """
 
 from __future__ import annotations

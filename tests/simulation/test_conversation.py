@@ -46,7 +46,7 @@ def founded() -> Run:
     """A run whose first peer does nothing."""
     run = Run(0)
     founder = run.add(idle)
-    while not founder.core.accepted:
+    while not founder.machine.accepted:
         run.step()
     return run
 
@@ -58,7 +58,7 @@ def arrive(run: Run, protocol: int = m.PROTOCOL_VERSION) -> SimPeer:
     run.peers.append(peer)
     call = peer.number()
     hello = m.Hello(protocol, "1", 0, "", 1000 + name, "", f"m{name}", b"")
-    peer.begin(call, "connect", peer.core.join(call, hello))
+    peer.begin(call, "connect", peer.machine.join(call, hello))
     while run.step():
         pass
     return peer
@@ -94,7 +94,7 @@ def arrivals() -> Iterator[SimPeer]:
 
 def cut_off(script: str) -> conversation.Conversation:
     """What happens to a peer whose collective runs, while its master dies and comes back."""
-    core, talk = Peer(), conversation.Conversation()
+    machine, talk = Peer(), conversation.Conversation()
 
     def perform(actions: list[Effect]) -> None:
         for action in actions:
@@ -103,26 +103,26 @@ def cut_off(script: str) -> conversation.Conversation:
 
     def hear(message: m.MasterMessage) -> None:
         talk.heard(message)
-        perform(core.received(message))
+        perform(machine.received(message))
 
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
-    perform(core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b"")))
+    perform(machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b"")))
     hear(m.Welcome(1))
     hear(m.Plan(1, infos, (m.Ring((1, 2), 1),), 0))
     hear(m.Admitted(7, m.Done()))
-    perform(core.collective(2, 0, m.Work("all_reduce", 0, 10, 1)))
+    perform(machine.collective(2, 0, m.Work("all_reduce", 0, 10, 1)))
     hear(m.Started(2, 1, 1))
     happens: dict[str, Callable[[], None]] = {
-        "lost": lambda: perform(core.disconnected("the master died")),
-        "back": lambda: perform(core.reconnected()),
-        "held": lambda: perform(core.engine_complete(2, False, 0, 0)),
-        "failed": lambda: perform(core.engine_failed(2, "a stream was lost")),
+        "lost": lambda: perform(machine.disconnected("the master died")),
+        "back": lambda: perform(machine.reconnected()),
+        "held": lambda: perform(machine.engine_complete(2, False, 0, 0)),
+        "failed": lambda: perform(machine.engine_failed(2, "a stream was lost")),
         "interrupt": lambda: hear(m.Interrupt(1, "the master was restarted")),
         "resumed": lambda: hear(m.Resumed(m.Done())),
     }
     for word in script.split():
         happens[word]()
-    perform(core.leave("done"))
+    perform(machine.leave("done"))
     return talk
 
 
@@ -167,8 +167,10 @@ def test_every_transition_of_a_collective_happens(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(Collective, "move", watched)
     peer = arrive(founded())  # the engine gives up before the start: no simulated one does
-    peer.perform(peer.core.collective(peer.number("collective"), 0, m.Work("all_reduce", 0, 10, 1)))
-    peer.perform(peer.core.engine_failed(peer.calls, "an impossible chunk"))
+    peer.perform(
+        peer.machine.collective(peer.number("collective"), 0, m.Work("all_reduce", 0, 10, 1))
+    )
+    peer.perform(peer.machine.engine_failed(peer.calls, "an impossible chunk"))
     for _ in runs():
         if not missing:
             break
@@ -189,41 +191,41 @@ def sent(actions: list[Effect]) -> list[m.PeerMessage]:
 
 def member() -> Peer:
     """One of two peers, as far as it knows."""
-    core = Peer()
+    machine = Peer()
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
-    core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     for message in (
         m.Welcome(1),
         m.Plan(5, infos, (m.Ring((1, 2), 1),), 0),
         m.Admitted(7, m.Done()),
     ):
-        core.received(message)
-    return core
+        machine.received(message)
+    return machine
 
 
 def test_an_op_that_fails_after_its_completion_is_told_of_once() -> None:
-    core = member()
-    core.collective(2, 0, m.Work("all_reduce", 0, 10, 1))
-    core.received(m.Started(2, 9, 5))
-    assert sent(core.engine_complete(2, False, 0, 0)) == [m.FinishVote(9, True)]
-    assert sent(core.engine_failed(2, "no memory to send it on")) == [
+    machine = member()
+    machine.collective(2, 0, m.Work("all_reduce", 0, 10, 1))
+    machine.received(m.Started(2, 9, 5))
+    assert sent(machine.engine_complete(2, False, 0, 0)) == [m.FinishVote(9, True)]
+    assert sent(machine.engine_failed(2, "no memory to send it on")) == [
         m.Stalled(5, 0, "no memory to send it on")
     ]
-    assert sent(core.engine_failed(2, "again")) == []
-    assert sent(core.stream_lost(1, "as well")) == []
-    core.received(m.Finished(9, False, "others lack it"))
-    assert sent(core.stream_lost(1, "of no interest any more")) == []
+    assert sent(machine.engine_failed(2, "again")) == []
+    assert sent(machine.stream_lost(1, "as well")) == []
+    machine.received(m.Finished(9, False, "others lack it"))
+    assert sent(machine.stream_lost(1, "of no interest any more")) == []
 
 
 def test_who_cannot_serve_at_all_says_so_of_each_plan() -> None:
-    core = member()
-    core.sync(2, 3, m.Offer(1, 0, ()))
-    assert sent(core.engine_failed(3, "no memory for an op")) == []
+    machine = member()
+    machine.sync(2, 3, m.Offer(1, 0, ()))
+    assert sent(machine.engine_failed(3, "no memory for an op")) == []
     for seq in (9, 10):
         plan = m.SyncPlan(2, seq, (2,), (), (), ())
-        assert sent(core.received(plan)) == [m.Stalled(5, seq, "no memory for an op")]
-    assert sent(core.engine_failed(3, "a stream of before", 9)) == []
-    assert sent(core.engine_failed(3, "a stream", 10)) == [m.Stalled(5, 10, "a stream")]
+        assert sent(machine.received(plan)) == [m.Stalled(5, seq, "no memory for an op")]
+    assert sent(machine.engine_failed(3, "a stream of before", 9)) == []
+    assert sent(machine.engine_failed(3, "a stream", 10)) == [m.Stalled(5, 10, "a stream")]
 
 
 def test_a_message_out_of_turn_is_noticed() -> None:

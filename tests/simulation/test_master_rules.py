@@ -283,21 +283,21 @@ def test_all_hear_of_a_time_out_and_of_a_loss() -> None:
 
 def running_peer() -> Peer:
     """A peer in a collective, which is its call 2 and seq 9."""
-    core = Peer()
-    core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    machine = Peer()
+    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
     known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
     for told in (m.Welcome(1), known, m.Admitted(RUN, m.Done())):
-        core.received(told)
-    core.collective(2, 0, WORK)
-    core.received(m.Started(2, 9, 1))
-    return core
+        machine.received(told)
+    machine.collective(2, 0, WORK)
+    machine.received(m.Started(2, 9, 1))
+    return machine
 
 
-def end(core: Peer, cause: m.Cause) -> Fail:
-    core.received(m.Interrupt(9, "why"))
-    core.received(m.Finished(9, False, "why", cause))
-    fail = core.engine_settled(2, 0, 0)[-1]
+def end(machine: Peer, cause: m.Cause) -> Fail:
+    machine.received(m.Interrupt(9, "why"))
+    machine.received(m.Finished(9, False, "why", cause))
+    fail = machine.engine_settled(2, 0, 0)[-1]
     assert isinstance(fail, Fail)
     assert fail.result is Result.RANK_CONNECTION_LOST
     return fail
@@ -320,17 +320,17 @@ def test_the_fault_of_another_peer_is_an_error_that_fits_and_the_call_may_be_mad
 
 
 def test_who_runs_out_of_memory_or_time_itself_does_not_try_again() -> None:
-    core = running_peer()
-    said = core.engine_failed(2, "no memory for a message", 0, m.Cause.MEMORY)[-1]
+    machine = running_peer()
+    said = machine.engine_failed(2, "no memory for a message", 0, m.Cause.MEMORY)[-1]
     assert isinstance(said, Send)
     assert said.message == m.FinishVote(
         9, False, "it ran out of memory: no memory for a message", m.Cause.MEMORY
     )
-    fail = end(core, m.Cause.MEMORY)
+    fail = end(machine, m.Cause.MEMORY)
     assert fail.fault is Fault.OTHER and not fail.again
-    core = running_peer()
-    core.withdraw(2, "its time is up")
-    fail = end(core, m.Cause.OTHER)  # somebody was lost before the master heard of it
+    machine = running_peer()
+    machine.withdraw(2, "its time is up")
+    fail = end(machine, m.Cause.OTHER)  # somebody was lost before the master heard of it
     assert fail.fault is Fault.TIMEOUT and not fail.again
 
 
@@ -366,29 +366,29 @@ def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
 
 
 def test_who_was_told_of_a_start_that_it_had_missed_knows_of_it() -> None:
-    core = Peer()
-    core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    machine = Peer()
+    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
     known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
     for told in (m.Welcome(1), known, m.Admitted(7, m.Done())):
-        core.received(told)
-    core.collective(2, 0, WORK)
-    core.received(m.CallError(2, Result.RANK_CONNECTION_LOST.value, "a restart", 0, 9))
-    core.disconnected("the next restart")
-    (again,) = core.reconnected()
+        machine.received(told)
+    machine.collective(2, 0, WORK)
+    machine.received(m.CallError(2, Result.RANK_CONNECTION_LOST.value, "a restart", 0, 9))
+    machine.disconnected("the next restart")
+    (again,) = machine.reconnected()
     assert isinstance(again, Send)
     assert isinstance(again.message, m.Resume)
     assert again.message.last_seq == 9
 
 
 def test_why_an_engine_refused_a_collective_is_what_the_others_hear() -> None:
-    core = Peer()
-    core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    machine = Peer()
+    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     for told in (m.Welcome(1), m.Admitted(7, m.Done())):
-        core.received(told)
-    core.collective(2, 0, WORK)
-    core.engine_failed(2, "no memory for 7 arrays")
-    said = [a.message for a in core.received(m.Started(2, 9, 1)) if isinstance(a, Send)]
+        machine.received(told)
+    machine.collective(2, 0, WORK)
+    machine.engine_failed(2, "no memory for 7 arrays")
+    said = [a.message for a in machine.received(m.Started(2, 9, 1)) if isinstance(a, Send)]
     assert said == [m.FinishVote(9, False, "no memory for 7 arrays")]
 
 

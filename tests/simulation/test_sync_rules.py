@@ -116,27 +116,27 @@ def test_a_group_that_begins_anew_repeats_no_number() -> None:
 
 def standing(one: m.Offer) -> Peer:
     """A peer that stands in a synchronisation, call 2."""
-    core = Peer()
-    core.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    machine = Peer()
+    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
     infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
     known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
     for told in (m.Welcome(1), known, m.Admitted(7, m.Done(sync=4))):
-        core.received(told)
-    core.sync(2, 3, one)
-    return core
+        machine.received(told)
+    machine.sync(2, 3, one)
+    return machine
 
 
-def ends(core: Peer, message: m.MasterMessage) -> Answer | Fail:
-    actions = core.received(message) + core.engine_settled(3, 0, 0)
+def ends(machine: Peer, message: m.MasterMessage) -> Answer | Fail:
+    actions = machine.received(message) + machine.engine_settled(3, 0, 0)
     (end,) = (a for a in actions if isinstance(a, Answer | Fail))
     return end
 
 
-def missed(core: Peer, done: m.Done) -> Answer | Fail:
+def missed(machine: Peer, done: m.Done) -> Answer | Fail:
     """The end, by way of a master that was restarted."""
-    core.disconnected("a restart")
-    core.reconnected()
-    return ends(core, m.Resumed(done))
+    machine.disconnected("a restart")
+    machine.reconnected()
+    return ends(machine, m.Resumed(done))
 
 
 def test_a_peer_concludes_that_it_was_refused_also_from_a_restarted_master() -> None:
@@ -165,9 +165,9 @@ def test_who_only_receives_is_never_refused() -> None:
 
 
 def test_what_a_refused_peer_says_of_itself_later() -> None:
-    core = standing(offer(9))
-    ends(core, m.SyncResult(2, 6, 5, 0))
-    core.disconnected("a restart")
-    (again,) = core.reconnected()
+    machine = standing(offer(9))
+    ends(machine, m.SyncResult(2, 6, 5, 0))
+    machine.disconnected("a restart")
+    (again,) = machine.reconnected()
     assert isinstance(again, Send) and isinstance(again.message, m.Resume)
     assert (again.message.done.sync, again.message.done.holds) == (5, False)

@@ -229,7 +229,7 @@ def survivor(steps: int) -> Program:
         while peer.content[0] < steps:
             if peer.content[0] % 3 == 0:
                 yield from insist(peer.optimize_topology)
-            while peer.core.world.local_size > 1:
+            while peer.machine.world.local_size > 1:
                 if isinstance((yield from peer.all_reduce()), Answer):
                     break
             peer.content = (peer.content[0] + 1, peer.content[1])
@@ -377,7 +377,7 @@ class Siege(Run):
     def _check_drop(self, conn: bytes, why: str) -> None:
         """An honest peer is dropped only where it has left or died, or may be."""
         peer = self._by_conn(conn)
-        gone = peer.core.over is not None or not peer.alive or peer.conn != conn
+        gone = peer.machine.over is not None or not peer.alive or peer.conn != conn
         if not gone and not (peer.severed and "connection broke" in why):
             self.check_over(peer, why)
 

@@ -199,11 +199,13 @@ class Facade:
 
     def _from_here(self, calls: Calls) -> Iterator[Call]:
         """All calls; of a lawful newcomer, those that come after the one that admitted it."""
-        positions, core = self.positions, self.peer.core
-        begin = positions.get((core.run, core.knowledge.done.topology), 0) if self.lawful else 0
+        positions, machine = self.positions, self.peer.machine
+        begin = (
+            positions.get((machine.run, machine.knowledge.done.topology), 0) if self.lawful else 0
+        )
         for i in range(begin, len(calls)):
             if calls[i].what == "update_topology":
-                positions[core.run, core.knowledge.done.topology + 1] = i + 1
+                positions[machine.run, machine.knowledge.done.topology + 1] = i + 1
             yield calls[i]
 
     def _perform(self, call: Call, handles: list[tuple[int, int]]) -> Generator[int, None, None]:
@@ -220,7 +222,7 @@ class Facade:
                 yield from self._wait(handles)
             case _ if exclusive in EXCLUSIVE and peer.tags:
                 pass  # PENDING_ASYNC_OPS
-            case "optimize_topology" if peer.core.world.global_size < 2:
+            case "optimize_topology" if peer.machine.world.global_size < 2:
                 pass  # INVALID_USAGE
             case "optimize_topology":
                 self._check((yield from peer.optimize_topology()))
@@ -230,7 +232,7 @@ class Facade:
                 self._check((yield from peer.are_peers_pending()))
             case "sync" | "begin":
                 yield from self._sync(call)
-            case _ if call.tag in peer.tags or peer.core.world.local_size < 2:
+            case _ if call.tag in peer.tags or peer.machine.world.local_size < 2:
                 pass  # INVALID_ARGUMENT or TOO_FEW_PEERS
             case "launch":
                 handles.append((peer.launch(call.tag, self._work(call)), call.tag))
@@ -243,7 +245,7 @@ class Facade:
                     end = yield from peer.all_reduce(call.tag, self._work(call))
                     self._check(end)
                     lost = isinstance(end, Fail) and end.fault is Fault.PEER_LOST
-                    if not lost or call.tag in peer.tags or peer.core.world.local_size < 2:
+                    if not lost or call.tag in peer.tags or peer.machine.world.local_size < 2:
                         break
 
     def _wait(self, handles: list[tuple[int, int]]) -> Generator[int, None, None]:
@@ -326,9 +328,9 @@ class Play(Siege):
             or self.given_up
             or self.incarnation
             or self.members_max
-            or any(p.left or not p.alive or p.core.over or p.severed for p in others)
+            or any(p.left or not p.alive or p.machine.over or p.severed for p in others)
             or any(p.walled or p.caged or p.cut_from for p in others)
-            or any(p.core.number and not self.master.knows(p.conn) for p in others)
+            or any(p.machine.number and not self.master.knows(p.conn) for p in others)
         )
 
     def step(self) -> bool:
@@ -404,7 +406,7 @@ def play(scenario: Scenario, trace: list[str] | None = None) -> Play:
     """Plays a scenario to the end.
 
     Raises:
-        AssertionError: a rule was broken; so too where the cores themselves fail.
+        AssertionError: a rule was broken; or a state machine failed.
     """
     run = Play(scenario)
     run.trace = trace

@@ -66,14 +66,14 @@ class SimOp:
 
 @dataclass
 class SimPeer:
-    """A peer: its program, its core, its engine, and its connection's two queues."""
+    """A peer: its program, state machine and engine, and the two queues of its connection."""
 
     name: int
     conn: bytes
     run: Run
     group: int = 0
     programs: tuple[Program, ...] = ()
-    core: Peer = field(default_factory=Peer)
+    machine: Peer = field(default_factory=Peer)
     up: deque[bytes] = field(default_factory=deque)
     down: deque[bytes] = field(default_factory=deque)
     alive: bool = True
@@ -123,7 +123,7 @@ class SimPeer:
             self.withdraw(call)
         hurried = self.hurry(self.run.steps)
         if self.standing and self.run.random.random() < 0.005:
-            self.perform(self.core.inquire(self.run.random.choice(list(self.standing))))
+            self.perform(self.machine.inquire(self.run.random.choice(list(self.standing))))
         if not self.ready:
             return bool(late) or hurried
         while self.ready:
@@ -142,8 +142,8 @@ class SimPeer:
         self.run.say(f"peer {self.name} gives up", *self.standing[call][:1])
         self.deadlines.pop(call, None)
         self.given_up.add(call)
-        away = self.connection != "up" and not self.core._outbox.known
-        self.perform(self.core.withdraw(call, "its caller gave up"))
+        away = self.connection != "up" and not self.machine._outbox.known
+        self.perform(self.machine.withdraw(call, "its caller gave up"))
         self.check_ends(call, away)
 
     def abandon(self, call: int) -> None:
@@ -151,7 +151,7 @@ class SimPeer:
         self.run.say(f"an exception takes the caller of peer {self.name} out of", call)
         self.deadlines.pop(call, None)
         self.given_up.add(call)
-        self.perform(self.core.abandon(call))
+        self.perform(self.machine.abandon(call))
         self.check_ends(call, True)
 
     def check_ends(self, call: int, alone: bool) -> None:
@@ -165,7 +165,7 @@ class SimPeer:
         hasty = [call for call, end in self.patient.items() if end <= step]
         for call in hasty:
             del self.patient[call]
-            self.perform(self.core.hurry(call))
+            self.perform(self.machine.hurry(call))
         return bool(hasty)
 
     @property
@@ -200,14 +200,14 @@ class SimPeer:
         while call not in self.answers:
             yield call
         end = self.answers.pop(call)
-        if self.core.over is not None and isinstance(end, Fail):
-            self.run.check_over(self, self.core.over.why)
+        if self.machine.over is not None and isinstance(end, Fail):
+            self.run.check_over(self, self.machine.over.why)
             raise Ended
         return end
 
     def join(self, hello: m.Hello) -> Generator[int, None, End]:
         call = self.number()
-        return (yield from self.wait(self.begin(call, "connect", self.core.join(call, hello))))
+        return (yield from self.wait(self.begin(call, "connect", self.machine.join(call, hello))))
 
     def launch(
         self, tag: int = 0, work: m.Work = WORK, stuck: bool = False, data: bytes | None = None
@@ -218,7 +218,7 @@ class SimPeer:
             work = m.Work("all_reduce", 0, 0, len(data))
         self.tags.add(tag)
         self.stuck |= {call} if stuck else set()
-        actions = self.core.collective(call, tag, work, data, stuck)
+        actions = self.machine.collective(call, tag, work, data, stuck)
         return self.begin(call, work.what, actions, tag, work)
 
     def awaits(self, call: int, tag: int) -> Generator[int, None, End]:
@@ -242,7 +242,7 @@ class SimPeer:
 
     def update_topology(self) -> Generator[int, None, End]:
         call = self.number()
-        actions = self.core.update_topology(call)
+        actions = self.machine.update_topology(call)
         return (yield from self.wait(self.begin(call, "update_topology", actions)))
 
     def are_peers_pending(self) -> Generator[int, None, End]:
@@ -251,14 +251,14 @@ class SimPeer:
         patience = self.run.random.choice([0, 0, 5, 50])
         if patience:
             self.patient[call] = self.run.steps + patience
-        actions = self.core.are_peers_pending(call, self.single, bool(patience))
+        actions = self.machine.are_peers_pending(call, self.single, bool(patience))
         end = yield from self.wait(self.begin(call, "are_peers_pending", actions))
         self.patient.pop(call, None)
         return end
 
     def optimize_topology(self) -> Generator[int, None, End]:
         call, serve = self.number(), self.number("serve")
-        actions = self.core.optimize(call, serve)
+        actions = self.machine.optimize(call, serve)
         end = yield from self.wait(self.begin(call, "optimize_topology", actions))
         self.probe, self.failed_fetches = 0, 0
         return end
@@ -270,7 +270,7 @@ class SimPeer:
         entries = (m.Entry(entry, 10, 4, False, text.encode()),)
         offer = m.Offer(revision, strategy, entries, min_peers=min_peers)
         call, serve = self.number(), self.number("serve")
-        actions = self.core.sync(call, serve, offer)
+        actions = self.machine.sync(call, serve, offer)
         end = yield from self.wait(self.begin(call, "sync_shared_state", actions))
         if isinstance(end, Answer):
             assert isinstance(end.value, Synced)
@@ -284,14 +284,14 @@ class SimPeer:
 
     def leave(self) -> None:
         self.left = True
-        self.perform(self.core.leave("done"))
+        self.perform(self.machine.leave("done"))
 
     # ---- what it stands in ----
 
     @property
     def present(self) -> bool:
         """Whether it is an accepted peer that lives, as far as it knows itself."""
-        return self.alive and self.core.accepted and self.core.over is None
+        return self.alive and self.machine.accepted and self.machine.over is None
 
     @property
     def stuck_in(self) -> set[tuple[str, int]]:
@@ -305,25 +305,25 @@ class SimPeer:
 
     def waits(self) -> list[tuple[str, int, bool]]:
         """What it waits for: call, tag, and whether its round has ended and more is to come."""
-        transfer = self.core.transfers.current
-        started = {c.call for c in self.core.collectives.started.values()}
+        transfer = self.machine.transfers.current
+        started = {c.call for c in self.machine.collectives.started.values()}
         if transfer is not None and transfer.planned:
             started.add(transfer.call)
         return [(what, tag, call in started) for call, (what, tag, _) in self.standing.items()]
 
     def check_empty(self) -> None:
         """Its threads have ended, so nothing may be left of any call."""
-        core = self.core
+        machine = self.machine
         tables = {
-            "votes": core.votes,
-            "collectives": core.collectives,
-            "started": core.collectives.started,
-            "withdrawals": core._withdrawals,
-            "ghosts": core._ghosts,
-            "streams": core._streams.ring,
+            "votes": machine.votes,
+            "collectives": machine.collectives,
+            "started": machine.collectives.started,
+            "withdrawals": machine._withdrawals,
+            "ghosts": machine._ghosts,
+            "streams": machine._streams.ring,
         }
         left = {name: len(table) for name, table in tables.items() if len(table)}
-        assert not left and core.transfers.current is None, f"peer {self.name} still has {left}"
+        assert not left and machine.transfers.current is None, f"peer {self.name} still has {left}"
         assert not self.ops, f"the engine of peer {self.name} still has ops {self.ops}"
         assert not self.streams, f"peer {self.name} has left streams {self.streams} open"
         assert not self.standing, f"peer {self.name} still stands in {self.stands_in}"
@@ -360,18 +360,18 @@ class SimPeer:
                     if not resumed:
                         self.staged = None
                     if plan.fetch and not resumed:
-                        self.perform(self.core.fetch(self.number("fetch"), plan.seq))
+                        self.perform(self.machine.fetch(self.number("fetch"), plan.seq))
                 case Measure(_, seq, holders):
                     self.probe = seq if holders else 0
                     if holders:
-                        self.perform(self.core.fetch(self.number("fetch"), seq))
+                        self.perform(self.machine.fetch(self.number("fetch"), seq))
                 case Fetched(_, seq, _, _) if self.probing:
                     if self.probing == seq:
                         self.measure(seq)
                 case Fetched(_, seq, ok, why):
                     if ok and self.plan is not None and self.plan.seq == seq:
                         self.staged = self.plan.digests[0].decode()
-                    self.perform(self.core.fetched(seq, ok, why))
+                    self.perform(self.machine.fetched(seq, ok, why))
 
     def answered(self, call: int, end: End) -> None:
         assert call not in self.answers
@@ -385,7 +385,7 @@ class SimPeer:
 
     def start(self, op: SimOp, seq: int, parts: Sequence[RingPlace | effects.End]) -> None:
         assert all(part.stream in self.streams for part in parts), "a stream that is not open"
-        op.seq = key = (self.core.run, seq)
+        op.seq = key = (self.machine.run, seq)
         op.streams, op.deaf = tuple(part.stream for part in parts), set()
         gone = {self.streams[stream].peer for stream in op.streams if stream in self.lost}
         ends = [self.streams[stream] for stream in op.streams]
@@ -444,7 +444,7 @@ class SimPeer:
             allowed = self.run.cut_to.get(op.seq)
             everyone = len(self.run.starters[op.seq]) == op.members
             return everyone and (allowed is None or self.name in allowed)
-        if op.kind != "fetch" or self.run.deafened(self.core.number, op.seq):
+        if op.kind != "fetch" or self.run.deafened(self.machine.number, op.seq):
             return False
         return any(self.run.serves(h, op.seq) for h in op.holders)
 
@@ -467,7 +467,7 @@ class SimPeer:
         if settled:
             del self.ops[number]
         self.run.completed.setdefault(op.seq, set()).add(self.name)
-        self.perform(self.core.engine_complete(number, settled, 0, 0))
+        self.perform(self.machine.engine_complete(number, settled, 0, 0))
 
     def fail(self, number: int) -> None:
         op = self.ops[number]
@@ -477,7 +477,7 @@ class SimPeer:
             self.tries[wall.peer] += 1
             # the master hears of a death, too, before a peer has tried three times
             if self.run.lives(wall.peer) or self.tries[wall.peer] < 3:
-                self.perform(self.core.unreached(wall, "a wall"))
+                self.perform(self.machine.unreached(wall, "a wall"))
         if walls and op.kind == "fetch" and op.holders:
             return  # it goes on with them
         self.failed_fetches += op.kind == "fetch"
@@ -485,7 +485,7 @@ class SimPeer:
         op.complete = True  # says no more until it is aborted, or started again
         starves = op.kind == "fetch" and self.run.random.random() < 0.8
         starved = op.seq[1] if op.seq is not None and starves else 0
-        self.perform(self.core.engine_failed(number, "a stream was lost", starved))
+        self.perform(self.machine.engine_failed(number, "a stream was lost", starved))
 
     def lose_stream(self, stream: int) -> None:
         """A connection is reset, and with it goes what others have not read yet.
@@ -498,7 +498,7 @@ class SimPeer:
         self.run.losses += 1
         for key in self.carried.get(stream, ()):
             self.run.cut(key)
-        self.perform(self.core.stream_lost(stream, "a lane was disconnected"))
+        self.perform(self.machine.stream_lost(stream, "a lane was disconnected"))
         for number, op in list(self.ops.items()):
             if stream not in op.streams or op.ending or stream not in self.streams:
                 continue
@@ -506,7 +506,7 @@ class SimPeer:
             if op.kind == "serve":
                 self.deafen(op, {to})
             elif op.kind == "collective" and op.complete:
-                self.perform(self.core.engine_failed(number, "a stream was lost"))
+                self.perform(self.machine.engine_failed(number, "a stream was lost"))
             elif op.kind == "collective":
                 self.fail(number)
             elif len(op.holders) > 1:  # it goes on with the others
@@ -517,23 +517,23 @@ class SimPeer:
         number = next(number for number, each in self.ops.items() if each is op)
         op.deaf |= receivers
         seq = op.seq[1] if op.seq is not None else 0
-        self.perform(self.core.engine_failed(number, "a stream was lost", seq))
+        self.perform(self.machine.engine_failed(number, "a stream was lost", seq))
 
     @property
     def probing(self) -> int:
         """The seq of the probe under way, 0 if there is none."""
-        transfer = self.core.transfers.current
+        transfer = self.machine.transfers.current
         return self.probe if transfer is not None and transfer.optimises else 0
 
     def measure(self, seq: int) -> None:
         """Time is up, or everything is here, or nobody sends any more."""
         rate = self.run.random.choice([0, 1, 10, 100]) * 1000
         self.probe = 0
-        self.perform(self.core.measured(seq, rate, rate))
+        self.perform(self.machine.measured(seq, rate, rate))
 
     def settle(self, number: int) -> None:
         del self.ops[number]
-        self.perform(self.core.engine_settled(number, 0, 0))
+        self.perform(self.machine.engine_settled(number, 0, 0))
 
     def deliver(self) -> None:
         message = m.decode_from_master(self.down.popleft())
@@ -541,8 +541,8 @@ class SimPeer:
         self.conversation.heard(message)
         self.run.check_told(self, message)
         if isinstance(message, m.Started) and message.data is not None:
-            self.run.completed.setdefault((self.core.run, message.seq), set()).add(self.name)
-        self.perform(self.core.received(message))
+            self.run.completed.setdefault((self.machine.run, message.seq), set()).add(self.name)
+        self.perform(self.machine.received(message))
 
 
 def brief(value: object) -> str:

@@ -257,21 +257,21 @@ class Run:
             self.cut_to[seq] = {n for n in names if self.random.random() < 0.3}
 
     def lives(self, number: int) -> bool:
-        return any(peer.alive and peer.core.number == number for peer in self.peers)
+        return any(peer.alive and peer.machine.number == number for peer in self.peers)
 
     def blocked(self, peer: SimPeer, number: int) -> bool:
         """Whether a peer can open no stream to another one."""
         return any(
             peer.caged or other.walled or not other.alive or other.name in peer.cut_from
             for other in self.peers
-            if other.core.number == number and other is not peer
+            if other.machine.number == number and other is not peer
         )
 
     def serves(self, number: int, seq: Key | None) -> bool:
         return any(
             op.kind == "serve" and op.seq == seq and not op.ending
             for peer in self.peers
-            if peer.alive and peer.core.number == number
+            if peer.alive and peer.machine.number == number
             for op in peer.ops.values()
         )
 
@@ -301,12 +301,12 @@ class Run:
     def given_up_by_master(self, peer: SimPeer) -> bool:
         """Whether the run goes on without a peer that does not know it yet."""
         if (restart := self.master._restart) is not None:
-            return restart.recovery._complete and peer.core.number not in self.journal
+            return restart.recovery._complete and peer.machine.number not in self.journal
         return not self.master.knows(peer.conn)
 
     def check_told(self, peer: SimPeer, message: m.MasterMessage) -> None:
         """No two peers of a run are told different outcomes of one round."""
-        run, group = peer.core.run, peer.group
+        run, group = peer.machine.run, peer.group
         match message:
             case m.Finished(seq, ok):
                 self.agree(("collective", run, seq), ok, peer)
@@ -314,7 +314,7 @@ class Run:
                     f"{seq} committed, but peer {peer.name} lacks the result"
                 )
             case m.Started(call, seq, epoch):
-                assert peer.core.plan.epoch == epoch, "a start in another epoch than the plan's"
+                assert peer.machine.plan.epoch == epoch, "a start in another epoch than the plan's"
                 if call in peer.standing:  # else its caller has gone
                     self.agree(("start", run, seq), (group, epoch, peer.standing[call]), peer)
                 if message.data is None:
@@ -329,7 +329,7 @@ class Run:
             case m.PendingResult(_, pending, count):
                 self.agree(("are_peers_pending", run, count), pending, peer)
             case m.OptimizeResult(_, count):
-                epoch, rings = peer.core.plan.epoch, peer.core.plan.rings
+                epoch, rings = peer.machine.plan.epoch, peer.machine.plan.rings
                 self.agree(("optimize_topology", run, group, count), (epoch, rings), peer)
             case m.SyncResult(_, revision, count, plan, _, short):
                 self.agree(("sync_shared_state", run, group, count), (revision, plan, short), peer)
@@ -346,7 +346,7 @@ class Run:
             or (peer.severed and GIVEN_UP.why in why)
             or (self.incarnation and GIVEN_UP.why in why)
             or ("could not reach" in why and self.may_go(peer))
-            or (self.incarnation and not peer.core.number)  # it had hardly said hello
+            or (self.incarnation and not peer.machine.number)  # it had hardly said hello
             or (self.incarnation and not self.journaled and "started another run" in why)
             or (self.incarnation and self.overrun and "this is another one" in why)
             or (self.straggler_s is not None and "others waited for it" in why)
@@ -365,14 +365,14 @@ class Run:
         dial. Three can: who reaches nobody, or whom nobody reaches, finds no other neighbour.
         """
         group = [p for p in self.peers if p.group == peer.group and p is not peer]
-        if peer.walled or peer.caged or any(self.blocked(p, peer.core.number) for p in group):
+        if peer.walled or peer.caged or any(self.blocked(p, peer.machine.number) for p in group):
             return True
-        if any(self.blocked(peer, p.core.number) for p in group if not p.walled and p.alive):
+        if any(self.blocked(peer, p.machine.number) for p in group if not p.walled and p.alive):
             return True
         faulty = [p for p in group if p.walled or p.caged or not p.alive]
         undecided = any(p.dialled is None for p in (peer, *faulty))
         misled = any(p.walled and p.dialled == "" for p in faulty)
-        size, synchronised = self.convictions[peer.core.number]
+        size, synchronised = self.convictions[peer.machine.number]
         return bool(faulty) and (undecided or misled) and (size < 3 or synchronised)
 
     def check_content(self, peer: SimPeer) -> None:
@@ -410,8 +410,8 @@ class Run:
         status = self.master.status()
         shown = {one.peer: one for one in status.peers}
         for peer in awake:
-            if self.master.knows(peer.conn) and shown[peer.core.number].accepted:
-                calls = {call.call.partition("(")[0] for call in shown[peer.core.number].calls}
+            if self.master.knows(peer.conn) and shown[peer.machine.number].accepted:
+                calls = {call.call.partition("(")[0] for call in shown[peer.machine.number].calls}
                 stands_in = {what for what, _, _ in peer.waits()}
                 assert calls <= stands_in and len(calls) >= min(1, len(stands_in)), (
                     f"peer {peer.name} stands in {stands_in}, and is shown in {calls}"
@@ -513,7 +513,7 @@ class Run:
         self.say(f"peer {peer.name} sees that its connection is gone")
         peer.connection = "down"
         peer.up.clear()
-        peer.perform(peer.core.disconnected("the connection broke"))
+        peer.perform(peer.machine.disconnected("the connection broke"))
         for call in peer.given_up & peer.standing.keys():
             peer.check_ends(call, True)
 
@@ -521,7 +521,7 @@ class Run:
         peer.connection = "up"
         peer.connections += 1
         peer.conn = b"c%d.%d" % (peer.name, peer.connections)
-        peer.perform(peer.core.reconnected())
+        peer.perform(peer.machine.reconnected())
 
     def _tick(self) -> None:
         self.now_s += self.tick_s
@@ -529,7 +529,7 @@ class Run:
 
     def _answer_dial(self) -> None:
         number = self.dials.pop(self.random.randrange(len(self.dials)))
-        peer = next((p for p in self.peers if p.core.number == number), None)
+        peer = next((p for p in self.peers if p.machine.number == number), None)
         why = "refused" if peer is None or not peer.alive else peer.dialled
         self.say(f"the master's dial of peer {number}:", {"": "reached"}.get(str(why), str(why)))
         self.perform(self.master.dialled(number, why))
@@ -545,7 +545,7 @@ class Run:
                 choices.append((SimPeer.deliver, peer))
             elif peer.connection == "breaking":
                 choices.append((self._break_connection, peer))
-            elif peer.connection == "down" and peer.core.over is None:
+            elif peer.connection == "down" and peer.machine.over is None:
                 choices.append((self._new_connection, peer))
             if peer.ops or peer.streams:
                 choices += peer.engine_choices()

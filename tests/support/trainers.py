@@ -24,9 +24,9 @@ def reduce(peer: SimPeer) -> Generator[int, None, bool]:
     """Reduces with whoever is left, or has one of them tell; False when this peer is alone."""
     revision = peer.content[0]
     data = b"%8d" % revision if revision % 3 == 1 else None  # the same for all, who are in step
-    while peer.core.world.local_size > 1:
+    while peer.machine.world.local_size > 1:
         if revision % 3 == 2:  # ranks count: a loss that was not heard of is an error
-            end = yield from peer.broadcast(len(peer.core.plan.peers))
+            end = yield from peer.broadcast(len(peer.machine.plan.peers))
         else:
             end = yield from peer.all_reduce(data=data)
         if isinstance(end, effects.Answer):
