@@ -70,7 +70,7 @@ def test_what_checks_the_invariants_exists() -> None:
 @pytest.mark.parametrize("machine", ["master", "peer"])
 def test_the_parts_of_both_state_machines_are_those_of_the_code(machine: str) -> None:
     text = read(DOCS / "architecture.md")
-    table = text.split(f"| of the {machine} | is |")[1].split("\n\n")[0]
+    table = text.split(f"| of the {machine} | does |")[1].split("\n\n")[0]
     named = re.findall(r"`(\w+)(?:\.(\w+))?`", table)
     assert len(named) > 7
     for module, part in named:
