@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import get_args
 
 import torch
 from torch import nn
 
 import pccl
-from pccl.diloco import DiLoCo
+from pccl.diloco import DiLoCo, Mode, Wire
 
 
 def batch(size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,6 +39,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60, help="outer steps of the run")
     parser.add_argument("--inner-steps", type=int, default=50, help="inner steps in each of them")
     parser.add_argument("--min-peers", type=int, default=2, help="wait for so many peers to begin")
+    parser.add_argument("--mode", default="sync", choices=get_args(Mode), help="of the exchange")
+    parser.add_argument("--wire", default="fp32", choices=get_args(Wire), help="what is sent")
     parser.add_argument("--seed", type=int, default=0, help="of this peer's weights and data")
     args = parser.parse_args()
 
@@ -57,6 +60,8 @@ def main() -> None:
             optimizer,
             inner_steps=args.inner_steps,
             min_peers=args.min_peers,
+            mode=args.mode,
+            wire=args.wire,
             alone="step",  # who has lost all others comes to the end too
         )
         while diloco.outer_step < args.steps:
@@ -70,6 +75,7 @@ def main() -> None:
                     f"mean of {outer.contributors} peers, {outer.tx_bytes} bytes sent",
                     flush=True,
                 )
+        diloco.finish()  # what is still under way, in other modes than "sync"
         print(f"shared state: {diloco.state_digest()}", flush=True)
 
 

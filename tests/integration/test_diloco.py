@@ -492,10 +492,19 @@ def spawn() -> Iterator[Callable[..., Process]]:
         process.kill()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        pytest.param(["--mode", "delayed", "--wire", "int8"], marks=pytest.mark.slow),
+        pytest.param(["--mode", "eager", "--wire", "int4"], marks=pytest.mark.slow),
+    ],
+)
 def test_the_example_ends_with_the_same_bits_whatever_the_threads(
-    address: str, spawn: Callable[..., Process]
+    address: str, spawn: Callable[..., Process], options: list[str]
 ) -> None:
     words = [str(EXAMPLE), "--master-address", address, "--steps", "10", "--inner-steps", "10"]
+    words += options
     peers = [spawn(*words, "--seed", str(n), threads=n) for n in (1, 2)]
     ours, theirs = (peer.last_line() for peer in peers)
     assert ours.startswith("shared state: ") and ours == theirs

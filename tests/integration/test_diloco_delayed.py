@@ -447,6 +447,48 @@ def test_one_of_two_that_wait_begins_again_with_its_successor(address: str) -> N
     assert ours == new
 
 
+def test_who_could_not_launch_waits_in_its_next_round(address: str) -> None:
+    """And not at the end of that one, which may be the last of the script."""
+    left, waits = threading.Event(), threading.Event()
+    settings = {"mode": "delayed", "alone": "wait", "min_peers": 2}
+
+    def survivor() -> Any:
+        model, contributors = Model(), []
+        with pccl.Communicator(address) as comm:
+            watched: Any = Watched(comm, all_reduce_async=lambda: left.wait(DEADLINE_S))
+            diloco = make(watched, model, **settings)
+            while diloco.outer_step < 1:
+                model.move(1.0)
+                outer = diloco.step()
+                assert outer is not None
+                contributors.append(outer.contributors)
+                waits.set()
+            return contributors, diloco.state_digest()
+
+    def leaver() -> None:
+        model = Model()
+        with pytest.raises(Left), pccl.Communicator(address) as comm:
+            leaving: Any = Deserter(comm, "all_reduce_async", 1)
+            diloco = make(leaving, model, **settings)
+            leaving.armed = True
+            model.move(1.0)
+            diloco.step()
+        left.set()
+
+    def successor() -> str:
+        assert waits.wait(DEADLINE_S)
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, **settings)
+            while diloco.outer_step < 1:
+                model.move(1.0)
+                diloco.step()
+            return diloco.state_digest()
+
+    (contributors, digest), _, other = together(survivor, leaver, successor)
+    assert contributors == [0, 0, 2] and digest == other
+
+
 # ---- checkpoints ----
 
 
