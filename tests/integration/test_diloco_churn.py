@@ -1,0 +1,85 @@
+"""Random schedules of peers that leave anywhere in a round of DiLoCo, and of others that join."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from outer import DEADLINE_S, Deserter, Left, Model, make, together  # noqa: E402
+from outer import random as numbers  # noqa: E402
+
+import pccl  # noqa: E402
+
+FOUNDERS = 4
+CALLS = [
+    "all_reduce",
+    "all_reduce_async",
+    "all_gather_async",
+    "are_peers_pending",
+    "update_topology",
+    "sync_shared_state",
+]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+class Schedule:
+    """Who trains, who leaves when, and what all have seen of their runs."""
+
+    def __init__(self, seed: int, **options: Any) -> None:
+        self.draw = random.Random(seed)
+        self.options = options
+        self.steps = self.draw.randint(6, 10)
+        self.begun = threading.Event()
+        self.digests: dict[tuple[int, int], set[str]] = {}  # by run and outer step
+        self.lock = threading.Lock()
+
+    def see(self, diloco: Any) -> None:
+        run = int(diloco._outer.clock[1])  # a peer that comes when all have ended begins another
+        with self.lock:
+            seen = self.digests.setdefault((run, diloco.outer_step), set())
+            seen.add(diloco.state_digest())
+
+    def peer(self, address: str, number: int, leaves: tuple[str, int] | None) -> None:
+        founder = number < FOUNDERS
+        assert founder or self.begun.wait(DEADLINE_S)
+        model = Model(float(number))
+        least = FOUNDERS if founder else 1
+        try:
+            with pccl.Communicator(address) as comm:
+                leaving: Any = Deserter(comm, *(leaves or ("", 0)))
+                diloco = make(leaving, model, min_peers=least, alone="step", **self.options)
+                self.begun.set()
+                leaving.armed = leaves is not None
+                self.see(diloco)
+                while diloco.outer_step < self.steps:
+                    model.move(numbers(1000 * number + diloco.outer_step))
+                    if diloco.step():
+                        self.see(diloco)
+                diloco.finish()
+        except Left:
+            pass
+
+    def run(self) -> None:
+        with pccl.MasterNode("127.0.0.1:0") as master:
+            bodies = []
+            for number in range(FOUNDERS + self.draw.randint(1, 3)):
+                may_leave = number >= 2 and self.draw.random() < 0.6
+                leaves = (self.draw.choice(CALLS), self.draw.randint(1, 4)) if may_leave else None
+                bodies.append(lambda n=number, who=leaves: self.peer(master.address, n, who))
+            together(*bodies)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int4"])
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+def test_peers_hold_the_same_bits_whoever_comes_and_goes(mode: str, wire: str) -> None:
+    for seed in range(100):
+        options = {"outer_lr": 0.3, "outer_momentum": 0.5, "inner_steps": 2}
+        schedule = Schedule(seed, mode=mode, wire=wire, **options)
+        schedule.run()
+        assert all(len(digests) == 1 for digests in schedule.digests.values()), seed
