@@ -48,6 +48,17 @@ def everywhere(address: str) -> str:
     return "::" if ":" in address else "0.0.0.0"
 
 
+def asked(host: str) -> queue.SimpleQueue[list[str] | OSError]:
+    """Looks a host up in a thread. The queue receives its addresses, or why there are none.
+
+    Raises:
+        OSError: there is no thread to be had.
+    """
+    found: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
+    _in_thread(lambda: found.put(_look_up(host)))
+    return found
+
+
 def addresses(host: str, limit_s: float) -> list[str]:
     """The addresses of a host, IPv4 first, because every peer listens there.
 
@@ -56,8 +67,7 @@ def addresses(host: str, limit_s: float) -> list[str]:
     """
     if is_address(host):
         return [host]
-    found: queue.SimpleQueue[list[str] | OSError] = queue.SimpleQueue()
-    _in_thread(lambda: found.put(_look_up(host)))
+    found = asked(host)
     try:
         result = found.get(timeout=max(0.0, limit_s))
     except queue.Empty:

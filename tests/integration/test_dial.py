@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from waiting import wait_until
 from zmtp import PATIENCE_S
 
 from pccl.protocol import messages as m
-from pccl.runtime import limits
+from pccl.runtime import limits, resolve
 from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.config import Config
 from pccl.runtime.curve import new_keys
@@ -177,6 +178,33 @@ def test_names_and_whom_nothing_proves_are_not_dialled(caller: Caller) -> None:
     assert caller.dial(Target("some.name", 5000, token=TOKEN)) is None
     for token in ("", "guess", "x" * 200, "\u20ac" * 20):
         assert caller.dial(Target(LOCAL, 5000, token=token)) is None
+
+
+def test_the_master_itself_dials_names_and_counts_only_what_proves_something(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a peer that can resolve no names could accuse those that have one, and be believed."""
+    answer = threading.Event()
+    names: dict[str, list[str] | OSError] = {
+        "peer.name": [LOCAL],
+        "two.addresses": ["127.0.0.2", LOCAL],
+        "no.name": OSError("the name no.name does not resolve"),
+    }
+
+    def look_up(host: str) -> list[str] | OSError:
+        return names[host] if host in names else [LOCAL][: answer.wait()]
+
+    monkeypatch.setattr(resolve, "_look_up", look_up)
+    engine = Engine(EngineOptions(dialler=TOKEN.encode()), host=LOCAL)
+    assert caller.dial(Target("peer.name", engine.port, token=TOKEN), None) == ""
+    refused = caller.dial(Target("peer.name", 1, token=TOKEN), None)
+    assert refused is not None and "refused" in refused
+    assert caller.dial(Target("two.addresses", 1, token=TOKEN), None) is None
+    assert caller.dial(Target("no.name", engine.port, token=TOKEN), None) is None
+    monkeypatch.setattr(limits, "DIAL_S", 0.05)
+    assert caller.dial(Target("slow.name", engine.port, token=TOKEN), None) is None
+    answer.set()
+    engine.close()
 
 
 def test_dials_are_bounded(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:

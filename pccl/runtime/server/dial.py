@@ -7,13 +7,15 @@ proves that the peer was reached, and not another process behind a wrong port fo
 
 Anyone may request a dial, but must not learn from it what else is in the master's network. So a
 dial to an address other than the requester's own reveals only whether the peer has proven itself:
-all failures read the same and take the same time. Names are not resolved, because that may take any
-time, and the number of dials is limited, for each requester and in total.
+all failures read the same and take the same time. Names are resolved, in a thread, only for dials
+of the master's own, whose answers decide which of two peers is to blame. The number of dials is
+limited, for each requester and in total.
 """
 
 from __future__ import annotations
 
 import errno
+import queue
 import re
 import socket
 from collections.abc import Callable
@@ -24,6 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from pccl.runtime import limits
 from pccl.runtime.curve import secure_client
+from pccl.runtime.resolve import asked, is_address
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair
 from pccl.support.text import KEY, address_text
@@ -57,6 +60,8 @@ class _Dial:
         self.target, self.then, self.until_s = target, then, until_s
         self.told = told  # whether `then` learns why it fails
         self.failed = ""  # why it has failed, reported only when its time is up
+        self.found: queue.SimpleQueue[list[str] | OSError] | None = None  # addresses of a name
+        self.certain = True  # whether a failure says something of the peer
         self.plain: socket.socket | None = None
         self.push: zmq.Socket[bytes] | None = None
         self.monitor: zmq.Socket[bytes] | None = None
@@ -86,24 +91,18 @@ class Dialler:
         return bool(self._dials)
 
     def dial(self, target: Target, now_s: float, then: Then, asker: str | None = None) -> None:
-        """Begins a dial; if the host is a name, or a limit is reached, `then` is called at once.
+        """Begins a dial; if it cannot be made, or a limit is reached, `then` is called at once.
 
         Args:
             target: the peer to dial.
             now_s: of the monotonic clock.
             then: called with the result.
-            asker: the host that requests the dial; None: the master itself.
+            asker: the host that requests the dial, which then may not be a name; None: the master
+                itself.
         """
-        numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
         told = asker in (None, target.host)
-        try:
-            found = socket.getaddrinfo(
-                target.host, target.port, type=socket.SOCK_STREAM, flags=numeric
-            )
-        except (OSError, UnicodeError):
-            found = []
         if (
-            not found
+            not (asker is None or is_address(target.host))
             or not self._provable(target)
             or len(self._dials) >= limits.DIALS_MAX
             or not self._afford(asker, OWN_COST if told else OTHER_COST, now_s)
@@ -111,13 +110,25 @@ class Dialler:
             then(None)
             return
         dial = _Dial(target, then, now_s + limits.DIAL_S, told)
-        family, kind, protocol, _, address = found[0]
+        self._dials.add(dial)
+        if is_address(target.host):
+            self._connect(dial)
+            return
         try:
+            dial.found = asked(target.host)
+        except OSError:  # no thread: says nothing of the peer
+            self._give_up(dial)
+
+    def _connect(self, dial: _Dial) -> None:
+        numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        host, port, *_ = dial.target
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=numeric)
+            family, kind, protocol, _, address = found[0]
             dial.plain = socket.socket(family, kind, protocol)
         except OSError:  # no such address family, or no descriptors: says nothing of the peer
-            then(None)
+            self._give_up(dial)
             return
-        self._dials.add(dial)
         dial.plain.setblocking(False)
         number = dial.plain.connect_ex(address)
         self._waiter.add(dial.plain, lambda: self._read_greeting(dial))
@@ -125,11 +136,34 @@ class Dialler:
             self._end(dial, _text(number))
 
     def tick(self, now_s: float) -> None:
-        """Ends dials whose time is up."""
+        """Continues with names that were resolved, and ends dials whose time is up."""
+        for dial in [dial for dial in self._dials if dial.found is not None]:
+            self._resolved(dial)
         for dial in [dial for dial in self._dials if dial.until_s <= now_s]:
             why = f"no answer within {limits.DIAL_S:g} s" if dial.told else UNTOLD
             self._forget(dial)
-            dial.then(dial.failed or why)
+            dial.then((dial.failed or why) if dial.certain else None)
+
+    def _resolved(self, dial: _Dial) -> None:
+        """A name has addresses, perhaps. That the master finds none says nothing of the peer; nor
+        does one address that does not answer, if there are others."""
+        assert dial.found is not None
+        dial.certain = False  # as long as the look-up lasts
+        try:
+            found = dial.found.get_nowait()
+        except queue.Empty:
+            return
+        if isinstance(found, OSError) or not found:
+            self._give_up(dial)
+            return
+        dial.found, dial.certain = None, len(found) == 1
+        dial.target = dial.target._replace(host=found[0])
+        self._connect(dial)
+
+    def _give_up(self, dial: _Dial) -> None:
+        """The dial cannot be made."""
+        self._forget(dial)
+        dial.then(None)
 
     def close(self) -> None:
         """Ends all dials without calling `then`."""
@@ -178,8 +212,7 @@ class Dialler:
             try:
                 self._shake_hands(dial)
             except zmq.ZMQError:  # for example no descriptors: says nothing of the peer
-                self._forget(dial)
-                dial.then(None)
+                self._give_up(dial)
         elif said:
             self._end(dial, "something else than a pccl peer answers there")
         else:
@@ -222,7 +255,7 @@ class Dialler:
             dial.failed = UNTOLD  # reported when the time is up, which does not reveal why
             return
         self._dials.remove(dial)
-        dial.then(why)
+        dial.then(why if dial.certain or not why else None)
 
     def _hang_up(self, dial: _Dial) -> None:
         if dial.plain is not None:
