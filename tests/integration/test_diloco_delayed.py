@@ -180,6 +180,7 @@ def test_a_peer_may_be_lost_while_a_newcomer_is_admitted(address: str, call: str
 def test_the_first_pseudo_gradient_of_a_newcomer_counts_in_full(address: str) -> None:
     """It is measured before theta moves; and the newcomer knows the mean that it did not make."""
     ready = threading.Event()
+    leaving = threading.Barrier(3)  # who is left alone before it has launched keeps its progress
 
     def incumbent() -> Any:
         model = Model(1.0)
@@ -193,6 +194,7 @@ def test_the_first_pseudo_gradient_of_a_newcomer_counts_in_full(address: str) ->
                 moved += outer.contributors == 2
                 contributors = outer.contributors
                 ready.set()
+            leaving.wait(DEADLINE_S)
             return model.flat(), diloco.state_digest(), moved
 
     def newcomer() -> Any:
@@ -205,6 +207,7 @@ def test_the_first_pseudo_gradient_of_a_newcomer_counts_in_full(address: str) ->
             assert outer is not None and outer.contributors == 2  # what it has received
             model.move(1.0)
             diloco.step()
+            leaving.wait(DEADLINE_S)
             return model.flat(), diloco.state_digest(), None
 
     (flat, digest, moved), (_, second, _), (_, third, _) = together(incumbent, incumbent, newcomer)
@@ -277,6 +280,7 @@ def test_what_cannot_be_repeated_is_raised(address: str, at: str) -> None:
 def test_who_is_alone_keeps_its_progress_and_shares_it_with_a_newcomer(address: str) -> None:
     """Also what was under way when the other was lost."""
     alone, left = threading.Event(), threading.Event()
+    leaving = threading.Barrier(2)  # who is alone before it has launched keeps its progress
 
     def veteran() -> Any:
         model = Model()
@@ -296,6 +300,7 @@ def test_who_is_alone_keeps_its_progress_and_shares_it_with_a_newcomer(address: 
                 assert outer is not None
                 contributors = outer.contributors
                 moved += 1
+            leaving.wait(DEADLINE_S)
             return model.flat(), diloco.state_digest(), moved - 1  # the last is under way
 
     def leaver() -> None:
@@ -318,6 +323,7 @@ def test_who_is_alone_keeps_its_progress_and_shares_it_with_a_newcomer(address: 
                 model.move(2.0)
                 outer = diloco.step()
             assert outer is not None and outer.contributors == 2
+            leaving.wait(DEADLINE_S)
             return model.flat(), diloco.state_digest()
 
     (flat, digest, moved), _, (_, other) = together(veteran, leaver, newcomer)
