@@ -54,7 +54,7 @@ static void expect_failed(const pccl_order *order, int status, const char *what)
 static void test_wrong_orders(void)
 {
     EXPECT_EINVAL(order.op_kind = 9);
-    EXPECT_EINVAL(order.collective = 5);
+    EXPECT_EINVAL(order.collective = UINT32_MAX);
     EXPECT_EINVAL(order.redop = 5);
     EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
     EXPECT_EINVAL(part.dtype = 12);
