@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Deserter, Left, Model, N, make, random, together  # noqa: E402
+from outer import DEADLINE_S, Deserter, Left, Model, N, make, random, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 
@@ -272,29 +272,8 @@ def test_a_peer_alone_trains_on_without_outer_steps_and_lets_a_newcomer_in(addre
 
 
 def test_other_settings_are_refused_by_name(address: str) -> None:
-    ready, refused = threading.Event(), threading.Event()
-
-    def incumbent() -> None:
-        model = Model()
-        with pccl.Communicator(address) as comm:
-            diloco = make(comm, model, inner_steps=2)
-            ready.set()
-            while not refused.is_set():
-                model.move(0.0)
-                diloco.step()
-
-    def misfit() -> None:
-        assert ready.wait(DEADLINE_S)
-        try:
-            with (
-                pccl.Communicator(address) as comm,
-                pytest.raises(ValueError, match=r"inner_steps is 2 in the run and 7 here$"),
-            ):
-                make(comm, Model(), inner_steps=7)
-        finally:
-            refused.set()
-
-    together(incumbent, misfit)
+    why = r"inner_steps is 2 in the run and 7 here$"
+    refuse(address, why, {"inner_steps": 2}, {"inner_steps": 7})
 
 
 @pytest.mark.parametrize(

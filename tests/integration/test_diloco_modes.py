@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Deserter, Left, Model, Watched, make, together  # noqa: E402
+from outer import DEADLINE_S, Deserter, Left, Model, Watched, make, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -276,29 +276,8 @@ def test_an_exception_in_a_block_finishes_nothing(address: str) -> None:
 
 
 def test_peers_in_different_modes_are_refused(address: str) -> None:
-    ready, refused = threading.Event(), threading.Event()
-
-    def incumbent() -> None:
-        with pccl.Communicator(address) as comm:
-            model = Model()
-            diloco = make(comm, model)
-            ready.set()
-            while not refused.is_set():
-                model.move(0.0)
-                diloco.step()
-
-    def misfit() -> None:
-        assert ready.wait(DEADLINE_S)
-        try:
-            with (
-                pccl.Communicator(address) as comm,
-                pytest.raises((ValueError, pccl.PCCLError), match=r"diloco\.delayed"),
-            ):
-                make(comm, Model(), mode="delayed")
-        finally:
-            refused.set()
-
-    together(incumbent, misfit)
+    errors = (ValueError, pccl.PCCLError)
+    refuse(address, r"diloco\.delayed", {}, {"mode": "delayed"}, errors)
 
 
 def test_an_unknown_mode_is_refused(address: str) -> None:

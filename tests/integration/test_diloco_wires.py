@@ -22,6 +22,7 @@ from outer import (  # noqa: E402
     Watched,
     make,
     random,
+    refuse,
     together,
 )
 
@@ -268,29 +269,7 @@ def test_buffers_travel_as_they_are(address: str) -> None:
 
 
 def test_a_peer_with_another_wire_is_refused_by_name(address: str) -> None:
-    ready, refused = threading.Event(), threading.Event()
-
-    def incumbent() -> None:
-        model = Model()
-        with pccl.Communicator(address) as comm:
-            diloco = make(comm, model)
-            ready.set()
-            while not refused.is_set():
-                model.move(0.0)
-                diloco.step()
-
-    def misfit() -> None:
-        assert ready.wait(DEADLINE_S)
-        try:
-            with (
-                pccl.Communicator(address) as comm,
-                pytest.raises(ValueError, match=r"wire is 'fp32' in the run and 'int8' here$"),
-            ):
-                make(comm, Model(), wire="int8")
-        finally:
-            refused.set()
-
-    together(incumbent, misfit)
+    refuse(address, r"wire is 'fp32' in the run and 'int8' here$", {}, {"wire": "int8"})
 
 
 def test_an_unknown_wire_is_refused(address: str) -> None:

@@ -84,17 +84,17 @@ def test_a_communicator_is_dead_in_a_child_and_unharmed_in_its_parent() -> None:
 
 # A peer whose child lives longer than it does, as a worker of a data loader may.
 PARENT = """
-import os, sys, time
+import os, sys, threading
 import numpy as np
 import pccl
 with pccl.Communicator(sys.argv[1]) as comm:
     comm.all_reduce(np.ones(50_000))
     child = os.fork()
     if child == 0:
-        time.sleep(60)
+        threading.Event().wait(60)  # until it is killed
         os._exit(0)
     print(child, comm._membership._client._engine.port, flush=True)
-    time.sleep(60)
+    threading.Event().wait(60)
 """
 
 

@@ -112,13 +112,13 @@ def test_two_masters_of_one_process_are_not_given_the_same_one(path: Path) -> No
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_does_not_hold_the_lock_for_its_parent(path: Path) -> None:
     program = f"""
-import os, time, pccl
+import os, threading, pccl
 master = pccl.MasterNode("127.0.0.1:0", state={str(path)!r})
 master.run()
 if os.fork() == 0:
     print("forked", os.getpid(), flush=True)
-    time.sleep(60)
-time.sleep(60)
+    threading.Event().wait(60)  # until it is killed
+threading.Event().wait(60)
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None

@@ -158,12 +158,12 @@ def test_a_master_under_nohup_outlives_its_terminal() -> None:
 
 
 LATE = """
-import threading, time
+import threading
 def main_has_returned():
-    while threading.main_thread().is_alive():
-        time.sleep(0.001)
+    if threading.current_thread() is not threading.main_thread():
+        threading.main_thread().join()
     print("ready", flush=True)
-    time.sleep(60)
+    threading.Event().wait(60)
 """
 
 
@@ -200,12 +200,12 @@ def test_ctrl_c_ends_a_master_that_a_shell_has_started_in_the_background() -> No
 @posix
 def test_ctrl_c_ends_any_command_that_a_shell_has_started_in_the_background() -> None:
     program = """
-import os, time
+import os, threading
 from pccl import master
 from pccl.cli.main import main
 def run(args):
     os.kill(os.getpid(), signal.SIGINT)
-    time.sleep(60)
+    threading.Event().wait(60)
 master.run = run
 sys.exit(main(["master"]))
 """
@@ -216,10 +216,10 @@ sys.exit(main(["master"]))
 @posix
 def test_a_second_signal_ends_it_at_once() -> None:
     slow = """
-import sys, time
+import sys, threading
 from pccl.master import main
 from pccl.runtime.server.server import Server
-Server.close = lambda self: print("closing", flush=True) or time.sleep(60)
+Server.close = lambda self: print("closing", flush=True) or threading.Event().wait(60)
 sys.exit(main(["--listen-address", "127.0.0.1:0"]))
 """
     with started("-c", slow) as (process, _):
@@ -344,12 +344,12 @@ def test_a_master_whose_sockets_cannot_be_made(monkeypatch: pytest.MonkeyPatch) 
 
 
 FORK = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
 child = os.fork()
 if child == 0:
     m.interrupt(); m.wait()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(60)
+    threading.Event().wait(60)
 assert os.waitpid(child, 0)[1] == signal.SIGTERM
 child = os.fork()
 if child == 0:

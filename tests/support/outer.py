@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import pccl
@@ -62,6 +63,32 @@ def together(*bodies: Callable[[], Any]) -> list[Any]:
             raise errors[0]
         assert not thread.is_alive(), "a peer hangs"
     return results
+
+
+def refuse(
+    address: str, why: str, run: dict[str, Any], own: dict[str, Any], errors: Any = ValueError
+) -> None:
+    """A run with some options refuses a peer with others, and that peer alone."""
+    ready, refused = threading.Event(), threading.Event()
+
+    def incumbent() -> None:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, **run)
+            ready.set()
+            while not refused.is_set():
+                model.move(0.0)
+                diloco.step()
+
+    def misfit() -> None:
+        assert ready.wait(DEADLINE_S)
+        try:
+            with pccl.Communicator(address) as comm, pytest.raises(errors, match=why):
+                make(comm, Model(), **own)
+        finally:
+            refused.set()
+
+    together(incumbent, misfit)
 
 
 class Left(Exception):

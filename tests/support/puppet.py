@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 import threading
-import time
 from typing import Any
 
 import msgspec
 import numpy as np
+from waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m
@@ -137,8 +137,7 @@ class Puppet:
 
 def interrupt(thread: int) -> None:
     """Ctrl-C for this process, once that thread waits for the answer to a call."""
-    while sys._current_frames()[thread].f_code is not Call.next.__code__:
-        time.sleep(0.001)
+    wait_until(lambda: sys._current_frames()[thread].f_code is Call.next.__code__)
     signal.pthread_kill(thread, signal.SIGINT)
 
 
