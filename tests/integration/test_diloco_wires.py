@@ -146,7 +146,7 @@ def test_the_residual_of_who_is_alone_stands(address: str, mode: str, alone: str
 def test_a_mean_of_too_few_is_fed_back_to_nobody(address: str) -> None:
     """Two of three average, and wait for a third one: then they send the same bytes once more.
 
-    They do so a third time, because the ranks had changed when the third one was lost.
+    They do so a third time if they had begun to send when the third one was lost.
     """
     left = threading.Event()
 
@@ -183,8 +183,8 @@ def test_a_mean_of_too_few_is_fed_back_to_nobody(address: str) -> None:
         survivor()
 
     ours, theirs, _, _ = together(survivor, survivor, leaver, successor)
-    assert ours == theirs and len(ours) == 4
-    assert ours[0] != ours[1] == ours[2] == ours[3]
+    assert ours == theirs and len(ours) >= 3
+    assert ours[0] != ours[1] and set(ours[1:]) == {ours[1]}
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
