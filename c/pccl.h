@@ -218,6 +218,36 @@ int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n);
 int pccl_quantized_reduce(int format, int dtype, int redop, void *partial, const void *own,
                           size_t n, uint32_t divisor, void *out);
 
+/* Encodings of an fp32 array as a whole, for who sends one once and adds up what others have sent:
+ * payloads, which nobody reduces on the way. Each has the bytes of n elements; writes them; and
+ * reads them: the same numbers on every machine. Arrays do not overlap.
+ *
+ *     e3m0     blocks of 64: a scale (fp32) and 4-bit codes, packed as those of PCCL_BLOCK_4. Bit 3
+ *              of a code is the sign, the others are e: 0 if e is 0, else scale * 2^(e - 7). An
+ *              element has the nearest level, of two the larger; the scale is the largest magnitude
+ *     stat2    blocks of 1,024: four levels (fp32) and codes of 2 bits, their numbers. Byte i of q
+ *              has those of the elements i, q + i, 2q + i, 3q + i, the lowest bits first. The
+ *              elements are divided by their mean m, and by m -/+ 0.9816 standard deviations; a
+ *              level is the mean of those between two bounds, 0 if there are none
+ *     sparse   groups of 16 chunks of 4,096. Of each chunk the 64 of largest magnitude are kept, of
+ *              equal ones the first; of a last one of m elements m / 64, rounded up. A group is
+ *              four levels (fp32), by the same rule, for what it keeps; then of each chunk the
+ *              places (12 bits each, increasing) and codes (2 bits), the lowest bits first. The
+ *              others are read as 0
+ *
+ * A last block or group may be shorter. One with a NaN or an infinity is read as all NaN; so is one
+ * with such a scale or level. PCCL_EPROTO: a place is not below the size of its chunk, or not above
+ * the one before it; then `out` holds anything. All others cannot fail. */
+uint64_t pccl_e3m0_size(uint64_t n);
+void pccl_e3m0_encode(void *out, const float *in, size_t n);
+void pccl_e3m0_decode(float *out, const void *in, size_t n);
+uint64_t pccl_stat2_size(uint64_t n);
+void pccl_stat2_encode(void *out, const float *in, size_t n);
+void pccl_stat2_decode(float *out, const void *in, size_t n);
+uint64_t pccl_sparse_size(uint64_t n);
+void pccl_sparse_encode(void *out, const float *in, size_t n);
+int pccl_sparse_decode(float *out, const void *in, size_t n);
+
 /* One outer step of SGD with Nesterov momentum, PyTorch's form with dampening 0, in four
  * separately rounded operations for each element, so that every machine computes the same bits:
  *     v = mu * v + g;    theta = theta - lr * (g + mu * v)

@@ -7,7 +7,7 @@ unless a function says otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from pccl.ext._core import CData
 
 
-Format = Literal["int8", "int4"]  # of quantized numbers; docs/quantization.md defines them
+Format = Literal["int8", "int4", "e3m0", "2bit", "sparse"]  # of quantized numbers: see `quantize`
 
-_FORMATS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}
+_BLOCKS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}
+_PAYLOADS: dict[Format, str] = {"e3m0": "e3m0", "2bit": "stat2", "sparse": "sparse"}  # in pccl.h
 
 
 def subtract(out: Array, a: Array, b: Array) -> None:
@@ -65,17 +66,27 @@ def add(out: Array, a: Array, b: Array, *, divisor: int = 1) -> None:
 
 
 def quantized_size(format: Format, count: int) -> int:
-    """Bytes of so many float32 numbers that are quantized."""
-    return int(lib.pccl_quantized_size(_FORMATS[format], DataType.FLOAT.value, count))
+    """Bytes of so many float32 numbers that are quantized: they depend on nothing else."""
+    if format in _PAYLOADS:
+        return int(_of_payload(format, "size")(count))
+    return int(lib.pccl_quantized_size(_BLOCKS[format], DataType.FLOAT.value, count))
 
 
 def quantize(out: Array, values: Array, format: Format) -> None:
     """Writes the bytes of quantized numbers.
 
+    A NaN or an infinity makes its block, or with "sparse" its 65,536 numbers, all NaN.
+
     Args:
         out: `quantized_size` elements of uint8, which are overwritten.
         values: float32 numbers.
-        format: how they are quantized.
+        format: how they are quantized. "int8", "int4": codes of evenly spaced levels, in blocks of
+            256 and 64 numbers with a scale each (docs/quantization.md). "e3m0": 4 bits, a sign and
+            a power of two, in blocks of 64 with a scale each. "2bit": codes of four levels, which
+            follow the statistics of each block of 1,024. "sparse": the 64 of largest magnitude of
+            each 4,096 (of a shorter last run, a 64th, rounded up; of equal ones the first), with 12
+            bits for the place and 2 for the level; the others are read as 0. c/pccl.h defines the
+            bytes.
 
     Raises:
         ValueError: the arrays are not of these types or sizes in host memory, or overlap.
@@ -83,6 +94,9 @@ def quantize(out: Array, values: Array, format: Format) -> None:
     """
     data, numbers = Buffer.of(out, writable=True), Buffer.of(values)
     _check_quantized(data, numbers, format)
+    if format in _PAYLOADS:
+        _of_payload(format, "encode")(_bytes(data), _pointer(numbers), numbers.count)
+        return
     lib.pccl_quantize(*_codec(format), _bytes(data), _bytes(numbers), numbers.count)
 
 
@@ -95,11 +109,16 @@ def dequantize(out: Array, data: Array, format: Format) -> None:
         format: how they are quantized.
 
     Raises:
-        ValueError: the arrays are not of these types or sizes in host memory, or overlap.
+        ValueError: the arrays are not of these types or sizes in host memory, or overlap; or with
+            "sparse", the places do not increase within each run: `out` then holds anything.
         AssertionError: an array is not dense.
     """
     numbers, given = Buffer.of(out, writable=True), Buffer.of(data)
     _check_quantized(given, numbers, format)
+    if format in _PAYLOADS:
+        if _of_payload(format, "decode")(_pointer(numbers), _bytes(given), numbers.count):
+            raise ValueError(f"{given} are not bytes of numbers quantized as {format}")
+        return
     lib.pccl_dequantize(*_codec(format), _bytes(numbers), _bytes(given), numbers.count)
 
 
@@ -192,7 +211,12 @@ def _check_quantized(data: Buffer, numbers: Buffer, format: Format) -> None:
 
 
 def _codec(format: Format) -> tuple[int, int]:
-    return _FORMATS[format], DataType.FLOAT.value
+    return _BLOCKS[format], DataType.FLOAT.value
+
+
+def _of_payload(format: Format, what: str) -> Any:
+    """A function of the C core for a format of whole arrays."""
+    return getattr(lib, f"pccl_{_PAYLOADS[format]}_{what}")
 
 
 def _bytes(buffer: Buffer) -> CData:

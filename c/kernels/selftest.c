@@ -13,7 +13,8 @@
 
 enum {
     ELEMENTS = 203,          /* a few vectors of any width, and a tail */
-    QUANTIZED = 2 * 256 + 75 /* a few blocks of any format, and a tail */
+    QUANTIZED = 2 * 256 + 75, /* a few blocks of any format, and a tail */
+    PAYLOAD = 4096 + 75      /* a few blocks of any encoding, a chunk, and a tail */
 };
 
 typedef struct {
@@ -220,6 +221,46 @@ static void test_quantized(sink *to)
         }
 }
 
+/* Groups are levels, then bytes; blocks are a scale or levels, then bytes. */
+static void sink_payload(sink *to, const unsigned char *data, size_t size, size_t header,
+                         size_t block)
+{
+    size_t i, n;
+    for (i = 0; i < size; i += n) {
+        n = size - i < block ? size - i : block;
+        sink_write(to, data + i, header, sizeof(float));
+        sink_write(to, data + i + header * sizeof(float), n - header * sizeof(float), 1);
+    }
+}
+
+static void test_payloads(sink *to)
+{
+    static const size_t blocks[] = {36, 16 + 256, (size_t)-1};
+    float x[PAYLOAD], out[PAYLOAD];
+    unsigned char data[4 * PAYLOAD];
+    uint64_t (*const draws[])(int dtype, uint64_t i) = {near_sample, sample, far_sample};
+    size_t draw;
+    int status = PCCL_OK;
+
+    for (draw = 0; draw < sizeof draws / sizeof draws[0]; draw++) {
+        fill(draws[draw], PCCL_F32, x, PAYLOAD, 0);
+        pccl_e3m0_encode(data, x, PAYLOAD);
+        sink_payload(to, data, (size_t)pccl_e3m0_size(PAYLOAD), 1, blocks[0]);
+        pccl_e3m0_decode(out, data, PAYLOAD);
+        sink_write(to, out, PAYLOAD, sizeof *out);
+        pccl_stat2_encode(data, x, PAYLOAD);
+        sink_payload(to, data, (size_t)pccl_stat2_size(PAYLOAD), 4, blocks[1]);
+        pccl_stat2_decode(out, data, PAYLOAD);
+        sink_write(to, out, PAYLOAD, sizeof *out);
+        pccl_sparse_encode(data, x, PAYLOAD);
+        sink_payload(to, data, (size_t)pccl_sparse_size(PAYLOAD), 4, blocks[2]);
+        status |= pccl_sparse_decode(out, data, PAYLOAD);
+        sink_write(to, out, PAYLOAD, sizeof *out);
+    }
+    assert(status == PCCL_OK);
+    (void)status;
+}
+
 size_t pccl_self_test(unsigned char *out, size_t size)
 {
     unsigned char memory_order[sizeof BYTE_ORDER_MARK];
@@ -228,6 +269,7 @@ size_t pccl_self_test(unsigned char *out, size_t size)
     test_reduce(&to);
     test_outer(&to);
     test_quantized(&to);
+    test_payloads(&to);
     sink_write(&to, memory_order, sizeof memory_order, 1);
     return to.used;
 }

@@ -1,0 +1,215 @@
+/* sparse.c - of an fp32 array the largest elements, as places and 2-bit codes of their levels.
+ *
+ * DESIGN. Of each chunk of 4,096 elements the 64 of largest magnitude are kept; of a shorter last
+ * chunk of m elements, m / 64 rounded up (SparseLoCo, arXiv 2508.15706, as in arXiv 2603.08163; its
+ * chunks of a matrix are squares of 64 by 64, ours are runs). Of equal magnitudes the first are
+ * kept. What is kept of 16 chunks, a GROUP, shares four levels (levels.h).
+ *
+ * A group is its levels and then its chunks; a chunk is the places within it, 12 bits each, which
+ * increase, and then as many codes of 2 bits. What comes from another peer is checked: a place out
+ * of the chunk, or one that does not increase, so also one that comes twice, is refused.
+ *
+ * The k-th largest magnitude is found bit by bit: as integers magnitudes order like the numbers,
+ * and to count those that reach a bound is a loop without branches. A NaN or an infinity is larger
+ * than any number, so it is kept if there is one; then the group's levels are NaN, and it is read
+ * as all NaN. */
+#include "pccl.h"
+
+#include "kernels/levels.h"
+
+enum {
+    CHUNK = 4096,            /* elements */
+    KEPT = 64,               /* of a chunk */
+    CHUNKS = 16,             /* of a group */
+    GROUP = CHUNKS * CHUNK,
+    HEADER = LEVELS * sizeof(float)
+};
+
+/* What is kept of the chunks of one group: places in their chunks, and values. */
+struct kept {
+    float value[CHUNKS * KEPT];
+    uint16_t place[CHUNKS * KEPT];
+    unsigned char code[CHUNKS * KEPT];
+};
+
+static PCCL_INLINE size_t kept_of(size_t n)
+{
+    return (n + CHUNK / KEPT - 1) / (CHUNK / KEPT);
+}
+
+static PCCL_INLINE size_t place_bytes(size_t kept)
+{
+    return (kept * 12 + 7) / 8;
+}
+
+static PCCL_INLINE size_t chunk_bytes(size_t n)
+{
+    return place_bytes(kept_of(n)) + (kept_of(n) + 3) / 4;
+}
+
+uint64_t pccl_sparse_size(uint64_t n)
+{
+    const size_t rest = (size_t)(n % CHUNK);
+    return (n + GROUP - 1) / GROUP * HEADER + n / CHUNK * chunk_bytes(CHUNK)
+        + (rest > 0 ? chunk_bytes(rest) : 0);
+}
+
+static PCCL_INLINE size_t least(size_t a, size_t b)
+{
+    return a < b ? a : b;
+}
+
+/* ---- which are kept ---- */
+
+/* How many magnitudes, as integers that order like them, are above `bound`. */
+static PCCL_INLINE size_t count_above(const int32_t *magnitude, size_t n, int32_t bound)
+{
+    int32_t count = 0;
+    size_t i;
+    for (i = 0; i < n; i++)
+        count += magnitude[i] > bound;
+    return (size_t)count;
+}
+
+/* Writes the k of largest magnitude of a chunk of n elements, in the order of their places. */
+PCCL_CLONES
+static void keep_largest(const unsigned char *in, size_t n, size_t k, float *value,
+                         uint16_t *place)
+{
+    int32_t magnitude[CHUNK], bound = 0, bit, ties;
+    size_t i, used = 0;
+    for (i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, in + i * sizeof bits, sizeof bits);
+        magnitude[i] = (int32_t)(bits & 0x7fffffffu);
+    }
+    for (bit = 1 << 30; bit > 0; bit >>= 1)
+        if (count_above(magnitude, n, (bound | bit) - 1) >= k)
+            bound |= bit;
+    ties = (int32_t)(k - count_above(magnitude, n, bound));
+    for (i = 0; i < n && used < k; i++) {
+        const int32_t equal = magnitude[i] == bound;
+        place[used] = (uint16_t)i;
+        used += (size_t)((magnitude[i] > bound) | (equal & (ties > 0)));
+        ties -= equal;
+    }
+    for (i = 0; i < k; i++)
+        memcpy(&value[i], in + place[i] * sizeof *value, sizeof *value);
+}
+
+/* ---- to bytes ---- */
+
+static PCCL_INLINE void write_place(unsigned char *out, size_t i, unsigned place)
+{
+    unsigned char *to = out + i / 2 * 3;
+    if (i % 2 == 0) {
+        to[0] = (unsigned char)(place & 255u);
+        to[1] = (unsigned char)(place >> 8);
+    } else {
+        to[1] = (unsigned char)(to[1] | (place & 15u) << 4);
+        to[2] = (unsigned char)(place >> 4);
+    }
+}
+
+static PCCL_INLINE unsigned read_place(const unsigned char *in, size_t i)
+{
+    const unsigned char *from = in + i / 2 * 3;
+    if (i % 2 == 0)
+        return from[0] | (from[1] & 15u) << 8;
+    return from[1] >> 4 | (unsigned)from[2] << 4;
+}
+
+static void write_chunk(unsigned char *out, const uint16_t *place, const unsigned char *code,
+                        size_t k)
+{
+    unsigned char *codes = out + place_bytes(k);
+    size_t i;
+    for (i = 0; i < k; i++)
+        write_place(out, i, place[i]);
+    memset(codes, 0, (k + 3) / 4);
+    for (i = 0; i < k; i++)
+        codes[i / 4] = (unsigned char)(codes[i / 4] | code[i] << i % 4 * 2);
+}
+
+PCCL_CLONES
+static void measure(const float *value, size_t n, float *level, unsigned char *code)
+{
+    levels_measure(value, n, level, code);
+}
+
+static unsigned char *encode_group(unsigned char *out, const unsigned char *in, size_t n)
+{
+    struct kept kept;
+    float level[LEVELS];
+    size_t at, m, used = 0;
+    for (at = 0; at < n; at += m) {
+        m = least(n - at, CHUNK);
+        keep_largest(in + at * sizeof(float), m, kept_of(m), kept.value + used, kept.place + used);
+        used += kept_of(m);
+    }
+    measure(kept.value, used, level, kept.code);
+    memcpy(out, level, sizeof level);
+    out += sizeof level;
+    for (at = 0, used = 0; at < n; at += m) {
+        m = least(n - at, CHUNK);
+        write_chunk(out, kept.place + used, kept.code + used, kept_of(m));
+        used += kept_of(m);
+        out += chunk_bytes(m);
+    }
+    return out;
+}
+
+void pccl_sparse_encode(void *out, const float *in, size_t n)
+{
+    unsigned char *to = out;
+    const unsigned char *from = (const unsigned char *)in;
+    size_t m;
+    for (; n > 0; n -= m) {
+        m = least(n, GROUP);
+        to = encode_group(to, from, m);
+        from += m * sizeof(float);
+    }
+}
+
+/* ---- from bytes ---- */
+
+/* Writes what is kept of a chunk of n elements over zeros; false if a place is impossible. */
+static bool decode_chunk(unsigned char *out, const unsigned char *in, const uint32_t *level,
+                         size_t n)
+{
+    const size_t k = kept_of(n);
+    const unsigned char *codes = in + place_bytes(k);
+    size_t i, next = 0;
+    for (i = 0; i < k; i++) {
+        const size_t place = read_place(in, i);
+        if (place < next || place >= n)
+            return false;
+        memcpy(out + place * sizeof *level, &level[codes[i / 4] >> i % 4 * 2 & 3], sizeof *level);
+        next = place + 1;
+    }
+    return true;
+}
+
+int pccl_sparse_decode(float *out, const void *in, size_t n)
+{
+    unsigned char *to = (unsigned char *)out;
+    const unsigned char *from = in;
+    uint32_t level[LEVELS] = {0};
+    size_t at, m;
+    bool finite = false;
+    memset(to, 0, n * sizeof(float));
+    for (at = 0; at < n; at += m) {
+        m = least(n - at, CHUNK);
+        if (at % GROUP == 0) {
+            finite = levels_read(from, level);
+            from += HEADER;
+        }
+        if (!decode_chunk(to, from, level, m))
+            return PCCL_EPROTO;
+        if (!finite)
+            levels_spoil(to, m);
+        from += chunk_bytes(m);
+        to += m * sizeof(float);
+    }
+    return PCCL_OK;
+}

@@ -1,0 +1,97 @@
+/* stat2.c - fp32 arrays as blocks of 2-bit codes of levels that are taken from the block itself.
+ *
+ * DESIGN. A block is four levels (levels.h) and a code for each element. Levels that follow the
+ * statistics of the numbers lose much less than evenly spaced ones at 2 bits (MuLoCo, arXiv
+ * 2505.23725); as in SparseLoCo (arXiv 2508.15706), a level is the mean of what it stands for. So
+ * the sum of a block is kept but for rounding. */
+#include "pccl.h"
+
+#include "kernels/levels.h"
+
+enum {
+    BLOCK = 1024,            /* elements */
+    HEADER = LEVELS * sizeof(float)
+};
+
+static PCCL_INLINE size_t code_bytes(size_t n)
+{
+    return (n + 3) / 4;
+}
+
+uint64_t pccl_stat2_size(uint64_t n)
+{
+    const size_t rest = (size_t)(n % BLOCK);
+    return n / BLOCK * (HEADER + code_bytes(BLOCK)) + (rest > 0 ? HEADER + code_bytes(rest) : 0);
+}
+
+/* Of n codes, byte i has those of the elements i, q + i, 2q + i and 3q + i, with q bytes in all. */
+static PCCL_INLINE void encode_block(unsigned char *out, const unsigned char *in, size_t n)
+{
+    const size_t quarter = code_bytes(n);
+    float x[BLOCK], level[LEVELS];
+    unsigned char codes[BLOCK];
+    size_t i;
+    memcpy(x, in, n * sizeof *x);
+    levels_measure(x, n, level, codes);
+    memset(codes + n, 0, 4 * quarter - n);
+    memcpy(out, level, sizeof level);
+    for (i = 0; i < quarter; i++)
+        out[HEADER + i] = (unsigned char)(codes[i] | codes[quarter + i] << 2
+                                          | codes[2 * quarter + i] << 4
+                                          | codes[3 * quarter + i] << 6);
+}
+
+PCCL_CLONES
+void pccl_stat2_encode(void *out, const float *in, size_t n)
+{
+    unsigned char *to = out;
+    const unsigned char *from = (const unsigned char *)in;
+    for (; n >= BLOCK; n -= BLOCK) {
+        encode_block(to, from, BLOCK);
+        to += HEADER + BLOCK / 4;
+        from += BLOCK * sizeof(float);
+    }
+    if (n > 0)
+        encode_block(to, from, n);
+}
+
+/* Levels are chosen by masks, for which every vector unit has instructions. */
+static PCCL_INLINE uint32_t choose(const uint32_t *level, uint32_t code)
+{
+    const uint32_t odd = 0u - (code & 1u), upper = 0u - (code >> 1);
+    const uint32_t low = (level[1] & odd) | (level[0] & ~odd);
+    const uint32_t high = (level[3] & odd) | (level[2] & ~odd);
+    return (high & upper) | (low & ~upper);
+}
+
+static PCCL_INLINE void decode_block(unsigned char *out, const unsigned char *in, size_t n)
+{
+    const size_t quarter = code_bytes(n);
+    uint32_t level[LEVELS];
+    size_t part, i;
+    if (!levels_read(in, level)) {
+        levels_spoil(out, n);
+        return;
+    }
+    for (part = 0; part < 4; part++) {
+        const size_t begin = part * quarter;
+        for (i = 0; i < quarter && begin + i < n; i++) {
+            uint32_t value = choose(level, (uint32_t)in[HEADER + i] >> 2 * part & 3u);
+            memcpy(out + (begin + i) * sizeof value, &value, sizeof value);
+        }
+    }
+}
+
+PCCL_CLONES
+void pccl_stat2_decode(float *out, const void *in, size_t n)
+{
+    unsigned char *to = (unsigned char *)out;
+    const unsigned char *from = in;
+    for (; n >= BLOCK; n -= BLOCK) {
+        decode_block(to, from, BLOCK);
+        to += BLOCK * sizeof(float);
+        from += HEADER + BLOCK / 4;
+    }
+    if (n > 0)
+        decode_block(to, from, n);
+}

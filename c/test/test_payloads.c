@@ -1,0 +1,125 @@
+/* test_payloads.c - the encodings of whole arrays at many sizes and alignments, in memory that ends
+ * where it says (for the sanitizers), and what a stranger may have sent. That values are right is
+ * compared with numpy by tests/unit/test_payloads.py. */
+#include "check.h"
+#include "pccl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+enum { E3M0, STAT2, SPARSE, ENCODINGS };
+
+static size_t size_of(int encoding, size_t n)
+{
+    switch (encoding) {
+    case E3M0: return (size_t)pccl_e3m0_size(n);
+    case STAT2: return (size_t)pccl_stat2_size(n);
+    default: return (size_t)pccl_sparse_size(n);
+    }
+}
+
+static void encode(int encoding, void *out, const void *in, size_t n)
+{
+    switch (encoding) {
+    case E3M0: pccl_e3m0_encode(out, in, n); break;
+    case STAT2: pccl_stat2_encode(out, in, n); break;
+    default: pccl_sparse_encode(out, in, n); break;
+    }
+}
+
+static int decode(int encoding, void *out, const void *in, size_t n)
+{
+    switch (encoding) {
+    case E3M0: pccl_e3m0_decode(out, in, n); return PCCL_OK;
+    case STAT2: pccl_stat2_decode(out, in, n); return PCCL_OK;
+    default: return pccl_sparse_decode(out, in, n);
+    }
+}
+
+static unsigned char *room(size_t bytes, size_t offset, unsigned char **base)
+{
+    *base = malloc(offset + bytes + (offset + bytes == 0));
+    if (*base == NULL)
+        abort();
+    memset(*base, 0x33, offset + bytes);
+    return *base + offset;
+}
+
+/* There is one answer, wherever the arrays lie. */
+static void test_shape(int encoding, size_t n, size_t offset)
+{
+    const size_t bytes = n * sizeof(float), size = size_of(encoding, n);
+    unsigned char *bases[6], *in = room(bytes, offset, &bases[0]);
+    unsigned char *moved = room(bytes, (offset + 1) % 8, &bases[1]);
+    unsigned char *data = room(size, (offset * 5) % 8, &bases[2]);
+    unsigned char *again = room(size, (offset + 3) % 8, &bases[3]);
+    unsigned char *out = room(bytes, (offset * 3) % 8, &bases[4]);
+    unsigned char *other = room(bytes, (offset + 2) % 8, &bases[5]);
+    size_t i;
+    for (i = 0; i < n; i++) {
+        float value = (float)(i * 7919 % 1000) / 500 - 1;
+        memcpy(in + i * sizeof value, &value, sizeof value);
+    }
+    memcpy(moved, in, bytes);
+    encode(encoding, data, in, n);
+    encode(encoding, again, moved, n);
+    CHECK(memcmp(data, again, size) == 0 && memcmp(in, moved, bytes) == 0);
+    CHECK(decode(encoding, out, data, n) == PCCL_OK);
+    CHECK(decode(encoding, other, again, n) == PCCL_OK);
+    CHECK(memcmp(out, other, bytes) == 0);
+    for (i = 0; i < 6; i++)
+        free(bases[i]);
+}
+
+/* Any bytes at all are read, or refused, within the arrays. */
+static void test_arbitrary_bytes(int encoding, size_t n, uint32_t seed)
+{
+    const size_t size = size_of(encoding, n);
+    unsigned char *bases[2], *data = room(size, 0, &bases[0]);
+    unsigned char *out = room(n * sizeof(float), 0, &bases[1]);
+    size_t i;
+    int status;
+    for (i = 0; i < size; i++)
+        data[i] = (unsigned char)((seed = seed * 1664525u + 1013904223u) >> 24);
+    status = decode(encoding, out, data, n);
+    CHECK(status == PCCL_OK || (encoding == SPARSE && status == PCCL_EPROTO));
+    free(bases[0]);
+    free(bases[1]);
+}
+
+/* Of 128 elements two are kept: 16 bytes of levels, 3 of places, 1 of codes. */
+static void test_places(void)
+{
+    static const struct { unsigned first, second; int status; } cases[] = {
+        {0, 1, PCCL_OK}, {0, 127, PCCL_OK}, {126, 127, PCCL_OK}, {0, 128, PCCL_EPROTO},
+        {4095, 4095, PCCL_EPROTO}, {5, 5, PCCL_EPROTO}, {6, 5, PCCL_EPROTO}, {0, 0, PCCL_EPROTO},
+    };
+    unsigned char data[20] = {0};
+    float out[128];
+    size_t i;
+    CHECK(pccl_sparse_size(128) == sizeof data);
+    for (i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        data[16] = (unsigned char)(cases[i].first & 255u);
+        data[17] = (unsigned char)(cases[i].first >> 8 | (cases[i].second & 15u) << 4);
+        data[18] = (unsigned char)(cases[i].second >> 4);
+        CHECK(pccl_sparse_decode(out, data, 128) == cases[i].status);
+    }
+}
+
+int main(void)
+{
+    static const size_t sizes[] = {511, 1023, 1024, 1025, 2048, 4095, 4096, 4097, 8191, 65536,
+                                   65537, 70001};
+    int encoding;
+    size_t n;
+    for (encoding = 0; encoding < ENCODINGS; encoding++) {
+        for (n = 0; n <= 200; n++)
+            test_shape(encoding, n, n % 8);
+        for (n = 0; n < sizeof sizes / sizeof sizes[0]; n++) {
+            test_shape(encoding, sizes[n], n % 8);
+            test_arbitrary_bytes(encoding, sizes[n], (uint32_t)n);
+        }
+    }
+    test_places();
+    return check_report("payloads");
+}
