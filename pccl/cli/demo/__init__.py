@@ -126,7 +126,7 @@ def _output_problem(path: Path) -> str | None:
 def _perform(args: argparse.Namespace, director: Director) -> int:
     from pccl.cli.demo.display import Display
 
-    with Fleet() as fleet:
+    with Fleet("pccl.cli.demo.peer") as fleet:
         address = fleet.start_master()
         for peer in director.peers:
             fleet.start_peer(

@@ -1,4 +1,4 @@
-"""The demo's processes: a master, and a peer for each training process. None outlives the demo.
+"""Processes of one run: a master, and a peer for each training process. None outlives this one.
 
 Each has a pipe as stdin and ends when the pipe closes, so all end even if this process is killed.
 """
@@ -27,7 +27,9 @@ class Fleet:
             ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, peer: str) -> None:
+        """`peer` is the module that a training process runs."""
+        self._peer = peer
         self.heard: queue.Queue[tuple[int, str | int]] = queue.Queue()
         self._processes: dict[int | str, subprocess.Popen[str]] = {}
         self._errors: dict[int | str, IO[str]] = {}
@@ -81,7 +83,7 @@ class Fleet:
                 self.heard.put((number, line))
             self.heard.put((number, self._processes[number].wait()))
 
-        self._start(number, "pccl.cli.demo.peer", ["--number", str(number), *words], read)
+        self._start(number, self._peer, ["--number", str(number), *words], read)
 
     def go(self, number: int) -> None:
         """Lets a peer join the run. If it is gone, that will be heard."""

@@ -1,0 +1,175 @@
+"""One run: its processes are started, followed, and some of them killed and replaced."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable
+
+from pccl.cli.demo.processes import Fleet
+from pccl.cli.experiment.reports import (
+    Averaged,
+    Finished,
+    Loaded,
+    Point,
+    Report,
+    Task,
+    decode,
+    encode,
+)
+from pccl.cli.experiment.results import Result
+from pccl.cli.experiment.settings import Settings
+from pccl.cli.experiment.variants import Variant
+
+_SILENCE_S = 180.0
+
+
+class Failed(Exception):
+    """A run has not come to its end."""
+
+
+def run(settings: Settings, variant: Variant, tell: Callable[[Point], None]) -> Result:
+    """Makes one run; `tell` hears of each point of its curve.
+
+    Raises:
+        Failed: a peer failed, or the peers do not hold the same bits.
+    """
+    with Fleet("pccl.cli.experiment.peer") as fleet:
+        task = Task(fleet.start_master(), settings, variant)
+        observed = Run(fleet, task, tell)
+        observed.follow()
+    return observed.result()
+
+
+class Run:
+    """What is known of a run, and who is to be killed and to join.
+
+    Each peer has a slot, that is, a part of each batch. Peer 0 lives from first to last. The others
+    are killed in turn, and who takes a slot over has been loaded before, like a machine that waits
+    for that: what a start costs on this machine is not what it would cost elsewhere.
+    """
+
+    def __init__(self, fleet: Fleet, task: Task, tell: Callable[[Point], None]) -> None:
+        self._fleet = fleet
+        self._task = task
+        self._tell = tell
+        self._peers = task.variant.peers
+        self._last = task.variant.rounds or task.settings.rounds
+        self._living: set[int] = set()
+        self._loading: set[int] = set()
+        self._ready: list[int] = []  # loaded, and not let go yet
+        self._in_slot = list(range(self._peers))
+        self._finished: dict[int, Finished] = {}
+        self._tx_bytes: dict[int, int] = {}
+        self._points: list[Point] = []
+        self._rounds: list[Averaged] = []
+        self._parameters = 0
+        self._kills = 0
+        self._killed_at = 0.0  # in rounds or seconds
+        for number in self._in_slot:
+            self._start(number)
+
+    def follow(self) -> None:
+        """Until all peers have ended."""
+        last_s = time.monotonic()
+        while self._living:
+            try:
+                number, news = self._fleet.heard.get(timeout=1.0)
+            except queue.Empty:
+                if time.monotonic() - last_s > _SILENCE_S:
+                    raise Failed(f"no peer has said anything for {_SILENCE_S:.0f} s") from None
+                continue
+            last_s = time.monotonic()
+            if number not in self._living:
+                continue  # it was killed
+            if isinstance(news, int):
+                self._ended(number, news)
+            else:
+                self._heard(number, decode(news))
+
+    def result(self) -> Result:
+        """What it has come to."""
+        if len({report.digest for report in self._finished.values()}) != 1:
+            raise Failed("the peers do not hold the same bits at the end")
+        return Result(
+            settings=self._task.settings,
+            variant=self._task.variant,
+            parameters=self._parameters,
+            validation=self._finished[0].validation,
+            tx_bytes=sum(self._tx_bytes.values()) / self._peers,
+            curve=tuple(self._points),
+            rounds=tuple(self._rounds),
+            kills=self._kills,
+            load=os.getloadavg()[0],
+        )
+
+    def _start(self, number: int) -> None:
+        self._living.add(number)
+        self._loading.add(number)
+        self._fleet.start_peer(number, {"task": encode(self._task)})
+
+    def _ended(self, number: int, status: int) -> None:
+        self._living.discard(number)
+        if number not in self._finished:
+            errors = self._fleet.errors(number)
+            raise Failed(f"peer {number} has ended with exit status {status}\n{errors}")
+
+    def _heard(self, number: int, report: Report) -> None:
+        match report:
+            case Loaded(parameters):
+                self._loaded(number, parameters)
+            case Point():
+                self._points.append(report)
+                self._tell(report)
+            case Averaged(tx_bytes=tx_bytes):
+                self._tx_bytes[number] = tx_bytes
+                if number == 0:
+                    self._rounds.append(report)
+                    self._kill_if_due(report)
+            case Finished(tx_bytes=tx_bytes):
+                self._tx_bytes[number] = tx_bytes
+                self._finished[number] = report
+                if number == 0:
+                    self._dismiss_strangers()
+
+    def _loaded(self, number: int, parameters: int) -> None:
+        self._parameters = parameters
+        self._loading.discard(number)
+        self._ready.append(number)
+        if number < self._peers and not self._loading:
+            while self._ready:
+                self._fleet.go(self._ready.pop())
+            self._have_spare()
+
+    def _have_spare(self) -> None:
+        churn = self._task.variant.churn
+        if churn.every_rounds or churn.every_s:
+            self._start(self._in_slot[self._next_slot] + self._peers)
+
+    @property
+    def _next_slot(self) -> int:
+        return 1 + self._kills % (self._peers - 1)
+
+    def _kill_if_due(self, report: Averaged) -> None:
+        churn = self._task.variant.churn
+        now, every = float(report.outer_step), float(churn.every_rounds)
+        if churn.every_s:
+            now, every = report.seconds, churn.every_s
+        late = report.outer_step > self._last - 3
+        if not every or now < self._killed_at + every or late or not self._ready:
+            return
+        slot, spare = self._next_slot, self._ready.pop()
+        self._fleet.kill(self._in_slot[slot])
+        self._living.discard(self._in_slot[slot])
+        self._fleet.go(spare)
+        self._in_slot[slot] = spare
+        self._kills += 1
+        self._killed_at += every
+        self._have_spare()
+
+    def _dismiss_strangers(self) -> None:
+        """Ends those that have not taken part in any round: they would wait for a run of theirs."""
+        for number in self._living - self._tx_bytes.keys():
+            self._fleet.kill(number)
+            self._living.discard(number)
