@@ -21,7 +21,7 @@ from waiting import wait_until
 import pccl
 from pccl.protocol import messages as m
 from pccl.runtime import limits
-from pccl.runtime.server.filelock import FileLock, Taken
+from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.server.journal import JournalError, JournalFile, State
 from pccl.runtime.server.scribe import OnError, Scribe
 
@@ -366,6 +366,6 @@ def test_a_lock_file_that_cannot_be_locked_for_another_reason(
     def unable(descriptor: int) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr("pccl.runtime.server.filelock._take", unable)
+    monkeypatch.setattr("pccl.runtime.filelock._take", unable)
     with pytest.raises(OSError, match="not implemented"):
         FileLock(path)

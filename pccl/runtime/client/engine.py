@@ -9,9 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import shutil
 import struct
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from pccl.ext import ffi, lib, tables
 from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
+from pccl.runtime.client import ipc
 from pccl.runtime.waiter import readable
 
 log = logging.getLogger("pccl")
@@ -51,7 +50,6 @@ _EVENT = struct.Struct("@IiQIIQQQII160s")  # a pccl_event
 assert _EVENT.size == ffi.sizeof("pccl_event")
 
 ORDERS_ENDPOINT = "inproc://pccl-engine"  # in the engine's own context
-_ADDRESS_MAX = 100  # bytes of an ipc path: fits sockaddr_un on any system
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +166,7 @@ class Engine:
         self.broken = ""
         self._closed = False
         self.backend = self._backend.name
-        self._directory = ""
+        self._directory: ipc.Directory | None = None
         self.socket: zmq.Socket[bytes] = None  # type: ignore[assignment]
         context = self._backend.context(lib.pccl_engine_context(self._engine))
         try:
@@ -214,16 +212,13 @@ class Engine:
         return ffi.string(bound).decode()
 
     def _bind_ipc(self) -> str:
-        """Listens in a new directory that only this user can enter. Returns the path, or empty."""
+        """Listens where only this user can connect. Returns the path, or empty."""
         if os.name != "posix" or not zmq.has("ipc"):
             return ""
-        self._directory = tempfile.mkdtemp(prefix="pccl-")
-        path = os.path.join(self._directory, "e")
-        if len(os.fsencode(path)) > _ADDRESS_MAX:
-            self._remove_directory()
-            return ""
-        self._bind(f"ipc://{path}")
-        return path
+        self._directory = ipc.Directory()
+        if self._directory.path:
+            self._bind(f"ipc://{self._directory.path}")
+        return self._directory.path
 
     def _abandon(self) -> None:
         """Releases everything of an engine that could not be made."""
@@ -233,12 +228,9 @@ class Engine:
 
     def _free(self) -> None:
         lib.pccl_engine_free(self._engine)
-        self._remove_directory()
-
-    def _remove_directory(self) -> None:
-        if self._directory:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory = ""
+        if self._directory is not None:
+            self._directory.remove()
+            self._directory = None
 
     def _run(self) -> None:
         try:

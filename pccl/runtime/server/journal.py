@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pccl.runtime.server.filelock import FileLock, Taken
+from pccl.runtime.filelock import FileLock, Taken
 
 APPLICATION = 0x7063636C  # "pccl"
 VERSION = 1

@@ -1,0 +1,84 @@
+"""The directories in which engines listen for peers of their own machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from pccl.runtime.client import ipc
+from pccl.runtime.filelock import FileLock
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="there is no ipc here")
+
+HOLDER = """
+import sys
+from pccl.runtime.client import ipc
+directory = ipc.Directory()
+print(directory.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_killed_process_leaves_a_directory_that_the_next_one_removes(scratch: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip()).parent
+        beside = ipc.Directory()
+        assert left.is_dir(), "somebody is alive in it"
+        process.kill()
+    after = ipc.Directory()
+    assert not left.exists()
+    assert {Path(each.path).parent for each in (beside, after)} == set(scratch.iterdir())
+    for each in (beside, after):
+        each.remove()
+    assert not list(scratch.iterdir())
+
+
+def test_what_is_not_ours_stays(scratch: Path) -> None:
+    (scratch / f"{ipc.PREFIX}of-a-user").mkdir()  # without a lock: somebody is about to make it
+    (scratch / f"{ipc.PREFIX}file").touch()
+    (scratch / f"{ipc.PREFIX}link").symlink_to(scratch)
+    names = set(scratch.iterdir())
+    ipc.Directory().remove()
+    assert set(scratch.iterdir()) == names
+
+
+@pytest.mark.parametrize("moment", ["before the lock", "after the lock"])
+def test_one_that_is_removed_while_it_is_made_is_made_again(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+
+    class Late(FileLock):
+        """Takes the lock of the first directory when another process has been there."""
+
+        def __init__(self, path: Path) -> None:
+            first = not made
+            made.append(path.parent)
+            if first and moment == "before the lock":
+                FileLock(path).close()
+                path.unlink()
+                path.parent.rmdir()
+            super().__init__(path)
+            if first and moment == "after the lock":
+                path.unlink()
+                path.parent.rmdir()
+
+    monkeypatch.setattr(ipc, "FileLock", Late)
+    directory = ipc.Directory()
+    assert len(made) == 2 and Path(directory.path).parent == made[1]
+    directory.remove()
