@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from pccl import AsyncReduceHandle, Communicator, PCCLError, ReduceInfo, Result
+from pccl.diloco.carriers import Carrier
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import Buffers
 from pccl.diloco.outer_state import OuterState
-from pccl.diloco.wires import Carrier
 
 TAG = 0xD110C0  # of what runs while the script trains, and may take collectives of its own
 

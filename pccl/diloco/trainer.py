@@ -231,9 +231,11 @@ class DiLoCo:
             "delayed": it is averaged while the next round trains, and applied at the end of that.
             "eager": the same, but each peer applies its own part at once. Memory: three more fp32
             copies of the trained parameters.
-        wire: how pseudo-gradients are sent. "fp32": as they are, around the ring. "int8", "int4":
-            quantized once by each peer, and gathered; what rounding takes away is added to the next
-            one (error feedback). Memory: three more fp32 copies of the trained parameters.
+        wire: how pseudo-gradients are sent. "fp32": as they are, around the ring. "int8", "int4",
+            "e3m0" (4 bits: a sign and a power of two), "2bit" (four levels from the statistics of
+            each block), "sparse" (the 64 largest of each 4,096, with 2 bits): quantized once by
+            each peer, and gathered; what that takes away is added to the next one (error feedback).
+            Memory: three more fp32 copies of the trained parameters.
 
     Raises:
         ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to

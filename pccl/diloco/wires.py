@@ -1,163 +1,41 @@
-"""What a round sends: the progress as it is, around the ring; or quantized, and gathered."""
+"""The wires: in what form pseudo-gradients travel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
-import torch
+from pccl import kernels
+from pccl.diloco.carriers import Carrier, Gather, Ring
 
-from pccl import AsyncReduceHandle, Communicator, ReduceInfo, ReduceOp, kernels
-
-Wire = Literal["fp32", "int8", "int4"]
-
-Tensors = list[torch.Tensor]
+Wire = Literal["fp32", "int8", "int4", "e3m0", "2bit", "sparse"]
 
 
-class Carrier(Protocol):
-    """Averages a round's progress: this peer's pseudo-gradient, and then what goes as it is."""
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """How a pseudo-gradient is quantized, and what becomes of that which this takes away.
 
-    def load(self, progress: Tensors) -> None:
-        """Prepares what is sent; it stays the same for all attempts."""
-
-    def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
-        """One attempt to write the means over all peers."""
-
-    def launch(self, comm: Communicator, means: Tensors, tag: int) -> AsyncReduceHandle:
-        """The same in the background; `unload` must follow when it has succeeded."""
-
-    def unload(self, means: Tensors) -> None:
-        """Writes the means that a launched attempt has brought."""
-
-    def commit(self) -> None:
-        """The means are going to be applied."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this peer keeps from one round to the next."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over such a state, if it is of the same carrier."""
-
-
-class Ring:
-    """Sums up in fp32 around the ring."""
-
-    def __init__(self) -> None:
-        self._progress: Tensors = []
-
-    def load(self, progress: Tensors) -> None:
-        """It is sent as it is."""
-        self._progress = progress
-
-    def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
-        """One all-reduce."""
-        return comm.all_reduce(*self._operands(means), op=ReduceOp.AVG)
-
-    def launch(self, comm: Communicator, means: Tensors, tag: int) -> AsyncReduceHandle:
-        """The same in the background."""
-        return comm.all_reduce_async(*self._operands(means), op=ReduceOp.AVG, tag=tag)
-
-    def _operands(self, means: Tensors) -> tuple[Any, Any]:
-        if len(means) == 1:
-            return self._progress[0], means[0]
-        return self._progress, means
-
-    def unload(self, means: Tensors) -> None:
-        """The all-reduce has written them."""
-
-    def commit(self) -> None:
-        """Nothing is kept."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-
-class Gather:
-    """Quantizes the pseudo-gradient once, gathers those of all peers, and sums them up in fp32.
-
-    With e this peer's residual, Q the quantization and R the number of peers:
-
-        a = e + d;   send Q(a)
-        D = (Q(a of rank 0) + Q(a of rank 1) + ...) / R     in this order, on all peers
-        e <- a - Q(a)                                       when D is going to be applied
-
-    So what rounding takes from one round is given to the next (error feedback: see
-    arXiv 2505.23725). If no mean is made or applied, the old e stands, and a retry sends the same
-    bytes. Each contribution is rounded once, whatever the number of peers; around a ring it would
-    be rounded at every hop, by others, and no peer could feed that back.
+    Attributes:
+        format: of what is sent.
+        decay: by which a residual is multiplied before it is added to the next pseudo-gradient.
     """
 
-    def __init__(self, format: kernels.Format, count: int) -> None:
-        self._format = format
-        self._residual = torch.zeros(count)
-        self._next = torch.zeros(count)  # e, once the round commits
-        self._room = torch.empty(count)
-        self._payload = torch.empty(kernels.quantized_size(format, count), dtype=torch.uint8)
-        self._sent: Tensors = []
-        self._gathered: Any = []  # tensors
-
-    def load(self, progress: Tensors) -> None:
-        """Quantizes the pseudo-gradient and the residual."""
-        kernels.add(self._next, self._residual, progress[0])
-        kernels.quantize(self._payload, self._next, self._format)
-        kernels.dequantize(self._room, self._payload, self._format)
-        kernels.subtract(self._next, self._next, self._room)
-        self._sent = [self._payload, *progress[1:]]
-
-    def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
-        """One all-gather, and the sum."""
-        handle = self.launch(comm, means, tag=0)
-        committed, _, info = handle.wait()
-        if not committed:
-            assert handle.error is not None
-            raise handle.error
-        self.unload(means)
-        return info
-
-    def launch(self, comm: Communicator, means: Tensors, tag: int) -> AsyncReduceHandle:
-        """Gathers in the background."""
-        _ = comm.rank  # a gather takes place among the ranks that this thread has seen
-        handle = comm.all_gather_async(self._sent, tag=tag)
-        self._gathered = handle.result
-        return handle
-
-    def unload(self, means: Tensors) -> None:
-        """Sums up in the order of the ranks."""
-        payloads, *plain = self._gathered
-        self._gathered = []
-        mean = means[0]
-        kernels.dequantize(mean, payloads[0], self._format)
-        for rank in range(1, len(payloads)):
-            kernels.dequantize(self._room, payloads[rank], self._format)
-            kernels.add(mean, mean, self._room, divisor=_divisor(rank, payloads))
-        for mean, rows in zip(means[1:], plain, strict=True):
-            mean.copy_(rows[0])
-            for rank in range(1, len(rows)):
-                kernels.add(mean, mean, rows[rank], divisor=_divisor(rank, rows))
-
-    def commit(self) -> None:
-        """The new residual becomes real."""
-        self._residual, self._next = self._next, self._residual
-
-    def state_dict(self) -> dict[str, Any]:
-        """The residual."""
-        return {"residual": self._residual.clone()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the residual, if the state has one; else it begins at 0."""
-        if "residual" in state:
-            self._residual.copy_(state["residual"])
+    format: kernels.Format
+    decay: float = 1.0
 
 
-def _divisor(rank: int, rows: torch.Tensor) -> int:
-    """The last addition of a mean divides."""
-    return len(rows) if rank == len(rows) - 1 else 1
+CODECS: dict[Wire, Codec] = {
+    "int8": Codec("int8"),
+    "int4": Codec("int4"),
+    "e3m0": Codec("e3m0"),  # Streaming DiLoCo, arXiv 2501.18512
+    "2bit": Codec("2bit", decay=0.9),  # MuLoCo, arXiv 2505.23725
+    "sparse": Codec("sparse", decay=0.95),  # SparseLoCo, arXiv 2508.15706
+}
 
 
 def carrier(wire: Wire, count: int) -> Carrier:
     """What carries the progress of `count` parameters on a wire."""
-    return Ring() if wire == "fp32" else Gather(wire, count)
+    if wire == "fp32":
+        return Ring()
+    codec = CODECS[wire]
+    return Gather(codec.format, count, codec.decay)

@@ -75,7 +75,7 @@ class Schedule:
             together(*bodies)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "int4"])
+@pytest.mark.parametrize("wire", ["fp32", "int4", "sparse"])
 @pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
 def test_peers_hold_the_same_bits_whoever_comes_and_goes(mode: str, wire: str) -> None:
     for seed in range(100):

@@ -30,7 +30,8 @@ import pccl  # noqa: E402
 from pccl import kernels  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
-WIRES = {"int8": "BLOCK_8", "int4": "BLOCK_4"}
+WIRES = list(diloco_oracle.CODECS)
+MODES_OF_WIRES = [("sync", wire) for wire in WIRES] + [("delayed", "int4"), ("delayed", "sparse")]
 
 
 @pytest.fixture
@@ -45,13 +46,12 @@ def residual(diloco: Any) -> Any:
 
 def expected(wire: str, mode: str, rounds: int) -> diloco_oracle.Quantizing:
     """Of two peers, of which each moves by random(100 * its number + round)."""
-    moves = [[random(100 * peer + k).numpy() for peer in (0, 1)] for k in range(rounds)]
-    oracle = diloco_oracle.Quantizing(WIRES[wire], lag=int(mode == "delayed"))
+    moves = [{peer: random(100 * peer + k).numpy() for peer in (0, 1)} for k in range(rounds)]
+    oracle = diloco_oracle.Quantizing(wire, lag=int(mode == "delayed"))
     return oracle.run(np.full(N, 0.5, np.float32), moves)
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed"])
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("mode", "wire"), MODES_OF_WIRES)
 def test_theta_and_residuals_are_those_of_the_oracle(address: str, wire: str, mode: str) -> None:
     """Also over a restart, with each peer's own state."""
     wanted = expected(wire, mode, 4)
@@ -80,9 +80,11 @@ def test_theta_and_residuals_are_those_of_the_oracle(address: str, wire: str, mo
         together(*(peer(n, master.address, range(3, 4), states[n]) for n in (0, 1)))
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed"])
-def test_a_retry_sends_the_same_bytes_and_feeds_back_once(address: str, mode: str) -> None:
-    wanted = expected("int4", mode, 3)
+@pytest.mark.parametrize(("mode", "wire"), MODES_OF_WIRES)
+def test_a_retry_sends_the_same_bytes_and_feeds_back_once(
+    address: str, mode: str, wire: str
+) -> None:
+    wanted = expected(wire, mode, 3)
 
     def peer(number: int) -> Callable[[], Any]:
         def body() -> None:
@@ -98,7 +100,7 @@ def test_a_retry_sends_the_same_bytes_and_feeds_back_once(address: str, mode: st
 
                 watched: Any = Watched(comm)
                 watched.all_gather_async = gather
-                diloco = make(watched, model, wire="int4", mode=mode, min_peers=2)
+                diloco = make(watched, model, wire=wire, mode=mode, min_peers=2)
                 for k in range(3):
                     model.move(random(100 * number + k))
                     diloco.step()
@@ -185,6 +187,62 @@ def test_a_mean_of_too_few_is_fed_back_to_nobody(address: str) -> None:
     ours, theirs, _, _ = together(survivor, survivor, leaver, successor)
     assert ours == theirs and len(ours) >= 3
     assert ours[0] != ours[1] and set(ours[1:]) == {ours[1]}
+
+
+@pytest.mark.parametrize("wire", ["e3m0", "2bit", "sparse"])
+def test_theta_is_that_of_the_oracle_while_one_is_lost_and_one_joins(
+    address: str, wire: str
+) -> None:
+    ready = threading.Event()
+    ranks: dict[int, dict[int, int]] = {}  # by round, who took part in its mean, and its rank
+    founders = 3
+
+    def train(number: int, leaves: bool) -> Any:
+        model, seen = Model(0.5), {}
+        with pccl.Communicator(address) as comm:
+            leaving: Any = Deserter(comm, "all_gather_async", 3)
+            leaving.armed = leaves
+
+            def gather(send: Any, tag: int) -> Any:
+                handle = leaving.all_gather_async(send, tag=tag)
+                ranks.setdefault(diloco.outer_step, {})[number] = comm.rank
+                return handle
+
+            watched: Any = Watched(comm)
+            watched.all_gather_async = gather
+            diloco = make(watched, model, wire=wire, min_peers=founders)
+            last = diloco.outer_step + 3 if number == founders else None
+            while last is None or diloco.outer_step < last:
+                model.move(random(100 * number + diloco.outer_step))
+                outer = diloco.step()
+                assert outer is not None
+                ready.set()
+                if outer.admitted:
+                    last = diloco.outer_step + 3
+                seen[diloco.outer_step] = outer.contributors, diloco.state_dict()
+        return seen
+
+    def leave() -> None:
+        with pytest.raises(Left):
+            train(2, leaves=True)
+
+    def join() -> Any:
+        assert ready.wait(DEADLINE_S)
+        return train(founders, leaves=False)
+
+    *_, seen = together(lambda: train(0, False), lambda: train(1, False), leave, join)
+    members = [ranks[k] for k in range(max(seen))]
+    assert founders in members[-1] and founders not in members[0]
+    moves = [
+        {p: random(100 * p + k).numpy() for p in sorted(each, key=each.__getitem__)}
+        for k, each in enumerate(members)
+    ]
+    oracle = diloco_oracle.Quantizing(wire, lag=0).run(np.full(N, 0.5, np.float32), moves)
+    for k, (contributors, state) in seen.items():
+        assert contributors == len(members[k - 1])
+        assert state["theta"].numpy().tobytes() == oracle.thetas[k - 1].tobytes()
+        own = state["carrier"]["residual"].numpy()
+        assert own.tobytes() == oracle.residuals[k - 1][founders].tobytes()
 
 
 @pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])

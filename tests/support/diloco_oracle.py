@@ -7,11 +7,12 @@ on rate / 2 * (w - target)^2.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import payloads
 import quantized
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -100,40 +101,67 @@ def eager(
 
 
 @dataclass
+class Codec:
+    """To bytes and back, and what is multiplied with a residual."""
+
+    encode: Callable[[Any], bytes]
+    decode: Callable[[bytes, int], Any]
+    decay: float = 1.0
+
+
+def _blocks(name: str) -> Codec:
+    format = quantized.FORMATS[name]
+    return Codec(
+        lambda x: quantized.quantize(x, format),
+        lambda data, n: quantized.dequantize(data, n, format, "float32"),
+    )
+
+
+CODECS = {
+    "int8": _blocks("BLOCK_8"),
+    "int4": _blocks("BLOCK_4"),
+    "e3m0": Codec(payloads.e3m0, payloads.from_e3m0),
+    "2bit": Codec(payloads.stat2, payloads.from_stat2, 0.9),
+    "sparse": Codec(payloads.sparse, payloads.from_sparse, 0.95),
+}
+
+
+@dataclass
 class Quantizing:
-    """Two peers that quantize what they send, in fp32, to the bit. Each moves by given numbers.
+    """Peers that quantize what they send, in fp32, to the bit. Each moves by given numbers.
 
     Attributes:
         thetas: after each round.
         residuals: of each peer, after each round.
     """
 
-    format: str
+    wire: str
     lag: int  # rounds from a mean to the step that applies it
     lr: float = 0.7
     momentum: float = 0.9
     thetas: list[Any] = field(default_factory=list)
-    residuals: list[list[Any]] = field(default_factory=list)
+    residuals: list[dict[int, Any]] = field(default_factory=list)
 
-    def run(self, theta: Any, moves: Sequence[Sequence[Any]]) -> Quantizing:
-        """`moves` has one array for each round and peer."""
-        format = quantized.FORMATS[self.format]
-        lr, momentum = np.float32(self.lr), np.float32(self.momentum)
+    def run(self, theta: Any, moves: Sequence[Mapping[int, Any]]) -> Quantizing:
+        """`moves` has one array for each round and peer, in the order of the ranks."""
+        codec = CODECS[self.wire]
+        lr, momentum, decay = (np.float32(x) for x in (self.lr, self.momentum, codec.decay))
         v = np.zeros_like(theta)
-        residuals = [np.zeros_like(theta) for _ in moves[0]]
+        residuals: dict[int, Any] = {}
         means: list[Any] = [None] * self.lag
         for of_peers in moves:
-            decoded = []
-            for peer, move in enumerate(of_peers):
-                given = residuals[peer] + (theta - (theta - move))
-                data = quantized.quantize(given, format)
-                decoded.append(quantized.dequantize(data, given.size, format, "float32"))
-                residuals[peer] = given - decoded[-1]
-            means.append((decoded[0] + decoded[1]) / np.float32(2))
+            total = None
+            for peer, move in of_peers.items():
+                residual = residuals.get(peer, np.zeros_like(theta))
+                given = decay * residual + (theta - (theta - move))
+                decoded = codec.decode(codec.encode(given), given.size)
+                residuals[peer] = given - decoded
+                total = decoded if total is None else total + decoded
+            means.append(total / np.float32(len(of_peers)))
             mean = means.pop(0)
             if mean is not None:
                 v = momentum * v + mean
                 theta = theta - lr * (mean + momentum * v)
             self.thetas.append(theta)
-            self.residuals.append(list(residuals))
+            self.residuals.append(dict(residuals))
         return self
