@@ -300,8 +300,10 @@ class Communicator:
         Every peer offers digests of its entries, unless it is RECEIVE_ONLY. Among the contents of
         the highest revision, the most common one wins; on a tie, that of the peer accepted first.
         Peers that differ fetch exactly the entries that differ, from all peers that have them at
-        once, verify them, and only then overwrite their own. So a call that fails has changed
-        nothing. During the call, a copy of what differs takes memory.
+        once, and verify them. A newcomer, and who is at revision 0 when others are not, receives in
+        place; if the call fails, `shared_state.torn` says that its content is of no use. For all
+        others a copy of what differs takes memory during the call, and a call that fails has
+        changed nothing.
 
         Args:
             shared_state: must not change during the call; `revision` is set to the elected one.

@@ -64,6 +64,7 @@ class TensorInfo:
             raise ValueError(f"{name!r}: {error}") from None
         self.name = name
         self.shape: tuple[int, ...] = (numel,)
+        self._torn = False
         self.allow_content_inequality = allow_content_inequality
 
     @property
@@ -180,6 +181,23 @@ class SharedState:
         self._revision = 0
 
     @property
+    def torn(self) -> bool:
+        """Whether a `sync_shared_state` that failed has overwritten a part of the content.
+
+        That happens only to a peer whose revision was behind. Until another one succeeds, or
+        `load`, the content is of no use: it is not offered to other peers, and not saved.
+        """
+        return any(info._torn for info in self.tensor_infos)
+
+    def _tear(self, entries: Sequence[int]) -> None:
+        for index in entries:
+            self.tensor_infos[index]._torn = True
+
+    def _mend(self) -> None:
+        for info in self.tensor_infos:
+            info._torn = False
+
+    @property
     def revision(self) -> int:
         """Version of the content, an unsigned 64-bit integer; see `push_revision`."""
         return self._revision
@@ -203,8 +221,13 @@ class SharedState:
 
         Raises:
             OSError: the file cannot be written.
-            ValueError: an entry is named __metadata__.
+            ValueError: an entry is named __metadata__, or the content is `torn`.
         """
+        if self.torn:
+            raise ValueError(
+                "the shared state is torn: a sync_shared_state() that failed has overwritten a "
+                "part of it. Call it again with peers that hold it, or load()"
+            )
         memory = HostView([in_c_order(buffer) for buffer in self._buffers])
         checkpoint.save(path, self._entries(memory), self._revision)
 
@@ -225,6 +248,7 @@ class SharedState:
         memory.write_back(range(len(ordered)))
         for buffer, copy in zip(self._buffers, ordered, strict=True):
             put_back(buffer, copy)
+        self._mend()
         self.revision = revision
 
     @property

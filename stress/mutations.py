@@ -231,8 +231,8 @@ MUTANTS = [
     ),
     Mutant(
         "a peer knows that it was refused",
-        "offer.strategy != RECEIVE_ONLY and offer.revision > result.revision",
-        "False",
+        "if stood and offer.revision > result.revision:",
+        "if False:",
     ),
     Mutant(
         "a refused peer does not say later that it holds the content",

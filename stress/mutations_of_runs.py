@@ -196,6 +196,36 @@ MUTANTS = [
         "            if True:\n",
     ),
     Mutant(
+        "torn content is no candidate",
+        "return offer.strategy != RECEIVE_ONLY and not offer.torn",
+        "return offer.strategy != RECEIVE_ONLY",
+    ),
+    Mutant(
+        "what a transfer in place may have overwritten is fetched again",
+        "vote.payload.overwritten(sync.overwritten.get(number, ()))",
+        "vote.payload",
+    ),
+    Mutant(
+        "a restarted master is told of what may have been overwritten",
+        "one.vote.offer.overwritten(one.overwritten))",
+        "one.vote.offer)",
+    ),
+    Mutant(
+        "whose content may be wanted keeps it until the end",
+        "in_place = offer.torn or _worthless(offer, revision, last, peer in newcomers)",
+        "in_place = True",
+    ),
+    Mutant(
+        "who receives in place is not refused, whatever it has offered",
+        "and not (offer.torn or one.overwritten)",
+        "and not offer.torn",
+    ),
+    Mutant(
+        "who sends only and is torn is dropped",
+        "        elif offer.strategy == SEND_ONLY and offer.torn:\n",
+        "        elif False:\n",
+    ),
+    Mutant(
         "new rings interrupt what runs on the old ones",
         "            self._collectives.interrupt(self._table.of_group(group_number), why)\n"
         "        return True",

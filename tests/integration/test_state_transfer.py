@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Cluster, grow
+from errors_page import listed
 
 import pccl
 from pccl.runtime.client.call import Call
@@ -95,9 +96,9 @@ def holders(
     ("how", "victims"), [("SIGKILL", 1), ("SIGKILL", 2), ("SIGSTOP", 1)], ids=str
 )
 def test_holders_are_lost_in_the_middle(
-    backend: str, how: str, victims: int, monkeypatch: pytest.MonkeyPatch
+    backend: str, how: str, victims: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of two: what one lacks comes from the other; without any the newcomer keeps what it had."""
+    """Of two: what one lacks comes from the other; without any the newcomer's is torn."""
     mib = 64
     if how == "SIGSTOP":
         monkeypatch.setenv("PCCL_HEARTBEAT_MS", "200")
@@ -114,19 +115,33 @@ def test_holders_are_lost_in_the_middle(
             return judge(self, piece, leaf)
 
         monkeypatch.setattr(Staging, "judge", strike)
-        shared = state(array)
+        shared, saved = state(array), tmp_path / "saved"
+        shared.save(saved)
         with pccl.Communicator(master.address) as comm:
             grow(comm, 3)
-            info = comm.sync_shared_state(shared)
-            assert judged >= 5
             if victims == 1:
-                assert (array == 1).all() and shared.revision == 1
+                info = comm.sync_shared_state(shared)
+                assert (array == 1).all() and shared.revision == 1 and not shared.torn
                 assert info.rx_bytes == array.nbytes  # what is asked for again comes once
                 out, _ = running[1].communicate(timeout=30)
                 assert 0 < int(out)
             else:
-                # nobody is left to confirm it: the old content or the new one, never a mixture
-                assert (array == array[0]).all() and shared.revision == array[0]
+                for _ in range(2):  # nobody is left to mend it
+                    with pytest.raises(
+                        pccl.PCCLError, match=r"nobody is left .* load\(\)"
+                    ) as error:
+                        comm.sync_shared_state(shared)
+                    assert error.value.result is pccl.Result.NO_SHARED_STATE_AVAILABLE
+                    listed(f"{type(error.value).__name__}: {error.value}")
+                    assert shared.torn and shared.revision == 0
+                with pytest.raises(ValueError, match="torn"):
+                    shared.save(tmp_path / "torn")
+                with pytest.raises(pccl.PCCLError, match=r"SEND_ONLY, but .* torn"):
+                    comm.sync_shared_state(shared, pccl.SharedStateSyncStrategy.SEND_ONLY)
+                shared.load(saved)
+                assert not shared.torn and (array == 0).all()
+                comm.sync_shared_state(shared)
+            assert judged >= 5
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
@@ -194,7 +209,9 @@ def test_a_holder_that_lies_is_asked_no_more(backend: str, monkeypatch: pytest.M
         assert cluster.comms[2].world_size == 3
 
 
-def test_when_only_a_liar_holds_it_memory_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_only_a_liar_holds_it_who_received_knows_that_its_own_is_torn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """After three attempts one of the two has to go: nobody can know which of them is wrong."""
     count = 20 * MIB
     with Cluster(2) as cluster:
@@ -206,11 +223,37 @@ def test_when_only_a_liar_holds_it_memory_stays_as_it_was(monkeypatch: pytest.Mo
             if index == 0:
                 comm.sync_shared_state(shared)
                 return
-            with pytest.raises(pccl.KickedError, match="failed transfers of shared state"):
+            why = "failed transfers of shared state.* is torn"
+            with pytest.raises(pccl.KickedError, match=why):
                 comm.sync_shared_state(shared)
+            assert shared.torn
 
         cluster.each(job)
-        assert (arrays[1] == 0).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's peak of a process's memory")
+def test_a_newcomer_needs_no_second_copy() -> None:
+    """64 MiB at most, whatever the size; both peers are in this process."""
+
+    def status(name: str) -> int:
+        text = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(text.split(f"{name}:")[1].split()[0]) << 10
+
+    count = 192 * MIB
+    with Cluster(2) as cluster:
+        arrays = [np.full(count, index + 1, np.uint8) for index in range(2)]
+        before: list[int] = []
+
+        def job(index: int, comm: pccl.Communicator) -> None:
+            if index == 0:
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+                before.append(status("VmRSS"))
+            comm.sync_shared_state(state(arrays[index], revision=1 - index))
+
+        cluster.each(job)
+        extra = status("VmHWM") - before[0]
+        assert (arrays[1] == 1).all()
+    assert extra < 64 * MIB, f"{extra / MIB:.0f} MiB more at the peak"
 
 
 # ---- divergence ----
@@ -321,12 +364,14 @@ def test_progress_is_told_to_the_receiver(
     ), lines
 
 
-def test_a_callback_that_fails_changes_nothing() -> None:
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_callback_that_fails_leaves_nothing_that_is_taken_for_whole(behind: bool) -> None:
+    """Who was behind has torn content, and knows it; of who had drifted nothing has changed."""
     with Cluster(2) as cluster:
 
         def job(index: int, comm: pccl.Communicator) -> None:
             array = np.full(9 * MIB, 1 - index, np.uint8)
-            shared = state(array, revision=1 - index)
+            shared = state(array, revision=1 - index if behind else 1)
 
             def fail(progress: pccl.SharedStateProgress) -> None:
                 raise LookupError("a bug of the user's")
@@ -335,11 +380,15 @@ def test_a_callback_that_fails_changes_nothing() -> None:
                 with pytest.raises(pccl.PCCLTimeoutError, match="peer 2"):
                     comm.sync_shared_state(shared)
             else:
-                with pytest.raises(LookupError, match="a bug"):
+                with pytest.raises(LookupError, match="a bug") as error:
                     comm.sync_shared_state(shared, progress=fail)
-                assert (array == 0).all()
+                assert shared.torn == behind
+                assert ["torn" in note for note in getattr(error.value, "__notes__", [])] == (
+                    [True] if behind else []
+                )
+                assert behind or (array == 0).all()
             comm.sync_shared_state(shared)
-            assert (array == 1).all() and shared.revision == 1
+            assert (array == 1).all() and shared.revision == 1 and not shared.torn
 
         cluster.each(job)
 

@@ -6,6 +6,7 @@ import itertools
 import re
 
 import pytest
+from msgspec import structs
 
 from pccl.protocol.master.election import Rejection, elect
 from pccl.protocol.messages import Entry, Offer
@@ -27,6 +28,10 @@ def offer(
 
 def sends(revision: int, *contents: str, any_content: bool = False) -> Offer:
     return offer(revision, *contents, any_content=any_content, strategy=Strategy.SEND_ONLY)
+
+
+def torn(revision: int, *contents: str, strategy: Strategy = Strategy.ENFORCE_POPULAR) -> Offer:
+    return structs.replace(offer(revision, *contents, strategy=strategy), torn=True)
 
 
 def receives(revision: int, *contents: str, any_content: bool = False) -> Offer:
@@ -318,3 +323,62 @@ def test_the_same_revision_is_legal_when_a_newcomer_is_gone_again() -> None:
 def test_the_same_revision_is_legal_for_the_sake_of_a_newcomer() -> None:
     offers = {1: offer(5, "a"), 2: offer(0, "x")}
     assert list(elect(offers, 5, frozenset({2})).transfers) == [2]
+
+
+# ---- in place ----
+
+
+@pytest.mark.parametrize(
+    ("last", "late", "newcomer", "in_place"),
+    [
+        (4, offer(3, "b"), False, True),
+        (4, offer(4, "b"), True, True),
+        (4, offer(0, "b"), True, True),
+        (4, offer(5, "b"), False, False),  # it has drifted, and may be all that is left
+        (4, offer(4, "b"), False, False),  # if a newcomer comes, that is legal, too
+        (4, offer(5, "b"), True, False),
+        (None, offer(5, "b"), False, False),
+        (None, offer(4, "b"), False, False),  # a checkpoint
+        (None, offer(0, "b"), False, True),
+        (4, receives(5, "b"), False, False),
+        (4, receives(3, "b"), False, True),
+        (4, torn(5, "b"), False, True),
+        (4, torn(9, "b"), False, True),
+    ],
+)
+def test_whose_content_nobody_will_want_receives_in_place(
+    last: int | None, late: Offer, newcomer: bool, in_place: bool
+) -> None:
+    strategy = Strategy.ENFORCE_POPULAR if late.strategy == 0 else Strategy.SEND_ONLY
+    offers = {1: offer(5, "a", strategy=strategy), 2: offer(5, "a", strategy=strategy), 3: late}
+    decision = elect(offers, last, frozenset({3} if newcomer else ()))
+    assert decision.transfers[3].holders == (1, 2) and not decision.refused
+    assert decision.transfers[3].in_place == in_place
+
+
+def test_a_newcomer_at_the_unchanged_revision_receives_in_place() -> None:
+    decision = elect({1: offer(4, "a"), 2: offer(4, "b")}, 4, frozenset({2}))
+    assert decision.transfers[2].in_place
+
+
+def test_torn_content_is_not_elected_however_common() -> None:
+    for torn_ones in ({1: torn(5, "a"), 2: torn(5, "a")}, {1: torn(6, "a"), 2: torn(5, "a")}):
+        offers = {**torn_ones, 3: offer(5, "c")}
+        decision = elect(offers, 4, NOBODY)
+        assert decision.revision == 5
+        assert {peer: t.holders for peer, t in decision.transfers.items()} == {1: (3,), 2: (3,)}
+    with pytest.raises(Rejection, match="nobody is left who offers a whole shared state"):
+        elect({1: torn(5, "a"), 2: torn(6, "a")}, 4, NOBODY)
+
+
+def test_who_is_torn_receives_also_what_may_differ() -> None:
+    offers = {1: offer(5, "a", any_content=True), 2: offer(5, "a", any_content=True)}
+    late = structs.replace(offer(5, "b", any_content=True), torn=True)
+    assert elect({**offers, 3: late}, 4, NOBODY).transfers[3].entries == (0,)
+
+
+def test_who_is_torn_cannot_only_send() -> None:
+    offers = {1: sends(5, "a"), 2: torn(5, "a", strategy=Strategy.SEND_ONLY)}
+    assert elect(offers, 4, NOBODY).kicks == {
+        2: "it is SEND_ONLY, but its shared state is torn, so it must receive"
+    }

@@ -196,7 +196,7 @@ def test_who_stands_in_a_synchronisation_enters_no_other() -> None:
 def test_a_holder_that_serves_nobody_has_to_go_before_those_it_does_not_serve() -> None:
     hall = Hall(4)
     for conn in (b"1", b"2", b"3"):
-        hall.say(conn, m.SyncVote(2, m.Offer(0, 0, (ENTRY,))))
+        hall.say(conn, m.SyncVote(2, m.Offer(1, 0, (ENTRY,))))
     hall.say(b"4", m.SyncVote(2, m.Offer(9, 0, (OTHER,))))
     while b"4" not in hall.dropped:
         for conn in (b"1", b"2", b"3"):

@@ -171,3 +171,50 @@ def test_what_a_refused_peer_says_of_itself_later() -> None:
     (again,) = machine.reconnected()
     assert isinstance(again, Send) and isinstance(again.message, m.Resume)
     assert (again.message.done.sync, again.message.done.holds) == (5, False)
+
+
+# ---- torn ----
+
+
+def test_what_may_be_overwritten_is_fetched_also_if_it_was_there_before() -> None:
+    """What is elected next may be what a receiver had, until the first transfer began."""
+    hall = Sync(3)
+    told = hall.sync(offer(6, b"b"), offer(6, b"a"), offer(0, b"a"))
+    assert [isinstance(plan, m.SyncPlan) and plan.in_place for plan in told] == [False, False, True]
+    hall.say(b"1", m.Leave())
+    plan = hall.last(b"3")
+    assert isinstance(plan, m.SyncPlan) and plan.in_place
+    assert (plan.holders, plan.digests) == ((2,), (b"a",))
+
+
+def test_who_has_begun_to_receive_offers_nothing_when_the_holders_are_gone() -> None:
+    hall = Sync(3)
+    hall.sync(offer(6, b"b"), offer(0, b"a"), offer(0, b"a"))
+    hall.say(b"1", m.Leave())
+    error = hall.last(b"2")
+    assert isinstance(error, m.CallError) and "nobody is left who offers a whole" in error.why
+    assert Result(error.result) is Result.NO_SHARED_STATE_AVAILABLE
+
+
+def receiving(revision: int) -> Peer:
+    """A peer that has begun to receive in place."""
+    machine = standing(offer(revision, b"mine"))
+    machine.received(m.SyncPlan(2, 9, (), (1,), (0,), (b"theirs",), in_place=True))
+    machine.fetch(4, 9)
+    return machine
+
+
+def test_a_restarted_master_learns_what_may_be_overwritten() -> None:
+    machine = receiving(5)
+    machine.disconnected("a restart")
+    machine.reconnected()
+    sent = [a.message for a in machine.received(m.Resumed(m.Done(sync=4))) if isinstance(a, Send)]
+    (vote,) = (message for message in sent if isinstance(message, m.SyncVote))
+    assert vote.offer.torn and [entry.digest for entry in vote.offer.entries] == [b""]
+
+
+def test_who_receives_in_place_is_not_refused_when_a_lower_revision_is_elected_next() -> None:
+    machine = receiving(5)
+    machine.received(m.SyncPlan(2, 10, (), (1,), (0,), (b"older",), in_place=True))
+    machine.engine_settled(4, 0, 0)
+    assert isinstance(ends(machine, m.SyncResult(2, 4, 5, 10)), Answer)

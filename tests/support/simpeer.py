@@ -106,6 +106,7 @@ class SimPeer:
     plan: m.SyncPlan | None = None
     probe: int = 0  # the seq of the one under way
     staged: str | None = None  # content fetched by that plan
+    torn: bool = False  # a synchronisation that failed may have overwritten the content
     failed_fetches: int = 0
     tries: Counter[int] = field(default_factory=Counter)  # to reach peers that it cannot
     conversation: Conversation = field(default_factory=Conversation)
@@ -267,8 +268,10 @@ class SimPeer:
         self, entry: str = "x", strategy: int = 0, min_peers: int = 0
     ) -> Generator[int, None, End]:
         revision, text = self.content
+        if self.torn:
+            text = f"torn, of peer {self.name}"
         entries = (m.Entry(entry, 10, 4, False, text.encode()),)
-        offer = m.Offer(revision, strategy, entries, min_peers=min_peers)
+        offer = m.Offer(revision, strategy, entries, min_peers=min_peers, torn=self.torn)
         call, serve = self.number(), self.number("serve")
         actions = self.machine.sync(call, serve, offer)
         end = yield from self.wait(self.begin(call, "sync_shared_state", actions))
@@ -277,7 +280,10 @@ class SimPeer:
             if self.plan is not None and self.plan.fetch:
                 assert self.staged is not None, "synchronised without what was to be fetched"
                 text = self.staged
-            self.content = (end.value.revision, text)
+            elif self.torn:
+                text = "torn"
+            assert "torn" not in text, "what was overwritten in part counts as whole"
+            self.content, self.torn = (end.value.revision, text), False
             self.run.check_content(self)
         self.plan, self.failed_fetches = None, 0
         return end
@@ -357,6 +363,7 @@ class SimPeer:
                     self.answered(call, action)
                 case Follow(_, plan, resumed):
                     self.plan = plan
+                    self.torn |= plan.in_place
                     if not resumed:
                         self.staged = None
                     if plan.fetch and not resumed:

@@ -20,6 +20,21 @@ def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None
         assert end.fault is effects.Fault.TIMEOUT or "data was lost" in end.why, end
 
 
+def synchronise(peer: SimPeer) -> Generator[int, None, None]:
+    """Synchronises; who was receiving from somebody who is gone begins with a checkpoint."""
+
+    def call() -> Generator[int, None, End]:
+        while True:
+            end = yield from peer.sync()
+            if isinstance(end, effects.Answer) or not peer.torn:
+                return end
+            if end.result is not Result.NO_SHARED_STATE_AVAILABLE:
+                return end
+            peer.torn = False
+
+    yield from insist(call)
+
+
 def reduce(peer: SimPeer) -> Generator[int, None, bool]:
     """Reduces with whoever is left, or has one of them tell; False when this peer is alone."""
     revision = peer.content[0]
@@ -39,7 +54,7 @@ def trainer(steps: int) -> Program:
     """The calls of a DiLoCo script: reduce with retry, let newcomers in, synchronise."""
 
     def program(peer: SimPeer) -> Thread:
-        yield from insist(peer.sync)
+        yield from synchronise(peer)
         while peer.content[0] < steps:
             if peer.content[0] % 3 == 2:
                 yield from insist(peer.optimize_topology)
@@ -50,7 +65,7 @@ def trainer(steps: int) -> Program:
             pending = yield from insist(peer.are_peers_pending)
             if pending.value:
                 yield from insist(peer.update_topology)
-            yield from insist(peer.sync)
+            yield from synchronise(peer)
         peer.leave()
 
     return program

@@ -17,6 +17,11 @@ checkpoint). After that each synchronisation is exactly one higher; the same one
 when a member joined since. A peer that offers a higher one is refused: its call fails, and the
 others continue without it.
 
+A receiver whose content nobody will ever want receives in place: into its own memory, without a
+second copy. That is every newcomer, who is behind in revision, and who has no revision yet when a
+run resumes. If the transfer does not end, its shared state is torn; torn content is no candidate,
+is never offered to others, and is received in place again.
+
 A newcomer that does not fit harms no other peer. Once a group has a shared state, its earlier
 members decide on its revision, form and strategy among themselves; newcomers are candidates only if
 none of those is. In a group's first synchronisation the most common form is the right one; among
@@ -46,13 +51,15 @@ _STRATEGIES = {strategy.value: strategy.name for strategy in SharedStateSyncStra
 class Transfer:
     """What one receiver fetches: entries by index, their elected digests, and the holders.
 
-    `diverged`: it should have had the elected content already.
+    `diverged`: it should have had the elected content already. `in_place`: its own content is worth
+    nothing any more.
     """
 
     entries: tuple[int, ...]
     digests: tuple[bytes, ...]
     holders: tuple[int, ...]
     diverged: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +105,9 @@ def elect(
     kicks = _impossible_strategies(offers, newcomers)
     if kicks:
         return Decision(0, kicks=kicks)
-    standing = {peer: offer for peer, offer in offers.items() if offer.strategy != RECEIVE_ONLY}
+    standing = {peer: offer for peer, offer in offers.items() if _stands(offer)}
     if not standing:
-        raise Rejection(
-            "all peers of the group are RECEIVE_ONLY: nobody offers a shared state",
-            Result.NO_SHARED_STATE_AVAILABLE,
-        )
+        raise Rejection(_nobody_offers(offers), Result.NO_SHARED_STATE_AVAILABLE)
     veterans = {peer: offer for peer, offer in standing.items() if peer not in newcomers}
     # at a revision that the group already had, only earlier members know the content
     again = bool(veterans) and (bool(joined) or grown)
@@ -121,7 +125,7 @@ def elect(
     refused = frozenset(peer for peer, offer in standing.items() if offer.revision > revision)
     transfers: dict[int, Transfer] = {}
     for peer, offer in offers.items():
-        behind = peer in newcomers or offer.revision != revision
+        behind = peer in newcomers or offer.revision != revision or offer.torn
         wanted = _wanted(current[elected], offer, behind)
         receives = peer != elected and peer not in refused and offer.strategy != SEND_ONLY
         if wanted and receives:
@@ -129,8 +133,33 @@ def elect(
             able = tuple(h for h in holders if _has(offers[h], wanted, digests))
             # a fresh run has no history to diverge from
             diverged = not behind and offer.strategy != RECEIVE_ONLY and (last, revision) != FRESH
-            transfers[peer] = Transfer(wanted, digests, able, diverged)
+            in_place = offer.torn or _worthless(offer, revision, last, peer in newcomers)
+            transfers[peer] = Transfer(wanted, digests, able, diverged, in_place)
     return Decision(revision, transfers, refused=refused)
+
+
+def _stands(offer: Offer) -> bool:
+    """Whether its content is a candidate."""
+    return offer.strategy != RECEIVE_ONLY and not offer.torn
+
+
+def _worthless(offer: Offer, revision: int, last: int | None, newcomer: bool) -> bool:
+    """Whether its content could not be elected either if all who hold the elected one were lost.
+
+    So one who offers a revision and does not serve it harms only those who had nothing.
+    """
+    if newcomer:
+        return last is not None and offer.revision <= last
+    return offer.revision < min(revision, 1 if last is None else last)
+
+
+def _nobody_offers(offers: Mapping[int, Offer]) -> str:
+    if not any(offer.torn for offer in offers.values()):
+        return "all peers of the group are RECEIVE_ONLY: nobody offers a shared state"
+    return (
+        "nobody is left who offers a whole shared state: those who are left are torn (from whom "
+        "they were receiving it is gone), or RECEIVE_ONLY"
+    )
 
 
 def _impossible_strategies(
@@ -199,6 +228,8 @@ def _misfits(offers: Mapping[int, Offer], elected: int) -> Iterator[tuple[int, s
         difference = _difference(reference, offer)
         if difference:
             yield peer, f"its shared state is not that of peer {elected}: {difference}"
+        elif offer.strategy == SEND_ONLY and offer.torn:
+            yield peer, "it is SEND_ONLY, but its shared state is torn, so it must receive"
         elif offer.strategy == SEND_ONLY and offer.revision <= reference.revision:
             unlike = _wanted(reference, offer, behind=False)
             if unlike:

@@ -32,6 +32,7 @@ class Sync:
     transfers: Mapping[int, Transfer] = field(default_factory=dict)
     differences: dict[int, tuple[m.Difference, ...]] = field(default_factory=dict)
     failures: dict[int, int] = field(default_factory=dict)  # failed fetches, by involved peer
+    overwritten: dict[int, set[int]] = field(default_factory=dict)  # entries, by who receives them
     stalls: int = 0  # how often it was planned anew because a holder could not serve
     refused: frozenset[int] = frozenset()  # peers that offer too high a revision, and take no part
 
@@ -92,7 +93,10 @@ class Synchronisations:
         if not sync.members:
             del self._current[sync.group]
             return
-        offers = {number: vote.payload for number, vote in sync.members.items()}
+        offers = {
+            number: vote.payload.overwritten(sync.overwritten.get(number, ()))
+            for number, vote in sync.members.items()
+        }
         state = self._history.of(sync.group)
         joined = frozenset(sync.members.keys() - state.holders)
         try:
@@ -115,6 +119,8 @@ class Synchronisations:
         nonce = self._numbers.nonce_of_call(sync.seq)
         for number, vote in sync.members.items():
             own = decision.transfers.get(number)
+            if own is not None and own.in_place:
+                sync.overwritten.setdefault(number, set()).update(own.entries)
             serve = tuple(p for p, t in decision.transfers.items() if number in t.holders)
             plan = m.SyncPlan(
                 vote.call,
@@ -125,6 +131,7 @@ class Synchronisations:
                 own.digests if own else (),
                 own.diverged if own else False,
                 nonce,
+                own.in_place if own else False,
             )
             self._outbox.send(number, plan)
 
@@ -187,10 +194,7 @@ class Synchronisations:
             self._fail(sync, WITHDRAWN[Kind.SYNC], why)
 
     def withdraw(self, number: int, call: int) -> bool:
-        """A caller withdraws, which ends it for all. Whether that call was part of one.
-
-        No memory has changed.
-        """
+        """A caller withdraws, which ends it for all. Whether that call was part of one."""
         sync = self.of(number)
         if sync is None or sync.members[number].call != call:
             return False
@@ -210,7 +214,7 @@ class Synchronisations:
     # ---- the end ----
 
     def _fail(self, sync: Sync, result: Result, why: str, cause: m.Cause = m.Cause.OTHER) -> None:
-        """Gives a synchronisation up for all; nobody's memory has changed."""
+        """Gives a synchronisation up for all; only memory of who was behind has changed."""
         del self._current[sync.group]
         for number, vote in sync.members.items():
             self._outbox.fail(number, vote.call, result, why, cause)

@@ -119,7 +119,8 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
 
     Serve the peers `serve`; fetch the entries `fetch` from `holders` and verify `digests`.
     Supersedes an earlier plan of the same call. `diverged`: this peer has other content at the same
-    revision; say how it differs.
+    revision; say how it differs. `in_place`: its own content is worth nothing any more, so it is
+    overwritten while the other content arrives.
     """
 
     call: U64
@@ -130,6 +131,7 @@ class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
     digests: tuple[bytes, ...]
     diverged: bool = False
     nonce: U64 = 0
+    in_place: bool = False
 
 
 class SyncResult(Struct, array_like=True, frozen=True, tag=75):

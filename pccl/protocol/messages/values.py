@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum
 from typing import Annotated
 
 from msgspec import Meta, Struct
+from msgspec.structs import replace
 
 from pccl.protocol import wording
 from pccl.protocol.kinds import CollectiveKind
 from pccl.support.text import address_text
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
@@ -140,7 +142,8 @@ class Entry(Struct, array_like=True, frozen=True):
 class Offer(Struct, array_like=True, frozen=True):
     """A peer's shared state. `strict`: divergence must be an error for all.
 
-    A group's shared state must not begin with fewer than `min_peers` peers.
+    A group's shared state must not begin with fewer than `min_peers` peers. `torn`: part of it was
+    overwritten by a transfer that did not end; so it is received, and never offered to others.
     """
 
     revision: U64
@@ -148,6 +151,17 @@ class Offer(Struct, array_like=True, frozen=True):
     entries: tuple[Entry, ...]
     strict: bool = False
     min_peers: U64 = 0
+    torn: bool = False
+
+    def overwritten(self, entries: Collection[int]) -> Offer:
+        """The offer of the same peer when these entries may have been overwritten since."""
+        if not entries:
+            return self
+        unknown = tuple(
+            replace(entry, digest=b"") if index in entries else entry
+            for index, entry in enumerate(self.entries)
+        )
+        return replace(self, entries=unknown, torn=True)
 
 
 class Difference(Struct, array_like=True, frozen=True):

@@ -2,7 +2,8 @@
 
 The peer serves its offer from its vote on. A plan says which entries to fetch from which holders.
 The master may replace it (if a holder died, or another receiver failed). If the new plan requires
-the same content, the fetch continues with the new holders; otherwise it is void.
+the same content, the fetch continues with the new holders; otherwise it is void. What a fetch in
+place may have overwritten is never offered again, neither by this peer nor by the master.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Synchronisations:
         one = self._transfers.of(plan.call)
         if one is None:
             return
+        if plan.in_place:
+            one.overwritten.update(plan.fetch)
         content = plan.fetch, plan.digests
         resumed = bool(one.fetch_op) and one.planned and one.content == content
         if not resumed:
@@ -95,7 +98,8 @@ class Synchronisations:
                 f"{len(self._knowledge.plan.peers)}"
             )
             return Fail(one.call, Result.TOO_FEW_PEERS, why, Fault.TOO_FEW_PEERS, one.phase)
-        if offer.strategy != RECEIVE_ONLY and offer.revision > result.revision:
+        stood = offer.strategy != RECEIVE_ONLY and not (offer.torn or one.overwritten)
+        if stood and offer.revision > result.revision:
             why = (
                 f"this peer offers revision {offer.revision}, and the others of its group are at "
                 f"{result.revision}, which they have synchronised without this peer: offer that "
@@ -124,6 +128,8 @@ class Synchronisations:
         if before.sync == done.sync:
             if one.planned:  # whatever it said, the next election begins anew
                 self.planned(void)
+            assert isinstance(one.vote, m.SyncVote)
+            one.vote = m.SyncVote(one.vote.call, one.vote.offer.overwritten(one.overwritten))
             self._outbox.say(one.vote)
             return
         if one.planned and one.seq != done.plan:

@@ -51,6 +51,7 @@ class Transfer:
     broken: str = ""  # why nothing can be served; empty if it can
     fetch_op: int = 0
     fetched: bool = False  # everything in the plan
+    overwritten: set[int] = field(default_factory=set)  # entries, by fetches in place
     streams: dict[int, int] = field(default_factory=dict)  # peer -> stream
     ops: set[int] = field(default_factory=set)  # not settled yet
     ending: set[int] = field(default_factory=set)  # told to commit or abort

@@ -268,7 +268,7 @@ class Client:
         self._inbox.post(tell)
 
     def fetch(self, call: Call, seq: int, pieces: Pieces, first_counted: int, owner: object) -> int:
-        """Fetches what a plan lists into staging memory; returns the number of the op."""
+        """Fetches what a plan lists into these pieces; returns the number of the op."""
         op = next(self._numbers)
 
         def begin() -> None:

@@ -71,6 +71,10 @@ class HostView:
             return self._copies[index].data_ptr()
         return self._buffers[index].address
 
+    def copied(self, index: int) -> bool:
+        """Whether the host address of that buffer is that of a copy."""
+        return index in self._copies
+
     def write_back(self, changed: Iterable[int]) -> None:
         """Copies the buffers with these indices back to their devices."""
         if self._device is None:

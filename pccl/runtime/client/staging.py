@@ -1,5 +1,8 @@
 """The memory into which a receiver fetches shared state, and the verification of every leaf.
 
+That is the memory of the shared state itself if the plan says so, because the old content is worth
+nothing any more. Otherwise it is staging memory, and the old content stays until all has arrived.
+
 An entry of several leaves has a table of their digests, which is fetched first. The elected digest
 verifies the table, and the table verifies each leaf when it arrives. So wrong data is detected at
 once, and fetched again from another holder.
@@ -65,7 +68,7 @@ class _Entry:
 
     region: Region
     elected: bytes
-    content: Any  # a char array
+    content: Any  # a char array, or a pointer into the memory of the shared state
     table: Any  # a char array; None for an entry of one leaf
     table_arrived: int = 0  # leaves of the table so far
     table_proven: bool = False
@@ -74,7 +77,7 @@ class _Entry:
 
 
 class Staging:
-    """Memory for the entries that a plan tells this peer to fetch.
+    """The memory for the entries that a plan tells this peer to fetch.
 
     Args:
         plan: the entries and their elected digests.
@@ -83,11 +86,13 @@ class Staging:
 
     def __init__(self, plan: m.SyncPlan, regions: Sequence[Region]) -> None:
         self._regions = regions
+        self._in_place = plan.in_place
         self._entries: dict[int, _Entry] = {}
         for index, elected in zip(plan.fetch, plan.digests, strict=True):
             region = regions[index]
             leaves = leaf_count(region.nbytes)
-            content = reserve(region.nbytes)
+            in_place = ffi.cast("char *", region.address)
+            content = in_place if plan.in_place else reserve(region.nbytes)
             table = _allocate("char[]", leaves * DIGEST_BYTES) if leaves > 1 else None
             self._entries[index] = _Entry(region, elected, content, table)
         self.bytes_total = sum(entry.region.nbytes for entry in self._entries.values())
@@ -107,7 +112,7 @@ class Staging:
             if entry.table is not None
         ]
         return tables + [
-            (len(self._regions) + index, _address(entry.content), len(entry.content))
+            (len(self._regions) + index, _address(entry.content), entry.region.nbytes)
             for index, entry in self._entries.items()
         ]
 
@@ -163,8 +168,8 @@ class Staging:
             yield m.Difference(index, found.bytes, found.ulp, found.nans_a, found.nans_b)
 
     def install(self) -> tuple[int, ...]:
-        """Copies all to the user's memory. Returns the indices of the regions."""
-        entries = list(self._entries.values())
+        """Copies what is not there yet to the user's memory. Returns the indices of the regions."""
+        entries = [] if self._in_place else list(self._entries.values())
 
         def copy(index: int, begin: int, end: int) -> None:
             entry = entries[index]

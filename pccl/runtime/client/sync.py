@@ -1,9 +1,10 @@
 """One peer's part in a synchronisation of the shared state, in the thread of the caller.
 
-The peer offers its content. As the master's plan says, it fetches what differs into staging memory,
-verifies it leaf by leaf, and votes. Only when all receivers have voted does it overwrite the
-caller's memory. So a failed call changes nothing, at the cost of staging memory for the bytes that
-differ. The master may replace a plan at any time, for example when a holder dies.
+The peer offers its content. As the master's plan says, it fetches what differs, verifies it leaf by
+leaf, and votes. If its own content is worth nothing any more, the plan says to fetch in place. Then
+a failed call leaves it torn, and its offers say so until a call succeeds. Otherwise it fetches into
+staging memory, and overwrites the caller's memory only when all receivers have voted; so a failed
+call changes nothing. The master may replace a plan at any time, for example when a holder dies.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
@@ -27,7 +28,6 @@ from pccl.types import SharedStateProgress
 
 log = logging.getLogger("pccl")
 
-Adopt: TypeAlias = Callable[[effects.Synced, tuple[int, ...]], None]
 BATCH = 64  # verdicts on small entries, sent to the engine together
 
 
@@ -48,6 +48,20 @@ class SyncOptions:
     progress: Callable[[SharedStateProgress], None] | None
     deadline: Deadline
     min_peers: int = 1
+
+
+class Memory(Protocol):
+    """The shared state of the caller."""
+
+    @property
+    def torn(self) -> bool:
+        """Whether a failed call has overwritten a part of it."""
+
+    def tear(self, entries: Sequence[int]) -> None:
+        """These entries will be overwritten, by and by."""
+
+    def adopt(self, synced: effects.Synced, overwritten: Sequence[int]) -> None:
+        """The call has succeeded: all is whole, and these entries have other content now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +86,12 @@ def synchronise(
     revision: int,
     options: SyncOptions,
     owner: object,
-    adopt: Adopt,
+    memory: Memory,
 ) -> Outcome:
     """Takes part in a synchronisation until it ends.
 
     After an exception the call is still in progress, and the caller must let go of it; the shared
-    state is unchanged or completely overwritten.
+    state is unchanged, torn (and `memory` knows it), or completely overwritten.
 
     Args:
         client: the peer.
@@ -86,7 +100,7 @@ def synchronise(
         revision: this peer's revision of the shared state.
         options: further options.
         owner: kept alive as long as the engine refers to the memory.
-        adopt: called on success with the regions that were overwritten.
+        memory: is told what happens to the regions.
     """
     began = time.monotonic()
     found = digests([(region.address, region.nbytes) for region in regions])
@@ -96,10 +110,12 @@ def synchronise(
         m.Entry(r.name, r.dtype, r.count, r.any_content, digest.root, r.layout)
         for r, digest in zip(regions, found, strict=True)
     )
-    offer = m.Offer(revision, options.strategy, entries, options.strict, options.min_peers)
+    offer = m.Offer(
+        revision, options.strategy, entries, options.strict, options.min_peers, memory.torn
+    )
     client.sync(call, offer, pieces, (owner, found, tables))
-    receiver = _Receiver(client, call, regions, options)
-    end = receiver.receive(adopt)
+    receiver = _Receiver(client, call, regions, options, owner, memory)
+    end = receiver.receive()
     hashed_bytes = sum(region.nbytes for region in regions)
     return Outcome(end, receiver.error, hashed_bytes, hash_seconds)
 
@@ -108,17 +124,24 @@ class _Receiver:
     """Handles the notes of a synchronisation until it ends."""
 
     def __init__(
-        self, client: Client, call: Call, regions: Sequence[Region], options: SyncOptions
+        self,
+        client: Client,
+        call: Call,
+        regions: Sequence[Region],
+        options: SyncOptions,
+        owner: object,
+        memory: Memory,
     ) -> None:
         self._client = client
         self._call = call
         self._regions = regions
         self._options = options
+        self._owner, self._memory = owner, memory
         self._staging: Staging | None = None
         self._plan = m.SyncPlan(0, 0, (), (), (), ())
         self._op = 0
         self._remind_at = 0.0
-        self._complete = False  # everything in the plan is in staging memory, and verified
+        self._complete = False  # everything in the plan is here, and verified
         self._failure = ""  # why the fetch failed, until the master is told
         self._fail_at = 0.0
         self._failures = 0
@@ -130,7 +153,7 @@ class _Receiver:
         """The exception of the caller's callback, if any."""
         return self._progress.error
 
-    def receive(self, adopt: Adopt) -> effects.Synced | effects.Fail:
+    def receive(self) -> effects.Synced | effects.Fail:
         """Returns the end of the synchronisation; on success the caller's memory is overwritten."""
         while True:
             match self._next():
@@ -145,7 +168,7 @@ class _Receiver:
                     self._fail_at = time.monotonic() + limits.TRANSFER_FAILURE_S * 4**self._failures
                     self._failures += 1
                 case effects.Answer(_, effects.Synced() as synced):
-                    self._install(synced, adopt)
+                    self._install(synced)
                     return synced
                 case effects.Fail() as fail:
                     return fail
@@ -196,20 +219,20 @@ class _Receiver:
         self._verdicts.clear()
         if plan.fetch:
             self._staging = staging = Staging(plan, self._regions)
+            if plan.in_place:
+                self._memory.tear(plan.fetch)
+            owner = staging, self._owner
             self._op = self._client.fetch(
-                self._call, plan.seq, staging.pieces(), len(self._regions), staging
+                self._call, plan.seq, staging.pieces(), len(self._regions), owner
             )
             self._remind_at = time.monotonic() + limits.REMIND_S
             self._progress.begin(staging)
 
-    def _install(self, synced: effects.Synced, adopt: Adopt) -> None:
-        staging = self._staging
-        if staging is None:
-            adopt(synced, ())
-            return
-        assert self._complete, "the master kept what this peer has not proven"
+    def _install(self, synced: effects.Synced) -> None:
+        staging, memory = self._staging, self._memory
+        assert staging is None or self._complete, "the master kept what this peer has not proven"
         # must not be interrupted: half overwritten memory is no valid state
-        aside(lambda: adopt(synced, staging.install()))
+        aside(lambda: memory.adopt(synced, staging.install() if staging is not None else ()))
 
     def _vote(self) -> None:
         self._complete = True
