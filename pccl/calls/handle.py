@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, NoReturn
 
 from pccl.calls.launch import Launch, info
@@ -68,6 +68,17 @@ class AsyncReduceHandle:
         `result` is valid, and the tag is free, only after `wait()` has returned.
         """
         return self._launch is None or self._launch.ended
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once `wait()` would return at once; now, if it would already.
+
+        It is called in a thread of pccl, which it must not keep: it may set an event, or queue
+        something. The caller keeps the handle, and calls `wait()`.
+        """
+        if self._launch is None:
+            callback()
+        else:
+            self._launch.hear(callback)
 
     def __await__(self) -> Generator[Any, None, tuple[bool, int, ReduceInfo]]:
         """`await handle`, in asyncio: returns what `wait()` returns, without blocking the loop.

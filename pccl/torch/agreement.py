@@ -1,0 +1,93 @@
+"""How the members of a group agree upon torch's ranks, when it begins and when others join."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from pccl import Communicator, PeerLostError, TooFewPeersError
+from pccl.torch.members import Members
+
+TAG = 1 << 31  # torch's collectives have higher ones
+ROW_BYTES = 512
+
+
+class _Row(msgspec.Struct, frozen=True):
+    """What a member says of itself."""
+
+    number: int
+    begun: bool  # whether it has a rank already
+    rank: int  # that one, or which it was started with; -1: none
+    store: str  # where its store is; empty: it has none
+    wants_store: bool
+
+
+@dataclass(slots=True)
+class Offer:
+    """What this peer brings.
+
+    Attributes:
+        rank: the rank that it was started with; -1: none.
+        begun: whether it has a rank of this group.
+        store: `host:port` of the store that it serves; empty: none.
+        wants_store: whether it came without a store.
+    """
+
+    rank: int = -1
+    begun: bool = False
+    store: str = ""
+    wants_store: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What the members have agreed upon.
+
+    Attributes:
+        order: the numbers of the peers, by torch's rank.
+        store: `host:port` of the first member's store; empty: none.
+        must_serve: whether this peer is to serve a store, after which all agree anew.
+        again: whether all agree anew.
+    """
+
+    order: tuple[int, ...]
+    store: str
+    must_serve: bool
+    again: bool
+
+
+def agree(comm: Communicator, members: Members, offer: Offer) -> Agreement:
+    """Asks all members; nobody may have a collective under way.
+
+    Members keep the order that they have. Those that begin together are ordered by the ranks that
+    they were started with, or else as they have joined; newcomers come last.
+    """
+    rank = members.rank if offer.begun else offer.rank
+    row = _Row(members.own, offer.begun, rank, offer.store, offer.wants_store)
+    rows = sorted(_exchange(comm, row), key=_key)
+    first = rows[0]
+    again = first.wants_store and not first.store
+    order = tuple(each.number for each in rows)
+    return Agreement(order, first.store, again and first.number == members.own, again)
+
+
+def _key(row: _Row) -> tuple[bool, bool, int, int]:
+    return not row.begun, row.rank < 0, row.rank, row.number
+
+
+def _exchange(comm: Communicator, row: _Row) -> list[_Row]:
+    text = msgspec.json.encode(row)
+    assert len(text) <= ROW_BYTES
+    mine = np.zeros(ROW_BYTES, np.uint8)
+    mine[: len(text)] = np.frombuffer(text, np.uint8)
+    while True:
+        comm.world_size  # noqa: B018 - this thread has seen who is there
+        try:
+            rows = comm.all_gather(mine, tag=TAG)
+        except PeerLostError:
+            continue
+        except TooFewPeersError:
+            return [row]
+        return [msgspec.json.decode(bytes(each).rstrip(b"\0"), type=_Row) for each in rows]

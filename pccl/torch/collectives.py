@@ -1,0 +1,160 @@
+"""The collectives of a torch process group: torch's calls, turned into tasks and launched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from pccl import Communicator
+from pccl.torch.members import Members
+from pccl.torch.reductions import Reduction
+from pccl.torch.tasks import Tasks
+from pccl.torch.work import Operation, Task, Work
+
+FIRST_TAG = 1 << 32  # those below are for what the integration itself does, and for the user
+
+
+class Collectives:
+    """The calls of a process group. torch has two names for some, and two forms of arguments.
+
+    All members make the same calls in the same order; several may be under way.
+    """
+
+    _comm: Communicator
+    _members: Members
+
+    def _setup(self, comm: Communicator, members: Members, timeout: timedelta) -> None:
+        self._comm = comm
+        self._members = members
+        self._tasks = Tasks(comm, members)
+        self._timeout = timeout
+        self._launching = threading.Lock()
+        self._next_tag = FIRST_TAG
+        self._coalescing: list[Work] | None = None
+
+    def _restart(self) -> None:
+        """All members have nothing under way: their next calls match."""
+        with self._launching:
+            self._next_tag = FIRST_TAG
+
+    def _run(self, task: Task, options: Any = None) -> Work:
+        """Launches a task; one that its caller does not wait for at once ends by itself."""
+        given = getattr(options, "timeout", None)
+        if isinstance(given, timedelta) and given > timedelta(0):
+            timeout = given
+        else:
+            timeout = self._timeout
+        with self._launching:
+            operation = Operation(task, self._next_tag, self._members, timeout.total_seconds())
+            operation.begin()
+            self._next_tag += 1
+        if getattr(options, "asyncOp", True):
+            operation.follow()
+        work = Work(operation)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """all_reduce, in place, of one tensor."""
+        reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts))
+        return self._run(self._tasks.all_reduce(_list(tensors), reduction), opts)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """all_reduce of several tensors as one collective."""
+        reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM))
+        return self._run(self._tasks.all_reduce(tensors, reduction), opts)
+
+    def broadcast(self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None) -> Work:
+        """Copies the tensors of the root."""
+        root = getattr(opts, "rootRank", opts)
+        return self._run(self._tasks.broadcast(_list(tensors), root), opts)
+
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> Work:
+        """all_gather in a list of tensors for each input."""
+        inputs = _list(input_tensors)
+        outputs = [output_tensors] if isinstance(input_tensors, Tensor) else output_tensors
+        return self._run(self._tasks.all_gather(outputs, inputs), opts)
+
+    def allgather_coalesced(
+        self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
+    ) -> Work:
+        """all_gather of several inputs: the r-th list has what rank r gave."""
+        by_input = [list(group) for group in zip(*output_lists, strict=True)]
+        return self._run(self._tasks.all_gather(by_input, input_list), opts)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """all_gather in one tensor."""
+        return self._run(self._tasks.all_gather_single([output], [input]), opts)
+
+    def all_gather_single_coalesced(
+        self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
+    ) -> Work:
+        """all_gather of several inputs, each in one tensor, as one collective."""
+        return self._run(self._tasks.all_gather_single(output_lists, input_list), opts)
+
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> Work:
+        """reduce_scatter of a list of tensors for each output."""
+        inputs = [input_tensors] if isinstance(output_tensors, Tensor) else input_tensors
+        reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts))
+        return self._run(self._tasks.reduce_scatter(_list(output_tensors), inputs, reduction), opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """reduce_scatter of one tensor."""
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """reduce_scatter of several tensors as one collective."""
+        reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM))
+        return self._run(self._tasks.reduce_scatter_single(outputs, inputs, reduction), opts)
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        """Waits for all."""
+        return self._run(self._tasks.barrier(), opts)
+
+    # the names before torch 2.13
+
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # several calls as one
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Remembers the calls that follow."""
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        """The calls since then, as one Work."""
+        works, self._coalescing = self._coalescing or [], None
+        return Several(works)
+
+
+class Several(Work):
+    """Several Works as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        last = works[-1]._operation
+        super().__init__(last)
+        self._works = list(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for all."""
+        return all([work.wait(timeout) for work in self._works])
+
+
+def _list(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)

@@ -1,0 +1,97 @@
+"""Makes a process group where torch asks for one: `init_process_group`, `new_group`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from pccl import Communicator
+from pccl.runtime.config import Config
+from pccl.support.text import address_text, parse_address
+from pccl.torch.group import ProcessGroup
+from pccl.torch.hosting import HostedMaster
+
+KEY = "pccl/master"  # in the store of a group: where its master is
+VARIABLE = "PCCL_MASTER"
+
+
+class Joined:
+    """The communicator that `pccl://` has just connected, until its group is made."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._group: ProcessGroup | None = None
+
+    def put(self, group: ProcessGroup) -> None:
+        """The default group is this one."""
+        with self._lock:
+            before, self._group = self._group, group
+        if before is not None:
+            before.shutdown()
+
+    def take(self) -> ProcessGroup | None:
+        """The group that was put here; None: the default group comes by another way."""
+        with self._lock:
+            group, self._group = self._group, None
+        return group
+
+
+joined = Joined()
+
+
+def join(address: str, size: int, *, timeout: timedelta, **more: Any) -> ProcessGroup:
+    """Joins the run at a master, and waits until `size` members are there.
+
+    Raises:
+        PCCLError: as `Communicator.connect`, `Communicator.wait_for_peers`.
+    """
+    seconds = timeout.total_seconds()
+    comm = Communicator(address, connect_timeout=seconds)
+    try:
+        comm.connect(timeout=seconds)
+        comm.wait_for_peers(max(1, size), timeout=seconds)
+        return ProcessGroup(comm, timeout=timeout, **more)
+    except BaseException:
+        comm.close()
+        raise
+
+
+def create(options: Any, backend_options: object = None) -> ProcessGroup:
+    """The group that torch wants, on this member of it.
+
+    The default group joins the run at PCCL_MASTER, if that is set. Otherwise, and for every other
+    group, the process of its first rank hosts a master, and says where by the group's store.
+    """
+    store, rank, size = options.store, options.group_rank, options.group_size
+    is_default = not options.global_ranks_in_group
+    group = joined.take() if is_default else None
+    if group is not None:
+        return group
+    timeout: timedelta = options.timeout
+    address = os.environ.get(VARIABLE, "") if is_default else ""
+    if address:
+        return join(address, size, timeout=timeout, rank=rank, store=store)
+    if rank != 0:
+        return join(store.get(KEY).decode(), size, timeout=timeout, rank=rank, store=store)
+    master = HostedMaster(_own_host(store))
+    try:
+        store.set(KEY, master.address)
+        return join(master.address, size, timeout=timeout, rank=rank, store=store, master=master)
+    except BaseException:
+        master.end()
+        raise
+
+
+def _own_host(store: Any) -> str:
+    """Where other members reach the process of rank 0: where its store is."""
+    given = Config.from_env().advertise
+    while not given and isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not given and isinstance(store, TCPStore):
+        given = store.host
+    host, _ = parse_address(address_text(given or "127.0.0.1", 1))
+    return f"[{host}]" if ":" in host else host

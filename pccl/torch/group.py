@@ -1,0 +1,128 @@
+"""pccl's process group, as torch.distributed uses it."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+
+from torch._C._distributed_c10d import ProcessGroup as BaseGroup
+from torch._C._distributed_c10d import Store
+from torch.distributed import distributed_c10d as c10d
+
+from pccl import Communicator
+from pccl.torch.agreement import Offer, agree
+from pccl.torch.collectives import Collectives
+from pccl.torch.hosting import HostedMaster
+from pccl.torch.members import Members
+from pccl.torch.store import RunStore, serve
+
+TIMEOUT = timedelta(minutes=30)
+
+
+class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
+    """A group of a run: all members of one communicator.
+
+    A collective whose result does not depend on ranks (all_reduce, barrier) goes on without those
+    who are lost in it. Every other one fails on all members with `PeerLostError` then; afterwards
+    `size()` and `rank()` are those without the lost.
+
+    Attributes:
+        communicator: by which it communicates.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        rank: int = -1,
+        timeout: timedelta = TIMEOUT,
+        store: Store | None = None,
+        master: HostedMaster | None = None,
+    ) -> None:
+        """The members have joined; all of them make this call.
+
+        Args:
+            comm: is connected.
+            rank: which torch's rank this peer was started with; -1: the order of joining decides.
+            timeout: how long a collective may take.
+            store: what torch was given for the group; None: a store of its own.
+            master: that this process hosts for the group.
+        """
+        members = Members(comm)
+        BaseGroup.__init__(self, 0, 1)  # type: ignore[call-arg]
+        self._setup(comm, members, timeout)
+        self.communicator = comm
+        self._master = master
+        self._offer = Offer(rank, wants_store=store is None)
+        self._own_store = RunStore() if store is None else None
+        self._store = store if self._own_store is None else self._own_store
+        self._served: Store | None = None
+        self.agree()
+        this = weakref.ref(self)
+        members.listen(lambda: _number_anew(this()))
+
+    def agree(self) -> None:
+        """All members, and newcomers who have just been admitted, agree upon ranks."""
+        again = True
+        while again:
+            agreed = agree(self._comm, self._members, self._offer)
+            self._offer.begun = True
+            self._members.arrange(agreed.order)
+            again = agreed.again
+            if agreed.must_serve:
+                self._serve()
+        if self._own_store is not None:
+            self._own_store.use(agreed.store, self._served if self.getRank() == 0 else None, "")
+        self._restart()
+
+    def _serve(self) -> None:
+        client = self._comm._membership.client("store")
+        host = next(info.host for info in client.plan.peers if info.peer == client.number)
+        self._served, self._offer.store = serve(host)
+
+    # what torch asks of a group
+
+    def getRank(self) -> int:
+        """This peer's rank, which changes only if one with a lower rank is lost."""
+        return self._members.rank
+
+    def getSize(self) -> int:
+        """The number of members."""
+        return self._members.size
+
+    rank = getRank
+    size = getSize
+
+    def getBackendName(self) -> str:
+        """The name that it is registered by."""
+        return "pccl"
+
+    def get_group_store(self) -> Store:
+        """The store of the group."""
+        assert self._store is not None
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a collective may take."""
+        self._timeout = timeout
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Leaves the group. A process that hosts its master waits until the others have left."""
+        self._comm.close()
+        if self._master is not None:
+            self._master.end()
+
+    def abort(self) -> None:
+        """Leaves the group; what is under way fails."""
+        self._comm.close()
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def _number_anew(group: ProcessGroup | None) -> None:
+    """Tells torch's tables of ranks about the members of the default group."""
+    if group is not None and c10d.GroupMember.WORLD is group:
+        c10d._world.pg_group_ranks[group] = {i: i for i in range(group.getSize())}

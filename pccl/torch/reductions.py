@@ -1,0 +1,88 @@
+"""torch's reductions, as pccl has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+import pccl
+
+_SAME = {
+    ReduceOp.SUM: pccl.ReduceOp.SUM,
+    ReduceOp.AVG: pccl.ReduceOp.AVG,
+    ReduceOp.MIN: pccl.ReduceOp.MIN,
+    ReduceOp.MAX: pccl.ReduceOp.MAX,
+    ReduceOp.PRODUCT: pccl.ReduceOp.PROD,
+    ReduceOp.PREMUL_SUM: pccl.ReduceOp.SUM,
+}
+_BITWISE: dict[object, Callable[[Tensor, Tensor], Tensor]] = {
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+# of truth values, which are bytes of 0 and 1
+_OF_BOOL = {
+    pccl.ReduceOp.SUM: pccl.ReduceOp.MAX,
+    pccl.ReduceOp.PROD: pccl.ReduceOp.MIN,
+    pccl.ReduceOp.MAX: pccl.ReduceOp.MAX,
+    pccl.ReduceOp.MIN: pccl.ReduceOp.MIN,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What is done to the contributions.
+
+    Attributes:
+        op: pccl's operation; None: it has none.
+        factor: by which each member multiplies what it gives; None: by nothing.
+        bitwise: what combines two contributions where pccl has no operation.
+    """
+
+    op: pccl.ReduceOp | None
+    factor: float | Tensor | None = None
+    bitwise: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @classmethod
+    def of(cls, op: object) -> Reduction:
+        """The one of torch's ReduceOp, or of a member of its enumeration.
+
+        Raises:
+            ValueError: there is none.
+        """
+        kind = getattr(op, "op", op)
+        if kind in _SAME:
+            factor = None
+            if kind == ReduceOp.PREMUL_SUM:
+                if not isinstance(op, ReduceOp):
+                    raise ValueError("PREMUL_SUM needs a factor: dist._make_nccl_premul_sum(f)")
+                state: Any = op.__getstate__()  # the operation, and its factor
+                factor = state[1]
+            return cls(_SAME[kind], factor)
+        if kind in _BITWISE:
+            return cls(None, bitwise=_BITWISE[kind])
+        raise ValueError(f"{op} is not a reduction that torch.distributed defines")
+
+    def for_dtype(self, dtype: torch.dtype) -> pccl.ReduceOp:
+        """pccl's operation on elements of a type.
+
+        Raises:
+            ValueError: there is none.
+        """
+        assert self.op is not None
+        if dtype != torch.bool:
+            return self.op
+        if self.op not in _OF_BOOL:
+            raise ValueError(f"{self.op.name} of torch.bool is not defined")
+        return _OF_BOOL[self.op]
+
+    def combine(self, contributions: Sequence[Tensor]) -> Tensor:
+        """The bitwise combination of all."""
+        assert self.bitwise is not None
+        return reduce(self.bitwise, contributions)

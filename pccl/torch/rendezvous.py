@@ -1,0 +1,35 @@
+"""`init_method="pccl://host:port"`: joins a run, which gives rank and size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from torch._C._distributed_c10d import Store
+
+from pccl.torch.creation import join, joined
+from pccl.torch.group import TIMEOUT
+
+SCHEME = "pccl"
+PORT = 48148
+
+
+def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Joins the run; yields its store, this peer's rank and the number of members.
+
+    Raises:
+        ValueError: the URL is malformed.
+    """
+    parts = urlsplit(url)
+    asked = parse_qs(parts.query)
+    unknown = asked.keys() - {"rank", "world_size"}
+    if unknown or parts.path not in ("", "/") or not parts.netloc:
+        raise ValueError(f"{url!r}: it must be pccl://host:port, where a master is")
+    host = parts.netloc if parts.port is not None else f"{parts.netloc}:{PORT}"
+    size = int(asked.get("world_size", ["1"])[0])
+    group = join(host, size, timeout=timeout, rank=int(asked.get("rank", ["-1"])[0]))
+    joined.put(group)
+    yield group.get_group_store(), group.getRank(), group.getSize()
+    raise RuntimeError("a run is joined once: make the process group anew")

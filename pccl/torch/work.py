@@ -1,0 +1,225 @@
+"""A collective under way, as torch wants to see it: a Work, and futures of its result."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch._C._distributed_c10d import Work as BaseWork
+from torch.futures import Future
+
+from pccl.errors import PeerLostError, TooFewPeersError
+from pccl.torch.callbacks import POOL
+from pccl.torch.members import Members
+from pccl.types import Result
+
+
+class Handle(Protocol):
+    """What is launched: `pccl.AsyncReduceHandle`, or several as one."""
+
+    def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]:
+        """Waits for the outcome."""
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when `wait` would not wait."""
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it has failed."""
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a collective does.
+
+    Attributes:
+        name: for messages.
+        launch: launches it with a tag; TooFewPeersError if this peer is alone.
+        result: what its future yields.
+        alone: does the same for a group of one.
+        settle: puts the result where the caller wants it; called once, after success.
+        again: whether it is right to launch it again when a peer is lost in it.
+        source: torch's rank of the sender that a receive has matched.
+    """
+
+    name: str
+    launch: Callable[[int], Handle]
+    result: Any
+    alone: Callable[[], None] = _nothing
+    settle: Callable[[], None] = _nothing
+    again: bool = False
+    source: Callable[[], int] = lambda: -1
+
+
+class Operation:
+    """A task under way. Whoever waits for it drives it; or, if asked to, the callback pool does.
+
+    Attributes:
+        task: what it does.
+        error: why it has failed; None: it has not, or not yet.
+    """
+
+    def __init__(self, task: Task, tag: int, members: Members, timeout_s: float | None) -> None:
+        self.task = task
+        self.error: Exception | None = None
+        self._tag = tag
+        self._members = members
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._handle: Handle | None = None
+        self._future: Future[None] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended."""
+        return self._ended.is_set()
+
+    def begin(self) -> None:
+        """Launches it. Raises what a launch with wrong arguments raises: then it has not begun."""
+        self._launch()
+        if self._handle is None:
+            self.drive()
+
+    def follow(self) -> None:
+        """Has the pool end it when its collective has ended, whether anybody waits or not."""
+        handle = self._handle
+        if handle is not None:
+            handle.add_done_callback(lambda: POOL.run(self.drive))
+
+    def future(self) -> Future[None]:
+        """A future that is complete when it has ended, also if it has failed."""
+        with self._lock:
+            made = self._future is None
+            if self._future is None:
+                self._future = Future()
+            future, ended = self._future, self._ended.is_set()
+        if made and ended:
+            future.set_result(None)
+        return future
+
+    def _launch(self) -> None:
+        """Launches it, or does the work of a group of one."""
+        try:
+            self._handle = self.task.launch(self._tag)
+        except TooFewPeersError as error:
+            self._handle, before = None, self._members.size
+            self._members.refresh()
+            if before > 1 and not self.task.again:
+                why = f"all {before - 1} other members of the group are lost"
+                lost = PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why)
+                raise lost from error
+            self.task.alone()
+
+    def drive(self, timeout_s: float | None = None) -> None:
+        """Brings it to its end; afterwards `error` says how."""
+        if self._ended.is_set():
+            return
+        with self._lock:
+            if self._ended.is_set():
+                return
+            try:
+                self._conclude(timeout_s)
+            except Exception as error:
+                self.error = error
+            except BaseException as error:  # of this thread: the collective is abandoned
+                why = f"{type(error).__name__} in the thread that waited for it"
+                self.error = PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why)
+                raise
+            finally:
+                self._ended.set()
+                future = self._future
+        if future is not None:  # its callbacks may wait for others: never in a thread that drives
+            POOL.run(lambda: future.set_result(None))
+
+    def _conclude(self, timeout_s: float | None) -> None:
+        while self._handle is not None:
+            well, _, info = self._handle.wait(timeout=self._patience(timeout_s))
+            if well:
+                if info.local_world_size != self._members.size:
+                    self._members.refresh()
+                break
+            error = self._handle.error
+            assert error is not None
+            if isinstance(error, PeerLostError):
+                self._members.refresh()
+            if not (self.task.again and isinstance(error, PeerLostError)):
+                raise error
+            self._launch()
+        self.task.settle()
+
+    def _patience(self, timeout_s: float | None) -> float | None:
+        left = [] if timeout_s is None else [timeout_s]
+        if self._deadline_s is not None:
+            left.append(max(0.0, self._deadline_s - time.monotonic()))
+        return min(left) if left else None
+
+
+class Work(BaseWork):
+    """The Work of one operation."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self._operation = operation
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for the end; zero means no limit. Raises what has gone wrong."""
+        seconds = None if timeout is None else timeout.total_seconds()
+        self._operation.drive(seconds if seconds and seconds > 0 else None)
+        if self._operation.error is not None:
+            raise self._operation.error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """A future of the result.
+
+        It fails by a callback that raises: of a future that is given an exception by its methods,
+        C++ takes that exception for the result.
+        """
+        if self._future is None:
+            operation = self._operation
+
+            def outcome(_: Future[None]) -> Any:
+                if operation.error is not None:
+                    raise operation.error
+                return operation.task.result
+
+            self._future = operation.future().then(outcome)
+            operation.follow()
+        return self._future
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._operation.ended
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._operation.ended and self._operation.error is None
+
+    def exception(self) -> Exception | None:
+        """What has gone wrong."""
+        return self._operation.error
+
+    def result(self) -> list[Tensor]:
+        """The tensors that were written."""
+        found = self._operation.task.result
+        return [found] if isinstance(found, Tensor) else found
+
+    def synchronize(self) -> None:
+        """What has ended is in memory."""
+
+    def source_rank(self) -> int:
+        """torch's rank of the sender, of a receive from anyone."""
+        return self._operation.task.source()
+
+    _source_rank = source_rank
