@@ -11,11 +11,10 @@ from pccl.types import DataType
 def flat(tensor: Tensor) -> Tensor:
     """All elements in one dimension; a view if they lie in C's order, or else a copy."""
     lying = tensor.detach()
-    if lying.is_complex():
-        lying = torch.view_as_real(lying.resolve_conj())
     if lying.layout != torch.strided:
         raise ValueError(f"a tensor of layout {lying.layout} cannot be sent: pass a dense one")
-    return lying.reshape(-1)
+    lying = lying.resolve_conj().resolve_neg().contiguous()
+    return (torch.view_as_real(lying) if lying.is_complex() else lying).view(-1)
 
 
 def movable(tensor: Tensor) -> Tensor:
@@ -31,10 +30,6 @@ def movable(tensor: Tensor) -> Tensor:
 def put(tensor: Tensor, piece: Tensor) -> None:
     """Gives a tensor the elements of what `flat` or `movable` has made of it, if that is a copy."""
     target = tensor.detach()
-    if target.is_complex():
-        target = torch.view_as_real(target)
-    if target.data_ptr() == piece.data_ptr() and target.numel() * target.element_size() == (
-        piece.numel() * piece.element_size()
-    ):
+    if target.data_ptr() == piece.data_ptr():
         return
     target.copy_(piece.view(target.dtype).view(target.shape))

@@ -79,7 +79,7 @@ class Tasks:
                 piece.copy_(reduction.combine(list(rows)))
                 put(tensor, piece)
 
-        return Task("all_reduce", launch, list(tensors), settle=settle, again=True)
+        return Task("all_reduce", launch, list(tensors), gathered.clear, settle, again=True)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int) -> Task:
         """Copies the tensors of one member to all."""

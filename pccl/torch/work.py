@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work as BaseWork
 from torch.futures import Future
 
-from pccl.errors import PeerLostError, TooFewPeersError
+from pccl.errors import PCCLError, PeerLostError, TooFewPeersError
 from pccl.torch.callbacks import POOL
 from pccl.torch.members import Members
 from pccl.types import Result
@@ -85,10 +85,19 @@ class Operation:
         return self._ended.is_set()
 
     def begin(self) -> None:
-        """Launches it. Raises what a launch with wrong arguments raises: then it has not begun."""
-        self._launch()
-        if self._handle is None:
-            self.drive()
+        """Launches it.
+
+        A failure is told by the future and the Work: C++ does not survive a call that raises, for
+        example in the middle of a backward pass. Wrong arguments do raise.
+        """
+        try:
+            self._launch()
+        except PCCLError as error:
+            self.error = error
+            self._ended.set()
+        else:
+            if self._handle is None:
+                self.drive()
 
     def follow(self) -> None:
         """Has the pool end it when its collective has ended, whether anybody waits or not."""

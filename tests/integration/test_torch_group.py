@@ -1,0 +1,304 @@
+"""Process groups of torch.distributed over pccl: each peer is a thread, and has its own group."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.nn.parallel import DistributedDataParallel
+from waiting import wait_until
+
+import pccl
+from pccl.torch import ProcessGroup
+
+T = TypeVar("T")
+
+
+class Groups:
+    """Groups of one run; torch's ranks are the reverse of the order in which the peers joined."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        last = len(cluster.comms) - 1
+        self.all = cluster.each(lambda i, comm: ProcessGroup(comm, rank=last - i))
+        self.all.reverse()
+
+    def each(self, job: Callable[[ProcessGroup], T], *without: int) -> list[T]:
+        """The same on each of them, by torch's rank."""
+        by_comm = {id(group.communicator): group for group in self.all}
+        gone = [id(self.all[rank].communicator) for rank in without]
+        found: dict[int, T] = {}
+
+        def work(_: int, comm: pccl.Communicator) -> None:
+            if id(comm) not in gone:
+                found[id(comm)] = job(by_comm[id(comm)])
+
+        self.cluster.each(work)
+        return [found[id(g.communicator)] for g in self.all if id(g.communicator) in found]
+
+
+@pytest.fixture
+def three() -> Iterator[Groups]:
+    with Cluster(3) as cluster:
+        yield Groups(cluster)
+
+
+@pytest.fixture
+def two() -> Iterator[Groups]:
+    with Cluster(2) as cluster:
+        yield Groups(cluster)
+
+
+def reduced(group: ProcessGroup, op: object, *given: Tensor) -> list[Tensor]:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    group.allreduce_coalesced(list(given), options).wait()
+    return list(given)
+
+
+def test_ranks_are_those_that_peers_were_started_with(three: Groups) -> None:
+    assert [group.rank() for group in three.all] == [0, 1, 2]
+    assert {group.size() for group in three.all} == {3}
+    assert [group.communicator.rank for group in three.all] != [0, 1, 2]  # of the ring
+    assert three.all[0].name() == "pccl"
+
+
+def test_every_reduction(three: Groups) -> None:
+    def job(group: ProcessGroup) -> None:
+        mine = float(group.rank() + 1)
+        for op, wanted in (
+            (dist.ReduceOp.SUM, 6.0),
+            (dist.ReduceOp.AVG, 2.0),
+            (dist.ReduceOp.MIN, 1.0),
+            (dist.ReduceOp.MAX, 3.0),
+            (dist.ReduceOp.PRODUCT, 6.0),
+            (dist._make_nccl_premul_sum(0.5), 3.0),
+        ):
+            first, second = reduced(group, op, torch.full((4,), mine), torch.full((2, 2), mine).t())
+            assert first.tolist() == [wanted] * 4 and second.tolist() == [[wanted] * 2] * 2
+        bits = torch.tensor([1 << group.rank(), 7])
+        assert reduced(group, dist.ReduceOp.BOR, bits.clone())[0].tolist() == [7, 7]
+        assert reduced(group, dist.ReduceOp.BAND, bits.clone())[0].tolist() == [0, 7]
+        assert reduced(group, dist.ReduceOp.BXOR, bits.clone())[0].tolist() == [7, 7]
+        true = torch.tensor([group.rank() == 1, True, False])
+        assert reduced(group, dist.ReduceOp.SUM, true)[0].tolist() == [True, True, False]
+        assert reduced(group, dist.ReduceOp.PRODUCT, true)[0].tolist() == [True, True, False]
+        with pytest.raises(ValueError, match=r"AVG of torch\.bool is not defined"):
+            reduced(group, dist.ReduceOp.AVG, true)
+        strided = torch.zeros(4, 4)[:, 1]
+        strided += mine
+        group.allreduce([strided]).wait()
+        assert strided.tolist() == [6.0] * 4
+        turning = torch.tensor([1j * mine])
+        group.allreduce([turning]).wait()
+        assert turning.tolist() == [6j]
+        group.barrier().wait()
+
+    three.each(job)
+
+
+def test_collectives_follow_the_ranks_of_torch(three: Groups) -> None:
+    def job(group: ProcessGroup) -> None:
+        rank = group.rank()
+        for dtype in (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn):
+            mine = torch.tensor([rank, 0], dtype=torch.float32).to(dtype)
+            wanted = [torch.tensor([r, 0], dtype=torch.float32).to(dtype) for r in range(3)]
+            outputs = [torch.empty_like(mine) for _ in range(3)]
+            group.allgather([outputs], [mine], AllgatherOptions()).wait()
+            for output, each in zip(outputs, wanted, strict=True):
+                assert torch.equal(output.view(torch.uint8), each.view(torch.uint8))
+            options = dist.BroadcastOptions()
+            options.rootRank = 1
+            group.broadcast([mine], options).wait()
+            assert torch.equal(mine.view(torch.uint8), wanted[1].view(torch.uint8))
+        whole = torch.empty(3, 2)
+        group.all_gather_single(whole, torch.full((2,), float(rank)), AllgatherOptions()).wait()
+        assert whole.tolist() == [[0, 0], [1, 1], [2, 2]]
+        lists = [[torch.empty(1), torch.empty(2)] for _ in range(3)]
+        given = [torch.full((1,), float(rank)), torch.full((2,), float(rank))]
+        group.allgather_coalesced(lists, given).wait()
+        assert [(a.tolist(), b.tolist()) for a, b in lists] == [([r], [r, r]) for r in range(3)]
+        part = torch.empty(2)
+        group.reduce_scatter_single(part, torch.arange(6.0), ReduceScatterOptions()).wait()
+        assert part.tolist() == [6.0 * rank, 6.0 * rank + 3]
+        options = ReduceScatterOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        inputs = [torch.tensor([float(10 * rank + r)]) for r in range(3)]
+        one = torch.empty(1)
+        group.reduce_scatter([one], [inputs], options).wait()
+        assert one.item() == 20 + rank
+
+    three.each(job)
+
+
+def test_a_group_of_one_gives_what_it_is_given() -> None:
+    with Cluster(1) as cluster:
+        group = ProcessGroup(cluster.comms[0])
+        mine = torch.tensor([1.0, 2.0])
+        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            assert reduced(group, op, mine.clone())[0].tolist() == [1, 2]
+        assert reduced(group, dist._make_nccl_premul_sum(3.0), mine.clone())[0].tolist() == [3, 6]
+        assert reduced(group, dist.ReduceOp.BOR, torch.tensor([5]))[0].tolist() == [5]
+        outputs, whole, part = [torch.empty(2)], torch.empty(2), torch.empty(2)
+        group.allgather([outputs], [mine]).wait()
+        group.all_gather_single(whole, mine).wait()
+        group.reduce_scatter_single(part, mine).wait()
+        group.broadcast([mine], 0).wait()
+        group.barrier().wait()
+        assert outputs[0].tolist() == whole.tolist() == part.tolist() == mine.tolist() == [1, 2]
+
+
+def test_many_are_under_way_at_once_and_callbacks_may_wait_for_others(two: Groups) -> None:
+    """As hooks of DDP do: with any bounded number of threads this would wait for ever."""
+
+    def job(group: ProcessGroup) -> float:
+        def more(future: torch.futures.Future[list[Tensor]]) -> float:
+            second = future.value()[0].clone()
+            group.allreduce([second], None).wait()
+            return float(second.sum())
+
+        launched = [torch.full((5000,), 1.0) for _ in range(30)]
+        works = [group.allreduce([tensor]) for tensor in launched]
+        assert [work.wait() for work in works] == [True] * 30
+        assert all(work.is_completed() and work.is_success() for work in works)
+        meeting = threading.Barrier(20)
+
+        def together(future: torch.futures.Future[list[Tensor]]) -> float:
+            meeting.wait(20)  # all callbacks are under way
+            return float(future.value()[0].sum())
+
+        futures = [
+            group.allreduce([tensor]).get_future().then(together) for tensor in launched[:20]
+        ]
+        sums = torch.futures.wait_all(futures)
+        return sum(sums) + group.allreduce([torch.ones(10)]).get_future().then(more).wait()
+
+    assert two.each(job) == [20 * 20000.0 + 40.0] * 2
+
+
+def test_all_reduce_goes_on_without_the_lost_and_other_collectives_say_who(three: Groups) -> None:
+    three.all[1].communicator.close()
+
+    def job(group: ProcessGroup) -> tuple[int, int, list[float]]:
+        mine = torch.full((50000,), 1.0 + group.rank())
+        broadcast = torch.full((3,), float(group.rank()))
+        failing = group.broadcast([broadcast], 0)
+        with pytest.raises(pccl.PeerLostError):
+            failing.wait()
+        assert not failing.is_success() and isinstance(failing.exception(), pccl.PeerLostError)
+        group.allreduce([mine]).wait()
+        group.broadcast([broadcast], 1).wait()
+        return group.rank(), group.size(), [mine[0].item(), broadcast[0].item()]
+
+    assert three.each(job, 1) == [(0, 2, [4.0, 2.0]), (1, 2, [4.0, 2.0])]
+
+
+def test_a_loss_during_all_reduce_costs_a_retry(three: Groups) -> None:
+    """The one that is lost is in the call: its data have been summed, in part."""
+    begun = threading.Barrier(3)
+
+    def job(group: ProcessGroup) -> list[float]:
+        tensors = [torch.full((1 << 20,), 1.0 + group.rank()) for _ in range(4)]
+        works = [group.allreduce([tensor]) for tensor in tensors]
+        begun.wait(20)
+        if group.rank() == 1:
+            group.communicator.close()
+            return []
+        for work in works:
+            work.wait()
+        assert group.size() == 2
+        return [tensor.unique().item() for tensor in tensors]
+
+    first, _, last = three.each(job)
+    assert first == last and set(first) <= {6.0, 4.0}
+
+
+def test_the_last_one_goes_on_alone(two: Groups) -> None:
+    two.all[0].communicator.close()
+    group = two.all[1]
+    wait_until(lambda: group.communicator.world_size == 1)
+    mine = torch.full((3,), 5.0)
+    with pytest.raises(pccl.PeerLostError, match="all 1 other members of the group are lost"):
+        group.all_gather_single(torch.empty(6), mine).wait()
+    group.allreduce([mine]).wait()
+    assert (group.rank(), group.size(), mine.tolist()) == (0, 1, [5.0] * 3)
+
+
+def test_a_time_limit_fails_on_all(two: Groups) -> None:
+    two.all[0].set_timeout(timedelta(seconds=0.3))
+    with pytest.raises(pccl.PCCLTimeoutError):
+        two.all[0].allreduce([torch.ones(3)]).wait()
+    with pytest.raises(pccl.PCCLTimeoutError):
+        two.all[1].barrier().wait(timedelta(seconds=0.3))
+
+
+def model_of(group: ProcessGroup) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    return DistributedDataParallel(model, process_group=group, init_sync=False)
+
+
+def gradients(ddp: DistributedDataParallel, rank: int) -> list[float]:
+    ddp.zero_grad()
+    given = torch.arange(8.0).view(2, 4) * (rank + 1)
+    ddp(given).square().sum().backward()
+    return [p.grad.sum().item() for p in ddp.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("when", ["in the call", "later"])
+def test_a_failure_in_a_backward_pass_is_an_error_and_the_next_one_is_right(
+    two: Groups, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Work that raises in the call, or whose future is given an exception, ruins DDP's reducer.
+
+    The first leaves it with an internal assertion in each later pass, the second ends the process.
+    """
+    ready = {id(group): model_of(group) for group in two.all}
+    wanted = two.each(lambda group: gradients(ready[id(group)], group.rank()))
+    two.each(lambda group: gradients(ready[id(group)], group.rank()))  # buckets are made anew
+    reason = pccl.PCCLError(pccl.Result.INTERNAL_ERROR, "all_reduce", "as the test wants it")
+
+    def fails(*_: object, **__: object) -> object:
+        if when == "in the call":
+            raise reason
+        return Failing(reason)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pccl.Communicator, "all_reduce_async", fails)
+
+        def job(group: ProcessGroup) -> None:
+            with pytest.raises(RuntimeError, match="as the test wants it"):
+                gradients(ready[id(group)], group.rank())
+
+        two.each(job)
+    assert two.each(lambda group: gradients(ready[id(group)], group.rank())) == wanted
+
+
+class Failing:
+    """A handle of a collective that fails."""
+
+    def __init__(self, error: pccl.PCCLError) -> None:
+        self.error = error
+
+    def wait(self, *, timeout: float | None = None) -> tuple[bool, int, pccl.ReduceInfo]:
+        return False, self.error.result.value, pccl.ReduceInfo(0, 0, 0)
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        callback()
+
+
+def test_a_backward_pass_survives_a_loss(three: Groups) -> None:
+    ready = {id(group): model_of(group) for group in three.all}
+    for _ in range(2):  # in the second pass, DDP makes its buckets anew, and broadcasts them
+        three.each(lambda group: gradients(ready[id(group)], group.rank()))
+    three.all[0].communicator.close()
+    found = three.each(lambda group: gradients(ready[id(group)], group.rank() + 1), 0)
+    assert found[0] == found[1]

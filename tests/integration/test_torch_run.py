@@ -1,0 +1,52 @@
+"""Programs of torch.distributed in processes of their own, with pccl as their backend."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+TOUR = SUPPORT / "torch_tour.py"
+PATIENCE_S = 100
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(PATIENCE_S + 20)]
+
+
+def reports(text: str) -> list[dict[str, float]]:
+    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    return sorted(found, key=lambda report: report["rank"])
+
+
+def check(found: list[dict[str, float]], size: int) -> None:
+    assert [report["rank"] for report in found] == list(range(size))
+    assert {report["size"] for report in found} == {size}
+    assert len({report["weights"] for report in found}) == 1
+
+
+def ended(processes: list[subprocess.Popen[str]]) -> list[dict[str, float]]:
+    """What they report, once all have ended well."""
+    texts = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), texts
+    return reports("".join(texts))
+
+
+@pytest.mark.parametrize("own_master", [False, True], ids=["rank 0's master", "PCCL_MASTER"])
+def test_under_torchrun(own_master: bool, address: str) -> None:
+    env = {**os.environ, **({"PCCL_MASTER": address} if own_master else {})}
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    out = subprocess.run(
+        [*run, str(TOUR)], env=env, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S
+    )
+    assert out.returncode == 0
+    check(reports(out.stdout), 3)
+
+
+def test_a_run_gives_ranks_and_size(address: str) -> None:
+    words = [sys.executable, str(TOUR), f"pccl://{address}", "2"]
+    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    check(ended(processes), 2)
