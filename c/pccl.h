@@ -75,6 +75,7 @@
  *     REDUCE_SCATTER  members      1              recv = slice r of that reduction
  *     ALL_GATHER    1              members        slice r of recv = the send of rank r
  *     BROADCAST     1              1              recv = the send of the root; send is recv
+ *     REDUCE        1              1              recv of the root = the reduction of all sends
  *
  * The slices of a buffer follow each other in the space of offsets. In memory they do so for each
  * part separately: a part of a buffer with m slices is m * count elements without gaps. A peer's
@@ -89,7 +90,7 @@
  *     ALL_REDUCE:   [bound(s), bound(s+1)) with
  *                   bound(s) = begin + min(count, Q * (ceil(count / Q) * s / n)), rounded down
  *     REDUCE_SCATTER, ALL_GATHER: the ring's share of the slice of the owner's rank
- *     BROADCAST:    the ring's share, if the owner is the root; else empty.
+ *     BROADCAST, REDUCE: the ring's share, if the owner is the root; else empty.
  *
  * A chunk is a piece of one part and one segment. It travels from position to position:
  *
@@ -98,10 +99,11 @@
  *     h >= n-1:  final. Stored.
  *
  * It is sent on with hop h+1, unless h is the last hop. ALL_REDUCE has the hops 0 to 2n-3,
- * REDUCE_SCATTER those up to n-2, ALL_GATHER and BROADCAST those from n-1. Position r begins with
- * its own chunks of the segment that its successor sees at the first hop; a receiver at position p
- * only ever sees segment (p - h - 1) mod n at hop h. There is no barrier: each chunk is handled
- * when it comes, over whichever lane.
+ * REDUCE_SCATTER and REDUCE those up to n-2, ALL_GATHER and BROADCAST those from n-1. Position r
+ * begins with its own chunks of the segment that its successor sees at the first hop; a receiver at
+ * position p only ever sees segment (p - h - 1) mod n at hop h. There is no barrier: each chunk is
+ * handled when it comes, over whichever lane. So a REDUCE is a chain that begins behind the root
+ * and ends at it: every link carries the data once, and the root's link to its successor nothing.
  *
  * A stream first sends what was received and is to be sent on (forwards). It sends a chunk of the
  * peer's own only when no forward waits; own chunks of several ops take turns. The engine stops
@@ -118,17 +120,34 @@
  * Several rings divide a slice in their order: the first begins at 0, each other where the one
  * before it ends, and the last ends where the slice does. Shares begin at multiples of Q.
  *
+ * EXCHANGES
+ *
+ * An EXCHANGE moves ROWS between members: of each array, each member has a number of rows for each
+ * other one, which may be 0. It is a scatter where one member has rows for all, a gather where all
+ * have rows for one. An array of rows for several members, or from several, has them in the order
+ * of the ranks. Nothing is computed, and bytes are all that counts.
+ *
+ * A message is a piece of the rows of one array, from one member to another. It travels along the
+ * ring, unchanged, from position to position until it is where it belongs; if there are several
+ * rings, on the one with the fewest hops. So a link carries only what has no shorter way. A member
+ * first sends the rows with the longest way. COMPLETE says that a member has sent all its rows and
+ * holds all that are for it; it sends on those of others until its COMMIT. ABORT restores nothing:
+ * what was received is then unspecified, and what is sent is never overwritten.
+ *
  * THE WIRE
  *
  * A message is a 64-byte header and a payload: one frame (header, payload) where the payload was
  * copied, two frames where it was not. Fields, with byte offsets:
  *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 2
  *      8 u64 run      16 u64 seq      24 u64 tag      32 u64 nonce
- *     40 u16 segment (chunk) or slot (request, data)   44 u16 members   46 u16 0
- *     42 u16 hop (chunk), or of a request any number, which its data repeats
- *     48 u64 offset   56 u32 length   60 u32 piece (request, data)
- * Kinds: 1 chunk, 2 request, 3 data. Fields that a kind does not use are 0. A chunk's offset is one
- * of its op's, and its length counts elements; those of a request and of data are bytes of a piece.
+ *     40 u16 segment (chunk), slot (request, data) or position of the sender (row)
+ *     42 u16 hop (chunk), position of the receiver (row), or of a request any number, which its
+ *        data repeats
+ *     44 u16 members   46 u16 0
+ *     48 u64 offset   56 u32 length   60 u32 piece (request, data) or number of the array (row)
+ * Kinds: 1 chunk, 2 request, 3 data, 4 row. Fields that a kind does not use are 0. A chunk's offset
+ * is one of its op's, and its length counts elements; those of a request and of data are bytes of a
+ * piece, those of a row bytes of the rows for its receiver, and the offset a multiple of Q.
  *
  * Messages of another run, of an unknown op, with a sequence number that the op cannot have, or
  * with another nonce than that of its START are stale or foreign: they are dropped and counted. A
@@ -335,18 +354,22 @@ int64_t pccl_drain(const pccl_zmq *zmq, void *socket);
 enum pccl_op_kind {
     PCCL_COLLECTIVE = 1,
     PCCL_SERVE = 2,          /* answer requests for the bytes of `pieces` */
-    PCCL_FETCH = 3           /* request the bytes of `pieces` from whoever START names */
+    PCCL_FETCH = 3,          /* request the bytes of `pieces` from whoever START names */
+    PCCL_EXCHANGE = 4        /* rows of each member for each other one */
 };
 
 enum pccl_collective {
-    PCCL_ALL_REDUCE = 1, PCCL_REDUCE_SCATTER = 2, PCCL_ALL_GATHER = 3, PCCL_BROADCAST = 4
+    PCCL_ALL_REDUCE = 1, PCCL_REDUCE_SCATTER = 2, PCCL_ALL_GATHER = 3, PCCL_BROADCAST = 4,
+    PCCL_REDUCE = 5
 };
 
 /* An array of a collective: `count` elements for each slice. In place is
- *     ALL_REDUCE       send == recv
- *     REDUCE_SCATTER   recv is the slice of our rank in send
- *     ALL_GATHER       send is the slice of our rank in recv
- * and otherwise the two do not overlap; BROADCAST uses recv alone. */
+ *     ALL_REDUCE, REDUCE   send == recv
+ *     REDUCE_SCATTER       recv is the slice of our rank in send
+ *     ALL_GATHER           send is the slice of our rank in recv
+ * and otherwise the two do not overlap; BROADCAST uses recv alone, and REDUCE writes to that of the
+ * root alone. In an EXCHANGE `count` is that of a row, and recv and send may have the member's own
+ * rows in common where one of them consists of these. */
 typedef struct pccl_part {
     const void *send;
     void *recv;
@@ -406,17 +429,20 @@ typedef struct pccl_end {
  *                 COLLECTIVE: collective, redop, format (if not 0: floats that are summed or
  *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: slices of the larger buffers),
  *                 parts, n_parts, an array that stays valid until SETTLED.
+ *                 EXCHANGE: members, parts, n_parts, an array; send_rows and recv_rows, the numbers
+ *                 of rows for each rank and from each (NULL: none). They are read at once.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
  *                 that stays valid until SETTLED. SERVE: limit, 0 or the bytes that it may send
  *                 before the first ALLOW. FETCH: leaf_bytes, 0 or the size of the leaves into which
  *                 each piece is cut: a leaf that has arrived gives a LEAF event and waits for its
  *                 VERDICT.
  *   START         op, seq, nonce (of the call, the same for all who take part);
- *                 COLLECTIVE and FETCH: chunk_bytes (of a message, in whole quanta, or in whole
- *                 blocks if it is quantized).
- *                 COLLECTIVE: n_rings, rings (THE RING), all with the same members. BROADCAST: the
- *                 position of the root in each. `ranks` are the ranks by position, valid until
- *                 SETTLED; NULL: the positions. A ring of one member needs no stream.
+ *                 COLLECTIVE, EXCHANGE and FETCH: chunk_bytes (of a message, in whole quanta, or in
+ *                 whole blocks if it is quantized).
+ *                 COLLECTIVE, EXCHANGE: n_rings, rings (THE RING), all with the same members.
+ *                 BROADCAST, REDUCE: the position of the root in each. `ranks` are the ranks by
+ *                 position, valid until SETTLED; NULL: the positions. A ring of one member needs no
+ *                 stream. An EXCHANGE does not use begin and count.
  *                 SERVE: n_ends, ends: the stream leads to a requester, which has that slot.
  *                 FETCH: n_ends, ends: the stream leads to a holder, where we have that slot.
  *                 SERVE and FETCH take any number of START orders, which add to each other; seq,
@@ -459,6 +485,8 @@ typedef struct pccl_order {
     uint64_t seq;
     const pccl_part *parts;
     const pccl_piece *pieces;
+    const uint64_t *send_rows;
+    const uint64_t *recv_rows;
     uint64_t limit;
     uint32_t n_parts;
     uint32_t n_pieces;

@@ -33,6 +33,7 @@ from typing import Any, Literal, NoReturn
 
 from pccl.calls import operands
 from pccl.calls.admission import Admission
+from pccl.calls.exchanges import Exchanges
 from pccl.calls.handle import AsyncReduceHandle
 from pccl.calls.joining import Patience, introduced
 from pccl.calls.launcher import Launcher
@@ -60,7 +61,7 @@ from pccl.types import (
 )
 
 
-class Communicator:
+class Communicator(Exchanges):
     """One peer of a run: joins the run at a master and takes part in its collectives.
 
         with pccl.Communicator("host:48148") as comm:

@@ -229,24 +229,6 @@ static const char *check_turn(const struct collective *collective, const struct 
 
 /* ---- what becomes of it ---- */
 
-/* Sends a message on: now if none waits before it and there is room, else later. */
-static void forward(struct op *op, uint8_t index, struct packet **packet)
-{
-    struct stream *stream = op->started ? op->flows[index]->stream : NULL;
-    struct packet *fresh, *waiting = *packet;
-    if (stream != NULL && stream->forwards.head == NULL
-        && stream_send(stream, &op->source, waiting) == SENT)
-        return;
-    fresh = packet_new();
-    if (fresh == NULL) {
-        op_fail(op, PCCL_ENOMEM, "no memory for a message");
-        return;
-    }
-    *packet = fresh;
-    packets_append(stream != NULL ? &stream->forwards : &collective_of(op)->early, waiting);
-    packet_await(&op->source, waiting);
-}
-
 static bool is_last_hop(const struct collective *collective, const struct wire_header *chunk)
 {
     return chunk->hop == collective_last_hop(collective, chunk->members);
@@ -369,7 +351,8 @@ void chunk_take(struct op *op, const struct wire_header *chunk, struct packet **
         return;
     }
     if (!is_last_hop(collective, chunk))
-        forward(op, chunk->ring, packet);
+        op_forward(op, op->started ? op->flows[chunk->ring]->stream : NULL, &collective->early,
+                   packet);
     if (!op->failed && collective_is_complete(collective))
         op_complete(op);
 }

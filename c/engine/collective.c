@@ -24,6 +24,7 @@ static const struct shape shapes[] = {
     [PCCL_REDUCE_SCATTER] = {.reduces = true, .scatters = true},
     [PCCL_ALL_GATHER] = {.gathers = true},
     [PCCL_BROADCAST] = {.rooted = true},
+    [PCCL_REDUCE] = {.reduces = true, .rooted = true},
 };
 
 bool collective_is_complete(const struct collective *collective)
@@ -64,7 +65,8 @@ uint32_t collective_first_hop(const struct collective *collective, uint32_t memb
 
 uint32_t collective_last_hop(const struct collective *collective, uint32_t members)
 {
-    return collective->shape.scatters ? members - 2 : 2 * members - 3;
+    const struct shape *shape = &collective->shape;
+    return shape->scatters || (shape->reduces && shape->rooted) ? members - 2 : 2 * members - 3;
 }
 
 /* ---- register ---- */
@@ -285,10 +287,24 @@ static bool was_forestalled(const struct collective *collective)
     return false;
 }
 
-/* How many elements there are to give and to write. */
-static uint64_t count_wanted(const struct collective *collective)
+/* Whether recv is for the root alone, and we are not the root. */
+static bool receives_nothing(const struct collective *collective, const pccl_ring *place)
 {
-    uint64_t slices = collective->parts.recv_slices;
+    return collective->shape.reduces && collective->shape.rooted
+        && place->position != place->root;
+}
+
+/* Whether an early chunk brought a result that is not for us. */
+static bool was_mistaken(const struct collective *collective, const pccl_ring *place)
+{
+    return collective->parts.span > 0 && receives_nothing(collective, place)
+        && quanta_any(collective->written_set, 0, quanta_of(collective->parts.span));
+}
+
+/* How many elements there are to give and to write. */
+static uint64_t count_wanted(const struct collective *collective, const pccl_ring *place)
+{
+    uint64_t slices = receives_nothing(collective, place) ? 0 : collective->parts.recv_slices;
     if (collective->shape.reduces)
         slices += collective->parts.send_slices;
     return collective->parts.total * slices;
@@ -335,8 +351,8 @@ void collective_start(struct op *op, const pccl_order *order)
     }
     if (!join_rings(collective, order))
         return;
-    if (was_forestalled(collective)) {
-        op_fail(op, PCCL_EPROTO, "an early chunk is of what is ours to send");
+    if (was_forestalled(collective) || was_mistaken(collective, &order->rings[0])) {
+        op_fail(op, PCCL_EPROTO, "an early chunk is of what is ours to send, or not for us");
         return;
     }
     op->ops->n_spread += collective->is_spread;
@@ -347,7 +363,7 @@ void collective_start(struct op *op, const pccl_order *order)
     if (order->rings[0].members == 1)
         parts_copy(&collective->parts);  /* our own contribution is the result */
     else
-        collective->wanted = count_wanted(collective);
+        collective->wanted = count_wanted(collective, &order->rings[0]);
     release_early(collective);
     for (i = 0; i < op->n_flows; i++)
         if (collective_ring(collective, i)->cursor < collective_ring(collective, i)->end)

@@ -18,7 +18,8 @@
  * fetch       FETCH: requests pieces
  * collective  COLLECTIVE: which elements are done, the start
  * chunk       the chunks of a collective: sent, judged, reduced or stored, sent on
- * kinds       the table of these three kinds of ops
+ * exchange    EXCHANGE: rows from member to member
+ * kinds       the table of these four kinds of ops
  *
  * One pass takes orders, receives a bounded batch, lets every stream send, settles ops, looks at
  * the monitors and closes lost streams. It never blocks; when a pass has moved nothing,

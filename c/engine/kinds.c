@@ -3,6 +3,7 @@
 
 #include "engine/chunk.h"
 #include "engine/collective.h"
+#include "engine/exchange.h"
 #include "engine/fetch.h"
 #include "engine/serve.h"
 
@@ -50,6 +51,19 @@ static const struct op_kind kinds[] = {
         .lose = fetch_lose,
         .free = fetch_free,
     },
+    [PCCL_EXCHANGE] = {
+        .message = WIRE_ROW,
+        .bytes = sizeof(struct exchange),
+        .flow_bytes = sizeof(struct route),
+        .obliging = true,
+        .enter = exchange_enter,
+        .start = exchange_start,
+        .take = exchange_take,
+        .send = exchange_send,
+        .drop = exchange_drop,
+        .lose = exchange_lose,
+        .free = exchange_free,
+    },
 };
 
 const struct op_kind *op_kind_numbered(uint32_t number)
@@ -61,6 +75,7 @@ const struct op_kind *op_kind_numbered(uint32_t number)
 const struct op_kind *op_kind_taking(enum wire_kind message)
 {
     static const enum pccl_op_kind taking[] = {
-        [WIRE_CHUNK] = PCCL_COLLECTIVE, [WIRE_REQUEST] = PCCL_SERVE, [WIRE_DATA] = PCCL_FETCH};
+        [WIRE_CHUNK] = PCCL_COLLECTIVE, [WIRE_REQUEST] = PCCL_SERVE, [WIRE_DATA] = PCCL_FETCH,
+        [WIRE_ROW] = PCCL_EXCHANGE};
     return &kinds[taking[message]];
 }

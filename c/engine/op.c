@@ -213,6 +213,25 @@ void op_fail_stream(struct op *op, uint32_t stream, const char *text)
     op_report_stream(op, stream, text);
 }
 
+/* ---- what is sent on ---- */
+
+void op_forward(struct op *op, struct stream *stream, struct packets *early,
+                struct packet **packet)
+{
+    struct packet *fresh, *waiting = *packet;
+    if (stream != NULL && stream->forwards.head == NULL
+        && stream_send(stream, &op->source, waiting) == SENT)
+        return;
+    fresh = packet_new();
+    if (fresh == NULL) {
+        op_fail(op, PCCL_ENOMEM, "no memory for a message");
+        return;
+    }
+    *packet = fresh;
+    packets_append(stream != NULL ? &stream->forwards : early, waiting);
+    packet_await(&op->source, waiting);
+}
+
 /* ---- what reaches an op from outside ---- */
 
 /* Whether orders, messages and losses still concern an op. */
@@ -286,7 +305,7 @@ void op_complete(struct op *op)
     pccl_event event = op_event(op, PCCL_COMPLETE);
     assert(op->started && !op->failed && !op->complete);
     op->complete = true;
-    event.settled = source_is_idle(&op->source) && !op->reversible;
+    event.settled = source_is_idle(&op->source) && !op->reversible && !op->kind->obliging;
     (void)events_emit(op->ops->events, &event);
     if (event.settled)
         free_op(op);

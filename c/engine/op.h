@@ -28,6 +28,7 @@ struct op_kind {
     bool rounds;                 /* it can be started again, with a greater sequence number, */
     bool early_rounds;           /* and takes messages of such a round before it is */
     bool endless;                /* it never completes; COMMIT ends it at any time */
+    bool obliging;               /* others may need it after it is complete, until its COMMIT */
 
     /* REGISTER and START: take over what the order says, or fail the op. */
     void (*enter)(struct op *op, const pccl_order *order);
@@ -137,6 +138,11 @@ struct flow *op_add_flow(struct op *op, struct stream *stream);
 
 /* Takes all flows off their streams, for another round with others; drops what they wait for. */
 void op_forget_flows(struct op *op);
+
+/* Sends a received message on: now if none waits before it and there is room, else later. Without a
+ * stream it waits in `early`, for one to be known. Without memory the op fails. */
+void op_forward(struct op *op, struct stream *stream, struct packets *early,
+                struct packet **packet);
 
 /* Emits COMPLETE, and frees the op if it is settled too. */
 void op_complete(struct op *op);

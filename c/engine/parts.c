@@ -114,7 +114,7 @@ const char *parts_enter(struct parts *parts, const struct shape *shape, const pc
             return "too many elements";
         part->send = given->send;
         part->recv = given->recv;
-        if (shape->rooted)
+        if (shape->rooted && !shape->reduces)
             part->send = part->recv;
         part->count = given->count;
         part->begin = parts->span;

@@ -27,7 +27,8 @@ struct shape {
     bool reduces;            /* or else it gathers: chunks are final from the start */
     bool scatters;           /* send has a slice for each member, */
     bool gathers;            /* or recv has */
-    bool rooted;             /* one member has the data, in recv: send is recv */
+    bool rooted;             /* one member has the data, in recv, and send is recv; or, if it
+                              * reduces, one has the result */
 };
 
 struct parts {

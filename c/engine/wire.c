@@ -67,7 +67,7 @@ bool wire_decode(struct wire_header *header, const unsigned char *bytes)
     unsigned kind = bytes[AT_KIND];
     if (get_u32(bytes + AT_MAGIC) != WIRE_MAGIC || get_u16(bytes + AT_VERSION) != WIRE_VERSION)
         return false;
-    if (kind < WIRE_CHUNK || kind > WIRE_DATA)
+    if (kind < WIRE_CHUNK || kind > WIRE_ROW)
         return false;
     if (get_u16(bytes + AT_ZERO) != 0)
         return false;

@@ -8,15 +8,16 @@
 
 enum { WIRE_HEADER_BYTES = 64 };
 
-enum wire_kind { WIRE_CHUNK = 1, WIRE_REQUEST = 2, WIRE_DATA = 3 };
+enum wire_kind { WIRE_CHUNK = 1, WIRE_REQUEST = 2, WIRE_DATA = 3, WIRE_ROW = 4 };
 
 struct wire_header {
     enum wire_kind kind;
     uint8_t ring;
-    uint16_t segment;        /* of a chunk; the requester's slot in a request and in data */
-    uint16_t hop;
+    uint16_t segment;        /* of a chunk; the requester's slot in a request and in data; the
+                              * sender's position in a row */
+    uint16_t hop;            /* of a chunk; the receiver's position in a row */
     uint16_t members;
-    uint32_t piece;
+    uint32_t piece;          /* the part of a row */
     uint32_t length;         /* elements of a chunk, else bytes */
     uint64_t run;
     uint64_t seq;

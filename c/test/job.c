@@ -151,6 +151,10 @@ static void reduce_quantized(const struct job *job, unsigned char *sum, int s, u
 static void expect_quantized(const struct job *job, unsigned char *sum)
 {
     uint32_t n = (uint32_t)job->n, s;
+    if (job->what == PCCL_REDUCE) {
+        reduce_quantized(job, sum, (int)((job->root + 1) % n), 0, job->part[0].count);
+        return;
+    }
     for (s = 0; s < n; s++) {
         uint64_t count = job->part[0].count, begin = (s + n - 1) % n * count;
         if (job->what == PCCL_ALL_REDUCE) {
@@ -175,6 +179,10 @@ static void expect_part(struct job *job, int k)
                 memcpy(expected + slice * (size_t)j, job->given[j][k], slice);
         else if (job->what == PCCL_BROADCAST)
             memcpy(expected, job->given[job->root][k], slice);
+        else if (job->what == PCCL_REDUCE && i != (int)job->root && is_apart(job))
+            continue;                /* is not written to */
+        else if (job->what == PCCL_REDUCE && i != (int)job->root)
+            memcpy(expected, job->given[i][k], slice);
         else
             memcpy(expected, sum + (job->what == PCCL_REDUCE_SCATTER ? slice * (size_t)i : 0),
                    slice);

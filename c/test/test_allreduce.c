@@ -74,7 +74,7 @@ static void test_types(void)
 }
 
 /* Quantized: every format, with chunks of one block and of several, with and without partial
- * results, all-reduced and scattered. */
+ * results, all-reduced, reduced and scattered. */
 static void test_quantized(void)
 {
     static const uint64_t counts[] = {0, 1, 4, 65, 1000, 64 * 5 + 1, 5003};
@@ -88,7 +88,9 @@ static void test_quantized(void)
             for (i = 0; i < sizeof counts / sizeof *counts; i++, seed++) {
                 struct job job = job_plain(counts[i], seed % 2);
                 job.format = format;
-                job.what = seed % 3 ? PCCL_ALL_REDUCE : PCCL_REDUCE_SCATTER;
+                job.what = seed % 3 == 0 ? PCCL_REDUCE_SCATTER
+                    : seed % 7 < 2 ? PCCL_REDUCE : PCCL_ALL_REDUCE;
+                job.root = (uint32_t)(seed % (uint64_t)n);
                 job.dtype = PCCL_F16 + (int)(seed % 4);
                 job.redop = redops[seed / 2 % 4];
                 job.chunk_bytes = seed % 3 ? 700 : 1;

@@ -4,7 +4,7 @@
 #include "job.h"
 
 static const enum pccl_collective WHATS[] = {PCCL_ALL_REDUCE, PCCL_REDUCE_SCATTER, PCCL_ALL_GATHER,
-                                             PCCL_BROADCAST};
+                                             PCCL_BROADCAST, PCCL_REDUCE};
 enum { WHATS_N = sizeof WHATS / sizeof *WHATS };
 
 static struct peers peers;
@@ -191,7 +191,7 @@ static void test_aborts(void)
 /* Payload bytes in and out of each position, for 4 peers and slices of 64 floats. */
 static void test_byte_counts(void)
 {
-    static const uint64_t slices[WHATS_N][2] = {{6, 6}, {12, 12}, {12, 12}, {4, 4}};
+    static const uint64_t slices[WHATS_N][2] = {{6, 6}, {12, 12}, {12, 12}, {4, 4}, {4, 4}};
     int what, i;
     for (what = 0; what < WHATS_N; what++) {
         struct job job = make_job(WHATS[what], 256, true);
@@ -204,12 +204,12 @@ static void test_byte_counts(void)
         CHECK(job_commit(&peers, &job));
         for (i = 0; i < 4; i++) {
             const pccl_event *event = peers_event(&peers, i, PCCL_SETTLED, job.op);
-            bool root = WHATS[what] == PCCL_BROADCAST && i == 3;
-            bool last = WHATS[what] == PCCL_BROADCAST && i == 2;
+            int first = WHATS[what] == PCCL_BROADCAST ? 3 : WHATS[what] == PCCL_REDUCE ? 0 : -1;
+            int last = WHATS[what] == PCCL_BROADCAST ? 2 : WHATS[what] == PCCL_REDUCE ? 3 : -1;
             if (event == NULL)
                 event = peers_event(&peers, i, PCCL_COMPLETE, job.op);
-            CHECK(event->tx_bytes == (last ? 0 : slices[what][0] * 256));
-            CHECK(event->rx_bytes == (root ? 0 : slices[what][1] * 256));
+            CHECK(event->tx_bytes == (i == last ? 0 : slices[what][0] * 256));
+            CHECK(event->rx_bytes == (i == first ? 0 : slices[what][1] * 256));
             CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
         }
         peers_close(&peers);

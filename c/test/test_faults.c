@@ -313,6 +313,33 @@ static void test_hostile_messages(void)
     TRY(FATAL, FATAL, bytes = 0);
 }
 
+/* The result of a REDUCE comes to a peer that is not the root, before START says so. */
+static void test_result_of_another_root(void)
+{
+    struct job job = job_plain(3000, true);
+    unsigned char bytes[WIRE_HEADER_BYTES + 64 * sizeof(float)] = {0};
+    struct wire_header header = good_chunk();
+    header.segment = 2;
+    header.hop = 1;                                  /* the last one: final */
+    wire_encode(&header, bytes);
+    job.what = PCCL_REDUCE;
+    job.op = 5;
+    job.tag = 9;
+    job_make(&job, 3);
+    job_open_ring(&peers, &job, 3, 1);
+    peers_run(&peers);
+    fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == 0);
+    job_start(&peers, 1, &job);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == 1
+          && peers_event(&peers, 1, PCCL_FAILED, job.op)->status == PCCL_EPROTO);
+    CHECK(job_abort(&peers, &job));
+    peers_close(&peers);
+    job_free(&job);
+}
+
 /* Any bytes are a valid quantized payload if there are as many as there must be. */
 static void test_hostile_payloads(void)
 {
@@ -474,6 +501,7 @@ int main(void)
     test_torn_message();
     test_hostile_messages();
     test_hostile_payloads();
+    test_result_of_another_root();
     test_chunk_overtakes_register();
     test_contradictions();
     test_final_twice();

@@ -1,8 +1,9 @@
-/* test_memory.c - every allocation of a collective, and of a transfer, fails in turn. The linker
- * puts these before libc's. */
+/* test_memory.c - every allocation of a collective, an exchange and a transfer fails in turn. The
+ * linker puts these before libc's. */
 #include "check.h"
 #include "job.h"
 #include "star.h"
+#include "trade.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -90,6 +91,36 @@ static bool run(int nth, enum pccl_collective what, bool in_place, int format)
     return failed > 0;
 }
 
+/* The same for an exchange, in which some messages come before START. */
+static bool run_trade(int nth)
+{
+    pccl_options options = peers_options();
+    struct trade trade = trade_plain(ALL_TO_ALL, 500, false);
+    int i, told = 0;
+    trade_make(&trade, 4, 1);
+    peers_open(&peers, 4, &options, 2);
+    peers_connect_ring(&peers, 2, 1);
+    for (i = 0; i < 4; i++)
+        trade_register(&peers, i, &trade);
+    failed = 0;
+    fail_at = nth;
+    for (i = 0; i < 4; i++) {
+        trade_start(&peers, i, &trade, 1);
+        peers_run(&peers);
+    }
+    fail_at = -1;
+    for (i = 0; i < 4; i++)
+        told += peers_count(&peers, i, PCCL_FAILED, TRADE_OP) > 0 || peers.peer[i].error < 0
+            || peers_count(&peers, i, PCCL_STREAM_LOST, 1) > 0;
+    CHECK(failed ? told > 0 : told == 0 && trade_is_right(&peers, &trade));
+    (void)trade_end(&peers, PCCL_ABORT);
+    peers_close(&peers);
+    for (i = 0; i < 4; i++)
+        CHECK(trade_is_unharmed(&trade, i));
+    trade_free(&trade);
+    return failed > 0;
+}
+
 /* The same for a transfer from two holders, with leaves that are proven. */
 static bool run_transfer(int nth)
 {
@@ -127,7 +158,7 @@ static bool run_transfer(int nth)
 int main(void)
 {
     int what, in_place, nth;
-    for (what = PCCL_ALL_REDUCE; what <= PCCL_BROADCAST; what++)
+    for (what = PCCL_ALL_REDUCE; what <= PCCL_REDUCE; what++)
         for (in_place = 0; in_place < 2; in_place++) {
             nth = 0;
             while (run(nth, (enum pccl_collective)what, in_place, PCCL_UNQUANTIZED))
@@ -136,6 +167,10 @@ int main(void)
         }
     nth = 0;
     while (run(nth, PCCL_ALL_REDUCE, true, PCCL_BLOCK_8))
+        nth++;
+    CHECK(nth > 20);
+    nth = 0;
+    while (run_trade(nth))
         nth++;
     CHECK(nth > 20);
     nth = 0;

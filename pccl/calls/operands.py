@@ -40,7 +40,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Several:
+class Several:
     """The arrays of a collective in order, with their names if they came in a dict.
 
     `is_list` is False if a single array was given.
@@ -64,8 +64,8 @@ def all_reduce(
         ValueError, AssertionError: the arrays do not match each other, or `op` is unknown.
         PCCLError: INVALID_ARGUMENT: they cannot be quantized like this, or contradict `descriptor`.
     """
-    given = _several(send)
-    targets = given if recv is None else _matching(given, recv)
+    given = several(send)
+    targets = given if recv is None else matching(given, recv)
     each = []
     for source, target in zip(given.arrays, targets.arrays, strict=True):
         sent, received = pair(source, target)
@@ -76,7 +76,7 @@ def all_reduce(
                 f"the arrays are {sent.dtype.name}"
             )
             raise error_for(Result.INVALID_ARGUMENT, "all_reduce", why)
-    return _operands(CollectiveKind.ALL_REDUCE, given, each, op=reduce_op(op), options=options)
+    return make(CollectiveKind.ALL_REDUCE, given, each, op=reduce_op(op), options=options)
 
 
 def quantization_of(
@@ -120,9 +120,9 @@ def of_buffers(
     Raises:
         PCCLError: INVALID_ARGUMENT: it cannot be quantized like this.
     """
-    none = _Several([], [], False)
+    none = Several([], [], False)
     each = [Operand(send, recv, send.count)]
-    return _operands(CollectiveKind.ALL_REDUCE, none, each, op=op, options=options)
+    return make(CollectiveKind.ALL_REDUCE, none, each, op=op, options=options)
 
 
 def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
@@ -133,11 +133,11 @@ def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
         TypeError: `root` is no rank.
         AssertionError: an array is not dense.
     """
-    root = _rank(root, ranks)
-    given = _several(arrays)
+    root = rank_of(root, ranks)
+    given = several(arrays)
     buffers = [Buffer.of(array, writable=True) for array in given.arrays]
     each = [Operand(buffer, buffer, buffer.count) for buffer in buffers]
-    return _operands(CollectiveKind.BROADCAST, given, each, root=root, members=ranks.members)
+    return make(CollectiveKind.BROADCAST, given, each, root=root, members=ranks.members)
 
 
 def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
@@ -146,19 +146,19 @@ def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
     Raises:
         ValueError, AssertionError: the arrays do not fit each other.
     """
-    given = _several(send)
+    given = several(send)
     blocks = [Buffer.of(array) for array in given.arrays]
     if recv is None:
         made = [_gathered(*one, ranks.members) for one in zip(given.arrays, blocks, strict=True)]
-        recv = _in_the_form_of(send, given, made)
-    targets = _matching(given, recv)
+        recv = in_the_form_of(send, given, made)
+    targets = matching(given, recv)
     each = []
     for source, block, target in zip(given.arrays, blocks, targets.arrays, strict=True):
         same_kind(source, target)
         whole = Buffer.of(target, writable=True)
-        _check_block("recv", whole, "send", block, ranks)
+        check_block("recv", whole, "send", block, ranks)
         each.append(Operand(block, whole, block.count))
-    return _operands(CollectiveKind.ALL_GATHER, given, each, members=ranks.members), recv
+    return make(CollectiveKind.ALL_GATHER, given, each, members=ranks.members), recv
 
 
 def reduce_scatter(
@@ -174,20 +174,20 @@ def reduce_scatter(
         ValueError, AssertionError: the arrays do not fit each other.
         PCCLError: INVALID_ARGUMENT: they cannot be quantized so.
     """
-    given = _several(send)
+    given = several(send)
     wholes = [Buffer.of(array) for array in given.arrays]
     if recv is None:
-        made = [_scattered(*one, ranks.members) for one in zip(given.arrays, wholes, strict=True)]
-        recv = _in_the_form_of(send, given, made)
-    targets = _matching(given, recv)
+        made = [scattered(*one, ranks.members) for one in zip(given.arrays, wholes, strict=True)]
+        recv = in_the_form_of(send, given, made)
+    targets = matching(given, recv)
     each = []
     for source, whole, target in zip(given.arrays, wholes, targets.arrays, strict=True):
         same_kind(source, target)
         block = Buffer.of(target, writable=True)
-        _check_block("send", whole, "recv", block, ranks)
+        check_block("send", whole, "recv", block, ranks)
         each.append(Operand(whole, block, block.count))
     chosen, members = reduce_op(op), ranks.members
-    work = _operands(
+    work = make(
         CollectiveKind.REDUCE_SCATTER, given, each, op=chosen, options=options, members=members
     )
     return work, recv
@@ -209,7 +209,7 @@ def reduce_op(op: ReduceOp | str) -> ReduceOp:
         raise ValueError(f"op is {op!r}: it may be {names}") from None
 
 
-def _rank(root: Root, ranks: Ranks) -> int:
+def rank_of(root: Root, ranks: Ranks) -> int:
     """The rank that `root` means."""
     if root == "first":
         return ranks.first
@@ -224,9 +224,10 @@ def _rank(root: Root, ranks: Ranks) -> int:
     return rank
 
 
-def _several(arrays: Arrays) -> _Several:
+def several(arrays: Arrays) -> Several:
+    """An array, or a list or dict of them. Raises ValueError if it is something else."""
     if is_torch(arrays) or is_numpy(arrays):
-        return _Several([arrays], [], False)
+        return Several([arrays], [], False)
     if isinstance(arrays, Mapping):
         names = sorted(arrays)
         if any(not isinstance(name, str) or len(name) > m.NAME_CHARS_MAX for name in names):
@@ -250,11 +251,12 @@ def _several(arrays: Arrays) -> _Several:
             )
     if not 0 < len(found) <= m.PARTS_MAX:
         raise ValueError(f"{len(found)} arrays: it must be 1 to {m.PARTS_MAX}")
-    return _Several(found, names)
+    return Several(found, names)
 
 
-def _matching(given: _Several, recv: Arrays) -> _Several:
-    found = _several(recv)
+def matching(given: Several, recv: Arrays) -> Several:
+    """What receives. Raises AssertionError unless it has the form of what is given."""
+    found = several(recv)
     if found.names != given.names:
         raise AssertionError("send and recv must be dicts with the same keys, or neither a dict")
     if len(found.arrays) != len(given.arrays):
@@ -262,7 +264,7 @@ def _matching(given: _Several, recv: Arrays) -> _Several:
     return found
 
 
-def _in_the_form_of(form: A, given: _Several, arrays: list[Array]) -> A:
+def in_the_form_of(form: A, given: Several, arrays: list[Array]) -> A:
     """Arrays as one array, a list or a dict, as `form` is."""
     if isinstance(form, Mapping):
         by_name = dict(zip(given.names, arrays, strict=True))
@@ -278,8 +280,8 @@ def _gathered(array: Array, block: Buffer, members: int) -> Array:
     return new((members, *array.shape), array, order)
 
 
-def _scattered(array: Array, whole: Buffer, members: int) -> Array:
-    """A new array for one member's slice of an array."""
+def scattered(array: Array, whole: Buffer, members: int) -> Array:
+    """A new array for one member's slice of an array. Raises AssertionError if it has none."""
     if len(array.shape) == 0 or array.shape[0] % members:
         raise AssertionError(
             f"send has the shape {tuple(array.shape)}: its first dimension must be a multiple of "
@@ -289,10 +291,15 @@ def _scattered(array: Array, whole: Buffer, members: int) -> Array:
     return new((array.shape[0] // members, *array.shape[1:]), array, order)
 
 
-def _check_block(
+def check_block(
     whole_name: str, whole: Buffer, block_name: str, block: Buffer, ranks: Ranks
 ) -> None:
-    """Checks that one buffer holds a slice like the other for each member, in the same order."""
+    """Checks that one buffer holds a slice like the other for each member, in the same order.
+
+    Raises:
+        AssertionError: it does not.
+        ValueError: they overlap, and the other is not the slice of this peer's rank.
+    """
     if whole.dtype is not block.dtype:
         raise AssertionError(
             f"{whole_name} is {whole.dtype.name}, {block_name} is {block.dtype.name}"
@@ -335,9 +342,9 @@ def _check_apart(each: Sequence[Operand]) -> None:
         written_end = max(written_end, stop) if written else written_end
 
 
-def _operands(
+def make(
     what: CollectiveKind,
-    given: _Several,
+    given: Several,
     each: list[Operand],
     *,
     op: ReduceOp | None = None,
@@ -345,6 +352,12 @@ def _operands(
     root: int = 0,
     members: int = 0,
 ) -> Operands:
+    """The operands of a collective over these arrays.
+
+    Raises:
+        PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
+        ValueError: written memory overlaps, or the list is too long.
+    """
     quantized = 0, 0
     for dtype in {operand.send.dtype for operand in each}:
         try:
@@ -368,7 +381,8 @@ def _operands(
 
 def _part(operand: Operand, name: str) -> m.Part:
     """What peers must agree on for one array; if it consists of slices, for one slice."""
-    block = operand.send if operand.send.count <= operand.recv.count else operand.recv
+    send, recv = operand.send, operand.recv
+    block = recv if 0 < recv.count < send.count or not send.count else send
     layout = "" if block.layout is None else str(block.layout)
     return m.Part(block.dtype.value, operand.count, name, layout)
 

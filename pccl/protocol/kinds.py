@@ -12,8 +12,27 @@ class CollectiveKind(StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"
     BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_TO_ALL = "all_to_all"
     BARRIER = "barrier"
 
 
 # Contributions to these may travel with the votes, for the master to reduce.
 INLINE = frozenset((CollectiveKind.ALL_REDUCE, CollectiveKind.BARRIER))
+# These reduce,
+REDUCING = frozenset(
+    (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE)
+)
+# one member of these has what all get, or gets what all have,
+ROOTED = frozenset(
+    (
+        CollectiveKind.BROADCAST,
+        CollectiveKind.REDUCE,
+        CollectiveKind.GATHER,
+        CollectiveKind.SCATTER,
+    )
+)
+# and these move rows from member to member.
+EXCHANGES = frozenset((CollectiveKind.GATHER, CollectiveKind.SCATTER, CollectiveKind.ALL_TO_ALL))

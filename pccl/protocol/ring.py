@@ -29,7 +29,7 @@ class RingPlace:
         position: this peer's position in the ring.
         begin: the offset at which the ring's share of the data begins.
         count: the number of offsets in the share.
-        root: the position of a broadcast's root.
+        root: the position of the root, if the collective has one.
         ranks: the members' ranks by position; empty: they are the positions.
     """
 

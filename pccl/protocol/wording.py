@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from pccl.protocol.kinds import CollectiveKind
+from pccl.protocol.kinds import REDUCING, ROOTED, CollectiveKind
 from pccl.tensors.layout import described
 from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
 
@@ -47,9 +47,9 @@ def call(work: Work) -> str:
         words = [f"{len(work.parts)} tensors of {total} elements"]
     else:
         words = [elements(work.count, work.dtype, work.layout)]
-    if work.what in (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER):
+    if work.what in REDUCING:
         words.append(_named(_OP_NAMES, work.redop, "op"))
-    if work.what == CollectiveKind.BROADCAST:
+    if work.what in ROOTED:
         words.append(f"root {work.root}")
     if work.algorithm:
         quantized = "quantized by " + _named(_ALGORITHM_NAMES, work.algorithm, "algorithm")

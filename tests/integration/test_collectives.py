@@ -233,6 +233,13 @@ def test_torch(backend: str) -> None:
             digests = comm.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
             assert (digests == digests[0]).all()
             comm.all_reduce([p.detach() for p in model.parameters()])
+            rows = torch.full((3, 4), float(rank), dtype=torch.bfloat16)
+            whole = comm.gather(rows, root="first")
+            part = comm.scatter(whole, torch.empty_like(rows), root="first")
+            assert (part == rank).all() and part.dtype is torch.bfloat16
+            assert comm.all_to_all(rows)[:, 0].tolist() == [0, 1, 2]
+            comm.reduce(rows, root="first", op="sum")
+            assert (rows == (rank if whole is None else 3)).all()
 
         cluster.each(job)
 

@@ -7,7 +7,12 @@ from pccl.protocol.kinds import INLINE, CollectiveKind
 from pccl.protocol.rounds import Round
 from pccl.types import DataType, ReduceOp
 
-AROUND = {CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.ALL_GATHER}
+AROUND = {
+    CollectiveKind.ALL_REDUCE,
+    CollectiveKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_GATHER,
+    CollectiveKind.ALL_TO_ALL,
+}
 _ITEM_BYTES = {dtype.value: dtype.itemsize for dtype in DataType}
 _REDOPS = {op.value for op in ReduceOp}
 

@@ -100,9 +100,10 @@ class Work(Struct, array_like=True, frozen=True):
     """The description of a collective, the same on all peers.
 
     `algorithm` and `quantized` are values of QuantizationAlgorithm and, if that leaves a choice, of
-    DataType. `count`: elements that each member gives, or receives in a reduce_scatter. `root` is a
-    rank. `members` is the size of the group as the caller knows it if ranks matter, else 0. `parts`
-    describe a list or dict of tensors; `count` and `dtype` are 0 then. `layout`: as in Part.
+    DataType. `count`: elements that each member gives; in a reduce_scatter or scatter, receives; in
+    an all_to_all, gives each other one. `root` is a rank. `members` is the size of the group as the
+    caller knows it if ranks matter, else 0. `parts` describe a list or dict of tensors; `count` and
+    `dtype` are 0 then. `layout`: as in Part.
     """
 
     what: CollectiveKind

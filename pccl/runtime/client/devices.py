@@ -119,4 +119,4 @@ def on_host(work: Operands) -> tuple[Operands, Callable[[], None] | None]:
         Operand(moved(operand.send, send), moved(operand.recv, recv), operand.count)
         for operand, (send, recv) in zip(work.each, pairs, strict=True)
     )
-    return Operands(work.work, each), lambda: view.write_back(results)
+    return replace(work, each=each), lambda: view.write_back(results)

@@ -43,6 +43,7 @@ COLLECTIVES: dict[CollectiveKind, int] = {
     CollectiveKind.REDUCE_SCATTER: lib.PCCL_REDUCE_SCATTER,
     CollectiveKind.ALL_GATHER: lib.PCCL_ALL_GATHER,
     CollectiveKind.BROADCAST: lib.PCCL_BROADCAST,
+    CollectiveKind.REDUCE: lib.PCCL_REDUCE,
     CollectiveKind.BARRIER: lib.PCCL_ALL_REDUCE,  # without data
 }
 
@@ -353,14 +354,35 @@ class Engine:
             parts: the arrays, which complete or fail together.
             format: how they are quantized, a pccl_format; 0: they are not.
         """
-        array = ffi.new("pccl_part[]", len(parts))
-        for slot, part in zip(array, parts, strict=True):
-            slot.send, slot.recv = ffi.cast("void *", part.send), ffi.cast("void *", part.recv)
-            slot.count, slot.dtype = part.count, part.dtype
         order = self._register(lib.PCCL_COLLECTIVE, op, run, tag, min_seq)
         order.collective, order.redop, order.members = COLLECTIVES[what], redop, members
         order.format = format
-        order.parts, order.n_parts = self._keep(op, array), len(parts)
+        order.parts, order.n_parts = self._keep(op, _parts(parts)), len(parts)
+        self._send()
+
+    def register_exchange(
+        self,
+        op: int,
+        *,
+        run: int,
+        tag: int,
+        min_seq: int,
+        members: int,
+        parts: Sequence[Part],
+        rows: tuple[Sequence[int], Sequence[int]],
+    ) -> None:
+        """Registers an exchange; other arguments as of register_collective.
+
+        Args:
+            members: their number.
+            parts: the arrays; `count` is that of a row.
+            rows: of each array, how many are for each rank, and from each; empty: none.
+        """
+        order = self._register(lib.PCCL_EXCHANGE, op, run, tag, min_seq)
+        order.members, order.n_parts = members, len(parts)
+        order.parts = self._keep(op, _parts(parts))
+        sends, recvs = (self._keep(op, ffi.new("uint64_t[]", one or [0] * members)) for one in rows)
+        order.send_rows, order.recv_rows = sends, recvs
         self._send()
 
     def register_serve(
@@ -531,6 +553,14 @@ class Engine:
         self.socket.close()
         self._free()
         self._arrays.clear()
+
+
+def _parts(parts: Sequence[Part]) -> Any:
+    array = ffi.new("pccl_part[]", len(parts))
+    for slot, part in zip(array, parts, strict=True):
+        slot.send, slot.recv = ffi.cast("void *", part.send), ffi.cast("void *", part.recv)
+        slot.count, slot.dtype = part.count, part.dtype
+    return array
 
 
 def _pieces(pieces: Sequence[tuple[int, int, int]], first_counted: int) -> Any:

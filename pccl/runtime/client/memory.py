@@ -16,7 +16,7 @@ Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One array of a collective: its input, its output, and the elements of one slice."""
+    """One array of a collective: its input, its output, and the elements of one slice or row."""
 
     send: Buffer
     recv: Buffer
@@ -25,10 +25,16 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """The arrays of a collective; keeps them alive until the engine has released them."""
+    """The arrays of a collective; keeps them alive until the engine has released them.
+
+    In an exchange, `send_rows` and `recv_rows` are the rows that each array has for each rank, and
+    from each; empty: none.
+    """
 
     work: m.Work
     each: tuple[Operand, ...]
+    send_rows: tuple[int, ...] = ()
+    recv_rows: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

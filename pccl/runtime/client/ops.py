@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pccl.protocol.kinds import EXCHANGES, CollectiveKind
 from pccl.protocol.peer import effects
 from pccl.runtime.client.engine import Engine, Part
 from pccl.runtime.client.memory import Operands, Pool
@@ -17,16 +18,17 @@ def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool
     ids = {"run": effect.run, "tag": effect.tag, "min_seq": effect.min_seq}
     if isinstance(memory, Pool):
         ids["first_counted"] = memory.first_counted
-    if isinstance(memory, Operands):
+    if isinstance(memory, Operands) and memory.work.what in EXCHANGES:
+        members, rows = memory.work.members, (memory.send_rows, memory.recv_rows)
+        parts = _parts(memory)
+        engine.register_exchange(effect.op, members=members, parts=parts, rows=rows, **ids)
+    elif isinstance(memory, Operands):
         engine.register_collective(
             effect.op,
             what=memory.work.what,
             redop=memory.work.redop,
             members=memory.work.members,
-            parts=[
-                Part(each.send.address, each.recv.address, each.count, each.send.dtype.value)
-                for each in memory.each
-            ],
+            parts=_parts(memory),
             format=wire_format(memory.work),
             **ids,
         )
@@ -34,6 +36,20 @@ def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool
         engine.register_serve(effect.op, pieces=memory.pieces, limit=memory.limit, **ids)
     else:
         engine.register_fetch(effect.op, pieces=memory.pieces, leaf_bytes=LEAF_BYTES, **ids)
+
+
+def _parts(memory: Operands) -> list[Part]:
+    # the engine writes to the root's alone what is reduced, but wants all to have an address
+    unused = memory.work.what is CollectiveKind.REDUCE
+    return [
+        Part(
+            each.send.address,
+            each.recv.address or (each.send.address if unused else 0),
+            each.count,
+            each.send.dtype.value,
+        )
+        for each in memory.each
+    ]
 
 
 def start(

@@ -1,0 +1,464 @@
+/* exchange.c - see exchange.h.
+ *
+ * A message goes from position to position, unchanged, until it is where it belongs. A member that
+ * is complete therefore goes on sending on what others need, until its COMMIT: only then is it
+ * certain that all have everything.
+ *
+ * Nothing that recv held is an input, so ABORT has nothing to restore. Messages that come before
+ * START wait for it, because they cannot be judged without a place in the ring. */
+#include "engine/exchange.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/quanta.h"
+
+static struct exchange *exchange_of(struct op *op)
+{
+    return (struct exchange *)op;
+}
+
+static struct route *route_of(const struct exchange *exchange, uint32_t index)
+{
+    return (struct route *)exchange->op.flows[index];
+}
+
+static bool is_complete(const struct exchange *exchange)
+{
+    return exchange->op.started && exchange->done == exchange->wanted;
+}
+
+/* ---- where things lie ---- */
+
+static uint32_t rank_at(const pccl_ring *place, uint32_t position)
+{
+    return place->ranks != NULL ? place->ranks[position] : position;
+}
+
+/* Hops from one position to another. */
+static uint32_t hops_between(uint32_t members, uint32_t from, uint32_t to)
+{
+    return (to + members - from) % members;
+}
+
+/* The bytes of an array that are for, or from, that rank. */
+static uint64_t bytes_of(const struct rows *rows, const uint64_t *at, uint32_t rank)
+{
+    return (at[rank + 1] - at[rank]) * rows->row;
+}
+
+static const unsigned char *rows_for(const struct exchange *exchange, const struct rows *rows,
+                                     uint32_t rank)
+{
+    return rows->send + (size_t)(exchange->send_at[rank] * rows->row);
+}
+
+static unsigned char *rows_from(const struct exchange *exchange, const struct rows *rows,
+                                uint32_t rank)
+{
+    return rows->recv + (size_t)(exchange->recv_at[rank] * rows->row);
+}
+
+/* The quantum of a byte of the rows from that rank. The rows of one rank begin in the middle of a
+ * quantum of the array, so each rank has one quantum more than its bytes take. */
+static uint64_t quantum_at(const struct exchange *exchange, const struct rows *rows, uint32_t rank,
+                           uint64_t offset)
+{
+    return rows->begin + exchange->recv_at[rank] * rows->row / PCCL_QUANTUM + rank
+        + offset / PCCL_QUANTUM;
+}
+
+/* ---- register ---- */
+
+/* Adds up rows by rank: false if there are too many. */
+static bool add_up(uint64_t *at, const uint64_t *rows, uint32_t members)
+{
+    uint32_t i;
+    for (i = 0; i < members; i++) {
+        uint64_t n = rows != NULL ? rows[i] : 0;
+        if (n > SIZE_MAX / 4 - at[i])
+            return false;
+        at[i + 1] = at[i] + n;
+    }
+    return true;
+}
+
+/* Takes over the arrays: why it cannot, or NULL. `*quanta` is how many quanta they have. */
+static const char *take_rows(struct exchange *exchange, const pccl_order *order, uint64_t *quanta)
+{
+    uint64_t sends = exchange->send_at[exchange->members];
+    uint64_t recvs = exchange->recv_at[exchange->members], all = sends + recvs, bytes = 0;
+    uint32_t i;
+    for (i = 0; i < order->n_parts; i++) {
+        const pccl_part *given = &order->parts[i];
+        struct rows *rows = &exchange->rows[i];
+        size_t width = pccl_dtype_size((int)given->dtype);
+        if (width == 0)
+            return "unknown element type";
+        if (given->count > 0 && all > (SIZE_MAX / 4 - bytes) / width / given->count)
+            return "too many elements";
+        rows->send = given->send;
+        rows->recv = given->recv;
+        rows->row = given->count * width;
+        rows->begin = *quanta;
+        bytes += rows->row * all;
+        *quanta += rows->row * recvs / PCCL_QUANTUM + exchange->members + 1;
+        if (rows->row > 0
+            && ((sends > 0 && given->send == NULL) || (recvs > 0 && given->recv == NULL)))
+            return "no buffer";
+    }
+    return NULL;
+}
+
+void exchange_enter(struct op *op, const pccl_order *order)
+{
+    struct exchange *exchange = exchange_of(op);
+    uint64_t quanta = 0;
+    const char *why = NULL;
+    if (order->members == 0 || order->members > PCCL_PEERS_MAX || order->n_parts > PCCL_PARTS_MAX) {
+        op_fail(op, PCCL_EINVAL, "no members, or too many of them or of arrays");
+        return;
+    }
+    exchange->members = order->members;
+    exchange->n_rows = order->n_parts;
+    exchange->rows = calloc(order->n_parts + (size_t)1, sizeof *exchange->rows);
+    exchange->ways = calloc(order->members, sizeof *exchange->ways);
+    exchange->send_at = calloc(2 * ((size_t)order->members + 1), sizeof(uint64_t));
+    if (exchange->rows != NULL && exchange->ways != NULL && exchange->send_at != NULL) {
+        exchange->recv_at = exchange->send_at + order->members + 1;
+        if (!add_up(exchange->send_at, order->send_rows, order->members)
+            || !add_up(exchange->recv_at, order->recv_rows, order->members))
+            why = "too many rows";
+        else
+            why = take_rows(exchange, order, &quanta);
+        if (why == NULL)
+            exchange->here = calloc(quanta_words(quanta) + 1, sizeof(uint64_t));
+    }
+    if (why != NULL)
+        op_fail(op, PCCL_EINVAL, "%s", why);
+    else if (exchange->here == NULL)
+        op_fail(op, PCCL_ENOMEM, "no memory to keep account of %lu arrays",
+                (unsigned long)order->n_parts);
+}
+
+void exchange_drop(struct op *op, struct flow *flow)
+{
+    if (flow == NULL)
+        packets_drop(op->source.zmq, &exchange_of(op)->early, NULL);
+}
+
+void exchange_lose(struct op *op, const struct stream *stream)
+{
+    op_fail_stream(op, stream->number, stream->text);
+}
+
+void exchange_free(struct op *op)
+{
+    struct exchange *exchange = exchange_of(op);
+    assert(exchange->early.head == NULL);
+    if (op->started && exchange->is_spread)
+        op->ops->n_spread--;
+    free(exchange->here);
+    free(exchange->send_at);
+    free(exchange->ways);
+    free(exchange->rows);
+}
+
+/* ---- our own rows ---- */
+
+/* Goes to the next bytes that are ours to send on this ring: those for the farthest member first,
+ * so that the last ones have the shortest way. False if there are none. */
+static bool find_next(struct route *route)
+{
+    const struct exchange *exchange = exchange_of(op_of(&route->flow));
+    const pccl_ring *place = &route->place;
+    while (route->hops > 0) {
+        uint32_t rank = rank_at(place, (place->position + route->hops) % place->members);
+        bool ours = exchange->ways[rank].ring == route->flow.index
+            && exchange->send_at[rank] < exchange->send_at[rank + 1];
+        for (; ours && route->index < exchange->n_rows; route->index++, route->offset = 0)
+            if (route->offset < bytes_of(&exchange->rows[route->index], exchange->send_at, rank))
+                return true;
+        route->hops--;
+        route->index = 0;
+    }
+    return false;
+}
+
+/* How many bytes our next message has. */
+static uint64_t next_length(const struct route *route, uint64_t left)
+{
+    const struct exchange *exchange = exchange_of(op_of(&route->flow));
+    uint64_t chunk = stream_chunk(route->flow.stream, exchange->chunk);
+    chunk = chunk < PCCL_QUANTUM ? PCCL_QUANTUM : chunk / PCCL_QUANTUM * PCCL_QUANTUM;
+    return left < chunk ? left : chunk;
+}
+
+enum turn exchange_send(struct flow *flow)
+{
+    struct op *op = op_of(flow);
+    struct route *route = (struct route *)flow;
+    struct exchange *exchange = exchange_of(op);
+    const struct rows *rows = &exchange->rows[route->index];
+    struct wire_header header = op_header(op, WIRE_ROW);
+    struct packet packet = {0};
+    uint32_t members = route->place.members, rank;
+    header.ring = (uint8_t)flow->index;
+    header.members = (uint16_t)members;
+    header.segment = (uint16_t)route->place.position;
+    header.hop = (uint16_t)((route->place.position + route->hops) % members);
+    header.piece = route->index;
+    header.offset = route->offset;
+    rank = rank_at(&route->place, header.hop);
+    header.length = (uint32_t)next_length(route, bytes_of(rows, exchange->send_at, rank)
+                                                     - route->offset);
+    if (packet_build(&op->source, &packet, &header,
+                     rows_for(exchange, rows, rank) + (size_t)route->offset, header.length)
+        != PCCL_OK) {
+        op_fail(op, PCCL_ENOMEM, "no memory for a message");
+        return TURN_FAILED;
+    }
+    if (stream_send(flow->stream, &op->source, &packet) == BLOCKED) {
+        packet_clear(op->source.zmq, &packet);
+        return TURN_BLOCKED;
+    }
+    exchange->done += header.length;
+    route->offset += header.length;
+    if (is_complete(exchange))
+        op_complete(op);             /* does not free it: it is obliging */
+    return find_next(route) ? TURN_MORE : TURN_OVER;
+}
+
+/* ---- messages ---- */
+
+/* Why a message does not come by this position of the ring, or NULL. */
+static const char *check_way(const struct exchange *exchange, const struct wire_header *header,
+                             uint64_t bytes)
+{
+    const pccl_ring *place;
+    uint32_t hops;
+    if (header->ring >= exchange->op.n_flows || header->members != exchange->members
+        || header->segment >= exchange->members || header->hop >= exchange->members)
+        return "a row has an impossible place in the ring";
+    place = &route_of(exchange, header->ring)->place;
+    hops = hops_between(place->members, header->segment, place->position);
+    if (hops == 0 || hops > hops_between(place->members, header->segment, header->hop))
+        return "a row has another place in the ring";
+    if (header->piece >= exchange->n_rows || header->length == 0 || header->length != bytes)
+        return "a row is of no array, or has another size than its header says";
+    return NULL;
+}
+
+/* Why a message from that rank, which is for us, cannot be stored, or NULL. After this its offset
+ * and length may become addresses. */
+static const char *check_row(const struct exchange *exchange, const struct wire_header *header,
+                             uint32_t rank)
+{
+    const struct rows *rows = &exchange->rows[header->piece];
+    uint64_t all = bytes_of(rows, exchange->recv_at, rank), from, to;
+    if (header->offset % PCCL_QUANTUM != 0 || header->offset >= all
+        || header->length > all - header->offset
+        || (header->length % PCCL_QUANTUM != 0 && header->offset + header->length != all))
+        return "a row is not aligned or out of bounds";
+    from = quantum_at(exchange, rows, rank, header->offset);
+    to = from + quanta_of(header->length);
+    return quanta_any(exchange->here, from, to) ? "a row came twice" : NULL;
+}
+
+static void store(struct exchange *exchange, const struct wire_header *header, uint32_t rank,
+                  struct packet *packet)
+{
+    const struct rows *rows = &exchange->rows[header->piece];
+    uint64_t from = quantum_at(exchange, rows, rank, header->offset);
+    memcpy(rows_from(exchange, rows, rank) + (size_t)header->offset,
+           packet_payload(exchange->op.source.zmq, packet), header->length);
+    quanta_add(exchange->here, from, from + quanta_of(header->length));
+    exchange->done += header->length;
+    if (is_complete(exchange))
+        op_complete(&exchange->op);
+}
+
+void exchange_take(struct op *op, const struct wire_header *header, struct packet **packet)
+{
+    struct exchange *exchange = exchange_of(op);
+    const struct route *route;
+    const char *why;
+    bool ours;
+    uint32_t rank = 0;
+    if (!op->started) {
+        op_forward(op, NULL, &exchange->early, packet);
+        return;
+    }
+    why = check_way(exchange, header, (*packet)->bytes);
+    route = why == NULL ? route_of(exchange, header->ring) : NULL;
+    ours = route != NULL && header->hop == route->place.position;
+    if (ours) {
+        rank = rank_at(&route->place, header->segment);
+        why = check_row(exchange, header, rank);
+    }
+    if (why != NULL) {
+        op_fail(op, PCCL_EPROTO, "%s", why);
+        return;
+    }
+    op->rx_bytes += header->length;
+    if (ours)
+        store(exchange, header, rank, *packet);
+    else
+        op_forward(op, route->flow.stream, NULL, packet);
+}
+
+/* ---- start ---- */
+
+/* Why the rings of a START are impossible, or NULL. */
+static const char *check_rings(const struct exchange *exchange, const pccl_order *order)
+{
+    uint32_t i, k;
+    if (order->n_rings == 0)
+        return "there is no ring";
+    for (i = 0; i < order->n_rings; i++) {
+        const pccl_ring *ring = &order->rings[i];
+        if (ring->members != exchange->members || ring->position >= ring->members)
+            return "a ring has no such position, or other members than the rows are for";
+        for (k = 0; ring->ranks != NULL && k < ring->members; k++)
+            if (ring->ranks[k] >= ring->members)
+                return "a ring has no such rank";
+        if (rank_at(ring, ring->position) != exchange->rank)
+            return "the rings contradict each other";
+    }
+    return NULL;
+}
+
+/* Whether what is received overwrites nothing that is yet to be sent: send and recv lie apart, or
+ * have our own rows in common and one of them consists of these. */
+static bool lie_apart(const struct exchange *exchange, const struct rows *rows)
+{
+    uint64_t sends = exchange->send_at[exchange->members];
+    uint64_t recvs = exchange->recv_at[exchange->members];
+    uint64_t own = bytes_of(rows, exchange->send_at, exchange->rank);
+    uintptr_t send = (uintptr_t)rows->send, recv = (uintptr_t)rows->recv;
+    if (rows->row == 0 || sends == 0 || recvs == 0 || send + sends * rows->row <= recv
+        || recv + recvs * rows->row <= send)
+        return true;
+    return (own == sends * rows->row || own == recvs * rows->row)
+        && rows_for(exchange, rows, exchange->rank) == rows_from(exchange, rows, exchange->rank);
+}
+
+/* Why our own rows are impossible, or NULL. */
+static const char *check_own(const struct exchange *exchange)
+{
+    uint32_t rank = exchange->rank, i;
+    const uint64_t *sends = exchange->send_at, *recvs = exchange->recv_at;
+    if (sends[rank + 1] - sends[rank] != recvs[rank + 1] - recvs[rank])
+        return "it gives itself another number of rows than it takes";
+    for (i = 0; i < exchange->n_rows; i++)
+        if (!lie_apart(exchange, &exchange->rows[i]))
+            return "the buffers overlap";
+    return NULL;
+}
+
+/* Finds the shortest way to each member; of equal ones that on the first ring. */
+static void find_ways(struct exchange *exchange, const pccl_order *order)
+{
+    uint32_t members = exchange->members, i, hops;
+    for (i = 0; i < order->n_rings; i++)
+        for (hops = 1; hops < members; hops++) {
+            const pccl_ring *ring = &order->rings[i];
+            struct way *way = &exchange->ways[rank_at(ring, (ring->position + hops) % members)];
+            if (way->hops == 0 || hops < way->hops) {
+                way->hops = (uint16_t)hops;
+                way->ring = (uint16_t)i;
+            }
+        }
+}
+
+/* Makes the flows of all rings, or fails the op. */
+static bool join_rings(struct exchange *exchange, const pccl_order *order)
+{
+    struct op *op = &exchange->op;
+    uint32_t i;
+    for (i = 0; i < order->n_rings; i++) {
+        const pccl_ring *place = &order->rings[i];
+        struct stream *stream = NULL;
+        struct route *route;
+        if (exchange->members > 1) {
+            stream = streams_find(op->ops->streams, place->stream);
+            if (stream == NULL) {
+                op_fail_stream(op, place->stream, "it is not open");
+                return false;
+            }
+        }
+        route = (struct route *)op_add_flow(op, stream);
+        if (route == NULL) {
+            op_fail(op, PCCL_ENOMEM, "no memory for a ring");
+            return false;
+        }
+        route->place = *place;
+        route->hops = exchange->members - 1;
+        exchange->is_spread |= stream != op->flows[0]->stream;
+    }
+    return true;
+}
+
+/* Keeps our own rows, and counts the bytes that are to come and to go. */
+static void keep_own(struct exchange *exchange)
+{
+    uint32_t rank = exchange->rank, i;
+    uint64_t others = exchange->send_at[exchange->members] + exchange->recv_at[exchange->members]
+        - 2 * (exchange->send_at[rank + 1] - exchange->send_at[rank]);
+    for (i = 0; i < exchange->n_rows; i++) {
+        const struct rows *rows = &exchange->rows[i];
+        uint64_t own = bytes_of(rows, exchange->send_at, rank);
+        if (own > 0 && rows_for(exchange, rows, rank) != rows_from(exchange, rows, rank))
+            memcpy(rows_from(exchange, rows, rank), rows_for(exchange, rows, rank), (size_t)own);
+        exchange->wanted += others * rows->row;
+    }
+}
+
+/* Handles the messages that came before START; those of another call are stale. */
+static void take_early(struct exchange *exchange)
+{
+    struct op *op = &exchange->op;
+    struct packet *packet;
+    while ((packet = packets_take(&exchange->early)) != NULL) {
+        struct wire_header header;
+        packet_unawait(packet);
+        if (wire_decode(&header, packet_header(op->source.zmq, packet)) && header.seq == op->seq
+            && header.nonce == op->nonce)
+            exchange_take(op, &header, &packet);
+        else
+            op->ops->dropped++;
+        packet_free(op->source.zmq, packet);
+    }
+}
+
+void exchange_start(struct op *op, const pccl_order *order)
+{
+    struct exchange *exchange = exchange_of(op);
+    const char *why;
+    uint32_t i;
+    if (order->n_rings > 0 && order->rings[0].position < order->rings[0].members)
+        exchange->rank = rank_at(&order->rings[0], order->rings[0].position);
+    why = check_rings(exchange, order);
+    if (why == NULL)
+        why = check_own(exchange);
+    if (why != NULL) {
+        op_fail(op, PCCL_EINVAL, "%s", why);
+        return;
+    }
+    if (!join_rings(exchange, order))
+        return;
+    find_ways(exchange, order);
+    keep_own(exchange);
+    op->ops->n_spread += exchange->is_spread;
+    op->started = true;
+    op->seq = order->seq;
+    op->nonce = order->nonce;
+    exchange->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
+    for (i = 0; i < op->n_flows; i++)
+        if (find_next(route_of(exchange, i)))
+            flow_request_turn(op->flows[i]);
+    if (is_complete(exchange))
+        op_complete(op);
+    take_early(exchange);
+}

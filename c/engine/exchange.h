@@ -1,0 +1,58 @@
+/* exchange.h - an EXCHANGE op: rows of each member for each other one (pccl.h, EXCHANGES). */
+#ifndef PCCL_EXCHANGE_H
+#define PCCL_EXCHANGE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "engine/op.h"
+
+/* An array of an exchange. */
+struct rows {
+    const unsigned char *send;
+    unsigned char *recv;
+    uint64_t row;            /* bytes of a row */
+    uint64_t begin;          /* its first quantum in the set of those that are here */
+};
+
+/* How rows reach a member: on that ring, over so many hops. */
+struct way {
+    uint16_t hops;
+    uint16_t ring;
+};
+
+struct exchange {
+    struct op op;
+    uint32_t members, rank;
+    bool is_spread;          /* its rings lead to different neighbours */
+    struct rows *rows;
+    uint32_t n_rows;
+    uint64_t *send_at;       /* by rank: the first row for it, and the end of all; */
+    uint64_t *recv_at;       /* the same of rows from it */
+    struct way *ways;        /* by rank */
+    uint64_t chunk;          /* bytes of a message, about */
+    uint64_t done, wanted;   /* bytes sent and received */
+    uint64_t *here;          /* quanta that have arrived */
+    struct packets early;    /* messages that came before START */
+};
+
+/* A ring of an exchange, and what of our own is sent next on it. */
+struct route {
+    struct flow flow;
+    pccl_ring place;         /* ours in it */
+    uint32_t hops;           /* to the member that it is for; 0: there is no more */
+    uint32_t index;          /* of the array */
+    uint64_t offset;         /* in the rows */
+};
+
+/* For struct op_kind. */
+void exchange_enter(struct op *op, const pccl_order *order);
+void exchange_start(struct op *op, const pccl_order *order);
+void exchange_take(struct op *op, const struct wire_header *header, struct packet **packet);
+enum turn exchange_send(struct flow *flow);
+void exchange_drop(struct op *op, struct flow *flow);
+void exchange_lose(struct op *op, const struct stream *stream);
+void exchange_free(struct op *op);
+
+#endif

@@ -1,0 +1,413 @@
+/* test_exchange.c - exchanges on the fake network: the results whatever the network does, how far
+ * rows travel, what orders and messages are refused. */
+#include "check.h"
+#include "trade.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/wire.h"
+
+static struct peers peers;
+
+/* Arrays of several types, an empty one in between. */
+static struct trade make_list(enum trade_kind kind, uint64_t count, bool in_place)
+{
+    static const int dtypes[] = {PCCL_F32, PCCL_U8, PCCL_F64, PCCL_BF16};
+    struct trade trade = trade_plain(kind, count, in_place);
+    int k;
+    trade.n_parts = TRADE_PARTS_MAX;
+    for (k = 0; k < trade.n_parts; k++) {
+        trade.dtype[k] = dtypes[k];
+        trade.count[k] = k == 1 ? 0 : count / (uint64_t)(4 - k) + (uint64_t)k;
+    }
+    return trade;
+}
+
+static void open_rings(const struct trade *trade, uint64_t seed, uint32_t rings)
+{
+    pccl_options options = peers_options();
+    int i, n = trade->n;
+    options.forward_max = 1 + (uint32_t)(seed % 8);
+    peers_open(&peers, n, &options, seed);
+    if (n > 1)
+        peers_connect_ring(&peers, 1 + (uint32_t)(seed % 3), 1 + (uint32_t)(seed % 4));
+    for (i = 0; i < n; i++) {
+        if (rings > 1)
+            peers_stream(&peers, i, (i + n - 1) % n, 2, 1, 1);
+        trade_register(&peers, i, trade);
+    }
+}
+
+/* Runs one exchange in a world of its own. */
+static void run_one(struct trade *trade, int n, uint64_t seed, uint32_t rings)
+{
+    int i;
+    trade_make(trade, n, seed);
+    open_rings(trade, seed, rings);
+    fake_refuse(seed % 3 == 0 ? 30 : 0);
+    for (i = 0; i < n; i++)
+        trade_start(&peers, i, trade, rings);
+    peers_run(&peers);
+    if (!CHECK(trade_is_right(&peers, trade)))
+        fprintf(stderr, "  kind %d n %d count %lu parts %d in place %d rings %u seed %lu\n",
+                (int)trade->kind, n, (unsigned long)trade->count[0], trade->n_parts,
+                trade->in_place, rings, (unsigned long)seed);
+    CHECK(trade_end(&peers, PCCL_COMMIT));
+    CHECK(trade_is_right(&peers, trade));
+    for (i = 0; i < n; i++)
+        CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
+    peers_close(&peers);
+    trade_free(trade);
+}
+
+static void test_sizes(void)
+{
+    static const int ns[] = {1, 2, 3, 5, 8};
+    static const uint64_t counts[] = {0, 1, 15, 16, 17, 63, 64, 65, 997};
+    uint64_t seed = 1;
+    int kind, i, j, in_place;
+    for (kind = 0; kind < TRADE_KINDS; kind++)
+        for (i = 0; i < 5; i++)
+            for (j = 0; j < 9; j++)
+                for (in_place = 0; in_place < 2; in_place++) {
+                    struct trade trade = trade_plain((enum trade_kind)kind, counts[j], in_place);
+                    run_one(&trade, ns[i], seed++, 1);
+                    trade = make_list((enum trade_kind)kind, counts[j], in_place);
+                    run_one(&trade, ns[i], seed++, 1);
+                }
+}
+
+static void test_types(void)
+{
+    int kind, dtype;
+    for (kind = 0; kind < TRADE_KINDS; kind++)
+        for (dtype = PCCL_U8; dtype <= PCCL_F64; dtype++) {
+            struct trade trade = trade_plain((enum trade_kind)kind, 401, dtype % 2);
+            trade.dtype[0] = dtype;
+            run_one(&trade, 3, (uint64_t)dtype + 1, 1);
+        }
+}
+
+/* Two rings in opposite directions, in the second of which positions are not ranks. */
+static void test_two_rings(void)
+{
+    uint64_t seed;
+    int kind;
+    for (kind = 0; kind < TRADE_KINDS; kind++)
+        for (seed = 1; seed <= 12; seed++) {
+            struct trade trade = make_list((enum trade_kind)kind, 3000 + seed, seed % 2);
+            trade.chunk_bytes = seed % 4 ? 512 : 1;
+            run_one(&trade, 2 + (int)(seed % 7), seed, 2);
+        }
+}
+
+/* START reaches some peers only when the others can make no more progress without them. */
+static void test_early_messages(void)
+{
+    uint64_t seed;
+    int kind, i, n;
+    for (kind = 0; kind < TRADE_KINDS; kind++)
+        for (seed = 1; seed <= 24; seed++) {
+            struct trade trade = make_list((enum trade_kind)kind, seed % 7 * 150, seed % 2);
+            uint32_t rings = 1 + (uint32_t)(seed % 3 == 0);
+            n = 2 + (int)(seed % 4);
+            trade.chunk_bytes = seed % 3 ? 4096 : 256;
+            trade_make(&trade, n, seed);
+            open_rings(&trade, seed, rings);
+            for (i = 0; i < n; i++)
+                if (!(seed >> i & 1))
+                    trade_start(&peers, i, &trade, rings);
+            peers_run(&peers);
+            for (i = 0; i < n; i++)
+                if (seed >> i & 1) {
+                    CHECK(peers.peer[i].n_events == 0);
+                    trade_start(&peers, i, &trade, rings);
+                    peers_run(&peers);
+                }
+            CHECK(trade_is_right(&peers, &trade));
+            CHECK(trade_end(&peers, PCCL_COMMIT));
+            peers_close(&peers);
+            trade_free(&trade);
+        }
+}
+
+/* After every possible number of passes a lane is cut or not, and all abort: what was given is as
+ * it was, and nothing refers to it any more. */
+static void abort_anywhere(enum trade_kind kind, bool in_place, bool cut)
+{
+    bool done = false;
+    int i, k, hits = 0;
+    for (k = 0; !done; k++) {
+        struct trade trade = make_list(kind, 1500, in_place);
+        trade_make(&trade, 3, (uint64_t)k + 1);
+        open_rings(&trade, (uint64_t)k + 1, 1);
+        for (i = 0; i < 3; i++)
+            trade_start(&peers, i, &trade, 1);
+        for (i = 0; i < k; i++)
+            (void)peers_step(&peers);
+        done = trade_is_right(&peers, &trade);
+        if (cut && fake_cut(peers.peer[1].endpoint)) {
+            peers_run(&peers);
+            hits += peers_count(&peers, 0, PCCL_FAILED, TRADE_OP) == 1
+                && peers_event(&peers, 0, PCCL_FAILED, TRADE_OP)->status == PCCL_ESTREAM;
+        }
+        CHECK(trade_end(&peers, PCCL_ABORT));
+        for (i = 0; i < 3; i++)
+            CHECK(trade_is_unharmed(&trade, i));
+        peers_close(&peers);
+        trade_free(&trade);
+    }
+    CHECK(hits > 3 || !cut);
+}
+
+static void test_aborts(void)
+{
+    int kind, in_place, cut;
+    for (kind = 0; kind < TRADE_KINDS; kind++)
+        for (in_place = 0; in_place < 2; in_place++)
+            for (cut = 0; cut < 2; cut++)
+                abort_anywhere((enum trade_kind)kind, in_place, cut);
+}
+
+/* Rows that each position has sent in a ring of four, and in two opposite ones: nothing travels
+ * farther than it must. The root is the last one. */
+static void test_how_far_rows_travel(void)
+{
+    static const uint64_t sent[3][2][4] = {
+        {{2, 1, 0, 3}, {1, 0, 0, 3}},        /* one way: 3 + 2 + 1; both: 2 + 1, and 1 */
+        {{1, 2, 3, 0}, {1, 1, 2, 0}},
+        {{6, 6, 6, 6}, {4, 4, 4, 4}},
+    };
+    uint32_t rings;
+    int kind, i;
+    for (kind = SCATTER; kind <= ALL_TO_ALL; kind++)
+        for (rings = 1; rings <= 2; rings++) {
+            struct trade trade = trade_plain((enum trade_kind)kind, 64, false);
+            trade_make(&trade, 4, 3);
+            open_rings(&trade, 3, rings);
+            for (i = 0; i < 4; i++)
+                trade_start(&peers, i, &trade, rings);
+            peers_run(&peers);
+            CHECK(trade_end(&peers, PCCL_COMMIT));
+            for (i = 0; i < 4; i++) {
+                const pccl_event *event = peers_event(&peers, i, PCCL_SETTLED, TRADE_OP);
+                if (!CHECK(event->tx_bytes == sent[kind][rings - 1][i] * 256))
+                    fprintf(stderr, "  kind %d rings %u position %d: %lu rows\n", kind, rings, i,
+                            (unsigned long)(event->tx_bytes / 256));
+            }
+            peers_close(&peers);
+            trade_free(&trade);
+        }
+}
+
+/* ---- what is refused ---- */
+
+/* An order of peer 0 that must fail the op. */
+static void expect_failed(const pccl_order *order, const char *what)
+{
+    pccl_options options = peers_options();
+    pccl_order start = {0};
+    peers_open(&peers, 2, &options, 1);
+    peers_connect_ring(&peers, 1, 1);
+    peers_order(&peers, 0, order);
+    start.kind = PCCL_START;
+    start.op = order->op;
+    start.seq = 1;
+    start.n_rings = 1;
+    start.rings[0].stream = 1;
+    start.rings[0].members = 2;
+    peers_order(&peers, 0, &start);
+    peers_run(&peers);
+    if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, 1) == 1
+               && peers_event(&peers, 0, PCCL_FAILED, 1)->status == PCCL_EINVAL))
+        fprintf(stderr, "  %s\n", what);
+    peers_end(&peers, 0, PCCL_ABORT, 1);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_SETTLED, 1) == 1);
+    peers_close(&peers);
+}
+
+#define EXPECT_EINVAL(change) \
+    do { \
+        float memory[256] = {0}; \
+        uint64_t sends[2] = {1, 1}, recvs[2] = {1, 1}; \
+        pccl_part part = {0}; \
+        pccl_order order = {0}; \
+        order.kind = PCCL_REGISTER; \
+        order.op = 1; \
+        order.op_kind = PCCL_EXCHANGE; \
+        order.members = 2; \
+        order.parts = &part; \
+        order.n_parts = 1; \
+        order.send_rows = sends; \
+        order.recv_rows = recvs; \
+        part.dtype = PCCL_F32; \
+        part.count = 64; \
+        part.send = memory; \
+        part.recv = memory + 128; \
+        change; \
+        expect_failed(&order, #change); \
+    } while (0)
+
+static void test_wrong_orders(void)
+{
+    EXPECT_EINVAL(order.members = 0);
+    EXPECT_EINVAL(order.members = PCCL_PEERS_MAX + 1);
+    EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
+    EXPECT_EINVAL(part.dtype = 12);
+    EXPECT_EINVAL(part.send = NULL);
+    EXPECT_EINVAL(part.recv = NULL);
+    EXPECT_EINVAL(part.count = UINT64_MAX / 4);
+    EXPECT_EINVAL(part.count = UINT64_MAX);
+    EXPECT_EINVAL(sends[1] = UINT64_MAX);
+    EXPECT_EINVAL(recvs[0] = SIZE_MAX / 4; recvs[1] = SIZE_MAX / 4);
+    EXPECT_EINVAL(recvs[0] = 2);                     /* our own rows */
+    EXPECT_EINVAL(part.recv = memory);               /* would overwrite what is to be sent */
+    EXPECT_EINVAL(part.recv = memory + 64);
+    EXPECT_EINVAL(part.recv = memory + 127);
+    EXPECT_EINVAL(part.recv = memory + 64; recvs[1] = 0);
+}
+
+static void test_wrong_starts(void)
+{
+    static const char *const names[] = {"members", "position", "rank", "stream", "seq", "none",
+                                        "rings", "two ranks"};
+    static const uint16_t ranks[] = {1, 2}, swapped[] = {1, 0};
+    int variant;
+    for (variant = 0; variant < 8; variant++) {
+        struct trade trade = trade_plain(ALL_TO_ALL, 100, false);
+        pccl_order order = {0};
+        trade_make(&trade, 2, 1);
+        open_rings(&trade, 1, 1);
+        order.kind = PCCL_START;
+        order.op = TRADE_OP;
+        order.seq = variant == 4 ? TRADE_SEQ - 1 : TRADE_SEQ;
+        order.n_rings = variant == 5 ? 0 : variant == 6 ? 9 : 1;
+        order.rings[0].stream = variant == 3 ? 2 : 1;
+        order.rings[0].members = variant == 0 ? 3 : 2;
+        order.rings[0].position = variant == 1 ? 2 : 0;
+        order.rings[0].ranks = variant == 2 ? ranks : NULL;
+        if (variant == 7) {
+            order.n_rings = 2;
+            order.rings[1] = order.rings[0];
+            order.rings[1].ranks = swapped;
+        }
+        peers_order(&peers, 0, &order);
+        peers_run(&peers);
+        if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, TRADE_OP) == 1))
+            fprintf(stderr, "  %s\n", names[variant]);
+        CHECK(trade_end(&peers, PCCL_ABORT));
+        peers_close(&peers);
+        trade_free(&trade);
+    }
+}
+
+enum outcome { TAKEN, DROPPED, FATAL };
+
+/* From position 0 to position 1, of rows of 64 floats. */
+static struct wire_header good_row(void)
+{
+    struct wire_header header = {0};
+    header.kind = WIRE_ROW;
+    header.members = 3;
+    header.hop = 1;
+    header.nonce = TEST_NONCE;
+    header.run = TEST_RUN;
+    header.seq = TRADE_SEQ;
+    header.tag = TRADE_TAG;
+    header.length = 64;
+    return header;
+}
+
+/* Gives peer 1 one message, twice if that is asked for, before or after its START, and checks the
+ * outcome. */
+static void try_message(const struct wire_header *header, uint64_t bytes, int times, bool early,
+                        enum outcome outcome, const char *what)
+{
+    struct trade trade = trade_plain(ALL_TO_ALL, 64, false);
+    unsigned char *message = calloc(1, WIRE_HEADER_BYTES + (size_t)bytes);
+    uint64_t dropped;
+    int i, failed;
+    trade_make(&trade, 3, 1);
+    open_rings(&trade, 4, 1);
+    if (!early)
+        trade_start(&peers, 1, &trade, 1);
+    peers_run(&peers);
+    wire_encode(header, message);
+    for (i = 0; i < times; i++)
+        fake_inject(peers.peer[1].endpoint, message, WIRE_HEADER_BYTES + (size_t)bytes, NULL, 0);
+    peers_run(&peers);
+    if (early)
+        trade_start(&peers, 1, &trade, 1);
+    peers_run(&peers);
+    dropped = pccl_engine_dropped(peers.peer[1].engine);
+    failed = peers_count(&peers, 1, PCCL_FAILED, TRADE_OP);
+    if (!CHECK(dropped == (outcome == DROPPED) && failed == (outcome == FATAL)))
+        fprintf(stderr, "  %s, %s START\n", what, early ? "before" : "after");
+    if (failed)
+        CHECK(peers_event(&peers, 1, PCCL_FAILED, TRADE_OP)->status == PCCL_EPROTO);
+    CHECK(trade_end(&peers, PCCL_ABORT));
+    CHECK(trade_is_unharmed(&trade, 1));
+    peers_close(&peers);
+    trade_free(&trade);
+    free(message);
+}
+
+#define TRY(outcome, change) \
+    do { \
+        struct wire_header header = good_row(); \
+        uint64_t bytes = 64; \
+        int times = 1; \
+        change; \
+        try_message(&header, bytes, times, false, outcome, #change); \
+        try_message(&header, bytes, times, true, outcome, #change); \
+    } while (0)
+
+static void test_hostile_messages(void)
+{
+    TRY(TAKEN, (void)0);
+    TRY(TAKEN, header.offset = 192);
+    TRY(TAKEN, bytes = header.length = 256);
+    TRY(TAKEN, header.segment = 2; header.hop = 1);  /* by way of position 0 */
+    TRY(TAKEN, header.hop = 2);                      /* to be sent on */
+    TRY(DROPPED, header.run++);
+    TRY(DROPPED, header.tag++);
+    TRY(DROPPED, header.seq--);
+    TRY(DROPPED, header.seq++);
+    TRY(DROPPED, header.nonce++);
+    TRY(DROPPED, header.kind = WIRE_CHUNK);
+    TRY(DROPPED, header.kind = WIRE_REQUEST);
+    TRY(FATAL, times = 2);
+    TRY(FATAL, header.ring = 1);
+    TRY(FATAL, header.members = 2);
+    TRY(FATAL, header.segment = 1);                  /* ours: it would have gone around */
+    TRY(FATAL, header.segment = 3);
+    TRY(FATAL, header.hop = 3);
+    TRY(FATAL, header.hop = 0);                      /* from itself to itself, */
+    TRY(FATAL, header.segment = 2; header.hop = 0);  /* or not by way of us */
+    TRY(FATAL, header.piece = 1);
+    TRY(FATAL, header.length = 0; bytes = 0);
+    TRY(FATAL, header.length = 63);
+    TRY(FATAL, header.length = 128);
+    TRY(FATAL, header.length = UINT32_MAX);
+    TRY(FATAL, bytes = header.length = 65);          /* not aligned, and not the last ones */
+    TRY(FATAL, header.offset = 1);
+    TRY(FATAL, header.offset = 256);
+    TRY(FATAL, header.offset = UINT64_MAX - 63);
+    TRY(FATAL, header.offset = 192; bytes = header.length = 128);
+}
+
+int main(void)
+{
+    test_sizes();
+    test_types();
+    test_two_rings();
+    test_early_messages();
+    test_aborts();
+    test_how_far_rows_travel();
+    test_wrong_orders();
+    test_wrong_starts();
+    test_hostile_messages();
+    return check_report("exchange");
+}

@@ -1,0 +1,200 @@
+"""`Exchanges`: the collectives in which one peer gives or gets more than the others, or all give
+each other different rows."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pccl.calls import operands, rows
+from pccl.calls.handle import AsyncReduceHandle
+from pccl.calls.launcher import Launcher
+from pccl.calls.operands import A, Arrays
+from pccl.types import QuantizationOptions, ReduceInfo, ReduceOp
+
+Root = int | Literal["first"]
+
+
+class Exchanges:
+    """Collectives with a root, and exchanges of rows. `Communicator` has them.
+
+    What holds for all collectives holds for these. `root` is a rank, or "first", as in `broadcast`;
+    it is the same on all peers.
+    """
+
+    _launcher: Launcher
+
+    def reduce(
+        self,
+        send: Arrays,
+        recv: Arrays | None = None,
+        *,
+        root: Root = 0,
+        op: ReduceOp | str = ReduceOp.AVG,
+        tag: int = 0,
+        quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
+        timeout: float | None = None,
+    ) -> ReduceInfo:
+        """Reduces `send` over all peers of the group; only the root gets the result.
+
+        The data goes along a chain that ends at the root: each peer sends it once.
+
+        Args:
+            send: an array, or a list or dict of arrays. It is unchanged, except in place.
+            recv: on the root, where the result goes: like `send` in form, dtypes, element counts
+                and memory order. None, or `send` itself: in place. Ignored on other peers.
+            root: rank of the peer that gets the result, or "first".
+            op: as for `all_reduce`.
+            tag: as for `all_reduce`.
+            quantization_options: as for `all_reduce`.
+            quantization: as for `all_reduce`.
+            timeout: seconds after which the collective fails, on all peers.
+
+        Returns:
+            The number of contributors, and the payload bytes that this peer sent and received.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            ValueError: no peer has that rank, or as for `all_reduce`.
+            TypeError: `root` is not a rank.
+            AssertionError: the arrays do not match each other.
+        """
+        options = operands.quantization_of(quantization_options, quantization)
+        work = rows.reduce(send, recv, root, op, options, self._launcher.ranks("reduce"))
+        return self._launcher.run("reduce", work, tag, timeout)
+
+    def reduce_async(
+        self,
+        send: Arrays,
+        recv: Arrays | None = None,
+        *,
+        root: Root = 0,
+        op: ReduceOp | str = ReduceOp.AVG,
+        tag: int = 0,
+        quantization_options: QuantizationOptions | None = None,
+        quantization: str | None = None,
+    ) -> AsyncReduceHandle:
+        """Launches `reduce`; the handle's `result` is `recv`, or `send` if it is in place."""
+        options = operands.quantization_of(quantization_options, quantization)
+        work = rows.reduce(send, recv, root, op, options, self._launcher.ranks("reduce_async"))
+        target = send if recv is None else recv
+        return self._launcher.launch("reduce_async", work, tag, target)
+
+    def gather(
+        self,
+        send: A,
+        recv: A | None = None,
+        *,
+        root: Root = 0,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> A | None:
+        """Gathers the arrays of all peers of the group on the root.
+
+        Args:
+            send: an array, or a list or dict of arrays; dtypes and element counts must be the same
+                on all peers.
+            recv: on the root, for each array, one with `world_size` times its elements; the r-th
+                part is that of rank r. `send` may be this peer's part of it. None: new arrays of
+                shape (world_size, *send.shape). Ignored on other peers.
+            root: rank of the peer that gets everything, or "first".
+            tag: as for `all_reduce`.
+            timeout: seconds after which the collective fails, on all peers.
+
+        Returns:
+            On the root `recv`, or the new arrays in the same form as `send`; None on other peers.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            ValueError, AssertionError: the arrays do not match each other or the group's size, or
+                no peer has that rank.
+            TypeError: `root` is not a rank.
+        """
+        work, result = rows.gather(send, recv, root, self._launcher.ranks("gather"))
+        self._launcher.run("gather", work, tag, timeout)
+        return result
+
+    def gather_async(
+        self, send: Arrays, recv: Arrays | None = None, *, root: Root = 0, tag: int = 0
+    ) -> AsyncReduceHandle:
+        """Launches `gather` and returns at once; the handle's `result` is its return value."""
+        work, result = rows.gather(send, recv, root, self._launcher.ranks("gather_async"))
+        return self._launcher.launch("gather_async", work, tag, result)
+
+    def scatter(
+        self,
+        send: Arrays | None = None,
+        recv: A | None = None,
+        *,
+        root: Root = 0,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> A | Arrays:
+        """Gives each peer of the group its part of an array of the root.
+
+        Args:
+            send: on the root, an array, or a list or dict of arrays, whose r-th part is for rank r.
+                Ignored on other peers.
+            recv: for each array, one with 1 / `world_size` of its elements; on the root it may be
+                this peer's part of `send`. None, on the root only: new arrays, each of the shape of
+                `send` with the first dimension divided by `world_size`.
+            root: rank of the source, or "first".
+            tag: as for `all_reduce`.
+            timeout: seconds after which the collective fails, on all peers.
+
+        Returns:
+            `recv`, or the new arrays in the same form as `send`.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            ValueError, AssertionError: the arrays do not match each other, cannot be divided, or
+                one is missing; or no peer has that rank.
+            TypeError: `root` is not a rank.
+        """
+        work, result = rows.scatter(send, recv, root, self._launcher.ranks("scatter"))
+        self._launcher.run("scatter", work, tag, timeout)
+        return result
+
+    def scatter_async(
+        self,
+        send: Arrays | None = None,
+        recv: Arrays | None = None,
+        *,
+        root: Root = 0,
+        tag: int = 0,
+    ) -> AsyncReduceHandle:
+        """Launches `scatter` and returns at once; the handle's `result` is its return value."""
+        work, result = rows.scatter(send, recv, root, self._launcher.ranks("scatter_async"))
+        return self._launcher.launch("scatter_async", work, tag, result)
+
+    def all_to_all(
+        self, send: A, recv: A | None = None, *, tag: int = 0, timeout: float | None = None
+    ) -> A:
+        """Gives each peer of the group its part of this peer's array, and takes one from each.
+
+        Args:
+            send: an array, or a list or dict of arrays, whose first dimension is a multiple of
+                `world_size`; the r-th part of it is for rank r.
+            recv: like `send` in form, dtypes, element counts and memory order; the r-th part is
+                from rank r. It must not overlap `send`. None: new arrays like `send`.
+            tag: as for `all_reduce`.
+            timeout: seconds after which the collective fails, on all peers.
+
+        Returns:
+            `recv`, or the new arrays in the same form as `send`.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`.
+            ValueError, AssertionError: the arrays do not match each other, overlap, or cannot be
+                divided.
+        """
+        work, result = rows.all_to_all(send, recv, self._launcher.ranks("all_to_all"))
+        self._launcher.run("all_to_all", work, tag, timeout)
+        return result
+
+    def all_to_all_async(
+        self, send: Arrays, recv: Arrays | None = None, *, tag: int = 0
+    ) -> AsyncReduceHandle:
+        """Launches `all_to_all` and returns at once; the handle's `result` is its return value."""
+        work, result = rows.all_to_all(send, recv, self._launcher.ranks("all_to_all_async"))
+        return self._launcher.launch("all_to_all_async", work, tag, result)
