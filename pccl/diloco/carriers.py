@@ -8,12 +8,17 @@ from typing import Any, Protocol
 import torch
 
 from pccl import AsyncReduceHandle, Communicator, ReduceInfo, ReduceOp, kernels
+from pccl.diloco.route import Route, Way
 
 Tensors = list[torch.Tensor]
 
 
 class Carrier(Protocol):
     """Averages a round's progress: this peer's pseudo-gradient, and then what goes as it is."""
+
+    @property
+    def way(self) -> Way:
+        """That which the progress went that was last loaded."""
 
     def load(self, progress: Tensors) -> None:
         """Prepares what is sent; it stays the same for all attempts."""
@@ -27,8 +32,8 @@ class Carrier(Protocol):
     def unload(self, means: Tensors) -> None:
         """Writes the means that a launched attempt has brought."""
 
-    def commit(self) -> None:
-        """The means are going to be applied."""
+    def commit(self, contributors: int) -> None:
+        """The means, of so many peers, are going to be applied."""
 
     def state_dict(self) -> dict[str, Any]:
         """What this peer keeps from one round to the next."""
@@ -39,6 +44,8 @@ class Carrier(Protocol):
 
 class Ring:
     """Sums up in fp32 around the ring."""
+
+    way: Way = "ring"
 
     def __init__(self) -> None:
         self._progress: Tensors = []
@@ -63,7 +70,7 @@ class Ring:
     def unload(self, means: Tensors) -> None:
         """The all-reduce has written them."""
 
-    def commit(self) -> None:
+    def commit(self, contributors: int) -> None:
         """Nothing is kept."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -74,7 +81,7 @@ class Ring:
         """Nothing."""
 
 
-class Gather:
+class Quantized:
     """Quantizes the pseudo-gradient once, gathers those of all peers, and sums them up in fp32.
 
     With e this peer's residual, Q the quantization and R the number of peers:
@@ -87,11 +94,17 @@ class Gather:
     made or applied, the old e stands, and a retry sends the same bytes. Each contribution is
     quantized once, whatever the number of peers; around a ring it would be at every hop, by others,
     and no peer could feed that back.
+
+    With so many peers that an fp32 all-reduce receives fewer bytes, `Route` says so: then a itself
+    goes around the ring, and e <- 0.
     """
 
-    def __init__(self, format: kernels.Format, count: int, decay: float = 1.0) -> None:
+    def __init__(self, format: kernels.Format, count: int, decay: float, route: Route) -> None:
+        self.way: Way = "gather"
         self._format = format
         self._decay = decay
+        self._route = route
+        self._ring = Ring()
         self._residual = torch.zeros(count)
         self._next = torch.zeros(count)  # e, once the round commits
         self._room = torch.empty(count)
@@ -100,16 +113,24 @@ class Gather:
         self._gathered: Any = []  # tensors
 
     def load(self, progress: Tensors) -> None:
-        """Quantizes the pseudo-gradient and the residual."""
+        """Adds the residual to the pseudo-gradient, and quantizes that unless it goes around."""
+        others = sum(each.nbytes for each in progress[1:])
+        self.way = self._route.choose(self._payload.nbytes + others, progress[0].nbytes + others)
         torch.mul(self._residual, self._decay, out=self._room)
-        kernels.add(self._next, self._room, progress[0])
-        kernels.quantize(self._payload, self._next, self._format)
-        kernels.dequantize(self._room, self._payload, self._format)
-        kernels.subtract(self._next, self._next, self._room)
+        kernels.add(self._room, self._room, progress[0])
+        if self.way == "ring":
+            self._next.zero_()
+            self._ring.load([self._room, *progress[1:]])
+            return
+        kernels.quantize(self._payload, self._room, self._format)
+        kernels.dequantize(self._next, self._payload, self._format)
+        kernels.subtract(self._next, self._room, self._next)
         self._sent = [self._payload, *progress[1:]]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
-        """One all-gather, and the sum."""
+        """One all-gather and the sum, or one all-reduce."""
+        if self.way == "ring":
+            return self._ring.run(comm, means)
         handle = self.launch(comm, means, tag=0)
         committed, _, info = handle.wait()
         if not committed:
@@ -119,14 +140,18 @@ class Gather:
         return info
 
     def launch(self, comm: Communicator, means: Tensors, tag: int) -> AsyncReduceHandle:
-        """Gathers in the background."""
+        """Gathers in the background, or reduces."""
+        if self.way == "ring":
+            return self._ring.launch(comm, means, tag)
         _ = comm.rank  # a gather takes place among the ranks that this thread has seen
         handle = comm.all_gather_async(self._sent, tag=tag)
         self._gathered = handle.result
         return handle
 
     def unload(self, means: Tensors) -> None:
-        """Sums up in the order of the ranks."""
+        """Sums up in the order of the ranks what was gathered."""
+        if self.way == "ring":
+            return
         payloads, *plain = self._gathered
         self._gathered = []
         mean = means[0]
@@ -139,9 +164,10 @@ class Gather:
             for rank in range(1, len(rows)):
                 kernels.add(mean, mean, rows[rank], divisor=_divisor(rank, rows))
 
-    def commit(self) -> None:
+    def commit(self, contributors: int) -> None:
         """The new residual becomes real."""
         self._residual, self._next = self._next, self._residual
+        self._route.applied(contributors)
 
     def state_dict(self) -> dict[str, Any]:
         """The residual."""

@@ -169,7 +169,7 @@ class Exchange:
     def accept(self, average: Average) -> None:
         """The mean is going to be applied: that of a peer that was alone is its own progress."""
         if average.info is not None:
-            self._carrier.commit()
+            self._carrier.commit(average.contributors)
             return
         for mean, own in zip(self.means, self._progress(), strict=True):
             mean.copy_(own)

@@ -108,6 +108,7 @@ from pccl.diloco.group import AlonePolicy, Group, Quorum
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import MODES, BufferMode, Buffers, Frozen, memory
 from pccl.diloco.outer_state import OuterOptimizer, OuterState
+from pccl.diloco.route import Route, Way
 from pccl.diloco.schedules import Delayed, Mode, Schedule, Synchronous
 from pccl.diloco.settings import decode, encode, layout_digest, read_state
 from pccl.diloco.views import Eager, Shared
@@ -134,6 +135,8 @@ class OuterRound:
         total_s: seconds in the whole round, without compute_s.
         tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronisation.
         rx_bytes: payload bytes that this peer received in them.
+        way: how this round's progress was, or is being, averaged: "gather" if it was quantized and
+            gathered, "ring" if it went around the ring in fp32. See `wire`.
     """
 
     outer_step: int
@@ -147,6 +150,7 @@ class OuterRound:
     total_s: float
     tx_bytes: int
     rx_bytes: int
+    way: Way
 
 
 class DiLoCo:
@@ -235,7 +239,9 @@ class DiLoCo:
             "e3m0" (4 bits: a sign and a power of two), "2bit" (four levels from the statistics of
             each block), "sparse" (the 64 largest of each 4,096, with 2 bits): quantized once by
             each peer, and gathered; what that takes away is added to the next one (error feedback).
-            Memory: three more fp32 copies of the trained parameters.
+            With so many peers that a gather would receive more bytes than the all-reduce of "fp32",
+            they go around the ring like that, and the log says so at INFO. Memory: three more fp32
+            copies of the trained parameters.
 
     Raises:
         ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to
@@ -279,7 +285,8 @@ class DiLoCo:
         )
         self._frozen = Frozen(model)
         self._buffers = Buffers(model, buffers)
-        self._carrier = carrier(wire, self._outer.theta.numel())
+        self._route = Route()
+        self._carrier = carrier(wire, self._outer.theta.numel(), self._route)
         self._exchange = Exchange(comm, self._outer, self._buffers, self._carrier, self._meter)
         self._schedule = self._schedule_of(mode)
         quorum = Quorum(min_peers, alone)
@@ -322,6 +329,7 @@ class DiLoCo:
             TensorInfo.from_torch(self._outer.clock, "diloco.clock"),
             TensorInfo.from_torch(self._outer.theta, "diloco.theta"),
             TensorInfo.from_torch(self._outer.velocity, "diloco.velocity"),
+            *self._route.entries(),
         ]
         at_joins = [*self._frozen.entries, *self._schedule.entries()]
         (at_joins if self._buffers.mode == "local" else always).extend(self._buffers.entries())
@@ -530,6 +538,7 @@ class DiLoCo:
             total_s=ended_s - began_s,
             tx_bytes=meter.tx_bytes - tx_before,
             rx_bytes=meter.rx_bytes - rx_before,
+            way=self._carrier.way,
         )
 
     # ---- checkpoints ----

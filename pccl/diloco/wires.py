@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pccl import kernels
-from pccl.diloco.carriers import Carrier, Gather, Ring
+from pccl.diloco.carriers import Carrier, Quantized, Ring
+from pccl.diloco.route import Route
 
 Wire = Literal["fp32", "int8", "int4", "e3m0", "2bit", "sparse"]
 
@@ -33,9 +34,9 @@ CODECS: dict[Wire, Codec] = {
 }
 
 
-def carrier(wire: Wire, count: int) -> Carrier:
+def carrier(wire: Wire, count: int, route: Route) -> Carrier:
     """What carries the progress of `count` parameters on a wire."""
     if wire == "fp32":
         return Ring()
     codec = CODECS[wire]
-    return Gather(codec.format, count, codec.decay)
+    return Quantized(codec.format, count, codec.decay, route)

@@ -1,0 +1,166 @@
+"""DiLoCo's choice of the way that pseudo-gradients go, by the number of peers."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from outer import DEADLINE_S, Deserter, Left, Watched, together  # noqa: E402
+
+import pccl  # noqa: E402
+from pccl.diloco import DiLoCo  # noqa: E402
+from pccl.diloco.route import Route  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        yield master.address
+
+
+class Pair(torch.nn.Module):
+    """Two parameters, which take 6 bytes as int8: three peers save bytes by not quantizing them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def move(self, by: float) -> None:
+        self.weight.grad = torch.tensor([by, by / 3])
+
+
+def make(comm: Any, model: Pair, **options: Any) -> DiLoCo:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    plain = {"outer_lr": 1.0, "outer_momentum": 0.0, "wire": "int8"}
+    return DiLoCo(comm, model, optimizer, inner_steps=1, **{**plain, **options})
+
+
+@pytest.mark.parametrize(
+    ("peers", "quantized", "way"),
+    [
+        (0, 10**9, "gather"),
+        (2, 4000, "gather"),
+        (2, 4001, "ring"),
+        (7, 1016, "gather"),
+        (8, 1016, "ring"),
+        (289, 27, "gather"),
+        (300, 27, "ring"),
+    ],
+)
+def test_the_way_is_that_of_fewer_received_bytes(peers: int, quantized: int, way: str) -> None:
+    route = Route()
+    route.applied(peers)
+    assert route.choose(quantized, 4000) == way
+    if peers > 1:
+        gathered, around = (peers - 1) * quantized, 2 * (peers - 1) / peers * 4000
+        assert (around < gathered) == (way == "ring")
+
+
+def test_a_change_of_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    route = Route()
+    with caplog.at_level(logging.INFO, "pccl.diloco"):
+        for peers in (2, 3, 3, 2):
+            route.applied(peers)
+            route.choose(6, 8)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
+        "from now on pseudo-gradients go around the ring in fp32",
+        "from now on pseudo-gradients are gathered",
+    ]
+    assert caplog.messages[0].endswith(
+        "of 3 peers, each receives 12 bytes if they are quantized and gathered, and 10 if they go "
+        "around the ring in fp32"
+    )
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+def test_peers_that_hear_of_a_loss_at_different_times_go_the_same_way(
+    address: str, mode: str
+) -> None:
+    """Of three, one leaves when they go around the ring: one other knows, and one does not yet."""
+    ring = "all_reduce" if mode == "sync" else "all_reduce_async"
+    entered = threading.Event()
+    digests: dict[int, set[str]] = {}
+
+    def survivor(ignorant: bool) -> Callable[[], Any]:
+        def body() -> Any:
+            ways, model = [], Pair()
+            with pccl.Communicator(address) as comm:
+                watched: Any = Watched(comm, **({ring: entered.set} if ignorant else {}))
+                diloco = make(watched, model, mode=mode, min_peers=3)
+                load = diloco._carrier.load
+
+                def load_late(progress: Any) -> None:
+                    while ways and comm.world_size == 3:
+                        time.sleep(0.002)
+                    load(progress)
+
+                if not ignorant:
+                    diloco._carrier.load = load_late  # type: ignore[method-assign]
+                for _ in range(4):
+                    model.move(1.0)
+                    outer = diloco.step()
+                    assert outer is not None
+                    ways.append(outer.way)
+                    digests.setdefault(diloco.outer_step, set()).add(diloco.state_digest())
+                    if ways == ["gather", "ring"] and mode == "sync":
+                        assert not diloco.state_dict()["carrier"]["residual"].any()
+                        assert outer.contributors == 2
+                diloco.finish()
+                assert diloco.last_reduce is not None and diloco.last_reduce.world_size == 2
+            return ways, model.weight.detach().clone()
+
+        return body
+
+    def leaver() -> None:
+        model = Pair()
+        with pytest.raises(Left), pccl.Communicator(address) as comm:
+            leaving: Any = Deserter(comm, ring, 1)
+            leaving.armed = True
+            watched: Any = Watched(leaving, **{ring: lambda: entered.wait(DEADLINE_S)})
+            diloco = make(watched, model, mode=mode, min_peers=3)
+            for _ in range(2):
+                model.move(1.0)
+                diloco.step()
+
+    (ours, first), (theirs, second), _ = together(survivor(True), survivor(False), leaver)
+    assert ours == theirs == ["gather", "ring", "gather", "gather"]
+    assert torch.equal(first, second)
+    assert all(len(each) == 1 for each in digests.values())
+    if mode != "eager":
+        wanted = torch.tensor([-4.0, -4 / 3]) if mode == "sync" else first
+        torch.testing.assert_close(first, wanted, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
+def test_a_newcomer_goes_the_way_of_the_others(address: str, mode: str) -> None:
+    begun = threading.Event()
+
+    def train(newcomer: bool) -> Callable[[], Any]:
+        def body() -> Any:
+            assert not newcomer or begun.wait(DEADLINE_S)
+            model, seen = Pair(), []
+            with pccl.Communicator(address) as comm:
+                diloco = make(comm, model, mode=mode, min_peers=1 if newcomer else 2)
+                while not seen or seen[-1] != "ring":  # which all of them see in the same round
+                    model.move(1.0)
+                    outer = diloco.step()
+                    assert outer is not None
+                    begun.set()
+                    seen.append(outer.way)
+                diloco.finish()
+                return len(seen), diloco.outer_step, diloco.state_digest()
+
+        return body
+
+    *incumbents, (rounds, step, digest) = together(train(False), train(False), train(True))
+    assert all(each[1:] == (step, digest) for each in incumbents)
+    assert 2 <= rounds <= 3
