@@ -1,0 +1,88 @@
+"""Every sample exactly once: peers count the letters of a text together, and may be killed.
+
+    pccl master &
+    python examples/exactly_once.py README.md &
+    python examples/exactly_once.py README.md &
+
+Kill any of them, start more of them: what each has counted, but not yet given to the others, is
+counted again by another one, and nothing else is. In training, a gradient takes the place of the
+count, and batches that of the blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+import pccl
+from pccl.data import Ledger
+
+BLOCK = 64  # bytes of a sample
+
+
+def main() -> None:
+    """Counts until all is counted."""
+    parser = argparse.ArgumentParser(description="Every sample exactly once.")
+    parser.add_argument("file", type=Path, help="the text: the same for all peers")
+    parser.add_argument(
+        "--master-address",
+        default=os.environ.get("PCCL_MASTER", "127.0.0.1:48148"),
+        metavar="HOST:PORT",
+        help="of the master (default: PCCL_MASTER, or %(default)s)",
+    )
+    parser.add_argument("--min-peers", type=int, default=2, help="wait for so many to begin")
+    parser.add_argument("--round-s", type=float, default=0.1, help="how long a round takes")
+    args = parser.parse_args()
+
+    text = np.fromfile(args.file, np.uint8)
+    ledger = Ledger(-(-len(text) // BLOCK), share=8)
+    total = np.zeros(256, np.int64)
+    shared = pccl.SharedState([pccl.TensorInfo.from_numpy(total, "total"), *ledger.entries()])
+    with pccl.Communicator(args.master_address) as comm:
+        join(comm, shared, args.min_peers)  # a newcomer meets the others in their call below
+        ledger.claim(comm)
+        while not ledger.finished:
+            mine = [text[BLOCK * i : BLOCK * (i + 1)] for part in ledger.share for i in part]
+            counts = sum((np.bincount(block, minlength=256) for block in mine), 0 * total)
+            time.sleep(args.round_s)
+            vote = ledger.vote()
+            reduce(comm, [counts, vote])
+            total += counts
+            ledger.settle(vote)
+            shared.push_revision()
+            if comm.are_peers_pending():
+                comm.update_topology()
+            comm.sync_shared_state(shared)
+            ledger.claim(comm)
+            print(f"{ledger.consumed} of {ledger.samples} blocks", flush=True)
+    print(f"exact: {(total == np.bincount(text, minlength=256)).all()}", flush=True)
+
+
+def join(comm: pccl.Communicator, shared: pccl.SharedState, min_peers: int) -> None:
+    """Begins a run of so many peers, or joins one in progress."""
+    while True:
+        try:
+            comm.sync_shared_state(shared, min_peers=min_peers)
+            return
+        except pccl.TooFewPeersError:
+            comm.wait_for_peers(comm.world_size + 1)
+
+
+def reduce(comm: pccl.Communicator, arrays: list[np.ndarray]) -> None:
+    """Sums over the peers that are left; alone, the sum is what this one has."""
+    while True:
+        try:
+            comm.all_reduce(arrays, op="sum")
+            return
+        except pccl.PeerLostError:
+            pass  # nothing has changed: again, without it
+        except pccl.TooFewPeersError:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""The ledger: through random losses and joins, each sample has its effect exactly once."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pccl.data import Ledger, LedgerSampler
+from pccl.data.rows import NOBODY, Content, Row, claimed, departed, settled
+
+
+class Gathered:
+    """A communicator that has gathered already."""
+
+    rank = 0
+
+    def __init__(self, wants: list[tuple[int, int]]) -> None:
+        self._wants = wants
+
+    def all_gather(self, own: Any) -> Any:
+        assert tuple(own) in self._wants
+        return np.array(self._wants, np.int64)
+
+
+class Peer:
+    """A peer that adds 1 to the effect of each sample that it trains on."""
+
+    def __init__(self, samples: int, epochs: int, share: int) -> None:
+        self.ledger = Ledger(samples, share=share, epochs=epochs, peers_max=6)
+        self.progress = np.zeros(samples * epochs, np.int64)
+
+    def train(self) -> None:
+        for part in self.ledger.share:
+            self.progress[part.start : part.stop] += 1
+
+
+class Group:
+    """Peers, and the effect that they share: what collectives that commit have brought."""
+
+    def __init__(self, seed: int, *, delayed: bool) -> None:
+        self.random = random.Random(seed)
+        self.delayed = delayed
+        self.samples, self.epochs = self.random.randint(1, 90), self.random.randint(1, 3)
+        self.effect = np.zeros(self.samples * self.epochs, np.int64)
+        self.peers: list[Peer] = [self.new() for _ in range(self.random.randint(1, 5))]
+        self.under_way: tuple[Any, Any] | None = None
+        self.claim()
+
+    def new(self) -> Peer:
+        return Peer(self.samples, self.epochs, self.random.randint(1, 12))
+
+    def lose(self) -> None:
+        while len(self.peers) > 1 and self.random.random() < 0.2:
+            self.peers.remove(self.random.choice(self.peers))
+
+    def agree(self) -> None:
+        assert len({peer.ledger._state.tobytes() for peer in self.peers}) == 1
+
+    def claim(self) -> None:
+        self.agree()
+        order = self.random.sample(self.peers, len(self.peers))
+        wants = [(peer.ledger._me, peer.ledger.wanted) for peer in order]
+        for peer in self.peers:
+            peer.ledger.claim(Gathered(wants))  # type: ignore[arg-type]
+            assert sum(map(len, peer.ledger.share)) <= peer.ledger.wanted
+        self.agree()
+
+    def launch(self) -> None:
+        """The progress of those who live now, and who may be lost before it has arrived."""
+        votes = [peer.ledger.vote() for peer in self.peers]
+        progress = [peer.progress.copy() for peer in self.peers]
+        for peer in self.peers:
+            peer.progress[:] = 0
+        alive = [i for i in range(len(votes)) if self.random.random() > 0.1]
+        mean = np.sum([votes[i] for i in alive], axis=0) // max(1, len(alive))
+        self.under_way = (mean.astype(np.uint8), np.sum([progress[i] for i in alive], axis=0))
+        gone = [peer for i, peer in enumerate(self.peers) if i not in alive]
+        if not alive or self.random.random() < 0.1:  # it has failed for all
+            self.under_way = None
+            for i, peer in enumerate(self.peers):
+                peer.progress += progress[i]
+        if len(gone) < len(self.peers):
+            self.peers = [peer for peer in self.peers if peer not in gone]
+
+    def land(self) -> None:
+        votes, progress = self.under_way or (None, 0)
+        self.under_way = None
+        for peer in self.peers:
+            peer.ledger.settle(votes)
+        self.effect += progress
+
+    def admit(self) -> None:
+        while len(self.peers) < 6 and self.random.random() < 0.3:
+            newcomer = self.new()
+            newcomer.ledger._state[:] = self.peers[0].ledger._state
+            self.peers.append(newcomer)
+
+    def round(self) -> None:
+        for peer in self.peers:
+            peer.train()
+        self.lose()
+        if self.delayed:
+            self.land()
+        self.launch()
+        if not self.delayed:
+            self.land()
+        self.lose()
+        self.admit()
+        self.claim()
+
+    @property
+    def finished(self) -> bool:
+        return self.peers[0].ledger.finished
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_each_sample_has_its_effect_once(delayed: bool) -> None:
+    for seed in range(150):
+        group = Group(seed, delayed=delayed)
+        for _ in range(2000):
+            if group.finished:
+                break
+            group.round()
+        assert group.finished, f"seed {seed}"
+        assert (group.effect == 1).all(), f"seed {seed}"
+        assert group.peers[0].ledger.consumed == len(group.effect)
+
+
+def test_a_run_goes_on_with_another_number_of_peers() -> None:
+    group = Group(3, delayed=False)
+    group.samples, group.epochs = 50, 2
+    group.effect = np.zeros(100, np.int64)
+    group.peers = [Peer(50, 2, 4) for _ in range(3)]
+    group.claim()
+    for _ in range(2):
+        group.round()
+    saved, effect = group.peers[0].ledger._state.copy(), group.effect.copy()
+    group.peers = [Peer(50, 2, 7) for _ in range(5)]
+    group.effect, group.under_way = effect, None
+    for peer in group.peers:
+        peer.ledger._state[:] = saved
+    group.claim()
+    while not group.finished:
+        group.round()
+    assert (group.effect == 1).all()
+
+
+# ---- rows ----
+
+
+def test_what_the_dead_have_claimed_is_given_out_first() -> None:
+    content = Content(20, (Row(0, 5, 7, 0), Row(5, 9, 8, 0), Row(9, 12, 7, 1)))
+    after = claimed(content, [(8, 3), (9, 4)], end=100, rows_max=10)
+    rows = (Row(0, 3, 8, 0), Row(3, 5, 9, 0), Row(5, 9, 8, 0), Row(9, 12, 7, 1), Row(20, 22, 9, 0))
+    assert after == Content(22, rows)
+
+
+def test_what_is_left_is_shared_out_in_proportion() -> None:
+    after = claimed(Content(90, ()), [(1, 20), (2, 10)], end=99, rows_max=10)
+    assert after.rows == (Row(90, 96, 1, 0), Row(96, 99, 2, 0))
+
+
+def test_rows_are_bounded() -> None:
+    scattered = tuple(Row(10 * i, 10 * i + 5, NOBODY, 0) for i in range(4))
+    full = claimed(Content(100, scattered), [(1, 3), (2, 7)], end=200, rows_max=4)
+    assert len(full.rows) == 4 and full.fresh == 100
+    assert full.rows[0] == Row(0, 5, 2, 0)  # as a whole; the first peer could have had a part only
+    room = claimed(Content(100, scattered), [(1, 3)], end=200, rows_max=5)
+    assert room.rows[:2] == (Row(0, 3, 1, 0), Row(3, 5, NOBODY, 0))
+
+
+def test_who_lives_keeps_what_no_collective_has_brought() -> None:
+    content = departed(Content(10, (Row(0, 5, 1, 0), Row(5, 10, 2, 0))), living={1, 2})
+    assert content.rows == (Row(0, 5, 1, 1), Row(5, 10, 2, 1))
+    assert settled(content, []).rows == (Row(0, 5, 1, 0), Row(5, 10, 2, 0))
+    assert settled(content, [2]).rows == (Row(0, 5, 1, 0),)
+
+
+def test_who_is_gone_is_not_counted_on() -> None:
+    content = departed(Content(10, (Row(0, 5, 1, 0), Row(5, 10, 2, 0))), living={2})
+    assert content.rows == (Row(0, 5, 1, 0), Row(5, 10, 2, 1))
+
+
+# ---- what scripts see ----
+
+
+@pytest.mark.parametrize(
+    "options", [{"samples": 0}, {"share": 0}, {"epochs": 0}, {"peers_max": 256}, {"peers_max": 0}]
+)
+def test_arguments_out_of_range_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Ledger(**{"samples": 10, "share": 2, **options})  # type: ignore[arg-type]
+
+
+def test_another_data_set_is_refused() -> None:
+    ledger, other = Ledger(10, share=2), Ledger(10, share=2, epochs=None)
+    ledger._state[:] = other._state
+    with pytest.raises(ValueError, match="10 samples in 1 epochs, and the run's of 10 samples in"):
+        ledger.claim(Gathered([(ledger._me, 2)]))  # type: ignore[arg-type]
+
+
+def test_more_peers_than_the_ledger_is_made_for_are_refused() -> None:
+    ledger = Ledger(10, share=2, peers_max=1)
+    with pytest.raises(ValueError, match="2 peers: the ledger is made for up to 1"):
+        ledger.claim(Gathered([(ledger._me, 2), (5, 2)]))  # type: ignore[arg-type]
+
+
+def test_an_endless_run_has_an_order_for_each_epoch() -> None:
+    ledger = Ledger(10, share=10, epochs=None)
+    sampler = LedgerSampler(ledger, seed=4)
+    passes = []
+    for _ in range(3):
+        ledger.claim(Gathered([(ledger._me, 10)]))  # type: ignore[arg-type]
+        assert len(sampler) == 10
+        passes.append(list(sampler))
+        ledger.settle(ledger.vote())
+    assert all(sorted(one) == list(range(10)) for one in passes)
+    assert passes[0] != passes[1] != passes[2]
+    assert not ledger.finished and ledger.consumed == 30
+    assert list(LedgerSampler(ledger, shuffle=False)) == list(range(10))
