@@ -62,8 +62,6 @@ class Ledger:
             comm.sync_shared_state(shared)
             ledger.claim(comm)
 
-    `pccl.diloco.DiLoCo(..., ledger=ledger)` makes all these calls itself.
-
     Samples are counted through all epochs: with 100 samples, 250 is sample 50 of the third epoch.
 
     A ledger belongs to one membership: a peer that joins again makes a new one.
