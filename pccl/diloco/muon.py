@@ -1,0 +1,136 @@
+"""Muon as the inner optimizer: matrices inside a model by Muon, all else by AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch's Muon for the matrices inside a model, and its AdamW for all other parameters.
+
+    Muon is for weights that multiply activations: it replaces the momentum of a matrix by the
+    nearest orthogonal one. So embeddings, the output layer, biases and scales go to AdamW. Both
+    take one learning rate: Muon's updates are scaled to the size of AdamW's (torch's
+    adjust_lr_fn="match_rms_adamw").
+
+        optimizer = MuonAndAdamW(model, lr=1e-3)
+        diloco = DiLoCo(comm, model, optimizer, inner_steps=30, **muloco(peers=4))
+
+    A schedule may change "lr" in `param_groups`, whose first group is Muon's.
+
+    Attributes:
+        hidden: names of the parameters that Muon trains.
+
+    Args:
+        model: its parameters that require a gradient are trained. Muon's are the two-dimensional
+            ones, except those of `torch.nn.Embedding`, and except the last one if it has a row for
+            each number of an embedding that no other module uses, as an output layer has.
+        lr: the learning rate.
+        weight_decay: of both.
+        momentum: Muon's.
+        betas: AdamW's.
+        adamw: names of further parameters for AdamW, or of modules that have them.
+
+    Raises:
+        ValueError: the model has no such matrix, or a name in `adamw` is none of its names.
+        RuntimeError: this torch has no Muon, which came with 2.9.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        lr: float = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.99),
+        adamw: Iterable[str] = (),
+    ) -> None:
+        if not hasattr(torch.optim, "Muon"):
+            raise RuntimeError(f"torch {torch.__version__} has no Muon: it came with torch 2.9")
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.hidden = _hidden(model, trained, tuple(adamw))
+        rest = [p for name, p in trained.items() if name not in self.hidden]
+        self._muon = torch.optim.Muon(
+            [trained[name] for name in self.hidden],
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        self._each: dict[str, torch.optim.Optimizer] = {"muon": self._muon}
+        if rest:
+            self._each["adamw"] = torch.optim.AdamW(
+                rest, lr=lr, betas=betas, weight_decay=weight_decay
+            )
+        super().__init__(self._groups(), {})
+        self.param_groups = self._groups()  # the same dicts: a schedule changes those of both
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for each in self._each.values() for group in each.param_groups]
+
+    def step(  # type: ignore[override]  # torch has an overload for each of the two
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """One step of both; the loss, if `closure` computes it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self._each.values():
+            each.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of both."""
+        return {name: each.state_dict() for name, each in self._each.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes over such a state.
+
+        Raises:
+            ValueError: it is of other parameters.
+        """
+        if state_dict.keys() != self._each.keys():
+            raise ValueError(f"the state has {sorted(state_dict)}, not {sorted(self._each)}")
+        for name, each in self._each.items():
+            each.load_state_dict(state_dict[name])
+        self.param_groups = self._groups()
+
+
+def _hidden(
+    model: torch.nn.Module, trained: Mapping[str, torch.nn.Parameter], others: tuple[str, ...]
+) -> list[str]:
+    """The names of the parameters for Muon."""
+    for name in others:
+        if not any(_is_of(each, name) for each in trained):
+            raise ValueError(f"adamw has {name!r}: the model trains nothing of that name")
+    apart = _embeddings(model)
+    hidden = [
+        name
+        for name, p in trained.items()
+        if p.ndim == 2
+        and all(p is not each for each in apart)
+        and not any(_is_of(name, other) for other in others)
+    ]
+    if not hidden:
+        raise ValueError("the model has no matrix for Muon: use torch.optim.AdamW")
+    return hidden
+
+
+def _embeddings(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights of embeddings, and that of the output layer if it has one of its own."""
+    tables = [each for each in model.modules() if isinstance(each, torch.nn.Embedding)]
+    weights: list[torch.Tensor] = [each.weight for each in tables]
+    layers = [each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)]
+    tied = any(layer is weight for layer in layers for weight in weights)
+    if layers and not tied and layers[-1].shape[0] in {each.num_embeddings for each in tables}:
+        weights.append(layers[-1])
+    return weights
+
+
+def _is_of(name: str, part: str) -> bool:
+    return name == part or name.startswith(part + ".")
