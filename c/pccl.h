@@ -452,12 +452,14 @@ typedef struct pccl_end {
  *   ALLOW         op, limit: a SERVE with a limit may send about `limit` bytes more. What is left
  *                 of earlier allowances lapses, and an answer that exceeds the rest is deducted
  *                 from the next one: so a caller that sends ALLOW regularly bounds a rate.
- *   REMIND        op, limit: if nothing has come since the last REMIND, a FETCH requests again what
- *                 it is waiting for, from other holders first; then again when nothing has come for
- *                 2, 4, 8 of them, and so on; after `limit` of them it reports FAILED with
- *                 PCCL_ESTREAM, as when no holder is left. The caller, who has a clock, sends one
- *                 every few seconds: an answer may take long over a slow link, but a request that a
- *                 holder has dropped (it keeps 1024 of each requester) is never answered.
+ *   REMIND        op, limit: lets a FETCH request again, from other holders first, what is late: a
+ *                 request that a later one to the same holder has overtaken (its lane is stuck),
+ *                 what a holder owes that is silent while others answer, and everything if nothing
+ *                 comes at all, which a holder may have dropped (it keeps 1024 of each requester).
+ *                 Late is what is so for 2 REMINDs, or for more where answers have been slower
+ *                 before; then again after twice as many, and so on. After `limit` REMINDs in
+ *                 which nothing has come, it reports FAILED with PCCL_ESTREAM, as when no holder
+ *                 is left. The caller, who has a clock, sends one twice a second.
  *   VERDICT       op, piece, leaf (its index in that piece), good. A leaf that is not good is
  *                 fetched again; if one holder gave all of it, that one is asked no more, and its
  *                 stream is closed with a STREAM_LOST event. A FETCH is COMPLETE when every leaf is

@@ -8,10 +8,15 @@
  * repeats it: so late answers of a holder that is gone can be told from impossible ones.
  *
  * What a lost holder owes is asked of the others: the wants that it leaves are "returned". When no
- * holder is left, the fetch says so and waits for a START that names others. A holder that does not
- * answer, while no other does either, is "silent": what it owes is returned too (REMIND), and it is
- * asked only when all are silent. If its answer comes at last it is dropped when another holder has
- * been asked for the same by then.
+ * holder is left, the fetch says so and waits for a START that names others.
+ *
+ * What is late is asked for again, although its holder stands. The caller's reminders are the
+ * clock: they only count, so what is late is relative to what comes otherwise. A holder answers in
+ * order, and a lane delivers in order. So a request that was overtaken by a later one is stuck in
+ * a lane that retransmits; asked again, its answer comes by another lane. A holder that answers
+ * nothing while others do, or while nobody does, is "silent": it is asked only when all are
+ * silent. Another holder is asked first; whichever answer comes first is taken, and the other one
+ * is dropped. On a link that is slow all the time, patience grows with the gaps between answers.
  *
  * Pieces are cut into leaves, which the caller proves (for instance by their digests). A leaf that
  * is wrong is requested again. If one holder gave all of it, that one is asked no more; if several
@@ -29,7 +34,10 @@ static const uint32_t FROM_NOBODY = UINT32_MAX, FROM_SEVERAL = UINT32_MAX - 1;
 enum {
     WINDOW_MIN = 4,          /* requests: so that a slow holder can show that it is fast again */
     WINDOW_LAST = 8,         /* requests: the least when little is left */
-    LATELY = 64              /* answers for each holder */
+    LATELY = 64,             /* answers for each holder */
+    PATIENCE_MIN = 2,        /* reminders */
+    PATIENCE_MAX = 32,
+    REPEATED_MAX = 8
 };
 
 /* What a flow is to be asked for next. */
@@ -94,6 +102,7 @@ void fetch_enter(struct op *op, const pccl_order *order)
     for (i = 0; i < fetch->pieces.n; i++)
         n += count_leaves(fetch->pieces.piece[i].bytes, leaf_bytes);
     fetch->leaf_bytes = order->leaf_bytes;
+    fetch->patience = PATIENCE_MIN;
     if (n < SIZE_MAX / sizeof *fetch->leaves)
         fetch->leaves = calloc((size_t)n + 1, sizeof *fetch->leaves);
     if (fetch->leaves == NULL) {
@@ -160,6 +169,7 @@ static void reject(struct fetch *fetch, struct leaf *leaf)
     if (flow != NULL && flow->stream != NULL)
         stream_lose(flow->stream, PCCL_EPROTO, "what came from there is not what was asked for");
     leaf->state = LEAF_MISSING;
+    leaf->wrong = true;
     leaf->source = FROM_NOBODY;
     leaf->owner = NULL;
     leaf->requested = 0;
@@ -195,14 +205,19 @@ static uint32_t count_holders(const struct fetch *fetch)
     return n;
 }
 
+/* How many holders are not silent. */
+static uint32_t count_asked(const struct fetch *fetch)
+{
+    uint32_t i, n = 0;
+    for (i = 0; i < fetch->op.n_flows; i++)
+        n += fetch->op.flows[i]->stream != NULL && !holder_at(fetch, i)->silent;
+    return n;
+}
+
 /* Whether other holders should be asked rather than this one. */
 static bool is_passed_over(const struct holder *holder)
 {
-    const struct fetch *fetch = fetch_from(holder);
-    uint32_t i, others = 0;
-    for (i = 0; i < fetch->op.n_flows; i++)
-        others += fetch->op.flows[i]->stream != NULL && !holder_at(fetch, i)->silent;
-    return holder->silent && others > 0;
+    return holder->silent && count_asked(fetch_from(holder)) > 0;
 }
 
 /* Makes room for the windows of `holders` more holders: 0 or PCCL_ENOMEM. */
@@ -218,18 +233,24 @@ static int grow_wants(struct fetch *fetch, uint32_t holders)
     return PCCL_OK;
 }
 
+/* Lets others be asked for what a holder owes. Whoever gives a leaf that came wrong before gives
+ * all of it, so that it can be told who is wrong: nobody else's answer counts. */
+static void return_want(struct fetch *fetch, struct want *want)
+{
+    want->former = want->leaf->wrong ? NULL : want->holder;
+    want->holder->outstanding--;
+    want->leaf->owner = NULL;
+    want->holder = NULL;
+    fetch->n_returned++;
+}
+
 /* Asks nothing more of a holder, and lets others be asked for what it owes. */
 static void return_wants(struct fetch *fetch, struct holder *holder)
 {
     uint32_t i;
-    for (i = 0; i < fetch->n_wants; i++) {
-        struct want *want = &fetch->wants[i];
-        if (want->leaf == NULL || want->holder != holder)
-            continue;
-        want->leaf->owner = NULL;
-        want->holder = NULL;
-        fetch->n_returned++;
-    }
+    for (i = 0; i < fetch->n_wants; i++)
+        if (fetch->wants[i].leaf != NULL && fetch->wants[i].holder == holder)
+            return_want(fetch, &fetch->wants[i]);
     if (holder->leaf != NULL) {
         holder->leaf->owner = NULL;
         holder->leaf->next = fetch->again;
@@ -240,7 +261,8 @@ static void return_wants(struct fetch *fetch, struct holder *holder)
     }
     fetch->delivered -= holder->delivered;
     holder->delivered = 0;
-    holder->outstanding = 0;
+    holder->quiet = 0;
+    assert(holder->outstanding == 0);
 }
 
 /* Lets others be asked for what holders owe that are gone. */
@@ -274,19 +296,52 @@ static bool return_all(struct fetch *fetch)
     return any;
 }
 
+/* Lets what was overtaken be asked for again. */
+static void return_overtaken(struct fetch *fetch)
+{
+    uint32_t i;
+    for (i = 0; i < fetch->n_wants; i++) {
+        struct want *want = &fetch->wants[i];
+        if (want->leaf == NULL || want->holder == NULL || want->leaf->owner != NULL)
+            continue;
+        want->overtaken += want->overtaken > 0 || want->number < want->holder->answered;
+        if (want->repeated < REPEATED_MAX && want->overtaken > fetch->patience << want->repeated) {
+            want->repeated++;
+            return_want(fetch, want);
+        }
+    }
+}
+
+/* Lets what a holder owes that is silent be asked of the others, which are not. */
+static void return_quiet(struct fetch *fetch)
+{
+    uint32_t i;
+    for (i = 0; i < fetch->op.n_flows; i++) {
+        struct holder *holder = holder_at(fetch, i);
+        if (holder->outstanding == 0 || ++holder->quiet <= 2 * fetch->patience)
+            continue;
+        holder->silent = true;
+        return_wants(fetch, holder);
+    }
+}
+
 /* REMIND */
 static void remind(struct fetch *fetch, uint64_t limit)
 {
-    uint32_t n = fetch->reminders;
-    if (!fetch->op.started || fetch->op.complete)
-        return;
-    fetch->reminders++;
-    if (n > 0 && n >= limit) {
+    uint32_t n = fetch->reminders++ / fetch->patience;
+    bool due = fetch->reminders % fetch->patience == 1 && n > 0 && (n & (n - 1)) == 0;
+    if (!fetch->op.started || fetch->op.complete) {
+        fetch->reminders = 0;
+    } else if (fetch->reminders > limit) {
         fetch->reminders = 0;
         op_report(&fetch->op, PCCL_ESTREAM, "its holders do not answer");
-    } else if (n > 0 && (n & (n - 1)) == 0) {
+    } else if (due) {
         if (!return_all(fetch))
             fetch->reminders = 1;    /* nothing is asked for: we wait for our own caller */
+        request_turns(fetch);
+    } else if (fetch->reminders <= fetch->patience) {    /* others have answered lately */
+        return_overtaken(fetch);
+        return_quiet(fetch);
         request_turns(fetch);
     }
 }
@@ -314,9 +369,11 @@ void fetch_lose(struct op *op, const struct stream *stream)
 static void begin_round(struct fetch *fetch, const pccl_order *order)
 {
     struct op *op = &fetch->op;
-    uint32_t chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
+    uint32_t i, chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
     op_forget_flows(op);
     return_lost(fetch);
+    for (i = 0; i < fetch->n_wants; i++)
+        fetch->wants[i].former = NULL;
     fetch->chunk = chunk > 0 ? chunk : 1;
     op->started = true;
     op->seq = order->seq;
@@ -385,18 +442,21 @@ static void count_delivery(struct holder *holder)
     }
 }
 
-/* A want that was returned, or NULL. */
-static struct want *find_returned(const struct fetch *fetch)
+/* A want that was returned and may be asked of this holder, or NULL. */
+static struct want *find_returned(const struct holder *holder)
 {
-    uint32_t i;
-    if (fetch->n_returned == 0)
-        return NULL;
-    for (i = 0; i < fetch->n_wants; i++) {
+    const struct fetch *fetch = fetch_from(holder);
+    uint32_t i, left = fetch->n_returned;
+    bool alone = count_asked(fetch) < 2;
+    for (i = 0; left > 0; i++) {
         struct want *want = &fetch->wants[i];
-        if (want->leaf != NULL && want->holder == NULL)
+        assert(i < fetch->n_wants);
+        if (want->leaf == NULL || want->holder != NULL)
+            continue;
+        left--;
+        if (want->former != holder || alone)
             return want;
     }
-    assert(!"the wants that were returned are counted");
     return NULL;
 }
 
@@ -415,19 +475,29 @@ static struct leaf *next_leaf(const struct holder *holder)
     return fetch->cursor < fetch->n_leaves ? &fetch->leaves[fetch->cursor] : NULL;
 }
 
+/* Whether there is room for another want. What was returned to others takes some of it. */
+static bool has_room(const struct fetch *fetch)
+{
+    uint32_t i, n = fetch->n_returned;
+    for (i = 0; i < fetch->op.n_flows; i++)
+        n += holder_at(fetch, i)->outstanding;
+    return n < fetch->n_wants;
+}
+
 static struct range next_range(const struct holder *holder)
 {
     const struct fetch *fetch = fetch_from(holder);
     struct range range = {0};
     uint64_t left;
-    range.returned = find_returned(fetch);
+    range.returned = find_returned(holder);
     if (range.returned != NULL) {
         range.leaf = range.returned->leaf;
         range.offset = range.returned->offset;
         range.length = range.returned->length;
         return range;
     }
-    range.leaf = next_leaf(holder);
+    if (has_room(fetch))
+        range.leaf = next_leaf(holder);
     if (range.leaf != NULL) {
         left = range.leaf->bytes - range.leaf->requested;
         range.offset = range.leaf->offset + range.leaf->requested;
@@ -451,8 +521,10 @@ static void note_request(struct holder *holder, const struct range *range)
     struct fetch *fetch = fetch_from(holder);
     struct want *want = range->returned;
     holder->outstanding++;
+    fetch->requests++;
     if (want != NULL) {
         want->holder = holder;
+        want->number = fetch->requests;
         fetch->n_returned--;
         return;
     }
@@ -467,6 +539,9 @@ static void note_request(struct holder *holder, const struct range *range)
     want = free_want(fetch);
     want->leaf = range->leaf;
     want->holder = holder;
+    want->former = NULL;
+    want->number = fetch->requests;
+    want->overtaken = want->repeated = 0;
     want->offset = range->offset;
     want->length = range->length;
 }
@@ -501,15 +576,15 @@ enum turn fetch_send(struct flow *flow)
 
 /* ---- data ---- */
 
-/* The request under way to a holder that this data answers, or NULL. */
+/* The request under way to a holder, or to it before, that this data answers; or NULL. */
 static struct want *find_want(const struct fetch *fetch, const struct holder *holder,
                               const struct wire_header *header)
 {
     uint32_t i;
     for (i = 0; i < fetch->n_wants; i++) {
         struct want *want = &fetch->wants[i];
-        if (want->leaf != NULL && want->holder == holder && want->offset == header->offset
-            && want->length == header->length
+        if (want->leaf != NULL && (want->holder == holder || want->former == holder)
+            && want->offset == header->offset && want->length == header->length
             && fetch->pieces.piece[want->leaf->piece].piece == header->piece)
             return want;
     }
@@ -542,6 +617,30 @@ static struct want *judge_data(const struct fetch *fetch, const struct wire_head
     return holder->flow.stream != NULL ? find_want(fetch, holder, header) : NULL;
 }
 
+/* Notes that a holder has answered a want, which is free now. */
+static void note_answer(struct holder *holder, struct want *want)
+{
+    struct fetch *fetch = fetch_from(holder);
+    uint32_t gap = 2 * fetch->reminders;
+    if (want->overtaken > fetch->patience + 2 && want->overtaken > gap)
+        gap = want->overtaken;       /* to ask again did not help: all lanes are that slow */
+    if (want->holder == NULL) {
+        fetch->n_returned--;
+    } else {
+        want->holder->outstanding--;
+        flow_request_turn(&want->holder->flow);
+    }
+    if (want->holder == holder && want->number > holder->answered)
+        holder->answered = want->number;
+    want->leaf = NULL;
+    want->holder = want->former = NULL;
+    holder->silent = false;
+    holder->quiet = 0;
+    fetch->reminders = 0;
+    if (gap > fetch->patience)
+        fetch->patience = gap < PATIENCE_MAX ? gap : PATIENCE_MAX;
+}
+
 void fetch_take(struct op *op, const struct wire_header *header, struct packet **packet)
 {
     struct fetch *fetch = fetch_of(op);
@@ -554,17 +653,13 @@ void fetch_take(struct op *op, const struct wire_header *header, struct packet *
         op->ops->dropped++;
         return;
     }
-    holder = want->holder;
+    holder = holder_at(fetch, header->hop);
     leaf = want->leaf;
     piece = &fetch->pieces.piece[leaf->piece];
     memcpy((unsigned char *)piece->data + want->offset,
            packet_payload(op->source.zmq, *packet), (size_t)bytes);
-    want->leaf = NULL;
-    want->holder = NULL;
+    note_answer(holder, want);
     op->rx_bytes += piece->uncounted ? 0 : bytes;
-    holder->outstanding--;
-    holder->silent = false;
-    fetch->reminders = 0;
     count_delivery(holder);
     flow_request_turn(&holder->flow);
     if (leaf->source == FROM_NOBODY)

@@ -12,6 +12,7 @@ enum leaf_state { LEAF_MISSING, LEAF_ARRIVED, LEAF_PROVEN };
 struct leaf {
     struct leaf *next;       /* among those to be requested again */
     enum leaf_state state;
+    bool wrong;              /* it came wrong once */
     uint32_t piece;          /* index into pieces */
     uint32_t source;         /* index of the holder that gave it; or of nobody or several */
     uint64_t offset, bytes;  /* of the piece */
@@ -24,6 +25,10 @@ struct leaf {
 struct want {
     struct leaf *leaf;       /* NULL: free */
     struct holder *holder;   /* NULL: nobody is asked for it at present */
+    struct holder *former;   /* that was asked before, and may still answer; or NULL */
+    uint64_t number;         /* of the request, in order */
+    uint32_t overtaken;      /* reminders since its holder has answered a later request */
+    uint32_t repeated;       /* times that it was asked for again because of that */
     uint64_t offset;         /* of the piece */
     uint32_t length;
 };
@@ -41,7 +46,9 @@ struct fetch {
     struct want *wants;
     uint32_t n_wants, n_returned;       /* of these, without a holder */
     uint32_t delivered;      /* by all holders lately */
+    uint64_t requests;       /* made so far */
     uint32_t reminders;      /* since anything has come */
+    uint32_t patience;       /* reminders after which a request is late */
 };
 
 /* Whoever holds the pieces. */
@@ -50,6 +57,8 @@ struct holder {
     uint32_t slot;           /* ours there */
     uint32_t outstanding;    /* requests under way, */
     uint32_t delivered;      /* and answered lately */
+    uint32_t quiet;          /* reminders for which it has owed answers, and given none */
+    uint64_t answered;       /* the latest request that it has answered */
     struct leaf *leaf;       /* that nobody else may be asked for, not wholly requested */
     bool silent;             /* it did not answer in time: asked only if no other does either */
 };

@@ -28,7 +28,7 @@ struct socket;
 struct lane {
     struct socket *to;               /* NULL: not connected, or cut */
     char endpoint[NAME_MAX_BYTES];
-    bool up;
+    bool up, stalled;
     struct queue queue;
 };
 
@@ -437,7 +437,8 @@ static struct message *pick_message(struct socket *pull)
     for (i = 0; i < world.n_sockets; i++)
         for (j = 0; j < world.sockets[i]->n_lanes; j++) {
             struct lane *lane = &world.sockets[i]->lanes[j];
-            if (lane->to == pull && lane->queue.n > 0 && fake_random(++n) == 0)
+            bool any = lane->to == pull && lane->queue.n > 0 && !lane->stalled;
+            if (any && fake_random(++n) == 0)
                 picked = &lane->queue;
         }
     return picked != NULL ? take(picked) : NULL;
@@ -572,6 +573,20 @@ bool fake_cut(const char *endpoint)
             }
         }
     return false;
+}
+
+void fake_stall(const char *endpoint, bool stalled)
+{
+    unsigned i;
+    int j;
+    for (i = 0; i < world.n_sockets; i++)
+        for (j = 0; j < world.sockets[i]->n_lanes; j++) {
+            struct lane *lane = &world.sockets[i]->lanes[j];
+            if (lane->to != NULL && strcmp(lane->endpoint, endpoint) == 0) {
+                lane->stalled = stalled;
+                return;
+            }
+        }
 }
 
 void fake_fail_call(int nth)

@@ -31,6 +31,9 @@ void fake_refuse(unsigned percent);
 /* Lets time pass: connections are established, bytes are released. Whether any still has to be. */
 bool fake_tick(void);
 
+/* Holds back what the first lane to the endpoint has, and gets from now on; or no more. */
+void fake_stall(const char *endpoint, bool stalled);
+
 /* Cuts a lane that leads to the endpoint and drops what is queued in it. False if there is none. */
 bool fake_cut(const char *endpoint);
 

@@ -28,7 +28,7 @@ static void test_lost_requests(void)
         CHECK(pccl_engine_dropped(peers.peer[1].engine) > 0);
         enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
         start(1, SERVE_OP, 1, 7);
-        remind(1);
+        remind(2);
         CHECK(!is_complete());
         remind(1);
         CHECK(is_complete() && has_arrived());
@@ -52,10 +52,112 @@ static void test_silent_holder(void)
         start(0, FETCH_OP, 2, 7);
         peers_run(&peers);
         CHECK(!is_complete());
-        remind(2);
+        remind(3);
         CHECK(is_complete() && has_arrived());
         peers_close(&peers);
     }
+}
+
+/* Registers holders that send one chunk for each ALLOW, and says START to all. */
+static void open_slow_star(int holders, uint64_t seed)
+{
+    pccl_order order = {0};
+    int who;
+    open_star(holders, seed);
+    enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
+    for (who = 1; who <= holders; who++) {
+        order.kind = PCCL_REGISTER;
+        order.op = SERVE_OP;
+        order.op_kind = PCCL_SERVE;
+        order.run = TEST_RUN;
+        order.tag = TAG;
+        order.min_seq = SEQ - 1;
+        order.pieces = offered;
+        order.n_pieces = PIECES;
+        order.limit = CHUNK;
+        peers_order(&peers, who, &order);
+        start(who, SERVE_OP, 1, 7);
+    }
+    start(0, FETCH_OP, (uint32_t)holders, 7);
+    peers_run(&peers);
+}
+
+static void allow(int who)
+{
+    pccl_order order = {0};
+    order.kind = PCCL_ALLOW;
+    order.op = SERVE_OP;
+    order.limit = CHUNK;
+    peers_order(&peers, who, &order);
+    peers_run(&peers);
+}
+
+static bool is_served(int who)
+{
+    const pccl_event *event;
+    peers_end(&peers, who, PCCL_COMMIT, SERVE_OP);
+    peers_run(&peers);
+    event = peers_event(&peers, who, PCCL_SETTLED, SERVE_OP);
+    return event != NULL && event->tx_bytes > 0;
+}
+
+/* One of several lanes stands still, while the others go on: what is in it is asked for again long
+ * before the end, whoever holds it. The end does not wait for it. */
+static void test_stuck_lane(void)
+{
+    uint64_t seed;
+    int holders, i, who;
+    for (seed = 1; seed <= 20; seed++) {
+        holders = 1 + (int)(seed / 2 % 2);
+        open_slow_star(holders, seed);
+        fake_stall(peers.peer[0].endpoint, true);
+        for (i = 0; i < 200 && !is_complete(); i++) {
+            for (who = 1; who <= holders; who++)
+                allow(who);
+            if (i < 30)
+                remind(1);
+        }
+        CHECK(is_complete() && has_arrived());
+        fake_stall(peers.peer[0].endpoint, false);
+        for (who = 1; who <= holders; who++)
+            CHECK(is_served(who));
+        CHECK(has_arrived());
+        peers_close(&peers);
+    }
+}
+
+/* One of two holders falls silent in the middle: the other one is asked for what it owes, long
+ * before there is nothing else to ask for. */
+static void test_holder_that_falls_silent(void)
+{
+    int i;
+    open_slow_star(2, 4);
+    for (i = 0; i < 200 && !is_complete(); i++) {
+        if (i < 3)
+            allow(1);
+        allow(2);
+        if (i < 15)
+            remind(1);
+    }
+    CHECK(is_complete() && has_arrived());
+    peers_close(&peers);
+}
+
+/* An answer that comes at last from the holder that was asked first counts, too. */
+static void test_late_answer(void)
+{
+    int i;
+    open_slow_star(2, 6);
+    remind(3);                           /* all that both owe is asked of the other one */
+    for (i = 0; i < 3; i++)
+        allow(1);
+    CHECK(pccl_engine_dropped(peers.peer[0].engine) == 0);
+    for (i = 0; i < 200 && !is_complete(); i++) {
+        allow(1);
+        remind(1);
+    }
+    CHECK(is_complete() && has_arrived());
+    peers_close(&peers);
 }
 
 /* Both are silent for a while; then the one that fell silent first answers after all. */
@@ -78,28 +180,11 @@ static void test_all_silent(void)
 /* An answer that is only slow is not asked for twice, and reminders in between cost nothing. */
 static void test_slow_answers(void)
 {
-    pccl_order order = {0};
     int i;
-    open_star(1, 5);
-    enroll(0, FETCH_OP, PCCL_FETCH, wanted, PIECES);
-    order.kind = PCCL_REGISTER;
-    order.op = SERVE_OP;
-    order.op_kind = PCCL_SERVE;
-    order.run = TEST_RUN;
-    order.tag = TAG;
-    order.min_seq = SEQ - 1;
-    order.pieces = offered;
-    order.n_pieces = PIECES;
-    order.limit = CHUNK;
-    peers_order(&peers, 1, &order);
-    start(1, SERVE_OP, 1, 7);
-    start(0, FETCH_OP, 1, 7);
-    peers_run(&peers);
-    order.kind = PCCL_ALLOW;
+    open_slow_star(1, 5);
     for (i = 0; i < 200 && !is_complete(); i++) {
         remind(i % 5 == 0 ? 3 : 1);      /* now and then it is too slow for a reminder */
-        peers_order(&peers, 1, &order);
-        peers_run(&peers);
+        allow(1);
     }
     CHECK(is_complete() && has_arrived());
     peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
@@ -206,6 +291,9 @@ int main(void)
 {
     test_lost_requests();
     test_silent_holder();
+    test_stuck_lane();
+    test_holder_that_falls_silent();
+    test_late_answer();
     test_all_silent();
     test_slow_answers();
     test_no_answer();

@@ -37,8 +37,8 @@ STREAM_LATE_S = 1.0  # after libzmq's own time limit, which comes first because 
 
 SERVE_INTERVAL_S = 0.02  # in each of which PCCL_SYNC_MBITS is kept
 TRANSFER_FAILURE_S = 0.1  # until the first failure is reported; four times as long each time
-REMIND_S = 5.0  # without an answer, after which requests are repeated
-REMINDERS_MAX = 64  # after which holders that have not answered count as lost
+REMIND_S = 0.5  # between two looks at which requests are late, and are to be repeated
+REMINDERS_MAX = 640  # without any answer, after which the holders count as lost
 PROGRESS_S = 0.1  # between calls of the caller's callback
 PROGRESS_LOG_S = 5.0  # between lines in the log
 PROBE_CONNECT_S = 5.0  # for the first bytes of a probe; then its rate is 0
