@@ -427,11 +427,13 @@ class Communicator(Exchanges):
     ) -> ReduceInfo:
         """Runs several all-reduces, a few at a time, and repeats each until it commits.
 
-        Each collective is averaged over its own contributors, which may differ between collectives
-        if a peer is lost in between.
+        Neighbours in the list with the same operation, element type and quantization are bundled
+        into one collective, of up to 16 MiB. Each one is averaged over its own contributors, which
+        may differ between collectives if a peer is lost in between.
 
         Args:
-            descriptors: in the same order on all peers, with different tags.
+            descriptors: the same in the same order on all peers, which must all make this call;
+                with different tags.
             max_in_flight: how many collectives run at the same time.
             timeout: seconds for all of them; those that have not committed by then fail.
 

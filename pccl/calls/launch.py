@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pccl.calls.ranks import KnownRanks
 from pccl.calls.standing import Standing
@@ -52,16 +52,21 @@ class Launch:
 
     Args:
         name: name of the API call.
-        tag: tag of the collective.
+        tags: those that it occupies; the first one is that of the collective.
         client: the peer.
         standing: registers the collective until it is awaited.
         ranks: the ranks that the program knows.
     """
 
     def __init__(
-        self, name: str, tag: int, client: Client, standing: Standing, ranks: KnownRanks
+        self,
+        name: str,
+        tags: Sequence[int],
+        client: Client,
+        standing: Standing,
+        ranks: KnownRanks,
     ) -> None:
-        self._name, self._tag = name, tag
+        self._name, self._tags = name, tags
         self._client, self._standing, self._ranks = client, standing, ranks
         self.call = client.call()
         self.end: End | None = None
@@ -76,9 +81,10 @@ class Launch:
             PCCLError: a call in progress on this peer excludes it.
             UnsupportedError: an array is on a device that does not exist.
         """
-        self._standing.enter(self._name, self.call, self._tag)
+        for tag in self._tags:
+            self._standing.enter(self._name, self.call, tag)
         work, self._bring_back = on_host(work)
-        self._client.collective(self.call, self._tag, work, stuck)
+        self._client.collective(self.call, self._tags[0], work, stuck)
 
     def finish(self, deadline: Deadline) -> End:
         """Waits for the answer. Several threads may."""

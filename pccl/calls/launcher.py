@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pccl.calls import operands
+from pccl.calls.bundles import bundles
 from pccl.calls.handle import AsyncReduceHandle
 from pccl.calls.launch import Launch, info
 from pccl.calls.membership import Membership
@@ -70,23 +71,25 @@ class Launcher:
         max_in_flight: int,
         timeout: float | None,
     ) -> ReduceInfo:
-        """Runs several all-reduces, a few at a time, and repeats each until it commits."""
+        """Runs several all-reduces, in bundles, and repeats each bundle until it commits."""
         deadline = Deadline(timeout)
         if not descriptors:
             raise error_for(Result.INVALID_ARGUMENT, name, "the list of descriptors is empty")
         if max_in_flight < 1:
             why = f"max_in_flight is {max_in_flight}: it must be at least 1"
             raise error_for(Result.INVALID_ARGUMENT, name, why)
-        waiting = list(range(len(descriptors)))
+        parts = bundles(descriptors)
+        waiting = list(range(len(parts)))
         in_flight: list[tuple[int, Launch]] = []
         world_size = tx_bytes = rx_bytes = 0
         try:
             while waiting or in_flight:
                 while waiting and len(in_flight) < max_in_flight:
                     index = waiting.pop(0)
-                    launch = self._prepare(name, descriptors[index].reduce_descriptor.tag)
+                    tags = [each.reduce_descriptor.tag for each in parts[index]]
+                    launch = self._prepare(name, *tags)
                     in_flight.append((index, launch))
-                    launch.begin(operands.of_descriptor(descriptors[index]))
+                    launch.begin(operands.of_descriptors(parts[index]))
                 index, launch = in_flight[0]
                 end = launch.finish(deadline)
                 del in_flight[0]
@@ -108,9 +111,10 @@ class Launcher:
             raise
         return ReduceInfo(world_size, tx_bytes, rx_bytes)
 
-    def _prepare(self, name: str, tag: int) -> Launch:
-        if not 0 <= tag < 1 << 64:
-            raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
+    def _prepare(self, name: str, *tags: int) -> Launch:
+        for tag in tags:
+            if not 0 <= tag < 1 << 64:
+                raise OverflowError(f"tag is {tag}: it must be in 0 to 2**64 - 1")
         membership = self._membership
         client = membership.one_of_several(name)
-        return Launch(name, tag, client, membership.standing, membership.ranks)
+        return Launch(name, tags, client, membership.standing, membership.ranks)

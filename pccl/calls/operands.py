@@ -94,12 +94,22 @@ def quantization_of(
     return QuantizationOptions.of(name)
 
 
-def of_descriptor(descriptor: ReduceOpDescriptor) -> Operands:
-    """The operands of an all-reduce of unchecked addresses.
+def of_descriptors(descriptors: Sequence[ReduceOpDescriptor]) -> Operands:
+    """The operands of one all-reduce of unchecked addresses: of the same operation, and so on.
 
     Raises:
         PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
+        ValueError: they overlap.
     """
+    work = descriptors[0].reduce_descriptor
+    each = [_of_descriptor(descriptor) for descriptor in descriptors]
+    given = Several([], [], len(each) > 1)
+    return make(
+        CollectiveKind.ALL_REDUCE, given, each, op=work.op, options=work.quantization_options
+    )
+
+
+def _of_descriptor(descriptor: ReduceOpDescriptor) -> Operand:
     work = descriptor.reduce_descriptor
     dtype = work.operand_descriptor.datatype
 
@@ -109,7 +119,7 @@ def of_descriptor(descriptor: ReduceOpDescriptor) -> Operands:
 
     owners = descriptor._owners or (None, None)
     send, recv = at(descriptor.sendbuf_ptr, owners[0]), at(descriptor.recvbuf_ptr, owners[1])
-    return of_buffers(send, recv, work.op, work.quantization_options)
+    return Operand(send, recv, work.count)
 
 
 def of_buffers(
