@@ -1,0 +1,50 @@
+"""DiLoCo over slow links: the exchange of one round runs while the next one trains.
+
+    pccl master &
+    python examples/delayed.py --seed 1 &
+    python examples/delayed.py --seed 2 &
+
+Kill any of them, start more of them. A step is one round old, so it should be smaller than that of
+examples/diloco.py; with mode="eager" it need not be.
+"""
+
+from __future__ import annotations
+
+import torch
+from language import Model, Text, options
+
+import pccl
+from pccl.diloco import DiLoCo
+
+
+def main(words: list[str] | None = None) -> None:
+    """Trains until the run has taken `--steps` outer steps."""
+    args = options(__doc__ or "", steps=60, inner_steps=50).parse_args(words)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with pccl.Communicator(args.master_address) as comm:
+        diloco = DiLoCo(
+            comm,
+            model,
+            optimizer,
+            inner_steps=args.inner_steps,
+            mode="delayed",
+            outer_lr=0.3,
+            min_peers=args.min_peers,
+            alone="step",  # who has lost all others comes to the end too
+        )
+        for batch in Text(args.text).batches(32, args.seed):
+            loss = model.loss(batch)
+            loss.backward()
+            outer = diloco.step()
+            if outer:
+                waited = f"{outer.reduce_s:.3f} s of waiting in {outer.compute_s:.3f} s"
+                print(f"outer step {outer.outer_step}: loss {loss.item():.3f}, {waited}")
+            if diloco.outer_step >= args.steps:
+                break
+        diloco.finish()  # the mean that is under way
+        print(f"shared state: {diloco.state_digest()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

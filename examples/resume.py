@@ -1,0 +1,53 @@
+"""DiLoCo that outlives all its peers: each saves a file now and then, and begins with it.
+
+    pccl master &
+    python examples/resume.py /tmp/first --seed 1 &
+    python examples/resume.py /tmp/second --seed 2 &
+
+Kill all of them and start them again, or more of them, or fewer: they go on from the latest file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from language import Model, Text, options
+
+import pccl
+from pccl.diloco import DiLoCo
+
+
+def main(words: list[str] | None = None) -> None:
+    """Trains until the run has taken `--steps` outer steps."""
+    parser = options(__doc__ or "", steps=60, inner_steps=50, save_every=5)
+    parser.add_argument("file", type=Path, help="of this peer")
+    args = parser.parse_args(words)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    with pccl.Communicator(args.master_address) as comm:
+        diloco = DiLoCo(
+            comm,
+            model,
+            optimizer,
+            inner_steps=args.inner_steps,
+            min_peers=args.min_peers,
+            alone="step",
+            state=args.file if args.file.exists() else None,
+        )
+        print(f"begins at outer step {diloco.outer_step}", flush=True)
+        seed = args.seed + 1000 * diloco.outer_step  # not the samples of the beginning once more
+        for batch in Text(args.text).batches(32, seed):
+            if diloco.outer_step >= args.steps:
+                break
+            loss = model.loss(batch)
+            loss.backward()
+            outer = diloco.step()
+            if outer and outer.outer_step % args.save_every == 0:
+                diloco.save(args.file)  # atomic
+                print(f"outer step {outer.outer_step}: loss {loss.item():.3f}, saved", flush=True)
+        print(f"shared state: {diloco.state_digest()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The examples that train on a text: each between two peers, which are threads."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+PATIENCE_S = 40.0
+LAST = ("shared state: ", "weights ")
+
+
+@pytest.fixture
+def main(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+    """The example of this name, and not its neighbours under names that others may have."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    spec = importlib.util.spec_from_file_location(request.param, EXAMPLES / f"{request.param}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module.main
+    sys.modules.pop("language", None)
+
+
+def both(main: Callable, *words: list[str]) -> None:
+    """Two peers; the first error of either."""
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(main, own) for own in words]:
+            done.result(PATIENCE_S)
+
+
+SMALL = {
+    "data_parallel": ["--samples", "900", "--batch", "32"],
+    "delayed": ["--steps", "3", "--inner-steps", "3"],
+    "sparse": ["--steps", "3", "--inner-steps", "3"],
+}
+
+
+@pytest.mark.parametrize("main", SMALL, indirect=True)
+def test_both_peers_end_with_the_same_bits(
+    main: Callable,
+    address: str,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
+) -> None:
+    words = ["--master-address", address, *SMALL[request.node.callspec.params["main"]]]
+    both(main, [*words, "--seed", "1"], [*words, "--seed", "2"])
+    last = [line for line in capsys.readouterr().out.splitlines() if line.startswith(LAST)]
+    assert len(last) == 2 and last[0] == last[1]
+
+
+@pytest.mark.parametrize("main", ["resume"], indirect=True)
+def test_a_run_goes_on_from_its_files(
+    main: Callable, address: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def words(number: int, steps: int) -> list[str]:
+        own = [str(tmp_path / str(number)), "--seed", str(number), "--steps", str(steps)]
+        return [*own, "--master-address", address, "--inner-steps", "2", "--save-every", "2"]
+
+    both(main, words(1, 2), words(2, 2))
+    both(main, words(1, 4), words(2, 4))
+    said = capsys.readouterr().out.splitlines()
+    begins = [line for line in said if line.startswith("begins")]
+    assert begins == [f"begins at outer step {step}" for step in (0, 0, 2, 2)]
+
+
+def test_the_examples_of_training_are_short() -> None:
+    lengths = {name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in SMALL}
+    assert all(length < 80 for length in lengths.values()), lengths
