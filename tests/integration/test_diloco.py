@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scripts
 
 torch = pytest.importorskip("torch")
 
@@ -20,7 +21,6 @@ from outer import DEADLINE_S, Deserter, Left, Model, N, make, random, refuse, to
 
 import pccl  # noqa: E402
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "diloco.py"
 
 pytestmark = pytest.mark.timeout(60)
@@ -422,25 +422,19 @@ def test_a_newcomer_with_another_model_is_refused_alone(address: str) -> None:
 class Process:
     """A process that trains, and the lines that it prints."""
 
-    def __init__(self, *words: str, threads: int) -> None:
+    def __init__(self, process: Any) -> None:
         self.lines: list[str] = []
         self._news = threading.Condition()
-        self._process = subprocess.Popen(
-            [sys.executable, *words],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(SUPPORT)},
-        )
+        self._process = process
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        with self._process.stdout as stdout:
-            for line in stdout:
-                with self._news:
-                    self.lines.append(line.strip())
-                    self._news.notify_all()
+        for line in self._process.stdout:
+            with self._news:
+                self.lines.append(line.strip())
+                self._news.notify_all()
 
     def wait_for(self, line: str) -> None:
         with self._news:
@@ -451,6 +445,9 @@ class Process:
         self._process.kill()
         self._process.wait()
         self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def last_line(self) -> str:
         assert self._process.wait(DEADLINE_S) == 0
@@ -459,14 +456,15 @@ class Process:
 
 
 @pytest.fixture
-def spawn() -> Iterator[Callable[..., Process]]:
+def watch() -> Iterator[Callable[..., Process]]:
+    """watch(process): what it prints; it is killed in the end."""
     processes: list[Process] = []
 
-    def start(*words: str, threads: int) -> Process:
-        processes.append(Process(*words, threads=threads))
+    def one(process: Any) -> Process:
+        processes.append(Process(process))
         return processes[-1]
 
-    yield start
+    yield one
     for process in processes:
         process.kill()
 
@@ -480,27 +478,37 @@ def spawn() -> Iterator[Callable[..., Process]]:
     ],
 )
 def test_the_example_ends_with_the_same_bits_whatever_the_threads(
-    address: str, spawn: Callable[..., Process], options: list[str]
+    address: str, watch: Callable[..., Process], options: list[str]
 ) -> None:
-    words = [str(EXAMPLE), "--master-address", address, "--steps", "10", "--inner-steps", "10"]
-    words += options
-    peers = [spawn(*words, "--seed", str(n), threads=n) for n in (1, 2)]
+    command = [sys.executable, str(EXAMPLE), "--master-address", address, *options]
+    command += ["--steps", "10", "--inner-steps", "10"]
+
+    def peer(n: int) -> Process:
+        words = [*command, "--seed", str(n)]
+        env = {**os.environ, "OMP_NUM_THREADS": str(n)}
+        return watch(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env))
+
+    peers = [peer(1), peer(2)]
     ours, theirs = (peer.last_line() for peer in peers)
     assert ours.startswith("shared state: ") and ours == theirs
 
 
-def test_a_process_is_killed_and_another_joins(address: str, spawn: Callable[..., Process]) -> None:
-    founders = [spawn(__file__, address, "founder", threads=1) for _ in range(3)]
+def test_a_process_is_killed_and_another_joins(address: str, watch: Callable[..., Process]) -> None:
+    def train(role: str, threads: int) -> Process:
+        return watch(scripts.start(__file__, address, role, threads))
+
+    founders = [train("founder", 1) for _ in range(3)]
     founders[0].wait_for("mean of 3")
     founders[2].kill()
     founders[0].wait_for("mean of 2")
-    newcomer = spawn(__file__, address, "newcomer", threads=2)
+    newcomer = train("newcomer", 2)
     digests = {process.last_line() for process in (*founders[:2], newcomer)}
     assert len(digests) == 1 and len(digests.pop()) == 32
 
 
-def train_until_replaced(address: str, role: str) -> None:
+def train_until_replaced(address: str, role: str, threads: str) -> None:
     """Trains until three peers were averaged, for a founder: again, after a time with fewer."""
+    torch.set_num_threads(int(threads))
     model = Model(os.getpid() % 7)
     with pccl.Communicator(address) as comm:
         diloco = make(comm, model, min_peers=3)

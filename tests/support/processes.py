@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import scripts
+
 Report = dict[str, Any]
 
 
@@ -23,9 +25,9 @@ class Reporter:
         self.reports: list[Report] = []
         self._patience_s = patience_s
         self.news: queue.Queue[Report | None] = queue.Queue()
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), *map(str, words)], stdout=subprocess.PIPE, text=True
-        )
+        self.process = scripts.start(script, *words)
+        assert self.process.stdin is not None
+        self.process.stdin.close()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import scripts
 
 SCRIPT = Path(__file__).with_name("puppet.py")
 PATIENCE_S = 40.0
@@ -22,19 +21,7 @@ class Puppet:
     """A peer process that makes the calls it is told to (puppet.py)."""
 
     def __init__(self, master: str, group: int = 0, pool_size: int = 0, **env: str) -> None:
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                str(SCRIPT),
-                master,
-                str(group),
-                str(pool_size),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **env},
-        )
+        self.process = scripts.start(SCRIPT, master, group, pool_size, env=env)
         self._answers: queue.Queue[Answer] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
