@@ -32,12 +32,13 @@ import test_ghosts
 import test_hostile
 import test_master_rules
 import test_recovery
+import test_rows
 import test_status
 import test_sync_rules
 import trainers
 modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
-    test_status, test_epochs,
+    test_status, test_epochs, test_rows,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)

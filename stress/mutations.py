@@ -125,6 +125,31 @@ MUTANTS = [
         "",
     ),
     Mutant(
+        "rows that are given are those that are taken",
+        "        found = misfit(rows)\n",
+        "        found = None\n",
+    ),
+    Mutant(
+        "rows go by ranks, and those are positions in the ring",
+        "order = [number for number in rings[0].order if votes",
+        "order = [number for number in sorted(votes) if votes",
+    ),
+    Mutant(
+        "who says how many rows meets only who says so too",
+        "if asked == requested and alike and (first.rows is None) == (mine.rows is None):",
+        "if asked == requested and alike:",
+    ),
+    Mutant(
+        "numbers of rows are as many as there are members",
+        "len(gives) == len(takes) == work.members",
+        "len(gives) == len(takes)",
+    ),
+    Mutant(
+        "uneven rows do not show that a ring works",
+        "if data is None and even and goes_around(work):",
+        "if data is None and goes_around(work):",
+    ),
+    Mutant(
         "ranks that have changed unseen are an error",
         "work.members not in (0, len(round_.votes))",
         "work.members == 1",

@@ -3,6 +3,7 @@ each other different rows."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from pccl.calls import operands, rows
@@ -168,7 +169,14 @@ class Exchanges:
         return self._launcher.launch("scatter_async", work, tag, result)
 
     def all_to_all(
-        self, send: A, recv: A | None = None, *, tag: int = 0, timeout: float | None = None
+        self,
+        send: A,
+        recv: A | None = None,
+        *,
+        send_rows: Sequence[int] | None = None,
+        recv_rows: Sequence[int] | None = None,
+        tag: int = 0,
+        timeout: float | None = None,
     ) -> A:
         """Gives each peer of the group its part of this peer's array, and takes one from each.
 
@@ -177,6 +185,10 @@ class Exchanges:
                 `world_size`; the r-th part of it is for rank r.
             recv: like `send` in form, dtypes, element counts and memory order; the r-th part is
                 from rank r. It must not overlap `send`. None: new arrays like `send`.
+            send_rows: how many rows of the first dimension are for each rank, the same for all
+                arrays of a list or dict; they add up to that dimension. The arrays must lie in C's
+                order then. None, together with `recv_rows`: equally many for each.
+            recv_rows: how many are from each rank: what that peer says in its `send_rows`.
             tag: as for `all_reduce`.
             timeout: seconds after which the collective fails, on all peers.
 
@@ -185,16 +197,25 @@ class Exchanges:
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError, AssertionError: the arrays do not match each other, overlap, or cannot be
-                divided.
+            MismatchError: INVALID_ARGUMENT: a peer takes another number of rows than one gives.
+            ValueError, AssertionError: the arrays do not match each other or the numbers of rows,
+                overlap, or cannot be divided.
         """
-        work, result = rows.all_to_all(send, recv, self._launcher.ranks("all_to_all"))
+        ranks = self._launcher.ranks("all_to_all")
+        work, result = rows.all_to_all(send, recv, send_rows, recv_rows, ranks)
         self._launcher.run("all_to_all", work, tag, timeout)
         return result
 
     def all_to_all_async(
-        self, send: Arrays, recv: Arrays | None = None, *, tag: int = 0
+        self,
+        send: Arrays,
+        recv: Arrays | None = None,
+        *,
+        send_rows: Sequence[int] | None = None,
+        recv_rows: Sequence[int] | None = None,
+        tag: int = 0,
     ) -> AsyncReduceHandle:
         """Launches `all_to_all` and returns at once; the handle's `result` is its return value."""
-        work, result = rows.all_to_all(send, recv, self._launcher.ranks("all_to_all_async"))
+        ranks = self._launcher.ranks("all_to_all_async")
+        work, result = rows.all_to_all(send, recv, send_rows, recv_rows, ranks)
         return self._launcher.launch("all_to_all_async", work, tag, result)

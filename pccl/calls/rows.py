@@ -6,6 +6,9 @@ has what is scattered. Invalid arguments raise here, before any other peer is in
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pccl.calls import operands
@@ -110,12 +113,23 @@ def _scatter_root(send: Arrays | None, recv: A | None, ranks: Ranks) -> tuple[Op
     return replace(work, send_rows=_one_each(ranks), recv_rows=own), result
 
 
-def all_to_all(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
+def all_to_all(
+    send: A,
+    recv: A | None,
+    send_rows: Sequence[int] | None,
+    recv_rows: Sequence[int] | None,
+    ranks: Ranks,
+) -> tuple[Operands, A]:
     """The operands of an all-to-all, and what receives: new arrays where `recv` is None.
 
     Raises:
-        ValueError, AssertionError: the arrays do not fit each other.
+        ValueError, AssertionError: the arrays do not fit each other, or the numbers of rows.
+        TypeError: such a number is none.
     """
+    if send_rows is not None and recv_rows is not None:
+        return _uneven_all_to_all(send, recv, send_rows, recv_rows, ranks)
+    if send_rows is not None or recv_rows is not None:
+        raise ValueError("give both send_rows and recv_rows, or neither")
     given = operands.several(send)
     if recv is None:
         recv = operands.in_the_form_of(send, given, [_like(array) for array in given.arrays])
@@ -130,6 +144,55 @@ def all_to_all(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
     work = operands.make(CollectiveKind.ALL_TO_ALL, given, each, members=ranks.members)
     rows = _one_each(ranks)
     return replace(work, send_rows=rows, recv_rows=rows), recv
+
+
+def _uneven_all_to_all(
+    send: A,
+    recv: A | None,
+    send_rows: Sequence[int],
+    recv_rows: Sequence[int],
+    ranks: Ranks,
+) -> tuple[Operands, A]:
+    gives, takes = _numbers("send_rows", send_rows, ranks), _numbers("recv_rows", recv_rows, ranks)
+    given = operands.several(send)
+    if recv is None:
+        made = [new((sum(takes), *array.shape[1:]), array) for array in given.arrays]
+        recv = operands.in_the_form_of(send, given, made)
+    targets = operands.matching(given, recv)
+    each = []
+    for source, target in zip(given.arrays, targets.arrays, strict=True):
+        same_kind(source, target)
+        sent, received = Buffer.of(source), Buffer.of(target, writable=True)
+        row = _row("send", source, sent, sum(gives))
+        if sent.dtype is not received.dtype or row != _row("recv", target, received, sum(takes)):
+            raise AssertionError(
+                f"a row of send is {row} elements of {sent.dtype.name}, and one of recv is not"
+            )
+        if sent.overlaps(received):
+            raise ValueError("send and recv overlap: an all_to_all cannot be in place")
+        each.append(Operand(sent, received, row))
+    work = operands.make(CollectiveKind.ALL_TO_ALL, given, each, members=ranks.members)
+    return replace(work, send_rows=gives, recv_rows=takes, uneven=True), recv
+
+
+def _numbers(name: str, rows: Sequence[int], ranks: Ranks) -> tuple[int, ...]:
+    numbers = tuple(map(operator.index, rows))
+    if len(numbers) != ranks.members or any(not 0 <= n < 1 << 48 for n in numbers):
+        raise ValueError(
+            f"{name} is {list(numbers)}: it must have a number of rows for each of the "
+            f"{ranks.members} peers of the group"
+        )
+    return numbers
+
+
+def _row(name: str, array: Array, buffer: Buffer, rows: int) -> int:
+    """The elements of a row of an array, which must have so many rows."""
+    if len(array.shape) == 0 or array.shape[0] != rows or buffer.layout is not None:
+        raise AssertionError(
+            f"{name} has the shape {tuple(array.shape)}, and lies in memory {buffer.order}: it "
+            f"must have {rows} rows, as {name}_rows says, in C's order"
+        )
+    return math.prod(array.shape[1:])
 
 
 def _check_rows(array: Array, whole: Buffer, members: int) -> None:

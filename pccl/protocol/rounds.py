@@ -89,6 +89,7 @@ class Vote(Generic[T]):
     payload: T
     data: bytes | None = None
     stuck: bool = False
+    rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # for each rank, and from each
     held: int = 0  # bytes, about, that it takes in memory
     since_s: float = 0.0  # when it was cast
 

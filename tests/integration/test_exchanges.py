@@ -147,6 +147,36 @@ def test_all_to_all(cluster: Cluster) -> None:
     cluster.each(job)
 
 
+def test_all_to_all_of_uneven_rows(cluster: Cluster) -> None:
+    size = len(cluster.comms)
+    counts = np.random.default_rng(1).integers(0, 4, (size, size)) * np.arange(size)[:, None]
+
+    def block(source: int, target: int, dtype: str, width: int) -> Array:
+        n = int(counts[source, target])
+        return make(dtype, n * width, 10 * source + target).reshape(n, width)
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        rank, peers = comm.rank, range(size)
+        gives, takes = counts[rank].tolist(), counts[:, rank].tolist()
+        for i, (dtype, width) in enumerate(
+            (("float32", 1), ("int8", 3), ("int64", 5000), ("float16", 0), ("uint8", 65))
+        ):
+            send = np.concatenate([block(rank, r, dtype, width) for r in peers])
+            expected = np.concatenate([block(r, rank, dtype, width) for r in peers])
+            recv = np.empty_like(expected) if i % 2 else None
+            got = comm.all_to_all(send, recv, send_rows=gives, recv_rows=takes)
+            np.testing.assert_array_equal(got, expected)
+            lists = comm.all_to_all_async([send, send], send_rows=gives, recv_rows=takes)
+            assert lists.wait()[0]
+            for each in lists.result:  # type: ignore[attr-defined]
+                np.testing.assert_array_equal(each, expected)
+        with pytest.raises(pccl.MismatchError, match=r"gives \d+ rows to peer .* which takes \d+"):
+            more = [*takes[:-1], takes[-1] + 1] if rank == 0 else takes
+            comm.all_to_all(np.ones(sum(gives)), send_rows=gives, recv_rows=more)
+
+    cluster.each(job)
+
+
 def test_lists_dicts_orders_in_memory_and_async_forms(cluster: Cluster) -> None:
     size = len(cluster.comms)
 
@@ -260,6 +290,20 @@ def test_arguments_that_cannot_be() -> None:
             (AssertionError, "multiple of the 2 peers", lambda: comm.all_to_all(np.array(1.0))),
             (AssertionError, "the outermost one", lambda: comm.all_to_all(x.T.copy().T)),
             (ValueError, "cannot be in place", lambda: comm.all_to_all(x, x)),
+            (ValueError, "both send_rows and", lambda: comm.all_to_all(x, send_rows=[2, 2])),
+            *(
+                (
+                    error,
+                    words,
+                    lambda gives=gives: comm.all_to_all(x, y, send_rows=gives, recv_rows=(0, 4)),
+                )
+                for error, words, gives in (
+                    (ValueError, "for each of the 2 peers", [4]),
+                    (ValueError, "for each of the 2 peers", [5, -1]),
+                    (TypeError, "float", [2.0, 2.0]),
+                    (AssertionError, "must have 3 rows", [2, 1]),
+                )
+            ),
             (AssertionError, "recv has 6", lambda: comm.all_to_all(x, y[:2])),
             (ValueError, "read-only", lambda: other.scatter(None, np.broadcast_to(1.0, (1,)))),
         ):

@@ -26,6 +26,7 @@ FROM_PEER: list[m.PeerMessage] = [
     m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1), b"data", 6),
     m.StartVote(7, 3, m.Work("broadcast", 0, 10, 6, layout="2x3/1,2")),
     m.StartVote(7, 3, m.Work("all_gather", 0, 0, 0, parts=PARTS)),
+    m.StartVote(7, 3, m.Work("all_to_all", 0, 10, 6, members=2), gives=(1, 1 << 40), takes=(0, 2)),
     m.FinishVote(9, True),
     m.FinishVote(9, False, "a stream was lost"),
     m.FinishVote(9, False, "no memory", m.Cause.MEMORY),
@@ -87,7 +88,9 @@ def test_master_messages_survive(message: m.MasterMessage) -> None:
 def test_golden_bytes() -> None:
     # Changing these breaks every older peer: raise PROTOCOL_VERSION if you must.
     start = m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000))
-    assert m.encode(start).hex() == "970407039aaa616c6c5f726564756365000acd03e80000000090a0c000c2"
+    assert (
+        m.encode(start).hex() == "990407039aaa616c6c5f726564756365000acd03e80000000090a0c000c29090"
+    )
     assert m.encode(m.FinishVote(9, True)).hex() == "950509c3a000"
     assert m.encode(m.Finished(9, True)).hex() == "954909c3a000"
 
@@ -145,5 +148,6 @@ def test_as_many_tensors_of_a_collective_as_fit_in_a_message() -> None:
     work = operands.all_reduce(fewer, fewer, pccl.ReduceOp.SUM, None).work
     parts = tuple(m.Part(one.dtype, (1 << 64) - 1, one.name) for one in work.parts)
     largest = msgspec.structs.replace(work, parts=parts)
-    vote = m.StartVote((1 << 64) - 1, (1 << 64) - 1, largest, None, (1 << 64) - 1, True)
+    most, rows_of_each = (1 << 64) - 1, ((1 << 64) - 1,) * m.MEMBERS_MAX
+    vote = m.StartVote(most, most, largest, None, most, True, rows_of_each, rows_of_each)
     assert len(m.encode(vote)) <= m.MESSAGE_BYTES_MAX

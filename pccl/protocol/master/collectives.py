@@ -13,7 +13,7 @@ from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox, plain
 from pccl.protocol.master.table import CollectiveTable, Running
-from pccl.protocol.master.work import goes_around, outdated
+from pccl.protocol.master.work import goes_around, misfit, outdated
 from pccl.protocol.rounds import Round
 from pccl.types import Result
 
@@ -72,6 +72,10 @@ class Collectives:
         if data is None:
             self._groups.repair(group_number)
         group = self._groups[group_number]
+        why = self._misfit(round_, group.planned)
+        if why:
+            self._outbox.fail_all(round_, Result.INVALID_ARGUMENT, why, m.Cause.MISMATCH)
+            return
         seq, epoch = self._numbers.take_seq(), group.epoch
         stable, final = 0, False
         if data is not None:
@@ -80,7 +84,8 @@ class Collectives:
             title = round_.describe(next(iter(round_.votes)))
             running = Running(seq, group_number, set(round_.votes), title)
             running.since_s = next(reversed(round_.votes.values())).since_s
-            if data is None and goes_around(work):
+            even = all(vote.rows is None for vote in round_.votes.values())
+            if data is None and even and goes_around(work):
                 running.around = epoch, group.planned
             self._table.add(running)
         else:
@@ -89,6 +94,21 @@ class Collectives:
         nonce = self._numbers.nonce_of_call(seq) if data is None else 0
         self._outbox.answer(
             round_, lambda call: m.Started(call, seq, epoch, data, final, stable, nonce)
+        )
+
+    def _misfit(self, round_: Round[object], rings: tuple[m.Ring, ...]) -> str:
+        """Why the rows that members give do not fit those that others take; empty if they do."""
+        votes = round_.votes
+        order = [number for number in rings[0].order if votes[number].rows is not None]
+        rows = [vote.rows for vote in map(votes.__getitem__, order) if vote.rows is not None]
+        found = misfit(rows)
+        if found is None:
+            return ""
+        giver, taker = (order[rank] for rank in found)
+        given, taken = rows[found[0]][0][found[1]], rows[found[1]][1][found[0]]
+        return (
+            f"in {round_.describe(giver)}, {self._membership.info(giver)} gives {given} rows to "
+            f"{self._membership.info(taker)}, which takes {taken}"
         )
 
     def _combined(self, work: m.Work, round_: Round[object]) -> bytes | None:

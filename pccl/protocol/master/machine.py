@@ -77,7 +77,7 @@ from pccl.protocol.master.status import Status, snapshot
 from pccl.protocol.master.stragglers import Stragglers
 from pccl.protocol.master.tally import Loss
 from pccl.protocol.master.voting import held
-from pccl.protocol.master.work import fits
+from pccl.protocol.master.work import are_rows, fits
 from pccl.protocol.rounds import PENDING, Kind, RoundId, Vote
 from pccl.types import Result
 from pccl.version import __version__
@@ -408,14 +408,17 @@ class Master:
             self.run.voting.enter(number, OPTIMIZE, Vote(vote.call, None, since_s=self.now_s))
 
     def _vote_start(self, number: int, vote: m.StartVote) -> None:
-        if vote.data is not None and not fits(vote.work, vote.data):
+        rows = (vote.gives, vote.takes) if vote.gives or vote.takes else None
+        if (vote.data is not None and not fits(vote.work, vote.data)) or (
+            rows is not None and not are_rows(vote.work, rows)
+        ):
             self._out_of_turn(number, vote)
             return
         peer = self.peers[number]
         peer.heard = max(peer.heard, vote.heard)
         round_id = RoundId(Kind.START, peer.info.group, vote.tag)
         entered: Vote[object] = Vote(
-            vote.call, vote.work, vote.data, vote.stuck, held(vote.work), self.now_s
+            vote.call, vote.work, vote.data, vote.stuck, rows, held(vote.work, rows), self.now_s
         )
         self.run.voting.enter(number, round_id, entered)
 

@@ -11,7 +11,7 @@ from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.membership import NAMES_MAX, Membership
 from pccl.protocol.master.outbox import Outbox, plain
 from pccl.protocol.master.table import CollectiveTable
-from pccl.protocol.master.work import outdated
+from pccl.protocol.master.work import Rows, outdated
 from pccl.protocol.rounds import (
     OPEN_MAX,
     PENDING,
@@ -25,15 +25,16 @@ from pccl.protocol.rounds import (
 from pccl.types import Result
 
 PART_BYTES = 256  # memory that one tensor in a vote takes, about, without its texts
+ROW_BYTES = 40  # and one number of rows
 Commit: TypeAlias = Callable[[Round[object]], None]
 
 
-def held(payload: m.Work | m.Offer) -> int:
+def held(payload: m.Work | m.Offer, rows: Rows | None = None) -> int:
     """The bytes, about, that a vote takes in memory: many times its size in a message."""
     parts = payload.parts if isinstance(payload, m.Work) else payload.entries
     texts = sum(len(part.name) + len(part.layout) for part in parts)
     width = 1 if all(part.name.isascii() and part.layout.isascii() for part in parts) else 4
-    return PART_BYTES * len(parts) + width * texts
+    return PART_BYTES * len(parts) + width * texts + ROW_BYTES * sum(map(len, rows or ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +159,18 @@ class Voting:
         first, mine = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
         asked, requested = first.payload, mine.payload
         assert isinstance(asked, m.Work) and isinstance(requested, m.Work)
-        if asked == requested and (first.data is None) == (mine.data is None):
+        alike = (first.data is None) == (mine.data is None)
+        if asked == requested and alike and (first.rows is None) == (mine.rows is None):
             return False
         if asked.sees_others_than(requested):
             self.open.close(round_)
             why = outdated(round_, self._membership.size(round_.id.group))
             self._outbox.fail_all(round_, Result.RANK_CONNECTION_LOST, why)
             return True
-        if asked == requested:
+        if asked == requested and alike:
+            why = "some say how many rows they give and take, and some do not: "
+            why += self._who([round_])
+        elif asked == requested:
             why = "PCCL_INLINE_BYTES is not the same for all: " + self._who([round_])
         else:
             why = "the peers do not ask for the same: " + self._who([round_])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 from pccl.protocol import messages as m
 from pccl.protocol.kinds import INLINE, CollectiveKind
 from pccl.protocol.rounds import Round
 from pccl.types import DataType, ReduceOp
+
+Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # for each rank, and from each
 
 AROUND = {
     CollectiveKind.ALL_REDUCE,
@@ -31,6 +36,22 @@ def goes_around(work: m.Work) -> bool:
     """Whether a collective's data uses every hop of its rings."""
     carries = work.count or any(part.count for part in work.parts)
     return bool(carries) and work.what in AROUND
+
+
+def are_rows(work: m.Work, rows: Rows) -> bool:
+    """Whether these are numbers of rows for, and from, each member."""
+    gives, takes = rows
+    return work.what == CollectiveKind.ALL_TO_ALL and len(gives) == len(takes) == work.members
+
+
+def misfit(rows: Sequence[Rows]) -> tuple[int, int] | None:
+    """Two ranks of which the second takes another number of rows than the first gives it."""
+    taken = list(zip(*(takes for _, takes in rows), strict=True))  # from whom, by whom
+    for rank, (gives, _) in enumerate(rows):
+        if gives != taken[rank]:
+            pairs = enumerate(zip(gives, taken[rank], strict=True))
+            return rank, next(other for other, (given, took) in pairs if given != took)
+    return None
 
 
 def outdated(round_: Round[object], size: int) -> str:

@@ -18,6 +18,7 @@ from pccl.protocol.messages.values import (
     Open,
     PeerInfo,
     Rings,
+    Rows,
     Small,
     Text,
     Work,
@@ -77,7 +78,8 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
     """Enters a collective: the peer's engine knows the buffers, or `data` is the contribution.
 
     `heard` is the greatest seq that the peer has heard of; it has all results up to that one.
-    `stuck`: as in `PendingVote`.
+    `stuck`: as in `PendingVote`. `gives` and `takes`: how many rows of an all_to_all are for each
+    rank, and from each; empty: one each.
     """
 
     call: U64
@@ -86,6 +88,8 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
     data: Data | None = None
     heard: U64 = 0
     stuck: bool = False
+    gives: Rows = ()
+    takes: Rows = ()
 
 
 class FinishVote(Struct, array_like=True, frozen=True, tag=5):

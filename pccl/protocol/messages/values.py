@@ -17,11 +17,13 @@ PROTOCOL_VERSION = 3
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
+MEMBERS_MAX = 4096  # of a ring, as in c/pccl.h
 INLINE_BYTES_MAX = 32768  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries
 ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name and layout
 PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
-LIST_BYTES_MAX = MESSAGE_BYTES_MAX - 1024  # of all entries or parts: the rest of a message is small
+# of all entries or parts: the rest of a message is small, but for two numbers for each member
+LIST_BYTES_MAX = MESSAGE_BYTES_MAX - 1024 - 18 * MEMBERS_MAX
 NAME_CHARS_MAX = 256
 
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -31,6 +33,7 @@ U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 64 bits
 Text = Annotated[str, Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Data = Annotated[bytes, Meta(max_length=INLINE_BYTES_MAX)]
+Rows = Annotated[tuple[U64, ...], Meta(max_length=MEMBERS_MAX)]
 
 
 class Cause(IntEnum):
@@ -101,7 +104,7 @@ class Work(Struct, array_like=True, frozen=True):
 
     `algorithm` and `quantized` are values of QuantizationAlgorithm and, if that leaves a choice, of
     DataType. `count`: elements that each member gives; in a reduce_scatter or scatter, receives; in
-    an all_to_all, gives each other one. `root` is a rank. `members` is the size of the group as the
+    an all_to_all, those of a row. `root` is a rank. `members` is the size of the group as the
     caller knows it if ranks matter, else 0. `parts` describe a list or dict of tensors; `count` and
     `dtype` are 0 then. `layout`: as in Part.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
@@ -14,6 +15,9 @@ CONFIRMING = "when its result was here, but not yet on all peers"
 # Messages arrive in order: a peer that has heard of the start of a collective has heard of all
 # outcomes before it. So others lack at most as many outcomes as collectives run at once.
 OUTCOMES_KEPT = 1024
+
+Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # for each rank, and from each
+NO_ROWS: Rows = ((), ())
 
 
 class State(Enum):
@@ -69,6 +73,7 @@ class Collective:
     work: m.Work
     data: bytes | None = None  # the contribution if it travels with the vote; later the result
     stuck: bool = False
+    rows: Rows = NO_ROWS
     state: State = State.VOTING
     seq: int = 0
     members: tuple[int, ...] = ()
@@ -97,7 +102,8 @@ class Collective:
 
     def vote(self, heard: int) -> m.StartVote:
         """The vote to start it."""
-        return m.StartVote(self.call, self.tag, self.work, self.data, heard, self.stuck)
+        stuck, rows = self.stuck, self.rows
+        return m.StartVote(self.call, self.tag, self.work, self.data, heard, stuck, *rows)
 
     @property
     def title(self) -> str:

@@ -33,7 +33,7 @@ from typing import Any
 import msgspec
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.calls import ENTERING, Collective, State
+from pccl.protocol.peer.calls import ENTERING, NO_ROWS, Collective, Rows, State
 from pccl.protocol.peer.collectives import Collectives
 from pccl.protocol.peer.effects import Answer, Effect, Fail, Fault, Waits
 from pccl.protocol.peer.failures import GONE, WHY_MAX, abandoned, refused, timed_out
@@ -189,13 +189,15 @@ class Peer:
         data: bytes | None = None,
         stuck: bool = False,
         said: bool = False,
+        rows: Rows = NO_ROWS,
     ) -> list[Effect]:
         """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
 
         With `data`, the contribution, the master reduces and the engine has no part in it.
-        `said`: its vote was already sent (`heard_if_free`).
+        `said`: its vote was already sent (`heard_if_free`). `rows`: how many are for each rank, and
+        from each, unless it is one each.
         """
-        one = Collective(call, tag, work, data, stuck, settled=data is not None)
+        one = Collective(call, tag, work, data, stuck, rows, settled=data is not None)
         return self._enter(call, tag, lambda: self.collectives.enter(one, said))
 
     def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Effect]:

@@ -219,7 +219,8 @@ class Client:
         def begin(number: int) -> list[effects.Effect]:
             shortcut.entered = True
             self._pending.memory[number] = operands
-            return self._peer.collective(number, tag, work, data, stuck, shortcut.sent)
+            rows = operands.rows
+            return self._peer.collective(number, tag, work, data, stuck, shortcut.sent, rows)
 
         self._leave_to_begin(call, begin)
         if data is not None:

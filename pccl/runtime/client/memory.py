@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pccl.protocol import messages as m
 from pccl.protocol.kinds import INLINE
+from pccl.protocol.peer.calls import NO_ROWS, Rows
 from pccl.runtime.client.call import Call
 from pccl.runtime.inline import contribution
 from pccl.runtime.quantization import wire_bytes
@@ -28,13 +29,19 @@ class Operands:
     """The arrays of a collective; keeps them alive until the engine has released them.
 
     In an exchange, `send_rows` and `recv_rows` are the rows that each array has for each rank, and
-    from each; empty: none.
+    from each; empty: none. `uneven`: other peers cannot know these numbers.
     """
 
     work: m.Work
     each: tuple[Operand, ...]
     send_rows: tuple[int, ...] = ()
     recv_rows: tuple[int, ...] = ()
+    uneven: bool = False
+
+    @property
+    def rows(self) -> Rows:
+        """What the other peers must be told of the rows: nothing, if all have one for each."""
+        return (self.send_rows, self.recv_rows) if self.uneven else NO_ROWS
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,91 @@
+"""The master's rules of rows: an all_to_all starts if what members give is what the others take."""
+
+from __future__ import annotations
+
+from hall import Hall
+
+from pccl.protocol import messages as m
+
+TRADE = m.Work("all_to_all", 0, 10, 5, members=3)
+ROWS = [  # of each rank: for each, and from each
+    ((1, 2, 0), (1, 0, 7)),
+    ((0, 4, 6), (2, 4, 1 << 40)),
+    ((7, 1 << 40, 3), (0, 6, 3)),
+]
+
+
+def vote(hall: Hall, number: int, gives: tuple[int, ...], takes: tuple[int, ...]) -> None:
+    hall.say(b"%d" % number, m.StartVote(2, 0, TRADE, gives=gives, takes=takes))
+
+
+def test_rows_that_fit_start() -> None:
+    hall = Hall(3)
+    for number, rows in enumerate(ROWS, 1):
+        vote(hall, number, *rows)
+    assert all(isinstance(hall.last(b"%d" % number), m.Started) for number in (1, 2, 3))
+
+
+def test_rows_that_do_not_fit_are_an_error_that_names_who() -> None:
+    for rank, side, other in ((0, 0, 1), (2, 1, 0), (1, 0, 2)):
+        hall = Hall(3)
+        for number, rows in enumerate(ROWS):
+            given = [list(each) for each in rows]
+            if number == rank:
+                given[side][other] += 5
+            vote(hall, number + 1, *map(tuple, given))
+        giver, taker = (rank, other) if side == 0 else (other, rank)
+        was = ROWS[giver][0][taker]
+        gives, takes = (was + 5, was) if side == 0 else (was, was + 5)
+        for number in (1, 2, 3):
+            error = hall.last(b"%d" % number)
+            assert isinstance(error, m.CallError) and error.cause == m.Cause.MISMATCH
+            assert f"all_to_all(5 elements of float32) with tag 0, peer {giver + 1} (" in error.why
+            assert f") gives {gives} rows to peer {taker + 1} (" in error.why
+            assert error.why.endswith(f"which takes {takes}")
+        for number in (1, 2, 3):  # and the group goes on
+            vote(hall, number, *ROWS[number - 1])
+        assert isinstance(hall.last(b"1"), m.Started)
+
+
+def test_ranks_are_positions_in_the_ring() -> None:
+    hall = Hall(3)
+    hall.master.run.groups[0].rings = (m.Ring((3, 1, 2), 1),)
+    hall.master.run.groups.renew(0)
+    for rank, number in enumerate((3, 1, 2)):
+        vote(hall, number, *ROWS[rank])
+    assert isinstance(hall.last(b"1"), m.Started)
+
+
+def test_who_says_how_many_rows_and_who_does_not_do_not_meet() -> None:
+    hall = Hall(3)
+    vote(hall, 1, *ROWS[0])
+    vote(hall, 2, (), ())
+    error = hall.last(b"1")
+    assert isinstance(error, m.CallError) and error.cause == m.Cause.MISMATCH
+    assert error.why.startswith(
+        "some say how many rows they give and take, and some do not: peer 1"
+    )
+
+
+def test_numbers_that_cannot_be_cost_their_sender_the_membership() -> None:
+    odd = m.Work("all_gather", 0, 10, 5, members=3)
+    for work, gives, takes in (
+        (TRADE, (1, 1), (1, 1, 1)),
+        (TRADE, (1, 1, 1), ()),
+        (TRADE, (1,) * 4, (1,) * 4),
+        (odd, (1, 1, 1), (1, 1, 1)),
+    ):
+        hall = Hall(3)
+        hall.say(b"1", m.StartVote(2, 0, work, gives=gives, takes=takes))
+        assert "out of turn" in hall.dropped[b"1"]
+
+
+def test_uneven_rows_do_not_show_that_a_ring_works() -> None:
+    for uneven in (False, True):
+        hall = Hall(3)
+        for number, rows in enumerate(ROWS, 1):
+            vote(hall, number, *(rows if uneven else ((), ())))
+        started = hall.last(b"1")
+        assert isinstance(started, m.Started)
+        hall.everyone(m.FinishVote(started.seq, True))
+        assert all(peer.proven is not uneven for peer in hall.master.peers.values())
