@@ -1,12 +1,14 @@
 """DiLoCo on pccl; `trainer` has the formulas. It needs torch."""
 
+from pccl.diloco.fragments import Pattern
 from pccl.diloco.group import AlonePolicy
 from pccl.diloco.model_state import BufferMode
 from pccl.diloco.muon import MuonAndAdamW
 from pccl.diloco.presets import Preset, muloco, sparseloco
+from pccl.diloco.rounds import OuterRound
 from pccl.diloco.route import Way
-from pccl.diloco.schedules import Mode
-from pccl.diloco.trainer import DiLoCo, OuterRound
+from pccl.diloco.settings import Mode
+from pccl.diloco.trainer import DiLoCo
 from pccl.diloco.wires import Wire
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "Mode",
     "MuonAndAdamW",
     "OuterRound",
+    "Pattern",
     "Preset",
     "Way",
     "Wire",

@@ -91,7 +91,7 @@ class Exchange:
     is known, so that it can be repeated with the survivors.
 
     Attributes:
-        last: info of the last all-reduce that has committed; None before the first.
+        carrier: what averages.
     """
 
     def __init__(
@@ -103,12 +103,11 @@ class Exchange:
         meter: Meter,
     ) -> None:
         self._comm = comm
-        self._carrier = carrier
+        self.carrier = carrier
         self._state = state
         self._buffers = buffers
         self._meter = meter
         self._moves: list[torch.Tensor] = []  # of the buffers
-        self.last: ReduceInfo | None = None
 
     # ---- the model ----
 
@@ -132,19 +131,19 @@ class Exchange:
             if shared:
                 self._until_committed(lambda: self._comm.broadcast(shared, root="first"))
 
-    def adopt(self) -> None:
-        """Gives the model what the peers have agreed on."""
-        self._state.adopt()
+    def adopt(self, keep: float = 0.0) -> None:
+        """Gives the model what the peers have agreed on, and leaves it `keep` of its parameters."""
+        self._state.adopt(keep)
         self._buffers.adopt()
 
     # ---- the peers ----
 
     def run(self) -> Average:
         """Averages the progress, and waits for the end."""
-        self._carrier.load(self._progress())
+        self.carrier.load(self._progress())
         with self._meter.timed("reduce"):
-            average = self._until_committed(lambda: self._carrier.run(self._comm, self.means))
-        self.last = average.info or self.last
+            average = self._until_committed(lambda: self.carrier.run(self._comm, self.means))
+        self._meter.last_reduce = average.info or self._meter.last_reduce
         return average
 
     def launch(self) -> Flight:
@@ -153,26 +152,31 @@ class Exchange:
         Raises:
             PCCLError: TOO_FEW_PEERS: this peer is alone.
         """
-        self._carrier.load(self._progress())
-        return Flight(lambda: self._carrier.launch(self._comm, self.means, TAG))
+        self.carrier.load(self._progress())
+        return Flight(lambda: self.carrier.launch(self._comm, self.means, TAG))
 
     def land(self, flight: Flight) -> Average:
         """Waits for the end of what was launched."""
         with self._meter.timed("reduce"):
             average = flight.land()
         if average.info is not None:
-            self._carrier.unload(self.means)
+            self.carrier.unload(self.means)
             self._meter.count(average.info)
-            self.last = average.info
+            self._meter.last_reduce = average.info
         return average
 
     def accept(self, average: Average) -> None:
         """The mean is going to be applied: that of a peer that was alone is its own progress."""
         if average.info is not None:
-            self._carrier.commit(average.contributors)
+            self.carrier.commit(average.contributors)
             return
         for mean, own in zip(self.means, self._progress(), strict=True):
             mean.copy_(own)
+
+    @property
+    def outer_step(self) -> int:
+        """k, the outer steps of these parameters."""
+        return int(self._state.steps)
 
     @property
     def means(self) -> list[torch.Tensor]:

@@ -119,12 +119,15 @@ class Group:
         with self._meter.timed("admit"):
             return self._comm._admission.await_newcomers(Deadline(None), patience_s) > 0
 
-    def agree(self, admitted: bool) -> None:
-        """Checks that all peers hold the same state, and sends it to admitted newcomers."""
+    def agree(self, admitted: bool, changed: SharedState | None = None) -> None:
+        """Checks that all peers hold the same state, and sends it to admitted newcomers.
+
+        Without newcomers it is enough to check what has `changed`; None: all.
+        """
         if admitted and self._buffers.mode == "local":
             self._buffers.gather()
         self.shared.push_revision()
-        if self._sync(self._complete if admitted else self.shared).rx_bytes:
+        if self._sync(self._complete if admitted else changed or self.shared).rx_bytes:
             _log.error("the outer state of this peer had other bits than the run's; replaced")
 
     def _sync(self, what: SharedState, min_peers: int = 1) -> SharedStateSyncInfo:

@@ -16,9 +16,11 @@ class Meter:
         tx_bytes: payload bytes that this peer has sent.
         rx_bytes: payload bytes that it has received.
         seconds: of the present round, by "reduce", "admit" and "sync".
+        last_reduce: info of the last all-reduce that has committed; None before the first.
     """
 
     def __init__(self) -> None:
+        self.last_reduce: ReduceInfo | None = None
         self.tx_bytes = 0
         self.rx_bytes = 0
         self.seconds: dict[str, float] = {}

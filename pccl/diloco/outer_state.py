@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,31 +31,36 @@ class OuterOptimizer:
 
 
 class OuterState:
-    """theta, v and k; and beside them d, a pseudo-gradient, and D, a mean of those of all peers.
+    """theta, v and k of parameters that are averaged together, which may be all of the model's.
 
-    All are fp32 on the CPU. Only this class changes theta and v, by pccl's own kernels, because
-    torch rounds differently from one CPU to the next.
+    Beside them are d, a pseudo-gradient, and D, a mean of those of all peers. All are fp32 on the
+    CPU. Only this class changes theta and v, by pccl's own kernels, because torch rounds
+    differently from one CPU to the next.
 
     Attributes:
         theta: the outer parameters, flat.
         velocity: v, their momentum.
-        clock: k, and the run's name.
+        steps: k, one int64.
         delta: d, this peer's pseudo-gradient.
         mean: D, what an outer step takes.
         base: from what the model trains; theta, unless a mode has another.
         optimizer: what an outer step is.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], optimizer: OuterOptimizer) -> None:
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        optimizer: OuterOptimizer,
+        steps: torch.Tensor,
+    ) -> None:
         self._parameters = parameters
+        self.steps = steps
         self.optimizer = optimizer
         n = sum(p.numel() for p in parameters)
         self.theta = torch.empty(n)
         self.velocity = torch.zeros(n)
         self.delta = torch.empty(n)
         self.mean = torch.zeros(n)
-        # Fresh peers differ in the run's name, so that the first one's state is elected.
-        self.clock = torch.tensor([0, secrets.randbits(62)], dtype=torch.int64)
         self.base = self.theta
         with torch.no_grad():
             for parameter, theta in self._pairs(self.theta):
@@ -69,7 +73,7 @@ class OuterState:
         # unrounded one, the delta of a bf16 model would hold the rounding error too, and so pull
         # theta back onto the bf16 grid.
         for (parameter, base), end in zip(
-            self._pairs(self.base), self._views(self.delta), strict=True
+            self._pairs(self.base), self.views(self.delta), strict=True
         ):
             begin = base.to(parameter.dtype).to(base.dtype)
             end.copy_(parameter)
@@ -78,13 +82,17 @@ class OuterState:
     def step(self) -> None:
         """One step of the outer optimizer, by D."""
         self.optimizer.step(self.theta, self.velocity, self.mean)
-        self.clock[0] += 1
+        self.steps += 1
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """w = base."""
+    def adopt(self, keep: float = 0.0) -> None:
+        """w = keep w + (1 - keep) base; just the base with 0."""
         for parameter, base in self._pairs(self.base):
-            parameter.copy_(base)
+            if keep:
+                begin = base.to(parameter.device)
+                parameter.copy_(begin + keep * (parameter.to(begin.dtype) - begin))
+            else:
+                parameter.copy_(base)
 
     def reclaim(self) -> None:
         """w = w - d: gives the model the progress that no mean will hold."""
@@ -97,9 +105,9 @@ class OuterState:
             parameter.copy_(parameter.to(piece.dtype) + piece.to(parameter.device))
 
     def _pairs(self, flat: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        return zip(self._parameters, self._views(flat), strict=True)
+        return zip(self._parameters, self.views(flat), strict=True)
 
-    def _views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """The pieces of a flat buffer, each in the shape of its parameter."""
         pieces = torch.split(flat, [p.numel() for p in self._parameters])
         return (piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -12,8 +12,6 @@ from pccl import PCCLError, Result, TensorInfo
 from pccl.diloco.exchange import Average, Exchange, Flight
 from pccl.diloco.group import Group
 from pccl.diloco.views import View
-
-Mode = Literal["sync", "delayed", "eager"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +22,29 @@ class Outcome:
         contributors: peers in the mean that was applied; 0 if there was none.
         retries: failed attempts to average it.
         admitted: whether newcomers were admitted.
+        fragment: which part of the model the mean is of.
     """
 
     contributors: int
     retries: int
     admitted: bool
+    fragment: int = 0
 
 
 class Schedule(Protocol):
     """What a trainer asks of a mode."""
 
-    def begin(self) -> None:
-        """The shared state has been received."""
+    def begin(self) -> int:
+        """The shared state has been received. Returns at which inner step this peer goes on."""
+
+    def due(self, inner_step: int) -> bool:
+        """Whether `round` is to be called after this inner step, the first of which is 1."""
 
     def poll(self) -> None:
-        """Cares for what runs in the background; called after each inner step."""
+        """Cares for what runs in the background; called after each other inner step."""
 
-    def round(self, group: Group) -> Outcome:
-        """An outer round."""
+    def round(self, group: Group, inner_step: int) -> Outcome | None:
+        """An outer round, or a part of it: None before the last one."""
 
     def finish(self, group: Group) -> None:
         """Applies what is still under way, at the end of the training."""
@@ -61,17 +64,22 @@ class Synchronous:
     than theta, v and k.
     """
 
-    def __init__(self, exchange: Exchange, clock: torch.Tensor) -> None:
+    def __init__(self, exchange: Exchange, inner_steps: int) -> None:
         self._exchange = exchange
-        self._clock = clock
+        self._inner_steps = inner_steps
 
-    def begin(self) -> None:
-        """Nothing depends on it."""
+    def begin(self) -> int:
+        """It goes on with the first one."""
+        return 0
+
+    def due(self, inner_step: int) -> bool:
+        """After the last one."""
+        return inner_step == self._inner_steps
 
     def poll(self) -> None:
         """Nothing runs in the background."""
 
-    def round(self, group: Group) -> Outcome:
+    def round(self, group: Group, inner_step: int) -> Outcome:
         """Averages, and takes the outer step."""
         exchange = self._exchange
         exchange.measure()
@@ -79,10 +87,10 @@ class Synchronous:
         while True:
             average = exchange.run()
             retries += average.retries
-            stepped = group.suffices(average, int(self._clock[0]))
+            stepped = group.suffices(average, exchange.outer_step)
             if stepped or not group.waits:
                 break
-            group.wait_for_others(int(self._clock[0]), average.contributors)
+            group.wait_for_others(exchange.outer_step, average.contributors)
         if stepped:
             exchange.accept(average)
             exchange.step()
@@ -144,9 +152,9 @@ class Delayed:
     is the outcome of one of them: are peers pending? did a mean commit, of how many?
     """
 
-    def __init__(self, exchange: Exchange, clock: torch.Tensor, view: View) -> None:
+    def __init__(self, exchange: Exchange, inner_steps: int, view: View) -> None:
         self._exchange = exchange
-        self._clock = clock
+        self._inner_steps = inner_steps
         self._view = view
         self._flight: Flight | None = None
         self._landed: _Landed | None = None
@@ -154,16 +162,21 @@ class Delayed:
         # Contributors of the mean that newcomers receive; 0: there is none.
         self._contributors = torch.zeros(1, dtype=torch.int64)
 
-    def begin(self) -> None:
+    def begin(self) -> int:
         """This peer trains from theta."""
         self._view.reset()
+        return 0
+
+    def due(self, inner_step: int) -> bool:
+        """After the last one."""
+        return inner_step == self._inner_steps
 
     def poll(self) -> None:
         """Launches once more if a peer was lost."""
         if self._flight is not None:
             self._flight.poll()
 
-    def round(self, group: Group) -> Outcome:
+    def round(self, group: Group, inner_step: int) -> Outcome:
         """Applies the mean of the round before, and launches that of this one."""
         landed = self._take(group)
         if landed is not None and not landed.suffices:
@@ -177,7 +190,7 @@ class Delayed:
         if group.waits and not stepped and (self._alone or landed is not None):
             self._announce(None)
             here = landed.contributors if landed is not None else 1
-            group.wait_for_others(int(self._clock[0]), here)
+            group.wait_for_others(self._exchange.outer_step, here)
         self._alone = False
         admitted = self._depart(group, stepped)
         return Outcome(
@@ -211,7 +224,7 @@ class Delayed:
             self._landed = self._judge(group, self._exchange.land(flight))
 
     def _judge(self, group: Group, average: Average) -> _Landed:
-        suffices = group.suffices(average, int(self._clock[0]))
+        suffices = group.suffices(average, self._exchange.outer_step)
         if suffices:
             self._exchange.accept(average)
         return _Landed(average.contributors, average.retries, suffices)

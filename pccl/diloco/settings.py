@@ -6,14 +6,84 @@ import json
 import os
 import pickle
 import zipfile
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
 
 import torch
 import xxhash
 
-from pccl.diloco.model_state import memory
+from pccl.diloco.fragments import PATTERNS, Pattern
+from pccl.diloco.model_state import MODES, BufferMode, memory
+from pccl.diloco.wires import Wire
 
-_CONFIG_BYTES = 512
+Mode = Literal["sync", "delayed", "eager", "streaming"]
+
+_CONFIG_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What must be the same on all peers; `DiLoCo` describes each."""
+
+    inner_steps: int
+    outer_lr: float
+    outer_momentum: float
+    nesterov: bool
+    buffers: BufferMode
+    mode: Mode
+    wire: Wire
+    fragments: int
+    pattern: Pattern
+    overlap: int
+    alpha: float
+
+    def check(self) -> None:
+        """Raises ValueError for what is out of range."""
+        words = {
+            "buffers": MODES,
+            "mode": get_args(Mode),
+            "wire": get_args(Wire),
+            "pattern": PATTERNS,
+        }
+        for name, known in words.items():
+            check_word(name, getattr(self, name), known)
+        if self.inner_steps < 1:
+            raise ValueError(f"inner_steps={self.inner_steps} must be at least 1")
+        if self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1:
+            raise ValueError(
+                f"outer_lr={self.outer_lr} must be positive, "
+                f"outer_momentum={self.outer_momentum} in [0, 1)"
+            )
+        self._check_streaming()
+
+    def _check_streaming(self) -> None:
+        if self.mode != "streaming":
+            if (self.fragments, self.overlap, self.alpha) != (1, 0, 0.0):
+                raise ValueError(
+                    f"fragments={self.fragments}, overlap={self.overlap} and alpha={self.alpha} "
+                    f'are for mode="streaming", and mode={self.mode!r}'
+                )
+            return
+        if not 1 <= self.fragments <= self.inner_steps:
+            raise ValueError(f"fragments={self.fragments} must be from 1 to inner_steps")
+        between = self.inner_steps // self.fragments
+        if not 0 <= self.overlap < between:
+            raise ValueError(
+                f"overlap={self.overlap} must be at least 0 and less than the inner steps from one "
+                f"fragment to the next: {self.inner_steps} // {self.fragments} = {between}"
+            )
+        if not 0 <= self.alpha < 1:
+            raise ValueError(f"alpha={self.alpha} must be in [0, 1)")
+
+    def to_dict(self) -> dict[str, Any]:
+        """By name."""
+        return asdict(self)
+
+
+def check_word(name: str, word: str, known: tuple[str, ...]) -> None:
+    """Raises ValueError for a word that is unknown."""
+    if word not in known:
+        raise ValueError(f"{name}={word!r} must be one of {known}")
 
 
 def layout_digest(layout: list[tuple[str, list[int]]]) -> str:

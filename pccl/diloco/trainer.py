@@ -10,8 +10,7 @@ progress, and one outer step updates the shared parameters theta:
     theta <- theta - eta (D + mu v)          Nesterov in PyTorch's form; without it theta - eta v
 
 eta = 1 with mu = 0 is federated averaging. The peers exchange data once in H steps instead of once
-in every step. With mode="delayed" or "eager" they do
-so while the next H steps run.
+in every step. With mode="delayed", "eager" or "streaming" they do so while they train on.
 
 THE OUTER ROUND
 
@@ -84,6 +83,28 @@ theta, v and the counter are shared, and driven by means only. theta_m and v_m a
 joins, resumes, or had no mean begins with theta_m = theta, v_m = v and d(k-1) = 0. `finish` ends
 with w <- theta.
 
+STREAMING
+
+mode="streaming" cuts the model into P fragments, each with its own theta, v and counter, and
+averages them one after the other while the whole model trains on (arXiv 2501.18512). With tau
+`overlap` and alpha the part that a peer keeps of its own, in every H inner steps, for each
+fragment p:
+
+    at step o_p = floor((p + 1) H / P):   d = theta_p - w_p;   launch the mean of d
+    at step o_p + tau:                    v_p, theta_p = OuterOptimizer(v_p, theta_p, D)
+                                          w_p <- alpha w_p + (1 - alpha) theta_p
+
+With P = 1, tau = 0 and alpha = 0 it is "sync", to the bit. Each fragment that is applied is a
+round: the peers call are_peers_pending and launch the mean at o_p, and call sync_shared_state for
+theta_p, v_p and the counters when they apply it. `outer_step` is the least of the counters.
+
+- If peers are pending at o_p, the mean of d is not launched but made and applied at once. Then they
+  are admitted, and receive theta, v and the counters of all fragments, and at which of the H steps
+  the others are.
+- When a peer is lost, the survivors launch again at their next inner step.
+- If no mean comes of it, w stays as it is: the progress is in the next pseudo-gradient of that
+  fragment.
+
 Decisions that must be the same on all peers depend on the outcome of a round or on shared state,
 never on the current world size, which two peers may see differently.
 """
@@ -92,9 +113,8 @@ from __future__ import annotations
 
 import copy
 import os
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Any, get_args
 
@@ -104,53 +124,27 @@ from torch.utils.hooks import RemovableHandle
 
 from pccl import Communicator, ReduceInfo, SharedState, TensorInfo
 from pccl.diloco.exchange import Exchange
+from pccl.diloco.fragments import Named, Outer, Pattern, split
 from pccl.diloco.group import AlonePolicy, Group, Quorum
 from pccl.diloco.meter import Meter
-from pccl.diloco.model_state import MODES, BufferMode, Buffers, Frozen, memory
-from pccl.diloco.outer_state import OuterOptimizer, OuterState
-from pccl.diloco.route import Route, Way
-from pccl.diloco.schedules import Delayed, Mode, Schedule, Synchronous
-from pccl.diloco.settings import decode, encode, layout_digest, read_state
+from pccl.diloco.model_state import BufferMode, Buffers, Frozen, memory
+from pccl.diloco.outer_state import OuterOptimizer
+from pccl.diloco.rounds import OuterRound, Stopwatch
+from pccl.diloco.route import Route
+from pccl.diloco.schedules import Delayed, Schedule, Synchronous
+from pccl.diloco.settings import (
+    Mode,
+    Settings,
+    check_word,
+    decode,
+    encode,
+    layout_digest,
+    read_state,
+)
+from pccl.diloco.streaming import Fragment, Streaming
 from pccl.diloco.views import Eager, Shared
 from pccl.diloco.wires import Wire, carrier
 from pccl.runtime.checkpoint import replacing
-
-
-@dataclass(frozen=True, slots=True)
-class OuterRound:
-    """What happened in one outer round, on this peer.
-
-    Attributes:
-        outer_step: k after the round.
-        contributors: peers whose pseudo-gradients were averaged. 1 means that this peer was alone:
-            no outer step was taken, unless `alone` is "step". With mode="delayed", of the mean that
-            was applied in this round; 0: there was none to apply. "eager" is like it in all this.
-        retries: attempts of that all-reduce that failed because a peer was lost.
-        admitted: whether newcomers were admitted.
-        compute_s: seconds of the inner steps, since the last round or the constructor.
-        reduce_s: seconds in the all-reduce, including the wait for the slowest peer; with
-            mode="delayed" without the time in the background.
-        admit_s: seconds to admit newcomers; with alone="wait" also the wait for them.
-        sync_s: seconds in the synchronisation of the shared state.
-        total_s: seconds in the whole round, without compute_s.
-        tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronisation.
-        rx_bytes: payload bytes that this peer received in them.
-        way: how this round's progress was, or is being, averaged: "gather" if it was quantized and
-            gathered, "ring" if it went around the ring in fp32. See `wire`.
-    """
-
-    outer_step: int
-    contributors: int
-    retries: int
-    admitted: bool
-    compute_s: float
-    reduce_s: float
-    admit_s: float
-    sync_s: float
-    total_s: float
-    tx_bytes: int
-    rx_bytes: int
-    way: Way
 
 
 class DiLoCo:
@@ -234,7 +228,8 @@ class DiLoCo:
         mode: "sync": a round ends when the progress of all peers is averaged and applied.
             "delayed": it is averaged while the next round trains, and applied at the end of that.
             "eager": the same, but each peer applies its own part at once. Memory: three more fp32
-            copies of the trained parameters.
+            copies of the trained parameters. "streaming": one part of the model after the other is
+            averaged while all of it trains, and applied some inner steps later.
         wire: how pseudo-gradients are sent. "fp32": as they are, around the ring. "int8", "int4",
             "e3m0" (4 bits: a sign and a power of two), "2bit" (four levels from the statistics of
             each block), "sparse" (the 64 largest of each 4,096, with 2 bits): quantized once by
@@ -242,6 +237,14 @@ class DiLoCo:
             With so many peers that a gather would receive more bytes than the all-reduce of "fp32",
             they go around the ring like that, and the log says so at INFO. Memory: three more fp32
             copies of the trained parameters.
+        fragments: P, with mode="streaming": the parts of the model, at most H. The layers of the
+            model stay whole if there are enough of them.
+        pattern: "strided": layer i is in fragment i mod P. "sequential": a fragment is a run of
+            layers.
+        overlap: tau, with mode="streaming": inner steps from the launch of a mean to its
+            application, less than floor(H / P). 0: training pauses for it.
+        alpha: with mode="streaming", the part that a peer keeps of its own parameters when it takes
+            over theta, in [0, 1).
 
     Raises:
         ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to
@@ -267,70 +270,114 @@ class DiLoCo:
         alone: AlonePolicy = "continue",
         mode: Mode = "sync",
         wire: Wire = "fp32",
+        fragments: int = 1,
+        pattern: Pattern = "strided",
+        overlap: int = 0,
+        alpha: float = 0.0,
     ) -> None:
-        _check(inner_steps, min_peers, outer_lr, outer_momentum)
-        _check_words(buffers=(buffers, MODES), alone=(alone, get_args(AlonePolicy)))
-        _check_words(mode=(mode, get_args(Mode)), wire=(wire, get_args(Wire)))
-        named = _trained(model)
+        settings = Settings(
+            inner_steps=inner_steps,
+            outer_lr=outer_lr,
+            outer_momentum=outer_momentum,
+            nesterov=nesterov,
+            buffers=buffers,
+            mode=mode,
+            wire=wire,
+            fragments=fragments,
+            pattern=pattern,
+            overlap=overlap,
+            alpha=alpha,
+        )
+        settings.check()
+        check_word("alone", alone, get_args(AlonePolicy))
+        if min_peers < 1:
+            raise ValueError(f"min_peers={min_peers} must be at least 1")
         self._comm = comm
         self._optimizer = inner_optimizer
         self._inner_steps = inner_steps
-        self._inner_step = 0
         self._stepping = False  # in `step`, which counts the inner step itself
         self._hook: RemovableHandle | None = None
         self._last_round: OuterRound | None = None
         self._meter = Meter()
-        self._outer = OuterState(
-            [p for _, p in named], OuterOptimizer(outer_lr, outer_momentum, nesterov)
-        )
         self._frozen = Frozen(model)
         self._buffers = Buffers(model, buffers)
-        self._route = Route()
-        self._carrier = carrier(wire, self._outer.theta.numel(), self._route)
-        self._exchange = Exchange(comm, self._outer, self._buffers, self._carrier, self._meter)
-        self._schedule = self._schedule_of(mode)
-        quorum = Quorum(min_peers, alone)
-        self._config = encode(
-            {
-                "inner_steps": inner_steps,
-                "outer_lr": outer_lr,
-                "outer_momentum": outer_momentum,
-                "nesterov": nesterov,
-                # dtypes are left out: a bf16 peer on a GPU and an fp32 one on a CPU may be in a run
-                "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
-                "buffers": buffers,
-                "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
-                "peers_to_go_on": quorum.least,
-                "mode": mode,
-                "wire": wire,
-            }
+        named = _trained(model)
+        self._outer = Outer(
+            [p for _, p in named],
+            split(named, fragments, pattern),
+            OuterOptimizer(outer_lr, outer_momentum, nesterov),
         )
+        quorum = Quorum(min_peers, alone)
+        self._config = self._encoded(settings, named, quorum)
+        self._route = Route()
+        self._exchanges = self._exchanges_of(wire)
+        self._schedule = self._schedule_of(settings)
         shared, complete = self._shared_states()
         parts = self._frozen, self._buffers
         self._group = Group(comm, shared, complete, parts, quorum, self._meter)
         if state is not None:
             self._load(state if isinstance(state, Mapping) else read_state(state))
         self._group.join(self._config)
-        self._schedule.begin()
+        self._inner_step = self._schedule.begin()
         self._outer.adopt()
         self._buffers.put()
-        self._round_ended_s = time.monotonic()
+        self._stopwatch = Stopwatch(self._meter)
 
-    def _schedule_of(self, mode: Mode) -> Schedule:
-        if mode == "sync":
-            return Synchronous(self._exchange, self._outer.clock)
-        view = Eager(self._outer) if mode == "eager" else Shared()
-        return Delayed(self._exchange, self._outer.clock, view)
+    def _encoded(self, settings: Settings, named: Named, quorum: Quorum) -> torch.Tensor:
+        return encode(
+            {
+                **settings.to_dict(),
+                # dtypes are left out: a bf16 peer on a GPU and an fp32 one on a CPU may be in a run
+                "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
+                "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
+                "peers_to_go_on": quorum.least,
+            }
+        )
+
+    def _exchanges_of(self, wire: Wire) -> list[Exchange]:
+        """One for each fragment; the buffers are averaged with the last one."""
+        parts = self._outer.parts
+        none = Buffers(torch.nn.Module(), self._buffers.mode)
+        return [
+            Exchange(
+                self._comm,
+                part,
+                self._buffers if part is parts[-1] else none,
+                carrier(wire, part.theta.numel(), self._route),
+                self._meter,
+            )
+            for part in parts
+        ]
+
+    def _schedule_of(self, settings: Settings) -> Schedule:
+        exchange, inner_steps = self._exchanges[-1], settings.inner_steps
+        if settings.mode == "sync":
+            return Synchronous(exchange, inner_steps)
+        if settings.mode == "streaming":
+            return self._streaming(settings)
+        view = Eager(self._outer.parts[0]) if settings.mode == "eager" else Shared()
+        return Delayed(exchange, inner_steps, view)
+
+    def _streaming(self, settings: Settings) -> Streaming:
+        own = self._outer.entries()
+        if self._buffers.mode != "local":
+            own[-1].extend(self._buffers.entries())
+        fragments = [
+            Fragment(exchange, SharedState([*self._common_entries(), *entries]))
+            for exchange, entries in zip(self._exchanges, own, strict=True)
+        ]
+        return Streaming(fragments, settings.inner_steps, settings.overlap, settings.alpha)
+
+    def _common_entries(self) -> list[TensorInfo]:
+        return [
+            TensorInfo.from_torch(self._config, "diloco.config"),
+            TensorInfo.from_torch(self._outer.clock, "diloco.clock"),
+            *self._route.entries(),
+        ]
 
     def _shared_states(self) -> tuple[SharedState, SharedState]:
         """The state that every round synchronises, and that of a round that admits newcomers."""
-        always = [
-            TensorInfo.from_torch(self._config, "diloco.config"),
-            TensorInfo.from_torch(self._outer.clock, "diloco.clock"),
-            TensorInfo.from_torch(self._outer.theta, "diloco.theta"),
-            TensorInfo.from_torch(self._outer.velocity, "diloco.velocity"),
-            *self._route.entries(),
-        ]
+        always = [*self._common_entries(), *chain.from_iterable(self._outer.entries())]
         at_joins = [*self._frozen.entries, *self._schedule.entries()]
         (at_joins if self._buffers.mode == "local" else always).extend(self._buffers.entries())
         shared = SharedState(always)
@@ -341,11 +388,11 @@ class DiLoCo:
     @property
     def outer_step(self) -> int:
         """k, the outer steps that the run has taken: equal on all peers, made for schedules."""
-        return int(self._outer.clock[0])
+        return self._outer.outer_step
 
     @property
     def inner_step(self) -> int:
-        """Inner steps since the last outer round, below `inner_steps`."""
+        """Inner steps since the last outer round, below `inner_steps`; see also "streaming"."""
         return self._inner_step
 
     @property
@@ -369,7 +416,7 @@ class DiLoCo:
     @property
     def last_reduce(self) -> ReduceInfo | None:
         """Info of the last all-reduce that committed; None before the first."""
-        return self._exchange.last
+        return self._meter.last_reduce
 
     @property
     def tx_bytes(self) -> int:
@@ -384,7 +431,7 @@ class DiLoCo:
     @property
     def parameter_bytes(self) -> int:
         """Bytes of theta, which is what one all-reduce averages."""
-        return self._outer.theta.nbytes
+        return self._outer.nbytes
 
     def state_digest(self) -> str:
         """The XXH3-128, in hex, of everything that peers have in common between outer rounds.
@@ -393,7 +440,7 @@ class DiLoCo:
         of the last round, unless they are local.
         """
         digest = xxhash.xxh3_128()
-        for tensor in (self._outer.theta, self._outer.velocity, self._outer.clock[:1]):
+        for tensor in self._outer.tensors():
             digest.update(memory(tensor))
         self._frozen.hash_into(digest)
         if self._buffers.mode != "local":
@@ -408,17 +455,16 @@ class DiLoCo:
         buffers, and the states of this peer's inner optimizer and of its wire. Inner steps since
         the last outer round are not in it, so the place to take it is right after one. Without
         "optimizer", or with None there, the next inner optimizer begins anew. With mode="delayed"
-        it also holds the mean that is under way, and this call waits for it.
+        it also holds the mean that is under way, and this call waits for it. With mode="streaming"
+        neither a mean under way nor other progress since a fragment's last step is in it.
         """
         if self._buffers.mode == "local":
             self._buffers.gather()
         return {
             "config": self._config.clone(),
-            "clock": self._outer.clock.clone(),
-            "theta": self._outer.theta.clone(),
-            "velocity": self._outer.velocity.clone(),
+            **self._outer.state_dict(),
             "schedule": self._schedule.state_dict(self._group),
-            "carrier": self._carrier.state_dict(),
+            "carrier": self._carriers_state(),
             "revision": self._group.shared.revision,
             "frozen": self._frozen.state_dict(),
             "buffers": self._buffers.state_dict(),
@@ -453,7 +499,8 @@ class DiLoCo:
             What happened in the outer round, or None if this call did not come to one. After a
             round the model's parameters equal theta (rounded to their dtype), unless this peer was
             alone and took no outer step, or with mode="delayed" has just become alone. With
-            mode="eager" they equal theta_m.
+            mode="eager" they equal theta_m. With mode="streaming" that holds for the parameters of
+            the fragment, and alpha = 0.
 
         Raises:
             PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
@@ -472,11 +519,17 @@ class DiLoCo:
 
     def _after_inner_step(self) -> OuterRound | None:
         self._inner_step += 1
-        self._schedule.poll()
-        if self._inner_step < self._inner_steps:
+        at = self._inner_step
+        self._inner_step %= self._inner_steps
+        if not self._schedule.due(at):
+            self._schedule.poll()
             return None
-        self._inner_step = 0
-        self._last_round = self._outer_round()
+        with self._stopwatch.round():
+            outcome = self._schedule.round(self._group, at)
+        if outcome is None:
+            return None
+        way = self._exchanges[outcome.fragment].carrier.way
+        self._last_round = self._stopwatch.report(self.outer_step, outcome, way)
         return self._last_round
 
     def __enter__(self) -> DiLoCo:
@@ -509,37 +562,14 @@ class DiLoCo:
     def finish(self) -> None:
         """Ends the training: waits for the mean that is under way, and applies it.
 
-        For mode="delayed" and "eager": call it after the last round, on all peers, in place of
-        another one; the model is theta then. In mode="sync" nothing is under way, and it does
-        nothing. The end of a `with` block calls it.
+        For mode="delayed", "eager" and "streaming": call it after the last round, on all peers, in
+        place of another one; the model is theta then. In mode="sync" nothing is under way, and it
+        does nothing. The end of a `with` block calls it.
 
         Raises:
             PCCLError: as for `step`.
         """
         self._schedule.finish(self._group)
-
-    def _outer_round(self) -> OuterRound:
-        began_s = time.monotonic()
-        meter = self._meter
-        meter.begin_round()
-        tx_before, rx_before = meter.tx_bytes, meter.rx_bytes
-        outcome = self._schedule.round(self._group)
-        ended_s = time.monotonic()
-        compute_s, self._round_ended_s = began_s - self._round_ended_s, ended_s
-        return OuterRound(
-            outer_step=self.outer_step,
-            contributors=outcome.contributors,
-            retries=outcome.retries,
-            admitted=outcome.admitted,
-            compute_s=compute_s,
-            reduce_s=meter.seconds["reduce"],
-            admit_s=meter.seconds["admit"],
-            sync_s=meter.seconds["sync"],
-            total_s=ended_s - began_s,
-            tx_bytes=meter.tx_bytes - tx_before,
-            rx_bytes=meter.rx_bytes - rx_before,
-            way=self._carrier.way,
-        )
 
     # ---- checkpoints ----
 
@@ -562,12 +592,23 @@ class DiLoCo:
             self._load_optimizer(optimizer["type"], optimizer["state"])
         self._frozen.load(state["frozen"])
         self._buffers.load(state["buffers"])
-        self._outer.theta.copy_(state["theta"])
-        self._outer.velocity.copy_(state["velocity"])
-        self._outer.clock.copy_(state["clock"])
+        self._outer.load(state)
         self._schedule.load(state.get("schedule", {}))
-        self._carrier.load_state_dict(state.get("carrier", {}))
+        self._load_carriers(state.get("carrier", {}))
         self._group.shared.revision = state["revision"]
+
+    def _carriers_state(self) -> dict[str, torch.Tensor]:
+        """What each fragment's carrier keeps, joined in the order of the model."""
+        states = [exchange.carrier.state_dict() for exchange in self._exchanges]
+        return {key: self._outer.join([state[key] for state in states]) for key in states[0]}
+
+    def _load_carriers(self, joined: Mapping[str, torch.Tensor]) -> None:
+        states: list[dict[str, torch.Tensor]] = [{} for _ in self._exchanges]
+        for key, flat in joined.items():
+            for state, piece in zip(states, self._outer.cut(flat), strict=True):
+                state[key] = piece
+        for exchange, state in zip(self._exchanges, states, strict=True):
+            exchange.carrier.load_state_dict(state)
 
     def _load_optimizer(self, kind: str, state: Mapping[str, Any]) -> None:
         anew = 'give it without "optimizer" to begin with a fresh one'
@@ -582,19 +623,6 @@ class DiLoCo:
             raise ValueError(
                 f"the inner optimizer of the state does not fit: {error}; {anew}"
             ) from (error)
-
-
-def _check(inner_steps: int, min_peers: int, lr: float, momentum: float) -> None:
-    if inner_steps < 1 or min_peers < 1:
-        raise ValueError(f"inner_steps={inner_steps} and min_peers={min_peers} must be at least 1")
-    if lr <= 0 or not 0 <= momentum < 1:
-        raise ValueError(f"outer_lr={lr} must be positive, outer_momentum={momentum} in [0, 1)")
-
-
-def _check_words(**given: tuple[str, tuple[str, ...]]) -> None:
-    for name, (word, known) in given.items():
-        if word not in known:
-            raise ValueError(f"{name}={word!r} must be one of {known}")
 
 
 def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

@@ -96,7 +96,7 @@ def test_peers_that_hear_of_a_loss_at_different_times_go_the_same_way(
             with pccl.Communicator(address) as comm:
                 watched: Any = Watched(comm, **({ring: entered.set} if ignorant else {}))
                 diloco = make(watched, model, mode=mode, min_peers=3)
-                load = diloco._carrier.load
+                load = diloco._exchanges[0].carrier.load
 
                 def load_late(progress: Any) -> None:
                     while ways and comm.world_size == 3:
@@ -104,7 +104,7 @@ def test_peers_that_hear_of_a_loss_at_different_times_go_the_same_way(
                     load(progress)
 
                 if not ignorant:
-                    diloco._carrier.load = load_late  # type: ignore[method-assign]
+                    diloco._exchanges[0].carrier.load = load_late  # type: ignore[method-assign]
                 for _ in range(4):
                     model.move(1.0)
                     outer = diloco.step()

@@ -101,6 +101,65 @@ def eager(
 
 
 @dataclass
+class Streaming:
+    """Fragments of the parameters, each averaged once in the problem's inner steps.
+
+    Attributes:
+        outers: of each fragment.
+        weights: of each peer, whole, after each round of a fragment.
+    """
+
+    problem: Problem
+    places: Sequence[Array]  # of the elements of each fragment
+    theta: Array
+    overlap: int
+    alpha: float
+    lr: float
+    momentum: float
+    outers: list[Outer] = field(init=False)
+    weights: list[dict[str, Array]] = field(default_factory=list)
+    _own: dict[str, Array] = field(default_factory=dict)
+
+    def run(self, rounds: Sequence[tuple[Sequence[str], Sequence[str]]]) -> Streaming:
+        """`rounds`: who contributes to the next fragment, and who joins there."""
+        self.outers = [Outer(self.theta[at], self.lr, self.momentum) for at in self.places]
+        self._own = {peer: self.theta.copy() for peer in rounds[0][0]}
+        count, steps = len(self.places), self.problem.inner_steps
+        for i, (peers, joining) in enumerate(rounds):
+            fragment = i % count
+            began = fragment * steps // count + (self.overlap if i and not rounds[i - 1][1] else 0)
+            self._train((fragment + 1) * steps // count - began)
+            self._own = {peer: self._own[peer] for peer in peers}
+            at = self.places[fragment]
+            mean = np.mean([self.outers[fragment].theta - w[at] for w in self._own.values()], 0)
+            if not joining:
+                self._train(self.overlap)
+            self._apply(fragment, mean)
+            for peer in joining:
+                self._own[peer] = self.whole()
+            self.weights.append({peer: w.copy() for peer, w in self._own.items()})
+        return self
+
+    def whole(self) -> Array:
+        """theta of all fragments."""
+        theta = np.empty_like(self.theta)
+        for at, outer in zip(self.places, self.outers, strict=True):
+            theta[at] = outer.theta
+        return theta
+
+    def _train(self, steps: int) -> None:
+        one = Problem(self.problem.targets, 1, self.problem.rate)
+        for _ in range(steps):
+            self._own = {peer: one.train(w, peer) for peer, w in self._own.items()}
+
+    def _apply(self, fragment: int, mean: Array) -> None:
+        at, outer = self.places[fragment], self.outers[fragment]
+        outer.step(mean)
+        for w in self._own.values():
+            w[at] = self.alpha * w[at] + (1 - self.alpha) * outer.theta
+
+
+@dataclass(frozen=True)
 class Codec:
     """To bytes and back, and what is multiplied with a residual."""
 

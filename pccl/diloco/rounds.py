@@ -1,0 +1,96 @@
+"""What a script learns of an outer round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pccl.diloco.meter import Meter
+from pccl.diloco.route import Way
+from pccl.diloco.schedules import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRound:
+    """What happened in one outer round, on this peer.
+
+    Attributes:
+        outer_step: k after the round.
+        contributors: peers whose pseudo-gradients were averaged. 1 means that this peer was alone:
+            no outer step was taken, unless `alone` is "step". With mode="delayed", of the mean that
+            was applied in this round; 0: there was none to apply. "eager" is like it in all this.
+        retries: attempts of that all-reduce that failed because a peer was lost.
+        admitted: whether newcomers were admitted.
+        fragment: with mode="streaming", which fragment of the model was averaged.
+        compute_s: seconds of the inner steps, since the last round or the constructor.
+        reduce_s: seconds in the all-reduce, including the wait for the slowest peer; with
+            mode="delayed" without the time in the background.
+        admit_s: seconds to admit newcomers; with alone="wait" also the wait for them.
+        sync_s: seconds in the synchronisation of the shared state.
+        total_s: seconds in the whole round, without compute_s.
+        tx_bytes: payload bytes that this peer sent in the all-reduce and the synchronisation.
+        rx_bytes: payload bytes that this peer received in them.
+        way: how this round's progress was, or is being, averaged: "gather" if it was quantized and
+            gathered, "ring" if it went around the ring in fp32. See `wire`.
+    """
+
+    outer_step: int
+    contributors: int
+    retries: int
+    admitted: bool
+    fragment: int
+    compute_s: float
+    reduce_s: float
+    admit_s: float
+    sync_s: float
+    total_s: float
+    tx_bytes: int
+    rx_bytes: int
+    way: Way
+
+
+class Stopwatch:
+    """Finds where the time of a round goes. It may have several parts, with training between."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._round_ended_s = time.monotonic()
+        self._inside_s = 0.0
+        self._bytes = (0, 0)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._meter.begin_round()
+        self._bytes = self._meter.tx_bytes, self._meter.rx_bytes
+        self._round_ended_s, self._inside_s = time.monotonic(), 0.0
+
+    @contextmanager
+    def round(self) -> Iterator[None]:
+        """The block is the round, or a part of it."""
+        began_s = time.monotonic()
+        yield
+        self._inside_s += time.monotonic() - began_s
+
+    def report(self, outer_step: int, outcome: Outcome, way: Way) -> OuterRound:
+        """Of the round that has ended."""
+        meter = self._meter
+        tx_before, rx_before = self._bytes
+        report = OuterRound(
+            outer_step=outer_step,
+            contributors=outcome.contributors,
+            retries=outcome.retries,
+            admitted=outcome.admitted,
+            fragment=outcome.fragment,
+            compute_s=time.monotonic() - self._round_ended_s - self._inside_s,
+            reduce_s=meter.seconds["reduce"],
+            admit_s=meter.seconds["admit"],
+            sync_s=meter.seconds["sync"],
+            total_s=self._inside_s,
+            tx_bytes=meter.tx_bytes - tx_before,
+            rx_bytes=meter.rx_bytes - rx_before,
+            way=way,
+        )
+        self._begin()
+        return report
