@@ -189,15 +189,27 @@ class Copy(threading.Thread):
             except OSError as error:
                 self._say(f"{self._command[0]} cannot be started: {error.strerror or error}")
                 return NOT_STARTED
-        out, err = self._process.stdout, self._process.stderr
-        assert out is not None and err is not None
-        other = threading.Thread(target=self._printer.copy, args=(self._number, err, sys.stderr))
-        other.start()
-        with self._process, out, err:
-            self._printer.copy(self._number, out, sys.stdout)
-            other.join()
-            status = self._process.wait()
+        process = self._process
+        assert process.stdout is not None and process.stderr is not None
+        with process, process.stdout as out, process.stderr as err:
+            printers = [
+                threading.Thread(target=self._printer.copy, args=(self._number, lines, to))
+                for lines, to in ((out, sys.stdout), (err, sys.stderr))
+            ]
+            for printer in printers:
+                printer.start()
+            status = process.wait()
+            self._kill_what_is_left(process.pid)
+            for printer in printers:
+                printer.join()
         return status if status >= 0 else 128 - status
+
+    @staticmethod
+    def _kill_what_is_left(group: int) -> None:
+        """Workers that a dead program leaves behind keep its GPU, its ports, and our pipes."""
+        if sys.platform != "win32":
+            with suppress(ProcessLookupError, PermissionError):  # none is left, as macOS has it
+                os.killpg(group, signal.SIGKILL)
 
     def _told(self) -> str:
         return f"signal {self.status - 128}" if self.status > 128 else f"status {self.status}"

@@ -69,6 +69,21 @@ def test_a_copy_that_dies_joins_again(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "[1] pccl run: ended with signal 15; it is started again in 0 s" in err
 
 
+ORPHANED = """
+import os, signal, sys
+if not os.fork():
+    signal.pause()
+sys.exit(3)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_what_a_copy_leaves_behind_ends_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+    status, _, err = copies(capfd, "--restarts", "1", program=[*PYTHON, ORPHANED])
+    assert status == 3
+    assert "ended with status 3; it is not started again" in err
+
+
 def test_a_copy_that_keeps_failing_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
     program = [*PYTHON, "import os, sys; print('!'); sys.exit(3 * int(os.environ['LOCAL_RANK']))"]
     status, out, err = copies(capfd, "-n", "2", "--restarts", "2", program=program)
