@@ -5,6 +5,7 @@ from pccl.diloco.group import AlonePolicy
 from pccl.diloco.model_state import BufferMode
 from pccl.diloco.muon import MuonAndAdamW
 from pccl.diloco.presets import Preset, muloco, sparseloco
+from pccl.diloco.rates import Rate
 from pccl.diloco.rounds import OuterRound
 from pccl.diloco.route import Way
 from pccl.diloco.settings import Mode
@@ -20,6 +21,7 @@ __all__ = [
     "OuterRound",
     "Pattern",
     "Preset",
+    "Rate",
     "Way",
     "Wire",
     "muloco",

@@ -121,9 +121,9 @@ class Exchange:
         self._state.reclaim()
         self._buffers.reclaim(self._moves)
 
-    def step(self) -> None:
-        """Takes the outer step, by the mean."""
-        self._state.step()
+    def step(self, contributors: int) -> None:
+        """Takes the outer step, by the mean of so many."""
+        self._state.step(contributors)
         self._buffers.advance()
         if self._buffers.mode == "first":
             self._buffers.gather()

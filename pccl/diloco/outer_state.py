@@ -2,32 +2,57 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from pccl import kernels
+from pccl.diloco.rates import Rates
+
+_log = logging.getLogger("pccl.diloco")
 
 
-@dataclass(frozen=True, slots=True)
 class OuterOptimizer:
-    """SGD of learning rate eta with momentum mu, which may be Nesterov's."""
+    """SGD of learning rate eta with momentum mu, which may be Nesterov's, or 0: plain averaging."""
 
-    lr: float
-    momentum: float
-    nesterov: bool
+    def __init__(self, rates: Rates, nesterov: bool) -> None:
+        self._rates = rates
+        self._nesterov = nesterov
+        self._said: tuple[float, float] | None = None
 
-    def step(self, theta: torch.Tensor, velocity: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Changes theta and the velocity, with the same bits on every machine."""
+    def step(
+        self,
+        theta: torch.Tensor,
+        velocity: torch.Tensor,
+        gradient: torch.Tensor,
+        *,
+        outer_step: int,
+        peers: int,
+    ) -> None:
+        """Changes theta and the velocity, with the same bits on every machine.
+
+        `gradient` is a mean of `peers`, and the step is the one after `outer_step` others.
+        """
+        lr, momentum = self._rates.at(outer_step, peers)
         kernels.outer_sgd(
-            theta,
-            velocity,
-            gradient,
-            lr=self.lr,
-            momentum=self.momentum,
-            nesterov=self.nesterov,
+            theta, velocity, gradient, lr=lr, momentum=momentum, nesterov=self._nesterov
         )
+
+    def tell(self, outer_step: int, peers: int) -> None:
+        """Logs what such a step has, if that has changed."""
+        lr, momentum = rates = self._rates.at(outer_step, peers)
+        if rates != self._said:
+            self._said = rates
+            _log.info(
+                "from outer step %d on, for a mean of %d peers: eta %.4g, mu %.4g, "
+                "effective gain eta / (1 - mu) = %.4g",
+                outer_step + 1,
+                peers,
+                lr,
+                momentum,
+                lr / (1 - momentum),
+            )
 
 
 class OuterState:
@@ -79,9 +104,13 @@ class OuterState:
             end.copy_(parameter)
             kernels.subtract(end, begin, end)
 
-    def step(self) -> None:
-        """One step of the outer optimizer, by D."""
-        self.optimizer.step(self.theta, self.velocity, self.mean)
+    def step(self, peers: int) -> None:
+        """One step of the outer optimizer, by D, which is a mean of so many peers."""
+        outer_step = int(self.steps)
+        self.optimizer.tell(outer_step, peers)
+        self.optimizer.step(
+            self.theta, self.velocity, self.mean, outer_step=outer_step, peers=peers
+        )
         self.steps += 1
 
     @torch.no_grad()

@@ -93,7 +93,7 @@ class Synchronous:
             group.wait_for_others(exchange.outer_step, average.contributors)
         if stepped:
             exchange.accept(average)
-            exchange.step()
+            exchange.step(average.contributors)
         admitted = group.are_pending()
         if admitted:
             group.admit()
@@ -183,9 +183,9 @@ class Delayed:
             self._give_back()
         self._exchange.measure()
         stepped = landed is not None and landed.suffices
-        if stepped:
-            self._exchange.step()
         contributors = landed.contributors if landed is not None and stepped else 0
+        if stepped:
+            self._exchange.step(contributors)
         self._view.look_ahead(stepped, contributors or group.size)
         if group.waits and not stepped and (self._alone or landed is not None):
             self._announce(None)
@@ -203,7 +203,7 @@ class Delayed:
         """Applies the mean of the last round; or keeps this peer's progress, if there is none."""
         landed = self._take(group)
         if landed is not None and landed.suffices:
-            self._exchange.step()
+            self._exchange.step(landed.contributors)
             self._view.reset()
             self._exchange.adopt()
         elif landed is not None:

@@ -14,6 +14,7 @@ import xxhash
 
 from pccl.diloco.fragments import PATTERNS, Pattern
 from pccl.diloco.model_state import MODES, BufferMode, memory
+from pccl.diloco.rates import Rate
 from pccl.diloco.wires import Wire
 
 Mode = Literal["sync", "delayed", "eager", "streaming"]
@@ -26,8 +27,8 @@ class Settings:
     """What must be the same on all peers; `DiLoCo` describes each."""
 
     inner_steps: int
-    outer_lr: float
-    outer_momentum: float
+    outer_lr: Rate | None
+    outer_momentum: Rate
     nesterov: bool
     buffers: BufferMode
     mode: Mode
@@ -49,11 +50,6 @@ class Settings:
             check_word(name, getattr(self, name), known)
         if self.inner_steps < 1:
             raise ValueError(f"inner_steps={self.inner_steps} must be at least 1")
-        if self.outer_lr <= 0 or not 0 <= self.outer_momentum < 1:
-            raise ValueError(
-                f"outer_lr={self.outer_lr} must be positive, "
-                f"outer_momentum={self.outer_momentum} in [0, 1)"
-            )
         self._check_streaming()
 
     def _check_streaming(self) -> None:
@@ -94,7 +90,10 @@ def layout_digest(layout: list[tuple[str, list[int]]]) -> str:
 def encode(config: dict[str, Any]) -> torch.Tensor:
     """Settings as bytes of a fixed number."""
     text = json.dumps(config, sort_keys=True).encode()
-    assert len(text) <= _CONFIG_BYTES
+    if len(text) > _CONFIG_BYTES:
+        raise ValueError(
+            f"the settings have {len(text)} bytes, more than {_CONFIG_BYTES}: {text!r}"
+        )
     return torch.frombuffer(bytearray(text.ljust(_CONFIG_BYTES)), dtype=torch.uint8)
 
 

@@ -131,7 +131,7 @@ class Streaming:
         if not group.suffices(average, exchange.outer_step):
             return False
         exchange.accept(average)
-        exchange.step()
+        exchange.step(average.contributors)
         return True
 
     def finish(self, group: Group) -> None:

@@ -129,6 +129,7 @@ from pccl.diloco.group import AlonePolicy, Group, Quorum
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import BufferMode, Buffers, Frozen, memory
 from pccl.diloco.outer_state import OuterOptimizer
+from pccl.diloco.rates import Rate, rates
 from pccl.diloco.rounds import OuterRound, Stopwatch
 from pccl.diloco.route import Route
 from pccl.diloco.schedules import Delayed, Schedule, Synchronous
@@ -207,8 +208,13 @@ class DiLoCo:
             all other peers receive the shared ones in this constructor.
         inner_optimizer: optimizer of the parameters of `model`; usually AdamW.
         inner_steps: H, calls of `step` between outer steps.
-        outer_lr: eta.
-        outer_momentum: mu.
+        outer_lr: eta. A number; or points (k, value), between which it is linear in the outer step
+            k, and beyond which constant: [(0, 1.0), (900, 1.0), (901, 0.65)]. None: 0.4 for a mean
+            of one peer, 0.6 of 2 to 4, up to 0.8 of 8 or more (arXiv 2503.09799); 1 with
+            wire="sparse".
+        outer_momentum: mu, likewise. None: 0.9; 0.5 with fewer than 20 inner steps, else 0.6 if the
+            inner optimizer is Muon; 0 with wire="sparse". With 0 the outer step is plain averaging.
+            eta, mu and the effective gain eta / (1 - mu) are logged at INFO whenever they change.
         nesterov: whether the outer momentum is Nesterov's.
         min_peers: number of peers that a run needs to start, or to resume from `state`; the
             constructor waits for them. A started run continues with any number, unless `alone` is
@@ -261,8 +267,8 @@ class DiLoCo:
         inner_optimizer: torch.optim.Optimizer,
         *,
         inner_steps: int,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        outer_lr: Rate | None = None,
+        outer_momentum: Rate | None = None,
         nesterov: bool = True,
         min_peers: int = 1,
         state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
@@ -275,10 +281,17 @@ class DiLoCo:
         overlap: int = 0,
         alpha: float = 0.0,
     ) -> None:
+        own_rates = rates(
+            outer_lr,
+            outer_momentum,
+            inner_steps=inner_steps,
+            sparse=wire == "sparse",
+            muon="Muon" in type(inner_optimizer).__name__,
+        )
         settings = Settings(
             inner_steps=inner_steps,
-            outer_lr=outer_lr,
-            outer_momentum=outer_momentum,
+            outer_lr=own_rates.lr,
+            outer_momentum=own_rates.momentum,
             nesterov=nesterov,
             buffers=buffers,
             mode=mode,
@@ -305,7 +318,7 @@ class DiLoCo:
         self._outer = Outer(
             [p for _, p in named],
             split(named, fragments, pattern),
-            OuterOptimizer(outer_lr, outer_momentum, nesterov),
+            OuterOptimizer(own_rates, nesterov),
         )
         quorum = Quorum(min_peers, alone)
         self._config = self._encoded(settings, named, quorum)
@@ -315,6 +328,10 @@ class DiLoCo:
         shared, complete = self._shared_states()
         parts = self._frozen, self._buffers
         self._group = Group(comm, shared, complete, parts, quorum, self._meter)
+        self._begin(state)
+
+    def _begin(self, state: Mapping[str, Any] | str | os.PathLike[str] | None) -> None:
+        """Loads a state, and joins the run."""
         if state is not None:
             self._load(state if isinstance(state, Mapping) else read_state(state))
         self._group.join(self._config)

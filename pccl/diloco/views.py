@@ -75,5 +75,6 @@ class Eager:
         guess = self._share.neg_().add_(state.delta, alpha=1 / peers)
         if applied:
             guess.add_(state.mean)
-        state.optimizer.step(state.base, self._velocity, guess)
+        outer_step = int(state.steps)
+        state.optimizer.step(state.base, self._velocity, guess, outer_step=outer_step, peers=peers)
         torch.mul(state.delta, 1 / peers, out=self._share)

@@ -283,3 +283,57 @@ def test_peers_in_different_modes_are_refused(address: str) -> None:
 def test_an_unknown_mode_is_refused(address: str) -> None:
     with pccl.Communicator(address) as comm, pytest.raises(ValueError, match="mode='late' must be"):
         make(comm, Model(), mode="late")
+
+
+def test_rates_follow_the_outer_step_which_a_newcomer_has_too(address: str) -> None:
+    """And of defaults, the learning rate follows the number of contributors."""
+    begun = threading.Event()
+    ended = threading.Barrier(2)
+    by_step = {"outer_lr": [(0, 1.0), (2, 0.5)], "outer_momentum": 0.0}
+
+    def first() -> Any:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, alone="step", **by_step)
+            for at in (-1.0, -1.75):
+                model.move(1.0)
+                diloco.step()
+                assert torch.equal(model.flat(), torch.full((1000,), at))
+            begun.set()
+            while diloco.last_round is None or diloco.last_round.contributors < 2:
+                model.move(1.0)
+                diloco.step()
+            ended.wait(DEADLINE_S)
+            return diloco.state_digest()
+
+    def second() -> Any:
+        assert begun.wait(DEADLINE_S)
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, alone="step", **by_step)
+            before = model.flat()
+            model.move(1.0)
+            diloco.step()
+            assert torch.equal(model.flat(), before - 0.5)
+            ended.wait(DEADLINE_S)
+            return diloco.state_digest()
+
+    ours, theirs = together(first, second)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+def test_a_default_rate_is_that_of_the_contributors(address: str, mode: str) -> None:
+    def peer() -> Any:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            options = {"outer_lr": None, "outer_momentum": 0.0, "min_peers": 2}
+            diloco = make(comm, model, mode=mode, **options)
+            for _ in range(2):
+                model.move(1.0)
+                diloco.step()
+            diloco.finish()
+            return model.flat()
+
+    for flat_ in together(peer, peer):
+        torch.testing.assert_close(flat_, torch.full((1000,), -1.2))

@@ -40,7 +40,8 @@ def random(seed: int) -> Any:
 
 def make(comm: pccl.Communicator, model: Model, **options: Any) -> DiLoCo:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return DiLoCo(comm, model, optimizer, **{"inner_steps": 1, **options})
+    usual = {"inner_steps": 1, "outer_lr": 0.7, "outer_momentum": 0.9}
+    return DiLoCo(comm, model, optimizer, **{**usual, **options})
 
 
 def together(*bodies: Callable[[], Any]) -> list[Any]:
