@@ -8,9 +8,11 @@ given in the order of joining. Under torchrun (`env://`) the ranks are those of 
 is that of PCCL_MASTER, or else one in the process of rank 0.
 """
 
+from pccl.torch import hooks
+from pccl.torch.ddp import DistributedDataParallel
 from pccl.torch.group import ProcessGroup
 from pccl.torch.registration import register
 
 register()
 
-__all__ = ["ProcessGroup"]
+__all__ = ["DistributedDataParallel", "ProcessGroup", "hooks"]

@@ -37,6 +37,12 @@ class Collectives:
         self._launching = threading.Lock()
         self._next_tag = FIRST_TAG
         self._coalescing: list[Work] | None = None
+        self._under_way: set[Operation] = set()
+
+    def _drain(self) -> None:
+        """Returns when all collectives have ended, however they do."""
+        for operation in list(self._under_way):
+            operation.drive()
 
     def _restart(self) -> None:
         """All members have nothing under way: their next calls match."""
@@ -52,7 +58,7 @@ class Collectives:
             timeout = self._timeout
         with self._launching:
             operation = Operation(task, self._next_tag, self._members, timeout.total_seconds())
-            operation.begin()
+            operation.begin(self._under_way)
             self._next_tag += 1
         if getattr(options, "asyncOp", True):
             operation.follow()

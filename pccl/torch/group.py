@@ -75,6 +75,12 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
             self._own_store.use(agreed.store, self._served if self.getRank() == 0 else None, "")
         self._restart()
 
+    def admit(self) -> None:
+        """Lets in those who wait, when all that is under way has ended. All members call it."""
+        self._drain()
+        self._comm.update_topology()
+        self.agree()
+
     def _serve(self) -> None:
         client = self._comm._membership.client("store")
         host = next(info.host for info in client.plan.peers if info.peer == client.number)

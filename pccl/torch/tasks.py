@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pccl import Communicator
+from pccl import Communicator, kernels
 from pccl.calls import operands
 from pccl.runtime.client.memory import Operands
 from pccl.torch.members import Members
@@ -80,6 +80,33 @@ class Tasks:
                 put(tensor, piece)
 
         return Task("all_reduce", launch, list(tensors), gathered.clear, settle, again=True)
+
+    def quantized_mean(self, target: Tensor, payload: Tensor, format: kernels.Format) -> Task:
+        """Gathers what all members have quantized; the mean, computed in float32, goes to `target`.
+
+        It is launched again if a peer is lost.
+        """
+        gathered: list[Tensor] = [payload[None]]
+
+        def launch(tag: int) -> Handle:
+            ring = self._members.ring()
+            gathered[:] = [payload.new_empty((len(ring), payload.numel()))]
+            work, _ = operands.all_gather(payload, gathered[0], self._members.ranks(ring))
+            return self._launch("all_gather", work, tag)
+
+        def alone() -> None:
+            gathered[:] = [payload[None]]
+
+        def settle() -> None:
+            rows = gathered[0]
+            mean, one = (torch.empty(target.numel(), dtype=torch.float32) for _ in range(2))
+            kernels.dequantize(mean, rows[0], format)
+            for rank, row in enumerate(rows[1:], 2):
+                kernels.dequantize(one, row, format)
+                kernels.add(mean, mean, one, divisor=rank if rank == len(rows) else 1)
+            target.copy_(mean.view(target.shape))
+
+        return Task("all_gather", launch, [target], alone, settle, again=True)
 
     def broadcast(self, tensors: Sequence[Tensor], root: int) -> Task:
         """Copies the tensors of one member to all."""

@@ -78,14 +78,15 @@ class Operation:
         self._lock = threading.Lock()
         self._handle: Handle | None = None
         self._future: Future[None] | None = None
+        self._under_way: set[Operation] = set()
 
     @property
     def ended(self) -> bool:
         """Whether it has ended."""
         return self._ended.is_set()
 
-    def begin(self) -> None:
-        """Launches it.
+    def begin(self, under_way: set[Operation]) -> None:
+        """Launches it; it is in `under_way` until it ends.
 
         A failure is told by the future and the Work: C++ does not survive a call that raises, for
         example in the middle of a backward pass. Wrong arguments do raise.
@@ -95,9 +96,11 @@ class Operation:
         except PCCLError as error:
             self.error = error
             self._ended.set()
-        else:
-            if self._handle is None:
-                self.drive()
+            return
+        self._under_way = under_way
+        under_way.add(self)
+        if self._handle is None:
+            self.drive()
 
     def follow(self) -> None:
         """Has the pool end it when its collective has ended, whether anybody waits or not."""
@@ -146,6 +149,7 @@ class Operation:
                 raise
             finally:
                 self._ended.set()
+                self._under_way.discard(self)
                 future = self._future
         if future is not None:  # its callbacks may wait for others: never in a thread that drives
             POOL.run(lambda: future.set_result(None))

@@ -241,8 +241,10 @@ def test_a_time_limit_fails_on_all(two: Groups) -> None:
 
 
 def model_of(group: ProcessGroup) -> DistributedDataParallel:
-    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    with torch.no_grad():  # threads share torch's generator of random numbers
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1.5, parameter.numel()).view(parameter.shape))
     return DistributedDataParallel(model, process_group=group, init_sync=False)
 
 

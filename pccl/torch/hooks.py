@@ -1,0 +1,84 @@
+"""How DistributedDataParallel averages a bucket of gradients: hooks for `register_comm_hook`.
+
+All of them divide by the true contributors: a peer that is lost in a backward pass is not counted.
+
+    ddp.register_comm_hook(None, pccl.torch.hooks.avg)
+    ddp.register_comm_hook(hooks.Quantized("int8"), hooks.quantized)
+"""
+
+# torch reads the annotations of a hook, and must find types there: so they are not postponed
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+
+from pccl import kernels
+from pccl.torch.collectives import Collectives
+from pccl.torch.reductions import Reduction
+from pccl.torch.work import Work
+
+
+def _group(group: Any) -> Collectives:
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, Collectives):
+        raise ValueError("the hooks of pccl.torch need a group of pccl")
+    return found
+
+
+def _first(future: Future[Any]) -> torch.Tensor:
+    found: torch.Tensor = future.value()[0]
+    return found
+
+
+def avg(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean, around the ring. `state` is the group; None: the default group."""
+    group = _group(state)
+    work = group._run(group._tasks.all_reduce([bucket.buffer()], Reduction.of(dist.ReduceOp.AVG)))
+    return work.get_future().then(_first)
+
+
+class Quantized:
+    """What the hook `quantized` keeps: how gradients are quantized, and what that has taken away.
+
+    A contribution is quantized once, gathered, and summed in float32 in the same order on all
+    peers: their means have the same bits. What quantization takes from a gradient is added to that
+    of the next step (error feedback).
+
+    Args:
+        format: "int8", "int4", "e3m0", "2bit" or "sparse"; see `pccl.kernels.quantize`.
+        group: None: the default group.
+        error_feedback: whether what is lost is added to the next step.
+    """
+
+    def __init__(
+        self, format: kernels.Format, group: Any = None, *, error_feedback: bool = True
+    ) -> None:
+        kernels.quantized_size(format, 1)  # is it one?
+        self.format: kernels.Format = format
+        self._group = group
+        self._residuals: dict[int, torch.Tensor] | None = {} if error_feedback else None
+
+    def launch(self, bucket: GradBucket) -> Work:
+        """Gathers the quantized bucket, and writes the mean over it."""
+        gradient = bucket.buffer()
+        given = gradient.detach().to("cpu", torch.float32, copy=True)
+        residual = None if self._residuals is None else self._residuals.get(bucket.index())
+        if residual is not None and residual.numel() == given.numel():
+            kernels.add(given, given, residual)
+        payload = torch.empty(kernels.quantized_size(self.format, given.numel()), dtype=torch.uint8)
+        kernels.quantize(payload, given, self.format)
+        if self._residuals is not None:
+            kept = torch.empty_like(given)
+            kernels.dequantize(kept, payload, self.format)
+            kernels.subtract(kept, given, kept)
+            self._residuals[bucket.index()] = kept
+        group = _group(self._group)
+        return group._run(group._tasks.quantized_mean(gradient, payload, self.format))
+
+
+def quantized(state: Quantized, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean of quantized gradients."""
+    return state.launch(bucket).get_future().then(_first)

@@ -1,0 +1,184 @@
+"""Keeps the replicas of a training job in phase: what they share, and who joins when."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from pccl import PeerLostError, SharedStateSyncStrategy
+from pccl.runtime.client.call import Deadline
+from pccl.torch.callbacks import POOL
+from pccl.torch.group import ProcessGroup
+from pccl.torch.trees import Staged, packed, tensors_of, unpacked
+
+T = TypeVar("T")
+
+_log = logging.getLogger("pccl.torch")
+
+
+class Stateful(Protocol):
+    """What has a state, as optimizers, schedulers and data loaders of torch do."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Takes over a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the first member says of a synchronisation."""
+
+    begun: bool
+    revision: int
+    steps: int
+    states: dict[str, Any]
+    layout: list[tuple[str, list[int], str]]
+
+
+class Phase:
+    """The state that all replicas of a model share, and the number of the step they are in.
+
+    Attributes:
+        steps: steps that have begun since the run did; the same on all replicas.
+
+    Args:
+        group: the replicas.
+        module: its parameters and persistent buffers are shared.
+        states: what else a newcomer receives, by name.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, module: torch.nn.Module, states: Mapping[str, Stateful]
+    ) -> None:
+        self.steps = 0
+        self._group = group
+        self._module = module
+        self._states = dict(states)
+        self._begun = False
+        self._revision = 0
+        self._pending: Future[bool] | None = None
+
+    def step(self) -> None:
+        """The next step begins: newcomers that have come since the last one are in it.
+
+        All replicas call this equally often. It makes no collective unless somebody has come.
+        """
+        if self._pending is not None and self._pending.result():
+            self._group.admit()
+            self.synchronise()
+        self.steps += 1
+        self._pending = _in_pool(self._ask)
+
+    def _ask(self) -> bool:
+        """Whether newcomers wait; it is asked while the step is computed."""
+        while True:
+            try:
+                return self._group.communicator._admission._ask(Deadline(None), 0.0)
+            except PeerLostError:
+                continue
+
+    def synchronise(self) -> None:
+        """Gives all replicas the same state: that of the run, or, when it begins, of rank 0."""
+        while True:
+            try:
+                self._synchronise()
+                return
+            except PeerLostError as error:
+                _log.info("the replicas synchronise again: %s", error)
+
+    def _synchronise(self) -> None:
+        own = {name: each.state_dict() for name, each in self._states.items()}
+        model = self._tensors()
+        layout = [(name, list(t.shape), str(t.dtype)) for name, t in model.items()]
+        plan = self._agree(_Plan(self._begun, self._revision, self.steps, own, layout))
+        try:
+            _check(plan.layout, layout)
+        except ValueError:
+            self._group.abort()  # the others go on without this process
+            raise
+        receives = not self._begun
+        states = plan.states if receives and self._group.getRank() != 0 else own
+        named = {f"model.{name}": tensor for name, tensor in model.items()}
+        for name in sorted(states):
+            for i, tensor in enumerate(tensors_of(states[name])):
+                named[f"{name}.{i}"] = tensor
+        buffers = {f"model.{name}" for name, _ in self._module.named_buffers()}
+        staged = Staged(named, buffers)
+        strategy = SharedStateSyncStrategy.ENFORCE_POPULAR
+        if plan.begun:
+            staged.shared.revision = 0 if receives else self._revision + 1
+        elif self._group.getRank() == 0:
+            strategy = SharedStateSyncStrategy.SEND_ONLY
+        else:
+            strategy = SharedStateSyncStrategy.RECEIVE_ONLY
+        self._group.communicator.sync_shared_state(staged.shared, strategy)
+        staged.put()
+        self._revision = staged.shared.revision
+        if states is not own:
+            for name, each in self._states.items():
+                each.load_state_dict(states[name])
+        self.steps, self._begun = plan.steps, True
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters and persistent buffers; tied ones once."""
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in self._module.state_dict().items():
+            if isinstance(tensor, Tensor) and tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                found[name] = tensor
+        return found
+
+    def _agree(self, own: _Plan) -> _Plan:
+        """The plan of torch's rank 0."""
+        group = self._group
+        if group.getSize() == 1:
+            return own
+        text = b""
+        if group.getRank() == 0:
+            text = packed(
+                {
+                    "begun": own.begun,
+                    "revision": own.revision,
+                    "steps": own.steps,
+                    "states": own.states,
+                    "layout": own.layout,
+                }
+            )
+        size = torch.tensor([len(text)])
+        group.broadcast([size], 0).wait()
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        if text:
+            data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        group.broadcast([data], 0).wait()
+        return own if text else _Plan(**unpacked(data.numpy().tobytes()))
+
+
+def _check(run: list[tuple[str, list[int], str]], own: list[tuple[str, list[int], str]]) -> None:
+    """Raises ValueError where the own model is not that of the run."""
+    for ours, theirs in zip(own, run, strict=False):
+        if list(ours) != list(theirs):
+            raise ValueError(f"the run trains another model: it has {theirs}, this process {ours}")
+    if len(own) != len(run):
+        raise ValueError(f"the run's model has {len(run)} tensors, that of this process {len(own)}")
+
+
+def _in_pool(job: Callable[[], T]) -> Future[T]:
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(job())
+        except Exception as error:
+            future.set_exception(error)
+
+    POOL.run(work)
+    return future

@@ -1,0 +1,172 @@
+"""pccl.torch.DistributedDataParallel: replicas that are lost, and others that join. Threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from cluster import Cluster, in_threads
+from torch import nn
+from waiting import wait_until
+
+import pccl
+from pccl.torch import DistributedDataParallel, ProcessGroup
+
+pytestmark = pytest.mark.filterwarnings("ignore:find_unused_parameters")
+
+
+def data(peer: int, step: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * peer + step))
+
+
+def new_model(seed: int) -> nn.Module:
+    """A model. Threads share torch's generator of random numbers, so it is not used."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 3)
+    return model
+
+
+def loss_of(model: nn.Module, given: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = (model(given) - given.sum(1, keepdim=True)).square().mean()
+    return loss
+
+
+@dataclass
+class Replica:
+    """One replica, and what has become of it."""
+
+    peer: int
+    wire: str = "fp32"
+    first_step: int = 0
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)  # after each step
+    contributors: dict[int, int] = field(default_factory=dict)
+    momentum: torch.Tensor | None = None
+
+    def train(self, comm: pccl.Communicator, until: int, plan: Plan) -> None:
+        model = new_model(self.peer)
+        optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+        group = ProcessGroup(comm)
+        states = {"optimizer": optimizer, "schedule": schedule}
+        ddp = DistributedDataParallel(
+            model, states, process_group=group, wire=self.wire, bucket_cap_mb=0.0001
+        )
+        self.first_step = ddp.steps
+        while ddp.steps < until:
+            step = ddp.steps
+            if not plan.goes_on(self.peer, step):
+                comm.close()
+                return
+            loss_of(ddp, data(self.peer, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+            self.weights[step] = torch.cat([p.detach().flatten() for p in model.parameters()])
+            self.contributors[step] = group.size()
+        self.momentum = optimizer.state[next(iter(model.parameters()))]["momentum_buffer"]
+
+
+class Plan:
+    """Who is lost when; and in which step the others are when somebody joins."""
+
+    def __init__(self, cluster: Cluster, lost: dict[int, int], joins_at: int) -> None:
+        self._cluster = cluster
+        self._lost = lost
+        self._joins_at = joins_at
+        self.may_join = threading.Event()
+
+    def goes_on(self, peer: int, step: int) -> bool:
+        if step == self._joins_at:
+            self.may_join.set()
+            wait_until(lambda: self._registered() == 3)
+        return step < self._lost.get(peer, 1 << 30)
+
+    def _registered(self) -> int:
+        service = self._cluster.master._service
+        assert service is not None
+        return len(service.server.ask().result(20).peers)
+
+
+def reference(replicas: list[Replica], until: int) -> torch.Tensor:
+    """The weights of an undisturbed training with the same contributors."""
+    model = new_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    for step in range(until):
+        present = [r.peer for r in replicas if step in r.weights]
+        for peer in present:
+            (loss_of(model, data(peer, step)) / len(present)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    with Cluster(2) as made:
+        yield made
+
+
+def test_replicas_stay_equal_while_one_joins_and_one_is_lost(cluster: Cluster) -> None:
+    """The newcomer gets weights, momentum and step; the loss is that of the same contributors."""
+    until, plan = 16, Plan(cluster, {1: 10}, joins_at=3)
+    replicas = [Replica(peer) for peer in range(3)]
+    newcomer = pccl.Communicator(cluster.master.address)
+
+    def join() -> None:
+        plan.may_join.wait(20)
+        newcomer.connect()
+        replicas[2].train(newcomer, until, plan)
+
+    try:
+        olds = [lambda i=i: replicas[i].train(cluster.comms[i], until, plan) for i in range(2)]  # type: ignore[misc]
+        in_threads([*olds, join])
+    finally:
+        newcomer.close()
+    assert replicas[2].first_step in (4, 5)
+    for step in range(until):
+        rows = [r.weights[step] for r in replicas if step in r.weights]
+        assert all(torch.equal(row, rows[0]) for row in rows), step
+        counted = {r.contributors[step] for r in replicas if step in r.weights}
+        assert counted == {len(rows)}, step
+    assert torch.equal(replicas[0].momentum, replicas[2].momentum)  # type: ignore[arg-type]
+    assert torch.allclose(replicas[0].weights[until - 1], reference(replicas, until), atol=1e-5)
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "e3m0"])
+def test_quantized_gradients_leave_replicas_equal_and_near(cluster: Cluster, wire: str) -> None:
+    """What quantization takes from one step is added to the next one, so the error stays small."""
+    until, plan = 12, Plan(cluster, {}, joins_at=1000)
+    replicas = [Replica(peer, wire) for peer in range(2)]
+    cluster.each(lambda i, comm: replicas[i].train(comm, until, plan))
+    for step in range(until):
+        assert torch.equal(replicas[0].weights[step], replicas[1].weights[step])
+    wanted = reference(replicas, until)
+    moved = (wanted - torch.cat([p.detach().flatten() for p in new_model(0).parameters()])).norm()
+    assert (replicas[0].weights[until - 1] - wanted).norm() < 0.2 * moved
+
+
+def test_what_cannot_be_elastic_is_refused(cluster: Cluster) -> None:
+    groups = cluster.each(lambda _, comm: ProcessGroup(comm))
+    model = new_model(0)
+    with pytest.raises(ValueError, match="the group is not one of pccl"):
+        DistributedDataParallel(model)
+    with pytest.raises(ValueError, match="find_unused_parameters must be True"):
+        DistributedDataParallel(model, process_group=groups[0], find_unused_parameters=False)
+    with pytest.raises(ValueError, match="static_graph is not possible"):
+        DistributedDataParallel(model, process_group=groups[0], static_graph=True)
+
+
+def test_another_model_is_refused(cluster: Cluster) -> None:
+    def job(i: int, comm: pccl.Communicator) -> None:
+        DistributedDataParallel(nn.Linear(2, 2 + i), process_group=ProcessGroup(comm))
+
+    with pytest.raises(ValueError, match="the run trains another model"):
+        cluster.each(job)
