@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from pccl import Communicator
+from pccl.torch.exchanges import Exchanges
 from pccl.torch.members import Members
 from pccl.torch.reductions import Reduction
 from pccl.torch.tasks import Tasks
@@ -33,6 +34,7 @@ class Collectives:
         self._comm = comm
         self._members = members
         self._tasks = Tasks(comm, members)
+        self._exchanges = Exchanges(comm, members)
         self._timeout = timeout
         self._launching = threading.Lock()
         self._next_tag = FIRST_TAG
@@ -126,6 +128,53 @@ class Collectives:
         reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM))
         return self._run(self._tasks.reduce_scatter_single(outputs, inputs, reduction), opts)
 
+    def reduce(self, tensors: Any, opts: Any = 0, op: Any = ReduceOp.SUM) -> Work:
+        """Reduces a tensor; the root gets the result, those of others are unchanged."""
+        (tensor,), root = _list(tensors), getattr(opts, "rootRank", opts)
+        reduction = Reduction.of(getattr(opts, "reduceOp", op))
+        return self._run(self._exchanges.reduce(tensor, root, reduction), opts)
+
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = 0, timeout: Any = None
+    ) -> Work:
+        """Gathers a tensor on the root."""
+        (tensor,), root = _list(input_tensors), getattr(opts, "rootRank", opts)
+        outputs = output_tensors
+        if outputs and not isinstance(outputs[0], Tensor):
+            (outputs,) = outputs
+        return self._run(self._exchanges.gather(outputs, tensor, root), opts)
+
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = 0, timeout: Any = None
+    ) -> Work:
+        """Gives each member one of the root's tensors."""
+        (tensor,), root = _list(output_tensors), getattr(opts, "rootRank", opts)
+        inputs = input_tensors
+        if inputs and not isinstance(inputs[0], Tensor):
+            (inputs,) = inputs
+        return self._run(self._exchanges.scatter(tensor, inputs, root), opts)
+
+    def alltoall(
+        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
+    ) -> Work:
+        """Gives each member one tensor, and takes one from each; sizes may differ."""
+        task = self._exchanges.all_to_all(output_tensors, input_tensors, even=False)
+        return self._run(task, opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any = None,
+    ) -> Work:
+        """all_to_all of parts of one tensor. All members give sizes, or none does."""
+        even = not output_split_sizes and not input_split_sizes
+        outputs = _parts(output, output_split_sizes, self._members.size)
+        inputs = _parts(input, input_split_sizes, self._members.size)
+        return self._run(self._exchanges.all_to_all(outputs, inputs, even=even), opts)
+
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Waits for all."""
         return self._run(self._tasks.barrier(), opts)
@@ -134,6 +183,7 @@ class Collectives:
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
+    alltoall_base = all_to_all_single
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -164,3 +214,19 @@ class Several(Work):
 
 def _list(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _parts(tensor: Tensor, sizes: list[int], members: int) -> list[Tensor]:
+    """The parts of a tensor along its first dimension, one for each member."""
+    if not sizes:
+        if tensor.shape[0] % members:
+            raise ValueError(
+                f"the first dimension is {tensor.shape[0]}: it must be a multiple of {members}, or "
+                "sizes must be given"
+            )
+        sizes = [tensor.shape[0] // members] * members
+    if len(sizes) != members or sum(sizes) != tensor.shape[0]:
+        raise ValueError(
+            f"the sizes {sizes} must be {members} numbers, whose sum is {tensor.shape[0]}"
+        )
+    return list(tensor.split(sizes))  # type: ignore[no-untyped-call]

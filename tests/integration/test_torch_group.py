@@ -139,6 +139,44 @@ def test_collectives_follow_the_ranks_of_torch(three: Groups) -> None:
     three.each(job)
 
 
+def test_roots_and_rows_follow_the_ranks_of_torch(three: Groups) -> None:
+    def job(group: ProcessGroup) -> None:
+        rank = group.rank()
+        mine = torch.full((3,), float(rank + 1))
+        reducing = dist.ReduceOptions()
+        reducing.rootRank, reducing.reduceOp = 1, dist._make_nccl_premul_sum(2.0)
+        group.reduce([mine], reducing).wait()
+        assert mine.tolist() == [12.0 if rank == 1 else rank + 1.0] * 3
+        gathering = dist.GatherOptions()
+        gathering.rootRank = 2
+        outputs = [torch.empty(2, dtype=torch.bool) for _ in range(3)] if rank == 2 else []
+        group.gather(
+            [outputs] if outputs else [], [torch.tensor([rank > 0, True])], gathering
+        ).wait()
+        assert [output[0].item() for output in outputs] == [False, True, True][: len(outputs)]
+        scattering = dist.ScatterOptions()
+        scattering.rootRank = 0
+        inputs = [[torch.full((2, 2), float(r)) for r in range(3)]] if rank == 0 else []
+        one = torch.empty(2, 2).t()
+        group.scatter([one], inputs, scattering).wait()
+        assert one.tolist() == [[rank] * 2] * 2
+        given = torch.arange(6) + 10 * rank
+        taken = torch.empty(6, dtype=torch.int64)
+        group.all_to_all_single(taken, given, [], []).wait()
+        assert taken.tolist() == [10 * r + 2 * rank + i for r in range(3) for i in range(2)]
+        # of rank r, rank s gets r + s elements
+        uneven = [torch.full((rank + s,), float(10 * rank + s)) for s in range(3)]
+        received = [torch.empty(rank + s) for s in range(3)]
+        group.alltoall(received, uneven).wait()
+        assert [r.tolist() for r in received] == [[10.0 * s + rank] * (rank + s) for s in range(3)]
+        whole = torch.empty(3 * rank + 3)
+        sizes = [rank + s for s in range(3)]
+        group.all_to_all_single(whole, torch.cat(uneven), sizes, sizes).wait()
+        assert torch.equal(whole, torch.cat(received))
+
+    three.each(job)
+
+
 def test_a_group_of_one_gives_what_it_is_given() -> None:
     with Cluster(1) as cluster:
         group = ProcessGroup(cluster.comms[0])
@@ -153,6 +191,10 @@ def test_a_group_of_one_gives_what_it_is_given() -> None:
         group.reduce_scatter_single(part, mine).wait()
         group.broadcast([mine], 0).wait()
         group.barrier().wait()
+        for rooted in (group.reduce, lambda t: group.gather([outputs], t)):
+            rooted([mine]).wait()
+        group.scatter([whole], [[mine]]).wait()
+        group.all_to_all_single(part, mine, [], []).wait()
         assert outputs[0].tolist() == whole.tolist() == part.tolist() == mine.tolist() == [1, 2]
 
 
