@@ -41,7 +41,7 @@ from pccl.calls.membership import Membership
 from pccl.calls.operands import A, Arrays
 from pccl.calls.synchronising import sync_shared_state
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
-from pccl.errors import not_picklable
+from pccl.errors import PeerLostError, TooFewPeersError, not_picklable
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.sync import SyncOptions
@@ -590,6 +590,30 @@ class Communicator(Exchanges):
         """
         if not self._launcher.is_alone("barrier"):
             self._launcher.run("barrier", operands.barrier(), tag, timeout)
+
+    def commit(self, ok: bool = True, *, tag: int = 0, timeout: float | None = None) -> bool:
+        """Whether all peers of the group say that it is ok: the same answer on all of them.
+
+        A vote at the end of a step: each peer says whether the step has gone well here, and all of
+        them take it, or none does. If a peer is lost in the vote, the answer is no.
+
+        Args:
+            ok: what this peer says.
+            tag: as for `all_reduce`.
+            timeout: seconds after which the vote fails, on all peers.
+
+        Raises:
+            PCCLError, OverflowError: as for `all_reduce`, but never TOO_FEW_PEERS or
+                RANK_CONNECTION_LOST.
+        """
+        work, votes = operands.vote(ok)
+        try:
+            self._launcher.run("commit", work, tag, timeout)
+        except PeerLostError:
+            return False
+        except TooFewPeersError:
+            return ok
+        return bool(votes[0])
 
     def barrier_async(self, *, tag: int = 0) -> AsyncReduceHandle:
         """Enters `barrier`; the handle's `wait()` returns when all peers have entered it."""

@@ -20,7 +20,7 @@ import unittest
 from collections import Counter
 from pathlib import Path
 
-WORLD_SIZE = 3
+WORLD_SIZE = 4
 TEST_S = 90  # the longest that one test may take
 
 # tests that pass with gloo and not with pccl, and why

@@ -5,8 +5,9 @@ Invalid arguments raise here, before any other peer is involved.
 
 from __future__ import annotations
 
+import array as bytes_of
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar, cast
 
@@ -17,7 +18,7 @@ from pccl.protocol.kinds import CollectiveKind
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.runtime.quantization import fingerprint
 from pccl.tensors.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind
-from pccl.types import DeviceType, QuantizationOptions, ReduceOp, Result
+from pccl.types import DataType, DeviceType, QuantizationOptions, ReduceOp, Result
 
 Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
 A = TypeVar("A", bound="Arrays")
@@ -206,6 +207,13 @@ def reduce_scatter(
 def barrier() -> Operands:
     """The operands of a barrier: none."""
     return Operands(m.Work(CollectiveKind.BARRIER, 0, 0, 0), ())
+
+
+def vote(ok: bool) -> tuple[Operands, MutableSequence[int]]:
+    """The operands of a vote, and the number that is 1 afterwards if all have voted ok."""
+    votes = bytes_of.array("B", [ok])
+    place = Buffer.at(votes.buffer_info()[0], 1, DataType.UINT8, votes)
+    return of_buffers(place, place, ReduceOp.MIN, None), votes
 
 
 def reduce_op(op: ReduceOp | str) -> ReduceOp:

@@ -451,3 +451,21 @@ def test_a_peer_that_goes_in_the_middle_leaves_what_was_given(backend: str, what
         with pytest.raises(pccl.PeerLostError) if ends[0][0] else nullcontext():
             cluster.each(again)
         cluster.each(again)
+
+
+def test_a_step_is_committed_if_all_say_so() -> None:
+    with Cluster(3) as cluster:
+        assert cluster.each(lambda i, comm: comm.commit()) == [True] * 3
+        assert cluster.each(lambda i, comm: comm.commit(i != 1, tag=7)) == [False] * 3
+        assert cluster.each(lambda i, comm: comm.commit(True)) == [True] * 3
+
+        def job(index: int, comm: pccl.Communicator) -> bool | None:
+            if index != 2:
+                return comm.commit()
+            comm.close()
+            return None
+
+        first, second, _ = cluster.each(job)
+        assert first == second
+        cluster.comms[1].close()
+        assert [cluster.comms[0].commit(ok) for ok in (True, False)] == [True, False]
