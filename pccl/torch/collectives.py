@@ -158,7 +158,7 @@ class Collectives:
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
     ) -> Work:
         """Gives each member one tensor, and takes one from each; sizes may differ."""
-        task = self._exchanges.all_to_all(output_tensors, input_tensors, even=False)
+        task = self._exchanges.all_to_all(output_tensors, input_tensors)
         return self._run(task, opts)
 
     def all_to_all_single(
@@ -169,11 +169,10 @@ class Collectives:
         input_split_sizes: list[int],
         opts: Any = None,
     ) -> Work:
-        """all_to_all of parts of one tensor. All members give sizes, or none does."""
-        even = not output_split_sizes and not input_split_sizes
+        """all_to_all of parts of one tensor; without sizes, of equal ones."""
         outputs = _parts(output, output_split_sizes, self._members.size)
         inputs = _parts(input, input_split_sizes, self._members.size)
-        return self._run(self._exchanges.all_to_all(outputs, inputs, even=even), opts)
+        return self._run(self._exchanges.all_to_all(outputs, inputs), opts)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Waits for all."""

@@ -107,13 +107,10 @@ class Exchanges:
 
         return Task("scatter", launch, [output], alone, lambda: put(output, target))
 
-    def all_to_all(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *, even: bool
-    ) -> Task:
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Task:
         """Gives each member one of `inputs`, and takes one of `outputs` from each, by rank.
 
-        Unless they are `even`, tensors may differ in size; the members agree upon the largest one,
-        and rows of that size travel.
+        They may differ in size, and be empty.
         """
         size = self._members.size
         for what, tensors in (("output", outputs), ("input", inputs)):
@@ -121,47 +118,25 @@ class Exchanges:
                 raise ValueError(
                     f"{len(tensors)} {what} tensors: it must be one for each of {size}"
                 )
+        order = self._members.order
         sent, targets = [movable(t) for t in inputs], [movable(t) for t in outputs]
-        largest = max(piece.numel() for piece in [*sent, *targets])
-        received: list[tuple[Tensor, tuple[int, ...]]] = []
+        received: list[tuple[Tensor, int]] = []  # and whose it is
 
         def launch(tag: int) -> Handle:
-            width = largest if even else self._agree_upon(largest, tag)
             ring = self._members.known_ring()
-            send = self._in_ring_order([_padded(piece, width) for piece in sent], ring)
-            recv = torch.empty_like(send)
-            received[:] = [(recv.view(size, width), ring)]
-            work, _ = rows.all_to_all(send, recv, self._members.ranks(ring))
+            gives = [sent[order.index(number)].numel() for number in ring]
+            takes = [targets[order.index(number)].numel() for number in ring]
+            send = self._in_ring_order(sent, ring)
+            recv = send.new_empty(sum(takes))
+            received[:] = zip(torch.split(recv, takes), ring, strict=True)
+            work, _ = rows.all_to_all(send, recv, gives, takes, self._members.ranks(ring))
             return self._launch("all_to_all", work, tag)
 
         def settle() -> None:
-            order = self._members.order
-            for whole, ring in received:
-                for number, row in zip(ring, whole, strict=True):
-                    target = targets[order.index(number)]
-                    target.copy_(row[: target.numel()])
-            for output, target in zip(outputs, targets, strict=True):
-                put(output, target)
+            for row, number in received:
+                put(outputs[order.index(number)], row)
 
         def alone() -> None:
-            received.clear()
-            targets[0].copy_(sent[0])
+            received[:] = [(sent[0], order[0])]
 
         return Task("all_to_all", launch, list(outputs), alone, settle)
-
-    def _agree_upon(self, largest: int, tag: int) -> int:
-        """The largest of all members' numbers."""
-        number = torch.tensor([largest])
-        handle = self._comm.all_reduce_async(number, op="max", tag=tag)
-        if not handle.wait()[0]:
-            assert handle.error is not None
-            raise handle.error
-        return int(number)
-
-
-def _padded(piece: Tensor, width: int) -> Tensor:
-    if piece.numel() == width:
-        return piece
-    room = piece.new_zeros(width)
-    room[: piece.numel()] = piece
-    return room
