@@ -52,6 +52,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         BaseGroup.__init__(self, 0, 1)  # type: ignore[call-arg]
         self._setup(comm, members, timeout)
         self.communicator = comm
+        self._name = self._description = ""
         self._master = master
         self._offer = Offer(rank, wants_store=store is None)
         self._own_store = RunStore() if store is None else None
@@ -102,6 +103,24 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         """The name that it is registered by."""
         return "pccl"
+
+    # torch keeps no names for groups of Python, and asks them
+
+    def setGroupName(self, name: str) -> None:
+        """torch's name for the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:
+        """torch's name for the group; empty: it has none yet."""
+        return self._name
+
+    def setGroupDesc(self, description: str) -> None:
+        """What the group is for."""
+        self._description = description
+
+    def getGroupDesc(self) -> str:
+        """What the group is for."""
+        return self._description
 
     def get_group_store(self) -> Store:
         """The store of the group."""

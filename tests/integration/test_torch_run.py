@@ -12,6 +12,7 @@ import pytest
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOUR = SUPPORT / "torch_tour.py"
+FUNCTIONAL = SUPPORT / "torch_functional.py"
 PATIENCE_S = 100
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(PATIENCE_S + 20)]
@@ -35,15 +36,26 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[dict[str, float]]:
     return reports("".join(texts))
 
 
-@pytest.mark.parametrize("own_master", [False, True], ids=["rank 0's master", "PCCL_MASTER"])
-def test_under_torchrun(own_master: bool, address: str) -> None:
-    env = {**os.environ, **({"PCCL_MASTER": address} if own_master else {})}
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+def by_torchrun(script: Path, size: int, **env: str) -> None:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     out = subprocess.run(
-        [*run, str(TOUR)], env=env, stdout=subprocess.PIPE, text=True, timeout=PATIENCE_S
+        [*run, "--nproc-per-node", str(size), str(script)],
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert out.returncode == 0
-    check(reports(out.stdout), 3)
+    check(reports(out.stdout), size)
+
+
+@pytest.mark.parametrize("own_master", [False, True], ids=["rank 0's master", "PCCL_MASTER"])
+def test_under_torchrun(own_master: bool, address: str) -> None:
+    by_torchrun(TOUR, 3, **({"PCCL_MASTER": address} if own_master else {}))
+
+
+def test_functional_collectives_dtensor_fsdp2_and_hsdp() -> None:
+    by_torchrun(FUNCTIONAL, 4)
 
 
 def test_a_run_gives_ranks_and_size(address: str) -> None:
