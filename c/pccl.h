@@ -81,6 +81,10 @@
  * part separately: a part of a buffer with m slices is m * count elements without gaps. A peer's
  * RANK is the same in all rings; it is its position in a ring that names no ranks.
  *
+ * The slices of an ALL_GATHER may be unlike: then the order has the rows of each rank's slice, and
+ * the count of a part is that of a row. In the space of offsets all slices are as long as the
+ * longest one; nothing travels of what is behind a shorter one, and in memory there is no gap.
+ *
  * THE RING
  *
  * In a ring of n members, the ring's share of a slice, `count` offsets from `begin`, is cut into n
@@ -428,7 +432,8 @@ typedef struct pccl_end {
  *                 sequence number will be greater.
  *                 COLLECTIVE: collective, redop, format (if not 0: floats that are summed or
  *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: slices of the larger buffers),
- *                 parts, n_parts, an array that stays valid until SETTLED.
+ *                 parts, n_parts, an array that stays valid until SETTLED. ALL_GATHER: recv_rows,
+ *                 the rows of each rank's slice, which are read at once; NULL: slices are alike.
  *                 EXCHANGE: members, parts, n_parts, an array; send_rows and recv_rows, the numbers
  *                 of rows for each rank and from each (NULL: none). They are read at once.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers

@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any, Literal, NoReturn
 
 from pccl.calls import operands
+from pccl.calls import rows as of_rows
 from pccl.calls.admission import Admission
 from pccl.calls.exchanges import Exchanges
 from pccl.calls.handle import AsyncReduceHandle
@@ -450,16 +451,26 @@ class Communicator(Exchanges):
         return self._launcher.run_all(name, descriptors, max_in_flight, timeout)
 
     def all_gather(
-        self, send: A, recv: A | None = None, *, tag: int = 0, timeout: float | None = None
+        self,
+        send: A,
+        recv: A | None = None,
+        *,
+        rows: Sequence[int] | None = None,
+        tag: int = 0,
+        timeout: float | None = None,
     ) -> A:
         """Gathers the arrays of all peers of the group on all of them.
 
         Args:
             send: an array, or a list or dict of arrays; dtypes and element counts must be the same
-                on all peers.
+                on all peers, unless there are `rows`.
             recv: for each array, one with `world_size` times its elements; the r-th part is that of
                 rank r. `send` may be this peer's part of it. None: new arrays of shape
                 (world_size, *send.shape).
+            rows: the first dimension of `send` on each peer, by rank, where they differ; 0 is a
+                number, too. It must be the same on all peers: if they do not know it, they gather
+                it first. Then `recv` has the first dimension sum(rows), and begins with what rank 0
+                has given; all arrays lie in C's order.
             tag: as for `all_reduce`.
             timeout: seconds after which the collective fails, on all peers.
 
@@ -468,17 +479,25 @@ class Communicator(Exchanges):
 
         Raises:
             PCCLError, OverflowError: as for `all_reduce`.
-            ValueError, AssertionError: the arrays do not match each other or the group's size.
+            ValueError, AssertionError: the arrays do not match each other, the group's size, or
+                `rows`.
+            TypeError: `rows` are no whole numbers.
         """
-        work, result = operands.all_gather(send, recv, self._launcher.ranks("all_gather"))
+        work, result = of_rows.all_gather(send, recv, rows, self._launcher.ranks("all_gather"))
         self._launcher.run("all_gather", work, tag, timeout)
         return result
 
     def all_gather_async(
-        self, send: Arrays, recv: Arrays | None = None, *, tag: int = 0
+        self,
+        send: Arrays,
+        recv: Arrays | None = None,
+        *,
+        rows: Sequence[int] | None = None,
+        tag: int = 0,
     ) -> AsyncReduceHandle:
         """Launches `all_gather` and returns at once; the handle's `result` is its return value."""
-        work, result = operands.all_gather(send, recv, self._launcher.ranks("all_gather_async"))
+        ranks = self._launcher.ranks("all_gather_async")
+        work, result = of_rows.all_gather(send, recv, rows, ranks)
         return self._launcher.launch("all_gather_async", work, tag, result)
 
     def reduce_scatter(

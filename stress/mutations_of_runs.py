@@ -196,6 +196,11 @@ MUTANTS = [
         "            if True:\n",
     ),
     Mutant(
+        "what only one member gives does not come to that one",
+        "    if work.rows and sum(rows > 0 for rows in work.rows) < 2:\n",
+        "    if False:\n",
+    ),
+    Mutant(
         "torn content is no candidate",
         "return offer.strategy != RECEIVE_ONLY and not offer.torn",
         "return offer.strategy != RECEIVE_ONLY",

@@ -140,6 +140,7 @@ enum turn chunk_send(struct flow *flow)
     }
     note_sent(collective, part, ring->cursor, length);
     ring->cursor += quanta_of(length) * PCCL_QUANTUM;
+    collective_skip(ring);
     if (collective_is_complete(collective))
         op_complete(op);             /* cannot free it: it is still our turn */
     return ring->cursor < ring->end ? TURN_MORE : TURN_OVER;

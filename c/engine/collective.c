@@ -58,6 +58,18 @@ void collective_range(const struct ring *ring, uint32_t segment, uint64_t *from,
     }
 }
 
+void collective_skip(struct ring *ring)
+{
+    const struct parts *parts = &collective_of(op_of(&ring->flow))->parts;
+    while (ring->cursor < ring->end) {
+        const struct part *part = part_at(parts, ring->cursor);
+        if (part_left(parts, part, ring->cursor) > 0)
+            return;
+        ring->cursor -= ring->cursor % parts->span;
+        ring->cursor += part->begin + quanta_of(part->count) * PCCL_QUANTUM;
+    }
+}
+
 uint32_t collective_first_hop(const struct collective *collective, uint32_t members)
 {
     return collective->shape.reduces ? 0 : members - 1;
@@ -87,6 +99,8 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
     if (order->format != PCCL_UNQUANTIZED
         && (!shape->reduces || order->redop == PCCL_PROD || order->format > PCCL_ZERO_POINT_16))
         return false;
+    if (order->recv_rows != NULL && !shape->gathers)
+        return false;
     return collective->parts.send_slices > 0 && collective->parts.recv_slices > 0
         && order->members <= PCCL_PEERS_MAX && order->redop <= PCCL_MIN
         && order->n_parts <= PCCL_PARTS_MAX;
@@ -106,6 +120,13 @@ void collective_enter(struct op *op, const pccl_order *order)
     if (parts->part == NULL) {
         op_fail(op, PCCL_ENOMEM, "no memory for %lu arrays", (unsigned long)order->n_parts);
         return;
+    }
+    if (order->recv_rows != NULL) {
+        int status = parts_divide(parts, order->recv_rows);
+        if (status != PCCL_OK) {
+            op_fail(op, status, "too many rows, or no memory for their numbers");
+            return;
+        }
     }
     why = parts_enter(parts, &collective->shape, order);
     if (why != NULL) {
@@ -168,6 +189,7 @@ void collective_free(struct op *op)
         op->ops->n_spread--;
     undo_close(&collective->undo, &op->ops->spare);
     free(collective->given_set);
+    free(collective->parts.rows_at);
     free(collective->parts.part);
 }
 
@@ -269,6 +291,7 @@ static bool join_rings(struct collective *collective, const pccl_order *order)
         collective->is_spread |= stream != op->flows[0]->stream;
         if (members > 1)
             collective_range(ring, first_segment(collective, place), &ring->cursor, &ring->end);
+        collective_skip(ring);
     }
     return true;
 }
@@ -304,10 +327,10 @@ static bool was_mistaken(const struct collective *collective, const pccl_ring *p
 /* How many elements there are to give and to write. */
 static uint64_t count_wanted(const struct collective *collective, const pccl_ring *place)
 {
-    uint64_t slices = receives_nothing(collective, place) ? 0 : collective->parts.recv_slices;
+    uint64_t wanted = receives_nothing(collective, place) ? 0 : collective->parts.received;
     if (collective->shape.reduces)
-        slices += collective->parts.send_slices;
-    return collective->parts.total * slices;
+        wanted += collective->parts.total * collective->parts.send_slices;
+    return wanted;
 }
 
 /* Queues the early chunks that are to be sent on. */

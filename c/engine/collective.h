@@ -70,6 +70,9 @@ int collective_save(struct collective *collective, const struct part *part, uint
 /* The offsets from <= i < to of a segment of a ring. */
 void collective_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint64_t *to);
 
+/* Moves the cursor on to the next element that there is: slices may be shorter than others. */
+void collective_skip(struct ring *ring);
+
 /* The first and the last hop of a chunk, among `members` > 1. */
 uint32_t collective_first_hop(const struct collective *collective, uint32_t members);
 uint32_t collective_last_hop(const struct collective *collective, uint32_t members);

@@ -1,6 +1,7 @@
 /* parts.c - see parts.h. */
 #include "engine/parts.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #include "engine/quanta.h"
@@ -26,9 +27,19 @@ const struct part *part_at(const struct parts *parts, uint64_t offset)
     return &parts->part[low];
 }
 
+/* Elements of the slice of that rank. */
+static uint64_t slice_count(const struct parts *parts, const struct part *part, uint64_t rank)
+{
+    if (parts->rows_at == NULL)
+        return part->count;
+    return (parts->rows_at[rank + 1] - parts->rows_at[rank]) * part->row;
+}
+
 uint64_t part_left(const struct parts *parts, const struct part *part, uint64_t offset)
 {
-    return part->count - (slice_offset(parts, offset) - part->begin);
+    uint64_t element = slice_offset(parts, offset) - part->begin;
+    uint64_t count = slice_count(parts, part, offset / parts->span);
+    return element < count ? count - element : 0;
 }
 
 /* Bytes from the beginning of a buffer of so many slices to the element at an offset. */
@@ -36,7 +47,9 @@ static size_t bytes_to(const struct parts *parts, const struct part *part, uint3
                        uint64_t offset)
 {
     uint64_t element = slice_offset(parts, offset) - part->begin;
-    if (slices > 1)
+    if (slices > 1 && parts->rows_at != NULL)
+        element += parts->rows_at[offset / parts->span] * part->row;
+    else if (slices > 1)
         element += offset / parts->span * part->count;
     return (size_t)element * part->width;
 }
@@ -85,14 +98,45 @@ static const char *check_buffers(const struct parts *parts, struct part *part, b
     bool apart, inside;
     if (part->count == 0)
         return NULL;
-    if (part->recv == NULL || part->send == NULL)
+    if (part->recv == NULL || (part->send == NULL && parts->rows_at == NULL))
         return "no buffer";
+    if (parts->rows_at != NULL)      /* which slice is ours, only START says */
+        return NULL;
     if (gathers)
         apart = is_slice_or_apart(part->recv, parts->recv_slices, part->send, bytes, &inside);
     else
         apart = is_slice_or_apart(part->send, parts->send_slices, part->recv, bytes, &inside);
     part->overwrites = inside && !gathers;
     return apart ? NULL : "the buffers overlap in part";
+}
+
+int parts_divide(struct parts *parts, const uint64_t *rows)
+{
+    uint32_t i;
+    parts->rows_at = calloc(parts->recv_slices + (size_t)1, sizeof *parts->rows_at);
+    if (parts->rows_at == NULL)
+        return PCCL_ENOMEM;
+    for (i = 0; i < parts->recv_slices; i++) {
+        if (rows[i] > SIZE_MAX / 4 - parts->rows_at[i])
+            return PCCL_EINVAL;
+        parts->rows_at[i + 1] = parts->rows_at[i] + rows[i];
+    }
+    return PCCL_OK;
+}
+
+/* Rows of the longest slice, of which `elements` each must not be too many. */
+static bool lengthen(const struct parts *parts, uint64_t *elements)
+{
+    uint64_t most = 0;
+    uint32_t i;
+    for (i = 0; i < parts->recv_slices; i++) {
+        uint64_t rows = parts->rows_at[i + 1] - parts->rows_at[i];
+        most = rows > most ? rows : most;
+    }
+    if (most > 0 && *elements > SIZE_MAX / 4 / most)
+        return false;
+    *elements *= most;
+    return true;
 }
 
 const char *parts_enter(struct parts *parts, const struct shape *shape, const pccl_order *order)
@@ -110,16 +154,20 @@ const char *parts_enter(struct parts *parts, const struct shape *shape, const pc
         if (order->format != PCCL_UNQUANTIZED
             && pccl_quantized_size((int)order->format, part->dtype, 1) == 0)
             return "only floats can be quantized";
-        if (given->count > (SIZE_MAX / 2 / slices - bytes) / part->width)
+        part->count = given->count;
+        part->row = given->count;
+        if ((parts->rows_at != NULL && !lengthen(parts, &part->count))
+            || part->count > (SIZE_MAX / 2 / slices - bytes) / part->width)
             return "too many elements";
         part->send = given->send;
         part->recv = given->recv;
         if (shape->rooted && !shape->reduces)
             part->send = part->recv;
-        part->count = given->count;
         part->begin = parts->span;
         bytes += (size_t)part->count * part->width;
         parts->total += part->count;
+        parts->received += parts->rows_at != NULL
+            ? parts->rows_at[parts->recv_slices] * part->row : part->count * parts->recv_slices;
         parts->span += quanta_of(part->count) * PCCL_QUANTUM;
         why = check_buffers(parts, part, shape->gathers);
         if (why != NULL)
@@ -143,11 +191,24 @@ static bool is_own_slice(const struct parts *parts, const struct part *part, uin
         || slice >= buffer + most_slices(parts) * bytes;
 }
 
+/* The same where the slices of recv differ: send is there or outside of all of recv. */
+static bool is_own_of_unlike(const struct parts *parts, const struct part *part, uint32_t rank)
+{
+    size_t row = (size_t)part->row * part->width;
+    size_t own = (size_t)slice_count(parts, part, rank) * part->width;
+    const unsigned char *end = part->recv + (size_t)parts->rows_at[parts->recv_slices] * row;
+    if (own == 0)
+        return true;
+    return part->send == part->recv + (size_t)parts->rows_at[rank] * row
+        || (part->send != NULL && (part->send + own <= part->recv || part->send >= end));
+}
+
 bool parts_lie_at(const struct parts *parts, uint32_t rank)
 {
     uint32_t i;
     for (i = 0; i < parts->n; i++)
-        if (!is_own_slice(parts, &parts->part[i], rank))
+        if (parts->rows_at != NULL ? !is_own_of_unlike(parts, &parts->part[i], rank)
+                                   : !is_own_slice(parts, &parts->part[i], rank))
             return false;
     return true;
 }

@@ -16,7 +16,8 @@ struct part {
     unsigned char *recv;
     int dtype;
     size_t width;            /* bytes of an element in memory */
-    uint64_t count;          /* elements of a slice */
+    uint64_t count;          /* elements of a slice, of the longest if they differ */
+    uint64_t row;            /* elements of a row, if slices differ */
     uint64_t begin;          /* its first offset in a slice */
     bool overwrites;         /* recv holds what ABORT must restore, */
     size_t undo_at;          /* here in the undo buffer */
@@ -35,17 +36,24 @@ struct parts {
     struct part *part;
     uint32_t n;
     uint32_t send_slices, recv_slices;
+    uint64_t *rows_at;       /* by rank: the first row of its slice in recv, and the end of all;
+                              * NULL: all slices are alike */
     uint64_t span;           /* offsets of a slice */
-    uint64_t total;          /* elements of a slice */
+    uint64_t total;          /* elements of a slice; */
+    uint64_t received;       /* of all slices of recv */
     size_t undo_bytes;       /* of all that ABORT must restore */
 };
+
+/* Slices of recv differ: that of rank r has rows[r] rows. Before parts_enter(). PCCL_OK,
+ * PCCL_ENOMEM, or PCCL_EINVAL if they are too many. */
+int parts_divide(struct parts *parts, const uint64_t *rows);
 
 /* Takes over the arrays of an order, for which `parts` has the room and the numbers of slices. Why
  * it cannot, or NULL. */
 const char *parts_enter(struct parts *parts, const struct shape *shape, const pccl_order *order);
 
-/* The part that an offset below slices * span belongs to; how many elements it has from there
- * on. */
+/* The part that an offset below slices * span belongs to; how many elements it has from there on:
+ * 0 behind the rows of a slice that is shorter than others. */
 const struct part *part_at(const struct parts *parts, uint64_t offset);
 uint64_t part_left(const struct parts *parts, const struct part *part, uint64_t offset);
 

@@ -72,14 +72,24 @@ static size_t slice_bytes(const struct job *job, int k)
     return (size_t)job->part[k].count * pccl_dtype_size(job->part[k].dtype);
 }
 
-static size_t send_bytes(const struct job *job, int k)
+/* Where the slice of that rank begins in a buffer of all. */
+static size_t slice_at(const struct job *job, int k, int rank)
 {
-    return slice_bytes(job, k) * send_slices(job);
+    size_t rows = job->unlike ? 0 : (size_t)rank;
+    int i;
+    for (i = 0; job->unlike && i < rank; i++)
+        rows += (size_t)job->rows[i];
+    return rows * slice_bytes(job, k);
+}
+
+static size_t send_bytes(const struct job *job, int k, int who)
+{
+    return slice_bytes(job, k) * (job->unlike ? (size_t)job->rows[who] : send_slices(job));
 }
 
 static size_t recv_bytes(const struct job *job, int k)
 {
-    return slice_bytes(job, k) * recv_slices(job);
+    return slice_at(job, k, (int)recv_slices(job));
 }
 
 /* Whether send and recv of a part are separate memory. */
@@ -92,8 +102,8 @@ static bool is_apart(const struct job *job)
 static void make_part(struct job *job, int who, int k)
 {
     pccl_part *part = &job->parts[who][k];
-    size_t width = pccl_dtype_size(job->part[k].dtype), bytes = send_bytes(job, k), j;
-    size_t mine = slice_bytes(job, k) * (size_t)who;
+    size_t width = pccl_dtype_size(job->part[k].dtype), bytes = send_bytes(job, k, who), j;
+    size_t mine = slice_at(job, k, who);
     unsigned char *send, *recv;
     if (is_apart(job)) {
         send = allocate(bytes);
@@ -119,7 +129,7 @@ static void make_part(struct job *job, int who, int k)
 /* The reduction of one part over all peers. */
 static unsigned char *reduced(const struct job *job, int k)
 {
-    size_t bytes = send_bytes(job, k);
+    size_t bytes = send_bytes(job, k, 0);
     int dtype = job->part[k].dtype, i;
     unsigned char *sum = allocate(bytes);
     memcpy(sum, job->given[0][k], bytes);
@@ -168,7 +178,7 @@ static void expect_quantized(const struct job *job, unsigned char *sum)
 static void expect_part(struct job *job, int k)
 {
     size_t slice = slice_bytes(job, k);
-    unsigned char *sum = reduced(job, k);
+    unsigned char *sum = job->unlike ? allocate(0) : reduced(job, k);
     int i, j;
     if (job->format != PCCL_UNQUANTIZED && job->n > 1)
         expect_quantized(job, sum);
@@ -176,7 +186,7 @@ static void expect_part(struct job *job, int k)
         unsigned char *expected = job->expected[i][k] = allocate(recv_bytes(job, k));
         if (job->what == PCCL_ALL_GATHER)
             for (j = 0; j < job->n; j++)
-                memcpy(expected + slice * (size_t)j, job->given[j][k], slice);
+                memcpy(expected + slice_at(job, k, j), job->given[j][k], send_bytes(job, k, j));
         else if (job->what == PCCL_BROADCAST)
             memcpy(expected, job->given[job->root][k], slice);
         else if (job->what == PCCL_REDUCE && i != (int)job->root && is_apart(job))
@@ -190,6 +200,15 @@ static void expect_part(struct job *job, int k)
     free(sum - 1);
 }
 
+static uint64_t most_rows(const struct job *job)
+{
+    uint64_t most = job->unlike ? 0 : 1;
+    int i;
+    for (i = 0; job->unlike && i < job->n; i++)
+        most = job->rows[i] > most ? job->rows[i] : most;
+    return most;
+}
+
 void job_make(struct job *job, int n)
 {
     int i, k;
@@ -201,7 +220,7 @@ void job_make(struct job *job, int n)
         job->part[0].count = job->count;
     }
     for (k = 0; k < job->n_parts; k++) {
-        job->span += (job->part[k].count + 63) / 64 * 64;
+        job->span += (job->part[k].count * most_rows(job) + 63) / 64 * 64;
         for (i = 0; i < n; i++)
             make_part(job, i, k);
         expect_part(job, k);
@@ -239,6 +258,7 @@ void job_register(struct peers *peers, int who, const struct job *job)
     order.parts = job->parts[who];
     order.n_parts = (uint32_t)job->n_parts;
     order.members = (uint32_t)job->n;
+    order.recv_rows = job->unlike ? job->rows : NULL;
     peers_order(peers, who, &order);
 }
 
@@ -304,7 +324,7 @@ bool job_is_restored(const struct job *job, int who)
 {
     int k;
     for (k = 0; k < job->n_parts; k++)
-        if (memcmp(job->parts[who][k].send, job->given[who][k], send_bytes(job, k)) != 0)
+        if (memcmp(job->parts[who][k].send, job->given[who][k], send_bytes(job, k, who)) != 0)
             return false;
     return true;
 }

@@ -17,6 +17,8 @@ struct job {
     struct { int dtype; uint64_t count; } part[TEST_PARTS_MAX];
     int dtype;
     uint64_t count;
+    bool unlike;                             /* of an all-gather: the slices differ, by `rows` */
+    uint64_t rows[TEST_PEERS_MAX];           /* by rank; a part's count is that of a row then */
     int n;
     uint64_t span;                           /* offsets of a slice */
     pccl_part parts[TEST_PEERS_MAX][TEST_PARTS_MAX];

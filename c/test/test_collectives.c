@@ -3,6 +3,8 @@
 #include "check.h"
 #include "job.h"
 
+#include <string.h>
+
 static const enum pccl_collective WHATS[] = {PCCL_ALL_REDUCE, PCCL_REDUCE_SCATTER, PCCL_ALL_GATHER,
                                              PCCL_BROADCAST, PCCL_REDUCE};
 enum { WHATS_N = sizeof WHATS / sizeof *WHATS };
@@ -43,6 +45,16 @@ static void open_rings(const struct job *job, int n, uint64_t seed, uint32_t rin
             peers_stream(&peers, i, (i + n - 1) % n, 2, 1, 1);
         job_register(&peers, i, job);
     }
+}
+
+/* An all-gather in which each rank has other numbers of rows: none, few and many. */
+static void make_unlike(struct job *job, uint64_t seed)
+{
+    static const uint64_t rows[] = {0, 1, 7, 64, 130, 3, 0, 201};
+    int i;
+    job->unlike = true;
+    for (i = 0; i < TEST_PEERS_MAX; i++)
+        job->rows[i] = rows[(seed * 5 + (uint64_t)i * (1 + seed % 3)) % 8];
 }
 
 /* Runs one collective in a world of its own. */
@@ -111,6 +123,48 @@ static void test_two_rings(void)
         }
 }
 
+/* Slices that differ: of one array and of several, in one ring and two, with early chunks. */
+static void test_unlike_slices(void)
+{
+    uint64_t seed;
+    for (seed = 1; seed <= 120; seed++) {
+        uint64_t count = seed % 4 == 0 ? 1 : seed % 70;
+        struct job job = seed % 2 ? make_job(PCCL_ALL_GATHER, count, seed % 5 < 2)
+                                  : make_list(PCCL_ALL_GATHER, count, seed % 5 < 2);
+        int n = 1 + (int)(seed % 5);
+        make_unlike(&job, seed);
+        if (seed % 40 == 0)
+            memset(job.rows, 0, sizeof job.rows);
+        job.chunk_bytes = seed % 3 ? 256 : 4096;
+        run_one(&job, n, seed, 1 + (uint32_t)(n > 1 && seed % 7 == 0));
+    }
+}
+
+/* What is sent and received is what there is: 4 peers, rows of 64 floats. */
+static void test_unlike_byte_counts(void)
+{
+    static const uint64_t rows[] = {3, 0, 1, 10};
+    struct job job = make_job(PCCL_ALL_GATHER, 64, false);
+    int i;
+    job.unlike = true;
+    memcpy(job.rows, rows, sizeof rows);
+    job_make(&job, 4);
+    open_rings(&job, 4, 3, 1);
+    for (i = 0; i < 4; i++)
+        job_start(&peers, i, &job);
+    peers_run(&peers);
+    CHECK(job_commit(&peers, &job));
+    for (i = 0; i < 4; i++) {
+        const pccl_event *event = peers_event(&peers, i, PCCL_SETTLED, job.op);
+        if (event == NULL)
+            event = peers_event(&peers, i, PCCL_COMPLETE, job.op);
+        CHECK(event->tx_bytes == (14 - rows[(i + 1) % 4]) * 256);
+        CHECK(event->rx_bytes == (14 - rows[i]) * 256);
+    }
+    peers_close(&peers);
+    job_free(&job);
+}
+
 /* START reaches some peers only when the others can make no more progress without them. */
 static void test_early_chunks(void)
 {
@@ -121,6 +175,8 @@ static void test_early_chunks(void)
             struct job job = make_list(WHATS[what], seed % 7 * 150, seed % 2);
             uint32_t rings = 1 + (uint32_t)(seed % 3 == 0);
             n = 2 + (int)(seed % 4);
+            if (WHATS[what] == PCCL_ALL_GATHER && seed % 2)
+                make_unlike(&job, seed);
             job.root = (uint32_t)(seed / 4 % (uint64_t)n);
             job.chunk_bytes = seed % 3 ? 4096 : 256;
             job_make(&job, n);
@@ -186,6 +242,11 @@ static void test_aborts(void)
                 abort_anywhere(make_job(WHATS[what], 2000, in_place), cut);
                 abort_anywhere(make_list(WHATS[what], 1500, in_place), cut);
             }
+    for (in_place = 0; in_place < 2; in_place++) {
+        struct job job = make_list(PCCL_ALL_GATHER, 12, in_place);
+        make_unlike(&job, 2);
+        abort_anywhere(job, in_place);
+    }
 }
 
 /* Payload bytes in and out of each position, for 4 peers and slices of 64 floats. */
@@ -222,6 +283,8 @@ int main(void)
     test_sizes();
     test_types();
     test_two_rings();
+    test_unlike_slices();
+    test_unlike_byte_counts();
     test_early_chunks();
     test_aborts();
     test_byte_counts();

@@ -313,6 +313,50 @@ static void test_hostile_messages(void)
     TRY(FATAL, FATAL, bytes = 0);
 }
 
+/* Peer 1 of 3 gathers slices of 1, 2 and 0 rows of 64 floats: those of a chunk that there is not
+ * have no address. */
+static void try_unlike(uint64_t offset, uint32_t length, uint16_t hop, bool started, bool taken)
+{
+    struct job job = job_plain(64, false);
+    unsigned char bytes[WIRE_HEADER_BYTES + 128 * sizeof(float)] = {0};
+    struct wire_header header = good_chunk();
+    header.hop = hop;
+    header.segment = (uint16_t)((1 + 6 - hop - 1) % 3);
+    header.offset = offset;
+    header.length = length;
+    wire_encode(&header, bytes);
+    job.what = PCCL_ALL_GATHER;
+    job.op = 5;
+    job.tag = 9;
+    job.unlike = true;
+    job.rows[0] = 1;
+    job.rows[1] = 2;
+    job_make(&job, 3);
+    job_open_ring(&peers, &job, 3, 1);
+    if (started)
+        job_start(&peers, 1, &job);
+    peers_run(&peers);
+    fake_inject(peers.peer[1].endpoint, bytes, WIRE_HEADER_BYTES + length * sizeof(float), NULL, 0);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 1, PCCL_FAILED, job.op) == !taken);
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
+    CHECK(job_abort(&peers, &job));
+    peers_close(&peers);
+    job_free(&job);
+}
+
+static void test_chunks_behind_short_slices(void)
+{
+    int started;
+    for (started = 0; started < 2; started++) {
+        try_unlike(0, 64, 2, started, true);
+        try_unlike(64, 64, 2, started, false);       /* behind the row of rank 0 */
+        try_unlike(0, 128, 2, started, false);
+        try_unlike(256, 64, 3, started, false);      /* rank 2 has none */
+        try_unlike(UINT64_C(1) << 40, 64, 2, started, false);
+    }
+}
+
 /* The result of a REDUCE comes to a peer that is not the root, before START says so. */
 static void test_result_of_another_root(void)
 {
@@ -500,6 +544,7 @@ int main(void)
     test_commit_after_loss();
     test_torn_message();
     test_hostile_messages();
+    test_chunks_behind_short_slices();
     test_hostile_payloads();
     test_result_of_another_root();
     test_chunk_overtakes_register();

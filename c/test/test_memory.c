@@ -55,13 +55,18 @@ int __wrap_pccl_engine_step(pccl_engine *engine)
 
 /* The nth allocation of the engines fails: the op fails or the engine stops, or it was not
  * needed; an abort or the end of the engine gives the buffers back. */
-static bool run(int nth, enum pccl_collective what, bool in_place, int format)
+static bool run(int nth, enum pccl_collective what, bool in_place, int format, bool unlike)
 {
     pccl_options options = peers_options();
     struct job job = job_plain(2000, in_place);
     int i, told = 0;
     job.what = what;
     job.format = format;
+    job.unlike = unlike;
+    if (unlike)
+        job.count = 500;
+    for (i = 0; i < 3; i++)
+        job.rows[i] = (uint64_t)(1 + 3 * i);
     job_make(&job, 3);
     peers_open(&peers, 3, &options, 2);
     peers_connect_ring(&peers, 2, 1);
@@ -161,12 +166,16 @@ int main(void)
     for (what = PCCL_ALL_REDUCE; what <= PCCL_REDUCE; what++)
         for (in_place = 0; in_place < 2; in_place++) {
             nth = 0;
-            while (run(nth, (enum pccl_collective)what, in_place, PCCL_UNQUANTIZED))
+            while (run(nth, (enum pccl_collective)what, in_place, PCCL_UNQUANTIZED, false))
                 nth++;
             CHECK(nth > 20);
         }
     nth = 0;
-    while (run(nth, PCCL_ALL_REDUCE, true, PCCL_BLOCK_8))
+    while (run(nth, PCCL_ALL_REDUCE, true, PCCL_BLOCK_8, false))
+        nth++;
+    CHECK(nth > 20);
+    nth = 0;
+    while (run(nth, PCCL_ALL_GATHER, true, PCCL_UNQUANTIZED, true))
         nth++;
     CHECK(nth > 20);
     nth = 0;

@@ -53,6 +53,8 @@ static void expect_failed(const pccl_order *order, int status, const char *what)
 
 static void test_wrong_orders(void)
 {
+    static const uint64_t rows[] = {1, 1}, many[] = {UINT64_MAX, 1};
+    static const uint64_t long_rows[] = {UINT64_C(1) << 58, 1};
     EXPECT_EINVAL(order.op_kind = 9);
     EXPECT_EINVAL(order.collective = UINT32_MAX);
     EXPECT_EINVAL(order.redop = 5);
@@ -70,6 +72,11 @@ static void test_wrong_orders(void)
     EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = 0);
     EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.members = PCCL_PEERS_MAX + 1);
     EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; part.send = memory + 32);
+    EXPECT_EINVAL(order.recv_rows = rows);
+    EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; order.recv_rows = rows);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.recv_rows = many);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.recv_rows = long_rows);
+    EXPECT_EINVAL(order.collective = PCCL_ALL_GATHER; order.recv_rows = rows; part.recv = NULL);
     EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; order.members = 0);
     EXPECT_EINVAL(order.collective = PCCL_REDUCE_SCATTER; part.recv = memory + 127);
 }
@@ -78,14 +85,17 @@ static void test_wrong_starts(void)
 {
     static const char *const names[] = {"members", "position", "begin", "share",
                                         "stream", "seq", "rings", "none", "root", "slices",
-                                        "another slice", "no rank", "two ranks"};
+                                        "another slice", "no rank", "two ranks",
+                                        "another slice of unlike ones"};
     static const uint16_t ranks[] = {1, 2}, swapped[] = {1, 0};
     int variant;
-    for (variant = 0; variant < 13; variant++) {
+    for (variant = 0; variant < 14; variant++) {
         struct job job = job_plain(1024, true);
         pccl_order order = {0};
         if (variant >= 8)
             job.what = variant == 8 ? PCCL_BROADCAST : PCCL_ALL_GATHER;
+        job.unlike = variant == 13;
+        job.rows[0] = job.rows[1] = 1;
         job_make(&job, 2);
         job_open_ring(&peers, &job, 2, 1);
         order.kind = PCCL_START;
@@ -94,7 +104,7 @@ static void test_wrong_starts(void)
         order.n_rings = variant == 6 ? 9 : variant == 7 ? 0 : 1;
         order.rings[0].stream = variant == 4 ? 2 : 1;
         order.rings[0].members = variant == 0 ? 4097 : variant == 9 ? 3 : 2;
-        order.rings[0].position = variant == 1 ? 2 : variant == 10 ? 1 : 0;
+        order.rings[0].position = variant == 1 ? 2 : variant == 10 || variant == 13 ? 1 : 0;
         order.rings[0].root = variant == 8 ? 2 : 0;
         order.rings[0].ranks = variant == 11 ? ranks : NULL;
         order.rings[0].begin = variant == 2 ? 64 : 0;

@@ -1,4 +1,4 @@
-"""Turns the arguments of rooted collectives and of exchanges into buffers.
+"""Turns the arguments of rooted collectives, of exchanges and of uneven gathers into buffers.
 
 Only one peer, the root, needs an array for a reduction or for what is gathered, and only the root
 has what is scattered. Invalid arguments raise here, before any other peer is involved.
@@ -11,12 +11,51 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from pccl.calls import operands
 from pccl.calls.operands import A, Arrays, Ranks, Root, Several
 from pccl.protocol.kinds import CollectiveKind
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.tensors.arrays import Array, Buffer, new, order_of, pair, same_kind
 from pccl.types import QuantizationOptions, ReduceOp
+
+
+def all_gather(
+    send: A, recv: A | None, rows: Sequence[int] | None, ranks: Ranks
+) -> tuple[Operands, A]:
+    """The operands of an all-gather, and what receives: new arrays where `recv` is None.
+
+    Raises:
+        ValueError, AssertionError: the arrays do not fit each other, or the numbers of rows.
+        TypeError: such a number is none.
+    """
+    if rows is None:
+        return operands.all_gather(send, recv, ranks)
+    numbers = _numbers("rows", rows, ranks)
+    own, before, total = numbers[ranks.rank], sum(numbers[: ranks.rank]), sum(numbers)
+    given = operands.several(send)
+    if recv is None:
+        made = [new((total, *array.shape[1:]), array) for array in given.arrays]
+        recv = operands.in_the_form_of(send, given, made)
+    targets = operands.matching(given, recv)
+    each = []
+    for source, target in zip(given.arrays, targets.arrays, strict=True):
+        same_kind(source, target)
+        sent, received = Buffer.of(source), Buffer.of(target, writable=True)
+        row = _row("send", source, sent, own, f"rows has for rank {ranks.rank}")
+        _check_rows_alike(
+            sent, received, row, _row("recv", target, received, total, "rows add up to")
+        )
+        place = received.address + before * row * sent.dtype.itemsize
+        if sent.overlaps(received) and sent.address != place:
+            raise ValueError(
+                f"send overlaps recv, and is not its part of rank {ranks.rank}, which begins with "
+                f"row {before}"
+            )
+        each.append(Operand(sent, received, row))
+    work = operands.make(CollectiveKind.ALL_GATHER, given, each, members=ranks.members)
+    return replace(work, work=structs.replace(work.work, rows=numbers)), recv
 
 
 def reduce(
@@ -163,11 +202,9 @@ def _uneven_all_to_all(
     for source, target in zip(given.arrays, targets.arrays, strict=True):
         same_kind(source, target)
         sent, received = Buffer.of(source), Buffer.of(target, writable=True)
-        row = _row("send", source, sent, sum(gives))
-        if sent.dtype is not received.dtype or row != _row("recv", target, received, sum(takes)):
-            raise AssertionError(
-                f"a row of send is {row} elements of {sent.dtype.name}, and one of recv is not"
-            )
+        row = _row("send", source, sent, sum(gives), "send_rows says")
+        taken = _row("recv", target, received, sum(takes), "recv_rows says")
+        _check_rows_alike(sent, received, row, taken)
         if sent.overlaps(received):
             raise ValueError("send and recv overlap: an all_to_all cannot be in place")
         each.append(Operand(sent, received, row))
@@ -185,12 +222,19 @@ def _numbers(name: str, rows: Sequence[int], ranks: Ranks) -> tuple[int, ...]:
     return numbers
 
 
-def _row(name: str, array: Array, buffer: Buffer, rows: int) -> int:
+def _check_rows_alike(send: Buffer, recv: Buffer, row: int, other: int) -> None:
+    if send.dtype is not recv.dtype or row != other:
+        raise AssertionError(
+            f"a row of send is {row} elements of {send.dtype.name}, and one of recv is not"
+        )
+
+
+def _row(name: str, array: Array, buffer: Buffer, rows: int, as_what: str) -> int:
     """The elements of a row of an array, which must have so many rows."""
     if len(array.shape) == 0 or array.shape[0] != rows or buffer.layout is not None:
         raise AssertionError(
             f"{name} has the shape {tuple(array.shape)}, and lies in memory {buffer.order}: it "
-            f"must have {rows} rows, as {name}_rows says, in C's order"
+            f"must have {rows} rows, as {as_what}, in C's order"
         )
     return math.prod(array.shape[1:])
 

@@ -136,9 +136,13 @@ def successors(rings: Sequence[Ring], number: int) -> tuple[int, ...]:
 
 
 def span(work: Work) -> int:
-    """The offsets of a collective's data: its tensors one after the other, in whole quanta."""
+    """The offsets of a collective's data: its tensors one after the other, in whole quanta.
+
+    If members give different numbers of rows, the offsets of the one that gives the most.
+    """
     counts = [part.count for part in work.parts] or [work.count]
-    return sum(-(-count // QUANTUM) * QUANTUM for count in counts)
+    rows = max(work.rows, default=1)
+    return sum(-(-count * rows // QUANTUM) * QUANTUM for count in counts)
 
 
 def shares(count: int, rings: Sequence[Ring]) -> list[tuple[int, int]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _DTYPE_NAMES = {dtype.value: dtype.common_name for dtype in DataType}
 _OP_NAMES = {op.value: op.name.lower() for op in ReduceOp}
 _ALGORITHM_NAMES = {each.value: each.name for each in QuantizationAlgorithm}
+ROWS_SHOWN = 8
 _WITH_DTYPE = {QuantizationAlgorithm.MIN_MAX.value, QuantizationAlgorithm.ZERO_POINT_SCALE.value}
 _REORDER = (
     "; they do not lie in the same order in memory: have all call it with c = x.contiguous() "
@@ -47,6 +48,9 @@ def call(work: Work) -> str:
         words = [f"{len(work.parts)} tensors of {total} elements"]
     else:
         words = [elements(work.count, work.dtype, work.layout)]
+    if work.rows:
+        more = ", ..." if len(work.rows) > ROWS_SHOWN else ""
+        words.append(f"times {', '.join(map(str, work.rows[:ROWS_SHOWN]))}{more} rows")
     if work.what in REDUCING:
         words.append(_named(_OP_NAMES, work.redop, "op"))
     if work.what in ROOTED:
@@ -60,13 +64,19 @@ def call(work: Work) -> str:
 
 
 def difference(one: Work, other: Work) -> str:
-    """What the texts of two calls do not show: the first tensors that differ in two lists, and what
-    to do about different memory orders."""
+    """What the texts of two calls do not show: the first tensors that differ in two lists, the
+    first rank with other rows, and what to do about different memory orders."""
     pairs = list(zip(one.parts, other.parts, strict=False))
     words = ""
     if len(one.parts) == len(other.parts):
         unlike = (f"; tensor {i} is {a}, and {b}" for i, (a, b) in enumerate(pairs) if a != b)
         words = next(unlike, "")
+    if len(one.rows) == len(other.rows):
+        pairs_of_rows = enumerate(zip(one.rows, other.rows, strict=True))
+        unlike = (
+            f"; rank {rank} gives {a} rows, and {b}" for rank, (a, b) in pairs_of_rows if a != b
+        )
+        words += next(unlike, "")
     if one.layout != other.layout or any(a.layout != b.layout for a, b in pairs):
         words += _REORDER
     return words

@@ -108,8 +108,11 @@ def test_who_reaches_nobody_goes_and_not_those_whom_it_accuses() -> None:
 
 
 def test_a_small_result_or_a_broadcast_does_not_show_that_a_ring_works() -> None:
+    """Nor does an all-gather to which only one member gives anything: nothing comes to that one."""
     hall = Hall(3)
-    for work, data in ((WORK, None), (m.Work("broadcast", 0, 10, 5), None), (SMALL, b"abcd")):
+    one_sided = m.Work("all_gather", 0, 10, 5, members=3, rows=(0, 7, 0))
+    others = (m.Work("broadcast", 0, 10, 5), None), (one_sided, None), (SMALL, b"abcd")
+    for work, data in ((WORK, None), *others):
         hall.master.run.collectives.small_max = 0
         hall.everyone(m.StartVote(2, 0, work, data))
         started = hall.last(b"1")
@@ -122,6 +125,27 @@ def test_a_small_result_or_a_broadcast_does_not_show_that_a_ring_works() -> None
     unreached(hall, b"1", 3)
     hall.perform(hall.master.dialled(2, None) + hall.master.dialled(3, None))
     assert sorted(hall.master.peers) == [2, 3]
+
+
+def test_an_all_gather_of_two_members_rows_shows_that_a_ring_works() -> None:
+    hall = Hall(3)
+    hall.everyone(m.StartVote(2, 0, m.Work("all_gather", 0, 10, 5, members=3, rows=(1, 0, 7))))
+    started = hall.last(b"1")
+    assert isinstance(started, m.Started)
+    hall.everyone(m.FinishVote(started.seq, True))
+    assert all(peer.proven for peer in hall.master.peers.values())
+
+
+def test_members_that_differ_in_rows_are_told_whose() -> None:
+    hall = Hall(3)
+    rows = (*range(8), 1, 2, 3)  # more than a text shows
+    for conn, last in ((b"1", 3), (b"2", 4)):
+        work = m.Work("all_gather", 0, 10, 5, members=3, rows=(*rows, last))
+        hall.say(conn, m.StartVote(2, 0, work))
+    error = hall.last(b"1")
+    assert isinstance(error, m.CallError) and error.cause == m.Cause.MISMATCH
+    assert "all_gather(5 elements of float32, times 0, 1, 2, 3, 4, 5, 6, 7, ... rows)" in error.why
+    assert "; rank 11 gives 3 rows, and 4" in error.why or "4 rows, and 3" in error.why
 
 
 def test_a_fetch_fails_for_want_of_a_link_and_the_one_at_fault_goes() -> None:

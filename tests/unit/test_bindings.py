@@ -98,6 +98,7 @@ def test_collectives_go_by_their_names() -> None:
 def test_limits() -> None:
     assert messages.PARTS_MAX == lib.PCCL_PARTS_MAX
     assert messages.RINGS_MAX == lib.PCCL_RINGS_MAX
+    assert messages.MEMBERS_MAX == lib.PCCL_PEERS_MAX
     assert ring.QUANTUM == oracle.QUANTUM == lib.PCCL_QUANTUM
     assert config.chunk_bytes(1 << 40, 2, True, False) == lib.PCCL_CHUNK_MAX
     assert digest.LEAF_BYTES % lib.PCCL_CHUNK_MAX == 0, "a leaf is whole messages"

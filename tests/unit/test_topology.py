@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pccl.protocol import messages as m
-from pccl.protocol.ring import plan_rings
+from pccl.protocol.ring import plan_rings, shares, span
 from pccl.protocol.topology import (
     EXACT_MAX,
     GAIN,
@@ -204,3 +204,13 @@ def test_rings_that_have_become_one_are_one() -> None:
     chosen = [m.Ring((1, 2, 3, 4), 2), m.Ring((1, 2, 4, 3), 1), m.Ring((2, 1, 3, 4), 5)]
     left = infos("a", "b", "c")
     assert plan_rings(left, chosen) == (m.Ring((1, 2, 3), 3), m.Ring((2, 1, 3), 5))
+
+
+def test_rings_share_out_the_offsets_of_the_longest_slice() -> None:
+    rows = (1, 30, 0)
+    one = m.Work("all_gather", 0, 10, 5, members=3, rows=rows)
+    parts = (m.Part(10, 5), m.Part(0, 1))
+    two = m.Work("all_gather", 0, 0, 0, members=3, parts=parts, rows=rows)
+    assert (span(one), span(two)) == (192, 192 + 64)
+    assert span(m.Work("all_gather", 0, 10, 5, members=3, rows=(0, 0, 0))) == 0
+    assert shares(span(two), [m.Ring((1, 2, 3), 1)] * 2) == [(0, 128), (128, 128)]

@@ -34,7 +34,9 @@ def held(payload: m.Work | m.Offer, rows: Rows | None = None) -> int:
     parts = payload.parts if isinstance(payload, m.Work) else payload.entries
     texts = sum(len(part.name) + len(part.layout) for part in parts)
     width = 1 if all(part.name.isascii() and part.layout.isascii() for part in parts) else 4
-    return PART_BYTES * len(parts) + width * texts + ROW_BYTES * sum(map(len, rows or ()))
+    own = len(payload.rows) if isinstance(payload, m.Work) else 0
+    numbers = own + sum(map(len, rows or ()))
+    return PART_BYTES * len(parts) + width * texts + ROW_BYTES * numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ def fits(work: m.Work, data: bytes) -> bool:
 def goes_around(work: m.Work) -> bool:
     """Whether a collective's data uses every hop of its rings."""
     carries = work.count or any(part.count for part in work.parts)
+    if work.rows and sum(rows > 0 for rows in work.rows) < 2:
+        return False  # nothing goes to the only member that gives any
     return bool(carries) and work.what in AROUND
 
 

@@ -106,7 +106,8 @@ class Work(Struct, array_like=True, frozen=True):
     DataType. `count`: elements that each member gives; in a reduce_scatter or scatter, receives; in
     an all_to_all, those of a row. `root` is a rank. `members` is the size of the group as the
     caller knows it if ranks matter, else 0. `parts` describe a list or dict of tensors; `count` and
-    `dtype` are 0 then. `layout`: as in Part.
+    `dtype` are 0 then. `layout`: as in Part. `rows`: of an all_gather to which members give
+    different numbers of rows, these by rank; counts are those of a row then.
     """
 
     what: CollectiveKind
@@ -119,6 +120,7 @@ class Work(Struct, array_like=True, frozen=True):
     members: U32 = 0
     parts: Annotated[tuple[Part, ...], Meta(max_length=PARTS_MAX)] = ()
     layout: Text = ""
+    rows: Rows = ()
 
     def __str__(self) -> str:
         return wording.call(self)

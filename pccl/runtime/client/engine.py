@@ -340,6 +340,7 @@ class Engine:
         members: int,
         parts: Sequence[Part],
         format: int = 0,
+        rows: Sequence[int] = (),
     ) -> None:
         """Registers a collective. The buffers belong to the engine until the op is settled.
 
@@ -353,10 +354,14 @@ class Engine:
             members: number of slices in the larger buffers of reduce_scatter and all_gather.
             parts: the arrays, which complete or fail together.
             format: how they are quantized, a pccl_format; 0: they are not.
+            rows: of an all_gather with slices that differ, the rows of each rank's; the `count` of
+                a part is that of a row then.
         """
         order = self._register(lib.PCCL_COLLECTIVE, op, run, tag, min_seq)
         order.collective, order.redop, order.members = COLLECTIVES[what], redop, members
         order.format = format
+        if rows:
+            order.recv_rows = self._keep(op, ffi.new("uint64_t[]", list(rows)))
         order.parts, order.n_parts = self._keep(op, _parts(parts)), len(parts)
         self._send()
 

@@ -30,6 +30,7 @@ def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool
             members=memory.work.members,
             parts=_parts(memory),
             format=wire_format(memory.work),
+            rows=memory.work.rows,
             **ids,
         )
     elif memory.reader is None:
