@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -198,6 +198,29 @@ def test_a_short_run_with_a_kill_and_a_join(tmp_path: Path) -> None:
     digests = re.findall(r"\b[0-9a-f]{8}\b", done.stdout)
     assert len(digests) == 3 and len(set(digests)) == 1
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(("mode", "wire"), [("delayed", "int4"), ("streaming", "e3m0")])
+def test_a_short_run_in_another_mode(tmp_path: Path, mode: str, wire: str) -> None:
+    words = ["--steps", "7", "--inner-steps", "4", "--output", str(tmp_path / "chart.png")]
+    done = subprocess.run(
+        [*COMMAND, *words, "--mode", mode, "--wire", wire],
+        capture_output=True,
+        text=True,
+        timeout=80,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "peer 3 has joined at outer step" in done.stdout
+    digests = re.findall(r"\b[0-9a-f]{8}\b", done.stdout)
+    assert len(digests) == 3 and len(set(digests)) == 1
+
+
+def test_the_demo_has_all_modes_and_wires() -> None:
+    from pccl.diloco import Mode, Wire
+
+    assert get_args(Mode) == demo.MODES and get_args(Wire) == demo.WIRES
 
 
 @pytest.mark.timeout(60)

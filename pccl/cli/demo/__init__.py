@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from pccl.cli.demo.display import Display
 
 _REQUIRED = ("torch", "rich", "matplotlib")
+MODES = ("sync", "delayed", "eager", "streaming")  # of pccl.diloco, which needs torch
+WIRES = ("fp32", "int8", "int4", "e3m0", "2bit", "sparse")
+
 _PEERS = 3
 _PEERS_PER_CORE = 4
 _PEER_BYTES = 512 << 20  # of memory that a peer needs, and some to spare
@@ -40,6 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=16, help="outer steps (%(default)s)")
     parser.add_argument(
         "--inner-steps", type=int, default=30, help="inner steps in an outer step (%(default)s)"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="sync",
+        help="when a mean is applied (%(default)s)",
+    )
+    parser.add_argument(
+        "--wire", choices=WIRES, default="fp32", help="how progress is sent (%(default)s)"
     )
     parser.add_argument(
         "--no-chaos", action="store_true", help="kill nobody, and let nobody join half-way"
@@ -137,6 +149,8 @@ def _perform(args: argparse.Namespace, director: Director) -> int:
                     "min-peers": args.peers,
                     "steps": args.steps,
                     "inner-steps": args.inner_steps,
+                    "mode": args.mode,
+                    "wire": args.wire,
                     "seed": args.seed,
                 },
             )

@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ VALIDATION_BATCH = 64
 LEARNING_RATE = 2e-3
 OUTER_MOMENTUM = 0.5  # the usual 0.9 pays off in runs of hundreds of outer steps, not of sixteen
 REPORTS_PER_ROUND = 5
+_FRAGMENTS, _OVERLAP, _ALPHA = 3, 2, 0.5  # with mode="streaming"
 
 
 def main() -> int:
@@ -37,6 +39,8 @@ def main() -> int:
     parser.add_argument("--min-peers", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--inner-steps", type=int, required=True)
+    parser.add_argument("--mode", required=True)
+    parser.add_argument("--wire", required=True)
     parser.add_argument("--seed", type=int, required=True)
     args = parser.parse_args()
 
@@ -71,6 +75,9 @@ def _train(
             outer_momentum=OUTER_MOMENTUM,
             min_peers=args.min_peers,
             alone="step",  # so that it ends, even if all others are lost
+            mode=args.mode,
+            wire=args.wire,
+            **(_streaming(args.inner_steps) if args.mode == "streaming" else {}),
         )
         _report(Joined(diloco.outer_step, _evaluate(model, held_out)))
         meter = _Meter(every=max(1, args.inner_steps // REPORTS_PER_ROUND))
@@ -80,8 +87,8 @@ def _train(
             trained = meter.count(loss.item(), diloco.outer_step)
             if trained:
                 _report(trained)
-            done = diloco.step()
-            if done:
+            before, done = diloco.outer_step, diloco.step()
+            if done and done.outer_step > before:
                 _report(
                     Averaged(
                         outer_step=done.outer_step,
@@ -94,7 +101,15 @@ def _train(
                     )
                 )
                 meter.restart()
+        diloco.finish()
         _report(Finished(diloco.outer_step, diloco.state_digest()))
+
+
+def _streaming(inner_steps: int) -> dict[str, Any]:
+    """Fragments, as far as there are inner steps for them."""
+    fragments = min(_FRAGMENTS, inner_steps)
+    overlap = min(_OVERLAP, inner_steps // fragments - 1)
+    return {"fragments": fragments, "overlap": overlap, "alpha": _ALPHA}
 
 
 class _Meter:
