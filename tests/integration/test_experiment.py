@@ -27,6 +27,7 @@ from pccl.cli.experiment.reports import (  # noqa: E402
 from pccl.cli.experiment.settings import Settings  # noqa: E402
 from pccl.cli.experiment.text import Text  # noqa: E402
 from pccl.cli.experiment.variants import BASELINE, VARIANTS, Churn, Variant  # noqa: E402
+from pccl.diloco import muloco, sparseloco  # noqa: E402
 
 SETTINGS = Settings(steps=80, inner_steps=10)
 BY_NAME = {variant.name: variant for variant in VARIANTS}
@@ -80,7 +81,7 @@ def test_peers_are_killed_in_turn_and_those_that_stand_by_take_their_places() ->
         stage.say(number, *rounds(8))
     for number in (0, 4, 5):
         stage.say(number, Finished(900, 2.5, "same"), 0)
-    result = play(stage, Variant("x", 3, {}, Churn(every_rounds=2))).result()
+    result = play(stage, Variant("x", 3, {}, churn=Churn(every_rounds=2))).result()
     starting = [("start", 0), ("start", 1), ("start", 2), ("go", 2), ("go", 1), ("go", 0)]
     first = [("start", 4), ("kill", 1), ("go", 4)]
     second = [("start", 5), ("kill", 2), ("go", 5)]
@@ -104,6 +105,12 @@ def test_a_run_that_has_gone_wrong_has_no_result(last: list[Any], why: str) -> N
         stage.say(number, *news)
     with pytest.raises(runner.Failed, match=why):
         play(stage, Variant("x", 2, {})).result()
+
+
+def test_presets_are_those_of_the_library() -> None:
+    for name, preset in (("sparseloco-4", sparseloco()), ("muloco-4", muloco(4))):
+        options = BY_NAME[name].options
+        assert options == {key: value for key, value in preset.items() if key != "inner_steps"}
 
 
 # ---- results ----

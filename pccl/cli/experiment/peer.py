@@ -31,9 +31,9 @@ from pccl.cli.experiment.reports import (
     task,
 )
 from pccl.cli.experiment.text import Text
-from pccl.diloco import DiLoCo
+from pccl.diloco import DiLoCo, MuonAndAdamW
 
-POINTS = 20  # of a curve
+POINTS = 10  # of a curve
 WARM_UP = 0.05  # of the steps
 FLOOR = 0.05  # of the learning rate, at the end
 CLIP = 1.0
@@ -72,9 +72,7 @@ class Trainer:
         torch.manual_seed(settings.seed)
         self._model = GPT(Shape(settings.width, settings.layers, settings.heads, settings.context))
         self.parameters = list(self._model.parameters())
-        self._optimizer = torch.optim.AdamW(
-            self.parameters, lr=settings.lr, betas=(0.9, 0.99), weight_decay=0.1
-        )
+        self._optimizer = _optimizer(self._model, settings.lr, task.variant.muon)
         self._text = Text(
             settings.text,
             context=settings.context,
@@ -178,11 +176,18 @@ class Trainer:
         return self._number == 0 and step % every == 0
 
     def _show(self, tokens: int, tx_bytes: int) -> None:
-        _report(Point(tokens, tx_bytes, self._validate()))
+        _report(Point(tokens, tx_bytes, self._validate(stride=4)))
 
     @torch.no_grad()
-    def _validate(self) -> float:
-        return float(self._model(self._held_out))
+    def _validate(self, stride: int = 1) -> float:
+        """The loss on what is held out, or on every `stride`-th sample of it."""
+        return float(self._model(self._held_out[::stride]))
+
+
+def _optimizer(model: GPT, lr: float, muon: bool) -> torch.optim.Optimizer:
+    if muon:
+        return MuonAndAdamW(model, lr, adamw=["position"])
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.1)
 
 
 def _obey(go: threading.Event) -> None:

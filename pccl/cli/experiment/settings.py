@@ -27,7 +27,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     heads: int = 4
     context: int = 64
     batch: int = 32
-    steps: int = 1800
+    steps: int = 1200
     inner_steps: int = 30
     lr: float = 4e-3
     seed: int = 0

@@ -11,7 +11,7 @@ from pccl.cli.demo.corpus import source_files
 
 _BLOCK_BYTES = 64 << 10
 _HELD_OUT_EVERY = 20  # one block in so many is for validation
-_VALIDATION_SAMPLES = 512
+_VALIDATION_SAMPLES = 1024
 
 
 class Text:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 
 class Churn(msgspec.Struct, frozen=True):
@@ -26,6 +27,7 @@ class Variant(msgspec.Struct, frozen=True):
         name: of the row in the table, and of the file.
         peers: M.
         options: of `DiLoCo`; None: data parallel, an all-reduce of the gradients in each step.
+        muon: whether the inner optimizer is Muon, for the matrices inside the model.
         churn: which peers are lost.
         pace_s: seconds that each inner step takes at least, as on a machine of its own, so that
             peers that share one processor do not get faster when one of them is lost.
@@ -35,6 +37,7 @@ class Variant(msgspec.Struct, frozen=True):
     name: str
     peers: int
     options: dict[str, Any] | None
+    muon: bool = False
     churn: Churn = Churn()
     pace_s: float = 0.0
     rounds: int | None = None
@@ -56,16 +59,21 @@ def _diloco(name: str, peers: int, eta: float | None = None, **options: Any) -> 
     return Variant(name, peers, chosen)
 
 
+# What `pccl.diloco.sparseloco()` and `muloco(4)` say, for this module needs no torch.
+_SPARSELOCO = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "wire": "sparse"}
+_MULOCO = {"outer_lr": 0.833, "outer_momentum": 0.733, "nesterov": True, "wire": "int4"}
+
 VARIANTS = (
     Variant(BASELINE, 4, None),
     *(_diloco(f"sync-{peers}", peers) for peers in ETA),
     _diloco("sync-4-int8", 4, wire="int8"),
     _diloco("sync-4-int4", 4, wire="int4"),
+    _diloco("sync-4-e3m0", 4, wire="e3m0"),
     _diloco("delayed-4", 4, mode="delayed", eta=0.3),
     _diloco("eager-4", 4, mode="eager"),
-    msgspec.structs.replace(_diloco("sync-4-churn", 4), churn=Churn(every_rounds=5)),
-    msgspec.structs.replace(_diloco("calm", 4), pace_s=0.05, rounds=40),
-    msgspec.structs.replace(
-        _diloco("failures", 4), pace_s=0.05, rounds=40, churn=Churn(every_s=15.0)
-    ),
+    Variant("sparseloco-4", 4, _SPARSELOCO),
+    Variant("muloco-4", 4, _MULOCO, muon=True),
+    replace(_diloco("sync-4-churn", 4), churn=Churn(every_rounds=5)),
+    replace(_diloco("calm", 4), pace_s=0.05, rounds=40),
+    replace(_diloco("failures", 4), pace_s=0.05, rounds=40, churn=Churn(every_s=15.0)),
 )
