@@ -74,6 +74,7 @@ class Ledger:
         peers_max: as many as the run may ever have at a time, up to 255. The same on all peers.
 
     Attributes:
+        peers_max: as the argument.
         share: the samples that this peer has got for the present round, as ranges.
         wanted: samples that it asks for in a round; may be changed.
 
@@ -93,7 +94,7 @@ class Ledger:
             raise ValueError(f"{samples} samples in {epochs} epochs are too many to count")
         self.wanted = share
         self.share: tuple[range, ...] = ()
-        self._peers_max = peers_max
+        self.peers_max = peers_max
         self._rows_max = _ROWS_EACH * peers_max
         self._settings = samples, end
         self._state = np.zeros(_HEAD + 4 * self._rows_max, np.int64)
@@ -131,8 +132,8 @@ class Ledger:
                 f"{_count(*map(int, self._state[:2]))}"
             )
         wants = _gather(comm, self._me, self.wanted if wanted is None else wanted)
-        if len(wants) > self._peers_max:
-            raise ValueError(f"{len(wants)} peers: the ledger is made for up to {self._peers_max}")
+        if len(wants) > self.peers_max:
+            raise ValueError(f"{len(wants)} peers: the ledger is made for up to {self.peers_max}")
         self._living = {owner for owner, _ in wants}
         before = self._content()
         after = rows.claimed(before, wants, self._settings[1], self._rows_max)
@@ -148,7 +149,7 @@ class Ledger:
         """
         content = rows.departed(self._content(), self._living)
         self._write(content)
-        vote = np.zeros(self._peers_max, np.uint8)
+        vote = np.zeros(self.peers_max, np.uint8)
         owners = rows.owners_under_way(content)
         if self._me in owners:
             vote[owners.index(self._me)] = _SET
@@ -181,6 +182,26 @@ class Ledger:
     def finished(self) -> bool:
         """Whether all samples of all epochs are consumed: the same on all peers."""
         return self.consumed == self._settings[1]
+
+    # ---- checkpoints of those that keep it elsewhere than in a SharedState ----
+
+    def dump(self) -> NDArray[np.int64]:
+        """A copy of all that peers have in common."""
+        return self._state.copy()
+
+    def check(self, dumped: NDArray[np.int64]) -> None:
+        """Raises ValueError for a copy of a ledger of other samples or another `peers_max`."""
+        own = self.peers_max, *self._settings
+        theirs = (len(dumped) - _HEAD) // (4 * _ROWS_EACH), *map(int, dumped[:2])
+        if own != theirs:
+            raise ValueError(
+                f"this ledger is of {_count(*own[1:])}, for up to {own[0]} peers, and the state's "
+                f"of {_count(*theirs[1:])}, for up to {theirs[0]} peers"
+            )
+
+    def restore(self, dumped: NDArray[np.int64]) -> None:
+        """Takes over a copy that has been checked."""
+        self._state[:] = dumped
 
     # ---- its memory ----
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from pccl import AsyncReduceHandle, Communicator, PCCLError, ReduceInfo, Result
+from pccl.diloco.accounts import Accounts
 from pccl.diloco.carriers import Carrier
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import Buffers
@@ -86,9 +87,9 @@ class Flight:
 class Exchange:
     """What goes from the model to the peers and back, in each outer round.
 
-    d, and with buffers="mean" the changes of the buffers, are averaged by one collective of the
-    carrier, so that either everything is averaged or nothing. They do not change before its outcome
-    is known, so that it can be repeated with the survivors.
+    d, with buffers="mean" the changes of the buffers, and with a ledger the votes are averaged by
+    one collective of the carrier, so that either everything is averaged or nothing. They do not
+    change before its outcome is known, so that it can be repeated with the survivors.
 
     Attributes:
         carrier: what averages.
@@ -101,12 +102,14 @@ class Exchange:
         buffers: Buffers,
         carrier: Carrier,
         meter: Meter,
+        accounts: Accounts,
     ) -> None:
         self._comm = comm
         self.carrier = carrier
         self._state = state
         self._buffers = buffers
         self._meter = meter
+        self._accounts = accounts
         self._moves: list[torch.Tensor] = []  # of the buffers
 
     # ---- the model ----
@@ -120,10 +123,12 @@ class Exchange:
         """Gives it back to the model, because no mean will hold it."""
         self._state.reclaim()
         self._buffers.reclaim(self._moves)
+        self._accounts.settle(applied=False)
 
     def step(self, contributors: int) -> None:
         """Takes the outer step, by the mean of so many."""
         self._state.step(contributors)
+        self._accounts.settle(applied=True)
         self._buffers.advance()
         if self._buffers.mode == "first":
             self._buffers.gather()
@@ -140,6 +145,7 @@ class Exchange:
 
     def run(self) -> Average:
         """Averages the progress, and waits for the end."""
+        self._accounts.vote()
         self.carrier.load(self._progress())
         with self._meter.timed("reduce"):
             average = self._until_committed(lambda: self.carrier.run(self._comm, self.means))
@@ -152,6 +158,7 @@ class Exchange:
         Raises:
             PCCLError: TOO_FEW_PEERS: this peer is alone.
         """
+        self._accounts.vote()
         self.carrier.load(self._progress())
         return Flight(lambda: self.carrier.launch(self._comm, self.means, TAG))
 
@@ -181,10 +188,10 @@ class Exchange:
     @property
     def means(self) -> list[torch.Tensor]:
         """What an average is written to."""
-        return [self._state.mean, *self._buffers.means]
+        return [self._state.mean, *self._accounts.means, *self._buffers.means]
 
     def _progress(self) -> list[torch.Tensor]:
-        return [self._state.delta, *self._moves]
+        return [self._state.delta, *self._accounts.votes, *self._moves]
 
     def _until_committed(self, call: Callable[[], ReduceInfo]) -> Average:
         """Repeats a collective until it commits, or this peer is alone."""

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from pccl import Communicator, SharedState, SharedStateSyncInfo, TooFewPeersError
+from pccl.diloco.accounts import Accounts
 from pccl.diloco.exchange import Average
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import Buffers, Frozen
@@ -53,7 +54,7 @@ class Group:
         comm: Communicator,
         shared: SharedState,
         complete: SharedState,
-        parts: tuple[Frozen, Buffers],
+        parts: tuple[Frozen, Buffers, Accounts],
         quorum: Quorum,
         meter: Meter,
     ) -> None:
@@ -61,7 +62,7 @@ class Group:
         self.shared = shared
         self._comm = comm
         self._complete = complete
-        self._frozen, self._buffers = parts
+        self._frozen, self._buffers, self._accounts = parts
         self._quorum = quorum
         self._meter = meter
         self._reminder = Reminder(_log)
@@ -83,6 +84,7 @@ class Group:
         self._reminder.reset()
         if not torch.equal(own_config, config):
             raise ValueError(describe_mismatch(run=config, own=own_config))
+        self.claim()
 
     def _begins(self) -> bool:
         """Synchronises with a run in progress, or starts one if enough peers are present."""
@@ -112,6 +114,7 @@ class Group:
             )
             if self._await_newcomers(limits.FOREVER_S):
                 self.agree(admitted=True)
+                self.claim(0)  # newcomers need samples; the others still have those of the round
                 return
 
     def _await_newcomers(self, patience_s: float) -> bool:
@@ -129,6 +132,10 @@ class Group:
         self.shared.push_revision()
         if self._sync(self._complete if admitted else changed or self.shared).rx_bytes:
             _log.error("the outer state of this peer had other bits than the run's; replaced")
+
+    def claim(self, wanted: int | None = None) -> None:
+        """Gives each peer the samples of its next round; None: as many as each wants."""
+        self._accounts.claim(self._comm, wanted)
 
     def _sync(self, what: SharedState, min_peers: int = 1) -> SharedStateSyncInfo:
         what.revision = self.shared.revision

@@ -38,8 +38,8 @@ class Settings:
     overlap: int
     alpha: float
 
-    def check(self) -> None:
-        """Raises ValueError for what is out of range."""
+    def check(self, ledger: bool) -> None:
+        """Raises ValueError for what is out of range, or does not go with a ledger."""
         words = {
             "buffers": MODES,
             "mode": get_args(Mode),
@@ -51,6 +51,11 @@ class Settings:
         if self.inner_steps < 1:
             raise ValueError(f"inner_steps={self.inner_steps} must be at least 1")
         self._check_streaming()
+        if ledger and self.mode == "streaming":
+            raise ValueError(
+                'a ledger needs rounds that are applied as a whole, and with mode="streaming" each '
+                "fragment is applied by itself"
+            )
 
     def _check_streaming(self) -> None:
         if self.mode != "streaming":

@@ -113,16 +113,18 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 import xxhash
 from torch.utils.hooks import RemovableHandle
 
 from pccl import Communicator, ReduceInfo, SharedState, TensorInfo
+from pccl.data import Ledger
+from pccl.diloco.accounts import Accounts
 from pccl.diloco.exchange import Exchange
 from pccl.diloco.fragments import Named, Outer, Pattern, split
 from pccl.diloco.group import AlonePolicy, Group, Quorum
@@ -146,6 +148,8 @@ from pccl.diloco.streaming import Fragment, Streaming
 from pccl.diloco.views import Eager, Shared
 from pccl.diloco.wires import Wire, carrier
 from pccl.runtime.checkpoint import replacing
+
+T = TypeVar("T")
 
 
 class DiLoCo:
@@ -251,6 +255,8 @@ class DiLoCo:
             application, less than floor(H / P). 0: training pauses for it.
         alpha: with mode="streaming", the part that a peer keeps of its own parameters when it takes
             over theta, in [0, 1).
+        ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`. Not
+            with mode="streaming".
 
     Raises:
         ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to
@@ -280,6 +286,7 @@ class DiLoCo:
         pattern: Pattern = "strided",
         overlap: int = 0,
         alpha: float = 0.0,
+        ledger: Ledger | None = None,
     ) -> None:
         own_rates = rates(
             outer_lr,
@@ -301,10 +308,8 @@ class DiLoCo:
             overlap=overlap,
             alpha=alpha,
         )
-        settings.check()
-        check_word("alone", alone, get_args(AlonePolicy))
-        if min_peers < 1:
-            raise ValueError(f"min_peers={min_peers} must be at least 1")
+        settings.check(ledger=ledger is not None)
+        quorum = _quorum(min_peers, alone)
         self._comm = comm
         self._optimizer = inner_optimizer
         self._inner_steps = inner_steps
@@ -314,19 +319,19 @@ class DiLoCo:
         self._meter = Meter()
         self._frozen = Frozen(model)
         self._buffers = Buffers(model, buffers)
+        self._accounts = Accounts(ledger)
         named = _trained(model)
         self._outer = Outer(
             [p for _, p in named],
             split(named, fragments, pattern),
             OuterOptimizer(own_rates, nesterov),
         )
-        quorum = Quorum(min_peers, alone)
         self._config = self._encoded(settings, named, quorum)
         self._route = Route()
         self._exchanges = self._exchanges_of(wire)
         self._schedule = self._schedule_of(settings)
         shared, complete = self._shared_states()
-        parts = self._frozen, self._buffers
+        parts = self._frozen, self._buffers, self._accounts
         self._group = Group(comm, shared, complete, parts, quorum, self._meter)
         self._begin(state)
 
@@ -362,6 +367,7 @@ class DiLoCo:
                 self._buffers if part is parts[-1] else none,
                 carrier(wire, part.theta.numel(), self._route),
                 self._meter,
+                self._accounts,
             )
             for part in parts
         ]
@@ -395,6 +401,7 @@ class DiLoCo:
     def _shared_states(self) -> tuple[SharedState, SharedState]:
         """The state that every round synchronises, and that of a round that admits newcomers."""
         always = [*self._common_entries(), *chain.from_iterable(self._outer.entries())]
+        always += self._accounts.entries()
         at_joins = [*self._frozen.entries, *self._schedule.entries()]
         (at_joins if self._buffers.mode == "local" else always).extend(self._buffers.entries())
         shared = SharedState(always)
@@ -482,6 +489,7 @@ class DiLoCo:
             **self._outer.state_dict(),
             "schedule": self._schedule.state_dict(self._group),
             "carrier": self._carriers_state(),
+            **self._accounts.state_dict(),
             "revision": self._group.shared.revision,
             "frozen": self._frozen.state_dict(),
             "buffers": self._buffers.state_dict(),
@@ -543,11 +551,38 @@ class DiLoCo:
             return None
         with self._stopwatch.round():
             outcome = self._schedule.round(self._group, at)
+            self._group.claim()
         if outcome is None:
             return None
         way = self._exchanges[outcome.fragment].carrier.way
         self._last_round = self._stopwatch.report(self.outer_step, outcome, way)
         return self._last_round
+
+    def round_of(self, loader: Iterable[T]) -> Iterator[T]:
+        """The batches of one round, which ends after them, however many they are.
+
+        For a `ledger`, which in the last rounds has fewer samples:
+
+            while not ledger.finished:
+                for batch in diloco.round_of(loader):
+                    loss_of(batch).backward()
+                    diloco.step()
+
+        Raises:
+            ValueError: there are more batches than inner steps in a round.
+            PCCLError: as for `step`.
+        """
+        before = self._last_round
+        for batch in loader:
+            if self._last_round is not before:
+                raise ValueError(
+                    f"a round has more batches than its {self._inner_steps} inner steps: give the "
+                    "ledger a smaller share"
+                )
+            yield batch
+        if self._last_round is before:
+            self._inner_step = self._inner_steps - 1
+            self._after_inner_step()
 
     def __enter__(self) -> DiLoCo:
         """From here on, each step of the inner optimizer does what `step` does.
@@ -604,12 +639,14 @@ class DiLoCo:
             raise ValueError("the state belongs to a model with other parameters")
         self._frozen.check(state["frozen"])
         self._buffers.check(state["buffers"])
+        self._accounts.check(state)
         optimizer = state.get("optimizer")
         if optimizer is not None:
             self._load_optimizer(optimizer["type"], optimizer["state"])
         self._frozen.load(state["frozen"])
         self._buffers.load(state["buffers"])
         self._outer.load(state)
+        self._accounts.load(state)
         self._schedule.load(state.get("schedule", {}))
         self._load_carriers(state.get("carrier", {}))
         self._group.shared.revision = state["revision"]
@@ -640,6 +677,13 @@ class DiLoCo:
             raise ValueError(
                 f"the inner optimizer of the state does not fit: {error}; {anew}"
             ) from (error)
+
+
+def _quorum(min_peers: int, alone: AlonePolicy) -> Quorum:
+    check_word("alone", alone, get_args(AlonePolicy))
+    if min_peers < 1:
+        raise ValueError(f"min_peers={min_peers} must be at least 1")
+    return Quorum(min_peers, alone)
 
 
 def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:

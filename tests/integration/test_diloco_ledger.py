@@ -1,0 +1,199 @@
+"""DiLoCo with a ledger: each sample has its effect on theta once, whoever comes and goes."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from outer import DEADLINE_S, Deserter, Left, together  # noqa: E402
+
+import pccl  # noqa: E402
+from pccl.data import Ledger, LedgerSampler  # noqa: E402
+from pccl.diloco import DiLoCo  # noqa: E402
+
+SAMPLES, EPOCHS, BATCH, INNER_STEPS = 100, 2, 2, 3
+
+
+class Effects(torch.nn.Module):
+    """A model in which the effect of each sample has a place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = torch.nn.Parameter(torch.zeros(SAMPLES * EPOCHS))
+
+    def learn(self, places: list[int]) -> None:
+        self.places.grad = torch.zeros(SAMPLES * EPOCHS)
+        self.places.grad[places] = -1.0
+
+
+class Shares:
+    """The batches of a round, without the shuffling, of places and not of indices."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __iter__(self) -> Any:
+        places = [place for part in self._ledger.share for place in part]
+        return (places[i : i + BATCH] for i in range(0, len(places), BATCH))
+
+
+def make(comm: Any, **options: Any) -> tuple[Effects, Ledger, DiLoCo]:
+    model = Effects()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    ledger = Ledger(SAMPLES, share=BATCH * INNER_STEPS, epochs=EPOCHS, peers_max=6)
+    chosen = {
+        "inner_steps": INNER_STEPS,
+        "outer_lr": 1.0,
+        "outer_momentum": 0.0,
+        "alone": "step",
+        "ledger": ledger,
+        **options,
+    }
+    return model, ledger, DiLoCo(comm, model, optimizer, **chosen)
+
+
+def train(diloco: DiLoCo, model: Effects, ledger: Ledger) -> None:
+    for places in diloco.round_of(Shares(ledger)):
+        model.learn(places)
+        diloco.step()
+
+
+def once(theta: Any, peers: set[int]) -> None:
+    """No effect is that of two rounds: with 3, 4 or 5 contributors none adds up to another."""
+    allowed = torch.tensor([1 / n for n in sorted(peers)])
+    off = (theta[:, None] - allowed).abs().min(dim=1)
+    assert (off.values < 1e-6).all(), theta
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+@pytest.mark.parametrize("name", ["all_gather", "are_peers_pending", "sync_shared_state"])
+def test_each_sample_has_its_effect_once(address: str, mode: str, name: str) -> None:
+    left, joined = threading.Event(), threading.Event()
+
+    def to_the_end(comm: Any) -> Any:
+        model, ledger, diloco = make(comm, mode=mode, min_peers=5)
+        while not ledger.finished:
+            # After some rounds there is nothing to do until the newcomer is there.
+            waiting = diloco.outer_step >= 2 and not joined.is_set()
+            ledger.wanted = 0 if waiting else BATCH * INNER_STEPS
+            train(diloco, model, ledger)
+        diloco.finish()
+        return diloco.state_dict()["theta"], diloco.state_digest()
+
+    def stays() -> Any:
+        with pccl.Communicator(address) as comm:
+            return to_the_end(comm)
+
+    def leaves() -> None:
+        try:
+            with pytest.raises(Left), pccl.Communicator(address) as comm:
+                leaving = Deserter(comm, name, 2)
+                model, ledger, diloco = make(leaving, mode=mode, min_peers=5)
+                leaving.armed = True
+                while True:
+                    train(diloco, model, ledger)
+        finally:
+            left.set()
+
+    def joins() -> Any:
+        assert left.wait(DEADLINE_S)
+        with pccl.Communicator(address) as comm:
+            joined.set()
+            return to_the_end(comm)
+
+    *stayed, _, newcomer = together(stays, stays, stays, stays, leaves, joins)
+    assert len({digest for _, digest in (*stayed, newcomer)}) == 1
+    once(newcomer[0], {4, 5})
+
+
+def test_a_run_of_other_peers_goes_on_with_the_samples_that_are_left(address: str) -> None:
+    def begins() -> Any:
+        with pccl.Communicator(address) as comm:
+            model, ledger, diloco = make(comm, min_peers=3)
+            for _ in range(2):
+                train(diloco, model, ledger)
+            return diloco.state_dict()
+
+    def goes_on() -> Any:
+        with pccl.Communicator(address) as comm:
+            model, ledger, diloco = make(comm, min_peers=4, state=saved)
+            assert ledger.consumed == 2 * 3 * BATCH * INNER_STEPS
+            while not ledger.finished:
+                train(diloco, model, ledger)
+            return diloco.state_dict()["theta"]
+
+    saved = together(begins, begins, begins)[0]
+    for theta in together(goes_on, goes_on, goes_on, goes_on):
+        once(theta, {3, 4})
+
+
+@pytest.mark.parametrize("wire", ["int8", "sparse"])
+def test_votes_travel_with_what_is_gathered(address: str, wire: str) -> None:
+    def body() -> Any:
+        with pccl.Communicator(address) as comm:
+            model, ledger, diloco = make(comm, min_peers=2, wire=wire)
+            while not ledger.finished:
+                train(diloco, model, ledger)
+            return diloco.state_digest(), ledger.consumed
+
+    ours, theirs = together(body, body)
+    assert ours == theirs and ours[1] == SAMPLES * EPOCHS
+
+
+def test_who_waits_for_others_keeps_the_samples_of_its_round(address: str) -> None:
+    alone = threading.Event()
+
+    def waits() -> Any:
+        with pccl.Communicator(address) as comm:
+            model, ledger, diloco = make(comm, alone="wait", min_peers=3)
+            train(diloco, model, ledger)
+            alone.set()
+            while not ledger.finished:
+                train(diloco, model, ledger)
+            return diloco.state_dict()["theta"]
+
+    def leaves() -> None:
+        with pytest.raises(Left), pccl.Communicator(address) as comm:
+            leaving = Deserter(comm, "all_reduce", 2)
+            model, ledger, diloco = make(leaving, alone="wait", min_peers=3)
+            leaving.armed = True
+            while True:
+                train(diloco, model, ledger)
+
+    def joins() -> Any:
+        assert alone.wait(DEADLINE_S)
+        with pccl.Communicator(address) as comm:
+            model, ledger, diloco = make(comm, alone="wait", min_peers=3)
+            while not ledger.finished:
+                train(diloco, model, ledger)
+            return diloco.state_dict()["theta"]
+
+    first, second, _, third = together(waits, waits, leaves, joins)
+    assert torch.equal(first, second) and torch.equal(first, third)
+    once(first, {3})
+
+
+def test_what_does_not_fit_is_refused(address: str) -> None:
+    with pccl.Communicator(address) as comm:
+        with pytest.raises(ValueError, match="a ledger needs rounds that are applied as a whole"):
+            make(comm, mode="streaming")
+        model, _, diloco = make(comm)
+        state = diloco.state_dict()
+        other = Ledger(SAMPLES + 1, share=2, epochs=EPOCHS, peers_max=6)
+        for wrong, why in ((other, "101 samples"), (None, "the state has a ledger of samples")):
+            with pytest.raises(ValueError, match=why):
+                make(comm, ledger=wrong, state=state)
+        with pytest.raises(ValueError, match="more batches than its 3 inner steps"):
+            for places in diloco.round_of([[0]] * 4):
+                model.learn(places)
+                diloco.step()
+
+
+def test_a_sampler_gives_the_indices_of_the_round(address: str) -> None:
+    with pccl.Communicator(address) as comm:
+        _, ledger, _ = make(comm)
+        assert list(LedgerSampler(ledger, shuffle=False)) == list(range(BATCH * INNER_STEPS))
