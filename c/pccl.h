@@ -233,6 +233,9 @@ uint64_t pccl_quantized_size(int format, int dtype, uint64_t n);
 int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n);
 int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n);
 
+/* The same, added to what out holds; a NaN stays one. */
+int pccl_dequantize_add(int format, int dtype, void *out, const void *in, size_t n);
+
 /* One step of a ring, in one pass: partial = quantized(partial op own), where partial is quantized
  * and own is not, and op is SUM, AVG (which adds, and then divides), MAX or MIN. With MAX and MIN a
  * NaN or an infinity of either side spoils its block, as ever. If out is not NULL it receives
@@ -242,8 +245,8 @@ int pccl_quantized_reduce(int format, int dtype, int redop, void *partial, const
                           size_t n, uint32_t divisor, void *out);
 
 /* Encodings of an fp32 array as a whole, for who sends one once and adds up what others have sent:
- * payloads, which nobody reduces on the way. Each has the bytes of n elements; writes them; and
- * reads them: the same numbers on every machine. Arrays do not overlap.
+ * payloads, which nobody reduces on the way. Each has the bytes of n elements; writes them; reads
+ * them, the same numbers on every machine; and adds what it reads to `out`. Arrays do not overlap.
  *
  *     e3m0     blocks of 64: a scale (fp32) and 4-bit codes, packed as those of PCCL_BLOCK_4. Bit 3
  *              of a code is the sign, the others are e: 0 if e is 0, else scale * 2^(e - 7). An
@@ -264,12 +267,15 @@ int pccl_quantized_reduce(int format, int dtype, int redop, void *partial, const
 uint64_t pccl_e3m0_size(uint64_t n);
 void pccl_e3m0_encode(void *out, const float *in, size_t n);
 void pccl_e3m0_decode(float *out, const void *in, size_t n);
+void pccl_e3m0_add(float *out, const void *in, size_t n);
 uint64_t pccl_stat2_size(uint64_t n);
 void pccl_stat2_encode(void *out, const float *in, size_t n);
 void pccl_stat2_decode(float *out, const void *in, size_t n);
+void pccl_stat2_add(float *out, const void *in, size_t n);
 uint64_t pccl_sparse_size(uint64_t n);
 void pccl_sparse_encode(void *out, const float *in, size_t n);
 int pccl_sparse_decode(float *out, const void *in, size_t n);
+int pccl_sparse_add(float *out, const void *in, size_t n);
 
 /* One outer step of SGD with Nesterov momentum, PyTorch's form with dampening 0, in four
  * separately rounded operations for each element, so that every machine computes the same bits:
@@ -278,6 +284,9 @@ int pccl_sparse_decode(float *out, const void *in, size_t n);
  * Cannot fail. */
 void pccl_outer_sgd(float *theta, float *v, const float *g, size_t n, float lr, float mu,
                     int nesterov);
+
+/* x[i] = x[i] / divisor, fp32; divisor >= 1. A mean from a sum. Cannot fail. */
+void pccl_divide_f32(float *x, size_t n, uint32_t divisor);
 
 /* out[i] = a[i] - b[i], fp32; out may be a or b. The pseudo-gradient. Cannot fail. */
 void pccl_subtract_f32(float *out, const float *a, const float *b, size_t n);

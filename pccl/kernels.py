@@ -58,8 +58,7 @@ def add(out: Array, a: Array, b: Array, *, divisor: int = 1) -> None:
     """
     result, first, second = _alike(written=[out], read=[a, b])
     _check_in_place(result, first, second)
-    if divisor < 1:
-        raise ValueError(f"divisor is {divisor}: it must be at least 1")
+    _check_divisor(divisor)
     how = result.dtype.value, lib.PCCL_AVG
     places = _bytes(result), _bytes(first), _bytes(second)
     lib.pccl_reduce(*how, *places, result.count, divisor)
@@ -113,13 +112,50 @@ def dequantize(out: Array, data: Array, format: Format) -> None:
             "sparse", the places do not increase within each run: `out` then holds anything.
         AssertionError: an array is not dense.
     """
+    _read(out, data, format, "decode")
+
+
+def _read(out: Array, data: Array, format: Format, how: Literal["decode", "add"]) -> None:
     numbers, given = Buffer.of(out, writable=True), Buffer.of(data)
     _check_quantized(given, numbers, format)
     if format in _PAYLOADS:
-        if _of_payload(format, "decode")(_pointer(numbers), _bytes(given), numbers.count):
+        if _of_payload(format, how)(_pointer(numbers), _bytes(given), numbers.count):
             raise ValueError(f"{given} are not bytes of numbers quantized as {format}")
         return
-    lib.pccl_dequantize(*_codec(format), _bytes(numbers), _bytes(given), numbers.count)
+    read = lib.pccl_dequantize if how == "decode" else lib.pccl_dequantize_add
+    read(*_codec(format), _bytes(numbers), _bytes(given), numbers.count)
+
+
+def accumulate(out: Array, data: Array, format: Format) -> None:
+    """Adds quantized numbers: the same as `dequantize` into another array, and `add`.
+
+    Of "sparse" only the numbers that were sent are touched.
+
+    Args:
+        out: float32 numbers, to which what `data` stands for is added.
+        data: what `quantize` has written of so many numbers.
+        format: how they are quantized.
+
+    Raises:
+        ValueError, AssertionError: as for `dequantize`.
+    """
+    _read(out, data, format, "add")
+
+
+def divide(out: Array, divisor: int) -> None:
+    """Divides each number, rounded once.
+
+    Args:
+        out: float32 numbers.
+        divisor: at least 1.
+
+    Raises:
+        ValueError: the array is not of float32 in host memory, or the divisor is not positive.
+        AssertionError: the array is not dense.
+    """
+    (numbers,) = _floats(written=[out], read=[])
+    _check_divisor(divisor)
+    lib.pccl_divide_f32(_pointer(numbers), numbers.count, divisor)
 
 
 def outer_sgd(
@@ -191,6 +227,11 @@ def _alike(
         if (each.count, each.layout) != (first.count, first.layout):
             raise ValueError(f"{each} and {first} differ in size or in the order of elements")
     return buffers
+
+
+def _check_divisor(divisor: int) -> None:
+    if not 1 <= divisor < 1 << 32:
+        raise ValueError(f"divisor is {divisor}: it must be at least 1, and below 2**32")
 
 
 def _check_in_place(result: Buffer, *read: Buffer) -> None:

@@ -10,6 +10,8 @@
  * below 2^-119, so no level is subnormal, and a processor that flushes those reads the same. */
 #include "pccl.h"
 
+#include <stdbool.h>
+
 #include "kernels/exact.h"
 
 enum {
@@ -105,37 +107,51 @@ static PCCL_INLINE float share_of(uint32_t code)
     return f32_from_bits((code & 8u) << 28 | (e > 0 ? (e + 120u) << 23 : 0u));
 }
 
-static PCCL_INLINE void store(unsigned char *out, size_t i, float value)
+/* Writes a number, or adds it to what is there. */
+static PCCL_INLINE void put(unsigned char *out, size_t i, float value, bool adds)
 {
-    memcpy(out + i * sizeof value, &value, sizeof value);
+    uint32_t bits = f32_to_bits(adds ? f32_from_bits(bits_at(out, i)) + value : value);
+    memcpy(out + i * sizeof bits, &bits, sizeof bits);
 }
 
-static PCCL_INLINE void decode_block(unsigned char *out, const unsigned char *in, size_t n)
+static PCCL_INLINE void decode_block(unsigned char *out, const unsigned char *in, size_t n,
+                                     bool adds)
 {
     const size_t half = (n + 1) / 2;
     const float scale = f32_from_bits(bits_at(in, 0));
     size_t i;
     if ((bits_at(in, 0) & 0x7fffffffu) >= INFINITE) {
         for (i = 0; i < n; i++)
-            store(out, i, f32_from_bits(F32_NAN));
+            put(out, i, f32_from_bits(F32_NAN), false);
         return;
     }
     for (i = 0; i < half; i++)
-        store(out, i, scale * share_of(in[HEADER + i] & 15u));
+        put(out, i, scale * share_of(in[HEADER + i] & 15u), adds);
     for (i = 0; i < n / 2; i++)
-        store(out, half + i, scale * share_of(in[HEADER + i] >> 4));
+        put(out, half + i, scale * share_of(in[HEADER + i] >> 4), adds);
+}
+
+static PCCL_INLINE void decode(float *out, const void *in, size_t n, bool adds)
+{
+    unsigned char *to = (unsigned char *)out;
+    const unsigned char *from = in;
+    for (; n >= BLOCK; n -= BLOCK) {
+        decode_block(to, from, BLOCK, adds);
+        to += BLOCK * sizeof(float);
+        from += HEADER + BLOCK / 2;
+    }
+    if (n > 0)
+        decode_block(to, from, n, adds);
 }
 
 PCCL_CLONES
 void pccl_e3m0_decode(float *out, const void *in, size_t n)
 {
-    unsigned char *to = (unsigned char *)out;
-    const unsigned char *from = in;
-    for (; n >= BLOCK; n -= BLOCK) {
-        decode_block(to, from, BLOCK);
-        to += BLOCK * sizeof(float);
-        from += HEADER + BLOCK / 2;
-    }
-    if (n > 0)
-        decode_block(to, from, n);
+    decode(out, in, n, false);
+}
+
+PCCL_CLONES
+void pccl_e3m0_add(float *out, const void *in, size_t n)
+{
+    decode(out, in, n, true);
 }

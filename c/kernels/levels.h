@@ -113,6 +113,18 @@ static PCCL_INLINE bool levels_read(const unsigned char *in, uint32_t *level)
     return finite;
 }
 
+/* Writes the i-th number of an array, or adds to it. */
+static PCCL_INLINE void level_put(unsigned char *out, size_t i, uint32_t level, bool adds)
+{
+    unsigned char *to = out + i * sizeof level;
+    uint32_t there;
+    if (adds) {
+        memcpy(&there, to, sizeof there);
+        level = f32_to_bits(f32_from_bits(there) + f32_from_bits(level));
+    }
+    memcpy(to, &level, sizeof level);
+}
+
 /* Writes n NaNs. */
 static PCCL_INLINE void levels_spoil(unsigned char *out, size_t n)
 {

@@ -44,6 +44,14 @@ void pccl_outer_sgd(float *theta, float *v, const float *g, size_t n, float lr, 
 }
 
 PCCL_CLONES
+void pccl_divide_f32(float *x, size_t n, uint32_t divisor)
+{
+    size_t i;
+    for (i = 0; i < n; i++)
+        store(x, i, load(x, i) / (float)divisor);
+}
+
+PCCL_CLONES
 void pccl_subtract_f32(float *out, const float *a, const float *b, size_t n)
 {
     size_t i;

@@ -259,6 +259,26 @@ int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n)
     return PCCL_OK;
 }
 
+int pccl_dequantize_add(int format, int dtype, void *out, const void *in, size_t n)
+{
+    const struct format *how = find_format(format);
+    const struct type *type = find_type(dtype);
+    unsigned char *to = out;
+    const unsigned char *from = in;
+    union numbers x, y;
+    size_t m;
+    if (how == NULL || type == NULL)
+        return PCCL_EINVAL;
+    for (; n > 0; n -= m) {
+        m = strip(how, n);
+        type->read_add(format - 1, from, numbers_of(type, to, &y, m), &x, m);
+        type->store(to, &x, m);
+        from += bytes_of(how, type->number, m);
+        to += m * type->element;
+    }
+    return PCCL_OK;
+}
+
 /* x = the quantized elements reduced with `own`. */
 static void reduce_into(const struct type *type, int format, int redop, const unsigned char *in,
                         const void *own, union numbers *x, size_t n, uint32_t divisor)

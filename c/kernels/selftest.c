@@ -148,6 +148,8 @@ static void test_outer(sink *to)
     fill(sample, PCCL_F32, g, ELEMENTS, 0);
     pccl_subtract_f32(theta, v, g, ELEMENTS);
     sink_write(to, theta, ELEMENTS, sizeof *theta);
+    pccl_divide_f32(g, ELEMENTS, 3);
+    sink_write(to, g, ELEMENTS, sizeof *g);
 }
 
 /* Blocks are headers of one or two numbers and codes of one byte or two. */
@@ -180,6 +182,9 @@ static void test_format(sink *to, int format, int dtype, const unsigned char *a,
     assert(pccl_quantized_size(format, dtype, QUANTIZED) <= sizeof data);
     sink_blocks(to, format, dtype, data);
     status |= pccl_dequantize(format, dtype, out, data, QUANTIZED);
+    sink_write(to, out, QUANTIZED, width);
+    memcpy(out, b, QUANTIZED * width);
+    status |= pccl_dequantize_add(format, dtype, out, data, QUANTIZED);
     sink_write(to, out, QUANTIZED, width);
     for (i = 0; i < sizeof redops / sizeof redops[0]; i++) {
         status |= pccl_quantize(format, dtype, data, a, QUANTIZED);
@@ -248,12 +253,18 @@ static void test_payloads(sink *to)
         sink_payload(to, data, (size_t)pccl_e3m0_size(PAYLOAD), 1, blocks[0]);
         pccl_e3m0_decode(out, data, PAYLOAD);
         sink_write(to, out, PAYLOAD, sizeof *out);
+        pccl_e3m0_add(out, data, PAYLOAD);
+        sink_write(to, out, PAYLOAD, sizeof *out);
         pccl_stat2_encode(data, x, PAYLOAD);
         sink_payload(to, data, (size_t)pccl_stat2_size(PAYLOAD), 4, blocks[1]);
+        pccl_stat2_add(out, data, PAYLOAD);
+        sink_write(to, out, PAYLOAD, sizeof *out);
         pccl_stat2_decode(out, data, PAYLOAD);
         sink_write(to, out, PAYLOAD, sizeof *out);
         pccl_sparse_encode(data, x, PAYLOAD);
         sink_payload(to, data, (size_t)pccl_sparse_size(PAYLOAD), 4, blocks[2]);
+        status |= pccl_sparse_add(out, data, PAYLOAD);
+        sink_write(to, out, PAYLOAD, sizeof *out);
         status |= pccl_sparse_decode(out, data, PAYLOAD);
         sink_write(to, out, PAYLOAD, sizeof *out);
     }

@@ -173,9 +173,9 @@ void pccl_sparse_encode(void *out, const float *in, size_t n)
 
 /* ---- from bytes ---- */
 
-/* Writes what is kept of a chunk of n elements over zeros; false if a place is impossible. */
+/* Writes, or adds, what is kept of a chunk of n elements; false if a place is impossible. */
 static bool decode_chunk(unsigned char *out, const unsigned char *in, const uint32_t *level,
-                         size_t n)
+                         size_t n, bool adds)
 {
     const size_t k = kept_of(n);
     const unsigned char *codes = in + place_bytes(k);
@@ -184,27 +184,26 @@ static bool decode_chunk(unsigned char *out, const unsigned char *in, const uint
         const size_t place = read_place(in, i);
         if (place < next || place >= n)
             return false;
-        memcpy(out + place * sizeof *level, &level[codes[i / 4] >> i % 4 * 2 & 3], sizeof *level);
+        level_put(out, place, level[codes[i / 4] >> i % 4 * 2 & 3], adds);
         next = place + 1;
     }
     return true;
 }
 
-int pccl_sparse_decode(float *out, const void *in, size_t n)
+static int decode(float *out, const void *in, size_t n, bool adds)
 {
     unsigned char *to = (unsigned char *)out;
     const unsigned char *from = in;
     uint32_t level[LEVELS] = {0};
     size_t at, m;
     bool finite = false;
-    memset(to, 0, n * sizeof(float));
     for (at = 0; at < n; at += m) {
         m = least(n - at, CHUNK);
         if (at % GROUP == 0) {
             finite = levels_read(from, level);
             from += HEADER;
         }
-        if (!decode_chunk(to, from, level, m))
+        if (!decode_chunk(to, from, level, m, adds))
             return PCCL_EPROTO;
         if (!finite)
             levels_spoil(to, m);
@@ -212,4 +211,15 @@ int pccl_sparse_decode(float *out, const void *in, size_t n)
         to += m * sizeof(float);
     }
     return PCCL_OK;
+}
+
+int pccl_sparse_decode(float *out, const void *in, size_t n)
+{
+    memset(out, 0, n * sizeof(float));
+    return decode(out, in, n, false);
+}
+
+int pccl_sparse_add(float *out, const void *in, size_t n)
+{
+    return decode(out, in, n, true);
 }

@@ -64,7 +64,8 @@ static PCCL_INLINE uint32_t choose(const uint32_t *level, uint32_t code)
     return (high & upper) | (low & ~upper);
 }
 
-static PCCL_INLINE void decode_block(unsigned char *out, const unsigned char *in, size_t n)
+static PCCL_INLINE void decode_block(unsigned char *out, const unsigned char *in, size_t n,
+                                     bool adds)
 {
     const size_t quarter = code_bytes(n);
     uint32_t level[LEVELS];
@@ -75,23 +76,33 @@ static PCCL_INLINE void decode_block(unsigned char *out, const unsigned char *in
     }
     for (part = 0; part < 4; part++) {
         const size_t begin = part * quarter;
-        for (i = 0; i < quarter && begin + i < n; i++) {
-            uint32_t value = choose(level, (uint32_t)in[HEADER + i] >> 2 * part & 3u);
-            memcpy(out + (begin + i) * sizeof value, &value, sizeof value);
-        }
+        for (i = 0; i < quarter && begin + i < n; i++)
+            level_put(out, begin + i, choose(level, (uint32_t)in[HEADER + i] >> 2 * part & 3u),
+                      adds);
     }
+}
+
+static PCCL_INLINE void decode(float *out, const void *in, size_t n, bool adds)
+{
+    unsigned char *to = (unsigned char *)out;
+    const unsigned char *from = in;
+    for (; n >= BLOCK; n -= BLOCK) {
+        decode_block(to, from, BLOCK, adds);
+        to += BLOCK * sizeof(float);
+        from += HEADER + BLOCK / 4;
+    }
+    if (n > 0)
+        decode_block(to, from, n, adds);
 }
 
 PCCL_CLONES
 void pccl_stat2_decode(float *out, const void *in, size_t n)
 {
-    unsigned char *to = (unsigned char *)out;
-    const unsigned char *from = in;
-    for (; n >= BLOCK; n -= BLOCK) {
-        decode_block(to, from, BLOCK);
-        to += BLOCK * sizeof(float);
-        from += HEADER + BLOCK / 4;
-    }
-    if (n > 0)
-        decode_block(to, from, n);
+    decode(out, in, n, false);
+}
+
+PCCL_CLONES
+void pccl_stat2_add(float *out, const void *in, size_t n)
+{
+    decode(out, in, n, true);
 }

@@ -36,6 +36,15 @@ static int decode(int encoding, void *out, const void *in, size_t n)
     }
 }
 
+static int add(int encoding, void *out, const void *in, size_t n)
+{
+    switch (encoding) {
+    case E3M0: pccl_e3m0_add(out, in, n); return PCCL_OK;
+    case STAT2: pccl_stat2_add(out, in, n); return PCCL_OK;
+    default: return pccl_sparse_add(out, in, n);
+    }
+}
+
 static unsigned char *room(size_t bytes, size_t offset, unsigned char **base)
 {
     *base = malloc(offset + bytes + (offset + bytes == 0));
@@ -67,6 +76,9 @@ static void test_shape(int encoding, size_t n, size_t offset)
     CHECK(decode(encoding, out, data, n) == PCCL_OK);
     CHECK(decode(encoding, other, again, n) == PCCL_OK);
     CHECK(memcmp(out, other, bytes) == 0);
+    memset(other, 0, bytes);
+    CHECK(add(encoding, other, data, n) == PCCL_OK);
+    CHECK(n == 0 || memcmp(out, other, bytes) == 0);
     for (i = 0; i < 6; i++)
         free(bases[i]);
 }
@@ -83,6 +95,7 @@ static void test_arbitrary_bytes(int encoding, size_t n, uint32_t seed)
         data[i] = (unsigned char)((seed = seed * 1664525u + 1013904223u) >> 24);
     status = decode(encoding, out, data, n);
     CHECK(status == PCCL_OK || (encoding == SPARSE && status == PCCL_EPROTO));
+    CHECK(add(encoding, out, data, n) == status);
     free(bases[0]);
     free(bases[1]);
 }

@@ -58,6 +58,12 @@ static void test_shape(int format, int dtype, int redop, size_t n, size_t offset
     CHECK(memcmp(own.data, out.data, bytes) == 0);
     CHECK(pccl_dequantize(format, dtype, kept.data, data.data, n) == PCCL_OK);
     CHECK(memcmp(kept.data, out.data, bytes) == 0);
+    memset(kept.data, 0, bytes);
+    CHECK(pccl_dequantize_add(format, dtype, kept.data, data.data, n) == PCCL_OK);
+    CHECK(pccl_dequantize(format, dtype, out.data, data.data, n) == PCCL_OK);
+    CHECK(pccl_quantize(format, dtype, moved.data, kept.data, n) == PCCL_OK);
+    CHECK(pccl_quantize(format, dtype, again.data, out.data, n) == PCCL_OK);
+    CHECK(memcmp(moved.data, again.data, size) == 0);
     free(own.base);
     free(kept.base);
     free(out.base);
@@ -87,6 +93,7 @@ static void test_arguments(void)
     CHECK(pccl_quantized_size(PCCL_BLOCK_4, PCCL_F64, 65) == 33 + 2 * sizeof(double));
     CHECK(pccl_quantize(PCCL_BLOCK_8, PCCL_I32, memory, memory, 1) == PCCL_EINVAL);
     CHECK(pccl_quantize(PCCL_UNQUANTIZED, PCCL_F32, memory, memory, 1) == PCCL_EINVAL);
+    CHECK(pccl_dequantize_add(PCCL_BLOCK_8, PCCL_I32, memory, memory, 1) == PCCL_EINVAL);
     CHECK(pccl_quantized_reduce(PCCL_BLOCK_8, PCCL_F32, PCCL_AVG, memory, memory, 1, 0, NULL)
           == PCCL_EINVAL);
     CHECK(pccl_quantized_reduce(PCCL_BLOCK_8, PCCL_F32, PCCL_PROD, memory, memory, 1, 1, NULL)

@@ -115,7 +115,9 @@ class Quantized:
     def load(self, progress: Tensors) -> None:
         """Adds the residual to the pseudo-gradient, and quantizes that unless it goes around."""
         others = sum(each.nbytes for each in progress[1:])
-        self.way = self._route.choose(self._payload.nbytes + others, progress[0].nbytes + others)
+        self.way = self._route.choose(
+            self._payload.nbytes + others, progress[0].nbytes + others, self.way
+        )
         torch.mul(self._residual, self._decay, out=self._room)
         kernels.add(self._room, self._room, progress[0])
         if self.way == "ring":
@@ -155,10 +157,16 @@ class Quantized:
         payloads, *plain = self._gathered
         self._gathered = []
         mean = means[0]
-        kernels.dequantize(mean, payloads[0], self._format)
-        for rank in range(1, len(payloads)):
-            kernels.dequantize(self._room, payloads[rank], self._format)
-            kernels.add(mean, mean, self._room, divisor=_divisor(rank, payloads))
+        for rank, payload in enumerate(payloads):
+            read = kernels.accumulate if rank else kernels.dequantize
+            try:
+                read(mean, payload, self._format)
+            except ValueError as error:
+                raise ValueError(
+                    f"the peer of rank {rank}, of {len(payloads)}, has sent a pseudo-gradient that "
+                    f"is none: {error}"
+                ) from error
+        kernels.divide(mean, len(payloads))
         for mean, rows in zip(means[1:], plain, strict=True):
             mean.copy_(rows[0])
             for rank in range(1, len(rows)):

@@ -28,22 +28,23 @@ class Route:
 
     def __init__(self) -> None:
         self._peers = torch.zeros(1, dtype=torch.int64)  # 0 until a mean was applied
-        self._way: Way = "gather"
 
     def entries(self) -> list[TensorInfo]:
         """What is part of the shared state."""
         return [TensorInfo.from_torch(self._peers, "diloco.contributors")]
 
-    def choose(self, quantized: int, plain: int) -> Way:
-        """The way of a round, for which a peer has so many bytes in the one form or the other."""
+    def choose(self, quantized: int, plain: int, before: Way) -> Way:
+        """The way of a round, for which a peer has so many bytes in the one form or the other.
+
+        If it is not that of the round before, the log says why.
+        """
         peers = int(self._peers[0])
         way: Way = "ring" if 2 * plain < peers * quantized else "gather"
-        if way != self._way:
-            self._way = way
+        if way != before:
             gathered, around = (peers - 1) * quantized, 2 * (peers - 1) * plain // max(peers, 1)
             _log.info(
-                "from now on pseudo-gradients %s: of %d peers, each receives %d bytes if they are "
-                "quantized and gathered, and %d if they go around the ring in fp32",
+                "from now on these pseudo-gradients %s: of %d peers, each receives %d bytes if "
+                "they are quantized and gathered, and %d if they go around the ring in fp32",
                 "go around the ring in fp32" if way == "ring" else "are gathered",
                 peers,
                 gathered,

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from outer import DEADLINE_S, Deserter, Left, Watched, together  # noqa: E402
 
 import pccl  # noqa: E402
-from pccl.diloco import DiLoCo  # noqa: E402
+from pccl.diloco import DiLoCo, Way  # noqa: E402
 from pccl.diloco.route import Route  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
@@ -59,7 +59,7 @@ def make(comm: Any, model: Pair, **options: Any) -> DiLoCo:
 def test_the_way_is_that_of_fewer_received_bytes(peers: int, quantized: int, way: str) -> None:
     route = Route()
     route.applied(peers)
-    assert route.choose(quantized, 4000) == way
+    assert route.choose(quantized, 4000, "gather") == way
     if peers > 1:
         gathered, around = (peers - 1) * quantized, 2 * (peers - 1) / peers * 4000
         assert (around < gathered) == (way == "ring")
@@ -68,12 +68,13 @@ def test_the_way_is_that_of_fewer_received_bytes(peers: int, quantized: int, way
 def test_a_change_of_the_way_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     route = Route()
     with caplog.at_level(logging.INFO, "pccl.diloco"):
+        way: Way = "gather"
         for peers in (2, 3, 3, 2):
             route.applied(peers)
-            route.choose(6, 8)
+            way = route.choose(6, 8, way)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "from now on pseudo-gradients go around the ring in fp32",
-        "from now on pseudo-gradients are gathered",
+        "from now on these pseudo-gradients go around the ring in fp32",
+        "from now on these pseudo-gradients are gathered",
     ]
     assert caplog.messages[0].endswith(
         "of 3 peers, each receives 12 bytes if they are quantized and gathered, and 10 if they go "

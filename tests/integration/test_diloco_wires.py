@@ -282,6 +282,35 @@ def test_peers_that_quantize_are_equal_while_one_is_lost_and_one_joins(
     assert ours == theirs and new.items() <= ours.items() and len(new) >= 3
 
 
+def test_who_sends_what_is_no_pseudo_gradient_is_named_on_all_peers(address: str) -> None:
+    ranks: list[int] = []
+
+    def body(number: int) -> Callable[[], Any]:
+        def run() -> str:
+            model = Model()
+            with pccl.Communicator(address) as comm:
+
+                def gather(send: Any, tag: int) -> Any:
+                    if number == 1:
+                        ranks.append(comm.rank)
+                        send[0][16:] = 0  # places that do not increase
+                    return comm.all_gather_async(send, tag=tag)
+
+                watched: Any = Watched(comm)
+                watched.all_gather_async = gather
+                diloco = make(watched, model, wire="sparse", min_peers=2)
+                model.move(random(number))
+                with pytest.raises(ValueError, match="has sent a pseudo-gradient") as caught:
+                    diloco.step()
+                return str(caught.value)
+
+        return run
+
+    for text in together(body(0), body(1)):
+        assert text.startswith(f"the peer of rank {ranks[0]}, of 2, has sent a pseudo-gradient")
+        assert text.endswith("are not bytes of numbers quantized as sparse")
+
+
 def test_what_rounding_takes_comes_back(address: str) -> None:
     """Means of 4 bits add up to the true ones, but for one residual: the error does not grow."""
     rounds = 30

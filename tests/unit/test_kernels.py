@@ -223,6 +223,16 @@ def test_addition_and_a_mean(dtype: str) -> None:
                 assert same_bits(out, wanted), (n, target)
 
 
+def test_division() -> None:
+    for n in (*SIZES, 10_007):
+        a = samples("float32", n, n)
+        for divisor in (1, 3, 1000, (1 << 32) - 1):
+            out = shifted(a, n % 7)
+            kernels.divide(out, divisor)
+            with np.errstate(all="ignore"):
+                assert same_bits(out, oracle.encode(a / np.float32(divisor), "float32")), n
+
+
 @pytest.mark.parametrize(("name", "format"), [("int8", "BLOCK_8"), ("int4", "BLOCK_4")])
 def test_quantization_there_and_back(name: kernels.Format, format: str) -> None:
     rules = quantized.FORMATS[format]
@@ -235,6 +245,9 @@ def test_quantization_there_and_back(name: kernels.Format, format: str) -> None:
         back = np.zeros_like(values)
         kernels.dequantize(back, data, name)
         assert same_bits(back, quantized.dequantize(wanted, n, rules, "float32"))
+        total = shifted(values[::-1], n % 7)
+        kernels.accumulate(total, data, name)
+        assert same_bits(total, values[::-1] + back)
 
 
 def test_quantization_refuses_arrays_that_do_not_fit() -> None:
@@ -252,6 +265,8 @@ def test_quantization_refuses_arrays_that_do_not_fit() -> None:
             kernels.dequantize(*reversed(wrong), "int4")
     with pytest.raises(ValueError, match="divisor is 0: it must be at least 1"):
         kernels.add(values, values, values, divisor=0)
+    with pytest.raises(ValueError, match="divisor is 0: it must be at least 1"):
+        kernels.divide(values, 0)
     with pytest.raises(ValueError, match="is not int64"):
         kernels.add(np.zeros(4, np.int64), np.zeros(4, np.int64), values[:4])
     with pytest.raises(ValueError, match="overlap"):

@@ -63,6 +63,9 @@ def test_bytes_and_numbers_are_those_of_numpy(format: kernels.Format) -> None:
         assert encode(format, values, n % 13) == wanted, n
         back = decode(format, wanted, n, n % 11)
         assert back.tobytes() == payloads.DECODINGS[format](wanted, n).tobytes(), n
+        total = values[::-1].copy()
+        kernels.accumulate(total, np.frombuffer(wanted, np.uint8), format)
+        assert total.tobytes() == (values[::-1] + back).tobytes(), n
 
 
 EXTREMES = {
@@ -102,6 +105,9 @@ def test_what_is_not_finite_makes_its_block_nan(format: kernels.Format, value: f
     back = decode(format, data, values.size)
     assert back.tobytes() == payloads.DECODINGS[format](data, values.size).tobytes()
     assert np.isnan(back[run : 2 * run]).all()
+    total = np.ones_like(values)
+    kernels.accumulate(total, np.frombuffer(data, np.uint8), format)
+    assert total.tobytes() == np.where(np.isnan(back), payloads.NAN, 1 + back).tobytes()
     assert not np.isnan(back[:run]).any() and not np.isnan(back[2 * run :]).any()
 
 
@@ -151,8 +157,9 @@ def test_places_that_do_not_increase_in_their_chunk_are_refused(which: int, plac
     places = np.arange(64) * 60 + 7
     places[which] = place
     data[16 : 16 + 96] = np.frombuffer(payloads.packed(places, 12), np.uint8)
-    with pytest.raises(ValueError, match="are not bytes of numbers quantized as sparse"):
-        kernels.dequantize(out, data, "sparse")
+    for read in (kernels.dequantize, kernels.accumulate):
+        with pytest.raises(ValueError, match="are not bytes of numbers quantized as sparse"):
+            read(out, data, "sparse")
 
 
 def test_a_place_beyond_a_short_chunk_is_refused() -> None:
