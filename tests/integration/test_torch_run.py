@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import Reporter
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOUR = SUPPORT / "torch_tour.py"
@@ -62,3 +63,37 @@ def test_a_run_gives_ranks_and_size(address: str) -> None:
     words = [sys.executable, str(TOUR), f"pccl://{address}", "2"]
     processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     check(ended(processes), 2)
+
+
+def test_replicas_of_ddp_survive_a_kill_and_take_one_in(address: str) -> None:
+    """SIGKILL in the middle of a step; the newcomer is in phase; all weights have the same bits."""
+    steps = 150
+    started: list[Reporter] = []
+
+    def start(peer: int) -> Reporter:
+        words = SUPPORT / "torch_replica.py", address, 2, peer, steps
+        started.append(Reporter(*words, patience_s=PATIENCE_S))
+        return started[-1]
+
+    try:
+        first, second = start(0), start(1)
+        first.wait_for(lambda report: report.get("step", 0) > 5)
+        third = start(2)
+        begun = third.wait_for(lambda report: "begins" in report)
+        assert begun["begins"] > 5 and begun["rank"] == 2
+        third.wait_for(lambda report: report.get("step", 0) > begun["begins"] + 5)
+        second.kill()
+        for survivor in (first, third):
+            last = survivor.wait_for(lambda report: report.get("step") == steps - 1)
+            assert last["size"] == 2 and last["loss"] < 5
+            assert survivor.process.wait(PATIENCE_S) == 0
+        digests: dict[int, set[str]] = {}
+        for replica in started:
+            for report in replica.reports:
+                if "step" in report:
+                    digests.setdefault(report["step"], set()).add(report["digest"])
+        assert len(digests) == steps and all(len(each) == 1 for each in digests.values())
+        assert {r["size"] for r in first.reports if "size" in r} == {2, 3}
+    finally:
+        for replica in started:
+            replica.kill()
