@@ -64,7 +64,8 @@ def tests_of_torch() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     module.__dict__["Alike"] = Alike
     changed = source.replace(line, 'BACKEND = Alike(os.environ["BACKEND"])\n')
-    exec(compile(changed, spec.origin, "exec"), module.__dict__)
+    sys.modules[name] = module  # where pickle looks
+    exec(compile(changed, spec.origin, "exec", dont_inherit=True), module.__dict__)
     return module
 
 

@@ -12,7 +12,8 @@ from pccl.torch import hooks
 from pccl.torch.ddp import DistributedDataParallel
 from pccl.torch.group import ProcessGroup
 from pccl.torch.registration import register
+from pccl.torch.replicas import Replicas
 
 register()
 
-__all__ = ["DistributedDataParallel", "ProcessGroup", "hooks"]
+__all__ = ["DistributedDataParallel", "ProcessGroup", "Replicas", "hooks"]

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
 from pccl import Communicator
+from pccl.runtime.client.call import Deadline
 from pccl.torch.agreement import Offer, agree
 from pccl.torch.collectives import Collectives
 from pccl.torch.hosting import HostedMaster
@@ -76,11 +77,23 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
             self._own_store.use(agreed.store, self._served if self.getRank() == 0 else None, "")
         self._restart()
 
-    def admit(self) -> None:
-        """Lets in those who wait, when all that is under way has ended. All members call it."""
+    def admit(self) -> int:
+        """Lets in those who wait, when all that is under way has ended. All members call it.
+
+        Returns the number of members, the same on all.
+        """
         self._drain()
-        self._comm.update_topology()
+        size = self._comm._admission.update_topology(Deadline(None))
         self.agree()
+        return size
+
+    def admit_when_they_come(self, patience_s: float) -> int:
+        """Lets in those who come within that time; the number of members, or 0: nobody came."""
+        self._drain()
+        size = self._comm._admission.await_newcomers(Deadline(None), patience_s)
+        if size:
+            self.agree()
+        return size
 
     def _serve(self) -> None:
         client = self._comm._membership.client("store")

@@ -15,9 +15,11 @@ from pccl import PeerLostError, SharedStateSyncStrategy
 from pccl.runtime.client.call import Deadline
 from pccl.torch.callbacks import POOL
 from pccl.torch.group import ProcessGroup
-from pccl.torch.trees import Staged, packed, tensors_of, unpacked
+from pccl.torch.trees import Staged, local, packed, sharded_again, tensors_of, unpacked
 
 T = TypeVar("T")
+
+_INTERVAL_S = 1.0  # in which the processes of a replica tell each other what they wait for
 
 _log = logging.getLogger("pccl.torch")
 
@@ -53,15 +55,21 @@ class Phase:
         group: the replicas.
         module: its parameters and persistent buffers are shared.
         states: what else a newcomer receives, by name.
+        shards: what all processes of this replica say; None: it is a single process.
     """
 
     def __init__(
-        self, group: ProcessGroup, module: torch.nn.Module, states: Mapping[str, Stateful]
+        self,
+        group: ProcessGroup,
+        module: torch.nn.Module,
+        states: Mapping[str, Stateful],
+        shards: Callable[[list[int]], list[list[int]]] | None = None,
     ) -> None:
         self.steps = 0
         self._group = group
         self._module = module
         self._states = dict(states)
+        self._shards = shards or (lambda numbers: [numbers])
         self._begun = False
         self._revision = 0
         self._pending: Future[bool] | None = None
@@ -71,11 +79,24 @@ class Phase:
 
         All replicas call this equally often. It makes no collective unless somebody has come.
         """
-        if self._pending is not None and self._pending.result():
-            self._group.admit()
-            self.synchronise()
+        if self._pending is not None:
+            # of a replica with several processes, each waits in another run: until all of them do
+            waiting = self._shards([int(self._pending.result())])
+            if all(number for (number,) in waiting):
+                self.settle(self._group.admit())
+                self.synchronise()
         self.steps += 1
         self._pending = _in_pool(self._ask)
+
+    def settle(self, size: int) -> None:
+        """All shards have the same replicas: admits those that only some of them have.
+
+        `size` is that of this shard's run as a round has told it: the same in all replicas, and so
+        all of them act alike.
+        """
+        while len(sizes := {number for (number,) in self._shards([size])}) > 1:
+            if size < max(sizes):
+                size = self._group.admit_when_they_come(_INTERVAL_S) or size
 
     def _ask(self) -> bool:
         """Whether newcomers wait; it is asked while the step is computed."""
@@ -124,15 +145,21 @@ class Phase:
         self._revision = staged.shared.revision
         if states is not own:
             for name, each in self._states.items():
-                each.load_state_dict(states[name])
+                state = states[name]
+                if isinstance(each, torch.optim.Optimizer):
+                    state = sharded_again(each, state)
+                each.load_state_dict(state)
         self.steps, self._begun = plan.steps, True
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers; tied ones once."""
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
-        for name, tensor in self._module.state_dict().items():
-            if isinstance(tensor, Tensor) and tensor.data_ptr() not in seen:
+        for name, value in self._module.state_dict().items():
+            if not isinstance(value, Tensor):
+                continue
+            tensor = local(value)
+            if tensor.data_ptr() not in seen:
                 seen.add(tensor.data_ptr())
                 found[name] = tensor
         return found

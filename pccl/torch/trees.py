@@ -4,13 +4,44 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pccl.shared_state import SharedState, TensorInfo
 from pccl.torch.pieces import movable, put
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The part of a sharded tensor that is in this process; any other tensor itself."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def sharded_again(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer of sharded parameters, from the local parts of its tensors."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def like(parameter: Tensor, part: Tensor) -> Tensor:
+        if not isinstance(parameter, DTensor) or part.shape != parameter.to_local().shape:
+            return part
+        return DTensor.from_local(
+            part,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    each = {
+        index: mapped(values, partial(like, parameters[index]))
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": each}
 
 
 def mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -29,7 +60,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+        found.append(local(tensor))
         return tensor
 
     mapped(tree, note)
@@ -39,7 +70,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 def packed(tree: Any) -> bytes:
     """A tree whose tensors have no content, as bytes."""
     file = io.BytesIO()
-    torch.save(mapped(tree, lambda tensor: tensor.detach().to("meta")), file)
+    torch.save(mapped(tree, lambda tensor: local(tensor).to("meta")), file)
     return file.getvalue()
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from processes import Reporter
+
+import pccl
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOUR = SUPPORT / "torch_tour.py"
@@ -97,3 +100,66 @@ def test_replicas_of_ddp_survive_a_kill_and_take_one_in(address: str) -> None:
     finally:
         for replica in started:
             replica.kill()
+
+
+def two_masters() -> tuple[pccl.MasterNode, pccl.MasterNode]:
+    """At an address, and at its port + 1."""
+    while True:
+        first = pccl.MasterNode("127.0.0.1:0")
+        first.run()
+        port = int(first.address.rpartition(":")[2])
+        second = pccl.MasterNode(f"127.0.0.1:{port + 1}")
+        try:
+            second.run()
+        except pccl.PCCLError:  # somebody else has that port
+            first.interrupt()
+        else:
+            return first, second
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_replicas_of_fsdp2_survive_a_kill_and_take_one_in() -> None:
+    """A replica has two processes, by gloo; the replicas are groups of pccl, one for each shard."""
+    steps = 60
+    masters = two_masters()
+    started: list[list[Reporter]] = []
+
+    def start(replica: int) -> list[Reporter]:
+        script, port = SUPPORT / "torch_sharded.py", free_port()
+        words = masters[0].address, 2, replica, steps
+        started.append(
+            [Reporter(script, *words, rank, 2, port, patience_s=PATIENCE_S) for rank in range(2)]
+        )
+        return started[-1]
+
+    try:
+        first, second = start(0), start(1)
+        first[0].wait_for(lambda report: report.get("step", 0) > 5)
+        third = start(2)
+        begun = [each.wait_for(lambda report: "begins" in report) for each in third]
+        assert begun[0]["begins"] == begun[1]["begins"] > 5
+        third[0].wait_for(lambda report: report.get("step", 0) > begun[0]["begins"] + 5)
+        for process in second:
+            process.kill()
+        for process in (*first, *third):
+            last = process.wait_for(lambda report: report.get("step") == steps - 1)
+            assert last["size"] == 2
+            assert process.process.wait(PATIENCE_S) == 0
+        for rank in range(2):
+            digests: dict[int, set[str]] = {}
+            for replica in started:
+                for report in replica[rank].reports:
+                    if "step" in report:
+                        digests.setdefault(report["step"], set()).add(report["digest"])
+            assert len(digests) == steps and all(len(each) == 1 for each in digests.values())
+    finally:
+        for replica in started:
+            for process in replica:
+                process.kill()
+        for master in masters:
+            master.interrupt()

@@ -1,0 +1,54 @@
+"""One process of a replica whose model FSDP2 has sharded; reports each step.
+
+torch_sharded.py ADDRESS BEGIN REPLICA STEPS RANK SIZE PORT: the last three are of the replica
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import pccl.torch
+
+
+def main() -> None:
+    address, begin, replica, steps, rank, size, port = sys.argv[1], *map(int, sys.argv[2:])
+    warnings.simplefilter("ignore")
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(replica)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    replicas = pccl.torch.Replicas(address, model, {"optimizer": optimizer}, begin=begin)
+    print(json.dumps({"begins": replicas.steps, "rank": rank}), flush=True)
+    while replicas.steps < steps:
+        step = replicas.steps
+        replicas.step()
+        seed = 997 * step + 10 * replica + rank
+        given = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
+        loss = (model(given) - given.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        digest = xxhash.xxh3_64()
+        for parameter in model.parameters():
+            digest.update(parameter.to_local().detach().numpy().tobytes())
+        report = {"step": step, "size": replicas.size, "digest": digest.hexdigest()}
+        print(json.dumps({**report, "rank": rank, "loss": loss.item()}), flush=True)
+    replicas.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
