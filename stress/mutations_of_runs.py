@@ -201,6 +201,11 @@ MUTANTS = [
         "    if False:\n",
     ),
     Mutant(
+        "the bytes of results that peers may lack are bounded",
+        "len(small) < self.small_max and held + nbytes <= SMALL_BYTES_MAX",
+        "len(small) < self.small_max",
+    ),
+    Mutant(
         "torn content is no candidate",
         "return offer.strategy != RECEIVE_ONLY and not offer.torn",
         "return offer.strategy != RECEIVE_ONLY",

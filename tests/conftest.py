@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -21,6 +22,8 @@ from pccl.ext import tables
 
 settings.register_profile("pccl", deadline=None)  # speed is not what is tested
 settings.load_profile("pccl")
+
+os.environ.setdefault("PCCL_INLINE_BYTES", "16384")  # so that rings are tested with small arrays
 
 GRACE_S = 60.0  # for a test whose time is over, to end
 LIMIT_S = pytest.StashKey[float]()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pccl.descriptors import ReduceOpDescriptor
 
 BUNDLE_BYTES = 16 << 20  # then another one begins, so that several overlap, and a retry is short
-BUNDLE_MAX = 1024  # descriptors
+BUNDLE_PARTS = 1024  # descriptors
 
 
 def bundles(descriptors: Sequence[ReduceOpDescriptor]) -> list[list[ReduceOpDescriptor]]:
@@ -22,7 +22,7 @@ def bundles(descriptors: Sequence[ReduceOpDescriptor]) -> list[list[ReduceOpDesc
     for descriptor in descriptors:
         last = made[-1] if made else None
         size = _nbytes(descriptor)
-        fits = last is not None and nbytes + size <= BUNDLE_BYTES and len(last) < BUNDLE_MAX
+        fits = last is not None and nbytes + size <= BUNDLE_BYTES and len(last) < BUNDLE_PARTS
         if last is not None and fits and _kind(last[0]) == _kind(descriptor):
             last.append(descriptor)
             nbytes += size

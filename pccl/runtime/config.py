@@ -82,7 +82,7 @@ class Config:
     straggler_s: float | None = None
     sync_mbits: int | None = None
     lanes: int = 0
-    inline_bytes: int = 16384
+    inline_bytes: int = 65536
 
     def __post_init__(self) -> None:
         """Raises ValueError if a number is out of range, or two contradict each other."""

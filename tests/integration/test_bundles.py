@@ -7,7 +7,7 @@ import pytest
 from cluster import Cluster
 
 import pccl
-from pccl.calls.bundles import BUNDLE_BYTES, BUNDLE_MAX, bundles
+from pccl.calls.bundles import BUNDLE_BYTES, BUNDLE_PARTS, bundles
 from pccl.runtime.client.client import Client
 
 SUM, MAX = pccl.ReduceOp.SUM, pccl.ReduceOp.MAX
@@ -44,8 +44,8 @@ def test_neighbours_of_a_kind_are_bundled() -> None:
     listed = [described(large, 0), *(described(x, tag) for tag in range(1, 3)), described(large, 3)]
     assert sizes(bundles(listed)) == [2, 2]
     assert sizes(bundles([described(large, 0), described(large, 1)])) == [1, 1]
-    assert sizes(bundles([described(small, tag) for tag in range(BUNDLE_MAX + 1)])) == [
-        BUNDLE_MAX,
+    assert sizes(bundles([described(small, tag) for tag in range(BUNDLE_PARTS + 1)])) == [
+        BUNDLE_PARTS,
         1,
     ]
     assert bundles([]) == []

@@ -15,6 +15,7 @@ import pccl
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.effects import Drop, Send
+from pccl.protocol.master.voting import held
 from pccl.protocol.master.work import fits
 from pccl.runtime.client import client as client_module
 from pccl.runtime.inline import combine
@@ -74,6 +75,10 @@ def test_too_many_results_on_the_way_are_voted_on() -> None:
     assert table.say(b"1", m.FinishVote(seq, True)) == []
     assert table.say(b"2", m.FinishVote(seq, True)) == [m.Finished(seq, True)] * 2
     assert table.reduce(4, heard=(seq, seq)).final
+
+
+def test_data_that_waits_with_a_vote_counts_as_memory() -> None:
+    assert held(WORK, None, ONE) == held(WORK) + len(ONE)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from hall import WORK, Hall, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, recovery
+from pccl.protocol.master.collectives import SMALL_BYTES_MAX
 from pccl.protocol.master.effects import Adopt, Remember
 from pccl.protocol.master.recovery import UNJOURNALED_WAIT_S, WAIT_S
 from pccl.runtime.inline import combine
+from pccl.runtime.limits import STRANGER_BYTES
 from pccl.types import Result
 
 
@@ -343,3 +345,20 @@ def test_who_waits_while_a_master_recovers_is_known_to_have_been_heard() -> None
     unaware.back(b"1", 1, 7, 1, 2)
     assert unaware.master.has_heard(b"1")
     assert unaware.master.reborn() == (None, [])
+
+
+def test_too_many_bytes_of_small_results_on_the_way_are_voted_on() -> None:
+    """Or who comes back to the next master would have more to say than a stranger may."""
+    hall, data = Hall(), bytes(m.INLINE_BYTES_MAX)
+    work = m.Work("all_reduce", 0, 10, len(data) // 4)
+    final = []
+    for tag in range(SMALL_BYTES_MAX // len(data) + 1):
+        hall.everyone(m.StartVote(2 + tag, tag, work, data))
+        started = hall.last(b"1")
+        assert isinstance(started, m.Started)
+        final.append(started.final)
+    assert final == [True] * (len(final) - 1) + [False]
+    assert SMALL_BYTES_MAX < STRANGER_BYTES - 128 * 256
+    hall.everyone(m.StartVote(99, 99, work, data, heard=started.seq - 1))
+    again = hall.last(b"1")
+    assert isinstance(again, m.Started) and again.final

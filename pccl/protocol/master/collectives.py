@@ -18,6 +18,7 @@ from pccl.protocol.rounds import Round
 from pccl.types import Result
 
 Combine: TypeAlias = Callable[[m.Work, Sequence[bytes]], bytes]
+SMALL_BYTES_MAX = 3 << 20  # of all results that peers may lack
 CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # that a peer may give for not completing
 
 
@@ -47,7 +48,8 @@ class Collectives:
         self._groups, self._table = groups, table
         self._outbox, self._dismissals = outbox, dismissals
         self._combine = combine
-        self._small: dict[int, deque[int]] = {}  # by group: seqs of results that some peer may lack
+        # by group: seqs and sizes of results that some peer may lack
+        self._small: dict[int, deque[tuple[int, int]]] = {}
         self.small_max = 128
 
     # ---- the start ----
@@ -79,7 +81,7 @@ class Collectives:
         seq, epoch = self._numbers.take_seq(), group.epoch
         stable, final = 0, False
         if data is not None:
-            stable, final = self._deliver(group_number, seq, round_)
+            stable, final = self._deliver(group_number, seq, len(data), round_)
         if not final:
             title = round_.describe(next(iter(round_.votes)))
             running = Running(seq, group_number, set(round_.votes), title)
@@ -117,17 +119,20 @@ class Collectives:
         given = [part for part in parts if part is not None]
         return self._combine(work, given) if given else None
 
-    def _deliver(self, group: int, seq: int, round_: Round[object]) -> tuple[int, bool]:
+    def _deliver(
+        self, group: int, seq: int, nbytes: int, round_: Round[object]
+    ) -> tuple[int, bool]:
         """The seq up to which all peers have all small results, by their votes; and whether this
         result is final."""
         peers = self._membership.peers
         stable = min(peers[number].heard for number in round_.votes)
         small = self._small.setdefault(group, deque())
-        while small and small[0] <= stable:
+        while small and small[0][0] <= stable:
             small.popleft()
-        final = len(small) < self.small_max
+        held = sum(size for _, size in small)
+        final = len(small) < self.small_max and held + nbytes <= SMALL_BYTES_MAX
         if final:
-            small.append(seq)
+            small.append((seq, nbytes))
         return stable, final
 
     # ---- the end ----

@@ -418,7 +418,13 @@ class Master:
         peer.heard = max(peer.heard, vote.heard)
         round_id = RoundId(Kind.START, peer.info.group, vote.tag)
         entered: Vote[object] = Vote(
-            vote.call, vote.work, vote.data, vote.stuck, rows, held(vote.work, rows), self.now_s
+            vote.call,
+            vote.work,
+            vote.data,
+            vote.stuck,
+            rows,
+            held(vote.work, rows, vote.data),
+            self.now_s,
         )
         self.run.voting.enter(number, round_id, entered)
 

@@ -29,14 +29,15 @@ ROW_BYTES = 40  # and one number of rows
 Commit: TypeAlias = Callable[[Round[object]], None]
 
 
-def held(payload: m.Work | m.Offer, rows: Rows | None = None) -> int:
+def held(payload: m.Work | m.Offer, rows: Rows | None = None, data: bytes | None = None) -> int:
     """The bytes, about, that a vote takes in memory: many times its size in a message."""
     parts = payload.parts if isinstance(payload, m.Work) else payload.entries
     texts = sum(len(part.name) + len(part.layout) for part in parts)
     width = 1 if all(part.name.isascii() and part.layout.isascii() for part in parts) else 4
     own = len(payload.rows) if isinstance(payload, m.Work) else 0
     numbers = own + sum(map(len, rows or ()))
-    return PART_BYTES * len(parts) + width * texts + ROW_BYTES * numbers
+    listed = PART_BYTES * len(parts) + width * texts + ROW_BYTES * numbers
+    return listed + len(data or b"")
 
 
 @dataclass(frozen=True, slots=True)
