@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import subprocess
 import sys
 from pathlib import Path
@@ -34,13 +33,13 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
 class Stage:
-    """A fleet without processes; the test says what they report."""
+    """A pool without processes; the test says what they report."""
 
     def __init__(self) -> None:
-        self.heard: queue.Queue[tuple[int, str | int]] = queue.Queue()
+        self.news: list[tuple[int, str | int]] = []
         self.orders: list[tuple[str, int]] = []
 
-    def start_peer(self, number: int, options: dict[str, object]) -> None:
+    def start(self, number: int, task: str) -> None:
         self.orders.append(("start", number))
 
     def go(self, number: int) -> None:
@@ -48,18 +47,27 @@ class Stage:
 
     def kill(self, number: int) -> None:
         self.orders.append(("kill", number))
+        self.news = [(who, what) for who, what in self.news if who != number]
+
+    def free(self, number: int) -> None:
+        self.orders.append(("free", number))
+
+    def hear(self, timeout_s: float) -> tuple[int, str | int]:
+        return self.news.pop(0)
 
     def errors(self, number: int) -> str:
         return f"what {number} has said"
 
     def say(self, number: int, *news: Any) -> None:
-        for one in news:
-            self.heard.put((number, one if isinstance(one, int) else encode(one)))
+        self.news += [(number, one if isinstance(one, int) else encode(one)) for one in news]
 
 
 def play(stage: Stage, variant: Variant) -> runner.Run:
-    task = Task("127.0.0.1:1", SETTINGS, variant)
-    run = runner.Run(stage, task, lambda point: None)  # type: ignore[arg-type]
+    run = runner.Run(
+        stage,  # type: ignore[arg-type]
+        Task("127.0.0.1:1", SETTINGS, variant),
+        lambda point: None,
+    )
     run.follow()
     return run
 
@@ -80,21 +88,22 @@ def test_peers_are_killed_in_turn_and_those_that_stand_by_take_their_places() ->
     for number in (4, 5):
         stage.say(number, *rounds(8))
     for number in (0, 4, 5):
-        stage.say(number, Finished(900, 2.5, "same"), 0)
+        stage.say(number, Finished(900, 2.5, "same"))
     result = play(stage, Variant("x", 3, {}, churn=Churn(every_rounds=2))).result()
     starting = [("start", 0), ("start", 1), ("start", 2), ("go", 2), ("go", 1), ("go", 0)]
     first = [("start", 4), ("kill", 1), ("go", 4)]
     second = [("start", 5), ("kill", 2), ("go", 5)]
-    assert stage.orders == [*starting, *first, *second, ("start", 7), ("kill", 7)]
+    last = [("start", 7), ("free", 0), ("kill", 7), ("free", 4), ("free", 5)]
+    assert stage.orders == [*starting, *first, *second, *last]
     assert (result.kills, result.parameters, result.tx_bytes) == (2, 7, 900)
-    assert result.tokens == 8 * 3 * 10 * (32 // 3) * 64
+    assert result.tokens == SETTINGS.tokens
 
 
 @pytest.mark.parametrize(
     ("last", "why"),
     [
-        ([(0, Finished(1, 2.5, "a"), 0), (1, Finished(1, 2.5, "b"), 0)], "the same bits"),
-        ([(0, Finished(1, 2.5, "a"), 0), (1, 3)], "peer 1 has ended with exit status 3\nwhat 1"),
+        ([(0, Finished(1, 2.5, "a")), (1, Finished(1, 2.5, "b"))], "the same bits"),
+        ([(0, Finished(1, 2.5, "a")), (1, 3)], "peer 1 has ended with exit status 3\nwhat 1"),
     ],
 )
 def test_a_run_that_has_gone_wrong_has_no_result(last: list[Any], why: str) -> None:

@@ -87,10 +87,14 @@ class Fleet:
 
     def go(self, number: int) -> None:
         """Lets a peer join the run. If it is gone, that will be heard."""
+        self.say(number, "go")
+
+    def say(self, number: int, line: str) -> None:
+        """Writes a line to the stdin of a peer. If it is gone, that will be heard."""
         stdin = self._processes[number].stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            stdin.write("go\n")
+            stdin.write(f"{line}\n")
             stdin.flush()
 
     def kill(self, number: int) -> None:

@@ -13,13 +13,15 @@ import sys
 from pathlib import Path
 
 from pccl.cli.arguments import whole_number
+from pccl.cli.experiment.pool import Pool
 from pccl.cli.experiment.reports import Point
-from pccl.cli.experiment.results import Result, load, save
+from pccl.cli.experiment.results import load, save
 from pccl.cli.experiment.runner import Failed
 from pccl.cli.experiment.runner import run as run_one
 from pccl.cli.experiment.settings import Settings
 from pccl.cli.experiment.table import render
 from pccl.cli.experiment.variants import VARIANTS, Variant
+from pccl.runtime.signals import ended_by, interrupt
 
 _REQUIRED = ("torch", "matplotlib")
 _DEFAULTS = Settings()
@@ -78,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     wanted = [v for v in VARIANTS if not args.only or v.name in args.only]
     try:
-        _make(wanted, settings, args.output)
+        with Pool() as pool, ended_by(interrupt):
+            _make(pool, wanted, settings, args.output)
     except Failed as error:
         print(f"pccl experiment: {error}", file=sys.stderr)
         return 1
@@ -115,17 +118,14 @@ def _problem(args: argparse.Namespace, settings: Settings) -> str | None:
     return None
 
 
-def _make(wanted: list[Variant], settings: Settings, folder: Path) -> list[Result]:
-    results = []
+def _make(pool: Pool, wanted: list[Variant], settings: Settings, folder: Path) -> None:
     for number, variant in enumerate(wanted, 1):
         label = f"[{number}/{len(wanted)}] {variant.name}"
         result = load(folder, variant, settings)
         if result is None:
-            result = run_one(settings, variant, _Progress(label, settings))
+            result = run_one(pool, settings, variant, _Progress(label, settings))
             save(folder, result)
         print(f"{label}: {result.validation:.4f} nats per byte", file=sys.stderr, flush=True)
-        results.append(result)
-    return results
 
 
 class _Progress:

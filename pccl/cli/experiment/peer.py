@@ -1,19 +1,19 @@
-"""One training process of an experiment.
+"""A training process of an experiment, for one run after the other.
 
-It loads text and model, waits for the line "go" on stdin, joins the run and trains. When stdin
-ends, what has started it is gone, and so this process goes too.
+Each line of stdin is a task, upon which it loads text and model, or "go", upon which it joins the
+run and trains. When stdin ends, what has started it is gone, and so this process goes too.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
+import queue
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import xxhash
@@ -31,7 +31,8 @@ from pccl.cli.experiment.reports import (
     task,
 )
 from pccl.cli.experiment.text import Text
-from pccl.diloco import DiLoCo, MuonAndAdamW
+from pccl.data import Ledger
+from pccl.diloco import DiLoCo, MuonAndAdamW, OuterRound
 
 POINTS = 10  # of a curve
 WARM_UP = 0.05  # of the steps
@@ -40,34 +41,29 @@ CLIP = 1.0
 
 
 def main() -> int:
-    """Trains as the task says."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--number", type=int, required=True)
-    parser.add_argument("--task", type=task, required=True)
-    args = parser.parse_args()
-
+    """Trains as the tasks say."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for what has started it
-    go = threading.Event()
-    threading.Thread(target=_obey, args=(go,), daemon=True).start()
+    lines: queue.Queue[str] = queue.Queue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
     torch.set_num_threads(1)
-    trainer = Trainer(args.task, args.number)
-    _report(Loaded(parameters=sum(p.numel() for p in trainer.parameters)))
-    go.wait()
-    with pccl.Communicator(args.task.master) as comm:
-        if args.task.variant.options is None:
-            trainer.data_parallel(comm)
-        else:
-            trainer.diloco(comm, args.task.variant.options)
-    return 0
+    while True:
+        given = task(lines.get())
+        trainer = Trainer(given)
+        _report(Loaded(parameters=sum(p.numel() for p in trainer.parameters)))
+        assert lines.get() == "go"
+        with pccl.Communicator(given.master) as comm:
+            trainer.train(comm)
+        _report(trainer.last_words())
 
 
 class Trainer:
     """A model, its optimizer, its samples, and the two ways to train it with others."""
 
-    def __init__(self, task: Task, number: int) -> None:
+    def __init__(self, task: Task) -> None:
         settings = self._settings = task.settings
         self._variant = task.variant
-        self._number = number
+        self._number = task.number
+        self._own = settings.batch // task.variant.peers  # samples of a step
         self._rounds = task.variant.rounds or settings.rounds
         torch.manual_seed(settings.seed)
         self._model = GPT(Shape(settings.width, settings.layers, settings.heads, settings.context))
@@ -80,32 +76,50 @@ class Trainer:
             seed=settings.seed,
         )
         self._held_out = self._text.validation()
-        self._trained_s = time.monotonic()
+        self._trained_s = self._began_s = time.monotonic()
+        self._noted: OuterRound | None = None
+        self._tokens = 0  # of all peers, if none is missing
+        self._shown = 0  # the outer step of the last point of the curve
+        self._tx_bytes = 0
+        self._digest = ""
+
+    def train(self, comm: pccl.Communicator) -> None:
+        """One of the two ways."""
+        if self._variant.options is None:
+            self._data_parallel(comm)
+        else:
+            self._diloco(comm, self._variant.options)
+
+    def last_words(self) -> Finished:
+        """What it has come to."""
+        return Finished(self._tx_bytes, self._validate(), self._digest)
 
     # ---- the two ways ----
 
-    def data_parallel(self, comm: pccl.Communicator) -> None:
+    def _data_parallel(self, comm: pccl.Communicator) -> None:
         """The mean of the gradients of all peers, in each step."""
-        variant, settings = self._variant, self._settings
-        comm.wait_for_peers(variant.peers)
-        tx_bytes = 0
-        for step in range(settings.steps):
-            self._forward(step, step / settings.steps)
+        comm.wait_for_peers(self._variant.peers)
+        for step in range(self._settings.steps):
+            self._forward(self._part(step), step / self._settings.steps)
             gradients = [p.grad for p in self.parameters if p.grad is not None]
-            tx_bytes += comm.all_reduce(gradients).tx_bytes
+            self._tx_bytes += comm.all_reduce(gradients).tx_bytes
             self._clip()
             self._optimizer.step()
             self._optimizer.zero_grad()
-            if self._is_due(step + 1):
-                self._show(self._tokens(step + 1, variant.peers), tx_bytes)
+            if (step + 1) % self._settings.inner_steps == 0:
+                self._show((step + 1) // self._settings.inner_steps)
         digest = xxhash.xxh3_128()
         for parameter in self.parameters:
             digest.update(parameter.detach().numpy().data)
-        _report(Finished(tx_bytes, self._validate(), digest.hexdigest()))
+        self._digest = digest.hexdigest()
 
-    def diloco(self, comm: pccl.Communicator, options: dict[str, object]) -> None:
+    def _diloco(self, comm: pccl.Communicator, options: dict[str, object]) -> None:
         """An exchange in each outer round."""
         settings = self._settings
+        ledger = None
+        if self._variant.is_accounted:
+            share = self._own * settings.inner_steps
+            ledger = Ledger(settings.steps * settings.batch, share=share)
         diloco = DiLoCo(
             comm,
             self._model,
@@ -113,47 +127,60 @@ class Trainer:
             inner_steps=settings.inner_steps,
             min_peers=self._variant.peers,
             alone="step",
+            ledger=ledger,
             **options,  # type: ignore[arg-type]
         )
-        began_s, tokens = time.monotonic(), 0
-        for step in self._own_steps(diloco):
-            self._forward(step, step / (self._rounds * settings.inner_steps))
+        self._began_s = time.monotonic()
+        work = self._planned(diloco) if ledger is None else self._claimed(diloco, ledger)
+        for numbers, progress in work:
+            self._forward(numbers, progress)
             self._clip()
-            done = diloco.step()
-            if done is None:
-                continue
-            tokens += self._tokens(settings.inner_steps, done.contributors)
-            seconds = time.monotonic() - began_s
-            _report(Averaged(done.outer_step, done.contributors, diloco.tx_bytes, seconds))
-            if self._is_due(step + 1):
-                self._show(tokens, diloco.tx_bytes)
+            diloco.step()
+            self._note(diloco)
+        self._note(diloco)
         diloco.finish()
-        _report(Finished(diloco.tx_bytes, self._validate(), diloco.state_digest()))
+        self._tx_bytes, self._digest = diloco.tx_bytes, diloco.state_digest()
 
-    def _own_steps(self, diloco: DiLoCo) -> Iterator[int]:
-        """Numbers of the steps of the run: a newcomer's begin where the others are."""
-        step = diloco.outer_step * self._settings.inner_steps
-        while step < self._rounds * self._settings.inner_steps:
-            yield step
-            step += 1
+    def _note(self, diloco: DiLoCo) -> None:
+        """Reports the last round, if it has not been reported."""
+        done = diloco.last_round
+        if done is None or done is self._noted:
+            return
+        self._noted, self._tx_bytes = done, diloco.tx_bytes
+        seconds = time.monotonic() - self._began_s
+        _report(Averaged(done.outer_step, done.contributors, self._tx_bytes, seconds))
+        self._show(done.outer_step)
+
+    def _planned(self, diloco: DiLoCo) -> Iterator[tuple[Sequence[int], float]]:
+        """This peer's samples of each step, and the progress; a newcomer is where others are."""
+        steps = self._rounds * self._settings.inner_steps
+        for step in range(diloco.outer_step * self._settings.inner_steps, steps):
+            yield self._part(step), step / steps
+
+    def _claimed(self, diloco: DiLoCo, ledger: Ledger) -> Iterator[tuple[Sequence[int], float]]:
+        """The same, if a ledger says which they are."""
+        while not ledger.finished:
+            consumed = ledger.consumed
+            for numbers in diloco.round_of(_batches(ledger.share, self._own)):
+                under_way = diloco.inner_step * self._settings.batch
+                yield numbers, min(1.0, (consumed + under_way) / ledger.samples)
+
+    def _part(self, step: int) -> range:
+        """This peer's part of a batch."""
+        slot = self._number % self._variant.peers
+        first = step * self._settings.batch + slot * self._own
+        return range(first, first + self._own)
 
     # ---- a step ----
 
-    def _forward(self, step: int, progress: float) -> None:
-        settings = self._settings
+    def _forward(self, numbers: Sequence[int], progress: float) -> None:
         rate = FLOOR + (1 - FLOOR) * (1 + math.cos(math.pi * progress)) / 2
         for group in self._optimizer.param_groups:
-            group["lr"] = settings.lr * rate * min(1, (progress + 1e-3) / WARM_UP)
-        own = settings.batch // self._variant.peers
-        first = step * settings.batch + self._slot * own
-        loss = self._model(self._text.samples(range(first, first + own)))
+            group["lr"] = self._settings.lr * rate * min(1, (progress + 1e-3) / WARM_UP)
+        loss = self._model(self._text.samples(numbers))
         loss.backward()
+        self._tokens += self._settings.batch * self._settings.context
         self._keep_pace()
-
-    @property
-    def _slot(self) -> int:
-        """Which part of each batch is this peer's."""
-        return self._number % self._variant.peers
 
     def _keep_pace(self) -> None:
         left_s = self._trained_s + self._variant.pace_s - time.monotonic()
@@ -166,17 +193,12 @@ class Trainer:
 
     # ---- what is reported ----
 
-    def _tokens(self, steps: int, peers: int) -> int:
-        own = self._settings.batch // self._variant.peers
-        return steps * peers * own * self._settings.context
-
-    def _is_due(self, step: int) -> bool:
-        """Whether peer 0 shows a point of the curve after this step."""
-        every = max(1, self._rounds // POINTS) * self._settings.inner_steps
-        return self._number == 0 and step % every == 0
-
-    def _show(self, tokens: int, tx_bytes: int) -> None:
-        _report(Point(tokens, tx_bytes, self._validate(stride=4)))
+    def _show(self, outer_step: int) -> None:
+        """Peer 0 shows a point of the curve now and then, after a round."""
+        is_due = outer_step > self._shown and outer_step % max(1, self._rounds // POINTS) == 0
+        if self._number == 0 and is_due:
+            self._shown = outer_step
+            _report(Point(self._tokens, self._tx_bytes, self._validate(stride=4)))
 
     @torch.no_grad()
     def _validate(self, stride: int = 1) -> float:
@@ -190,10 +212,14 @@ def _optimizer(model: GPT, lr: float, muon: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.1)
 
 
-def _obey(go: threading.Event) -> None:
+def _batches(share: tuple[range, ...], size: int) -> Iterator[list[int]]:
+    numbers = [number for part in share for number in part]
+    return (numbers[i : i + size] for i in range(0, len(numbers), size))
+
+
+def _read(lines: queue.Queue[str]) -> None:
     for line in sys.stdin:
-        if line.strip() == "go":
-            go.set()
+        lines.put(line.strip())
     os._exit(1)
 
 

@@ -12,13 +12,13 @@ class Task(msgspec.Struct, frozen=True):
     """What a peer does.
 
     Attributes:
-        newcomer: it joins a run in progress, in place of another.
+        number: of the peer; its remainder by the number of peers is its part of each batch.
     """
 
     master: str
     settings: Settings
     variant: Variant
-    newcomer: bool = False
+    number: int = 0
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):

@@ -40,8 +40,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     def tokens(self) -> int:
         """Tokens of all peers that the result has learnt from."""
         settings, peers = self.settings, self.variant.peers
-        if not self.rounds:
-            return settings.tokens
+        if not self.variant.is_timed:
+            return settings.tokens  # a ledger has others learn what is lost with a peer
         own = settings.inner_steps * (settings.batch // peers) * settings.context
         return own * sum(one.contributors for one in self.rounds)
 

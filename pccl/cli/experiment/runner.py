@@ -7,7 +7,10 @@ import queue
 import time
 from collections.abc import Callable
 
-from pccl.cli.demo.processes import Fleet
+import msgspec
+
+import pccl
+from pccl.cli.experiment.pool import Pool
 from pccl.cli.experiment.reports import (
     Averaged,
     Finished,
@@ -29,15 +32,14 @@ class Failed(Exception):
     """A run has not come to its end."""
 
 
-def run(settings: Settings, variant: Variant, tell: Callable[[Point], None]) -> Result:
+def run(pool: Pool, settings: Settings, variant: Variant, tell: Callable[[Point], None]) -> Result:
     """Makes one run; `tell` hears of each point of its curve.
 
     Raises:
         Failed: a peer failed, or the peers do not hold the same bits.
     """
-    with Fleet("pccl.cli.experiment.peer") as fleet:
-        task = Task(fleet.start_master(), settings, variant)
-        observed = Run(fleet, task, tell)
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        observed = Run(pool, Task(master.address, settings, variant), tell)
         observed.follow()
     return observed.result()
 
@@ -50,8 +52,8 @@ class Run:
     for that: what a start costs on this machine is not what it would cost elsewhere.
     """
 
-    def __init__(self, fleet: Fleet, task: Task, tell: Callable[[Point], None]) -> None:
-        self._fleet = fleet
+    def __init__(self, pool: Pool, task: Task, tell: Callable[[Point], None]) -> None:
+        self._pool = pool
         self._task = task
         self._tell = tell
         self._peers = task.variant.peers
@@ -75,18 +77,16 @@ class Run:
         last_s = time.monotonic()
         while self._living:
             try:
-                number, news = self._fleet.heard.get(timeout=1.0)
+                number, news = self._pool.hear(timeout_s=1.0)
             except queue.Empty:
                 if time.monotonic() - last_s > _SILENCE_S:
                     raise Failed(f"no peer has said anything for {_SILENCE_S:.0f} s") from None
                 continue
             last_s = time.monotonic()
-            if number not in self._living:
-                continue  # it was killed
             if isinstance(news, int):
-                self._ended(number, news)
-            else:
-                self._heard(number, decode(news))
+                errors = self._pool.errors(number)
+                raise Failed(f"peer {number} has ended with exit status {news}\n{errors}")
+            self._heard(number, decode(news))
 
     def result(self) -> Result:
         """What it has come to."""
@@ -107,13 +107,7 @@ class Run:
     def _start(self, number: int) -> None:
         self._living.add(number)
         self._loading.add(number)
-        self._fleet.start_peer(number, {"task": encode(self._task)})
-
-    def _ended(self, number: int, status: int) -> None:
-        self._living.discard(number)
-        if number not in self._finished:
-            errors = self._fleet.errors(number)
-            raise Failed(f"peer {number} has ended with exit status {status}\n{errors}")
+        self._pool.start(number, encode(msgspec.structs.replace(self._task, number=number)))
 
     def _heard(self, number: int, report: Report) -> None:
         match report:
@@ -130,6 +124,8 @@ class Run:
             case Finished(tx_bytes=tx_bytes):
                 self._tx_bytes[number] = tx_bytes
                 self._finished[number] = report
+                self._living.discard(number)
+                self._pool.free(number)
                 if number == 0:
                     self._dismiss_strangers()
 
@@ -139,7 +135,7 @@ class Run:
         self._ready.append(number)
         if number < self._peers and not self._loading:
             while self._ready:
-                self._fleet.go(self._ready.pop())
+                self._pool.go(self._ready.pop())
             self._have_spare()
 
     def _have_spare(self) -> None:
@@ -160,9 +156,9 @@ class Run:
         if not every or now < self._killed_at + every or late or not self._ready:
             return
         slot, spare = self._next_slot, self._ready.pop()
-        self._fleet.kill(self._in_slot[slot])
+        self._pool.kill(self._in_slot[slot])
         self._living.discard(self._in_slot[slot])
-        self._fleet.go(spare)
+        self._pool.go(spare)
         self._in_slot[slot] = spare
         self._kills += 1
         self._killed_at += every
@@ -171,5 +167,5 @@ class Run:
     def _dismiss_strangers(self) -> None:
         """Ends those that have not taken part in any round: they would wait for a run of theirs."""
         for number in self._living - self._tx_bytes.keys():
-            self._fleet.kill(number)
+            self._pool.kill(number)
             self._living.discard(number)

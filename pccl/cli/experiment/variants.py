@@ -43,6 +43,11 @@ class Variant(msgspec.Struct, frozen=True):
     rounds: int | None = None
 
     @property
+    def is_accounted(self) -> bool:
+        """Whether a ledger of samples makes up for what is lost with a peer."""
+        return self.churn.every_rounds > 0
+
+    @property
     def is_timed(self) -> bool:
         """Whether this run measures time, and not the loss."""
         return self.pace_s > 0
@@ -59,6 +64,12 @@ def _diloco(name: str, peers: int, eta: float | None = None, **options: Any) -> 
     return Variant(name, peers, chosen)
 
 
+def _streaming(wire: str) -> Variant:
+    """Two fragments, overlap and mixing as in arXiv 2501.18512."""
+    options = {"mode": "streaming", "fragments": 2, "overlap": 5, "alpha": 0.5, "wire": wire}
+    return _diloco(f"streaming-4-{wire}", 4, eta=0.4, **options)
+
+
 # What `pccl.diloco.sparseloco()` and `muloco(4)` say, for this module needs no torch.
 _SPARSELOCO = {"outer_lr": 1.0, "outer_momentum": 0.0, "nesterov": False, "wire": "sparse"}
 _MULOCO = {"outer_lr": 0.833, "outer_momentum": 0.733, "nesterov": True, "wire": "int4"}
@@ -71,6 +82,8 @@ VARIANTS = (
     _diloco("sync-4-e3m0", 4, wire="e3m0"),
     _diloco("delayed-4", 4, mode="delayed", eta=0.3),
     _diloco("eager-4", 4, mode="eager"),
+    _streaming("int4"),
+    _streaming("e3m0"),
     Variant("sparseloco-4", 4, _SPARSELOCO),
     Variant("muloco-4", 4, _MULOCO, muon=True),
     replace(_diloco("sync-4-churn", 4), churn=Churn(every_rounds=5)),
