@@ -37,6 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "that works; or end with status 1 (default: %(default)s)",
     )
     parser.add_argument(
+        "--event-log",
+        metavar="FILE",
+        help="record there all that happens to the master, for `pccl replay`; without payloads and "
+        "keys (default: nowhere)",
+    )
+    parser.add_argument(
         "--curve-dir",
         metavar="DIR",
         help="encrypt, and admit only peers that DIR allows; `pccl keys` creates it "
@@ -61,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
             security=args.curve_dir,
             state=args.state,
             on_journal_error=args.on_journal_error,
+            event_log=args.event_log,
             http=args.http,
         )
         serve_until_signal(master)

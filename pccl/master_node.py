@@ -16,6 +16,7 @@ from typing import NoReturn
 from pccl.errors import PCCLError, error_for, not_picklable
 from pccl.runtime.config import Config
 from pccl.runtime.room import NoRoomError, require_room
+from pccl.runtime.server.eventfile import EventLogError
 from pccl.runtime.server.journal import JournalError
 from pccl.runtime.server.scribe import OnError
 from pccl.runtime.server.server import Server
@@ -50,6 +51,8 @@ class MasterNode:
             the same address, continues the run: its peers reconnect by themselves. None: a
             restarted master relies on what the peers tell it.
         on_journal_error: "continue" without the journal, or "stop", when it cannot be written.
+        event_log: file in which all that happens to the master is recorded, for `pccl replay`; it
+            has no payloads and no keys. None: nowhere.
         http: `host:port`, or a port of this machine only, at which the run can be watched over HTTP
             (see `http_address`); port 0 takes a free port. Everything is read-only, and nothing is
             encrypted. None: nowhere.
@@ -67,10 +70,12 @@ class MasterNode:
         security: Security | str | os.PathLike[str] | None = None,
         state: str | os.PathLike[str] | None = None,
         on_journal_error: str = "continue",
+        event_log: str | os.PathLike[str] | None = None,
         http: str | int | None = None,
     ) -> None:
         self._on_journal_error = OnError(on_journal_error)
         self._state = None if state is None else Path(state)
+        self._event_log = None if event_log is None else Path(event_log)
         self._host, self._port = parse_address(listen_address)
         self._http = None if http is None else parse_listening(str(http))
         self._web: Web | None = None
@@ -97,8 +102,8 @@ class MasterNode:
 
         Raises:
             PCCLError: INVALID_USAGE: it runs already, the address is not available, the journal
-                cannot be used, or keys are missing or unsafe. INTERNAL_ERROR: the system lacks
-                descriptors or threads.
+                or the event log cannot be used, or keys are missing or unsafe. INTERNAL_ERROR: the
+                system lacks descriptors or threads.
             ValueError: a PCCL_ environment variable is malformed or out of range.
         """
         if self._service is not None and not self._service.over:
@@ -109,7 +114,7 @@ class MasterNode:
             server = self._new_server(security)
         except NoRoomError as error:
             raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", str(error)) from None
-        except JournalError as error:
+        except (JournalError, EventLogError) as error:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", str(error)) from None
         except OSError as error:
             why = error.strerror or str(error)
@@ -135,6 +140,7 @@ class MasterNode:
             security,
             self._state,
             self._on_journal_error,
+            self._event_log,
         )
         try:
             self._web = None if self._http is None else Web(*self._http, server.ask)

@@ -12,7 +12,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -21,13 +21,14 @@ import zmq
 from pccl.errors import PCCLError
 from pccl.ext.drain import Drain
 from pccl.protocol import messages as m
-from pccl.protocol.master import Journal, Master, Status, effects
+from pccl.protocol.master import Journal, Master, Status, effects, inputs
 from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
 from pccl.runtime.inline import combine
 from pccl.runtime.server.connections import Connections
 from pccl.runtime.server.dial import Dialler, Target
+from pccl.runtime.server.eventlog import EventLog
 from pccl.runtime.server.inquiries import Inquiries
 from pccl.runtime.server.journal import JournalError
 from pccl.runtime.server.pulse import Pauses
@@ -72,10 +73,12 @@ class Server:
         security: the master's keys and those of allowed peers; None: nothing is encrypted.
         state: file of the journal; None: a restarted master depends on what the peers know.
         on_journal_error: what to do if the journal cannot be written later.
+        event_log: file in which all inputs of the state machine are recorded; None: nowhere.
 
     Raises:
         OSError: it cannot listen at that address.
         JournalError: the journal cannot be used.
+        EventLogError: the event log cannot be used.
         PCCLError: INVALID_USAGE: keys are missing or unsafe.
     """
 
@@ -87,6 +90,7 @@ class Server:
         security: Security | None = None,
         state: Path | None = None,
         on_journal_error: OnError = OnError.CONTINUE,
+        event_log: Path | None = None,
     ) -> None:
         keys = None
         if security is not None:
@@ -107,6 +111,7 @@ class Server:
         self._security = security
         self._zap: Zap | None = None
         self._journal: Scribe | None = None
+        self._events: EventLog | None = None
         self._stop = False
         self._inquiries = Inquiries(self._wake)
         self._sent = False  # since the router was last found empty
@@ -117,6 +122,9 @@ class Server:
             if state is not None:
                 self._journal = Scribe(state, run, on_journal_error)
                 self._opened.callback(self._journal.close)
+            if event_log is not None:
+                self._events = EventLog(event_log)
+                self._opened.callback(self._events.close)
         except zmq.ZMQError as error:
             self.close()
             raise OSError(error.errno, f"ZeroMQ cannot make its sockets: {error}") from None
@@ -178,6 +186,8 @@ class Server:
         """Called in a forked child: releases the parent's lock of the journal there."""
         if self._journal is not None:
             self._journal.forked()
+        if self._events is not None:
+            self._events.forked()
 
     def close(self) -> None:
         """Closes everything, if nobody serves: the port can be bound again at once."""
@@ -210,10 +220,10 @@ class Server:
                 self._bury(now_s, drained)
                 self._connections.cut(now_s, drained)
                 self._dialler.tick(now_s)
-                self._perform(self._master.tick(now_s - self._pauses.total_s))
+                self._perform(self._feed(inputs.Tick(now_s - self._pauses.total_s)))
                 self._inquiries.answer(self._master.status)
             if self._journal is None:  # with a journal it is expected to come back
-                self._perform(self._master.farewell())
+                self._perform(self._feed(inputs.Farewell()))
         except JournalError as error:
             log.error("the master ends: %s", error)
             raise
@@ -238,18 +248,33 @@ class Server:
 
     # ---- pauses ----
 
-    def _new_master(self, run: int, journal: Journal | None) -> Master:
-        secret = secrets.token_bytes(32)
-        master = Master(run, combine, self._straggler_s, journal, secret=secret)
+    def _new_master(
+        self,
+        run: int,
+        journal: Journal | None,
+        why: str = "",
+        done: Sequence[effects.Effect] = (),
+    ) -> Master:
+        """The first master, or another one, for a reason and after effects of the one before."""
+        began = inputs.Began(run, self._straggler_s, journal, why)
+        master = inputs.begin(began, combine, secrets.token_bytes(32))
         master.now_s = time.monotonic()
+        if self._events is not None:
+            self._events.began(began, master.now_s, [*done])
         return master
+
+    def _feed(self, event: inputs.Event) -> list[effects.Effect]:
+        """Has something happen to the master."""
+        if self._events is None:
+            return inputs.feed(self._master, event)
+        return self._events.feed(self._master, event)
 
     def _begin_anew(self, why: str) -> None:
         """Continues as after a restart: the master was away, not its peers."""
         old = self._master
         log.warning("master: %s: it goes on as after a restart", why)
         journal, todo = old.reborn()
-        self._master = self._new_master(old.run.number, journal)
+        self._master = self._new_master(old.run.number, journal, why, todo)
         self._perform(todo)
         for conn in self._connections.senders:
             if old.has_heard(conn):
@@ -279,7 +304,7 @@ class Server:
             self._arriving.pop(conn, None)
         self._connections.bury(lost, now_s)
         if lost:
-            self._perform(self._master.all_disconnected(lost, self._why_lost))
+            self._perform(self._feed(inputs.Disconnected(tuple(lost), self._why_lost)))
         if drained:
             self._connections.forget_buried(now_s)
 
@@ -319,7 +344,8 @@ class Server:
             self._arriving[conn].append(data)
         else:
             del self._arriving[conn]
-            self._perform(self._master.rejected(conn, "it said too much before it was welcome"))
+            why = "it said too much before it was welcome"
+            self._perform(self._feed(inputs.Rejected(conn, why)))
 
     def _guarded(self, conn: bytes, event: Callable[[], list[effects.Effect]]) -> None:
         """Handles a message; an exception costs only the connection that sent it."""
@@ -330,7 +356,8 @@ class Server:
             return
         except Exception:
             log.exception("master: a message of connection %s caused an internal error", conn.hex())
-            todo = self._master.rejected(conn, "an internal error of the master; its log has it")
+            why = "an internal error of the master; its log has it"
+            todo = self._feed(inputs.Rejected(conn, why))
         self._perform(todo)
 
     def _dial(
@@ -354,7 +381,7 @@ class Server:
         target = Target(info.host, info.port, info.curve, password)
 
         def then(unreached: str | None) -> None:
-            self._perform(self._master.dialled(info.peer, unreached))
+            self._perform(self._feed(inputs.Dialled(info.peer, unreached)))
 
         self._dialler.dial(target, time.monotonic(), then)
 
@@ -367,28 +394,34 @@ class Server:
                 raise m.ProtocolError("a name that the connection has given itself")
             message = m.decode_from_peer(data)
         except m.ProtocolError as error:
-            return self._master.rejected(conn, f"it sent bytes that are no message: {error}")
+            why = f"it sent bytes that are no message: {error}"
+            return self._feed(inputs.Rejected(conn, why))
         if isinstance(message, m.Hello):
             return self._hear_hello(conn, message, self._connections.senders[conn].host)
         if isinstance(message, m.Examine):
             host = self._connections.senders[conn].host
             target = Target(message.host or host, message.port, message.curve, message.dial)
-            self._dial(conn, target, lambda why: self._master.examine(conn, host, why, time.time()))
+            self._dial(
+                conn,
+                target,
+                lambda why: self._feed(inputs.Examine(conn, host, why, time.time())),
+            )
             return []
         if isinstance(message, m.Resume):
             if self._master.deserted(message):
                 self._begin_anew("all peers were lost, and now they come back")
             elif self._pauses.woke_lately and self._master.misses(message):
                 self._begin_anew("connections broke while it did not run")
-            return self._master.resume(conn, message, self._connections.senders[conn].host)
-        return self._master.received(conn, message)
+            host = self._connections.senders[conn].host
+            return self._feed(inputs.Resume(conn, message, host))
+        return self._feed(inputs.Received(conn, message))
 
     def _hear_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[effects.Effect]:
         """Dials a peer that may join; refuses others without a dial."""
         if self._master.knows(conn) or self._master.objection(hello, host):
-            return self._master.hello(conn, hello, host)
+            return self._feed(inputs.Hello(conn, hello, host))
         target = Target(hello.host or host, hello.port, hello.curve, hello.dial)
-        self._dial(conn, target, lambda why: self._master.hello(conn, hello, host, why or ""))
+        self._dial(conn, target, lambda why: self._feed(inputs.Hello(conn, hello, host, why or "")))
         return []
 
     # ---- effects ----

@@ -1,0 +1,286 @@
+"""The master's event log: what it has of a real run, its files, and what happens to a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+from cluster import grow, in_threads
+from errors_page import listed
+from puppets import Puppet
+from waiting import wait_until
+
+import pccl
+from pccl.protocol.master import Master, inputs
+from pccl.protocol.master.record import Gap, Line
+from pccl.protocol.master.reenact import Reenactment
+from pccl.runtime import limits
+from pccl.runtime.server import eventfile
+from pccl.runtime.server.eventfile import Damaged, Head, files, read
+from pccl.runtime.server.eventlog import EventLog
+
+Log: TypeAlias = pytest.LogCaptureFixture
+Item: TypeAlias = Head | Line | Gap | Damaged
+BEGAN = inputs.Began(7, None, None)
+EVENT = inputs.Rejected(b"conn", "x" * 100)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events"
+
+
+@pytest.fixture
+def log(caplog: Log, monkeypatch: pytest.MonkeyPatch) -> Log:
+    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
+    monkeypatch.setattr(limits, "JOURNAL_RETRY_S", 0.01)
+    return caplog
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[tuple[EventLog, Master]]:
+    """A log, and a master that has begun in it."""
+    log = EventLog(path)
+    try:
+        log.began(BEGAN, 0.0, [])
+        yield log, inputs.begin(BEGAN, lambda work, parts: parts[0], b"secret")
+    finally:
+        log.close()
+
+
+def items(path: Path) -> list[Item]:
+    return [item for file in files(path) for _, item in read(file)]
+
+
+def kinds(path: Path) -> list[str]:
+    return [type(item).__name__ for item in items(path)]
+
+
+# ---- a real run ----
+
+
+def test_a_run_in_which_a_peer_is_killed_happens_again(path: Path) -> None:
+    with pccl.MasterNode("127.0.0.1:0", event_log=path) as master:
+        victim = Puppet(master.address)
+        comms = [pccl.Communicator(master.address) for _ in range(2)]
+        try:
+            victim.call("connect")
+
+            def belong(comm: pccl.Communicator) -> None:
+                comm.connect()
+                grow(comm, 3)
+
+            victim.begin("gather", size=3)
+            in_threads([lambda c=c: belong(c) for c in comms])  # type: ignore[misc]
+            victim.value()
+            shared = [
+                pccl.SharedState.from_tensors({"weights": np.full(9, i, np.float32)})
+                for i in range(2)
+            ]
+
+            def sync(index: int) -> None:
+                comms[index].sync_shared_state(shared[index])
+
+            thread = threading.Thread(target=victim.kill)
+            lost: list[pccl.PCCLError] = []
+
+            def reduce(comm: pccl.Communicator) -> None:
+                data = np.full(7, 123.25)
+                while True:
+                    try:
+                        comm.all_reduce(data)
+                        return
+                    except pccl.PeerLostError as error:
+                        lost.append(error)
+
+            thread.start()
+            in_threads([lambda c=c: reduce(c) for c in comms])  # type: ignore[misc]
+            thread.join()
+            in_threads([lambda i=i: sync(i) for i in range(2)])  # type: ignore[misc]
+        finally:
+            for comm in comms:
+                comm.close()
+    found = items(path)
+    lines = [item for item in found if isinstance(item, Line)]
+    assert isinstance(found[0], Head) and found[0].missing == found[0].line == 0
+    assert len(found) == len(lines) + 1
+    again = Reenactment()
+    assert all(again.feed(line) for line in lines)
+    assert lines == sorted(lines, key=lambda line: line.at_s)
+    told = {(told.say, number) for line in lines for told in line.told for number in told.to}
+    assert {("Admitted", 1), ("Admitted", 2), ("Admitted", 3), ("Started", 2)} <= told
+    assert any(
+        "peer 1 (127.0.0.1" in note and "broke" in note for line in lines for note in line.notes
+    )
+    assert any(told.fetches for line in lines for told in line.told), "a transfer"
+    text = path.read_text(encoding="utf-8")
+    assert "AAAAAADAXkA" not in text, "a contribution, 123.25, is in the log"
+
+
+def test_a_message_that_makes_the_master_fail_is_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("never")
+
+    with opened(path) as (log, master):
+        monkeypatch.setattr(Master, "rejected", fail)
+        with pytest.raises(ZeroDivisionError):
+            log.feed(master, EVENT)
+    line = items(path)[-1]
+    assert isinstance(line, Line) and line.failed == "ZeroDivisionError: never"
+    again = Reenactment()
+    assert all(again.feed(item) for item in items(path) if isinstance(item, Line))
+
+
+# ---- the files ----
+
+
+def test_a_log_is_continued_behind_a_torn_line(path: Path) -> None:
+    for _ in range(2):
+        with opened(path) as (log, master):
+            log.feed(master, EVENT)
+    with path.open("ab") as file:
+        file.write(b'{"type":"ev')
+    with opened(path):
+        pass
+    assert kinds(path) == ["Head", "Line", "Line"] * 2 + ["Damaged", "Head", "Line"]
+    (torn,) = (item for item in items(path) if isinstance(item, Damaged))
+    assert torn.torn
+    os.truncate(path, path.stat().st_size - 5)
+    last = items(path)[-1]
+    assert isinstance(last, Damaged) and last.torn
+    data = path.read_bytes().replace(b'"rejected"', b'"rejec', 1)
+    path.write_bytes(data)
+    first = next(item for item in items(path) if isinstance(item, Damaged))
+    assert not first.torn and "rejec" in first.why
+
+
+def test_files_are_rotated_and_the_oldest_removed(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "EVENT_LOG_BYTES", 2000)
+    monkeypatch.setattr(limits, "EVENT_LOG_FILES", 3)
+    monkeypatch.setattr(limits, "EVENT_LOG_PAUSE_S", 0.0)
+    with opened(path) as (log, master):
+        for _ in range(60):
+            log.feed(master, EVENT)
+            wait_until(lambda: not log._waiting)
+    assert [file.name for file in files(path)] == ["events.2", "events.1", "events"]
+    assert all(file.stat().st_size <= 2000 for file in files(path))
+    found = items(path)
+    heads = [(i, item) for i, item in enumerate(found) if isinstance(item, Head)]
+    assert heads[0][1].line > 0, "the oldest one says that lines before it are missing"
+    for (at, head), (at_next, following) in itertools.pairwise(heads):
+        assert following.line == head.line + at_next - at - 1
+    assert heads[-1][1].line + len(found) - heads[-1][0] - 1 == 61
+
+
+class Disk(FileIO):
+    """A file on a disk that is full, but for a few bytes of each write."""
+
+    full = False
+    said = 0
+
+    def write(self, data: object) -> int:
+        view = memoryview(data)  # type: ignore[arg-type]
+        if not Disk.full or self.tell() == 0:  # overwriting needs no room
+            return super().write(view)
+        Disk.said += 1
+        if len(view) > 10:
+            return super().write(view[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Disk]]:
+    monkeypatch.setattr(eventfile, "FileIO", Disk)
+    yield Disk
+    Disk.full, Disk.said = False, 0
+
+
+def test_a_full_disk_is_said_once_and_short_of_memory_lines_are_lost(
+    path: Path, log: Log, disk: type[Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "EVENT_LOG_WAITING_BYTES", 2000)
+    with opened(path) as (events, master):
+        wait_until(lambda: not events._waiting)
+        disk.full = True
+        events.feed(master, EVENT)
+        wait_until(lambda: disk.said > 40)
+        assert kinds(path) == ["Head", "Line"], "half a line is left"
+        head = items(path)[0]
+        assert isinstance(head, Head) and head.missing == -1, "what if it is killed now?"
+        for _ in range(50):
+            events.feed(master, EVENT)
+        missing = events._missing
+        assert missing > 10
+        disk.full = False
+        wait_until(lambda: not events._missing)
+        events.feed(master, EVENT)
+    found = items(path)
+    head = found[0]
+    assert isinstance(head, Head) and head.missing == missing
+    (gap,) = (item for item in found if isinstance(item, Gap))
+    assert gap.lost == missing
+    assert gap.why == "No space left on device"
+    assert len(found) == 1 + 53 - missing + 1
+    assert isinstance(found[-1], Line)
+    texts = [text for text in log.messages if "event log" in text]
+    assert len(texts) == 2
+    assert "cannot be written: No space left on device; the run goes on" in texts[0]
+    assert f"is written again, after 0.{texts[1].partition('0.')[2][0]}" in texts[1]
+    assert texts[1].endswith(f"it lacks {missing} events")
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_no_line(
+    path: Path, log: Log, disk: type[Disk]
+) -> None:
+    with opened(path) as (events, master):
+        disk.full = True
+        for _ in range(5):
+            events.feed(master, EVENT)
+        wait_until(lambda: disk.said > 5)
+        disk.full = False
+        wait_until(lambda: not events._waiting)
+    assert kinds(path) == ["Head"] + ["Line"] * 6
+    head = items(path)[0]
+    assert isinstance(head, Head) and head.missing == 0
+    assert log.messages[-1].endswith("it lacks nothing")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no file in use can be removed there")
+def test_a_log_that_is_removed_begins_anew(path: Path) -> None:
+    with opened(path) as (events, master):
+        wait_until(lambda: not events._waiting)
+        path.unlink()
+        events.feed(master, EVENT)
+    head, line = items(path)
+    assert isinstance(head, Head) and head.line == 1, "it says that a line before it is missing"
+    assert isinstance(line, Line)
+
+
+def test_what_cannot_be_a_log_is_refused(path: Path) -> None:
+    def refused(why: str) -> None:
+        master = pccl.MasterNode("127.0.0.1:0", event_log=path)
+        with pytest.raises(pccl.PCCLError, match=why) as raised:
+            master.run()
+        listed(f"PCCLError: {raised.value}")
+
+    with opened(path):
+        refused(f"another master .process {os.getpid()}. uses it")
+    path.write_text("something else", encoding="utf-8")
+    refused("it is no event log of a master, but some other file")
+    path.unlink()
+    path.mkdir()
+    refused("cannot be used: ")

@@ -1,0 +1,175 @@
+"""What is recorded of a run is enough to have a master do the same again, and tells no secrets."""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from collections.abc import Iterable
+
+import msgspec
+import programs
+import pytest
+import recorded
+
+from pccl.protocol import messages as m
+from pccl.protocol.master import inputs
+from pccl.protocol.master.effects import Adopt, Dial, Effect, Note, Remember, Send
+from pccl.protocol.master.record import Gap, Line, Recorder
+from pccl.protocol.master.reenact import Differs, Reenactment
+from pccl.protocol.master.veil import refill
+from pccl.protocol.master.voting import Voting
+
+SEEDS = 70
+CURVE = "k" * 40
+
+
+def feed(lines: Iterable[Line]) -> list[bool]:
+    again = Reenactment()
+    return [again.feed(line) for line in lines]
+
+
+def test_a_recorded_run_has_the_same_effects_again() -> None:
+    kinds: set[str] = set()
+    for seed in range(SEEDS):
+        run = recorded.play(programs.draw(seed))
+        try:
+            assert all(feed(run.record))
+        except Differs as error:
+            raise AssertionError(f"seed {seed}") from error
+        kinds |= {type(line.input).__name__ for line in run.record}
+    assert kinds >= {"Began", "Hello", "Resume", "Received", "Disconnected", "Dialled", "Tick"}
+
+
+def test_another_master_does_not_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that notices no calls that can never meet."""
+    records = [_record(seed) for seed in range(20)]
+    monkeypatch.setattr(Voting, "_conflict", lambda *_: False)
+    with pytest.raises(Differs, match="before"):
+        for lines in records:
+            feed(lines)
+
+
+@pytest.mark.parametrize("change", ["effects", "input", "missing"])
+def test_a_line_that_is_not_true_is_noticed(change: str) -> None:
+    lines = recorded.play(programs.draw(3)).record
+    index = next(i for i, line in enumerate(lines) if line.told and line.peer and i > 5)
+    line = lines[index]
+    if change == "effects":
+        lines[index] = msgspec.structs.replace(line, effects="0" * 16)
+    elif change == "input":
+        why = inputs.Rejected(line.input.conn, "no")  # type: ignore[union-attr]
+        lines[index] = msgspec.structs.replace(line, input=why)
+    else:
+        del lines[index]
+    with pytest.raises(Differs):
+        feed(lines)
+
+
+def test_what_follows_a_gap_waits_for_the_next_master() -> None:
+    seed = next(
+        seed
+        for seed in itertools.count()
+        if sum(isinstance(line.input, inputs.Began) for line in _record(seed)) > 1
+    )
+    lines = _record(seed)
+    later = [i for i, line in enumerate(lines) if isinstance(line.input, inputs.Began)][1]
+    fed = feed(lines[2:])
+    assert fed == [False] * (later - 2) + [True] * (len(lines) - later)
+
+
+def _record(seed: int) -> list[Line]:
+    return recorded.play(programs.draw(seed)).record
+
+
+# ---- what it does not tell ----
+
+
+def test_of_ticks_those_are_recorded_that_change_anything() -> None:
+    vote, tick = inputs.Received(b"1", m.TopologyVote(1)), inputs.Tick(1.0)
+    unlimited, limited = Recorder(b"key"), Recorder(b"key")
+    limited.line(0.0, inputs.Began(7, 30.0, None), [])
+    assert limited.matters(tick, False, [])
+    assert [unlimited.matters(each, False, []) for each in (vote, tick, tick)] == [
+        True,
+        False,
+        False,
+    ]
+    assert [unlimited.matters(each, True, []) for each in (vote, tick, tick)] == [True, True, False]
+    assert [limited.matters(each, False, []) for each in (vote, tick, tick)] == [True, True, False]
+    assert unlimited.matters(tick, False, [Note("somebody was late")])
+
+
+def test_every_secret_of_a_message_is_known() -> None:
+    """The fields that the veil must replace: a new one of such a name or type comes here, too."""
+    secret = {"run", "nonce", "curve", "dial", "password", "data", "small", "info", "known"}
+    found = {
+        (message.__name__, field.name)
+        for union in (m.PeerMessage, m.MasterMessage)
+        for message in typing.get_args(union)
+        for field in msgspec.structs.fields(message)
+        if field.name in secret or field.type in (m.Data, m.PeerInfo)
+    }
+    assert found == {
+        ("Hello", "curve"),
+        ("Hello", "dial"),
+        ("StartVote", "data"),
+        ("Examine", "curve"),  # which is no input of the state machine
+        ("Examine", "dial"),
+        ("Resume", "run"),
+        ("Resume", "info"),
+        ("Resume", "known"),
+        ("Resume", "small"),
+        ("Resume", "dial"),
+        ("Plan", "nonce"),
+        ("Admitted", "run"),
+        ("Started", "data"),
+        ("Started", "nonce"),
+        ("SyncPlan", "nonce"),
+        ("Missed", "small"),
+        ("Probe", "nonce"),
+    }
+
+
+def test_a_record_has_no_payload_no_key_and_no_number_of_the_run() -> None:
+    run, secret = 0x1234567890ABCDE, b"PAYLOAD."
+    info = m.PeerInfo(1, 0, "h", 7, "", "m", CURVE)
+    hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 7, "", "m", b"", CURVE, "PASSWORD")
+    small = (m.Small(5, 0, (1, 2), secret),)
+    work = m.Work(m.CollectiveKind.ALL_REDUCE, 0, 10, 2)
+    resume = m.Resume(
+        3, "1", b"", run, info, (info,), 1, 1, m.Done(), (), (), small, (), "PASSWORD"
+    )
+    events: list[inputs.Input] = [
+        inputs.Began(run, None, None),
+        inputs.Hello(b"a", hello, "h"),
+        inputs.Resume(b"b", resume, "h"),
+        inputs.Received(b"a", m.StartVote(1, 0, work, secret)),
+    ]
+    effects: list[Effect] = [
+        Remember(info),
+        Dial(info, "PASSWORD"),
+        Adopt(run, 1),
+        Send(b"a", m.Plan(1, (info,), (), 0, 987654321)),
+        Send(b"a", m.Started(1, 1, 1, secret, True, 0, 987654321)),
+        Send(b"a", m.Missed(small[0])),
+        Send(b"a", m.Admitted(run, m.Done())),
+    ]
+    recorder = Recorder(b"key")
+    lines = [recorder.line(0.0, event, effects) for event in events]
+    text = msgspec.json.encode(lines).decode()
+    base64_of_secret = msgspec.json.encode(secret).decode().strip('"').rstrip("=")
+    for each in (CURVE, "PASSWORD", str(run), base64_of_secret, "987654321"):
+        assert each not in text
+    # one that knows only the record, whose payloads are zeros, comes to the same digests
+    decoded = msgspec.json.decode(text, type=list[Line])
+    assert refill(decoded[3].input, decoded[3].sizes) == inputs.Received(
+        b"a", m.StartVote(1, 0, work, bytes(8))
+    )
+    assert [line.sizes for line in decoded] == [(), (), (8,), (8,)]
+
+
+def test_a_size_that_no_payload_has_is_no_line() -> None:
+    line = Recorder(b"key").line(0.0, inputs.Tick(1.0), [])
+    text = msgspec.json.encode(msgspec.structs.replace(line, sizes=(1 << 40,)))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(text, type=Line | Gap)
