@@ -8,6 +8,9 @@ import msgspec
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The defaults take a machine of two cores about a minute a run.
 
+    They are of a small model that learns from 200 times as many bytes as it has parameters. How far
+    DiLoCo is behind depends on that: a model that still improves fast loses more.
+
     Attributes:
         text: files to learn from; none: the source code of Python's standard library.
         width: of the model.
@@ -22,12 +25,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     text: tuple[str, ...] = ()
-    width: int = 64
-    layers: int = 2
+    width: int = 32
+    layers: int = 1
     heads: int = 4
     context: int = 64
-    batch: int = 32
-    steps: int = 1200
+    batch: int = 16
+    steps: int = 4800
     inner_steps: int = 30
     lr: float = 4e-3
     seed: int = 0
