@@ -40,6 +40,7 @@ SMALL = {
     "data_parallel": ["--samples", "900", "--batch", "32"],
     "delayed": ["--steps", "3", "--inner-steps", "3"],
     "sparse": ["--steps", "3", "--inner-steps", "3"],
+    "streaming": ["--steps", "2", "--inner-steps", "9", "--overlap", "1"],
 }
 
 

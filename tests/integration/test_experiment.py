@@ -151,7 +151,7 @@ def test_a_result_is_found_again_if_nothing_has_changed(tmp_path: Path) -> None:
 
 
 def test_gaps_and_bytes_are_against_data_parallel_among_as_many_peers(tmp_path: Path) -> None:
-    baseline = made(BY_NAME[BASELINE], 2.0, 80 * 6000)
+    baseline = made(BY_NAME[BASELINE], 2.0, 80 * 4000)
     sync = made(BY_NAME["sync-4"], 2.02, 8 * 6000)
     alone = made(BY_NAME["sync-1"], 1.99, 0)
     assert table.gap(sync, baseline) == pytest.approx(0.01)
