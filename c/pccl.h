@@ -456,7 +456,8 @@ typedef struct pccl_end {
  *                 COLLECTIVE, EXCHANGE: n_rings, rings (THE RING), all with the same members.
  *                 BROADCAST, REDUCE: the position of the root in each. `ranks` are the ranks by
  *                 position, valid until SETTLED; NULL: the positions. A ring of one member needs no
- *                 stream. An EXCHANGE does not use begin and count.
+ *                 stream. An EXCHANGE does not use begin and count; who has
+ *                 nothing to send, and nothing to send on, needs no stream (0).
  *                 SERVE: n_ends, ends: the stream leads to a requester, which has that slot.
  *                 FETCH: n_ends, ends: the stream leads to a holder, where we have that slot.
  *                 SERVE and FETCH take any number of START orders, which add to each other; seq,

@@ -15,11 +15,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import mutations_of_pairs
 import mutations_of_runs
 from mutations import MUTANTS as MUTANTS_OF_CALLS
 from mutations import Mutant
 
-MUTANTS = [*MUTANTS_OF_CALLS, *mutations_of_runs.MUTANTS]
+MUTANTS = [*MUTANTS_OF_CALLS, *mutations_of_pairs.MUTANTS, *mutations_of_runs.MUTANTS]
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_FAILURE = """
 import random
@@ -31,6 +32,7 @@ import test_epochs
 import test_ghosts
 import test_hostile
 import test_master_rules
+import test_pairs
 import test_recovery
 import test_rows
 import test_status
@@ -38,7 +40,7 @@ import test_sync_rules
 import trainers
 modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
-    test_status, test_epochs, test_rows,
+    test_status, test_epochs, test_rows, test_pairs,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)

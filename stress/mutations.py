@@ -113,11 +113,11 @@ MUTANTS = [
     ),
     Mutant(
         "tensors that lie in different orders do not meet",
-        "if asked == requested and (first.data",
+        "if asked == requested and alike and (first.rows",
         "fields = asked.__struct_fields__[:-1]  # the last one is the order\n"
         "        pairs = [(getattr(asked, f), getattr(requested, f)) for f in fields]\n"
-        "        alike = all(one == other for one, other in pairs)\n"
-        "        if alike and (first.data",
+        "        same = all(one == other for one, other in pairs)\n"
+        "        if same and alike and (first.rows",
     ),
     Mutant(
         "shared state that lies in another order does not fit",
@@ -316,8 +316,8 @@ MUTANTS = [
     ),
     Mutant(
         "calls that can never meet are noticed",
-        "other = self.open.in_the_way(number, mine)",
-        "other = None",
+        "rounds = [mine, self.open.in_the_way(number, mine)]",
+        "rounds = [mine, None]",
     ),
     Mutant(
         "peers that are stuck in different calls are noticed",
@@ -331,13 +331,13 @@ MUTANTS = [
     ),
     Mutant(
         "a loss in one group interrupts no other",
-        "if running.group == group]",
-        "if True]",
+        "if running.group == group and not running.paired",
+        "if not running.paired",
     ),
     Mutant(
         "a group's round ends when those of the group have voted",
-        "and len(round_.votes) == self._membership.size(round_.id.group)\n",
-        "and len(round_.votes) == self._membership.size()\n",
+        "return 2 if round_.id.pair else self._membership.size(round_.id.group)",
+        "return 2 if round_.id.pair else self._membership.size()",
     ),
     Mutant(
         "a peer that was given up cannot come back",
@@ -456,13 +456,13 @@ MUTANTS = [
     ),
     Mutant(
         "a collective that stalls is interrupted",
-        "if running and stalled.epoch == self._groups[group].epoch:",
+        "if others and stalled.epoch == self._groups[group].epoch:",
         "if False:",
     ),
     Mutant(
         "a stall of an earlier epoch counts no more",
-        "if running and stalled.epoch == self._groups[group].epoch:",
-        "if running:",
+        "if others and stalled.epoch == self._groups[group].epoch:",
+        "if others:",
     ),
     Mutant(
         "who can no longer serve shared state says so",

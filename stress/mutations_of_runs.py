@@ -97,8 +97,8 @@ MUTANTS = [
     ),
     Mutant(
         "streams through which a collective has failed are replaced",
-        "            self._groups[running.group].broken = True\n",
-        "            pass\n",
+        "        self._groups[running.group].broken = True\n",
+        "        pass\n",
     ),
     Mutant(
         "streams that have lost data are replaced",
@@ -192,7 +192,7 @@ MUTANTS = [
     ),
     Mutant(
         "what did not go around the rings shows nothing of them",
-        "            if data is None and goes_around(work):\n",
+        "            if data is None and even and goes_around(work):\n",
         "            if True:\n",
     ),
     Mutant(

@@ -304,6 +304,8 @@ void exchange_take(struct op *op, const struct wire_header *header, struct packe
     op->rx_bytes += header->length;
     if (ours)
         store(exchange, header, rank, *packet);
+    else if (route->flow.stream == NULL)
+        op_fail(op, PCCL_EPROTO, "a row is for somebody to whom no stream leads");
     else
         op_forward(op, route->flow.stream, NULL, packet);
 }
@@ -381,7 +383,7 @@ static bool join_rings(struct exchange *exchange, const pccl_order *order)
         const pccl_ring *place = &order->rings[i];
         struct stream *stream = NULL;
         struct route *route;
-        if (exchange->members > 1) {
+        if (exchange->members > 1 && place->stream != 0) {
             stream = streams_find(op->ops->streams, place->stream);
             if (stream == NULL) {
                 op_fail_stream(op, place->stream, "it is not open");
@@ -455,9 +457,15 @@ void exchange_start(struct op *op, const pccl_order *order)
     op->seq = order->seq;
     op->nonce = order->nonce;
     exchange->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
-    for (i = 0; i < op->n_flows; i++)
-        if (find_next(route_of(exchange, i)))
-            flow_request_turn(op->flows[i]);
+    for (i = 0; i < op->n_flows; i++) {
+        if (!find_next(route_of(exchange, i)))
+            continue;
+        if (op->flows[i]->stream == NULL) {
+            op_fail(op, PCCL_EINVAL, "there are rows to send, and no stream for them");
+            return;
+        }
+        flow_request_turn(op->flows[i]);
+    }
     if (is_complete(exchange))
         op_complete(op);
     take_early(exchange);

@@ -272,10 +272,10 @@ static void test_wrong_orders(void)
 static void test_wrong_starts(void)
 {
     static const char *const names[] = {"members", "position", "rank", "stream", "seq", "none",
-                                        "rings", "two ranks"};
+                                        "rings", "two ranks", "no stream"};
     static const uint16_t ranks[] = {1, 2}, swapped[] = {1, 0};
     int variant;
-    for (variant = 0; variant < 8; variant++) {
+    for (variant = 0; variant < 9; variant++) {
         struct trade trade = trade_plain(ALL_TO_ALL, 100, false);
         pccl_order order = {0};
         trade_make(&trade, 2, 1);
@@ -284,7 +284,7 @@ static void test_wrong_starts(void)
         order.op = TRADE_OP;
         order.seq = variant == 4 ? TRADE_SEQ - 1 : TRADE_SEQ;
         order.n_rings = variant == 5 ? 0 : variant == 6 ? 9 : 1;
-        order.rings[0].stream = variant == 3 ? 2 : 1;
+        order.rings[0].stream = variant == 3 ? 2 : variant == 8 ? 0 : 1;
         order.rings[0].members = variant == 0 ? 3 : 2;
         order.rings[0].position = variant == 1 ? 2 : 0;
         order.rings[0].ranks = variant == 2 ? ranks : NULL;
@@ -298,6 +298,49 @@ static void test_wrong_starts(void)
         if (!CHECK(peers_count(&peers, 0, PCCL_FAILED, TRADE_OP) == 1))
             fprintf(stderr, "  %s\n", names[variant]);
         CHECK(trade_end(&peers, PCCL_ABORT));
+        peers_close(&peers);
+        trade_free(&trade);
+    }
+}
+
+/* Two peers, the first of which sends to the second over the only stream there is. */
+static void test_a_send(void)
+{
+    uint64_t counts[] = {0, 1, 997}, seed;
+    int i;
+    for (seed = 1; seed <= 12; seed++) {
+        struct trade trade = trade_plain(SCATTER, counts[seed % 3], false);
+        pccl_options options = peers_options();
+        trade_make(&trade, 2, 0);
+        memset(trade.send_rows[0], 0, sizeof trade.send_rows[0]);
+        memset(trade.recv_rows[0], 0, sizeof trade.recv_rows[0]);
+        trade.send_rows[0][1] = 1;
+        trade.parts[0][0].send = (const unsigned char *)trade.parts[0][0].send
+            + (size_t)trade.count[0] * sizeof(float);        /* no row for itself before it */
+        peers_open(&peers, 2, &options, seed);
+        peers_stream(&peers, 0, 1, 4, 1, 1);
+        for (i = 0; i < 2; i++)
+            trade_register(&peers, i, &trade);
+        peers_run(&peers);
+        for (i = 0; i < 2; i++) {
+            int who = (i + (int)seed) % 2;
+            pccl_order order = {0};
+            order.kind = PCCL_START;
+            order.op = TRADE_OP;
+            order.seq = TRADE_SEQ;
+            order.nonce = TEST_NONCE;
+            order.chunk_bytes = 256;
+            order.n_rings = 1;
+            order.rings[0].stream = who == 0 ? 4 : 0;
+            order.rings[0].members = 2;
+            order.rings[0].position = (uint32_t)who;
+            peers_order(&peers, who, &order);
+            peers_run(&peers);
+        }
+        for (i = 0; i < 2; i++)
+            CHECK(peers_count(&peers, i, PCCL_COMPLETE, TRADE_OP) == 1);
+        CHECK(trade_has_rows(&trade, 1));
+        CHECK(trade_end(&peers, PCCL_COMMIT));
         peers_close(&peers);
         trade_free(&trade);
     }
@@ -406,6 +449,7 @@ int main(void)
     test_early_messages();
     test_aborts();
     test_how_far_rows_travel();
+    test_a_send();
     test_wrong_orders();
     test_wrong_starts();
     test_hostile_messages();

@@ -82,6 +82,7 @@ def exclusions() -> str:
     rows = ["| who waits in | votes of | cannot come to |", "| --- | --- | --- |"]
     for kind in Kind:
         scope = "the whole run" if kind in RUN_WIDE else "a group"
+        scope = "two peers" if kind is Kind.PAIR else scope
         others = ", ".join(other.value for other in EXCLUDED[kind])
         rows.append(f"| {kind.value} | {scope} | {others} |")
     return "\n".join(rows)

@@ -3,7 +3,7 @@ each other different rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pccl.calls import operands, rows
@@ -219,3 +219,96 @@ class Exchanges:
         ranks = self._launcher.ranks("all_to_all_async")
         work, result = rows.all_to_all(send, recv, send_rows, recv_rows, ranks)
         return self._launcher.launch("all_to_all_async", work, tag, result)
+
+    # ---- between two peers ----
+
+    def send(
+        self, arrays: Arrays, to: int, *, tag: int = 0, timeout: float | None = None
+    ) -> ReduceInfo:
+        """Sends to one peer of the group, which must call `recv`; no other peer has a part in it.
+
+        The data travels directly between the two, over a connection of its own. `to` is the peer
+        that had this rank when the program last saw the ranks; if it is lost, the call fails, and
+        never reaches another one. If a third peer is lost, nothing happens to it.
+
+        Args:
+            arrays: an array, or a list or dict of arrays: of the same form, dtypes, element counts
+                and memory order as in the other peer's call.
+            to: rank of the other peer.
+            tag: distinguishes sends from this peer to that one that are under way at the same time.
+                Sends in the other direction or to others, and collectives, have tags of their own.
+            timeout: seconds after which it fails, on both peers.
+
+        Returns:
+            2, and the payload bytes that this peer sent and received.
+
+        Raises:
+            PCCLTimeoutError: the time limit has passed; the message names the missing peer.
+            PeerLostError: RANK_CONNECTION_LOST: the other peer is lost, or cannot be reached.
+            PCCLError: TOO_FEW_PEERS, INVALID_ARGUMENT (the two ask for different arrays, or the tag
+                is in use), INVALID_USAGE (the other peer stands in a call that waits for this one).
+            ValueError: no other peer has that rank, or the arrays cannot be sent.
+            TypeError: `to` is not a rank.
+            OverflowError: `tag` is negative or above 2**64 - 1.
+        """
+        work = rows.send(arrays, self._launcher.pair("send", to, True))
+        return self._launcher.run("send", work, tag, timeout)
+
+    def send_async(self, arrays: Arrays, to: int, *, tag: int = 0) -> AsyncReduceHandle:
+        """Launches `send` and returns at once. The arrays must not be touched until `wait()`."""
+        work = rows.send(arrays, self._launcher.pair("send_async", to, True))
+        return self._launcher.launch("send_async", work, tag, arrays)
+
+    def recv(
+        self, arrays: Arrays, source: int, *, tag: int = 0, timeout: float | None = None
+    ) -> ReduceInfo:
+        """Receives from one peer of the group, which must call `send`: see there.
+
+        If the call fails, the content of the arrays is unspecified.
+
+        Args:
+            arrays: where the data goes.
+            source: rank of the other peer.
+            tag: as for `send`.
+            timeout: as for `send`.
+
+        Returns:
+            2, and the payload bytes that this peer sent and received.
+
+        Raises:
+            PCCLError, ValueError, TypeError, OverflowError: as for `send`.
+        """
+        work = rows.recv(arrays, self._launcher.pair("recv", source, False))
+        return self._launcher.run("recv", work, tag, timeout)
+
+    def recv_async(self, arrays: Arrays, source: int, *, tag: int = 0) -> AsyncReduceHandle:
+        """Launches `recv` and returns at once; the handle's `result` is `arrays`."""
+        work = rows.recv(arrays, self._launcher.pair("recv_async", source, False))
+        return self._launcher.launch("recv_async", work, tag, arrays)
+
+    def send_recv(
+        self,
+        sends: Mapping[int, Arrays],
+        recvs: Mapping[int, Arrays],
+        *,
+        tag: int = 0,
+        timeout: float | None = None,
+    ) -> None:
+        """Sends to some peers and receives from some, all at the same time, in any order.
+
+        Each of these succeeds or fails for itself, as `send` and `recv` do.
+
+        Args:
+            sends: arrays to be sent, by the rank of the peer to which they go.
+            recvs: where the data goes, by the rank of the peer from which it comes.
+            tag: of all of them.
+            timeout: seconds for all of them.
+
+        Raises:
+            PCCLError: the first failure; all others have ended, too.
+            ValueError, TypeError, OverflowError: as for `send`; nothing has been launched then.
+        """
+        pair, name = self._launcher.pair, "send_recv"
+        work = [rows.send(arrays, pair(name, rank, True)) for rank, arrays in sends.items()]
+        work += [rows.recv(arrays, pair(name, rank, False)) for rank, arrays in recvs.items()]
+        self._launcher.run_at_once(name, work, tag, timeout)

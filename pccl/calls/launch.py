@@ -82,7 +82,7 @@ class Launch:
             UnsupportedError: an array is on a device that does not exist.
         """
         for tag in self._tags:
-            self._standing.enter(self._name, self.call, tag)
+            self._standing.enter(self._name, self.call, work.place(tag))
         work, self._bring_back = on_host(work)
         self._client.collective(self.call, self._tags[0], work, stuck)
 

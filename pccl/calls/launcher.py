@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from pccl.calls import operands
@@ -32,6 +33,25 @@ class Launcher:
         """
         client = self._membership.one_of_several(name)
         return self._membership.ranks.of(client.number)
+
+    def pair(self, name: str, rank: int, sends: bool) -> tuple[int, int]:
+        """This peer and the one of that rank, the one that sends first.
+
+        Raises:
+            PCCLError: TOO_FEW_PEERS, INVALID_USAGE.
+            ValueError: no other peer has that rank.
+            TypeError: it is not a rank.
+        """
+        number = self._membership.one_of_several(name).number
+        order = self._membership.ranks.order
+        rank = operator.index(rank)
+        if not 0 <= rank < len(order) or order[rank] == number:
+            own = order.index(number)
+            raise ValueError(
+                f"{rank} is not another peer's rank: they are 0 to {len(order) - 1}, "
+                f"and this peer's is {own}"
+            )
+        return (number, order[rank]) if sends else (order[rank], number)
 
     def is_alone(self, name: str) -> bool:
         """Whether this peer is the only one in its group."""
@@ -110,6 +130,26 @@ class Launcher:
                 launch.let_go()
             raise
         return ReduceInfo(world_size, tx_bytes, rx_bytes)
+
+    def run_at_once(
+        self, name: str, work: Sequence[Operands], tag: int, timeout: float | None
+    ) -> None:
+        """Launches several collectives, waits for all, and raises the exception of the first that
+        has failed."""
+        deadline = Deadline(timeout)
+        launches: list[Launch] = []
+        try:
+            for one in work:
+                launches.append(self._prepare(name, tag))
+                launches[-1].begin(one)
+            ends = [(launch, launch.finish(deadline)) for launch in launches]
+        except BaseException:
+            for launch in launches:
+                launch.let_go()
+            raise
+        for launch, end in ends:
+            if isinstance(end, effects.Fail):
+                raise launch.error(end)
 
     def _prepare(self, name: str, *tags: int) -> Launch:
         for tag in tags:

@@ -255,6 +255,30 @@ def _like(array: Array) -> Array:
     return new(tuple(array.shape), array, order)
 
 
+def send(arrays: Arrays, pair: tuple[int, int]) -> Operands:
+    """The operands of a send, by a pair of peers.
+
+    Raises:
+        ValueError, AssertionError: the arrays cannot be sent.
+    """
+    given = operands.several(arrays)
+    work = operands.make(CollectiveKind.SEND, given, _only_given(given))
+    return replace(work, send_rows=(0, 1), pair=pair)  # by positions: it sends to the other one
+
+
+def recv(arrays: Arrays, pair: tuple[int, int]) -> Operands:
+    """The operands of a recv, by a pair of peers.
+
+    Raises:
+        ValueError, AssertionError: the arrays cannot be written to.
+    """
+    given = operands.several(arrays)
+    buffers = [Buffer.of(array, writable=True) for array in given.arrays]
+    each = [Operand(_nothing(buffer), buffer, buffer.count) for buffer in buffers]
+    work = operands.make(CollectiveKind.SEND, given, each)
+    return replace(work, recv_rows=(1, 0), pair=pair)
+
+
 def _only_given(given: Several) -> list[Operand]:
     """The operands of a peer that receives nothing."""
     buffers = [Buffer.of(array) for array in given.arrays]

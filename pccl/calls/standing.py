@@ -19,12 +19,12 @@ class Standing:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a handle may be collected while it is held
         self._rounds: dict[str, Call] = {}
-        self._tags: dict[int, Call] = {}
+        self._tags: dict[int | str, Call] = {}
         self._user: threading.Thread | None = None  # the thread that made the latest call
         self._shared = False  # whether several threads that live have made calls
 
-    def enter(self, name: str, call: Call, tag: int | None = None) -> None:
-        """A call begins; `tag` is that of a collective.
+    def enter(self, name: str, call: Call, tag: int | str | None = None) -> None:
+        """A call begins; `tag` is that of a collective, and in a send with the two peers.
 
         Raises:
             PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: a call in progress
@@ -40,7 +40,7 @@ class Standing:
 
     def _may_enter(self, name: str) -> None:
         if name in EXCLUSIVE and self._tags:
-            tags = sorted(self._tags)
+            tags = sorted(self._tags, key=str)
             why = f"collectives are launched and not awaited (tags {tags}): wait() for them first"
             raise error_for(Result.PENDING_ASYNC_OPS, name, why)
         rounds = self._rounds.keys()

@@ -16,6 +16,7 @@ class CollectiveKind(StrEnum):
     GATHER = "gather"
     SCATTER = "scatter"
     ALL_TO_ALL = "all_to_all"
+    SEND = "send"  # of one member to one other one, which calls recv
     BARRIER = "barrier"
 
 
@@ -35,4 +36,11 @@ ROOTED = frozenset(
     )
 )
 # and these move rows from member to member.
-EXCHANGES = frozenset((CollectiveKind.GATHER, CollectiveKind.SCATTER, CollectiveKind.ALL_TO_ALL))
+EXCHANGES = frozenset(
+    (
+        CollectiveKind.GATHER,
+        CollectiveKind.SCATTER,
+        CollectiveKind.ALL_TO_ALL,
+        CollectiveKind.SEND,
+    )
+)

@@ -39,6 +39,7 @@ class Kind(StrEnum):
     OPTIMIZE = "optimize_topology"
     SYNC = "sync_shared_state"
     START = "a collective"
+    PAIR = "send and recv"
 
 
 # The result of a withdrawn call: nothing has happened, and it can be made again.
@@ -48,13 +49,18 @@ WITHDRAWN = {
     Kind.OPTIMIZE: Result.TOPOLOGY_OPTIMIZATION_FAILED,
     Kind.SYNC: Result.RANK_CONNECTION_LOST,
     Kind.START: Result.RANK_CONNECTION_LOST,
+    Kind.PAIR: Result.RANK_CONNECTION_LOST,
 }
 
 # Pairs of kinds that one peer may wait in at the same time: collectives with different tags are
-# launched in any order, and are_peers_pending may be called while they run in other threads.
+# launched in any order, with send and recv between them, and are_peers_pending may be called while
+# they run in other threads.
 COMPATIBLE = {
     frozenset((Kind.START,)),
     frozenset((Kind.START, Kind.PENDING)),
+    frozenset((Kind.PAIR,)),
+    frozenset((Kind.PAIR, Kind.START)),
+    frozenset((Kind.PAIR, Kind.PENDING)),
 }
 
 
@@ -68,11 +74,12 @@ RUN_WIDE = frozenset((Kind.TOPOLOGY, Kind.PENDING, Kind.OPTIMIZE))
 
 
 class RoundId(NamedTuple):
-    """Kind, group (None: the whole run), and tag for collectives."""
+    """Kind, group (None: the whole run), tag for collectives, and who sends to whom in a PAIR."""
 
     kind: Kind
     group: int | None
     tag: int | None = None
+    pair: tuple[int, int] | None = None
 
 
 PENDING = RoundId(Kind.PENDING, None)
@@ -110,9 +117,19 @@ class Round(Generic[T]):
     def describe(self, peer: int) -> str:
         """A peer's call, in words."""
         payload = self.votes[peer].payload
+        if self.id.pair is not None:
+            return paired(str(payload), self.id.pair, peer, self.id.tag)
         if self.id.kind is Kind.START:
             return f"{payload} with tag {self.id.tag}"
         return f"{self.id.kind.value}()"
+
+
+def paired(send: str, pair: tuple[int, int], peer: int, tag: int | None) -> str:
+    """A send, in words, as one of its two peers calls it."""
+    giver, taker = pair
+    if peer == giver:
+        return f"{send} to peer {taker} with tag {tag}"
+    return f"{send.replace('send', 'recv', 1)} from peer {giver} with tag {tag}"
 
 
 @dataclass(slots=True)
@@ -181,7 +198,7 @@ class OpenRounds:
         voter.rounds[round_id] = round_
         voter.held += vote.held
         self._count(voter, round_id.kind, 1)
-        if vote.stuck:
+        if vote.stuck and round_id.pair is None:
             self._stuck.setdefault(group, Counter())[round_id] += 1
         return round_
 
@@ -191,6 +208,11 @@ class OpenRounds:
         del round_.votes[peer]
         if not round_.votes:
             del self._rounds[round_.id]
+
+    @property
+    def any_pair(self) -> bool:
+        """Whether any peer waits in a PAIR."""
+        return self._waiting[None, Kind.PAIR] > 0
 
     def hurry(self, peer: int, call: int) -> Round[object] | None:
         """A peer is no longer patient. Returns the round in which that call waits."""
@@ -209,10 +231,15 @@ class OpenRounds:
     def in_the_way(self, peer: int, mine: Round[object]) -> Round[object] | None:
         """An open round with a voter that will never come to `mine`, nor `peer` there.
 
-        `peer` has just entered `mine`.
+        `peer` has just entered `mine`. Both rounds are of all peers, or all of a group: of those in
+        PAIRs, each waits for one peer only (see master/circles.py).
         """
+        if mine.id.kind is Kind.PAIR:
+            return None
         voter = self._voters[peer]
         for kind in EXCLUDED[mine.id.kind]:
+            if kind is Kind.PAIR:
+                continue
             scope = None if mine.id.group is None and kind in RUN_WIDE else voter.group
             if self._waiting[scope, kind] > voter.kinds[kind]:
                 return next(
@@ -241,7 +268,7 @@ class OpenRounds:
 
     def _forget(self, peer: int, round_: Round[object]) -> None:
         voter = self._voters[peer]
-        if round_.votes[peer].stuck:
+        if round_.votes[peer].stuck and round_.id.pair is None:
             stuck = self._stuck[voter.group]
             stuck[round_.id] -= 1
             if not stuck[round_.id]:

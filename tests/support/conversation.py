@@ -190,6 +190,7 @@ class Conversation:
             case m.TopologyVote(call) | m.PendingVote(call):
                 self._go(self.calls.setdefault(call, Talk("round", "outside")), "> Vote")
             case m.StartVote(call, tag):
+                tag = -1 if message.pair else tag  # it has tags of its own
                 talk = self.calls.setdefault(call, Talk("collective", "outside", tag))
                 self._go(talk, "> StartVote")
             case m.SyncVote(call):

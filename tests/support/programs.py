@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
 
 from hostile import OUTVOTED, Blow, Siege, draw_script
-from simpeer import WORK, End, Program, SimPeer, Thread
+from simpeer import WORK, End, Program, SimPeer, Tag, Thread
 from simulator import EXCLUSIVE
 
 from pccl.protocol import messages as m
@@ -35,6 +35,7 @@ CALLS = (
     "are_peers_pending",
     "optimize_topology",
 )
+SENDS = ("send", "recv", "swap")  # to and from those beside it, and both at once
 EVENTS = (
     "kill",
     "freeze",
@@ -77,6 +78,7 @@ class Event:
 
 
 Calls = tuple[Call, ...]
+Handle = tuple[int, Tag]  # a call that was launched
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,9 @@ def draw(seed: int) -> Scenario:
     groups = rng.choice([1, 1, 1, 2, 3])
     lawful = rng.random() < 0.4
     tags = rng.choice([1, 2, 5])
-    shared = tuple(rng.choice(CALLS[:2] + CALLS[2:]) for _ in range(rng.randint(2, 10)))
+    # what is sent depends on the ranks, which a peer of a lawful program may not know yet
+    pool = CALLS if lawful else CALLS + SENDS
+    shared = tuple(rng.choice(pool) for _ in range(rng.randint(2, 10)))
     scripts = []
     for _ in range(rng.randint(1, 6)):
         threads = []
@@ -166,7 +170,7 @@ def _links(rng: random.Random) -> tuple[bool, bool, tuple[int, ...], str | None]
 
 def _call(rng: random.Random, tags: int) -> Call:
     odd = rng.random() < 0.05
-    return Call(rng.choice(CALLS), rng.randrange(tags), rng.randint(1, 3) if odd else 0)
+    return Call(rng.choice(CALLS + SENDS), rng.randrange(tags), rng.randint(1, 3) if odd else 0)
 
 
 # ---- what a script does ----
@@ -185,7 +189,7 @@ class Facade:
         """One thread of the peer; the last one to end leaves."""
 
         def thread(peer: SimPeer) -> Thread:
-            handles: list[tuple[int, int]] = []
+            handles: list[Handle] = []
             try:
                 for call in self._from_here(calls):
                     yield from self._perform(call, handles)
@@ -208,7 +212,7 @@ class Facade:
                 positions[machine.run, machine.knowledge.done.topology + 1] = i + 1
             yield calls[i]
 
-    def _perform(self, call: Call, handles: list[tuple[int, int]]) -> Generator[int, None, None]:
+    def _perform(self, call: Call, handles: list[Handle]) -> Generator[int, None, None]:
         peer = self.peer
         synchronise = "sync_shared_state"
         exclusive = {"sync": synchronise, "begin": synchronise}.get(call.what, call.what)
@@ -232,6 +236,8 @@ class Facade:
                 self._check((yield from peer.are_peers_pending()))
             case "sync" | "begin":
                 yield from self._sync(call)
+            case "send" | "recv" | "swap":
+                yield from self._send(call, handles)
             case _ if call.tag in peer.tags or peer.machine.world.local_size < 2:
                 pass  # INVALID_ARGUMENT or TOO_FEW_PEERS
             case "launch":
@@ -248,9 +254,32 @@ class Facade:
                     if not lost or call.tag in peer.tags or peer.machine.world.local_size < 2:
                         break
 
-    def _wait(self, handles: list[tuple[int, int]]) -> Generator[int, None, None]:
+    def _wait(self, handles: list[Handle]) -> Generator[int, None, None]:
         while handles:
             self._check((yield from self.peer.awaits(*handles.pop(0))))
+
+    def _send(self, call: Call, handles: list[Handle]) -> Generator[int, None, None]:
+        """To the one after it, or from the one before it, as it knows them."""
+        peer, swap = self.peer, call.what == "swap"
+        numbers = [info.peer for info in peer.machine.plan.peers]
+        if len(numbers) < 2:
+            return  # TOO_FEW_PEERS
+        at = numbers.index(peer.machine.number)
+        pairs = {
+            "send": (numbers[at], numbers[(at + 1) % len(numbers)]),
+            "recv": (numbers[at - 1], numbers[at]),
+        }
+        for what, pair in pairs.items():
+            key = (*pair, call.tag)
+            if call.what not in (what, "swap") or key in peer.tags:
+                continue
+            work = m.Work("send", 0, 10, 1000 + call.variant)
+            stuck = peer.single and not swap
+            handle = peer.launch_send(*key, work, stuck), key
+            if swap:
+                handles.append(handle)
+            else:
+                self._check((yield from peer.awaits(*handle)))
 
     def _sync(self, call: Call) -> Generator[int, None, None]:
         peer = self.peer

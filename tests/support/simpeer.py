@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from simulator import Run
 
 End = Answer | Fail
+Tag = int | tuple[int, int, int]  # of a send: who sends to whom, and the tag
 Key = tuple[int, int]  # a run and a seq: only together they never repeat
 Thread = Generator[int, None, Any]  # yields the call that it waits for
 Program = Callable[["SimPeer"], Thread]
@@ -86,9 +87,9 @@ class SimPeer:
     ready: deque[Thread] = field(default_factory=deque)
     waiters: dict[int, Thread] = field(default_factory=dict)
     answers: dict[int, End] = field(default_factory=dict)
-    standing: dict[int, tuple[str, int, m.Work | None]] = field(default_factory=dict)
+    standing: dict[int, tuple[str, Tag, m.Work | None]] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)  # calls besides which it makes no other
-    tags: set[int] = field(default_factory=set)  # launched and not awaited
+    tags: set[Tag] = field(default_factory=set)  # launched and not awaited
     deadlines: dict[int, int] = field(default_factory=dict)  # call -> step at which it is withdrawn
     given_up: set[int] = field(default_factory=set)  # calls that were withdrawn
     patient: dict[int, int] = field(default_factory=dict)  # call -> step at which it is so no more
@@ -186,7 +187,7 @@ class SimPeer:
         call: int,
         what: str,
         actions: list[Effect],
-        tag: int = 0,
+        tag: Tag = 0,
         work: Any = None,
     ) -> int:
         self.run.say(f"peer {self.name} calls {what}", f"tag {tag}" if work else "")
@@ -222,7 +223,7 @@ class SimPeer:
         actions = self.machine.collective(call, tag, work, data, stuck)
         return self.begin(call, work.what, actions, tag, work)
 
-    def awaits(self, call: int, tag: int) -> Generator[int, None, End]:
+    def awaits(self, call: int, tag: Tag) -> Generator[int, None, End]:
         end = yield from self.wait(call)
         self.tags.discard(tag)
         return end
@@ -231,6 +232,14 @@ class SimPeer:
         self, tag: int = 0, work: m.Work = WORK, data: bytes | None = None
     ) -> Generator[int, None, End]:
         return (yield from self.awaits(self.launch(tag, work, self.single, data), tag))
+
+    def launch_send(self, giver: int, taker: int, tag: int, work: m.Work, stuck: bool) -> int:
+        """Either side of a send; both stand in the same call."""
+        call, key = self.number("collective"), (giver, taker, tag)
+        self.tags.add(key)
+        self.stuck |= {call} if stuck else set()
+        actions = self.machine.collective(call, tag, work, stuck=stuck, pair=(giver, taker))
+        return self.begin(call, "send", actions, key, work)
 
     def broadcast(self, members: int) -> Generator[int, None, End]:
         parts = (m.Part(10, 7, "b"), m.Part(3, 1000, "w"))
@@ -300,16 +309,16 @@ class SimPeer:
         return self.alive and self.machine.accepted and self.machine.over is None
 
     @property
-    def stuck_in(self) -> set[tuple[str, int]]:
+    def stuck_in(self) -> set[tuple[str, Tag]]:
         """Where it has said that it makes no other call."""
         return {self.standing[call][:2] for call in self.stuck & self.standing.keys()}
 
     @property
-    def stands_in(self) -> set[tuple[str, int]]:
+    def stands_in(self) -> set[tuple[str, Tag]]:
         """The rounds that it has entered and that have not ended."""
         return {(what, tag) for what, tag, _ in self.standing.values()}
 
-    def waits(self) -> list[tuple[str, int, bool]]:
+    def waits(self) -> list[tuple[str, Tag, bool]]:
         """What it waits for: call, tag, and whether its round has ended and more is to come."""
         transfer = self.machine.transfers.current
         started = {c.call for c in self.machine.collectives.started.values()}
@@ -327,6 +336,8 @@ class SimPeer:
             "withdrawals": machine._withdrawals,
             "ghosts": machine._ghosts,
             "streams": machine._streams.ring,
+            "streams of sends": machine._streams._direct,
+            "lost streams": machine._streams._lost,
         }
         left = {name: len(table) for name, table in tables.items() if len(table)}
         assert not left and machine.transfers.current is None, f"peer {self.name} still has {left}"
@@ -391,9 +402,10 @@ class SimPeer:
             self.ready.append(self.waiters.pop(call))
 
     def start(self, op: SimOp, seq: int, parts: Sequence[RingPlace | effects.End]) -> None:
-        assert all(part.stream in self.streams for part in parts), "a stream that is not open"
+        numbers = tuple(part.stream for part in parts if part.stream)  # 0: it sends nothing
+        assert all(stream in self.streams for stream in numbers), "a stream that is not open"
         op.seq = key = (self.machine.run, seq)
-        op.streams, op.deaf = tuple(part.stream for part in parts), set()
+        op.streams, op.deaf = numbers, set()
         gone = {self.streams[stream].peer for stream in op.streams if stream in self.lost}
         ends = [self.streams[stream] for stream in op.streams]
         op.walled = tuple(to for to in ends if self.run.blocked(self, to.peer))

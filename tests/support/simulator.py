@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
-from simpeer import Key, Program, SimPeer, Thread, brief
+from simpeer import Key, Program, SimPeer, Tag, Thread, brief
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
@@ -398,6 +398,11 @@ class Run:
                 scope = [p for p in awake if what in RUN_WIDE or p.group == peer.group]
                 missing = [p for p in scope if (what, tag) not in waiting[p.name]]
                 assert missing or not closed, f"all stand in {what} (tag {tag}): nothing happens"
+                pair = {} if isinstance(tag, int) else {*tag[:2]}
+                if pair:
+                    scope = [p for p in scope if p.machine.number in pair]
+                    stand = [p for p in scope if (what, tag) in waiting[p.name]]
+                    assert len(stand) < 2, f"both stand in {what} {tag}: nothing happens"
                 for other in scope:
                     for their in waiting[other.name] - waiting[peer.name]:
                         if other is not peer and (what, tag) not in waiting[other.name]:
@@ -412,12 +417,17 @@ class Run:
         for peer in awake:
             if self.master.knows(peer.conn) and shown[peer.machine.number].accepted:
                 calls = {call.call.partition("(")[0] for call in shown[peer.machine.number].calls}
+                calls = {"send" if call == "recv" else call for call in calls}
+                if any(call.startswith("collective ") for call in calls):
+                    continue  # from before a restart: the master does not know what it was
                 stands_in = {what for what, _, _ in peer.waits()}
                 assert calls <= stands_in and len(calls) >= min(1, len(stands_in)), (
                     f"peer {peer.name} stands in {stands_in}, and is shown in {calls}"
                 )
         for wait in status.waits:
-            if wait.phase is Phase.ENTERING:
+            if wait.phase is Phase.ENTERING and wait.call.startswith(("send(", "recv(")):
+                assert wait.entered == wait.missing_count == 1, wait
+            elif wait.phase is Phase.ENTERING:
                 members = [
                     one.peer
                     for one in status.peers
@@ -434,9 +444,11 @@ class Run:
                 assert all(f"peer {number} " in wait.why for number in wait.missing), wait
 
     def _check_pair(
-        self, peer: SimPeer, mine: tuple[str, int], other: SimPeer, their: tuple[str, int]
+        self, peer: SimPeer, mine: tuple[str, Tag], other: SimPeer, their: tuple[str, Tag]
     ) -> None:
         """Two peers do not stand where they wait for each other for ever."""
+        if isinstance(their[1], tuple) and peer.machine.number not in their[1][:2]:
+            return  # it waits for somebody else
         if peer.group == other.group or {mine[0], their[0]} <= RUN_WIDE:
             exclusive = EXCLUSIVE & {mine[0], their[0]}
             stuck = mine in peer.stuck_in and their in other.stuck_in

@@ -185,7 +185,7 @@ def test_the_table_counts_what_each_peer_stands_in() -> None:
     assert list(table.waits()) == [(1, {2}, "one")]
     assert table.lose(0, [1]) == [one]
     assert one.members == {2} and not one.votes
-    table.remove(one)
+    table.remove(one, True)
     assert table.running(2) == 0 and list(table) == [other]
 
 

@@ -28,6 +28,7 @@ FROM_PEER: list[m.PeerMessage] = [
     m.StartVote(7, 3, m.Work("all_gather", 0, 0, 0, parts=PARTS)),
     m.StartVote(7, 3, m.Work("all_to_all", 0, 10, 6, members=2), gives=(1, 1 << 40), takes=(0, 2)),
     m.StartVote(7, 3, m.Work("all_gather", 0, 10, 4, members=3, rows=(5, 0, 1 << 40))),
+    m.StartVote(7, 3, m.Work("send", 0, 10, 6), pair=(1, 1 << 40)),
     m.FinishVote(9, True),
     m.FinishVote(9, False, "a stream was lost"),
     m.FinishVote(9, False, "no memory", m.Cause.MEMORY),
@@ -91,7 +92,7 @@ def test_golden_bytes() -> None:
     start = m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000))
     assert (
         m.encode(start).hex()
-        == "990407039baa616c6c5f726564756365000acd03e80000000090a090c000c29090"
+        == "9a0407039baa616c6c5f726564756365000acd03e80000000090a090c000c2909090"
     )
     assert m.encode(m.FinishVote(9, True)).hex() == "950509c3a000"
     assert m.encode(m.Finished(9, True)).hex() == "954909c3a000"

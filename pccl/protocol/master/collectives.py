@@ -98,6 +98,19 @@ class Collectives:
             round_, lambda call: m.Started(call, seq, epoch, data, final, stable, nonce)
         )
 
+    def pair(self, round_: Round[object]) -> None:
+        """Both peers of a send have voted."""
+        group_number = round_.id.group
+        assert group_number is not None
+        seq, epoch = self._numbers.take_seq(), self._groups[group_number].epoch
+        assert round_.id.pair is not None
+        title = round_.describe(round_.id.pair[0])
+        running = Running(seq, group_number, set(round_.votes), title, paired=True)
+        running.since_s = next(reversed(round_.votes.values())).since_s
+        self._table.add(running)
+        nonce = self._numbers.nonce_of_call(seq)
+        self._outbox.answer(round_, lambda call: m.Started(call, seq, epoch, nonce=nonce))
+
     def _misfit(self, round_: Round[object], rings: tuple[m.Ring, ...]) -> str:
         """Why the rows that members give do not fit those that others take; empty if they do."""
         votes = round_.votes
@@ -151,10 +164,16 @@ class Collectives:
         if ok or running.why:
             self._settle(running)
         else:
-            self._groups[running.group].broken = True
             why = f"{self._membership.info(number)} could not complete: {vote.why}"
             cause = m.Cause(vote.cause) if vote.cause in CAUSES else m.Cause.OTHER
-            self.interrupt(self._table.of_group(running.group), why, cause)
+            self.interrupt(self._broken(running), why, cause)
+
+    def _broken(self, running: Running) -> list[Running]:
+        """What cannot go on when that one has failed: what uses the same streams."""
+        if running.paired:
+            return [running]
+        self._groups[running.group].broken = True
+        return self._table.of_group(running.group)
 
     def interrupt(
         self, collectives: list[Running], why: str, cause: m.Cause = m.Cause.OTHER
@@ -172,8 +191,9 @@ class Collectives:
         """Decides the outcome when all surviving members have voted."""
         if len(running.votes) < len(running.members):  # only members vote
             return
-        self._table.remove(running)
-        ok = all(running.votes.values())
+        # of a send, nobody else may have what one of the two had, or lacked
+        ok = all(running.votes.values()) and not (running.paired and len(running.members) < 2)
+        self._table.remove(running, ok)
         if ok and running.around is not None:
             epoch, rings = running.around
             self._groups[running.group].blame.worked(rings, epoch)
@@ -192,14 +212,23 @@ class Collectives:
         running = self._table.lose(group, lost)
         self.interrupt(running, "lost " + "; ".join(lost.values()))
 
-    def stalled(self, number: int, stalled: m.Stalled) -> None:
-        """A member that holds the result cannot forward data that others may need."""
+    def stalled(self, number: int, stalled: m.Stalled) -> bool:
+        """A member that holds the result cannot forward data that others may need; in a send, which
+        it names, that it has lost what it sent. Whether it is about a collective."""
         group = self._membership.group_of(number)
-        running = [r for r in self._table.of_group(group) if not r.why and number in r.members]
-        if running and stalled.epoch == self._groups[group].epoch:
+        if stalled.seq:
+            running = self._table.get(stalled.seq)
+            if running is None or not running.paired or number not in running.members:
+                return False
+            why = f"{self._membership.info(number)} could not pass on its data: {stalled.why}"
+            self.interrupt([running], why)
+            return True
+        others = [r for r in self._table.of_group(group) if not r.why and number in r.members]
+        if others and stalled.epoch == self._groups[group].epoch:
             self._groups[group].broken = True
             why = f"{self._membership.info(number)} could not pass on its data: {stalled.why}"
             self.interrupt(self._table.of_group(group), why)
+        return True
 
     def withdraw(self, number: int, seq: int) -> bool:
         """A caller withdraws from the collective with this number. Whether it was running."""

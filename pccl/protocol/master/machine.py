@@ -77,7 +77,7 @@ from pccl.protocol.master.status import Status, snapshot
 from pccl.protocol.master.stragglers import Stragglers
 from pccl.protocol.master.tally import Loss
 from pccl.protocol.master.voting import held
-from pccl.protocol.master.work import are_rows, fits
+from pccl.protocol.master.work import are_rows, fits, is_pair
 from pccl.protocol.rounds import PENDING, Kind, RoundId, Vote
 from pccl.types import Result
 from pccl.version import __version__
@@ -409,14 +409,19 @@ class Master:
 
     def _vote_start(self, number: int, vote: m.StartVote) -> None:
         rows = (vote.gives, vote.takes) if vote.gives or vote.takes else None
-        if (vote.data is not None and not fits(vote.work, vote.data)) or (
-            rows is not None and not are_rows(vote.work, rows)
+        if (
+            (vote.data is not None and not fits(vote.work, vote.data))
+            or (rows is not None and not are_rows(vote.work, rows))
+            or not is_pair(number, vote)
         ):
             self._out_of_turn(number, vote)
             return
         peer = self.peers[number]
         peer.heard = max(peer.heard, vote.heard)
         round_id = RoundId(Kind.START, peer.info.group, vote.tag)
+        if vote.pair:
+            pair = vote.pair[0], vote.pair[1]
+            round_id = RoundId(Kind.PAIR, peer.info.group, vote.tag, pair)
         entered: Vote[object] = Vote(
             vote.call,
             vote.work,
@@ -439,10 +444,8 @@ class Master:
         self.run.voting.enter(number, round_id, entered)
 
     def _stalled(self, number: int, stalled: m.Stalled) -> None:
-        if stalled.seq:
+        if not self.run.collectives.stalled(number, stalled):
             self.run.synchronisations.stalled(number, stalled)
-        else:
-            self.run.collectives.stalled(number, stalled)
 
     def _out_of_turn(self, number: int, message: m.PeerMessage) -> None:
         why = f"it sent a {type(message).__name__} out of turn"

@@ -85,6 +85,10 @@ class Membership:
         """The number of accepted peers of a group, or of all."""
         return len(self._accepted.get(group, ()))
 
+    def has(self, number: int, group: int | None) -> bool:
+        """Whether a peer is an accepted one of that group."""
+        return number in self._accepted.get(group, ())
+
     def names(self, numbers: list[int]) -> str:
         """Peers by name; only the first ones of many."""
         names = [str(self.info(number)) for number in numbers[:NAMES_MAX]]

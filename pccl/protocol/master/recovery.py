@@ -74,6 +74,7 @@ class Unresolved:
 
     group: int
     tag: int
+    pair: tuple[int, int] | None  # of a send: who sends to whom
     members: set[int]  # that have come back
     open: set[int]  # those that do not know the outcome
     unheard: set[int] = field(default_factory=set)  # that never heard of its start
@@ -125,6 +126,7 @@ def plausible(resume: m.Resume) -> bool:
         and resume.last_seq < INCARNATION_MAX << INCARNATION_SHIFT
         and resume.epoch < INCARNATION_MAX << EPOCH_SHIFT
         and weights < WEIGHTS_MAX
+        and all(len({*one.members}) == 2 for one in resume.open if one.paired)
         and len(known) == len(resume.known)
         and resume.info.peer in known
         and all(
@@ -329,8 +331,10 @@ def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
     for number, resume in resumes.items():
         group = resume.info.group
         for open_ in resume.open:
-            unresolved = found.setdefault(open_.seq, Unresolved(group, open_.tag, set(), set()))
-            if number not in open_.members or unresolved.group != group:
+            pair = (open_.members[0], open_.members[-1]) if open_.paired else None
+            first = Unresolved(group, open_.tag, pair, set(), set())
+            unresolved = found.setdefault(open_.seq, first)
+            if number not in open_.members or unresolved.group != group or unresolved.pair != pair:
                 continue  # impossible
             members = set(open_.members) & resumes.keys()
             unresolved.members |= {n for n in members if resumes[n].info.group == group}

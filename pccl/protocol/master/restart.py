@@ -84,7 +84,8 @@ def restore(run: Run, before: Before, back: Mapping[int, Back], now_s: float) ->
 
 
 def _resolve(run: Run, seq: int, was: Unresolved, now_s: float) -> None:
-    start = frozenset((RoundId(Kind.START, was.group, was.tag),))
+    kind = Kind.START if was.pair is None else Kind.PAIR
+    start = frozenset((RoundId(kind, was.group, was.tag, was.pair),))
     lost = Result.RANK_CONNECTION_LOST
     for number in sorted(was.unheard):  # its vote to start is void, as it is for the others
         rejection = PendingRejection(start, lost, RESTARTED, m.Cause.OTHER, seq)
@@ -92,6 +93,7 @@ def _resolve(run: Run, seq: int, was: Unresolved, now_s: float) -> None:
     if was.outcome is None:
         running = Running(seq, was.group, was.members, f"collective {seq}", was.votes)
         running.since_s = now_s
+        running.paired = was.pair is not None
         run.collectives.resolve(running, RESTARTED)
         return
     for number in sorted(was.open):

@@ -82,6 +82,7 @@ class Run:
             Kind.TOPOLOGY: self._commit_topology,
             Kind.PENDING: self._commit_pending,
             Kind.START: self.collectives.start,
+            Kind.PAIR: self.collectives.pair,
             Kind.SYNC: self.synchronisations.begin,
             Kind.OPTIMIZE: self.optimisations.begin,
         }

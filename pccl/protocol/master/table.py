@@ -21,6 +21,7 @@ class Running:
     why: str = ""
     cause: m.Cause = m.Cause.OTHER
     since_s: float = 0.0  # when the last peer entered it
+    paired: bool = False  # a send: the loss of others is nothing to it
 
     @property
     def missing(self) -> set[int]:
@@ -52,8 +53,12 @@ class CollectiveTable:
         return self._running.get(seq)
 
     def of_group(self, group: int) -> list[Running]:
-        """The collectives of a group, in the order of their starts."""
-        return [running for running in self._running.values() if running.group == group]
+        """The collectives of all peers of a group, in the order of their starts."""
+        return [
+            running
+            for running in self._running.values()
+            if running.group == group and not running.paired
+        ]
 
     def running(self, number: int) -> int:
         """Of how many running collectives a peer is a member."""
@@ -66,10 +71,10 @@ class CollectiveTable:
         for number in running.members:
             counts[number] = counts.get(number, 0) + 1
 
-    def remove(self, running: Running) -> None:
+    def remove(self, running: Running, ok: bool) -> None:
         """Removes a collective that has an outcome."""
         del self._running[running.seq]
-        if all(running.votes.values()):
+        if ok:
             self.committed += 1
         else:
             self.aborted += 1
@@ -81,8 +86,10 @@ class CollectiveTable:
                 counts[number] -= 1
 
     def lose(self, group: int, lost: Collection[int]) -> list[Running]:
-        """Peers of a group are lost: removes them. Returns the collectives of the group."""
+        """Peers of a group are lost: removes them. Returns the collectives that they were in."""
+        lost = set(lost)
         running = self.of_group(group)
+        running += [one for one in self._running.values() if one.paired and one.members & lost]
         for one in running:
             one.members.difference_update(lost)
             for number in lost:

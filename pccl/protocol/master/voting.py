@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.circles import circle
 from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.membership import NAMES_MAX, Membership
 from pccl.protocol.master.outbox import Outbox, plain
@@ -88,6 +89,11 @@ class Voting:
             why = f"it entered {stands_in[round_id].describe(number)} twice"
             self._dismissals.dismiss(number, why, Result.INVALID_USAGE)
             return
+        gone = [one for one in round_id.pair or () if not self._membership.has(one, round_id.group)]
+        if gone:
+            why = f"peer {gone[0]} is not in this peer's group, or no more"
+            self._outbox.fail(number, vote.call, Result.RANK_CONNECTION_LOST, why)
+            return
         why = self.open.too_much(number, vote, self._table.running(number))
         if why:
             self._outbox.fail(number, vote.call, Result.INVALID_USAGE, why)
@@ -100,7 +106,7 @@ class Voting:
         """Commits a round if all members have voted, unless they wait for a newcomer."""
         if (
             round_ is not None
-            and len(round_.votes) == self._membership.size(round_.id.group)
+            and len(round_.votes) == self._size(round_)
             and (self._membership.any_pending or not round_.is_patient)
         ):
             self.open.close(round_)
@@ -124,8 +130,13 @@ class Voting:
 
     def absent(self, round_: Round[object]) -> list[int]:
         """The members that have not voted."""
-        members = self._membership.accepted(round_.id.group)
-        return [number for number in members if number not in round_.votes]
+        return [number for number in self._members(round_) if number not in round_.votes]
+
+    def _members(self, round_: Round[object]) -> Sequence[int]:
+        return round_.id.pair or self._membership.accepted(round_.id.group)
+
+    def _size(self, round_: Round[object]) -> int:
+        return 2 if round_.id.pair else self._membership.size(round_.id.group)
 
     def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
         """Everything that peers wait for: its name, the missing peers, and a title."""
@@ -149,15 +160,26 @@ class Voting:
         that waited only for them."""
         for round_ in self.open:
             groups = lost if round_.id.group is None else {round_.id.group} & lost.keys()
+            if round_.id.pair is not None:
+                self._part(round_, [lost[group] for group in groups])
+                continue
             round_.lost += [title for group in groups for title in lost[group].values()]
             if round_ in self.open:  # it may have ended since
                 self.evaluate(round_)
+
+    def _part(self, round_: Round[object], lost: Iterable[Mapping[int, str]]) -> None:
+        """Fails a PAIR if one of the two is lost; the loss of others is nothing to it."""
+        titles = [all_[one] for all_ in lost for one in round_.id.pair or () if one in all_]
+        if titles:
+            self.open.close(round_)
+            why = "lost " + "; ".join(titles)
+            self._outbox.fail_all(round_, Result.RANK_CONNECTION_LOST, why)
 
     # ---- votes that can never meet ----
 
     def _mismatch(self, round_: Round[object]) -> bool:
         """Fails a start round whose votes ask for different work, or assume different ranks."""
-        if round_.id.kind is not Kind.START:
+        if round_.id.kind not in (Kind.START, Kind.PAIR):
             return False
         first, mine = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
         asked, requested = first.payload, mine.payload
@@ -183,11 +205,14 @@ class Voting:
 
     def _conflict(self, number: int, mine: Round[object]) -> bool:
         """Fails two rounds that wait for each other's voters, and so can never commit."""
-        other = self.open.in_the_way(number, mine)
-        if other is None:
+        rounds = [mine, self.open.in_the_way(number, mine)]
+        if rounds[1] is None and self.open.any_pair:
+            rounds = [*circle(number, self.open, self.absent)]
+        ends = [round_ for round_ in rounds if round_ is not None]
+        if len(ends) < 2:
             return False
-        why = "the peers stand in calls that can never meet: " + self._who([mine, other])
-        self._end([mine, other], Result.INVALID_USAGE, why)
+        why = "the peers stand in calls that can never meet: " + self._who(ends)
+        self._end(ends, Result.INVALID_USAGE, why)
         return True
 
     def _who(self, rounds: Iterable[Round[object]]) -> str:
@@ -211,7 +236,7 @@ class Voting:
         for round_ in rounds:
             self.open.close(round_)
             self._outbox.fail_all(round_, result, why, m.Cause.MISMATCH)
-            for number in self._membership.accepted(round_.id.group):
+            for number in self._members(round_):
                 if number not in voters:
                     self.reject_later(number, rejection)
 

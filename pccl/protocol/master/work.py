@@ -46,6 +46,12 @@ def are_rows(work: m.Work, rows: Rows) -> bool:
     return work.what == CollectiveKind.ALL_TO_ALL and len(gives) == len(takes) == work.members
 
 
+def is_pair(number: int, vote: m.StartVote) -> bool:
+    """Whether a peer's vote names two peers if it is for a send, and only then: it and another."""
+    paired = len(vote.pair) == 2 and len({*vote.pair}) == 2 and number in vote.pair
+    return paired if vote.work.what == CollectiveKind.SEND else not vote.pair
+
+
 def misfit(rows: Sequence[Rows]) -> tuple[int, int] | None:
     """Two ranks of which the second takes another number of rows than the first gives it."""
     taken = list(zip(*(takes for _, takes in rows), strict=True))  # from whom, by whom

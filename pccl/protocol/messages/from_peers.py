@@ -16,6 +16,7 @@ from pccl.protocol.messages.values import (
     Name,
     Offer,
     Open,
+    Pair,
     PeerInfo,
     Rings,
     Rows,
@@ -79,7 +80,7 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
 
     `heard` is the greatest seq that the peer has heard of; it has all results up to that one.
     `stuck`: as in `PendingVote`. `gives` and `takes`: how many rows of an all_to_all are for each
-    rank, and from each; empty: one each.
+    rank, and from each; empty: one each. `pair` is not empty in a send: who sends to whom.
     """
 
     call: U64
@@ -90,6 +91,7 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
     stuck: bool = False
     gives: Rows = ()
     takes: Rows = ()
+    pair: Pair = ()
 
 
 class FinishVote(Struct, array_like=True, frozen=True, tag=5):

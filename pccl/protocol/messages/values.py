@@ -33,6 +33,7 @@ U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 64 bits
 Text = Annotated[str, Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Data = Annotated[bytes, Meta(max_length=INLINE_BYTES_MAX)]
+Pair = Annotated[tuple[U64, ...], Meta(max_length=2)]
 Rows = Annotated[tuple[U64, ...], Meta(max_length=MEMBERS_MAX)]
 
 
@@ -215,12 +216,16 @@ class Done(Struct, array_like=True, frozen=True):
 
 
 class Open(Struct, array_like=True, frozen=True):
-    """A collective whose outcome a peer does not know; `vote` is None until it has voted."""
+    """A collective whose outcome a peer does not know; `vote` is None until it has voted.
+
+    `paired`: the first of two members sends to the second.
+    """
 
     seq: U64
     members: tuple[U64, ...]
     vote: bool | None
     tag: U64 = 0
+    paired: bool = False
 
 
 class Small(Struct, array_like=True, frozen=True):

@@ -10,6 +10,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 
 ENTERING = "while peers were still entering it"
+MOVING = "while its data was under way"
 CONFIRMING = "when its result was here, but not yet on all peers"
 
 # Messages arrive in order: a peer that has heard of the start of a collective has heard of all
@@ -74,6 +75,7 @@ class Collective:
     data: bytes | None = None  # the contribution if it travels with the vote; later the result
     stuck: bool = False
     rows: Rows = NO_ROWS
+    pair: tuple[int, ...] = ()  # of a send: who sends to whom
     state: State = State.VOTING
     seq: int = 0
     members: tuple[int, ...] = ()
@@ -86,6 +88,7 @@ class Collective:
     whole: bool = False  # this peer holds, or held, the whole result
     broken: str = ""  # why it could not start here
     stalled: bool = False  # the master knows that others may lack data from this peer
+    stream: int = 0  # of a send: that on which it sends
     tx_bytes: int = 0
     rx_bytes: int = 0
 
@@ -103,7 +106,13 @@ class Collective:
     def vote(self, heard: int) -> m.StartVote:
         """The vote to start it."""
         stuck, rows = self.stuck, self.rows
-        return m.StartVote(self.call, self.tag, self.work, self.data, heard, stuck, *rows)
+        data, pair = self.data, self.pair
+        return m.StartVote(self.call, self.tag, self.work, data, heard, stuck, *rows, pair)
+
+    @property
+    def place(self) -> int | str:
+        """What no two calls of a peer have at the same time."""
+        return f"{self.tag} of {self.pair}" if self.pair else self.tag
 
     @property
     def title(self) -> str:
@@ -114,7 +123,8 @@ class Collective:
     def open(self) -> m.Open:
         """What a master must know of it that does not know its outcome."""
         votes = {State.RUNNING: None, State.COMPLETE: True, State.ABORTING: False}
-        return m.Open(self.seq, self.members, votes[self.state], self.tag)
+        members = self.pair or self.members
+        return m.Open(self.seq, members, votes[self.state], self.tag, bool(self.pair))
 
     @property
     def unstarted(self) -> bool:
@@ -126,4 +136,6 @@ class Collective:
         """Its progress, in words."""
         if self.seq == 0:
             return ENTERING
-        return CONFIRMING if self.whole else "while its data went around the ring"
+        if self.whole:
+            return CONFIRMING
+        return MOVING if self.pair else "while its data went around the ring"

@@ -16,6 +16,7 @@ user's memory, and has restored it unless the outcome is a commit. Then the call
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -39,11 +40,17 @@ from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
 from pccl.protocol.peer.knowledge import Knowledge
 from pccl.protocol.peer.outbox import Outbox
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.ring import places
+from pccl.protocol.ring import RingPlace, places
 from pccl.protocol.rounds import WITHDRAWN, Kind
 
 OTHER = m.Cause.OTHER
 Outcomes: TypeAlias = tuple[tuple[int, bool], ...]  # of collectives, by seq
+
+
+def tag_of_send(tag: int, pair: tuple[int, ...]) -> int:
+    """The tag of a send's data: that of no other one, but for a collision of hashes."""
+    text = f"{tag} {pair}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big")
 
 
 class Collectives:
@@ -90,8 +97,10 @@ class Collectives:
         """A caller enters a collective; `said`: its vote was already sent."""
         self._by_call[one.call] = one
         if not one.settled:
-            register = RegisterOp(one.call, self._knowledge.run, one.tag, self._knowledge.last_seq)
-            self._outbox.do(register)
+            run, tag = self._knowledge.run, one.tag
+            if one.pair:
+                tag = tag_of_send(tag, one.pair)
+            self._outbox.do(RegisterOp(one.call, run, tag, self._knowledge.last_seq))
         if not said:
             self._outbox.say(one.vote(self._knowledge.last_seq))
 
@@ -105,7 +114,7 @@ class Collectives:
         if one is None:
             return
         one.seq = started.seq
-        one.members = tuple(info.peer for info in self._knowledge.plan.peers)
+        one.members = one.pair or tuple(info.peer for info in self._knowledge.plan.peers)
         if started.data is None:
             self._start_op(one, started)
         elif started.final:
@@ -124,10 +133,23 @@ class Collectives:
             fail = timed_out(one.call, self._withdrawals.why(one.call, GONE))
             self.stop(one, GONE, m.Cause.TIMEOUT, fail)
             return
+        if one.pair:
+            self._start_send(one, started)
+            return
         self._streams.renew(started.epoch)
         plan, number = self._knowledge.plan, self._knowledge.number
         parts = places(one.work, plan.rings, number, self._streams.ring)
         self._outbox.do(StartOp(one.call, seq, started.nonce, parts))
+
+    def _start_send(self, one: Collective, started: m.Started) -> None:
+        """The data of a send goes directly from one to the other: a ring of two, of which only one
+        link is used."""
+        giver, taker = one.pair
+        gives = self._knowledge.number == giver
+        if gives:
+            one.stream = self._streams.direct(taker)
+        place = RingPlace(one.stream, members=2, position=int(not gives))
+        self._outbox.do(StartOp(one.call, one.seq, started.nonce, (place,)))
 
     def _vote_on(self, one: Collective, data: bytes) -> None:
         """A small collective has its result, which is not final."""
@@ -194,14 +216,19 @@ class Collectives:
         The engine may have forgotten that op, and only this object knows that a neighbour waits.
         """
         if stream in self._streams.ring:
-            self._stall(self._by_call.values(), why)
+            self._stall([one for one in self._by_call.values() if not one.pair], why)
+        else:
+            self._stall([one for one in self._by_call.values() if one.stream == stream], why)
+            self._streams.lost(stream)
 
     def _stall(self, collectives: Iterable[Collective], why: str) -> None:
         """Tells the master, once, that others may never complete what this peer holds."""
         concerned = [one for one in collectives if one.passes_on and not one.stalled]
         for one in concerned:
             one.stalled = True
-        if concerned:
+            if one.pair:
+                self._outbox.say(m.Stalled(self._streams.epoch, one.seq, why[:WHY_MAX]))
+        if any(not one.pair for one in concerned):
             self._outbox.say(m.Stalled(self._streams.epoch, 0, why[:WHY_MAX]))
 
     # ---- the end ----
@@ -277,7 +304,7 @@ class Collectives:
         self._withdrawals.forget(one.call)
         if one.outcome is not None:
             return
-        self._ghosts.add(one.call, one.tag, fail.fault is Fault.TIMEOUT)
+        self._ghosts.add(one.call, one.place, fail.fault is Fault.TIMEOUT)
         one.parting = replace(fail, result=WITHDRAWN[Kind.START], phase=one.phase)
         if one.move(Event.LEFT) and not one.settled:
             self._outbox.do(AbortOp(one.call))

@@ -190,15 +190,16 @@ class Peer:
         stuck: bool = False,
         said: bool = False,
         rows: Rows = NO_ROWS,
+        pair: tuple[int, ...] = (),
     ) -> list[Effect]:
         """Answered with a `Reduced`. `stuck`: until then this peer makes no other call.
 
         With `data`, the contribution, the master reduces and the engine has no part in it.
         `said`: its vote was already sent (`heard_if_free`). `rows`: how many are for each rank, and
-        from each, unless it is one each.
+        from each, unless it is one each. `pair`: who sends to whom, of a send.
         """
-        one = Collective(call, tag, work, data, stuck, rows, settled=data is not None)
-        return self._enter(call, tag, lambda: self.collectives.enter(one, said))
+        one = Collective(call, tag, work, data, stuck, rows, pair, settled=data is not None)
+        return self._enter(call, one.place, lambda: self.collectives.enter(one, said))
 
     def sync(self, call: int, serve_op: int, offer: m.Offer) -> list[Effect]:
         """Answered with a `Synced`; zero or more `Follow` effects come before.
@@ -351,6 +352,7 @@ class Peer:
 
     def _planned(self, plan: m.Plan) -> None:
         self.knowledge.plan = plan
+        self._streams.keep(info.peer for info in plan.peers)
 
     def _counted(self, sizes: m.WorldSizes) -> None:
         self.knowledge.world = sizes.world

@@ -1,8 +1,8 @@
 """A peer's streams: which are open, and those around its rings.
 
-Streams belong to an epoch. The first collective of a new epoch closes the old ones and opens new
-ones; nothing in an old epoch still needs them, because an epoch ends only when no collective is
-running or all are interrupted.
+The rings' streams belong to an epoch. The first collective of a new epoch closes the old ones and
+opens new ones; nothing in an old epoch still needs them, because an epoch ends only when no
+collective is running or all are interrupted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class Streams:
         self._next = 1
         self.ring: tuple[int, ...] = ()
         self.epoch = 0
+        self._direct: dict[int, int] = {}  # of sends, by peer
+        self._lost: set[int] = set()  # of these, until they are closed
 
     def open(self, info: m.PeerInfo) -> int:
         """Opens a stream to a peer. Returns its number."""
@@ -52,7 +54,35 @@ class Streams:
         to = successors(plan.rings, self._knowledge.number)
         self.ring, self.epoch = tuple(self.open(infos[n]) for n in to), epoch
 
+    # ---- of sends ----
+
+    def direct(self, peer: int) -> int:
+        """The stream to a peer for what is sent to it alone; opened if necessary.
+
+        It belongs to no epoch, for it leads to the same peer in all of them.
+        """
+        self._clear()
+        if peer not in self._direct:
+            self._direct[peer] = self.open(self._knowledge.info(peer))
+        return self._direct[peer]
+
+    def keep(self, peers: Iterable[int]) -> None:
+        """Closes those to all other peers: they have left the group."""
+        self._clear()
+        gone = self._direct.keys() - set(peers)
+        self.close(self._direct.pop(peer) for peer in sorted(gone))
+
+    def lost(self, stream: int) -> None:
+        """One is lost: the next send opens another one."""
+        for peer in [peer for peer, each in self._direct.items() if each == stream]:
+            self._lost.add(self._direct.pop(peer))
+
+    def _clear(self) -> None:
+        self.close(sorted(self._lost))
+        self._lost.clear()
+
     def end(self) -> None:
-        """Closes the rings' streams for good."""
+        """Closes the rings' streams, and those of sends, for good."""
         self.close(self.ring)
         self.ring = ()
+        self.keep(())

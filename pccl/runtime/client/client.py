@@ -219,8 +219,8 @@ class Client:
         def begin(number: int) -> list[effects.Effect]:
             shortcut.entered = True
             self._pending.memory[number] = operands
-            rows = operands.rows
-            return self._peer.collective(number, tag, work, data, stuck, shortcut.sent, rows)
+            rows, pair = operands.rows, operands.pair
+            return self._peer.collective(number, tag, work, data, stuck, shortcut.sent, rows, pair)
 
         self._leave_to_begin(call, begin)
         if data is not None:

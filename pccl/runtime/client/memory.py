@@ -30,6 +30,7 @@ class Operands:
 
     In an exchange, `send_rows` and `recv_rows` are the rows that each array has for each rank, and
     from each; empty: none. `uneven`: other peers cannot know these numbers.
+    `pair`: the peers of a send, the one that sends first.
     """
 
     work: m.Work
@@ -37,6 +38,14 @@ class Operands:
     send_rows: tuple[int, ...] = ()
     recv_rows: tuple[int, ...] = ()
     uneven: bool = False
+    pair: tuple[int, ...] = ()
+
+    def place(self, tag: int) -> int | str:
+        """What no two calls of a peer have at the same time."""
+        if not self.pair:
+            return tag
+        giver, taker = self.pair
+        return f"{tag} from peer {giver} to peer {taker}"
 
     @property
     def rows(self) -> Rows:

@@ -19,7 +19,8 @@ def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool
     if isinstance(memory, Pool):
         ids["first_counted"] = memory.first_counted
     if isinstance(memory, Operands) and memory.work.what in EXCHANGES:
-        members, rows = memory.work.members, (memory.send_rows, memory.recv_rows)
+        rows = memory.send_rows, memory.recv_rows
+        members = max(map(len, rows))
         parts = _parts(memory)
         engine.register_exchange(effect.op, members=members, parts=parts, rows=rows, **ids)
     elif isinstance(memory, Operands):

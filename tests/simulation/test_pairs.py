@@ -1,0 +1,392 @@
+"""The rules of sends: two peers agree, and nobody else has a part in it."""
+
+from __future__ import annotations
+
+from hall import WORK, Hall, resume
+
+from pccl.protocol import messages as m
+from pccl.protocol.master import Journal, Master
+from pccl.protocol.peer import Peer, effects
+from pccl.protocol.peer.collectives import tag_of_send
+from pccl.protocol.ring import RingPlace
+from pccl.runtime.inline import combine
+from pccl.types import Result
+
+SEND = m.Work("send", 0, 10, 5)
+INFOS = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in (1, 2, 3))
+
+
+def vote(
+    hall: Hall,
+    number: int,
+    pair: tuple[int, ...],
+    call: int = 2,
+    tag: int = 0,
+    work: m.Work = SEND,
+    stuck: bool = False,
+) -> None:
+    hall.say(b"%d" % number, m.StartVote(call, tag, work, stuck=stuck, pair=pair))
+
+
+def meet(hall: Hall) -> int:
+    """Peer 1 sends to peer 2; the number of that."""
+    for number in (1, 2):
+        vote(hall, number, (1, 2))
+    first, second = hall.last(b"1"), hall.last(b"2")
+    assert isinstance(first, m.Started) and isinstance(second, m.Started)
+    assert first.seq == second.seq and first.nonce == second.nonce
+    return first.seq
+
+
+def finish(hall: Hall, seq: int) -> None:
+    """Both have all that they need."""
+    for number in (1, 2):
+        hall.say(b"%d" % number, m.FinishVote(seq, True))
+    assert hall.last(b"1") == hall.last(b"2") == m.Finished(seq, True)
+
+
+def errors(hall: Hall, *numbers: int) -> list[m.CallError]:
+    found = [hall.last(b"%d" % number) for number in numbers]
+    assert all(isinstance(each, m.CallError) for each in found), found
+    return [each for each in found if isinstance(each, m.CallError)]
+
+
+def hears_nothing(hall: Hall, number: int) -> bool:
+    """Whether a peer has heard of no collective."""
+    told = hall.told[b"%d" % number]
+    return not any(isinstance(each, m.Started | m.Interrupt | m.Finished) for each in told)
+
+
+def test_two_meet_and_a_third_hears_nothing_of_it() -> None:
+    hall = Hall(3)
+    seq = meet(hall)
+    finish(hall, seq)
+    assert hears_nothing(hall, 3)
+    assert not any(peer.proven for peer in hall.master.peers.values())
+
+
+def test_sends_are_told_apart_by_who_sends_to_whom_and_by_tag() -> None:
+    hall = Hall(3)
+    vote(hall, 1, (1, 2))
+    vote(hall, 2, (2, 1))
+    vote(hall, 2, (1, 2), call=3, tag=1)
+    vote(hall, 3, (3, 2))
+    hall.say(b"1", m.StartVote(5, 0, WORK))
+    assert all(hears_nothing(hall, number) for number in (1, 2, 3))
+    vote(hall, 2, (1, 2), call=4)
+    assert isinstance(hall.last(b"1"), m.Started) and hears_nothing(hall, 3)
+
+
+def test_different_arrays_are_an_error_for_both() -> None:
+    hall = Hall(3)
+    vote(hall, 1, (1, 2))
+    vote(hall, 2, (1, 2), work=m.Work("send", 0, 10, 6))
+    for error in errors(hall, 1, 2):
+        assert error.cause == m.Cause.MISMATCH
+        assert "called send(5 elements of float32) to peer 2 with tag 0; peer 2 (" in error.why
+        assert "called recv(6 elements of float32) from peer 1 with tag 0" in error.why
+    meet(hall)
+
+
+def test_the_loss_of_either_ends_it_for_the_other_with_its_name() -> None:
+    for lost, left in ((1, 2), (2, 1)):
+        hall = Hall(3)
+        vote(hall, left, (1, 2))
+        hall.say(b"%d" % lost, m.Leave())
+        (error,) = errors(hall, left)
+        assert error.result == Result.RANK_CONNECTION_LOST.value
+        assert error.why.startswith(f"lost peer {lost} (")
+        vote(hall, left, (1, 2), call=3)  # it is not there any more
+        (error,) = errors(hall, left)
+        assert error.result == Result.RANK_CONNECTION_LOST.value
+        assert error.why == f"peer {lost} is not in this peer's group, or no more"
+
+
+def test_the_loss_of_either_while_the_data_is_under_way_fails_it() -> None:
+    for lost, left in ((b"1", b"2"), (b"2", b"1")):
+        for complete in (False, True):  # also if the other one holds all that it needs
+            hall = Hall(3)
+            seq = meet(hall)
+            if complete:
+                hall.say(left, m.FinishVote(seq, True))
+            hall.say(lost, m.Leave())
+            if not complete:
+                assert isinstance(hall.last(left), m.Interrupt)
+                hall.say(left, m.FinishVote(seq, False))
+            finished = hall.last(left)
+            assert isinstance(finished, m.Finished) and not finished.ok
+            assert finished.why.startswith(f"lost peer {lost.decode()} (")
+
+
+def test_the_loss_of_a_third_is_nothing_to_it() -> None:
+    hall = Hall(3)
+    vote(hall, 2, (1, 2), tag=7)
+    seq = meet(hall)
+    hall.say(b"3", m.Leave())
+    assert not any(isinstance(each, m.Interrupt | m.CallError) for each in hall.told[b"1"])
+    assert not any(isinstance(each, m.Interrupt | m.CallError) for each in hall.told[b"2"])
+    finish(hall, seq)
+    vote(hall, 1, (1, 2), tag=7, call=9)
+    assert isinstance(hall.last(b"2"), m.Started)
+
+
+def test_a_failure_interrupts_the_other_one_and_no_collective() -> None:
+    hall = Hall(3)
+    running, seq = hall.start(), meet(hall)
+    epoch = hall.master.run.groups[0].epoch
+    hall.say(b"2", m.FinishVote(seq, False, "no memory"))
+    interrupt = hall.last(b"1")
+    assert isinstance(interrupt, m.Interrupt) and interrupt.seq == seq
+    assert "peer 2 (" in interrupt.why and "no memory" in interrupt.why
+    hall.say(b"1", m.FinishVote(seq, True))
+    assert isinstance(hall.last(b"1"), m.Finished)
+    hall.everyone(m.FinishVote(running, True))
+    assert hall.last(b"3") == m.Finished(running, True)
+    assert hall.start() and hall.master.run.groups[0].epoch == epoch
+
+
+def test_a_collective_that_fails_interrupts_no_send() -> None:
+    hall = Hall(3)
+    running, seq = hall.start(), meet(hall)
+    hall.say(b"3", m.FinishVote(running, False, "no memory"))
+    interrupt = hall.last(b"1")
+    assert isinstance(interrupt, m.Interrupt) and interrupt.seq == running
+    finish(hall, seq)
+
+
+def test_what_was_sent_and_is_lost_ends_it() -> None:
+    hall = Hall(3)
+    running, seq = hall.start(), meet(hall)
+    hall.say(b"1", m.FinishVote(seq, True))
+    hall.say(b"3", m.Stalled(1, seq, "a third one"))  # it has no part in it
+    assert isinstance(hall.last(b"2"), m.Started)
+    hall.say(b"1", m.Stalled(1, seq, "a lane was disconnected"))
+    interrupt = hall.last(b"2")
+    assert isinstance(interrupt, m.Interrupt) and interrupt.seq == seq
+    assert "a lane was disconnected" in interrupt.why
+    hall.everyone(m.FinishVote(running, True))
+    assert hall.last(b"3") == m.Finished(running, True)
+
+
+def test_a_caller_withdraws_before_and_after_the_start() -> None:
+    hall = Hall(3)
+    vote(hall, 2, (1, 2))
+    hall.say(b"2", m.Withdraw(2))
+    (error,) = errors(hall, 2)
+    assert error.cause == m.Cause.TIMEOUT and error.why.startswith("waited for peer 1 (")
+    seq = meet(hall)
+    hall.say(b"2", m.FinishVote(seq, True))
+    hall.say(b"2", m.Withdraw(2, seq))
+    interrupt = hall.last(b"1")
+    assert isinstance(interrupt, m.Interrupt)
+    assert "waited no longer for peer 1 (" in interrupt.why
+
+
+def test_what_a_send_waits_for_is_told() -> None:
+    hall = Hall(3)
+    vote(hall, 2, (1, 2))
+    hall.say(b"2", m.Inquire(2))
+    waiting = hall.last(b"2")
+    assert isinstance(waiting, m.Waiting)
+    assert waiting.why.startswith("in recv(5 elements of float32) from peer 1 with tag 0: peer 1 (")
+    (wait,) = hall.master.status().waits
+    assert wait.missing == (1,) and wait.missing_count == wait.entered == 1
+
+
+def test_calls_that_can_never_meet() -> None:
+    for single in (True, False):  # who has several threads may come yet
+        hall = Hall(3)
+        vote(hall, 1, (1, 2), stuck=single)
+        vote(hall, 2, (2, 1), stuck=single)
+        if not single:
+            assert all(hears_nothing(hall, number) for number in (1, 2))
+            continue
+        for error in errors(hall, 1, 2):
+            assert error.cause == m.Cause.MISMATCH
+            assert "the peers stand in calls that can never meet: " in error.why
+            assert "called send(5 elements of float32) to peer 1 with tag 0" in error.why
+            assert "called send(5 elements of float32) to peer 2 with tag 0" in error.why
+        meet(hall)
+
+
+def test_a_circle_of_three_can_never_meet() -> None:
+    hall = Hall(3)
+    for number in (1, 2, 3):
+        vote(hall, number, (number, number % 3 + 1), stuck=True)
+    for error in errors(hall, 3, 2):
+        assert "can never meet" in error.why
+    assert not isinstance(hall.last(b"1"), m.CallError)  # its own partner comes back, and may come
+
+
+def test_a_chain_is_no_circle() -> None:
+    hall = Hall(3)
+    vote(hall, 1, (1, 2), stuck=True)
+    vote(hall, 2, (2, 3), stuck=True)
+    vote(hall, 3, (3, 1))
+    assert not any(isinstance(hall.last(b"%d" % n), m.CallError) for n in (1, 2, 3))
+
+
+def test_a_collective_and_a_send_wait_for_each_other() -> None:
+    for first in (1, 2):
+        hall = Hall(3)
+        for number in (first, 3 - first):
+            if number == 1:
+                vote(hall, 1, (1, 2), stuck=True)
+            else:
+                hall.say(b"2", m.StartVote(5, 0, WORK, stuck=True))
+        for error in errors(hall, 1, 2):
+            assert "called all_reduce(" in error.why and "called send(" in error.why
+        hall.say(b"3", m.StartVote(5, 0, WORK, stuck=True))  # of that collective, which has ended
+        assert errors(hall, 3)
+
+
+def test_an_exclusive_call_waits_for_who_waits_in_a_send() -> None:
+    """One that was launched, and not awaited, keeps its peer from an exclusive call too."""
+    for stuck in (False, True):
+        for first in (1, 2):
+            hall = Hall(3)
+            for number in (first, 3 - first):
+                if number == 1:
+                    vote(hall, 1, (1, 2), stuck=stuck)
+                else:
+                    hall.say(b"2", m.TopologyVote(5))
+            assert len(errors(hall, 1, 2)) == 2
+    hall = Hall(3)
+    vote(hall, 1, (1, 2))
+    hall.say(b"3", m.TopologyVote(5))  # the other two may come when they have met
+    assert not isinstance(hall.last(b"3"), m.CallError)
+    meet_now = m.StartVote(3, 0, SEND, pair=(1, 2))
+    hall.say(b"2", meet_now)
+    assert isinstance(hall.last(b"2"), m.Started)
+
+
+def test_a_third_is_not_told_of_a_failed_send() -> None:
+    hall = Hall(3)
+    vote(hall, 1, (1, 2), stuck=True)
+    vote(hall, 2, (2, 1), stuck=True)
+    assert errors(hall, 1, 2) and not hall.master.run.voting._rejections
+
+
+def test_votes_that_cannot_be_cost_their_sender_the_membership() -> None:
+    for work, pair in (
+        (SEND, ()),
+        (SEND, (1,)),
+        (SEND, (1, 1)),
+        (SEND, (2, 3)),
+        (WORK, (1, 2)),
+    ):
+        hall = Hall(3)
+        vote(hall, 1, pair, work=work)
+        assert "out of turn" in hall.dropped[b"1"]
+
+
+def test_a_restarted_master_goes_on_with_a_send() -> None:
+    both = (m.PeerInfo(1, 0, "10.0.0.1", 1, "", "x"), m.PeerInfo(2, 0, "10.0.0.1", 1, "", "x"))
+    third = m.PeerInfo(3, 0, "10.0.0.1", 1, "", "x")
+    for unheard in (False, True):
+        hall = Hall(0)
+        journal = Journal(5, 1, 4, frozenset((1, 2, 3)))
+        hall.master = Master(1, combine, journal=journal, secret=b"s")
+        held = m.Open(3, (1, 2), True, 7, paired=True)
+        for number in (1, 2, 3):
+            open_ = (held,) if number == 1 or (number == 2 and not unheard) else ()
+            seq = 2 if unheard and number == 2 else 3
+            told = resume(number, known=(*both, third), open=open_, last_seq=seq)
+            hall.perform(hall.master.resume(b"%d" % number, told, "10.0.0.1"))
+        if not unheard:
+            assert m.Finished(3, True) in hall.told[b"2"]
+            continue
+        finished = [each for each in hall.told[b"1"] if isinstance(each, m.Finished)]
+        assert [each.ok for each in finished] == [False]
+        vote(hall, 2, (1, 2), tag=7)  # the vote that it had cast before
+        (error,) = errors(hall, 2)
+        assert error.seq == 3
+        vote(hall, 2, (1, 2), tag=7, call=5)
+        vote(hall, 1, (1, 2), tag=7, call=5)
+        assert isinstance(hall.last(b"2"), m.Started)
+
+
+def test_a_restarted_master_commits_no_send_of_which_one_is_gone() -> None:
+    hall = Hall(0)
+    hall.master = Master(1, combine, journal=Journal(5, 1, 4, frozenset((1, 2))), secret=b"s")
+    infos = tuple(m.PeerInfo(n, 0, "10.0.0.1", 1, "", "x") for n in (1, 2))
+    held = m.Open(3, (1, 2), True, 7, paired=True)
+    told = resume(1, known=infos, open=(held,))
+    hall.perform(hall.master.resume(b"1", told, "10.0.0.1"))
+    for now_s in (0.0, 10.0):
+        hall.perform(hall.master.tick(now_s))
+    finished = [each for each in hall.told[b"1"] if isinstance(each, m.Finished)]
+    assert [each.ok for each in finished] == [False]
+
+
+# ---- a peer's side ----
+
+
+def accepted() -> Peer:
+    """Peer 2 of three."""
+    made = Peer()
+    made.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1002, "", "m2", b""))
+    for message in (
+        m.Welcome(2),
+        m.Plan(1, INFOS, (m.Ring((1, 2, 3), 1),), 0),
+        m.WorldSizes(m.World(3, 3, 1, 3)),
+        m.Admitted(7, m.Done()),
+    ):
+        made.received(message)
+    return made
+
+
+def send(peer: Peer, call: int, to: int) -> list[effects.Effect]:
+    """It sends, and the other one has voted; up to the start of the op."""
+    peer.collective(call, 0, SEND, pair=(2, to))
+    return peer.received(m.Started(call, 10 + call, 1, nonce=call))
+
+
+def test_data_goes_directly_and_the_stream_stays_for_the_next_send() -> None:
+    peer = accepted()
+    register, said = peer.collective(2, 0, SEND, stuck=True, pair=(2, 3))
+    assert isinstance(register, effects.RegisterOp) and register.tag == tag_of_send(0, (2, 3))
+    assert said == effects.Send(m.StartVote(2, 0, SEND, stuck=True, pair=(2, 3)))
+    place = RingPlace(1, members=2, position=0)
+    opened = effects.OpenStream(1, INFOS[2])
+    started = peer.received(m.Started(2, 12, 1, nonce=5))
+    assert started == [opened, effects.StartOp(2, 12, 5, (place,))]
+    peer.engine_complete(2, True, 20, 0)
+    assert peer.received(m.Finished(12, True)) == [effects.Answer(2, effects.Reduced(2, 20, 0))]
+    assert send(peer, 3, 3) == [effects.StartOp(3, 13, 3, (place,))]
+    peer.collective(4, 0, SEND, pair=(3, 2))  # who receives opens none
+    place = RingPlace(0, members=2, position=1)
+    assert peer.received(m.Started(4, 14, 1, nonce=9)) == [effects.StartOp(4, 14, 9, (place,))]
+
+
+def test_who_loses_what_it_has_sent_says_so_and_opens_another_stream() -> None:
+    peer = accepted()
+    send(peer, 2, 3)
+    send(peer, 3, 1)
+    peer.collective(4, 5, WORK)
+    peer.received(m.Started(4, 20, 1, nonce=1))
+    for call in (2, 3, 4):
+        peer.engine_complete(call, True, 20, 0)
+    why = "a lane was disconnected"
+    assert peer.stream_lost(1, why) == [effects.Send(m.Stalled(1, 12, why))]
+    assert not peer.stream_lost(1, why)
+    assert send(peer, 5, 3)[:2] == [effects.CloseStream(1), effects.OpenStream(4, INFOS[2])]
+
+
+def test_streams_are_closed_when_their_peer_has_left() -> None:
+    peer = accepted()
+    send(peer, 2, 3)
+    send(peer, 3, 1)
+    left = peer.received(m.Plan(2, INFOS[1:], (m.Ring((2, 3), 1),), 0))
+    assert left == [effects.CloseStream(2)]
+    assert effects.CloseStream(1) in peer.leave("done")
+
+
+def test_a_ghost_is_in_the_way_of_the_same_send_alone() -> None:
+    peer = accepted()
+    peer.collective(2, 0, SEND, pair=(2, 3))
+    peer.abandon(2)
+    peer.engine_settled(2, 0, 0)
+    assert not peer.collective(3, 0, SEND, pair=(2, 3))
+    for call, pair in ((4, (3, 2)), (5, (2, 1)), (6, ())):
+        assert peer.collective(call, 0, SEND if pair else WORK, pair=pair)
