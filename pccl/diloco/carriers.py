@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,8 @@ from pccl.diloco.route import Route, Way
 
 Tensors = list[torch.Tensor]
 
+_WEIGHTS_MAX = 1 << 32  # the divisor of a mean
+
 
 class Carrier(Protocol):
     """Averages a round's progress: this peer's pseudo-gradient, and then what goes as it is."""
@@ -20,8 +22,15 @@ class Carrier(Protocol):
     def way(self) -> Way:
         """That which the progress went that was last loaded."""
 
-    def load(self, progress: Tensors) -> None:
-        """Prepares what is sent; it stays the same for all attempts."""
+    @property
+    def contributors(self) -> int | None:
+        """Peers whose progress weighs anything in the means; None if all weigh the same."""
+
+    def load(self, progress: Tensors, weight: int | None) -> None:
+        """Prepares what is sent; it stays the same for all attempts.
+
+        `weight`: of this peer's progress in the means; None: that of all peers is the same.
+        """
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
         """One attempt to write the means over all peers."""
@@ -32,8 +41,8 @@ class Carrier(Protocol):
     def unload(self, means: Tensors) -> None:
         """Writes the means that a launched attempt has brought."""
 
-    def commit(self, contributors: int) -> None:
-        """The means, of so many peers, are going to be applied."""
+    def commit(self, peers: int, own: bool) -> None:
+        """The means, of so many peers, are going to be applied; `own`: that of this peer is in."""
 
     def state_dict(self) -> dict[str, Any]:
         """What this peer keeps from one round to the next."""
@@ -42,35 +51,105 @@ class Carrier(Protocol):
         """Takes over such a state, if it is of the same carrier."""
 
 
+class Total:
+    """What all weights add up to, and how many are not 0."""
+
+    def __init__(self) -> None:
+        self._own: torch.Tensor | None = None
+        self._sum = torch.zeros(2, dtype=torch.int64)
+
+    def load(self, weight: int | None) -> None:
+        """The weight of this peer; None: all weigh the same, and nothing is added up."""
+        self._own = None if weight is None else torch.tensor([weight, int(weight > 0)])
+
+    @property
+    def sent(self) -> Tensors:
+        """What is sent beside the progress."""
+        return [] if self._own is None else [self._own]
+
+    @property
+    def received(self) -> Tensors:
+        """Where an all-reduce adds it up."""
+        return [] if self._own is None else [self._sum]
+
+    def unload(self, rows: Sequence[torch.Tensor]) -> None:
+        """Adds up what a gather has brought, if there is anything."""
+        for row in rows:
+            torch.sum(row, 0, out=self._sum)
+
+    @property
+    def contributors(self) -> int | None:
+        """Peers that weigh anything."""
+        return None if self._own is None else int(self._sum[1])
+
+    def divisor(self, peers: int) -> int:
+        """By what a sum over so many peers is divided; 1 if nobody weighs anything.
+
+        Raises:
+            ValueError: the weights are too large, on all peers.
+        """
+        if self._own is None:
+            return peers
+        total = int(self._sum[0])
+        if total >= _WEIGHTS_MAX:
+            raise ValueError(
+                f"all peers together trained on {total} samples in one round, and {_WEIGHTS_MAX} "
+                "cannot be counted: give `samples` in a larger unit"
+            )
+        return max(1, total)
+
+
 class Ring:
-    """Sums up in fp32 around the ring."""
+    """Sums up in fp32 around the ring.
+
+    With weights, each peer sends its progress times its weight, and the weight; the sum of the one
+    is divided by that of the other.
+    """
 
     way: Way = "ring"
 
     def __init__(self) -> None:
         self._progress: Tensors = []
+        self._total = Total()
 
-    def load(self, progress: Tensors) -> None:
-        """It is sent as it is."""
-        self._progress = progress
+    @property
+    def contributors(self) -> int | None:
+        """As the last attempt has found them."""
+        return self._total.contributors
+
+    def load(self, progress: Tensors, weight: int | None) -> None:
+        """It is sent as it is, or times the weight."""
+        self._total.load(weight)
+        self._progress = progress if weight is None else [each * weight for each in progress]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
         """One all-reduce."""
-        return comm.all_reduce(*self._operands(means), op=ReduceOp.AVG)
+        info = comm.all_reduce(*self._operands(means), op=self._op)
+        self.unload(means)
+        return info
 
     def launch(self, comm: Communicator, means: Tensors, tag: int) -> AsyncReduceHandle:
         """The same in the background."""
-        return comm.all_reduce_async(*self._operands(means), op=ReduceOp.AVG, tag=tag)
+        return comm.all_reduce_async(*self._operands(means), op=self._op, tag=tag)
+
+    @property
+    def _op(self) -> ReduceOp:
+        return ReduceOp.SUM if self._total.sent else ReduceOp.AVG
 
     def _operands(self, means: Tensors) -> tuple[Any, Any]:
-        if len(means) == 1:
+        if len(means) == 1 and not self._total.sent:
             return self._progress[0], means[0]
-        return self._progress, means
+        return [*self._progress, *self._total.sent], [*means, *self._total.received]
 
     def unload(self, means: Tensors) -> None:
-        """The all-reduce has written them."""
+        """The all-reduce has written them; weighted sums are still to be divided."""
+        if self._total.sent:
+            divisor = self._total.divisor(1)
+            kernels.divide(means[0], divisor)
+            for mean in means[1:]:
+                kernels.add(mean, mean, torch.zeros_like(mean), divisor=divisor)
 
-    def commit(self, contributors: int) -> None:
+    def commit(self, peers: int, own: bool) -> None:
         """Nothing is kept."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,6 +174,9 @@ class Quantized:
     quantized once, whatever the number of peers; around a ring it would be at every hop, by others,
     and no peer could feed that back.
 
+    With a weight w, Q(w a) is sent, the sum is divided by that of the weights, and
+    a - Q(w a) / w is kept; with w = 0 the old e stands.
+
     With so many peers that an fp32 all-reduce receives fewer bytes, `Route` says so: then a itself
     goes around the ring, and e <- 0.
     """
@@ -111,8 +193,14 @@ class Quantized:
         self._payload = torch.empty(kernels.quantized_size(format, count), dtype=torch.uint8)
         self._sent: Tensors = []
         self._gathered: Any = []  # tensors
+        self._total = Total()
 
-    def load(self, progress: Tensors) -> None:
+    @property
+    def contributors(self) -> int | None:
+        """As the last attempt has found them."""
+        return (self._ring if self.way == "ring" else self._total).contributors
+
+    def load(self, progress: Tensors, weight: int | None) -> None:
         """Adds the residual to the pseudo-gradient, and quantizes that unless it goes around."""
         others = sum(each.nbytes for each in progress[1:])
         self.way = self._route.choose(
@@ -122,12 +210,20 @@ class Quantized:
         kernels.add(self._room, self._room, progress[0])
         if self.way == "ring":
             self._next.zero_()
-            self._ring.load([self._room, *progress[1:]])
+            self._ring.load([self._room, *progress[1:]], weight)
             return
-        kernels.quantize(self._payload, self._room, self._format)
-        kernels.dequantize(self._next, self._payload, self._format)
+        others_sent = progress[1:]
+        self._total.load(weight)
+        if weight is None:
+            kernels.quantize(self._payload, self._room, self._format)
+            kernels.dequantize(self._next, self._payload, self._format)
+        else:
+            kernels.quantize(self._payload, self._room * weight, self._format)
+            kernels.dequantize(self._next, self._payload, self._format)
+            self._next /= max(1, weight)
+            others_sent = [each * weight for each in others_sent]
         kernels.subtract(self._next, self._room, self._next)
-        self._sent = [self._payload, *progress[1:]]
+        self._sent = [self._payload, *others_sent, *self._total.sent]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
         """One all-gather and the sum, or one all-reduce."""
@@ -153,10 +249,13 @@ class Quantized:
     def unload(self, means: Tensors) -> None:
         """Sums up in the order of the ranks what was gathered."""
         if self.way == "ring":
+            self._ring.unload(means)
             return
         payloads, *plain = self._gathered
         self._gathered = []
-        mean = means[0]
+        mean, plain, totals = means[0], plain[: len(means) - 1], plain[len(means) - 1 :]
+        self._total.unload(totals)
+        divisor = self._total.divisor(len(payloads))
         for rank, payload in enumerate(payloads):
             read = kernels.accumulate if rank else kernels.dequantize
             try:
@@ -166,16 +265,17 @@ class Quantized:
                     f"the peer of rank {rank}, of {len(payloads)}, has sent a pseudo-gradient that "
                     f"is none: {error}"
                 ) from error
-        kernels.divide(mean, len(payloads))
+        kernels.divide(mean, divisor)
         for mean, rows in zip(means[1:], plain, strict=True):
             mean.copy_(rows[0])
             for rank in range(1, len(rows)):
-                kernels.add(mean, mean, rows[rank], divisor=_divisor(rank, rows))
+                kernels.add(mean, mean, rows[rank], divisor=_last(rank, rows, divisor))
 
-    def commit(self, contributors: int) -> None:
+    def commit(self, peers: int, own: bool) -> None:
         """The new residual becomes real."""
-        self._residual, self._next = self._next, self._residual
-        self._route.applied(contributors)
+        if own:
+            self._residual, self._next = self._next, self._residual
+        self._route.applied(peers)
 
     def state_dict(self) -> dict[str, Any]:
         """The residual."""
@@ -187,6 +287,6 @@ class Quantized:
             self._residual.copy_(state["residual"])
 
 
-def _divisor(rank: int, rows: torch.Tensor) -> int:
+def _last(rank: int, rows: torch.Tensor, divisor: int) -> int:
     """The last addition of a mean divides."""
-    return len(rows) if rank == len(rows) - 1 else 1
+    return divisor if rank == len(rows) - 1 else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,6 +14,7 @@ from pccl.diloco.carriers import Carrier
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import Buffers
 from pccl.diloco.outer_state import OuterState
+from pccl.diloco.shares import Share
 
 TAG = 0xD110C0  # of what runs while the script trains, and may take collectives of its own
 
@@ -27,15 +28,22 @@ class Average:
     Attributes:
         info: of the attempt that has committed; None if this peer was alone.
         retries: attempts that failed because a peer was lost.
+        weighty: peers whose pseudo-gradients weigh anything; None: all of them.
     """
 
     info: ReduceInfo | None
     retries: int
+    weighty: int | None = None
+
+    @property
+    def peers(self) -> int:
+        """Peers that took part."""
+        return 1 if self.info is None else self.info.world_size
 
     @property
     def contributors(self) -> int:
         """Peers whose pseudo-gradients were averaged."""
-        return 1 if self.info is None else self.info.world_size
+        return self.peers if self.weighty is None else self.weighty
 
 
 class Flight:
@@ -93,6 +101,7 @@ class Exchange:
 
     Attributes:
         carrier: what averages.
+        share: what this peer's progress weighs.
     """
 
     def __init__(
@@ -101,11 +110,13 @@ class Exchange:
         state: OuterState,
         buffers: Buffers,
         carrier: Carrier,
+        share: Share,
         meter: Meter,
         accounts: Accounts,
     ) -> None:
         self._comm = comm
         self.carrier = carrier
+        self.share = share
         self._state = state
         self._buffers = buffers
         self._meter = meter
@@ -118,10 +129,11 @@ class Exchange:
         """Takes this peer's progress from the model."""
         self._state.measure()
         self._moves = self._buffers.measure()
+        self.share.measure()
 
-    def reclaim(self) -> None:
-        """Gives it back to the model, because no mean will hold it."""
-        self._state.reclaim()
+    def reclaim(self, keep: float = 1.0) -> None:
+        """Gives it back to the model, or `keep` of it, because no mean will hold it."""
+        self._state.reclaim(keep)
         self._buffers.reclaim(self._moves)
         self._accounts.settle(applied=False)
 
@@ -146,11 +158,11 @@ class Exchange:
     def run(self) -> Average:
         """Averages the progress, and waits for the end."""
         self._accounts.vote()
-        self.carrier.load(self._progress())
+        self.carrier.load(self._progress(), self.share.weight)
         with self._meter.timed("reduce"):
             average = self._until_committed(lambda: self.carrier.run(self._comm, self.means))
         self._meter.last_reduce = average.info or self._meter.last_reduce
-        return average
+        return self._counted(average)
 
     def launch(self) -> Flight:
         """Begins to average the progress in the background.
@@ -159,7 +171,7 @@ class Exchange:
             PCCLError: TOO_FEW_PEERS: this peer is alone.
         """
         self._accounts.vote()
-        self.carrier.load(self._progress())
+        self.carrier.load(self._progress(), self.share.weight)
         return Flight(lambda: self.carrier.launch(self._comm, self.means, TAG))
 
     def land(self, flight: Flight) -> Average:
@@ -170,12 +182,17 @@ class Exchange:
             self.carrier.unload(self.means)
             self._meter.count(average.info)
             self._meter.last_reduce = average.info
-        return average
+        return self._counted(average)
+
+    def _counted(self, average: Average) -> Average:
+        weighty = None if average.info is None else self.carrier.contributors
+        return replace(average, weighty=weighty)
 
     def accept(self, average: Average) -> None:
         """The mean is going to be applied: that of a peer that was alone is its own progress."""
+        self.share.applied()
         if average.info is not None:
-            self.carrier.commit(average.contributors)
+            self.carrier.commit(average.peers, own=self.share.weight != 0)
             return
         for mean, own in zip(self.means, self._progress(), strict=True):
             mean.copy_(own)

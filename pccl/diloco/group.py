@@ -151,7 +151,7 @@ class Group:
 
     def suffices(self, average: Average, outer_step: int) -> bool:
         """Whether the outer step is taken by it; warns if this peer is alone."""
-        if average.contributors < self._quorum.least:
+        if average.peers < self._quorum.least or average.contributors == 0:
             return False
         if average.info is not None:
             self._reminder.reset()

@@ -123,9 +123,9 @@ class OuterState:
             else:
                 parameter.copy_(base)
 
-    def reclaim(self) -> None:
-        """w = w - d: gives the model the progress that no mean will hold."""
-        self.move(-self.delta)
+    def reclaim(self, keep: float = 1.0) -> None:
+        """w = w - keep d: gives the model the progress that no mean will hold."""
+        self.move(-keep * self.delta)
 
     @torch.no_grad()
     def move(self, by: torch.Tensor) -> None:

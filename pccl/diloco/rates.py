@@ -36,7 +36,7 @@ class Rates:
 
 
 def rates(
-    lr: Rate | None, momentum: Rate | None, *, inner_steps: int, sparse: bool, muon: bool
+    lr: Rate | None, momentum: Rate | None, *, inner_steps: int | None, sparse: bool, muon: bool
 ) -> Rates:
     """What is given, or the defaults.
 
@@ -48,7 +48,7 @@ def rates(
         ValueError: a number is out of range, or points are not in ascending order of k.
     """
     if momentum is None:
-        few = inner_steps < _FEW_STEPS
+        few = inner_steps is not None and inner_steps < _FEW_STEPS
         usual = _MOMENTUM_OF_FEW_STEPS if few else _MOMENTUM_WITH_MUON if muon else _MOMENTUM
         momentum = 0.0 if sparse else usual
     if lr is None and sparse:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pccl.diloco.meter import Meter
+from pccl.diloco.roll import PeerShare
 from pccl.diloco.route import Way
 from pccl.diloco.schedules import Outcome
 
@@ -34,6 +35,9 @@ class OuterRound:
         rx_bytes: payload bytes that this peer received in them.
         way: how this round's progress was, or is being, averaged: "gather" if it was quantized and
             gathered, "ring" if it went around the ring in fp32. See `wire`.
+        peers: what each peer did in this round, in the order of their ranks, if they may differ
+            (inner_seconds, deadline_peers, or weight="samples"); else, and in a round that has
+            admitted newcomers, what this peer did.
     """
 
     outer_step: int
@@ -49,6 +53,7 @@ class OuterRound:
     tx_bytes: int
     rx_bytes: int
     way: Way
+    peers: tuple[PeerShare, ...]
 
 
 class Stopwatch:
@@ -73,7 +78,23 @@ class Stopwatch:
         yield
         self._inside_s += time.monotonic() - began_s
 
-    def report(self, outer_step: int, outcome: Outcome, way: Way) -> OuterRound:
+    def share(self, inner_steps: int, samples: int, late: bool) -> PeerShare:
+        """What this peer did in the round."""
+        return PeerShare(inner_steps, samples, self.compute_s, self._utilisation, late)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of training since the last round."""
+        return time.monotonic() - self._round_ended_s - self._inside_s
+
+    @property
+    def _utilisation(self) -> float:
+        compute_s = self.compute_s
+        return compute_s / (compute_s + self._inside_s)
+
+    def report(
+        self, outer_step: int, outcome: Outcome, way: Way, peers: tuple[PeerShare, ...]
+    ) -> OuterRound:
         """Of the round that has ended."""
         meter = self._meter
         tx_before, rx_before = self._bytes
@@ -83,7 +104,7 @@ class Stopwatch:
             retries=outcome.retries,
             admitted=outcome.admitted,
             fragment=outcome.fragment,
-            compute_s=time.monotonic() - self._round_ended_s - self._inside_s,
+            compute_s=self.compute_s,
             reduce_s=meter.seconds["reduce"],
             admit_s=meter.seconds["admit"],
             sync_s=meter.seconds["sync"],
@@ -91,6 +112,7 @@ class Stopwatch:
             tx_bytes=meter.tx_bytes - tx_before,
             rx_bytes=meter.rx_bytes - rx_before,
             way=way,
+            peers=peers,
         )
         self._begin()
         return report

@@ -11,6 +11,7 @@ import torch
 from pccl import PCCLError, Result, TensorInfo
 from pccl.diloco.exchange import Average, Exchange, Flight
 from pccl.diloco.group import Group
+from pccl.diloco.pace import Pace
 from pccl.diloco.views import View
 
 
@@ -62,19 +63,23 @@ class Schedule(Protocol):
 class Synchronous:
     """Averages the progress of a round and applies the mean at its end. A newcomer needs no more
     than theta, v and k.
+
+    The progress of a peer that comes late to a deadline round weighs nothing; the peer keeps it,
+    beside theta, for the next round.
     """
 
-    def __init__(self, exchange: Exchange, inner_steps: int) -> None:
+    def __init__(self, exchange: Exchange, pace: Pace, late_decay: float) -> None:
         self._exchange = exchange
-        self._inner_steps = inner_steps
+        self._pace = pace
+        self._late_decay = late_decay
 
     def begin(self) -> int:
         """It goes on with the first one."""
         return 0
 
     def due(self, inner_step: int) -> bool:
-        """After the last one."""
-        return inner_step == self._inner_steps
+        """As its pace has it."""
+        return self._pace.due(inner_step)
 
     def poll(self) -> None:
         """Nothing runs in the background."""
@@ -82,6 +87,7 @@ class Synchronous:
     def round(self, group: Group, inner_step: int) -> Outcome:
         """Averages, and takes the outer step."""
         exchange = self._exchange
+        late = exchange.share.late = self._pace.late
         exchange.measure()
         retries = 0
         while True:
@@ -101,6 +107,8 @@ class Synchronous:
             group.agree(admitted)
         if stepped:
             exchange.adopt()
+            if late:
+                exchange.reclaim(self._late_decay)
         return Outcome(average.contributors, retries, admitted)
 
     def finish(self, group: Group) -> None:
@@ -152,9 +160,9 @@ class Delayed:
     is the outcome of one of them: are peers pending? did a mean commit, of how many?
     """
 
-    def __init__(self, exchange: Exchange, inner_steps: int, view: View) -> None:
+    def __init__(self, exchange: Exchange, pace: Pace, view: View) -> None:
         self._exchange = exchange
-        self._inner_steps = inner_steps
+        self._pace = pace
         self._view = view
         self._flight: Flight | None = None
         self._landed: _Landed | None = None
@@ -168,8 +176,8 @@ class Delayed:
         return 0
 
     def due(self, inner_step: int) -> bool:
-        """After the last one."""
-        return inner_step == self._inner_steps
+        """As its pace has it."""
+        return self._pace.due(inner_step)
 
     def poll(self) -> None:
         """Launches once more if a peer was lost."""

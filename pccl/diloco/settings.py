@@ -14,7 +14,9 @@ import xxhash
 
 from pccl.diloco.fragments import PATTERNS, Pattern
 from pccl.diloco.model_state import MODES, BufferMode, memory
+from pccl.diloco.pace import Deadline, Pace, Seconds, Steps
 from pccl.diloco.rates import Rate
+from pccl.diloco.shares import WeightBy
 from pccl.diloco.wires import Wire
 
 Mode = Literal["sync", "delayed", "eager", "streaming"]
@@ -26,7 +28,12 @@ _CONFIG_BYTES = 1024
 class Settings:
     """What must be the same on all peers; `DiLoCo` describes each."""
 
-    inner_steps: int
+    inner_steps: int | None
+    inner_seconds: float | None
+    deadline_peers: int | None
+    grace: float
+    late_decay: float
+    weight: WeightBy
     outer_lr: Rate | None
     outer_momentum: Rate
     nesterov: bool
@@ -45,17 +52,46 @@ class Settings:
             "mode": get_args(Mode),
             "wire": get_args(Wire),
             "pattern": PATTERNS,
+            "weight": get_args(WeightBy),
         }
         for name, known in words.items():
             check_word(name, getattr(self, name), known)
-        if self.inner_steps < 1:
+        if (self.inner_steps is None) == (self.inner_seconds is None):
+            raise ValueError("give inner_steps or inner_seconds")
+        if self.inner_steps is not None and self.inner_steps < 1:
             raise ValueError(f"inner_steps={self.inner_steps} must be at least 1")
+        self._check_times()
         self._check_streaming()
+        if ledger and self.unlike:
+            raise ValueError(
+                "a ledger counts on the progress of each peer in full: it does not go with "
+                'inner_seconds, deadline_peers or weight="samples"'
+            )
         if ledger and self.mode == "streaming":
             raise ValueError(
                 'a ledger needs rounds that are applied as a whole, and with mode="streaming" each '
                 "fragment is applied by itself"
             )
+
+    def _check_times(self) -> None:
+        if self.inner_seconds is not None and self.inner_seconds <= 0:
+            raise ValueError(f"inner_seconds={self.inner_seconds} must be positive")
+        if self.grace < 0 or not 0 <= self.late_decay <= 1:
+            raise ValueError(
+                f"grace={self.grace} must not be negative, late_decay={self.late_decay} in [0, 1]"
+            )
+        if self.deadline_peers is None:
+            if self.late_decay != 1 or (self.grace and self.inner_seconds is None):
+                raise ValueError(
+                    "grace is for inner_seconds, and both it and late_decay for deadline_peers"
+                )
+        elif self.deadline_peers < 1 or self.inner_steps is None or self.mode != "sync":
+            raise ValueError(
+                f"deadline_peers={self.deadline_peers} must be at least 1, and is for "
+                'mode="sync" with inner_steps'
+            )
+        if self.weight != "peers" and self.mode == "eager":
+            raise ValueError(f'weight={self.weight!r} is not for mode="eager"')
 
     def _check_streaming(self) -> None:
         if self.mode != "streaming":
@@ -65,6 +101,8 @@ class Settings:
                     f'are for mode="streaming", and mode={self.mode!r}'
                 )
             return
+        if self.inner_steps is None:
+            raise ValueError('mode="streaming" needs inner_steps')
         if not 1 <= self.fragments <= self.inner_steps:
             raise ValueError(f"fragments={self.fragments} must be from 1 to inner_steps")
         between = self.inner_steps // self.fragments
@@ -75,6 +113,21 @@ class Settings:
             )
         if not 0 <= self.alpha < 1:
             raise ValueError(f"alpha={self.alpha} must be in [0, 1)")
+
+    @property
+    def unlike(self) -> bool:
+        """Whether peers may train on more or less than others."""
+        limited = self.inner_seconds is not None or self.deadline_peers is not None
+        return limited or self.weight != "peers"
+
+    def pace(self) -> Pace:
+        """When a round is due, in modes without fragments."""
+        if self.inner_steps is None:
+            assert self.inner_seconds is not None
+            return Seconds(self.inner_seconds, self.grace)
+        if self.deadline_peers is not None:
+            return Deadline(self.inner_steps, self.deadline_peers, self.grace)
+        return Steps(self.inner_steps)
 
     def to_dict(self) -> dict[str, Any]:
         """By name."""

@@ -105,6 +105,19 @@ theta_p, v_p and the counters when they apply it. `outer_step` is the least of t
 - If no mean comes of it, w stays as it is: the progress is in the next pseudo-gradient of that
   fragment.
 
+PEERS THAT ARE NOT ALIKE
+
+With weight="samples", D = sum of (n_m d_m) / sum of n_m, with n_m the samples of peer m: each peer
+sends n_m d_m, and n_m, and all divide the same sum by the same number. So a peer with n_m = 0 takes
+part in the collective and adds nothing; that is what a late one does in a deadline round:
+
+    theta <- OuterOptimizer(theta, mean over those in time);   w <- theta - late_decay d
+
+With inner_seconds or deadline_peers a peer foresees, by the longest step of the round, when its
+next inner step would end, and does not begin one that others would have to wait for. With any of
+the three, the peers of a round that has admitted nobody tell each other at its end how long they
+have trained, by an all-gather of five numbers.
+
 Decisions that must be the same on all peers depend on the outcome of a round or on shared state,
 never on the current world size, which two peers may see differently.
 """
@@ -114,39 +127,32 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import chain
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar, get_args
 
 import torch
-import xxhash
 from torch.utils.hooks import RemovableHandle
 
-from pccl import Communicator, ReduceInfo, SharedState, TensorInfo
+from pccl import Communicator, ReduceInfo, SharedState
 from pccl.data import Ledger
 from pccl.diloco.accounts import Accounts
-from pccl.diloco.exchange import Exchange
-from pccl.diloco.fragments import Named, Outer, Pattern, split
-from pccl.diloco.group import AlonePolicy, Group, Quorum
-from pccl.diloco.meter import Meter
-from pccl.diloco.model_state import BufferMode, Buffers, Frozen, memory
-from pccl.diloco.outer_state import OuterOptimizer
+from pccl.diloco.fragments import Pattern
+from pccl.diloco.group import AlonePolicy, Quorum
+from pccl.diloco.model_state import BufferMode
+from pccl.diloco.parts import Parts
 from pccl.diloco.rates import Rate, rates
+from pccl.diloco.roll import PeerShare, call_the_roll
 from pccl.diloco.rounds import OuterRound, Stopwatch
-from pccl.diloco.route import Route
-from pccl.diloco.schedules import Delayed, Schedule, Synchronous
+from pccl.diloco.schedules import Outcome
 from pccl.diloco.settings import (
     Mode,
     Settings,
     check_word,
-    decode,
-    encode,
-    layout_digest,
     read_state,
 )
-from pccl.diloco.streaming import Fragment, Streaming
-from pccl.diloco.views import Eager, Shared
-from pccl.diloco.wires import Wire, carrier
+from pccl.diloco.shares import WeightBy
+from pccl.diloco.wires import Wire
 from pccl.runtime.checkpoint import replacing
 
 T = TypeVar("T")
@@ -212,6 +218,8 @@ class DiLoCo:
             all other peers receive the shared ones in this constructor.
         inner_optimizer: optimizer of the parameters of `model`; usually AdamW.
         inner_steps: H, calls of `step` between outer steps.
+        inner_seconds: instead of that, the seconds between outer steps: each peer takes the inner
+            steps that it can. Not with mode="streaming".
         outer_lr: eta. A number; or points (k, value), between which it is linear in the outer step
             k, and beyond which constant: [(0, 1.0), (900, 1.0), (901, 0.65)]. None: 0.4 for a mean
             of one peer, 0.6 of 2 to 4, up to 0.8 of 8 or more (arXiv 2503.09799); 1 with
@@ -255,8 +263,17 @@ class DiLoCo:
             application, less than floor(H / P). 0: training pauses for it.
         alpha: with mode="streaming", the part that a peer keeps of its own parameters when it takes
             over theta, in [0, 1).
+        weight: "peers": all pseudo-gradients weigh the same in a mean. "samples": each weighs as
+            many samples as `step` was told that it is of. Not with mode="eager".
+        deadline_peers: K, with mode="sync": when K peers must have taken their inner steps, by what
+            all have told of the round before, and the grace is over, a peer that has not comes to
+            the round as it is, late. Its progress weighs nothing there, and is in the next round,
+            in which it is not late. None: a round waits for all.
+        grace: seconds. With deadline_peers: see there. With inner_seconds: a peer begins no step
+            that would end so much later.
+        late_decay: what a late peer keeps of its progress, from 0 to 1.
         ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`. Not
-            with mode="streaming".
+            with mode="streaming", inner_seconds, deadline_peers or weight="samples".
 
     Raises:
         ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to
@@ -272,7 +289,8 @@ class DiLoCo:
         model: torch.nn.Module,
         inner_optimizer: torch.optim.Optimizer,
         *,
-        inner_steps: int,
+        inner_steps: int | None = None,
+        inner_seconds: float | None = None,
         outer_lr: Rate | None = None,
         outer_momentum: Rate | None = None,
         nesterov: bool = True,
@@ -286,6 +304,10 @@ class DiLoCo:
         pattern: Pattern = "strided",
         overlap: int = 0,
         alpha: float = 0.0,
+        weight: WeightBy = "peers",
+        deadline_peers: int | None = None,
+        grace: float = 0.0,
+        late_decay: float = 1.0,
         ledger: Ledger | None = None,
     ) -> None:
         own_rates = rates(
@@ -297,6 +319,11 @@ class DiLoCo:
         )
         settings = Settings(
             inner_steps=inner_steps,
+            inner_seconds=inner_seconds,
+            deadline_peers=deadline_peers,
+            grace=grace,
+            late_decay=late_decay,
+            weight=weight,
             outer_lr=own_rates.lr,
             outer_momentum=own_rates.momentum,
             nesterov=nesterov,
@@ -312,107 +339,24 @@ class DiLoCo:
         quorum = _quorum(min_peers, alone)
         self._comm = comm
         self._optimizer = inner_optimizer
-        self._inner_steps = inner_steps
+        self._settings = settings
         self._stepping = False  # in `step`, which counts the inner step itself
         self._hook: RemovableHandle | None = None
         self._last_round: OuterRound | None = None
-        self._meter = Meter()
-        self._frozen = Frozen(model)
-        self._buffers = Buffers(model, buffers)
-        self._accounts = Accounts(ledger)
-        named = _trained(model)
-        self._outer = Outer(
-            [p for _, p in named],
-            split(named, fragments, pattern),
-            OuterOptimizer(own_rates, nesterov),
-        )
-        self._config = self._encoded(settings, named, quorum)
-        self._route = Route()
-        self._exchanges = self._exchanges_of(wire)
-        self._schedule = self._schedule_of(settings)
-        shared, complete = self._shared_states()
-        parts = self._frozen, self._buffers, self._accounts
-        self._group = Group(comm, shared, complete, parts, quorum, self._meter)
-        self._begin(state)
-
-    def _begin(self, state: Mapping[str, Any] | str | os.PathLike[str] | None) -> None:
-        """Loads a state, and joins the run."""
+        self._parts = Parts(comm, model, settings, own_rates, quorum, Accounts(ledger))
         if state is not None:
             self._load(state if isinstance(state, Mapping) else read_state(state))
-        self._group.join(self._config)
-        self._inner_step = self._schedule.begin()
-        self._outer.adopt()
-        self._buffers.put()
-        self._stopwatch = Stopwatch(self._meter)
-
-    def _encoded(self, settings: Settings, named: Named, quorum: Quorum) -> torch.Tensor:
-        return encode(
-            {
-                **settings.to_dict(),
-                # dtypes are left out: a bf16 peer on a GPU and an fp32 one on a CPU may be in a run
-                "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
-                "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
-                "peers_to_go_on": quorum.least,
-            }
-        )
-
-    def _exchanges_of(self, wire: Wire) -> list[Exchange]:
-        """One for each fragment; the buffers are averaged with the last one."""
-        parts = self._outer.parts
-        none = Buffers(torch.nn.Module(), self._buffers.mode)
-        return [
-            Exchange(
-                self._comm,
-                part,
-                self._buffers if part is parts[-1] else none,
-                carrier(wire, part.theta.numel(), self._route),
-                self._meter,
-                self._accounts,
-            )
-            for part in parts
-        ]
-
-    def _schedule_of(self, settings: Settings) -> Schedule:
-        exchange, inner_steps = self._exchanges[-1], settings.inner_steps
-        if settings.mode == "sync":
-            return Synchronous(exchange, inner_steps)
-        if settings.mode == "streaming":
-            return self._streaming(settings)
-        view = Eager(self._outer.parts[0]) if settings.mode == "eager" else Shared()
-        return Delayed(exchange, inner_steps, view)
-
-    def _streaming(self, settings: Settings) -> Streaming:
-        own = self._outer.entries()
-        if self._buffers.mode != "local":
-            own[-1].extend(self._buffers.entries())
-        fragments = [
-            Fragment(exchange, SharedState([*self._common_entries(), *entries]))
-            for exchange, entries in zip(self._exchanges, own, strict=True)
-        ]
-        return Streaming(fragments, settings.inner_steps, settings.overlap, settings.alpha)
-
-    def _common_entries(self) -> list[TensorInfo]:
-        return [
-            TensorInfo.from_torch(self._config, "diloco.config"),
-            TensorInfo.from_torch(self._outer.clock, "diloco.clock"),
-            *self._route.entries(),
-        ]
-
-    def _shared_states(self) -> tuple[SharedState, SharedState]:
-        """The state that every round synchronises, and that of a round that admits newcomers."""
-        always = [*self._common_entries(), *chain.from_iterable(self._outer.entries())]
-        always += self._accounts.entries()
-        at_joins = [*self._frozen.entries, *self._schedule.entries()]
-        (at_joins if self._buffers.mode == "local" else always).extend(self._buffers.entries())
-        shared = SharedState(always)
-        return shared, SharedState(always + at_joins) if at_joins else shared
+        self._inner_step = self._parts.join()
+        self._trained = _Trained()
+        self._stopwatch = Stopwatch(self._parts.meter)
+        self._parts.pace.begin()
 
     # ---- what a script reads ----
 
     @property
     def outer_step(self) -> int:
         """k, the outer steps that the run has taken: equal on all peers, made for schedules."""
-        return self._outer.outer_step
+        return self._parts.outer.outer_step
 
     @property
     def inner_step(self) -> int:
@@ -435,27 +379,27 @@ class DiLoCo:
 
         Its revision counts the synchronisations of the run.
         """
-        return self._group.shared
+        return self._parts.group.shared
 
     @property
     def last_reduce(self) -> ReduceInfo | None:
         """Info of the last all-reduce that committed; None before the first."""
-        return self._meter.last_reduce
+        return self._parts.meter.last_reduce
 
     @property
     def tx_bytes(self) -> int:
         """Payload bytes that this peer has sent in committed all-reduces and synchronisations."""
-        return self._meter.tx_bytes
+        return self._parts.meter.tx_bytes
 
     @property
     def rx_bytes(self) -> int:
         """Payload bytes that this peer has received in them."""
-        return self._meter.rx_bytes
+        return self._parts.meter.rx_bytes
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of theta, which is what one all-reduce averages."""
-        return self._outer.nbytes
+        return self._parts.outer.nbytes
 
     def state_digest(self) -> str:
         """The XXH3-128, in hex, of everything that peers have in common between outer rounds.
@@ -463,14 +407,7 @@ class DiLoCo:
         That is theta, v, k, the frozen parameters as they are in the model now, and the buffers as
         of the last round, unless they are local.
         """
-        digest = xxhash.xxh3_128()
-        for tensor in self._outer.tensors():
-            digest.update(memory(tensor))
-        self._frozen.hash_into(digest)
-        if self._buffers.mode != "local":
-            for tensor in self._buffers.shared:
-                digest.update(memory(tensor))
-        return digest.hexdigest()
+        return self._parts.digest()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the training's state for a checkpoint, for the `state` of a later constructor.
@@ -482,17 +419,8 @@ class DiLoCo:
         it also holds the mean that is under way, and this call waits for it. With mode="streaming"
         neither a mean under way nor other progress since a fragment's last step is in it.
         """
-        if self._buffers.mode == "local":
-            self._buffers.gather()
         return {
-            "config": self._config.clone(),
-            **self._outer.state_dict(),
-            "schedule": self._schedule.state_dict(self._group),
-            "carrier": self._carriers_state(),
-            **self._accounts.state_dict(),
-            "revision": self._group.shared.revision,
-            "frozen": self._frozen.state_dict(),
-            "buffers": self._buffers.state_dict(),
+            **self._parts.state_dict(),
             "optimizer": {
                 "type": type(self._optimizer).__name__,
                 "state": copy.deepcopy(self._optimizer.state_dict()),
@@ -513,10 +441,14 @@ class DiLoCo:
 
     # ---- training ----
 
-    def step(self, scaler: torch.amp.GradScaler | None = None) -> OuterRound | None:
+    def step(
+        self, scaler: torch.amp.GradScaler | None = None, *, samples: int = 1
+    ) -> OuterRound | None:
         """Takes one inner step and clears the gradients; every H-th call runs the outer round too.
 
         Args:
+            samples: with weight="samples", how many (or tokens) the gradients are of. A step in a
+                `with` block, taken by the optimizer itself, counts as one.
             scaler: steps the inner optimizer, and is updated then. A step that it skips counts as
                 one all the same, so that the peers stay together.
 
@@ -540,23 +472,42 @@ class DiLoCo:
         finally:
             self._stepping = False
         self._optimizer.zero_grad()
-        return self._after_inner_step()
+        return self._after_inner_step(samples)
 
-    def _after_inner_step(self) -> OuterRound | None:
+    def _after_inner_step(self, samples: int = 1) -> OuterRound | None:
+        self._parts.count(samples)
+        self._trained.count(samples)
         self._inner_step += 1
         at = self._inner_step
-        self._inner_step %= self._inner_steps
-        if not self._schedule.due(at):
-            self._schedule.poll()
+        due = self._parts.schedule.due(at)
+        if self._settings.mode == "streaming":
+            assert self._settings.inner_steps is not None
+            self._inner_step %= self._settings.inner_steps
+        elif due:
+            self._inner_step = 0
+        if not due:
+            self._parts.schedule.poll()
             return None
         with self._stopwatch.round():
-            outcome = self._schedule.round(self._group, at)
-            self._group.claim()
+            outcome = self._parts.schedule.round(self._parts.group, at)
+            self._parts.group.claim()
         if outcome is None:
             return None
-        way = self._exchanges[outcome.fragment].carrier.way
-        self._last_round = self._stopwatch.report(self.outer_step, outcome, way)
+        self._last_round = self._report(outcome)
         return self._last_round
+
+    def _report(self, outcome: Outcome) -> OuterRound:
+        trained, self._trained = self._trained, _Trained()
+        own = self._stopwatch.share(trained.steps, trained.samples, self._parts.pace.late)
+        shares: tuple[PeerShare, ...] = (own,)
+        if self._settings.unlike and not outcome.admitted:  # newcomers are not at this place
+            with self._stopwatch.round():
+                shares = call_the_roll(self._comm, own)
+            self._parts.pace.heard([(share.compute_s, share.inner_steps) for share in shares])
+        way = self._parts.way(outcome.fragment)
+        report = self._stopwatch.report(self.outer_step, outcome, way, shares)
+        self._parts.pace.begin()
+        return report
 
     def round_of(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of one round, which ends after them, however many they are.
@@ -569,19 +520,23 @@ class DiLoCo:
                     diloco.step()
 
         Raises:
-            ValueError: there are more batches than inner steps in a round.
+            ValueError: there are more batches than inner steps in a round, or rounds have no number
+                of inner steps.
             PCCLError: as for `step`.
         """
+        inner_steps = self._settings.inner_steps
+        if inner_steps is None:
+            raise ValueError("round_of needs inner_steps")
         before = self._last_round
         for batch in loader:
             if self._last_round is not before:
                 raise ValueError(
-                    f"a round has more batches than its {self._inner_steps} inner steps: give the "
+                    f"a round has more batches than its {inner_steps} inner steps: give the "
                     "ledger a smaller share"
                 )
             yield batch
         if self._last_round is before:
-            self._inner_step = self._inner_steps - 1
+            self._inner_step = inner_steps - 1
             self._after_inner_step()
 
     def __enter__(self) -> DiLoCo:
@@ -621,48 +576,17 @@ class DiLoCo:
         Raises:
             PCCLError: as for `step`.
         """
-        self._schedule.finish(self._group)
+        self._parts.schedule.finish(self._parts.group)
 
     # ---- checkpoints ----
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Loads a state that matches, or raises and changes nothing."""
-        missing = {"config", "clock", "theta", "velocity", "revision", "frozen", "buffers"} - {
-            *state
-        }
-        if missing:
-            raise ValueError(
-                f"the state is none that DiLoCo.state_dict() has made: it has no {min(missing)!r}"
-            )
-        own, saved = decode(self._config), decode(state["config"])
-        if own["parameters"] != saved["parameters"]:
-            raise ValueError("the state belongs to a model with other parameters")
-        self._frozen.check(state["frozen"])
-        self._buffers.check(state["buffers"])
-        self._accounts.check(state)
+        self._parts.check(state)
         optimizer = state.get("optimizer")
         if optimizer is not None:
             self._load_optimizer(optimizer["type"], optimizer["state"])
-        self._frozen.load(state["frozen"])
-        self._buffers.load(state["buffers"])
-        self._outer.load(state)
-        self._accounts.load(state)
-        self._schedule.load(state.get("schedule", {}))
-        self._load_carriers(state.get("carrier", {}))
-        self._group.shared.revision = state["revision"]
-
-    def _carriers_state(self) -> dict[str, torch.Tensor]:
-        """What each fragment's carrier keeps, joined in the order of the model."""
-        states = [exchange.carrier.state_dict() for exchange in self._exchanges]
-        return {key: self._outer.join([state[key] for state in states]) for key in states[0]}
-
-    def _load_carriers(self, joined: Mapping[str, torch.Tensor]) -> None:
-        states: list[dict[str, torch.Tensor]] = [{} for _ in self._exchanges]
-        for key, flat in joined.items():
-            for state, piece in zip(states, self._outer.cut(flat), strict=True):
-                state[key] = piece
-        for exchange, state in zip(self._exchanges, states, strict=True):
-            exchange.carrier.load_state_dict(state)
+        self._parts.load(state)
 
     def _load_optimizer(self, kind: str, state: Mapping[str, Any]) -> None:
         anew = 'give it without "optimizer" to begin with a fresh one'
@@ -679,17 +603,20 @@ class DiLoCo:
             ) from (error)
 
 
+@dataclass(slots=True)
+class _Trained:
+    """Of this peer, since the last round."""
+
+    steps: int = 0
+    samples: int = 0
+
+    def count(self, samples: int) -> None:
+        self.steps += 1
+        self.samples += samples
+
+
 def _quorum(min_peers: int, alone: AlonePolicy) -> Quorum:
     check_word("alone", alone, get_args(AlonePolicy))
     if min_peers < 1:
         raise ValueError(f"min_peers={min_peers} must be at least 1")
     return Quorum(min_peers, alone)
-
-
-def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    if not named:
-        raise ValueError("the model has no parameter that requires a gradient")
-    if any(not p.is_floating_point() for _, p in named):
-        raise ValueError("parameters must be real floating-point tensors")
-    return named

@@ -41,7 +41,7 @@ class Schedule:
 
     def see(self, diloco: Any) -> None:
         # The steps of each fragment, and the run: who comes when all have ended begins another.
-        clock = tuple(diloco._outer.clock.tolist())
+        clock = tuple(diloco._parts.outer.clock.tolist())
         with self.lock:
             self.digests.setdefault(clock, set()).add(diloco.state_digest())
 
@@ -60,7 +60,7 @@ class Schedule:
                 self.see(diloco)
                 while diloco.outer_step < self.steps:
                     model.move(numbers(1000 * number + diloco.outer_step))
-                    if diloco.step():
+                    if diloco.step(samples=1 + number):
                         self.see(diloco)
                 diloco.finish()
         except Left:
@@ -76,11 +76,13 @@ class Schedule:
             together(*bodies)
 
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "sync": {"inner_steps": 2},
     "delayed": {"inner_steps": 2},
     "eager": {"inner_steps": 2},
     "streaming": {"inner_steps": 4, "fragments": 2, "overlap": 1, "alpha": 0.5},
+    "weighted": {"mode": "sync", "inner_steps": 2, "weight": "samples"},
+    "deadlines": {"mode": "sync", "inner_steps": 3, "deadline_peers": 1},
 }
 
 
@@ -88,8 +90,8 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_peers_hold_the_same_bits_whoever_comes_and_goes(mode: str, wire: str) -> None:
     for seed in range(100):
-        options = {"outer_lr": 0.3, "outer_momentum": 0.5, **MODES[mode]}
-        schedule = Schedule(seed, mode=mode, wire=wire, **options)
+        options = {"outer_lr": 0.3, "outer_momentum": 0.5, "mode": mode, **MODES[mode]}
+        schedule = Schedule(seed, wire=wire, **options)
         try:
             schedule.run()
         except BaseException as error:

@@ -97,15 +97,16 @@ def test_peers_that_hear_of_a_loss_at_different_times_go_the_same_way(
             with pccl.Communicator(address) as comm:
                 watched: Any = Watched(comm, **({ring: entered.set} if ignorant else {}))
                 diloco = make(watched, model, mode=mode, min_peers=3)
-                load = diloco._exchanges[0].carrier.load
+                carrier: Any = diloco._parts.exchanges[0].carrier
+                load = carrier.load
 
-                def load_late(progress: Any) -> None:
+                def load_late(*progress: Any) -> None:
                     while ways and comm.world_size == 3:
                         time.sleep(0.002)
-                    load(progress)
+                    load(*progress)
 
                 if not ignorant:
-                    diloco._exchanges[0].carrier.load = load_late  # type: ignore[method-assign]
+                    carrier.load = load_late
                 for _ in range(4):
                     model.move(1.0)
                     outer = diloco.step()

@@ -1,0 +1,226 @@
+"""The parts of a trainer, and how they are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import xxhash
+
+from pccl import Communicator, SharedState, TensorInfo
+from pccl.diloco.accounts import Accounts
+from pccl.diloco.exchange import Exchange
+from pccl.diloco.fragments import Named, Outer, split
+from pccl.diloco.group import Group, Quorum
+from pccl.diloco.meter import Meter
+from pccl.diloco.model_state import Buffers, Frozen, memory
+from pccl.diloco.outer_state import OuterOptimizer
+from pccl.diloco.rates import Rates
+from pccl.diloco.route import Route, Way
+from pccl.diloco.schedules import Delayed, Schedule, Synchronous
+from pccl.diloco.settings import Settings, decode, encode, layout_digest
+from pccl.diloco.shares import Share
+from pccl.diloco.streaming import Fragment, Streaming
+from pccl.diloco.views import Eager, Shared
+from pccl.diloco.wires import carrier
+
+_SAVED = {"config", "clock", "theta", "velocity", "revision", "frozen", "buffers"}
+
+
+class Parts:
+    """Makes the parts for a model and its settings, and tells which state they have together.
+
+    Attributes:
+        meter: counts what the rounds cost.
+        outer: theta, v and k.
+        exchanges: one for each fragment of the model.
+        pace: when a round is due, in modes without fragments.
+        schedule: what a round does.
+        group: the peers.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        model: torch.nn.Module,
+        settings: Settings,
+        rates: Rates,
+        quorum: Quorum,
+        accounts: Accounts,
+    ) -> None:
+        named = _trained(model)
+        self._comm = comm
+        self._accounts = accounts
+        self.meter = Meter()
+        self._frozen = Frozen(model)
+        self._buffers = Buffers(model, settings.buffers)
+        self.outer = Outer(
+            [p for _, p in named],
+            split(named, settings.fragments, settings.pattern),
+            OuterOptimizer(rates, settings.nesterov),
+        )
+        self._config = self._encoded(settings, named, quorum)
+        self._route = Route()
+        self.pace = settings.pace()
+        self.exchanges = self._exchanges_of(settings)
+        self.schedule = self._schedule_of(settings)
+        shared, complete = self._shared_states()
+        parts = self._frozen, self._buffers, accounts
+        self.group = Group(comm, shared, complete, parts, quorum, self.meter)
+
+    def _encoded(self, settings: Settings, named: Named, quorum: Quorum) -> torch.Tensor:
+        return encode(
+            {
+                **settings.to_dict(),
+                # dtypes are left out: a bf16 peer on a GPU and an fp32 one on a CPU may be in a run
+                "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
+                "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
+                "peers_to_go_on": quorum.least,
+            }
+        )
+
+    def _exchanges_of(self, settings: Settings) -> list[Exchange]:
+        """One for each fragment; the buffers are averaged with the last one."""
+        parts = self.outer.parts
+        none = Buffers(torch.nn.Module(), self._buffers.mode)
+        return [
+            Exchange(
+                self._comm,
+                part,
+                self._buffers if part is parts[-1] else none,
+                carrier(settings.wire, part.theta.numel(), self._route),
+                Share(settings.weight, deadlines=settings.deadline_peers is not None),
+                self.meter,
+                self._accounts,
+            )
+            for part in parts
+        ]
+
+    def _schedule_of(self, settings: Settings) -> Schedule:
+        exchange = self.exchanges[-1]
+        if settings.mode == "sync":
+            return Synchronous(exchange, self.pace, settings.late_decay)
+        if settings.mode == "streaming":
+            return self._streaming(settings)
+        view = Eager(self.outer.parts[0]) if settings.mode == "eager" else Shared()
+        return Delayed(exchange, self.pace, view)
+
+    def _streaming(self, settings: Settings) -> Streaming:
+        own = self.outer.entries()
+        if self._buffers.mode != "local":
+            own[-1].extend(self._buffers.entries())
+        fragments = [
+            Fragment(exchange, SharedState([*self._common_entries(), *entries]))
+            for exchange, entries in zip(self.exchanges, own, strict=True)
+        ]
+        assert settings.inner_steps is not None
+        return Streaming(fragments, settings.inner_steps, settings.overlap, settings.alpha)
+
+    def _common_entries(self) -> list[TensorInfo]:
+        return [
+            TensorInfo.from_torch(self._config, "diloco.config"),
+            TensorInfo.from_torch(self.outer.clock, "diloco.clock"),
+            *self._route.entries(),
+        ]
+
+    def _shared_states(self) -> tuple[SharedState, SharedState]:
+        """The state that every round synchronises, and that of a round that admits newcomers."""
+        always = [*self._common_entries(), *chain.from_iterable(self.outer.entries())]
+        always += self._accounts.entries()
+        at_joins = [*self._frozen.entries, *self.schedule.entries()]
+        (at_joins if self._buffers.mode == "local" else always).extend(self._buffers.entries())
+        shared = SharedState(always)
+        return shared, SharedState(always + at_joins) if at_joins else shared
+
+    def join(self) -> int:
+        """Joins the run. Returns at which inner step this peer goes on."""
+        self.group.join(self._config)
+        position = self.schedule.begin()
+        self.outer.adopt()
+        self._buffers.put()
+        return position
+
+    def count(self, samples: int) -> None:
+        """This peer has trained on so many more."""
+        for exchange in self.exchanges:
+            exchange.share.count(samples)
+
+    def way(self, fragment: int) -> Way:
+        """That which the progress of a fragment went at last."""
+        return self.exchanges[fragment].carrier.way
+
+    def digest(self) -> str:
+        """Of what peers have in common between rounds."""
+        digest = xxhash.xxh3_128()
+        for tensor in self.outer.tensors():
+            digest.update(memory(tensor))
+        self._frozen.hash_into(digest)
+        if self._buffers.mode != "local":
+            for tensor in self._buffers.shared:
+                digest.update(memory(tensor))
+        return digest.hexdigest()
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of all, but for the inner optimizer."""
+        if self._buffers.mode == "local":
+            self._buffers.gather()
+        return {
+            "config": self._config.clone(),
+            **self.outer.state_dict(),
+            "schedule": self.schedule.state_dict(self.group),
+            "carrier": self._carriers_state(),
+            **self._accounts.state_dict(),
+            "revision": self.group.shared.revision,
+            "frozen": self._frozen.state_dict(),
+            "buffers": self._buffers.state_dict(),
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state that is of something else."""
+        missing = _SAVED - {*state}
+        if missing:
+            raise ValueError(
+                f"the state is none that DiLoCo.state_dict() has made: it has no {min(missing)!r}"
+            )
+        own, saved = decode(self._config), decode(state["config"])
+        if own["parameters"] != saved["parameters"]:
+            raise ValueError("the state belongs to a model with other parameters")
+        self._frozen.check(state["frozen"])
+        self._buffers.check(state["buffers"])
+        self._accounts.check(state)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over a state that has been checked."""
+        self._frozen.load(state["frozen"])
+        self._buffers.load(state["buffers"])
+        self.outer.load(state)
+        self._accounts.load(state)
+        self.schedule.load(state.get("schedule", {}))
+        self._load_carriers(state.get("carrier", {}))
+        self.group.shared.revision = state["revision"]
+
+    def _carriers_state(self) -> dict[str, torch.Tensor]:
+        """What each fragment's carrier keeps, joined in the order of the model."""
+        states = [exchange.carrier.state_dict() for exchange in self.exchanges]
+        return {key: self.outer.join([state[key] for state in states]) for key in states[0]}
+
+    def _load_carriers(self, joined: Mapping[str, torch.Tensor]) -> None:
+        states: list[dict[str, torch.Tensor]] = [{} for _ in self.exchanges]
+        for key, flat in joined.items():
+            for state, piece in zip(states, self.outer.cut(flat), strict=True):
+                state[key] = piece
+        for exchange, state in zip(self.exchanges, states, strict=True):
+            exchange.carrier.load_state_dict(state)
+
+
+def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("the model has no parameter that requires a gradient")
+    if any(not p.is_floating_point() for _, p in named):
+        raise ValueError("parameters must be real floating-point tensors")
+    return named

@@ -1,0 +1,44 @@
+"""What a peer's progress weighs in a mean."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+WeightBy = Literal["peers", "samples"]
+
+
+class Share:
+    """Counts the samples that are in a peer's pseudo-gradient.
+
+    Attributes:
+        late: whether this peer came late to a deadline round: its progress weighs nothing in it.
+    """
+
+    def __init__(self, by: WeightBy, deadlines: bool) -> None:
+        self.late = False
+        self._by = by
+        self._deadlines = deadlines
+        self._trained = 0  # since the base
+        self._measured = 0  # of these, those in the pseudo-gradient
+
+    def count(self, samples: int) -> None:
+        """This peer has trained on so many more."""
+        self._trained += samples
+
+    def measure(self) -> None:
+        """The pseudo-gradient has all until now."""
+        self._measured = self._trained
+
+    def applied(self) -> None:
+        """It is in a mean that is going to be applied."""
+        if not self.late:
+            self._trained -= self._measured
+
+    @property
+    def weight(self) -> int | None:
+        """Of the pseudo-gradient; None: that of all peers is the same."""
+        if self.late:
+            return 0
+        if self._by == "samples":
+            return self._measured
+        return 1 if self._deadlines else None

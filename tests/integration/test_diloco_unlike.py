@@ -1,0 +1,387 @@
+"""DiLoCo of peers that are not alike: by time, by samples, and with deadlines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from outer import (  # noqa: E402
+    DEADLINE_S,
+    Deserter,
+    Left,
+    Model,
+    N,
+    Watched,
+    make,
+    random,
+    refuse,
+    together,
+)
+from waiting import wait_until  # noqa: E402
+
+import pccl  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        yield master.address
+
+
+class Clock:
+    """Seconds of each thread, which pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self._of = threading.local()
+
+    def monotonic(self) -> float:
+        return getattr(self._of, "now_s", 0.0)
+
+    def work(self, seconds: float) -> None:
+        self._of.now_s = self.monotonic() + seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    for module in ("pace", "rounds"):
+        monkeypatch.setattr(f"pccl.diloco.{module}.time", clock)
+    return clock
+
+
+# ---- weights ----
+
+
+def weighted_peer(address: str, number: int, rounds: int, **options: Any) -> Callable[[], Any]:
+    """Moves by random(10 * number + round), on 3 samples if it is the first, else on 1."""
+
+    def body() -> Any:
+        model, thetas = Model(), []
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, weight="samples", min_peers=2, **{**PLAIN, **options})
+            for k in range(rounds):
+                model.move(random(10 * number + k))
+                outer = diloco.step(samples=1 if number else 3)
+                if outer and not outer.admitted:
+                    assert sorted(share.samples for share in outer.peers) == [1, 3]
+                thetas.append(diloco.state_dict()["theta"].numpy())
+            return thetas, diloco.state_digest()
+
+    return body
+
+
+def expected(rounds: int) -> list[Any]:
+    """In fp32, to the bit: weights times what is measured, in any order, and one division."""
+    theta, thetas = np.zeros(N, np.float32), []
+    for k in range(rounds):
+        ours, theirs = (theta - (theta - random(10 * n + k).numpy()) for n in (0, 1))
+        theta = theta - (np.float32(3) * ours + theirs) / np.float32(4)
+        thetas.append(theta)
+    return thetas
+
+
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
+def test_a_mean_is_weighted_by_samples_to_the_bit(address: str, mode: str) -> None:
+    ours, theirs = together(*(weighted_peer(address, n, 4, mode=mode) for n in (0, 1)))
+    assert ours[1] == theirs[1]
+    if mode == "sync":
+        for theta, wanted in zip(ours[0], expected(4), strict=True):
+            assert theta.tobytes() == wanted.tobytes()
+    else:
+        np.testing.assert_allclose(ours[0][1], expected(1)[0], rtol=0, atol=1e-6)
+
+
+def test_weights_of_fragments_and_of_what_is_quantized(address: str) -> None:
+    """The error that quantization makes comes back, so means add up to the true ones."""
+    options = {"mode": "streaming", "fragments": 2, "inner_steps": 2, "wire": "int8"}
+    ours, theirs = together(*(weighted_peer(address, n, 40, **options) for n in (0, 1)))
+    assert ours[1] == theirs[1]
+    # Peers begin each round of a fragment from theta, so that all moves but its first are in it.
+    moves = [sum(random(10 * n + k).numpy() for k in range(40)) for n in (0, 1)]
+    np.testing.assert_allclose(
+        ours[0][-1][N // 4 * 3 :], -(3 * moves[0] + moves[1])[N // 4 * 3 :] / 4, rtol=0, atol=0.2
+    )
+
+
+def test_buffers_are_weighted_too(address: str) -> None:
+    def body(own: int) -> Callable[[], Any]:
+        def run() -> Any:
+            model = Model()
+            model.register_buffer("seen", torch.zeros(2, dtype=torch.int64))
+            model.register_buffer("scale", torch.zeros(1))
+            with pccl.Communicator(address) as comm:
+                diloco = make(comm, model, weight="samples", min_peers=2)
+                model.seen += own
+                model.scale += own
+                model.move(1.0)
+                diloco.step(samples=own)
+                return model.seen.tolist(), model.scale.tolist(), diloco.state_digest()
+
+        return run
+
+    ours, theirs = together(body(2), body(5))
+    assert ours == theirs and ours[:2] == ([4, 4], [pytest.approx(29 / 7)])
+
+
+def test_weights_that_cannot_be_counted_are_refused(address: str) -> None:
+    def body() -> None:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, weight="samples", min_peers=2)
+            model.move(1.0)
+            with pytest.raises(ValueError, match=r"trained on 8589934592 samples .* larger unit"):
+                diloco.step(samples=1 << 32)
+
+    together(body, body)
+
+
+def test_samples_of_who_was_alone_count_when_its_progress_does(address: str) -> None:
+    """A peer that could not average has trained on them, and the next mean has them all."""
+    alone = threading.Event()
+
+    def veteran() -> Any:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, weight="samples", **PLAIN)
+            for _ in range(2):
+                model.move(1.0)
+                diloco.step(samples=5)
+            alone.set()
+            outer, taken = diloco.last_round, 2
+            while outer is None or outer.contributors < 2:
+                model.move(1.0)
+                outer = diloco.step(samples=5)
+                taken += 1
+            ended.wait(DEADLINE_S)
+            return model.flat()[0].item(), taken
+
+    def newcomer() -> Any:
+        assert alone.wait(DEADLINE_S)
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, weight="samples", **PLAIN)
+            model.move(10.0)
+            diloco.step(samples=4)
+            ended.wait(DEADLINE_S)
+            return model.flat()[0].item()
+
+    ended = threading.Barrier(2)
+    (ours, taken), theirs = together(veteran, newcomer)
+    assert ours == theirs == pytest.approx(-(taken * 5 * taken + 4 * 10) / (5 * taken + 4))
+
+
+# ---- time ----
+
+
+def test_each_does_what_it_can_in_the_time(address: str, clock: Clock) -> None:
+    """And nobody begins a step that would end after the grace."""
+
+    def peer(step_s: float, steps: list[int]) -> Callable[[], Any]:
+        def body() -> Any:
+            model, seen = Model(), []
+            with pccl.Communicator(address) as comm:
+                options = {"inner_steps": None, "inner_seconds": 10.0, "grace": 1.0}
+                diloco = make(comm, model, min_peers=2, weight="samples", **PLAIN, **options)
+                while len(seen) < len(steps):
+                    clock.work(step_s)
+                    model.move(step_s)
+                    outer = diloco.step(samples=2)
+                    if outer:
+                        seen.append([(s.inner_steps, s.samples) for s in outer.peers])
+                        assert diloco.inner_step == 0
+                        assert all(s.utilisation == 1 for s in outer.peers)
+            assert all((n, 2 * n) in shares for n, shares in zip(steps, seen, strict=True))
+            return model.flat()[0].item(), diloco.state_digest()
+
+        return body
+
+    fast, slow = together(peer(1.0, [10, 10]), peer(4.0, [2, 2]))
+    assert fast == slow
+    assert fast[0] == pytest.approx(-2 * (10 * 10 + 2 * 8) / 12)
+
+
+def test_a_step_longer_than_the_time_is_told(
+    address: str, clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import logging
+
+    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
+    model = Model()
+    with pccl.Communicator(address) as comm:
+        diloco = make(comm, model, inner_steps=None, inner_seconds=2.0, alone="step")
+        clock.work(3.0)
+        model.move(1.0)
+        assert diloco.step() is not None
+    assert "one inner step of this peer took 3.00 s" in caplog.text
+
+
+# ---- deadlines ----
+
+
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+def test_who_is_late_is_in_the_next_round(
+    address: str, clock: Clock, wire: str, decay: float
+) -> None:
+    """Two of three do six steps in 6 s; the third takes 18 s, and has 7 s from the second round."""
+
+    def peer(step_s: float, late: list[bool]) -> Callable[[], Any]:
+        def body() -> Any:
+            model, contributors, models = Model(), [], []
+            with pccl.Communicator(address) as comm:
+                options = {"inner_steps": 6, "deadline_peers": 2, "grace": 1.0, "wire": wire}
+                diloco = make(comm, model, min_peers=3, late_decay=decay, **PLAIN, **options)
+                while len(models) < 4:
+                    clock.work(step_s)
+                    model.move(1.0)
+                    outer = diloco.step()
+                    if outer:
+                        contributors.append(outer.contributors)
+                        models.append(model.flat()[0].item())
+                        assert sum(share.late for share in outer.peers) == late[len(models) - 1]
+                return contributors, models, diloco.state_digest(), diloco.state_dict()
+
+        return body
+
+    times = [False, True, False, True]
+    one, two, slow = together(peer(1.0, times), peer(1.0, times), peer(3.0, times))
+    assert one[0] == two[0] == slow[0] == [3, 2, 3, 2] and one[2] == two[2] == slow[2]
+    third = (6 + 6 + 2 * decay + 2) / 3
+    tolerance = {"abs": 1e-5 if wire == "fp32" else 0.1}
+    assert one[1] == pytest.approx([-6, -12, -12 - third, -18 - third], **tolerance)
+    kept = [0, 2 * decay, 0, 2 * decay]
+    assert slow[1] == pytest.approx([w - k for w, k in zip(one[1], kept, strict=True)], **tolerance)
+
+
+def test_peers_that_hear_of_a_loss_at_different_times_call_the_roll_together(
+    address: str,
+) -> None:
+    """One is in it when a peer is lost; the other enters it only then."""
+    entered = threading.Event()
+
+    def survivor(waits: bool) -> Callable[[], Any]:
+        def body() -> Any:
+            model = Model()
+            with pccl.Communicator(address) as comm:
+
+                def gather(*args: Any, **kwargs: Any) -> Any:
+                    if waits and not left:
+                        left.append(True)
+                        wait_until(lambda: comm.world_size == 2)
+                    entered.set()
+                    return comm.all_gather_async(*args, **kwargs)
+
+                left: list[bool] = []
+                watched: Any = Watched(comm)
+                watched.all_gather_async = gather
+                diloco = make(watched, model, weight="samples", min_peers=3)
+                sizes = []
+                for _ in range(2):
+                    model.move(1.0)
+                    outer = diloco.step()
+                    assert outer is not None
+                    sizes.append(len(outer.peers))
+                return sizes, diloco.state_digest()
+
+        return body
+
+    def leaver() -> None:
+        def leave(*_: Any, **__: Any) -> Any:
+            assert entered.wait(DEADLINE_S)
+            raise Left
+
+        model = Model()
+        with pytest.raises(Left), pccl.Communicator(address) as comm:
+            watched: Any = Watched(comm)
+            watched.all_gather_async = leave
+            diloco = make(watched, model, weight="samples", min_peers=3)
+            model.move(1.0)
+            diloco.step()
+
+    ours, theirs, _ = together(survivor(True), survivor(False), leaver)
+    assert ours == theirs and ours[0] == [2, 2]
+
+
+def test_a_peer_may_be_lost_in_a_deadline_round_and_another_join(
+    address: str, clock: Clock
+) -> None:
+    ready = threading.Event()
+    options = {"inner_steps": 4, "deadline_peers": 2, "min_peers": 3, "wire": "int4"}
+
+    def train(number: int, leaves: bool) -> Any:
+        model, seen = Model(), {}
+        with pccl.Communicator(address) as comm:
+            leaving: Any = Deserter(comm, "all_gather_async", 4)
+            diloco = make(leaving, model, **options)
+            leaving.armed = leaves
+            last = diloco.outer_step + 4 if number == 3 else None
+            while last is None or diloco.outer_step < last:
+                clock.work(1.0 if number < 2 else 3.0)
+                model.move(random(100 * number + diloco.outer_step))
+                outer = diloco.step()
+                if outer is None:
+                    continue
+                seen[diloco.outer_step] = diloco.state_digest()
+                ready.set()
+                if outer.admitted:
+                    last = diloco.outer_step + 4
+        return seen
+
+    def leave() -> None:
+        with pytest.raises(Left):
+            train(2, leaves=True)
+
+    def join() -> Any:
+        assert ready.wait(DEADLINE_S)
+        return train(3, leaves=False)
+
+    ours, theirs, _, new = together(lambda: train(0, False), lambda: train(1, False), leave, join)
+    assert ours == theirs and new.items() <= ours.items() and len(new) >= 3
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("why", "options"),
+    [
+        ("inner_steps or inner_seconds", {"inner_seconds": 1.0}),
+        ("inner_steps or inner_seconds", {"inner_steps": None}),
+        ("inner_seconds", {"inner_steps": None, "inner_seconds": 0.0}),
+        ("inner_steps", {"inner_steps": None, "inner_seconds": 1.0, "mode": "streaming"}),
+        ("grace", {"grace": 1.0}),
+        ("grace", {"grace": -1.0, "deadline_peers": 2}),
+        ("late_decay", {"late_decay": 0.5}),
+        ("late_decay", {"late_decay": 1.5, "deadline_peers": 2}),
+        ("deadline_peers", {"deadline_peers": 0}),
+        ("deadline_peers", {"deadline_peers": 2, "mode": "delayed"}),
+        ("weight", {"weight": "tokens"}),
+        ("weight", {"weight": "samples", "mode": "eager"}),
+    ],
+)
+def test_settings_out_of_range_are_refused(why: str, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=why):
+        make(None, Model(), **options)  # type: ignore[arg-type]
+
+
+def test_peers_with_other_weights_are_refused_by_name(address: str) -> None:
+    why = r"weight is 'peers' in the run and 'samples' here$"
+    refuse(address, why, {}, {"weight": "samples"})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"weight": "samples"}, {"deadline_peers": 2}, {"inner_steps": None, "inner_seconds": 1.0}],
+)
+def test_a_ledger_is_for_peers_that_are_alike(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="does not go with "):
+        make(None, Model(), ledger=object(), **options)  # type: ignore[arg-type]
