@@ -22,6 +22,7 @@ enum {
     KEPT = 64,               /* of a chunk */
     CHUNKS = 16,             /* of a group */
     GROUP = CHUNKS * CHUNK,
+    LANES = 16,
     HEADER = LEVELS * sizeof(float)
 };
 
@@ -71,27 +72,72 @@ static PCCL_INLINE size_t count_above(const int32_t *magnitude, size_t n, int32_
     return (size_t)count;
 }
 
-/* Writes the k of largest magnitude of a chunk of n elements, in the order of their places. */
+/* The same of the upper halves of magnitudes, of which a vector has twice as many. */
+static PCCL_INLINE size_t count_upper(const int16_t *upper, size_t n, int16_t bound)
+{
+    int16_t count = 0;       /* n <= CHUNK */
+    size_t i;
+    for (i = 0; i < n; i++)
+        count = (int16_t)(count + (upper[i] > bound));
+    return (size_t)count;
+}
+
+/* The k-th largest magnitude. Its upper half is found first, among all; then the rest, among those
+ * that have the same upper half, which are few. */
+static PCCL_INLINE int32_t find_bound(const int32_t *magnitude, size_t n, size_t k)
+{
+    int16_t upper[CHUNK], high = 0;
+    int32_t alike[CHUNK], bound, bit;
+    size_t i, j, used = 0;
+    for (i = 0; i < n; i++)
+        upper[i] = (int16_t)(magnitude[i] >> 16);
+    for (bit = 1 << 14; bit > 0; bit >>= 1)
+        if (count_upper(upper, n, (int16_t)((high | bit) - 1)) >= k)
+            high = (int16_t)(high | bit);
+    k -= count_upper(upper, n, high);
+    for (i = 0; i < n; i += LANES) {
+        const size_t m = least(n - i, LANES);
+        int16_t any = 0;
+        for (j = 0; j < m; j++)
+            any = (int16_t)(any | (upper[i + j] == high));
+        for (j = 0; any != 0 && j < m; j++) {
+            alike[used] = magnitude[i + j];
+            used += upper[i + j] == high;
+        }
+    }
+    bound = (int32_t)high << 16;
+    for (bit = 1 << 15; bit > 0; bit >>= 1)
+        if (count_above(alike, used, (bound | bit) - 1) >= k)
+            bound |= bit;
+    return bound;
+}
+
+/* Writes the k of largest magnitude of a chunk of n elements, in the order of their places. Most
+ * LANES elements in sequence have none of them, which is seen without a branch for each. */
 PCCL_CLONES
 static void keep_largest(const unsigned char *in, size_t n, size_t k, float *value,
                          uint16_t *place)
 {
-    int32_t magnitude[CHUNK], bound = 0, bit, ties;
-    size_t i, used = 0;
+    int32_t magnitude[CHUNK], bound, ties;
+    size_t i, j, used = 0;
     for (i = 0; i < n; i++) {
         uint32_t bits;
         memcpy(&bits, in + i * sizeof bits, sizeof bits);
         magnitude[i] = (int32_t)(bits & 0x7fffffffu);
     }
-    for (bit = 1 << 30; bit > 0; bit >>= 1)
-        if (count_above(magnitude, n, (bound | bit) - 1) >= k)
-            bound |= bit;
+    bound = find_bound(magnitude, n, k);
     ties = (int32_t)(k - count_above(magnitude, n, bound));
-    for (i = 0; i < n && used < k; i++) {
-        const int32_t equal = magnitude[i] == bound;
-        place[used] = (uint16_t)i;
-        used += (size_t)((magnitude[i] > bound) | (equal & (ties > 0)));
-        ties -= equal;
+    for (i = 0; i < n; i += LANES) {
+        const size_t m = least(n - i, LANES);
+        int32_t any = 0;
+        for (j = 0; j < m; j++)
+            any |= magnitude[i + j] >= bound;
+        for (j = 0; any != 0 && used < k && j < m; j++) {
+            const int32_t equal = magnitude[i + j] == bound;
+            place[used] = (uint16_t)(i + j);
+            used += (size_t)((magnitude[i + j] > bound) | (equal & (ties > 0)));
+            ties -= equal;
+        }
     }
     for (i = 0; i < k; i++)
         memcpy(&value[i], in + place[i] * sizeof *value, sizeof *value);
