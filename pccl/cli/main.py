@@ -28,6 +28,7 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
     "bench": ("measure collectives, in the manner of nccl-tests", "pccl.cli.bench"),
     "status": ("print what a master shows of its run", "pccl.cli.status"),
     "top": ("show a run in the terminal, again and again", "pccl.cli.top"),
+    "replay": ("tell from a master's event log who waited for whom", "pccl.cli.replay"),
     "doctor": ("check this machine, and the way to and from a master", "pccl.cli.doctor"),
 }
 

@@ -66,6 +66,7 @@ class Line(Struct, frozen=True, omit_defaults=True, tag="event"):
         sizes: bytes of each payload that is left out.
         notes: what the master's log says.
         told: what it told whom.
+        gone: peers that it dropped, or that had left.
         effects: a digest of all effects, in hexadecimal.
         failed: the exception that ended it.
     """
@@ -76,6 +77,7 @@ class Line(Struct, frozen=True, omit_defaults=True, tag="event"):
     sizes: tuple[Size, ...] = ()
     notes: tuple[str, ...] = ()
     told: tuple[Told, ...] = ()
+    gone: tuple[int, ...] = ()
     effects: str = ""
     failed: str = ""
 
@@ -118,24 +120,20 @@ class Recorder:
         """What to record of an input."""
         if isinstance(event, inputs.Began):
             self._timed, self._news = event.straggler_s is not None, True
-        peer = self._sender(event)
         self._learn(event, effects)
+        peer = self._numbers.get(getattr(event, "conn", b""), 0)
         told, digest = self._describe(effects)
-        line = Line(
+        return Line(
             at_s,
             self._veil.event(event),
-            peer or self._sender(event),
+            peer,
             sizes(event),
             tuple(effect.text for effect in effects if isinstance(effect, Note)),
             tuple(told),
+            self._forget(event, effects),
             digest,
             failed,
         )
-        self._forget(event, effects)
-        return line
-
-    def _sender(self, event: inputs.Input) -> int:
-        return self._numbers.get(getattr(event, "conn", b""), 0)
 
     def _learn(self, event: inputs.Input, effects: Iterable[Effect]) -> None:
         if isinstance(event, inputs.Resume):
@@ -144,13 +142,13 @@ class Recorder:
             if isinstance(effect, Send) and isinstance(effect.message, m.Welcome):
                 self._numbers[effect.conn] = effect.message.peer
 
-    def _forget(self, event: inputs.Input, effects: Iterable[Effect]) -> None:
+    def _forget(self, event: inputs.Input, effects: Iterable[Effect]) -> tuple[int, ...]:
+        """Forgets the connections that are over; the numbers of their peers."""
+        over = [effect.conn for effect in effects if isinstance(effect, Drop)]
         if isinstance(event, inputs.Disconnected):
-            for conn in event.conns:
-                self._numbers.pop(conn, None)
-        for effect in effects:
-            if isinstance(effect, Drop):
-                self._numbers.pop(effect.conn, None)
+            over += event.conns
+        numbers = [self._numbers.pop(conn, 0) for conn in over]
+        return tuple(number for number in numbers if number)
 
     def _describe(self, effects: list[Effect]) -> tuple[Iterator[Told], str]:
         """What was told to whom, and the digest of all effects."""

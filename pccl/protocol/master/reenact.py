@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.effects import Effect
@@ -39,19 +41,14 @@ class Reenactment:
         Raises:
             Differs: the effects are not those of the record.
         """
-        event = refill(line.input, line.sizes)
         # of a master that is not known, it is not known what it said last
-        comparable = self.master is not None or not getattr(event, "why", "")
+        comparable = self.master is not None or not getattr(line.input, "why", "")
         failed = ""
         effects: list[Effect] = []
         try:
-            if isinstance(event, inputs.Began):
-                effects = self._begin(event)
-            elif self.master is None:
+            if self.master is None and not isinstance(line.input, inputs.Began):
                 return False
-            else:
-                self.master.now_s = line.at_s
-                effects = inputs.feed(self.master, event)
+            effects = self.happen(line)
         except Differs:
             raise
         except Exception as error:
@@ -59,10 +56,20 @@ class Reenactment:
         if line.failed == "MemoryError":  # which does not come again; a new master follows
             self.lose()
             return True
+        event = refill(line.input, line.sizes)
         again = self._recorder.line(line.at_s, event, effects, failed)  # its names change, too
         if comparable and (again.effects, again.failed) != (line.effects, line.failed):
             raise Differs(difference(line, again))
         return True
+
+    def happen(self, line: Line) -> list[Effect]:
+        """Has one input happen again, whatever follows. Raises what that raises."""
+        event = refill(line.input, line.sizes)
+        if isinstance(event, inputs.Began):
+            return self._begin(event)
+        assert self.master is not None, "a record begins with a Began"
+        self.master.now_s = line.at_s
+        return inputs.feed(self.master, event)
 
     def _begin(self, began: inputs.Began) -> list[Effect]:
         effects: list[Effect] = []
@@ -70,8 +77,16 @@ class Reenactment:
             journal, effects = self.master.reborn()
             if journal != began.journal:
                 raise Differs(f"the next master began with {began.journal}, and now with {journal}")
+        if not began.why:  # in a process of its own
+            self._recorder = Recorder(None)
         self.master = inputs.begin(began, _zeros, SECRET)
         return effects
+
+
+def lines(text: str) -> list[Line]:
+    """Lines of a record, as an event log has them."""
+    decoder = msgspec.json.Decoder(Line)
+    return [decoder.decode(line) for line in text.split("\n") if line]
 
 
 def exception_text(error: BaseException) -> str:
