@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-CONTEXT = 16
+CONTEXT = 8
 LIBRARY = Path(os.__file__).parent  # Python's own source code is the text
 
 
@@ -20,11 +20,11 @@ class Model(nn.Sequential):
 
     def __init__(self) -> None:
         super().__init__(
-            nn.Embedding(256, 32),
+            nn.Embedding(256, 16),
             nn.Flatten(),
-            nn.Linear(32 * CONTEXT, 128),
+            nn.Linear(16 * CONTEXT, 64),
             nn.GELU(),
-            nn.Linear(128, 256),
+            nn.Linear(64, 256),
         )
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
