@@ -39,6 +39,7 @@ def both(main: Callable, *words: list[str]) -> None:
 SMALL = {
     "data_parallel": ["--samples", "900", "--batch", "32"],
     "delayed": ["--steps", "3", "--inner-steps", "3"],
+    "heterogeneous": ["--steps", "3", "--inner-seconds", "0.05"],
     "sparse": ["--steps", "3", "--inner-steps", "3"],
     "streaming": ["--steps", "2", "--inner-steps", "9", "--overlap", "1"],
 }
