@@ -1,4 +1,4 @@
-"""The modes of DiLoCo against an oracle in numpy, with peers that are lost and that join."""
+"""What the modes of DiLoCo have in common; and how a loop, a block and a schedule use them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import diloco_oracle
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Deserter, Left, Model, Watched, make, refuse, together  # noqa: E402
+from outer import DEADLINE_S, Left, Model, Watched, make, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -41,92 +40,20 @@ class Peer:
             comm, self.model, self.optimizer, inner_steps=PROBLEM.inner_steps, **options
         )
         self.target = PROBLEM.targets[name]
-        self.digests: dict[int, str] = {}  # by outer step
-        self.weights: list[Any] = []  # after each round
-        self.theta: Any = None  # at last
 
     def backward(self) -> None:
         loss = sum((p - self.target).pow(2).sum() / 2 for p in self.model.parameters())
         loss.backward()
 
-    def round(self) -> Any:
+    def round(self) -> None:
         """A round of inner steps, and the outer round at its end."""
         outer = None
         while outer is None:
             self.backward()
             outer = self.diloco.step()
-        self.weights.append(flat(self.model).numpy())
-        digest = self.diloco.state_digest()
-        assert self.digests.setdefault(outer.outer_step, digest) == digest
-        return outer
 
 
-def flat(model: Any) -> Any:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-# ---- trajectories ----
-
-
-@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
-def test_trajectories_with_one_lost_and_one_joining(address: str, mode: str) -> None:
-    """`c` leaves before it gives its second pseudo-gradient; `d` joins some rounds later."""
-    first_is_in, two_rounds = threading.Event(), threading.Event()
-    ended = threading.Barrier(3)
-    begin: list[Any] = []
-    rounds: dict[str, list[Any]] = {"a": [], "b": [], "d": []}
-
-    def train(name: str) -> Any:
-        if name != "a":
-            assert first_is_in.wait(DEADLINE_S)
-        with pccl.Communicator(address) as comm:
-            first_is_in.set()
-            peer = Peer(comm, name, mode=mode, min_peers=3, **SETTINGS)
-            begin.append(flat(peer.model).double().numpy())
-            admitted_at = -1
-            while admitted_at < 0 or len(rounds[name]) < admitted_at + 5:
-                rounds[name].append(peer.round())
-                if len(rounds[name]) == 3:
-                    two_rounds.set()
-                if rounds[name][-1].admitted:
-                    admitted_at = len(rounds[name])
-            peer.theta = peer.diloco.state_dict()["theta"]
-            ended.wait(DEADLINE_S)  # a peer that finds itself alone gets its progress back
-            return peer
-
-    def desert() -> None:
-        assert first_is_in.wait(DEADLINE_S)
-        call = "all_reduce" if mode == "sync" else "all_reduce_async"
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving = Deserter(comm, call, 2)
-            peer = Peer(leaving, "c", mode=mode, min_peers=3, **SETTINGS)
-            leaving.armed = True
-            while True:
-                peer.round()
-
-    def join() -> Any:
-        assert two_rounds.wait(DEADLINE_S)
-        with pccl.Communicator(address) as comm:
-            peer = Peer(comm, "d", mode=mode, min_peers=3, **SETTINGS)
-            rounds["d"] = [peer.round() for _ in range(5)]
-            peer.theta = peer.diloco.state_dict()["theta"]
-            ended.wait(DEADLINE_S)
-            return peer
-
-    a, b, _, d = together(lambda: train("a"), lambda: train("b"), desert, join)
-    admitted_at = len(rounds["a"]) - 5
-    contributors = [["a", "b", "c"], *[["a", "b"]] * (admitted_at - 1), *[["a", "b", "d"]] * 5]
-    outer = diloco_oracle.Outer(begin[0], 0.3, 0.5)
-    expected = getattr(diloco_oracle, mode)(PROBLEM, outer, contributors)
-    for peer, name in ((a, "a"), (b, "b"), (d, "d")):
-        wanted = expected if mode == "eager" else [{name: theta} for theta in expected]
-        wanted = [weights[name] for weights in wanted[-len(peer.weights) :]]
-        np.testing.assert_allclose(peer.weights, wanted, rtol=0, atol=1e-5)
-        np.testing.assert_allclose(peer.theta, outer.theta, rtol=0, atol=1e-5)
-    assert a.digests == b.digests and d.digests.items() <= a.digests.items()
-    applied = contributors if mode == "sync" else [[], *contributors[:-1]]
-    for name, wanted in (("a", applied), ("b", applied), ("d", applied[-5:])):
-        assert [outer.contributors for outer in rounds[name]] == [len(peers) for peers in wanted]
+# ---- modes that agree ----
 
 
 def test_delayed_with_the_mean_awaited_at_once_is_sync_shifted_by_one(address: str) -> None:
