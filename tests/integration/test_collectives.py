@@ -103,6 +103,18 @@ def test_nobody_leaves_a_barrier_before_all_have_come(cluster: Cluster) -> None:
     cluster.each(job)
 
 
+def test_a_barrier_whose_time_is_up_names_who_is_missing() -> None:
+    with Cluster(4) as cluster:
+        numbers = [comm.peers[comm.rank] for comm in cluster.comms]
+
+        handle = cluster.comms[0].barrier_async(tag=9)
+        with pytest.raises(pccl.PCCLTimeoutError) as caught:
+            cluster.comms[1].barrier(tag=9, timeout=0.1)
+        assert [each in caught.value.message for each in numbers] == [False, False, True, True]
+        assert not handle.wait(timeout=0.0)[0] and isinstance(handle.error, pccl.PCCLTimeoutError)
+        assert [each in handle.error.message for each in numbers] == [False, True, True, True]
+
+
 def test_async_forms_under_way_at_the_same_time(cluster: Cluster) -> None:
     size = len(cluster.comms)
 

@@ -14,7 +14,7 @@ from pccl import cuda
 from pccl.calls import operands
 from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
-from pccl.runtime.client.devices import HostView
+from pccl.runtime.client.devices import HostView, on_host
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.tensors.arrays import Buffer
 
@@ -108,6 +108,30 @@ def test_a_view_copies_what_is_elsewhere_and_back_what_has_changed(gpu: Gpu) -> 
     assert gpu.written_addresses == there[1:]
     assert list(gpu.content(there[0])) == [1] * 4
     assert list(gpu.content(there[1])) == [9] * 4
+
+
+def test_who_only_gives_or_only_receives(gpu: Gpu) -> None:
+    """What is given is read and what is received is written, and there is nothing in its place."""
+    float_, cuda_ = pccl.DataType.FLOAT, pccl.DeviceType.CUDA
+    nothing = Buffer.at(0, 0, float_, None, cuda_)
+    given, got = (
+        Buffer.at(gpu.hold(np.full(4, fill, np.float32)), 4, float_, None, cuda_) for fill in (1, 2)
+    )
+    send = m.Work("send", 0, float_.value, 4)
+    for operand, rows, reads, writes in (
+        (Operand(given, nothing, 4), ((0, 1), ()), [given.address], []),
+        (Operand(nothing, got, 4), ((), (1, 0)), [], [got.address]),
+    ):
+        gpu.read_addresses.clear()
+        work, bring_back = on_host(Operands(send, (operand,), *rows, pair=(3, 4)))
+        assert (work.send_rows, work.recv_rows, work.pair) == (*rows, (3, 4))
+        assert [bool(each.address) for each in (work.each[0].send, work.each[0].recv)] == [
+            bool(reads),
+            bool(writes),
+        ]
+        assert bring_back is not None
+        bring_back()
+        assert (gpu.read_addresses, gpu.written_addresses) == (reads, writes)
 
 
 def test_memory_of_the_host_needs_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,6 +368,17 @@ def test_collectives_on_cuda() -> None:
         y = x.to(memory_format=torch.channels_last).clone()
         comm.all_reduce(y, op="sum")
         assert torch.equal(y, 2 * x) and not y.is_contiguous()
+        rank = comm.rank
+        x = full(rank, 2, count)
+        whole = comm.gather(x, root=1)
+        part = comm.scatter(whole, torch.empty_like(x), root=1)
+        assert part.device.type == "cuda" and bool((part == rank).all())
+        assert comm.all_to_all(x).mean(1).tolist() == [0, 1]
+        y = torch.empty_like(x)
+        comm.send_recv({1 - rank: x}, {1 - rank: y})
+        assert bool((y == 1 - rank).all())
+        comm.reduce(x, root=1, op="max")
+        assert bool((x == rank).all())
 
     with Cluster(2) as cluster:
         cluster.each(job)
