@@ -125,6 +125,11 @@ MUTANTS = [
         "",
     ),
     Mutant(
+        "ranks of a ring that has changed unseen are an error",
+        "if work.ring not in (0, checksum(group.planned[0].order)):",
+        "if False:",
+    ),
+    Mutant(
         "rows that are given are those that are taken",
         "        found = misfit(rows)\n",
         "        found = None\n",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import array as bytes_of
 import operator
 from collections.abc import Mapping, MutableSequence, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar, cast
 
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
@@ -33,11 +33,13 @@ class Ranks:
         rank: its own rank.
         members: number of members.
         first: the rank of the member that joined the run first.
+        ring: the checksum of the order from which they follow; 0: not known.
     """
 
     rank: int
     members: int
     first: int
+    ring: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +150,7 @@ def broadcast(arrays: Arrays, root: Root, ranks: Ranks) -> Operands:
     given = several(arrays)
     buffers = [Buffer.of(array, writable=True) for array in given.arrays]
     each = [Operand(buffer, buffer, buffer.count) for buffer in buffers]
-    return make(CollectiveKind.BROADCAST, given, each, root=root, members=ranks.members)
+    return make(CollectiveKind.BROADCAST, given, each, root=root, ranks=ranks)
 
 
 def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
@@ -169,7 +171,7 @@ def all_gather(send: A, recv: A | None, ranks: Ranks) -> tuple[Operands, A]:
         whole = Buffer.of(target, writable=True)
         check_block("recv", whole, "send", block, ranks)
         each.append(Operand(block, whole, block.count))
-    return make(CollectiveKind.ALL_GATHER, given, each, members=ranks.members), recv
+    return make(CollectiveKind.ALL_GATHER, given, each, ranks=ranks), recv
 
 
 def reduce_scatter(
@@ -197,10 +199,8 @@ def reduce_scatter(
         block = Buffer.of(target, writable=True)
         check_block("send", whole, "recv", block, ranks)
         each.append(Operand(whole, block, block.count))
-    chosen, members = reduce_op(op), ranks.members
-    work = make(
-        CollectiveKind.REDUCE_SCATTER, given, each, op=chosen, options=options, members=members
-    )
+    chosen = reduce_op(op)
+    work = make(CollectiveKind.REDUCE_SCATTER, given, each, op=chosen, options=options, ranks=ranks)
     return work, recv
 
 
@@ -368,9 +368,9 @@ def make(
     op: ReduceOp | None = None,
     options: QuantizationOptions | None = None,
     root: int = 0,
-    members: int = 0,
+    ranks: Ranks | None = None,
 ) -> Operands:
-    """The operands of a collective over these arrays.
+    """The operands of a collective over these arrays; `ranks`: if it depends on them.
 
     Raises:
         PCCLError: INVALID_ARGUMENT: they cannot be quantized like this.
@@ -391,8 +391,10 @@ def make(
     else:
         parts = ()
     redop = 0 if op is None else op.value
+    members, ring = (ranks.members, ranks.ring) if ranks is not None else (0, 0)
+    at, layout = (root, members), one.layout
     work = m.Work(
-        what, redop, one.dtype, one.count, *quantized, root, members, parts, layout=one.layout
+        what, redop, one.dtype, one.count, *quantized, *at, parts, layout=layout, ring=ring
     )
     return Operands(work, tuple(each))
 

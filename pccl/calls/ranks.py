@@ -6,6 +6,7 @@ import threading
 
 from pccl.calls.operands import Ranks
 from pccl.protocol import messages as m
+from pccl.protocol.ring import checksum
 
 
 class KnownRanks:
@@ -48,7 +49,8 @@ class KnownRanks:
         Peers are numbered in the order in which they join, so the lowest number joined first.
         """
         order = self.order
-        return Ranks(order.index(number), len(order), order.index(min(order)))
+        at, first = order.index(number), order.index(min(order))
+        return Ranks(at, len(order), first, checksum(order))
 
 
 def _order(plan: m.Plan, number: int) -> tuple[int, ...]:

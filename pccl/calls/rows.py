@@ -54,7 +54,7 @@ def all_gather(
                 f"row {before}"
             )
         each.append(Operand(sent, received, row))
-    work = operands.make(CollectiveKind.ALL_GATHER, given, each, members=ranks.members)
+    work = operands.make(CollectiveKind.ALL_GATHER, given, each, ranks=ranks)
     return replace(work, work=structs.replace(work.work, rows=numbers)), recv
 
 
@@ -82,8 +82,8 @@ def reduce(
     else:
         each = _only_given(given)
     chosen = operands.reduce_op(op)
-    what, members = CollectiveKind.REDUCE, ranks.members
-    return operands.make(what, given, each, op=chosen, options=options, root=at, members=members)
+    what = CollectiveKind.REDUCE
+    return operands.make(what, given, each, op=chosen, options=options, root=at, ranks=ranks)
 
 
 def gather(send: A, recv: A | None, root: Root, ranks: Ranks) -> tuple[Operands, A | None]:
@@ -101,7 +101,7 @@ def gather(send: A, recv: A | None, root: Root, ranks: Ranks) -> tuple[Operands,
         each = list(work.each)
     else:
         each = _only_given(given)
-    work = operands.make(CollectiveKind.GATHER, given, each, root=at, members=ranks.members)
+    work = operands.make(CollectiveKind.GATHER, given, each, root=at, ranks=ranks)
     recv_rows = _one_each(ranks) if ranks.rank == at else ()
     return replace(work, send_rows=_only(at, ranks), recv_rows=recv_rows), result
 
@@ -123,7 +123,7 @@ def scatter(
     given = operands.several(recv)
     blocks = [Buffer.of(array, writable=True) for array in given.arrays]
     each = [Operand(_nothing(block), block, block.count) for block in blocks]
-    work = operands.make(CollectiveKind.SCATTER, given, each, root=at, members=ranks.members)
+    work = operands.make(CollectiveKind.SCATTER, given, each, root=at, ranks=ranks)
     return replace(work, recv_rows=_only(at, ranks)), recv
 
 
@@ -146,8 +146,7 @@ def _scatter_root(send: Arrays | None, recv: A | None, ranks: Ranks) -> tuple[Op
         block = Buffer.of(target, writable=True)
         operands.check_block("send", whole, "recv", block, ranks)
         each.append(Operand(whole, block, block.count))
-    what, members = CollectiveKind.SCATTER, ranks.members
-    work = operands.make(what, given, each, root=ranks.rank, members=members)
+    work = operands.make(CollectiveKind.SCATTER, given, each, root=ranks.rank, ranks=ranks)
     own = _only(ranks.rank, ranks)
     return replace(work, send_rows=_one_each(ranks), recv_rows=own), result
 
@@ -180,7 +179,7 @@ def all_to_all(
             raise ValueError("send and recv overlap: an all_to_all cannot be in place")
         _check_rows(source, sent, ranks.members)
         each.append(Operand(sent, received, sent.count // ranks.members))
-    work = operands.make(CollectiveKind.ALL_TO_ALL, given, each, members=ranks.members)
+    work = operands.make(CollectiveKind.ALL_TO_ALL, given, each, ranks=ranks)
     rows = _one_each(ranks)
     return replace(work, send_rows=rows, recv_rows=rows), recv
 
@@ -208,7 +207,7 @@ def _uneven_all_to_all(
         if sent.overlaps(received):
             raise ValueError("send and recv overlap: an all_to_all cannot be in place")
         each.append(Operand(sent, received, row))
-    work = operands.make(CollectiveKind.ALL_TO_ALL, given, each, members=ranks.members)
+    work = operands.make(CollectiveKind.ALL_TO_ALL, given, each, ranks=ranks)
     return replace(work, send_rows=gives, recv_rows=takes, uneven=True), recv
 
 

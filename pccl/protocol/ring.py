@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class RingPlace:
     count: int = 0
     root: int = 0
     ranks: tuple[int, ...] = ()
+
+
+def checksum(order: Sequence[int]) -> int:
+    """Of the order of a ring's peers, from which ranks follow; never 0."""
+    return zlib.crc32(" ".join(map(str, order)).encode()) or 1
 
 
 def free(hop: Hop) -> int:

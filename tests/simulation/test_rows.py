@@ -5,6 +5,8 @@ from __future__ import annotations
 from hall import Hall
 
 from pccl.protocol import messages as m
+from pccl.protocol.ring import checksum
+from pccl.types import Result
 
 TRADE = m.Work("all_to_all", 0, 10, 5, members=3)
 ROWS = [  # of each rank: for each, and from each
@@ -45,6 +47,35 @@ def test_rows_that_do_not_fit_are_an_error_that_names_who() -> None:
         for number in (1, 2, 3):  # and the group goes on
             vote(hall, number, *ROWS[number - 1])
         assert isinstance(hall.last(b"1"), m.Started)
+
+
+def test_ranks_of_a_ring_that_has_changed_unseen_are_an_error_first() -> None:
+    """Its peers are the same, in another order: the source would be another one."""
+    for seen in ((1, 2, 3), (3, 1, 2)):
+        hall = Hall(3)
+        work = m.Work("broadcast", 0, 10, 5, root=1, members=3, ring=checksum(seen))
+        for number in (1, 2):
+            hall.say(b"%d" % number, m.StartVote(2, 0, work))
+        hall.master.run.groups[0].rings = (m.Ring((3, 1, 2), 1),)
+        hall.master.run.groups.renew(0)  # a link is blocked, for instance
+        hall.say(b"3", m.StartVote(2, 0, work))
+        told = hall.last(b"1")
+        if seen == (3, 1, 2):
+            assert isinstance(told, m.Started)
+            continue
+        assert isinstance(told, m.CallError)
+        assert told.result == Result.RANK_CONNECTION_LOST.value
+        assert told.why == "the group has 3 peers by now, and ranks have changed: call again"
+
+
+def test_peers_that_know_different_rings_may_try_again() -> None:
+    hall = Hall(3)
+    for number, seen in ((1, (1, 2, 3)), (2, (2, 1, 3))):
+        work = m.Work("broadcast", 0, 10, 5, root=1, members=3, ring=checksum(seen))
+        hall.say(b"%d" % number, m.StartVote(2, 0, work))
+    told = hall.last(b"1")
+    assert isinstance(told, m.CallError)
+    assert told.result == Result.RANK_CONNECTION_LOST.value
 
 
 def test_ranks_are_positions_in_the_ring() -> None:

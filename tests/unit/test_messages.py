@@ -92,7 +92,7 @@ def test_golden_bytes() -> None:
     start = m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000))
     assert (
         m.encode(start).hex()
-        == "9a0407039baa616c6c5f726564756365000acd03e80000000090a090c000c2909090"
+        == "9a0407039caa616c6c5f726564756365000acd03e80000000090a09000c000c2909090"
     )
     assert m.encode(m.FinishVote(9, True)).hex() == "950509c3a000"
     assert m.encode(m.Finished(9, True)).hex() == "954909c3a000"

@@ -14,6 +14,7 @@ from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox, plain
 from pccl.protocol.master.table import CollectiveTable, Running
 from pccl.protocol.master.work import goes_around, misfit, outdated
+from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import Round
 from pccl.types import Result
 
@@ -74,6 +75,10 @@ class Collectives:
         if data is None:
             self._groups.repair(group_number)
         group = self._groups[group_number]
+        if work.ring not in (0, checksum(group.planned[0].order)):
+            why = outdated(round_, len(round_.votes))
+            self._outbox.fail_all(round_, Result.RANK_CONNECTION_LOST, why)
+            return
         why = self._misfit(round_, group.planned)
         if why:
             self._outbox.fail_all(round_, Result.INVALID_ARGUMENT, why, m.Cause.MISMATCH)

@@ -108,7 +108,8 @@ class Work(Struct, array_like=True, frozen=True):
     an all_to_all, those of a row. `root` is a rank. `members` is the size of the group as the
     caller knows it if ranks matter, else 0. `parts` describe a list or dict of tensors; `count` and
     `dtype` are 0 then. `layout`: as in Part. `rows`: of an all_gather to which members give
-    different numbers of rows, these by rank; counts are those of a row then.
+    different numbers of rows, these by rank; counts are those of a row then. `ring`: where ranks
+    matter, the checksum of the order from which the caller has them; 0: it does not say.
     """
 
     what: CollectiveKind
@@ -122,13 +123,15 @@ class Work(Struct, array_like=True, frozen=True):
     parts: Annotated[tuple[Part, ...], Meta(max_length=PARTS_MAX)] = ()
     layout: Text = ""
     rows: Rows = ()
+    ring: U32 = 0
 
     def __str__(self) -> str:
         return wording.call(self)
 
     def sees_others_than(self, other: Work) -> bool:
-        """Whether both are the same call, by peers that differ on the size of the group."""
-        return self.what == other.what and self.members != other.members
+        """Whether both are the same call, by peers that differ on the ranks."""
+        mine, theirs = (self.members, self.ring), (other.members, other.ring)
+        return self.what == other.what and mine != theirs
 
     def difference(self, other: Work) -> str:
         """A difference that the texts of both calls do not show; empty if there is none."""
