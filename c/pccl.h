@@ -109,6 +109,10 @@
  * handled when it comes, over whichever lane. So a REDUCE is a chain that begins behind the root
  * and ends at it: every link carries the data once, and the root's link to its successor nothing.
  *
+ * DIRECT. Two members may ALL_REDUCE without a ring, unquantized: each sends the other one all of
+ * its contribution, in chunks whose hop is 65535 and whose segment is the sender's position, and
+ * adds the other's to its own, that of position 0 on the left. As many bytes, in one hop.
+ *
  * A stream first sends what was received and is to be sent on (forwards). It sends a chunk of the
  * peer's own only when no forward waits; own chunks of several ops take turns. The engine stops
  * receiving when `forward_max` forwards wait, or forwards of 32 MiB that are not the ops' own
@@ -145,8 +149,8 @@
  *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 2
  *      8 u64 run      16 u64 seq      24 u64 tag      32 u64 nonce
  *     40 u16 segment (chunk), slot (request, data) or position of the sender (row)
- *     42 u16 hop (chunk), position of the receiver (row), or of a request any number, which its
- *        data repeats
+ *     42 u16 hop (chunk; 65535: direct), position of the receiver (row), or of a request any
+ *        number, which its data repeats
  *     44 u16 members   46 u16 0
  *     48 u64 offset   56 u32 length   60 u32 piece (request, data) or number of the array (row)
  * Kinds: 1 chunk, 2 request, 3 data, 4 row. Fields that a kind does not use are 0. A chunk's offset
@@ -454,6 +458,7 @@ typedef struct pccl_end {
  *                 COLLECTIVE, EXCHANGE and FETCH: chunk_bytes (of a message, in whole quanta, or in
  *                 whole blocks if it is quantized).
  *                 COLLECTIVE, EXCHANGE: n_rings, rings (THE RING), all with the same members.
+ *                 COLLECTIVE: direct, whether its two members send each other everything.
  *                 BROADCAST, REDUCE: the position of the root in each. `ranks` are the ranks by
  *                 position, valid until SETTLED; NULL: the positions. A ring of one member needs no
  *                 stream. An EXCHANGE does not use begin and count; who has
@@ -514,6 +519,7 @@ typedef struct pccl_order {
     uint32_t leaf;
     uint32_t good;
     uint32_t n_rings;
+    uint32_t direct;
     uint32_t n_ends;
     pccl_ring rings[8];
     pccl_end ends[8];

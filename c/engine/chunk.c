@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "engine/collective.h"
+#include "engine/direct.h"
 #include "engine/parts.h"
 #include "engine/quanta.h"
 #include "engine/ring.h"
@@ -85,7 +86,7 @@ static enum turn build_own(struct ring *ring, const struct part *part, struct pa
     const unsigned char *own = part_send(&collective->parts, part, header->offset);
     uint64_t bytes = payload_bytes(collective, part, header->length);
     int status;
-    if (collective->format == PCCL_UNQUANTIZED) {
+    if (collective->format == PCCL_UNQUANTIZED && !direct_copies(collective, part)) {
         status = packet_build(&op->source, packet, header, own, bytes);
         return status == PCCL_OK ? TURN_OVER : TURN_FAILED;
     }
@@ -95,6 +96,11 @@ static enum turn build_own(struct ring *ring, const struct part *part, struct pa
     }
     if (packet_reserve(&op->source, packet, header, bytes) != PCCL_OK)
         return TURN_FAILED;
+    if (collective->format == PCCL_UNQUANTIZED) {
+        direct_copy(collective, part, header->offset, header->length,
+                    packet_payload(op->source.zmq, packet));
+        return TURN_OVER;
+    }
     status = pccl_quantize(collective->format, part->dtype,
                            packet_payload(op->source.zmq, packet), own, header->length);
     assert(status == PCCL_OK);
@@ -112,6 +118,10 @@ static struct wire_header own_header(const struct ring *ring, uint64_t length)
     header.ring = (uint8_t)ring->flow.index;
     header.hop = (uint16_t)collective_first_hop(collective_of(op), members);
     header.segment = (uint16_t)ring_segment(members, next, header.hop);
+    if (collective_of(op)->direct) {
+        header.hop = DIRECT_HOP;
+        header.segment = (uint16_t)place->position;
+    }
     header.members = (uint16_t)members;
     header.length = (uint32_t)length;
     header.offset = ring->cursor;
@@ -148,6 +158,20 @@ enum turn chunk_send(struct flow *flow)
 
 /* ---- judging a chunk ---- */
 
+static bool is_direct(const struct wire_header *chunk)
+{
+    return chunk->hop == DIRECT_HOP;
+}
+
+/* Whether a collective among that many members has such a hop. */
+static bool has_hop(const struct collective *collective, uint32_t members, uint32_t hop)
+{
+    if (hop == DIRECT_HOP)
+        return collective_may_be_direct(collective, members);
+    return hop >= collective_first_hop(collective, members)
+        && hop <= collective_last_hop(collective, members);
+}
+
 /* Why a chunk cannot belong to the op at all, or NULL. After this its offset and length may become
  * addresses. */
 static const char *check_shape(const struct collective *collective, const struct wire_header *chunk,
@@ -157,8 +181,7 @@ static const char *check_shape(const struct collective *collective, const struct
     const struct part *part;
     if (chunk->ring >= PCCL_RINGS_MAX || members < 2 || members > PCCL_PEERS_MAX
         || (collective->members > 0 && members != collective->members)
-        || chunk->segment >= members || chunk->hop < collective_first_hop(collective, members)
-        || chunk->hop > collective_last_hop(collective, members))
+        || chunk->segment >= members || !has_hop(collective, members, chunk->hop))
         return "a chunk has an impossible place in the ring";
     if (chunk->length == 0 || chunk->offset % PCCL_QUANTUM != 0
         || chunk->offset >= collective->parts.span * (collective->members > 0 ? members : 1))
@@ -178,7 +201,8 @@ static const char *check_claim(struct collective *collective, const struct wire_
 {
     struct op *op = &collective->op;
     struct claim *claim = &collective->claims[chunk->ring];
-    uint32_t position = ring_receiver(chunk->members, chunk->segment, chunk->hop);
+    uint32_t position = is_direct(chunk) ? 1u - chunk->segment
+        : ring_receiver(chunk->members, chunk->segment, chunk->hop);
     if (!collective->claimed) {
         collective->claimed = true;
         op->seq = chunk->seq;
@@ -188,10 +212,12 @@ static const char *check_claim(struct collective *collective, const struct wire_
         claim->made = true;
         claim->members = chunk->members;
         claim->position = position;
+        claim->direct = is_direct(chunk);
     }
     if (op->seq != chunk->seq || op->nonce != chunk->nonce)
         return "early chunks differ in sequence number or nonce";
-    if (claim->members != chunk->members || claim->position != position)
+    if (claim->members != chunk->members || claim->position != position
+        || claim->direct != is_direct(chunk))
         return "early chunks differ in their place in the ring";
     return NULL;
 }
@@ -206,6 +232,10 @@ static const char *check_place(const struct collective *collective, const struct
         return "a chunk has another ring";
     ring = collective_ring(collective, chunk->ring);
     place = &ring->place;
+    if (collective->direct != is_direct(chunk) || chunk->members != place->members)
+        return "a chunk has another place in the ring";
+    if (is_direct(chunk))
+        return direct_check_place(ring, chunk);
     if (chunk->members != place->members
         || chunk->segment != ring_segment(place->members, place->position, chunk->hop))
         return "a chunk has another place in the ring";
@@ -222,7 +252,8 @@ static const char *check_turn(const struct collective *collective, const struct 
     bool final = chunk->hop + 1u >= chunk->members;
     if (!final)
         return quanta_any(collective->given_set, from, to) ? "a chunk came twice" : NULL;
-    if (collective->shape.reduces && !quanta_all(collective->given_set, from, to))
+    if (collective->shape.reduces && !is_direct(chunk)
+        && !quanta_all(collective->given_set, from, to))
         return "a final chunk lacks our contribution";
     parts_written(&collective->parts, chunk->offset, chunk->length, &from, &to);
     return quanta_any(collective->written_set, from, to) ? "a chunk came twice" : NULL;
@@ -232,7 +263,7 @@ static const char *check_turn(const struct collective *collective, const struct 
 
 static bool is_last_hop(const struct collective *collective, const struct wire_header *chunk)
 {
-    return chunk->hop == collective_last_hop(collective, chunk->members);
+    return is_direct(chunk) || chunk->hop == collective_last_hop(collective, chunk->members);
 }
 
 static void next_hop(const pccl_zmq *zmq, struct packet *packet, const struct wire_header *chunk)
@@ -317,6 +348,10 @@ static int apply(struct collective *collective, const struct wire_header *chunk,
         return PCCL_ENOMEM;
     if (stored)
         count_written(collective, chunk->offset, chunk->length);
+    if (is_direct(chunk)) {
+        direct_reduce(collective, part, chunk, packet_payload(zmq, packet));
+        return PCCL_OK;
+    }
     if (collective->format != PCCL_UNQUANTIZED) {
         apply_quantized(collective, part, chunk, packet);
         return PCCL_OK;

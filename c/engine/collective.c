@@ -81,6 +81,13 @@ uint32_t collective_last_hop(const struct collective *collective, uint32_t membe
     return shape->scatters || (shape->reduces && shape->rooted) ? members - 2 : 2 * members - 3;
 }
 
+bool collective_may_be_direct(const struct collective *collective, uint32_t members)
+{
+    const struct shape *shape = &collective->shape;
+    return members == 2 && shape->reduces && !shape->scatters && !shape->rooted
+        && collective->format == PCCL_UNQUANTIZED;
+}
+
 /* ---- register ---- */
 
 /* Takes over what an order says except its parts; false if it is impossible. */
@@ -254,7 +261,8 @@ static const char *check_claims(const struct collective *collective, const pccl_
     for (i = 0; i < PCCL_RINGS_MAX; i++) {
         const struct claim *claim = &collective->claims[i];
         if (claim->made
-            && (i >= order->n_rings || claim->members != order->rings[i].members
+            && (i >= order->n_rings || claim->direct != (order->direct != 0)
+                || claim->members != order->rings[i].members
                 || claim->position != order->rings[i].position))
             return "an early chunk has another place in the ring";
     }
@@ -289,7 +297,11 @@ static bool join_rings(struct collective *collective, const pccl_order *order)
         }
         ring->place = *place;
         collective->is_spread |= stream != op->flows[0]->stream;
-        if (members > 1)
+        ring->cursor = place->begin;
+        ring->end = place->begin + place->count;
+        if (members == 1)
+            ring->end = ring->cursor;
+        else if (!order->direct)
             collective_range(ring, first_segment(collective, place), &ring->cursor, &ring->end);
         collective_skip(ring);
     }
@@ -352,6 +364,8 @@ static const char *check_start(const struct collective *collective, const pccl_o
     const char *why = check_rings(collective, order);
     if (why != NULL)
         return why;
+    if (order->direct && !collective_may_be_direct(collective, order->rings[0].members))
+        return "only two members can all-reduce directly, and not quantized";
     if (collective->members > 0
         && !parts_lie_at(&collective->parts, role(collective, &order->rings[0])))
         return "one buffer is part of the other, at the place of another rank";
@@ -382,6 +396,7 @@ void collective_start(struct op *op, const pccl_order *order)
     op->started = true;
     op->seq = order->seq;
     op->nonce = order->nonce;
+    collective->direct = order->direct != 0;
     collective->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
     if (order->rings[0].members == 1)
         parts_copy(&collective->parts);  /* our own contribution is the result */

@@ -13,7 +13,7 @@
 
 /* What the first early chunk of a ring said of our place in it. */
 struct claim {
-    bool made;
+    bool made, direct;
     uint32_t members, position;
 };
 
@@ -22,6 +22,7 @@ struct collective {
     struct shape shape;
     int redop, format;
     bool is_spread;          /* its rings lead to different neighbours */
+    bool direct;             /* two members send each other everything (direct.h) */
     uint32_t members;        /* slices of the larger buffers; 0: all have one */
     struct parts parts;
     uint64_t chunk;          /* bytes of a message, about */
@@ -72,6 +73,9 @@ void collective_range(const struct ring *ring, uint32_t segment, uint64_t *from,
 
 /* Moves the cursor on to the next element that there is: slices may be shorter than others. */
 void collective_skip(struct ring *ring);
+
+/* Whether `members` may send each other everything instead (direct.h). */
+bool collective_may_be_direct(const struct collective *collective, uint32_t members);
 
 /* The first and the last hop of a chunk, among `members` > 1. */
 uint32_t collective_first_hop(const struct collective *collective, uint32_t members);

@@ -17,6 +17,7 @@
  * serve       SERVE: answers requests for pieces
  * fetch       FETCH: requests pieces
  * collective  COLLECTIVE: which elements are done, the start
+ * direct      what two members send each other instead of around a ring
  * chunk       the chunks of a collective: sent, judged, reduced or stored, sent on
  * exchange    EXCHANGE: rows from member to member
  * kinds       the table of these four kinds of ops

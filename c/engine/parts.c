@@ -225,11 +225,17 @@ void parts_copy(const struct parts *parts)
     }
 }
 
+unsigned char *part_saved(const struct parts *parts, const struct part *part,
+                          const struct undo *undo, uint64_t offset)
+{
+    return undo->memory + part->undo_at + bytes_to(parts, part, 1, offset);
+}
+
 void part_save(const struct parts *parts, const struct part *part, struct undo *undo,
                uint64_t offset, size_t bytes)
 {
     size_t at = bytes_to(parts, part, 1, offset);
-    memcpy(undo->memory + part->undo_at + at, part->recv + at, bytes);
+    memcpy(part_saved(parts, part, undo, offset), part->recv + at, bytes);
 }
 
 static void restore_part(const struct part *part, const struct undo *undo, const uint64_t *written)

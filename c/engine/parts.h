@@ -73,6 +73,10 @@ bool parts_lie_at(const struct parts *parts, uint32_t rank);
 /* Makes the contribution the result: recv = send. */
 void parts_copy(const struct parts *parts);
 
+/* Where the saved bytes of recv at an offset are. */
+unsigned char *part_saved(const struct parts *parts, const struct part *part,
+                          const struct undo *undo, uint64_t offset);
+
 /* Saves the bytes of recv at an offset; restores all that is in the set of quanta `written`. */
 void part_save(const struct parts *parts, const struct part *part, struct undo *undo,
                uint64_t offset, size_t bytes);

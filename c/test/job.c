@@ -297,6 +297,7 @@ void job_start_rings(struct peers *peers, int who, const struct job *job, uint32
     order.nonce = TEST_NONCE;
     order.chunk_bytes = job->chunk_bytes;
     order.n_rings = rings;
+    order.direct = job->direct;
     order.rings[0].stream = 1;
     order.rings[0].members = order.rings[1].members = n;
     order.rings[0].position = (uint32_t)who;

@@ -11,7 +11,7 @@ struct job {
     enum pccl_collective what;
     int redop, format;
     uint32_t root;
-    bool in_place;
+    bool in_place, direct;
     uint32_t chunk_bytes;
     int n_parts;                             /* 0: one of this type and count */
     struct { int dtype; uint64_t count; } part[TEST_PARTS_MAX];

@@ -60,6 +60,95 @@ static void test_large(void)
     }
 }
 
+/* Two members that send each other everything: in place chunks come before our own of that place
+ * are sent, or even before START; every type and operation, several arrays and two rings. */
+static void test_direct(void)
+{
+    static const uint64_t counts[] = {0, 1, 63, 64, 65, 1000, 5003};
+    pccl_options options = peers_options();
+    uint64_t seed = 1;
+    size_t i;
+    int dtype;
+    for (dtype = PCCL_U8; dtype <= PCCL_F64; dtype++)
+        for (i = 0; i < sizeof counts / sizeof *counts; i++, seed++) {
+            struct job job = job_plain(counts[i], seed % 2);
+            job.direct = true;
+            job.dtype = dtype;
+            job.redop = (int)(seed % (PCCL_MIN + 1));
+            job.chunk_bytes = seed % 3 ? 700 : 1;
+            options.copy_max = seed % 5 ? 256 : 0;
+            run_one(&job, 2, &options, seed % 5 ? 30 : 0, seed);
+        }
+}
+
+/* One member starts late, and has all of the other one's chunks by then; or gives up, in the middle
+ * or at the end, and has its contribution again. */
+static void test_direct_early(void)
+{
+    static struct peers peers;
+    uint64_t seed;
+    int i;
+    for (seed = 1; seed <= 30; seed++) {
+        struct job job = job_plain(0, seed % 3 > 0);
+        job.direct = true;
+        job.n_parts = 3;
+        for (i = 0; i < 3; i++) {
+            job.part[i].dtype = i == 1 ? PCCL_F64 : PCCL_F32;
+            job.part[i].count = 65 + 700 * (uint64_t)i;
+        }
+        job_make(&job, 2);
+        job_open_ring(&peers, &job, 2, seed);
+        job_start(&peers, 0, &job);
+        peers_run(&peers);
+        if (seed % 4 == 0) {
+            CHECK(job_abort(&peers, &job));
+        } else {
+            job_start(&peers, 1, &job);
+            if (seed % 4 == 1)
+                (void)pccl_engine_step(peers.peer[1].engine);
+            else
+                peers_run(&peers);
+            if (seed % 4 == 3) {
+                CHECK(job_is_right(&peers, &job));
+                CHECK(job_commit(&peers, &job));
+            } else {
+                CHECK(job_abort(&peers, &job));
+            }
+        }
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+/* Who cannot be direct, and members of whom only one is. */
+static void test_direct_contradictions(void)
+{
+    static struct peers peers;
+    int what;
+    for (what = 0; what < 5; what++) {
+        struct job job = job_plain(1000, what % 2);
+        int n = what == 0 ? 3 : 2;
+        job.what = what == 1 ? PCCL_REDUCE_SCATTER : what == 2 ? PCCL_REDUCE : PCCL_ALL_REDUCE;
+        job.format = what == 3 ? PCCL_BLOCK_8 : PCCL_UNQUANTIZED;
+        job_make(&job, n);
+        job_open_ring(&peers, &job, n, 3);
+        job.direct = true;
+        job_start(&peers, 0, &job);
+        if (what == 4) {
+            job.direct = false;
+            job_start(&peers, 1, &job);
+        }
+        peers_run(&peers);
+        CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op)
+              + peers_count(&peers, 1, PCCL_FAILED, job.op) > 0);
+        if (what < 4)
+            CHECK(peers_event(&peers, 0, PCCL_FAILED, job.op)->status == PCCL_EINVAL);
+        CHECK(job_abort(&peers, &job));
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
 static void test_types(void)
 {
     pccl_options options = peers_options();
@@ -242,6 +331,9 @@ int main(void)
     test_sizes();
     test_large();
     test_types();
+    test_direct();
+    test_direct_early();
+    test_direct_contradictions();
     test_quantized();
     test_limits();
     test_concurrent();

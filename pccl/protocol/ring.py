@@ -8,9 +8,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 
+from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.messages import PeerInfo, Ring, Work
 from pccl.protocol.topology import hops
 
+DIRECT_MAX = 1 << 24  # elements that two members send each other without a ring
 QUANTUM = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl.h)
 BARRED = 1 << 20  # the cost of a hop that must be avoided at any price
 COSTLY_MAX = 4  # costly hops improved at the same time
@@ -160,6 +162,17 @@ def shares(count: int, rings: Sequence[Ring]) -> list[tuple[int, int]]:
         weight += ring.weight
         bounds.append(min(count, QUANTUM * (quanta * weight // total)))
     return [(begin, end - begin) for begin, end in pairwise(bounds)]
+
+
+def is_direct(work: Work, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> bool:
+    """Whether two members send each other everything: as many bytes as around a ring, in one hop.
+
+    Both know the work, the rings and the peers alike, so they decide alike. That costs memory
+    bandwidth, which is the limit on one machine and for large arrays, and saves half a round trip.
+    """
+    plain = work.what == CollectiveKind.ALL_REDUCE and not work.algorithm
+    apart = len({(peer.machine, peer.host) for peer in peers}) > 1
+    return len(peers) == 2 and bool(rings) and plain and apart and span(work) <= DIRECT_MAX
 
 
 def places(

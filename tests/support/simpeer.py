@@ -356,7 +356,7 @@ class SimPeer:
                 case RegisterOp(op):
                     assert op not in self.ops
                     self.ops[op] = SimOp(self.kinds[op])
-                case StartOp(op, seq, _, parts) | StartTransfer(op, seq, _, parts):
+                case StartOp(op, seq, _, parts, _) | StartTransfer(op, seq, _, parts):
                     self.start(self.ops[op], seq, parts)
                 case CommitOp(op) | AbortOp(op):
                     self.end(op, isinstance(action, AbortOp))

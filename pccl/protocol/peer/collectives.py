@@ -40,7 +40,7 @@ from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
 from pccl.protocol.peer.knowledge import Knowledge
 from pccl.protocol.peer.outbox import Outbox
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.ring import RingPlace, places
+from pccl.protocol.ring import RingPlace, is_direct, places
 from pccl.protocol.rounds import WITHDRAWN, Kind
 
 OTHER = m.Cause.OTHER
@@ -139,7 +139,8 @@ class Collectives:
         self._streams.renew(started.epoch)
         plan, number = self._knowledge.plan, self._knowledge.number
         parts = places(one.work, plan.rings, number, self._streams.ring)
-        self._outbox.do(StartOp(one.call, seq, started.nonce, parts))
+        direct = is_direct(one.work, plan.rings, plan.peers)
+        self._outbox.do(StartOp(one.call, seq, started.nonce, parts, direct))
 
     def _start_send(self, one: Collective, started: m.Started) -> None:
         """The data of a send goes directly from one to the other: a ring of two, of which only one

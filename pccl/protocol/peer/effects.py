@@ -35,12 +35,16 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class StartOp:
-    """Start the registered op of a collective, on these rings."""
+    """Start the registered op of a collective, on these rings.
+
+    `direct`: two members send each other everything instead.
+    """
 
     op: int
     seq: int
     nonce: int
     rings: tuple[RingPlace, ...]
+    direct: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -458,7 +458,14 @@ class Engine:
         return order
 
     def start(
-        self, op: int, *, seq: int, nonce: int, chunk_bytes: int, rings: Sequence[RingPlace]
+        self,
+        op: int,
+        *,
+        seq: int,
+        nonce: int,
+        chunk_bytes: int,
+        rings: Sequence[RingPlace],
+        direct: bool = False,
     ) -> None:
         """Starts a registered collective.
 
@@ -468,8 +475,10 @@ class Engine:
             nonce: of the collective; chunks with another one do not belong to it.
             chunk_bytes: size of one message.
             rings: this peer's place in each ring, at most PCCL_RINGS_MAX.
+            direct: whether its two members send each other everything.
         """
         order = self._start(op, seq, nonce, chunk_bytes)
+        order.direct = direct
         order.n_rings = len(rings)
         for place, ring in zip(order.rings, rings, strict=False):
             place.stream, place.members, place.position = ring.stream, ring.members, ring.position

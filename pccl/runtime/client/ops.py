@@ -78,4 +78,5 @@ def start(
         nonce=effect.nonce,
         chunk_bytes=chunk_bytes(memory.nbytes, members, local, bool(memory.work.algorithm)),
         rings=effect.rings,
+        direct=effect.direct,
     )

@@ -1,0 +1,58 @@
+/* direct.c - see direct.h.
+ *
+ * A chunk may come before we have sent ours of the same place. In place it overwrites our
+ * contribution, which collective_save() has put into the undo buffer before. So we send copies
+ * there: of the undo buffer where the result is written already, of send elsewhere. */
+#include "engine/direct.h"
+
+#include <assert.h>
+#include <string.h>
+
+#include "engine/quanta.h"
+
+bool direct_copies(const struct collective *collective, const struct part *part)
+{
+    return collective->direct && part->overwrites;
+}
+
+void direct_copy(const struct collective *collective, const struct part *part, uint64_t offset,
+                 uint64_t length, unsigned char *to)
+{
+    const struct parts *parts = &collective->parts;
+    uint64_t end = offset + length, next;
+    for (; offset < end; offset = next) {
+        uint64_t quantum = offset / PCCL_QUANTUM, run = quantum + 1, last = quanta_of(end);
+        bool written = quanta_any(collective->written_set, quantum, run);
+        size_t bytes;
+        while (run < last && quanta_any(collective->written_set, run, run + 1) == written)
+            run++;
+        next = run * PCCL_QUANTUM < end ? run * PCCL_QUANTUM : end;
+        bytes = (size_t)(next - offset) * part->width;
+        memcpy(to, written ? part_saved(parts, part, &collective->undo, offset)
+                           : part_send(parts, part, offset), bytes);
+        to += bytes;
+    }
+}
+
+const char *direct_check_place(const struct ring *ring, const struct wire_header *chunk)
+{
+    const pccl_ring *place = &ring->place;
+    if (chunk->segment == place->position)
+        return "a chunk has another place in the ring";
+    if (chunk->offset < place->begin
+        || chunk->offset + chunk->length > place->begin + place->count)
+        return "a chunk lies outside its segment";
+    return NULL;
+}
+
+void direct_reduce(const struct collective *collective, const struct part *part,
+                   const struct wire_header *chunk, const unsigned char *in)
+{
+    unsigned char *out = part_recv(&collective->parts, part, chunk->offset);
+    const unsigned char *own = part_send(&collective->parts, part, chunk->offset);
+    bool first = chunk->segment == 0;    /* the other one is, and its operand is on the left */
+    int status = pccl_reduce(part->dtype, collective->redop, out, first ? in : own,
+                             first ? own : in, chunk->length, 2);
+    assert(status == PCCL_OK);
+    (void)status;
+}

@@ -1,0 +1,91 @@
+"""All-reduces of two peers that send each other everything, as those on different machines do."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import oracle
+import pytest
+from cluster import Cluster
+
+import pccl
+from pccl.protocol import messages as m
+from pccl.protocol.ring import DIRECT_MAX, is_direct
+from pccl.runtime.client.engine import Engine
+
+RINGS = (m.Ring((1, 2), 1),)
+WORK = m.Work("all_reduce", 0, 10, 1000)
+
+
+def infos(*places: tuple[str, str]) -> tuple[m.PeerInfo, ...]:
+    return tuple(m.PeerInfo(i, 0, host, 1, "", machine) for i, (host, machine) in enumerate(places))
+
+
+FAR = infos(("10.0.0.1", "a"), ("10.0.0.2", "b"))
+
+
+def test_two_on_different_machines_need_no_ring() -> None:
+    assert is_direct(WORK, RINGS, FAR)
+    assert is_direct(m.Work("all_reduce", 0, 10, DIRECT_MAX), RINGS, FAR)
+    for work in (
+        m.Work("all_reduce", 0, 10, DIRECT_MAX + 1),
+        m.Work("all_reduce", 0, 10, 1000, algorithm=4),
+        m.Work("reduce_scatter", 0, 10, 1000, members=2),
+        m.Work("broadcast", 0, 10, 1000),
+    ):
+        assert not is_direct(work, RINGS, FAR)
+    assert not is_direct(WORK, RINGS, infos(("10.0.0.1", "a"), ("10.0.0.1", "a")))
+    assert not is_direct(WORK, (m.Ring((1, 2, 3), 1),), (*FAR, *infos(("10.0.0.3", "c"))))
+    assert not is_direct(WORK, (), FAR[:1])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_dtype_and_operation(
+    backend: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have the same bits: those of rank 0 and rank 1, in this order."""
+    started = []
+    start = Engine.start
+
+    def watched(self: Engine, op: int, **rest: object) -> None:
+        started.append(rest["direct"])
+        start(self, op, **rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Engine, "start", watched)
+    monkeypatch.setattr(
+        "pccl.protocol.peer.collectives.is_direct", lambda work, rings, peers: len(peers) == 2
+    )
+    cases = list(itertools.product(oracle.DTYPES, oracle.OPS, [1, 300]))
+    sends = [
+        [oracle.draw(dtype, n, 100 * peer + i) for i, (dtype, _, n) in enumerate(cases)]
+        for peer in range(2)
+    ]
+    before = [[array.copy() for array in arrays] for arrays in sends]
+    recvs = sends if in_place else [[np.empty_like(a) for a in arrays] for arrays in sends]
+
+    def job(peer: int, comm: pccl.Communicator) -> int:
+        described = []
+        for tag, (dtype, op, count) in enumerate(cases):
+            kind = pccl.ReduceOperandDescriptor(list(pccl.DataType)[oracle.DTYPES.index(dtype)])
+            chosen = list(pccl.ReduceOp)[oracle.OPS.index(op)]
+            work = pccl.ReduceDescriptor(count, chosen, tag, kind, None)
+            pointers = sends[peer][tag].ctypes.data, recvs[peer][tag].ctypes.data
+            described.append(pccl.ReduceOpDescriptor(*pointers, work))
+        comm.all_reduce_multiple_with_retry(described)
+        large = np.arange(700_000, dtype=np.float32) % 97
+        result = large if in_place else np.empty_like(large)
+        comm.all_reduce(large, result, op="sum")
+        assert (result == 2 * (np.arange(700_000) % 97)).all()
+        return comm.rank
+
+    with Cluster(2) as cluster:
+        ranks = cluster.each(job)
+    assert all(started)
+    for i, (dtype, op, _) in enumerate(cases):
+        first, second = (before[ranks.index(rank)][i] for rank in range(2))
+        expected = oracle.reduce(first, second, op, dtype, 2)
+        for peer in range(2):
+            np.testing.assert_array_equal(recvs[peer][i].view(np.uint8), expected.view(np.uint8))
+            if not in_place:
+                np.testing.assert_array_equal(sends[peer][i], before[peer][i])
