@@ -104,13 +104,13 @@ class Group:
         with self._meter.timed("admit"):
             self._comm.update_topology()
 
-    def wait_for_others(self, outer_step: int, contributors: int) -> None:
+    def wait_for_others(self, outer_step: int, peers: int) -> None:
         """Admits newcomers once; all peers of the group know that they are too few."""
         while True:
             self._remind(
                 outer_step,
                 f"waits for others before the next outer step: {self._quorum.least} are wanted, "
-                f"{contributors} here",
+                f"{peers} here",
             )
             if self._await_newcomers(limits.FOREVER_S):
                 self.agree(admitted=True)
@@ -167,10 +167,9 @@ class Group:
         """Peers at this moment, which not all of them may see alike."""
         return self._comm.world_size
 
-    @property
-    def waits(self) -> bool:
-        """Whether too few peers wait for others."""
-        return self._quorum.alone == "wait"
+    def waits(self, peers: int) -> bool:
+        """Whether so many are too few, and wait for others."""
+        return self._quorum.alone == "wait" and peers < self._quorum.least
 
     def _remind(self, outer_step: int, what_it_does: str) -> None:
         size = self._comm.world_size

@@ -13,17 +13,19 @@ _log = logging.getLogger("pccl.diloco")
 
 
 class Pace(Protocol):
-    """Is asked after each inner step."""
+    """Is asked after each inner step.
+
+    Attributes:
+        late: whether this peer, for which a round is due, has not trained enough.
+    """
+
+    late: bool
 
     def begin(self) -> None:
         """A round has ended, or this peer has joined: it trains."""
 
     def due(self, inner_step: int) -> bool:
         """Whether the outer round comes after this inner step, the first of which is 1."""
-
-    @property
-    def late(self) -> bool:
-        """Whether this peer, for which it is due, has not trained enough."""
 
     def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
         """What all peers have told: seconds that they have trained, and steps."""
@@ -32,9 +34,8 @@ class Pace(Protocol):
 class Steps:
     """So many inner steps."""
 
-    late = False
-
     def __init__(self, inner_steps: int) -> None:
+        self.late = False
         self._inner_steps = inner_steps
 
     def begin(self) -> None:
@@ -79,9 +80,8 @@ class Seconds:
     It stops earlier if one more step would end more than the grace too late.
     """
 
-    late = False
-
     def __init__(self, seconds: float, grace: float) -> None:
+        self.late = False
         self._seconds = seconds
         self._grace = grace
         self._clock = _Clock()

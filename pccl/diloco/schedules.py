@@ -87,16 +87,18 @@ class Synchronous:
     def round(self, group: Group, inner_step: int) -> Outcome:
         """Averages, and takes the outer step."""
         exchange = self._exchange
-        late = exchange.share.late = self._pace.late
+        exchange.share.late = self._pace.late
         exchange.measure()
         retries = 0
         while True:
             average = exchange.run()
             retries += average.retries
             stepped = group.suffices(average, exchange.outer_step)
-            if stepped or not group.waits:
+            if stepped or not group.waits(average.peers):
                 break
-            group.wait_for_others(exchange.outer_step, average.contributors)
+            group.wait_for_others(exchange.outer_step, average.peers)
+        if average.info is None:
+            self._pace.late = exchange.share.late = False  # for nobody
         if stepped:
             exchange.accept(average)
             exchange.step(average.contributors)
@@ -107,7 +109,7 @@ class Synchronous:
             group.agree(admitted)
         if stepped:
             exchange.adopt()
-            if late:
+            if exchange.share.late:
                 exchange.reclaim(self._late_decay)
         return Outcome(average.contributors, retries, admitted)
 
@@ -133,6 +135,8 @@ class _Landed:
     contributors: int
     retries: int
     suffices: bool
+    waits: bool = False  # the group, for others
+    peers: int = 0
 
 
 class Delayed:
@@ -195,9 +199,9 @@ class Delayed:
         if stepped:
             self._exchange.step(contributors)
         self._view.look_ahead(stepped, contributors or group.size)
-        if group.waits and not stepped and (self._alone or landed is not None):
+        if (self._alone and group.waits(1)) or (landed is not None and landed.waits):
             self._announce(None)
-            here = landed.contributors if landed is not None else 1
+            here = landed.peers if landed is not None else 1
             group.wait_for_others(self._exchange.outer_step, here)
         self._alone = False
         admitted = self._depart(group, stepped)
@@ -235,7 +239,8 @@ class Delayed:
         suffices = group.suffices(average, self._exchange.outer_step)
         if suffices:
             self._exchange.accept(average)
-        return _Landed(average.contributors, average.retries, suffices)
+        waits = group.waits(average.peers)
+        return _Landed(average.contributors, average.retries, suffices, waits, average.peers)
 
     def _depart(self, group: Group, stepped: bool) -> bool:
         """Launches the mean of this round, or admits newcomers; whether any were admitted."""

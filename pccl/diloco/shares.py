@@ -22,7 +22,13 @@ class Share:
         self._measured = 0  # of these, those in the pseudo-gradient
 
     def count(self, samples: int) -> None:
-        """This peer has trained on so many more."""
+        """This peer has trained on so many more.
+
+        Raises:
+            ValueError: the number is negative.
+        """
+        if samples < 0:
+            raise ValueError(f"samples={samples} must not be negative")
         self._trained += samples
 
     def measure(self) -> None:

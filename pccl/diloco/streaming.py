@@ -118,8 +118,8 @@ class Streaming:
             group.admit()
         if stepped or pending:
             group.agree(pending, self._current.shared)
-        elif group.waits:
-            group.wait_for_others(exchange.outer_step, average.contributors)
+        elif group.waits(average.peers):
+            group.wait_for_others(exchange.outer_step, average.peers)
             admitted = True
         if stepped:
             exchange.adopt(self._alpha)

@@ -417,7 +417,8 @@ class DiLoCo:
         the last outer round are not in it, so the place to take it is right after one. Without
         "optimizer", or with None there, the next inner optimizer begins anew. With mode="delayed"
         it also holds the mean that is under way, and this call waits for it. With mode="streaming"
-        neither a mean under way nor other progress since a fragment's last step is in it.
+        neither a mean under way nor other progress since a fragment's last step is in it, nor that
+        of a late peer.
         """
         return {
             **self._parts.state_dict(),

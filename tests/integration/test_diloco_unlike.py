@@ -261,6 +261,51 @@ def test_who_is_late_is_in_the_next_round(
     assert slow[1] == pytest.approx([w - k for w, k in zip(one[1], kept, strict=True)], **tolerance)
 
 
+@pytest.mark.parametrize("mode", ["sync", "delayed", "streaming"])
+def test_a_mean_of_nothing_is_no_step_and_nobody_waits_for_others(address: str, mode: str) -> None:
+    """Without samples: the progress is in the next round."""
+
+    def body() -> Any:
+        model = Model()
+        with pccl.Communicator(address) as comm:
+            options = {"weight": "samples", "alone": "wait", "min_peers": 2, "mode": mode}
+            diloco = make(comm, model, **PLAIN, **options)
+            seen = []
+            for samples in (0, 3, 1):
+                model.move(1.0)
+                outer = diloco.step(samples=samples)
+                assert outer is not None
+                seen.append((outer.contributors, outer.outer_step))
+            diloco.finish()
+            return seen, model.flat()[0].item(), diloco.state_digest()
+
+    ours, theirs = together(body, body)
+    assert ours == theirs and ours[1] == -3
+    late = mode == "delayed"
+    assert ours[0] == ([(0, 0), (0, 0), (2, 1)] if late else [(0, 0), (2, 1), (2, 2)])
+
+
+def test_who_is_late_and_alone_is_late_for_nobody(address: str, clock: Clock) -> None:
+    model = Model()
+    with pccl.Communicator(address) as comm:
+        options = {"inner_steps": 2, "deadline_peers": 1, "alone": "step"}
+        diloco = make(comm, model, **PLAIN, **options)
+        seen = []
+        for step_s in (1.0, 1.0, 1.5, 1.0):  # by which the third ends the second round
+            clock.work(step_s)
+            model.move(1.0)
+            outer = diloco.step()
+            seen.append((outer.outer_step if outer else None, model.flat()[0].item()))
+        assert seen == [(None, -1), (1, -2), (2, -3), (None, -4)]
+
+
+def test_a_negative_number_of_samples_is_refused(address: str) -> None:
+    with pccl.Communicator(address) as comm:
+        diloco = make(comm, Model(), weight="samples")
+        with pytest.raises(ValueError, match="samples=-1 must not be negative"):
+            diloco.step(samples=-1)
+
+
 def test_peers_that_hear_of_a_loss_at_different_times_call_the_roll_together(
     address: str,
 ) -> None:
