@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 from pccl.support.logs import Reminder
+
+_REMEMBERED = 8  # rounds
+_LEAST_PART = 0.1
 
 _log = logging.getLogger("pccl.diloco")
 
@@ -112,14 +116,18 @@ class Deadline:
     From what the peers tell each other in a round, each knows how long the steps of all take. When
     `enough` of them must have taken theirs, the grace begins; a peer that would take longer ends
     there, late. It goes on in the next round, and is not late in that one.
+
+    Unless the grace is given, it is measured: as much as that time has varied in the last rounds,
+    and at least one inner step or a tenth of it.
     """
 
-    def __init__(self, inner_steps: int, enough: int, grace: float) -> None:
+    def __init__(self, inner_steps: int, enough: int, grace: float | None) -> None:
         self._inner_steps = inner_steps
         self._enough = enough
         self._grace = grace
         self._clock = _Clock()
         self._deadline_s: float | None = None  # after the begin
+        self._times: deque[float] = deque(maxlen=_REMEMBERED)  # in which enough have been ready
         self._taken = 0  # inner steps, in rounds for which this peer was late
         self._step = 0
         self.late = False
@@ -146,5 +154,11 @@ class Deadline:
         """Finds when the next deadline is."""
         needed = sorted(seconds / steps * self._inner_steps for seconds, steps in speeds if steps)
         if needed:
-            enough = min(self._enough, len(needed))
-            self._deadline_s = needed[enough - 1] + self._grace
+            time_s = needed[min(self._enough, len(needed)) - 1]
+            self._times.append(time_s)
+            self._deadline_s = time_s + (self._measured() if self._grace is None else self._grace)
+
+    def _measured(self) -> float:
+        last = self._times[-1]
+        varied = max(self._times) - min(self._times)
+        return max(varied, last / self._inner_steps, _LEAST_PART * last)

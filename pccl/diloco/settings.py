@@ -31,7 +31,7 @@ class Settings:
     inner_steps: int | None
     inner_seconds: float | None
     deadline_peers: int | None
-    grace: float
+    grace: float | None
     late_decay: float
     weight: WeightBy
     outer_lr: Rate | None
@@ -76,12 +76,12 @@ class Settings:
     def _check_times(self) -> None:
         if self.inner_seconds is not None and self.inner_seconds <= 0:
             raise ValueError(f"inner_seconds={self.inner_seconds} must be positive")
-        if self.grace < 0 or not 0 <= self.late_decay <= 1:
+        if (self.grace is not None and self.grace < 0) or not 0 <= self.late_decay <= 1:
             raise ValueError(
                 f"grace={self.grace} must not be negative, late_decay={self.late_decay} in [0, 1]"
             )
         if self.deadline_peers is None:
-            if self.late_decay != 1 or (self.grace and self.inner_seconds is None):
+            if self.late_decay != 1 or (self.grace is not None and self.inner_seconds is None):
                 raise ValueError(
                     "grace is for inner_seconds, and both it and late_decay for deadline_peers"
                 )
@@ -124,7 +124,7 @@ class Settings:
         """When a round is due, in modes without fragments."""
         if self.inner_steps is None:
             assert self.inner_seconds is not None
-            return Seconds(self.inner_seconds, self.grace)
+            return Seconds(self.inner_seconds, self.grace or 0.0)
         if self.deadline_peers is not None:
             return Deadline(self.inner_steps, self.deadline_peers, self.grace)
         return Steps(self.inner_steps)

@@ -269,8 +269,10 @@ class DiLoCo:
             all have told of the round before, and the grace is over, a peer that has not comes to
             the round as it is, late. Its progress weighs nothing there, and is in the next round,
             in which it is not late. None: a round waits for all.
-        grace: seconds. With deadline_peers: see there. With inner_seconds: a peer begins no step
-            that would end so much later.
+        grace: seconds. With deadline_peers: see there; None: as much as the time in which K peers
+            were ready has varied in the last 8 rounds, and at least one inner step or a tenth of
+            that time. With inner_seconds: a peer begins no step that would end so much later; None
+            is 0 there.
         late_decay: what a late peer keeps of its progress, from 0 to 1.
         ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`. Not
             with mode="streaming", inner_seconds, deadline_peers or weight="samples".
@@ -306,7 +308,7 @@ class DiLoCo:
         alpha: float = 0.0,
         weight: WeightBy = "peers",
         deadline_peers: int | None = None,
-        grace: float = 0.0,
+        grace: float | None = None,
         late_decay: float = 1.0,
         ledger: Ledger | None = None,
     ) -> None:

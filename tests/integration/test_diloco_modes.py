@@ -150,7 +150,7 @@ def test_who_has_lost_all_others_has_its_progress_and_no_guess(address: str, mod
 # ---- a loop as it is ----
 
 
-@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager", "streaming"])
 def test_a_block_makes_a_loop_as_it_is_a_diloco(address: str, mode: str) -> None:
     """To the bit: what calls of `step`, and `finish`, make of it."""
 

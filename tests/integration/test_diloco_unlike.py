@@ -27,6 +27,7 @@ from outer import (  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
+from pccl.diloco.pace import Deadline  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
@@ -288,7 +289,7 @@ def test_a_mean_of_nothing_is_no_step_and_nobody_waits_for_others(address: str, 
 def test_who_is_late_and_alone_is_late_for_nobody(address: str, clock: Clock) -> None:
     model = Model()
     with pccl.Communicator(address) as comm:
-        options = {"inner_steps": 2, "deadline_peers": 1, "alone": "step"}
+        options = {"inner_steps": 2, "deadline_peers": 1, "grace": 0.0, "alone": "step"}
         diloco = make(comm, model, **PLAIN, **options)
         seen = []
         for step_s in (1.0, 1.0, 1.5, 1.0):  # by which the third ends the second round
@@ -353,6 +354,29 @@ def test_peers_that_hear_of_a_loss_at_different_times_call_the_roll_together(
 
     ours, theirs, _ = together(survivor(True), survivor(False), leaver)
     assert ours == theirs and ours[0] == [2, 2]
+
+
+def test_a_grace_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("pccl.diloco.pace.time", clock)
+    pace = Deadline(10, 2, None)
+
+    def steps_until_due(step_s: float) -> int:
+        pace.late = False  # as if each round were the first
+        pace.begin()
+        for step in range(1, 11):
+            clock.work(step_s)
+            if pace.due(step):
+                return step
+        raise AssertionError
+
+    assert steps_until_due(9.0) == 10, "no deadline in the first round"
+    pace.heard([(10.0, 10), (20.0, 10), (90.0, 10)])
+    assert steps_until_due(2.125) == 10 and not pace.late  # within a tenth, which is a step
+    assert steps_until_due(2.25) == 9 and pace.late
+    pace.heard([(10.0, 10), (24.0, 10), (9.0, 1)])
+    assert steps_until_due(2.75) == 10  # the second has varied by 4 s
+    assert steps_until_due(2.875) == 9
 
 
 def test_a_peer_may_be_lost_in_a_deadline_round_and_another_join(
