@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from pccl import Communicator
-from pccl.torch.exchanges import Exchanges
+from pccl.torch.exchanges import ExchangeTasks
 from pccl.torch.members import Members
 from pccl.torch.reductions import Reduction
+from pccl.torch.sends import Sends
 from pccl.torch.tasks import Tasks
 from pccl.torch.work import Operation, Task, Work
 
@@ -34,7 +35,8 @@ class Collectives:
         self._comm = comm
         self._members = members
         self._tasks = Tasks(comm, members)
-        self._exchanges = Exchanges(comm, members)
+        self._exchanges = ExchangeTasks(comm, members)
+        self._sends = Sends(comm, members)
         self._timeout = timeout
         self._launching = threading.Lock()
         self._next_tag = FIRST_TAG
@@ -45,6 +47,7 @@ class Collectives:
         """Returns when all collectives have ended, however they do."""
         for operation in list(self._under_way):
             operation.drive()
+        self._sends.give_up()
 
     def _restart(self) -> None:
         """All members have nothing under way: their next calls match."""
@@ -61,7 +64,7 @@ class Collectives:
         with self._launching:
             operation = Operation(task, self._next_tag, self._members, timeout.total_seconds())
             operation.begin(self._under_way)
-            self._next_tag += 1
+            self._next_tag += task.counts
         if getattr(options, "asyncOp", True):
             operation.follow()
         work = Work(operation)
@@ -178,6 +181,27 @@ class Collectives:
         """Waits for all."""
         return self._run(self._tasks.barrier(), opts)
 
+    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
+        """Sends a tensor to a member."""
+        (tensor,) = tensors
+        return self._run(self._sends.send(tensor, dst, tag))
+
+    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
+        """Receives a tensor from a member."""
+        (tensor,) = tensors
+        return self._run(self._sends.recv(tensor, src, tag))
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Receives a tensor from whoever sends one first."""
+        (tensor,) = tensors
+        return self._run(self._sends.recv_any(tensor, tag))
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Waits for all; an error after `timeout` names those who are missing."""
+        self._run(self._tasks.barrier(), Waits()).wait(timeout or self._timeout)
+
     # the names before torch 2.13
 
     _allgather_base = all_gather_single
@@ -196,6 +220,12 @@ class Collectives:
         """The calls since then, as one Work."""
         works, self._coalescing = self._coalescing or [], None
         return Several(works)
+
+
+class Waits:
+    """Options of a call whose caller waits at once."""
+
+    asyncOp = False
 
 
 class Several(Work):

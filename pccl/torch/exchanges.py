@@ -16,7 +16,7 @@ from pccl.torch.reductions import Reduction
 from pccl.torch.work import Handle, Task
 
 
-class Exchanges:
+class ExchangeTasks:
     """Makes the tasks of one group. Ranks are torch's."""
 
     def __init__(self, comm: Communicator, members: Members) -> None:

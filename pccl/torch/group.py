@@ -149,6 +149,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Leaves the group. A process that hosts its master waits until the others have left."""
         self._comm.close()
+        self._sends.give_up()
         if self._master is not None:
             self._master.end()
 

@@ -14,6 +14,7 @@ from pccl.runtime.client.memory import Operands
 from pccl.torch.members import Members
 from pccl.torch.pieces import flat, movable, put
 from pccl.torch.reductions import Reduction
+from pccl.torch.sparse import sparse_all_reduce
 from pccl.torch.work import Handle, Task
 
 
@@ -39,6 +40,8 @@ class Tasks:
         quantization: str | None = None,
     ) -> Task:
         """Reduces tensors, in place. It is launched again if a peer is lost."""
+        if len(tensors) == 1 and tensors[0].is_sparse:
+            return sparse_all_reduce(self._comm, self._members, tensors[0], reduction)
         if reduction.bitwise is not None:
             return self._all_reduce_bitwise(tensors, reduction)
         pieces = [self._given(tensor, reduction) for tensor in tensors]

@@ -49,6 +49,7 @@ class Task:
         settle: puts the result where the caller wants it; called once, after success.
         again: whether it is right to launch it again when a peer is lost in it.
         source: torch's rank of the sender that a receive has matched.
+        counts: whether all members launch it: then it has a tag of their own sequence.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Task:
     settle: Callable[[], None] = _nothing
     again: bool = False
     source: Callable[[], int] = lambda: -1
+    counts: bool = True
 
 
 class Operation:
@@ -121,16 +123,25 @@ class Operation:
 
     def _launch(self) -> None:
         """Launches it, or does the work of a group of one."""
-        try:
-            self._handle = self.task.launch(self._tag)
-        except TooFewPeersError as error:
-            self._handle, before = None, self._members.size
-            self._members.refresh()
-            if before > 1 and not self.task.again:
-                why = f"all {before - 1} other members of the group are lost"
-                lost = PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why)
-                raise lost from error
-            self.task.alone()
+        self._handle = None
+        while self._handle is None:
+            try:
+                self._handle = self.task.launch(self._tag)
+            except PeerLostError:  # in what it does before its collective
+                self._members.refresh()
+                if not self.task.again:
+                    raise
+            except TooFewPeersError as error:
+                self._go_on_alone(error)
+                return
+
+    def _go_on_alone(self, error: TooFewPeersError) -> None:
+        before = self._members.size
+        self._members.refresh()
+        if before > 1 and not self.task.again:
+            why = f"all {before - 1} other members of the group are lost"
+            raise PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why) from error
+        self.task.alone()
 
     def drive(self, timeout_s: float | None = None) -> None:
         """Brings it to its end; afterwards `error` says how."""
@@ -158,7 +169,7 @@ class Operation:
         while self._handle is not None:
             well, _, info = self._handle.wait(timeout=self._patience(timeout_s))
             if well:
-                if info.local_world_size != self._members.size:
+                if self.task.counts and info.local_world_size != self._members.size:
                     self._members.refresh()
                 break
             error = self._handle.error

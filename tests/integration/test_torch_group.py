@@ -177,6 +177,59 @@ def test_roots_and_rows_follow_the_ranks_of_torch(three: Groups) -> None:
     three.each(job)
 
 
+def test_sparse_tensors_are_summed(three: Groups) -> None:
+    def job(group: ProcessGroup) -> None:
+        rank = group.rank()
+        dense = torch.zeros(5, 2)
+        dense[: rank + 1, 0] = rank + 1.0  # each has another number of elements
+        wanted = torch.tensor([[6.0, 0], [5, 0], [3, 0], [0, 0], [0, 0]])
+        for op, divisor in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, 3)):
+            (summed,) = reduced(group, op, dense.to_sparse())
+            assert summed.is_sparse and torch.allclose(summed.to_dense(), wanted / divisor)
+        by_rows = torch.sparse_coo_tensor([[rank]], [[1.0, 2.0]], (3, 2), check_invariants=True)
+        assert reduced(group, dist.ReduceOp.SUM, by_rows)[0].to_dense().tolist() == [[1, 2]] * 3
+        with pytest.raises(ValueError, match="sparse tensors can be summed or averaged"):
+            reduced(group, dist.ReduceOp.MAX, by_rows)
+
+    three.each(job)
+
+
+def test_messages_between_two_members(three: Groups) -> None:
+    """Those with one tag keep their order; a receive from anyone takes the first that comes."""
+
+    def job(group: ProcessGroup) -> list[float]:
+        rank = group.rank()
+        if rank == 0:
+            numbers = [torch.empty(3) for _ in range(3)]
+            works = [group.recv([number], 1, 7) for number in numbers]
+            other = torch.empty(2, 2, dtype=torch.bool).t()
+            group.recv([other], 1, 8).wait()
+            assert other.tolist() == [[True, False], [False, True]]
+            assert [work.wait() for work in works] == [True] * 3
+            found = {}
+            for _ in range(2):
+                number = torch.empty(1)
+                work = group.recv_anysource([number], 9)
+                work.wait()
+                found[work._source_rank()] = number.item()
+            assert found == {1: 10.0, 2: 20.0}
+            last = torch.empty(1)
+            group.recv([last], 2, 9).wait()  # asked for already, when another one was the first
+            return [number[0].item() for number in [*numbers, last]]
+        if rank == 1:
+            for i in range(3):
+                group.send([torch.full((3,), float(i))], 0, 7)
+            group.send([torch.tensor([[True, False], [False, True]])], 0, 8).wait()
+        group.send([torch.tensor([10.0 * rank])], 0, 9).wait()
+        if rank == 2:
+            group.send([torch.tensor([30.0])], 0, 9).wait()
+        return []
+
+    assert three.each(job) == [[0.0, 1.0, 2.0, 30.0], [], []]
+    with pytest.raises(ValueError, match="rank 0 is not another member's"):
+        three.all[0].send([torch.ones(1)], 0)
+
+
 def test_a_group_of_one_gives_what_it_is_given() -> None:
     with Cluster(1) as cluster:
         group = ProcessGroup(cluster.comms[0])
