@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from pccl import Communicator
 from pccl.runtime.config import Config
 from pccl.support.text import address_text, parse_address
+from pccl.torch.backend import DeviceBackend, is_one_of_several, is_possible
 from pccl.torch.group import ProcessGroup
 from pccl.torch.hosting import HostedMaster
 
@@ -60,7 +61,23 @@ def join(address: str, size: int, *, timeout: timedelta, **more: Any) -> Process
         raise
 
 
-def create(options: Any, backend_options: object = None) -> ProcessGroup:
+def create(options: Any, backend_options: object = None) -> ProcessGroup | DeviceBackend:
+    """What torch wants: a group; or, of a group of several backends, the one of a device.
+
+    Raises:
+        RuntimeError: this version of torch cannot have pccl as one of several backends.
+    """
+    several = is_one_of_several()
+    if several and not is_possible():
+        raise RuntimeError(
+            "torch before 2.14 has no groups of pccl beside another backend: use groups of their "
+            'own, for example new_group(backend="nccl")'
+        )
+    group = _group(options)
+    return DeviceBackend(group) if several else group
+
+
+def _group(options: Any) -> ProcessGroup:
     """The group that torch wants, on this member of it.
 
     The default group joins the run at PCCL_MASTER, if that is set. Otherwise, and for every other
