@@ -1,7 +1,7 @@
 """pccl as one of several backends of a group, each for its own device; torch 2.14 and later.
 
-`init_process_group("cpu:pccl,cuda:nccl")` makes one group of both. Its rank and size are torch's, and
-fixed: what a loss or a newcomer changes, only a group of pccl alone shows (`pccl.torch.group`).
+`init_process_group("cpu:pccl,cuda:nccl")` makes one group of both. Its rank and size are torch's,
+and fixed: what a loss or a newcomer changes, only a group of pccl alone shows (`pccl.torch.group`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_one_of_several() -> bool:
     return False
 
 
-class DeviceBackend(Collectives, Backend):  # type: ignore[misc]
+class DeviceBackend(Collectives, Backend):
     """The backend of one device of a group; `group` does the work."""
 
     def __init__(self, group: ProcessGroup) -> None:

@@ -13,6 +13,7 @@ import pytest
 from processes import Reporter
 
 import pccl
+from pccl.torch.backend import is_possible
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 TOUR = SUPPORT / "torch_tour.py"
@@ -163,3 +164,8 @@ def test_replicas_of_fsdp2_survive_a_kill_and_take_one_in() -> None:
                 process.kill()
         for master in masters:
             master.interrupt()
+
+
+@pytest.mark.skipif(not is_possible(), reason="torch before 2.14 has no backends in Python")
+def test_one_of_several_backends_of_a_group() -> None:
+    by_torchrun(SUPPORT / "torch_mixed.py", 2)
