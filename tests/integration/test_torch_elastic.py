@@ -140,7 +140,9 @@ def test_replicas_stay_equal_while_one_joins_and_one_is_lost(cluster: Cluster) -
     assert torch.allclose(replicas[0].weights[until - 1], reference(replicas, until), atol=1e-5)
 
 
-@pytest.mark.parametrize("wire", ["int8", "int4", "e3m0"])
+@pytest.mark.parametrize(
+    "wire", ["e3m0", *(pytest.param(wire, marks=pytest.mark.slow) for wire in ("int8", "int4"))]
+)
 def test_quantized_gradients_leave_replicas_equal_and_near(cluster: Cluster, wire: str) -> None:
     """What quantization takes from one step is added to the next one, so the error stays small."""
     until, plan = 12, Plan(cluster, {}, joins_at=1000)

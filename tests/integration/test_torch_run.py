@@ -103,6 +103,24 @@ def test_replicas_of_ddp_survive_a_kill_and_take_one_in(address: str) -> None:
             replica.kill()
 
 
+def test_a_program_of_torch_goes_on_without_a_peer_that_is_killed(address: str) -> None:
+    """With torch's own DistributedDataParallel: nothing in it knows of pccl but the backend."""
+    steps = 60
+    words = SUPPORT / "torch_replica.py", address, 3
+    peers = [Reporter(*words, i, steps, "torch", patience_s=PATIENCE_S) for i in range(3)]
+    try:
+        peers[0].wait_for(lambda report: report.get("step", 0) > 5)
+        peers[2].kill()
+        for peer in peers[:2]:
+            assert peer.wait_for(lambda report: report.get("step") == steps - 1)["size"] == 2
+            assert peer.process.wait(PATIENCE_S) == 0
+        first, second = ([r["digest"] for r in p.reports if "step" in r] for p in peers[:2])
+        assert first == second
+    finally:
+        for peer in peers:
+            peer.kill()
+
+
 def two_masters() -> tuple[pccl.MasterNode, pccl.MasterNode]:
     """At an address, and at its port + 1."""
     while True:

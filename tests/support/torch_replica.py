@@ -1,6 +1,6 @@
 """A replica of elastic data-parallel training, which reports each step.
 
-torch_replica.py ADDRESS WORLD_SIZE PEER STEPS
+torch_replica.py ADDRESS WORLD_SIZE PEER STEPS [WIRE]: with torch's own class, if WIRE is "torch"
 """
 
 from __future__ import annotations
@@ -17,16 +17,21 @@ import pccl.torch
 
 
 def main() -> None:
-    address, size, peer, steps = sys.argv[1], *map(int, sys.argv[2:])
+    address, (size, peer, steps) = sys.argv[1], map(int, sys.argv[2:5])
+    wire = sys.argv[5] if len(sys.argv) > 5 else "fp32"
     warnings.simplefilter("ignore")
     dist.init_process_group("pccl", init_method=f"pccl://{address}", world_size=size)
     torch.manual_seed(peer)
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    ddp = pccl.torch.DistributedDataParallel(model, {"optimizer": optimizer})
-    print(json.dumps({"begins": ddp.steps, "rank": dist.get_rank()}), flush=True)
-    while ddp.steps < steps:
-        step = ddp.steps
+    states = {"optimizer": optimizer}
+    if wire == "torch":
+        ddp, begins = torch.nn.parallel.DistributedDataParallel(model), 0
+    else:
+        ddp = pccl.torch.DistributedDataParallel(model, states, wire=wire)
+        begins = ddp.steps
+    print(json.dumps({"begins": begins, "rank": dist.get_rank()}), flush=True)
+    for step in range(begins, steps):
         given = torch.randn(64, 32, generator=torch.Generator().manual_seed(997 * step + peer))
         loss = (ddp(given) - given.sum(1, keepdim=True)).square().mean()
         loss.backward()

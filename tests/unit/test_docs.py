@@ -38,9 +38,12 @@ def test_programs_in_pages_use_what_exists(page: Path) -> None:
     text = SIGNATURES.sub("", read(page))
     for program in re.findall(r"```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE):
         for node in ast.walk(ast.parse(dedent(program))):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pccl.torch":
+                assert hasattr(importlib.import_module("pccl.torch"), node.attr)
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 if node.value.id == "pccl":
-                    assert node.attr in pccl.__all__
+                    package = importlib.util.find_spec(f"pccl.{node.attr}")
+                    assert node.attr in pccl.__all__ or package is not None
                 elif node.value.id == "comm":
                     assert hasattr(pccl.Communicator, node.attr)
 
