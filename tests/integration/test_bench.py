@@ -96,6 +96,17 @@ def test_broadcast_is_in_place_only(tmp_path: Path) -> None:
     assert row[12:14] == ["0", "N/A"]
 
 
+@pytest.mark.slow
+def test_all_to_all_is_never_in_place(tmp_path: Path) -> None:
+    words = "all_to_all", "--peers", 3, "-b", "96K", "-e", "96K", "-n", 1, "-w", 0
+    ended = bench(*words, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    (row,) = rows(ended.stdout)
+    assert row[:5] == [str(96 << 10), str(8 << 10), "float", "none", "-1"]
+    assert row[8:10] == ["0", "N/A"]
+    assert row[-1] == str(96 << 10)  # a row for the next peer, and two with twice as far to go
+
+
 def test_what_comes_out_wrong_is_counted() -> None:
     """Each collective's check, on results that no other peer has had a part in."""
 
@@ -105,8 +116,9 @@ def test_what_comes_out_wrong_is_counted() -> None:
         def nothing(self, *arrays: object, **settings: object) -> None:
             pass
 
-        all_reduce = all_gather = reduce_scatter = broadcast = nothing
+        all_reduce = all_gather = reduce_scatter = broadcast = all_to_all = nothing
         all_reduce_async = all_gather_async = reduce_scatter_async = broadcast_async = nothing
+        all_to_all_async = nothing
 
     for what in table.FACTORS:
         trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000)  # type: ignore[arg-type]

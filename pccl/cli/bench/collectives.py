@@ -2,10 +2,11 @@
 
 Prints the table of nccl-tests: time is the median over the iterations of the mean over the peers,
 algbw is the size over the time, and busbw = algbw * 2 (n-1) / n for all-reduce, (n-1) / n for
-all-gather and reduce-scatter, whose size is that of the larger buffer, and algbw for broadcast,
-which is always in place; wire is the bytes that a peer sends. `--against` alternates with
-torch.distributed over gloo, or with pccl without `--quantize`, iteration by iteration, in the same
-processes on the same memory, and prints the ratio of the speeds.
+all-gather and reduce-scatter, whose size is that of the larger buffer, and all-to-all, which is
+never in place, and algbw for broadcast, which always is; wire is the bytes that a peer sends.
+`--against` alternates with torch.distributed over gloo, or with pccl without `--quantize`,
+iteration by iteration, in the same processes on the same memory, and prints the ratio of the
+speeds.
 
 Between machines: start `pccl master` on one, and this command with the same arguments and
 `--master HOST` once for each of the `--peers`, anywhere. All of them print the table.

@@ -21,6 +21,7 @@ FACTORS: dict[str, Callable[[int], float]] = {  # busbw / algbw for n peers
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1.0,
+    "all_to_all": lambda n: (n - 1) / n,
 }
 
 
@@ -47,7 +48,7 @@ class Row:
 
     Attributes:
         nbytes: of the larger buffer.
-        count: elements of the smaller one.
+        count: elements of the smaller one; of an all-to-all, those for one peer.
     """
 
     what: str
@@ -157,7 +158,7 @@ class Row:
 
 def blocks(what: str, peers: int) -> int:
     """How many times as large the larger buffer of a collective is."""
-    return peers if what in ("all_gather", "reduce_scatter") else 1
+    return peers if what in ("all_gather", "reduce_scatter", "all_to_all") else 1
 
 
 def head(other: str | None) -> str:

@@ -68,17 +68,19 @@ class Trial:
         self._quantization = quantization
         self._comm, self._what, self._dtype, self._op = comm, what, dtype, op
         self._rank, self._peers, self._count = comm.rank, comm.world_size, count
-        send = count * (self._peers if what == "reduce_scatter" else 1)
-        recv = count * (self._peers if what == "all_gather" else 1)
+        send = count * (self._peers if what in ("reduce_scatter", "all_to_all") else 1)
+        recv = count * (self._peers if what in ("all_gather", "all_to_all") else 1)
         self._content = data.tiled(data.contribution(dtype, op, self._rank), send)
         self._send = self._content.copy()
         self._recv = np.zeros(recv, self._send.dtype)
 
     def ways(self, against: str | None) -> dict[str, Way]:
         """All of them by name, and one of OTHERS."""
-        found = {IN_PLACE: self._in_place()}
+        found = {}
         if self._what != "broadcast":
-            found = {OUT_OF_PLACE: self._way(self._send, self._recv, self._quantization)} | found
+            found[OUT_OF_PLACE] = self._way(self._send, self._recv, self._quantization)
+        if self._what != "all_to_all":
+            found[IN_PLACE] = self._in_place()
         if against == GLOO:
             found[GLOO] = self._gloo()
         elif against == UNQUANTIZED:
@@ -93,6 +95,10 @@ class Trial:
         if self._what == "all_gather":
             rows = way.result.reshape(size, count)
             return sum(data.count_wrong(rows[r], self._brought(r)) for r in range(size))
+        if self._what == "all_to_all":  # what others have for us begins somewhere in their table
+            rows, at = way.result.reshape(size, count), -(self._rank * count % data.PERIOD)
+            brought = (np.roll(self._brought(r), at) for r in range(size))
+            return sum(data.count_wrong(*each) for each in zip(rows, brought, strict=True))
         if self._what == "broadcast":
             return data.count_wrong(way.result, self._brought(0))
         table = data.expected(self._dtype, self._op, size)
@@ -152,6 +158,7 @@ class Trial:
             "reduce_scatter": lambda: dist.reduce_scatter(recv, list(send.chunk(self._peers)), op),
             "all_gather": lambda: dist.all_gather(list(recv.chunk(self._peers)), send),
             "broadcast": lambda: dist.broadcast(recv, 0),
+            "all_to_all": lambda: dist.all_to_all_single(recv, send),
         }
         meet = partial(dist.all_reduce, one)
         return Way(meet, calls[self._what], lambda: 0, lambda: None, self._recv)
