@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from cluster import Cluster
+from errors_page import listed
 
 import pccl
 
@@ -51,18 +52,18 @@ def test_reduce(cluster: Cluster) -> None:
     cluster.each(job)
 
 
-@pytest.mark.parametrize("how", ["int8", "uint8"])
-def test_a_quantized_reduce_is_near_to_the_mean(cluster: Cluster, how: str) -> None:
+def test_a_quantized_reduce_is_near_to_the_mean(cluster: Cluster) -> None:
     size = len(cluster.comms)
 
     def job(index: int, comm: pccl.Communicator) -> None:
         values = [np.random.default_rng(r).random(9001) for r in range(size)]
-        x = values[comm.rank].copy()
-        comm.reduce([x], root=1, quantization=how)
-        if comm.rank == 1:
-            np.testing.assert_allclose(x, np.mean(values, axis=0), atol=0.02)
-        else:
-            np.testing.assert_array_equal(x, values[comm.rank])
+        for how in ("int8", "uint8"):
+            x = values[comm.rank].copy()
+            comm.reduce([x], root=1, quantization=how)
+            if comm.rank == 1:
+                np.testing.assert_allclose(x, np.mean(values, axis=0), atol=0.02)
+            else:
+                np.testing.assert_array_equal(x, values[comm.rank])
 
     cluster.each(job)
 
@@ -170,9 +171,10 @@ def test_all_to_all_of_uneven_rows(cluster: Cluster) -> None:
             assert lists.wait()[0]
             for each in lists.result:  # type: ignore[attr-defined]
                 np.testing.assert_array_equal(each, expected)
-        with pytest.raises(pccl.MismatchError, match=r"gives \d+ rows to peer .* which takes \d+"):
+        with pytest.raises(pccl.MismatchError) as caught:
             more = [*takes[:-1], takes[-1] + 1] if rank == 0 else takes
             comm.all_to_all(np.ones(sum(gives)), send_rows=gives, recv_rows=more)
+        listed(f"MismatchError: {caught.value}")
 
     cluster.each(job)
 
@@ -319,8 +321,9 @@ def test_ranks_that_have_changed_unseen_are_an_error_first(backend: str) -> None
         def job(index: int, comm: pccl.Communicator) -> None:
             assert not comm.are_peers_pending()  # the answer comes when the first one is gone
             x = np.full((6, 2), float(index))
-            with pytest.raises(pccl.PeerLostError, match="ranks have changed"):
+            with pytest.raises(pccl.PeerLostError) as caught:
                 comm.gather(x)
+            listed(f"PeerLostError: {caught.value}")
             assert comm.all_to_all(x)[:, 0].tolist() == [0, 0, 0, 1, 1, 1]
 
         cluster.each(job)
