@@ -1,15 +1,16 @@
 """A training run whose peers and master are killed, frozen and replaced at random moments.
 
     python stress/churn.py [--seconds 60] [--peers 4] [--elements 200000] [--seed N] [--calm 0.5]
-                           [--curve-dir DIR] [--mischief] [--tcp]
+                           [--curve-dir DIR] [--mischief] [--tcp] [--diary DIR]
 
 Every peer is a process that synchronises its state, reduces with the others and takes a step, as
 DiLoCo does; what comes out is known, so each checks every element. Every state is compared among
 the peers by its digest. The exit code is 1 if two states of one revision differ, a result is wrong,
 a peer ends with an error that it cannot have deserved, or nothing moves for --patience seconds.
 With --mischief connections are reset, and the peers' programs fork and run programs (mischief.py);
-then peer 0 stays from beginning to end, and must not grow. Runs on Linux, macOS and Windows (which
-cannot freeze a process).
+then peer 0 stays from beginning to end, and must not grow. With --diary all write down what they
+do, and the master its event log, for checker.py; `python -m stress` does both. Runs on Linux, macOS
+and Windows (which cannot freeze a process).
 
 The processes share no lock, which one that is killed might hold: each has a pipe of its own for its
 reports, and a file tells them to stop.
@@ -35,9 +36,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import diary
 import mischief
 import numpy as np
-import xxhash
 
 import pccl
 from pccl.runtime.signals import ended_by, interrupt
@@ -45,13 +46,20 @@ from pccl.runtime.signals import ended_by, interrupt
 SETTLE_S = 3.0  # a peer whose link is reset knows it in less
 WARM_S = 15.0  # a process starts, imports and joins in less
 STACKS_S = 1.0  # for all to print where they stand
+EVENT_LOG = "master.jsonl"
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
+REPEATS = 1, 700  # of a contribution: by way of the master, and around the ring
 Report = tuple[str, int, str]  # what, revision, details
+
+
+def gradient_of(revision: int, size: int) -> np.ndarray:
+    """What all peers contribute at a revision."""
+    return np.random.default_rng(revision).integers(-9, 9, size).astype(np.float32)
 
 
 def step(comm: pccl.Communicator, revision: int, weights: np.ndarray) -> bool:
     """One step; all peers of a revision contribute the same numbers. False: a peer was lost."""
-    gradient = np.random.default_rng(revision).integers(-9, 9, weights.size).astype(np.float32)
+    gradient = gradient_of(revision, weights.size)
     parts = {"first": gradient[: weights.size // 3].copy(), "rest": gradient[weights.size // 3 :]}
     expected = gradient.copy()
     try:
@@ -66,13 +74,62 @@ def step(comm: pccl.Communicator, revision: int, weights: np.ndarray) -> bool:
     return True
 
 
+class Notes:
+    """A peer's diary, if it keeps one; and the calls that are judged by all diaries together."""
+
+    def __init__(self, number: int, directory: Path | None) -> None:
+        self._number = number
+        self._diary = None if directory is None else diary.Diary(diary.path_of(directory, number))
+
+    def write(self, entry: diary.Entry) -> None:
+        if self._diary is not None:
+            self._diary.write(entry)
+
+    def sync(self, comm: pccl.Communicator, shared: pccl.SharedState, weights: np.ndarray) -> str:
+        """Synchronises; the digest of what it has then."""
+        self.write(diary.Begin(diary.now(), "sync", shared.revision))
+        comm.sync_shared_state(shared)
+        digest = diary.digest_of(weights)
+        self.write(diary.End(diary.now(), "done", shared.revision, digest))
+        return digest
+
+    def reduce(self, comm: pccl.Communicator, revision: int, attempt: int) -> bool:
+        """Sums one contribution of each peer; False: a peer was lost."""
+        if self._diary is None:
+            return True
+        gives, repeats = diary.contribution(self._number), REPEATS[revision % len(REPEATS)]
+        data = diary.buffer_of(gives, repeats)
+        self.write(diary.Begin(diary.now(), "reduce", revision, attempt, repeats, gives))
+        outcome, world = "done", 0
+        try:
+            world = comm.all_reduce(data, op="sum", tag=3).local_world_size
+        except pccl.TooFewPeersError:
+            outcome = "alone"
+        except pccl.PeerLostError:
+            outcome = "lost"
+        words = tuple(map(int, data[: diary.WORDS]))
+        digest = diary.digest_of(data)
+        self.write(diary.End(diary.now(), outcome, revision, digest, words, world))
+        return outcome != "lost"
+
+    def size(self, held: str) -> None:
+        if held:
+            self.write(diary.Size(diary.now(), *map(int, held.split())))
+
+
 class Program:
     """The program of a peer: joins, and joins again where that is its right."""
 
     def __init__(
-        self, address: str, elements: int, reports: Connection, orders: Connection | None
+        self,
+        address: str,
+        elements: int,
+        reports: Connection,
+        orders: Connection | None,
+        notes: Notes,
     ) -> None:
         self._address = address
+        self._notes = notes
         self._reports = reports
         self._speaking = threading.Lock()
         self._weights = np.zeros(elements, np.float32)
@@ -94,7 +151,9 @@ class Program:
             while self._belong(stop):
                 self._say("rejoined")
         except BaseException as error:
-            self._say("failed", f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+            self._notes.write(diary.Out(diary.now(), "failed", why))
+            self._say("failed", why)
             raise
         finally:
             self._say("ended", revision=self._lost)
@@ -106,10 +165,14 @@ class Program:
             if self._mischief is not None:
                 self._mischief.joined(comm)
             comm.connect(n_attempts=30)
+            self._notes.write(diary.Joined(diary.now()))
             self._train(comm, stop)
+            self._notes.write(diary.Out(diary.now(), "left"))
         except (pccl.KickedError, pccl.MasterLostError) as error:
             if self._mischief is not None and self._mischief.cut_off:
+                self._notes.write(diary.Out(diary.now(), "cut off", str(error)))
                 return not stop.exists()
+            self._notes.write(diary.Out(diary.now(), "dropped", str(error)))
             self._say("dropped", str(error))
         finally:
             comm.close()
@@ -117,12 +180,18 @@ class Program:
 
     def _train(self, comm: pccl.Communicator, stop: Path) -> None:
         while not stop.exists():
-            comm.sync_shared_state(self._shared)
+            digest = self._notes.sync(comm, self._shared, self._weights)
             revision = self._shared.revision
-            self._say("state", xxhash.xxh3_64_hexdigest(self._weights.data), revision)
+            self._say("state", digest, revision)
             if revision % 50 == 0:
-                self._say("size", resources())
-            while not step(comm, revision, self._weights):
+                held = resources()
+                self._notes.size(held)
+                self._say("size", held)
+            before = self._lost
+            while not (
+                self._notes.reduce(comm, revision, self._lost - before)
+                and step(comm, revision, self._weights)
+            ):
                 self._lost += 1
             self._shared.push_revision()
             if comm.are_peers_pending():
@@ -139,12 +208,18 @@ def resources() -> str:
 
 
 def train(
-    address: str, elements: int, reports: Connection, stop: Path, orders: Connection | None
+    address: str,
+    elements: int,
+    reports: Connection,
+    stop: Path,
+    orders: Connection | None,
+    number: int,
+    directory: Path | None,
 ) -> None:
     """Life of a peer's process."""
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1)
-    Program(address, elements, reports, orders).live(stop)
+    Program(address, elements, reports, orders, Notes(number, directory)).live(stop)
 
 
 @dataclass
@@ -180,12 +255,23 @@ class Churn:
     sizes: list[tuple[int, ...]] = field(default_factory=list)  # of peer 0, see resources()
     restarted_at: int = 0  # steps that were done when the master was killed last
 
+    def __post_init__(self) -> None:
+        directory: Path | None = self.args.diary
+        self._diary = None if directory is None else diary.Diary(directory / diary.DIRECTOR)
+
+    def write(self, what: str, worker: int = -1) -> None:
+        """Writes down what is about to befall a worker, or the master."""
+        if self._diary is not None:
+            self._diary.write(diary.Fault(diary.now(), what, worker))
+
     def start_master(self) -> None:
         """Starts it, for the first time or again."""
         command = [sys.executable, "-m", "pccl.master", "--listen-address", self.address]
         command += ["--state", str(self.journal)]
         if self.args.curve_dir:
             command += ["--curve-dir", self.args.curve_dir]
+        if self.args.diary is not None:
+            command += ["--event-log", str(self.args.diary / EVENT_LOG)]
         self.master = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def join(self) -> None:
@@ -194,7 +280,7 @@ class Churn:
         self.counts["joined"] += 1
         theirs, ours = multiprocessing.Pipe(duplex=False) if self.args.mischief else (None, None)
         reports, told = multiprocessing.Pipe(duplex=False)
-        job = (self.address, self.args.elements, told, self.stop, theirs)
+        job = (self.address, self.args.elements, told, self.stop, theirs, number, self.args.diary)
         context = multiprocessing.get_context("spawn")
         # a daemon may have no children
         process = context.Process(target=train, args=job, daemon=not self.args.mischief)
@@ -206,6 +292,7 @@ class Churn:
 
     def kill(self, peer: Peer) -> None:
         """SIGKILL, or TerminateProcess."""
+        self.write("kill", peer.number)
         peer.process.kill()
         peer.process.join()
         del self.peers[peer.number]
@@ -243,6 +330,7 @@ class Churn:
             self.join()
         else:
             self.restarted_at = len(self.digests)
+            self.write("restart")
             self.master.kill()
             self.master.wait()
             time.sleep(rng.uniform(0.0, 1.0))
@@ -255,6 +343,7 @@ class Churn:
         elif event == "freeze":
             peer.frozen = True
             self.frozen_ever.add(peer.number)
+            self.write("freeze", peer.number)
             os.kill(peer.process.pid or 0, signal.SIGSTOP)
         elif event == "thaw":
             self.thaw(peer)
@@ -262,6 +351,7 @@ class Churn:
             if event == mischief.RESET_LINK:
                 peer.moves, peer.settled_s = False, time.monotonic() + SETTLE_S
             assert peer.orders is not None
+            self.write(event, peer.number)
             peer.orders.send(event)
 
     def say(self, what: str) -> None:
@@ -279,6 +369,7 @@ class Churn:
         peer.frozen = False
         peer.heard_s = time.monotonic()
         os.kill(peer.process.pid or 0, signal.SIGCONT)
+        self.write("thaw", peer.number)
 
     def read(self) -> None:
         """Takes in what the peers have reported."""
@@ -348,6 +439,8 @@ class Churn:
             self.kill(peer)
         self.master.terminate()
         self.master.wait()
+        if self._diary is not None:
+            self._diary.close()
 
     def grown(self) -> str:
         """Whether peer 0 holds more at the end than in the middle of the run."""
@@ -364,7 +457,8 @@ class Churn:
         return f"peer 0 has grown from {early} to {late}" if much else ""
 
 
-def main() -> int:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--peers", type=int, default=4, help="at most so many at once")
@@ -375,7 +469,12 @@ def main() -> int:
     parser.add_argument("--mischief", action="store_true", help="resets, forks and programs too")
     parser.add_argument("--tcp", action="store_true", help="no ipc between the peers")
     parser.add_argument("--curve-dir", default="", help="keys made by pccl keys")
-    args = parser.parse_args()
+    parser.add_argument("--diary", type=Path, metavar="DIR", help="write there what all do")
+    return parser
+
+
+def run(args: argparse.Namespace) -> list[str]:
+    """Makes a run and tells its story; what was wrong."""
     os.environ.setdefault("PCCL_HEARTBEAT_MS", "500")
     os.environ.setdefault("PCCL_HEARTBEAT_TIMEOUT_MS", "2000")
     os.environ.setdefault("PCCL_LOG_LEVEL", "ERR")
@@ -408,9 +507,14 @@ def main() -> int:
         churn.faults.append(why)
     print(f"{len(churn.digests)} steps; longest stand-still {churn.stall_s:.2f} s")
     print(", ".join(f"{count} {what}" for what, count in sorted(churn.counts.items())))
-    for fault in churn.faults:
+    return churn.faults
+
+
+def main() -> int:
+    faults = run(parser().parse_args())
+    for fault in faults:
         print("FAULT:", fault)
-    return 1 if churn.faults else 0
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import test_hostile
 import test_master_rules
 import test_pairs
 import test_recovery
+import test_reenact
 import test_rows
 import test_status
 import test_sync_rules
@@ -41,6 +42,7 @@ import trainers
 modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
     test_status, test_epochs, test_rows, test_pairs,
+    test_reenact,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)

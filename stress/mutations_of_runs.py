@@ -6,6 +6,26 @@ from mutations import Mutant
 
 MUTANTS = [
     Mutant(
+        "the first tick after an input is recorded",
+        "        first, self._news = self._news and (self._timed or recovering), False\n",
+        "        first = False\n",
+    ),
+    Mutant(
+        "a record has no contributions",
+        'return replace(event, message=replace(vote, data=b""))',
+        "return event",
+    ),
+    Mutant(
+        "a record has no keys",
+        "        if self._key is None or not KEY.fullmatch(key):\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "a master that begins anew is fed as one",
+        "        self.master = inputs.begin(began, _zeros, SECRET)\n",
+        "        self.master = self.master or inputs.begin(began, _zeros, SECRET)\n",
+    ),
+    Mutant(
         "what is said too early is not kept",
         "        if self._restart is not None and not isinstance(message, m.Leave):\n",
         "        if False:\n",

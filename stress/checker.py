@@ -1,0 +1,368 @@
+"""Reads what the workers of a stress run have written down, and says which rules were broken.
+
+    python stress/checker.py DIRECTORY [--bound SECONDS]
+
+It knows nothing of the library, and of the run only the diaries (diary.py). The rules: outcomes are
+the same for all who stay; a sum has each contribution of those who were in it once; the shared
+state of a revision is the same everywhere, and what all steps before make of it, so that none was
+lost or done twice; revisions never go back; no call takes too long, unless its caller was frozen;
+nobody is dropped without a reason; nobody grows. The exit code is 1 if any rule was broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import itertools
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from diary import (
+    DIRECTOR,
+    Begin,
+    End,
+    Entry,
+    Fault,
+    Joined,
+    Out,
+    Size,
+    buffer_of,
+    contribution,
+    contributors,
+    digest_of,
+    path_of,
+    read,
+    workers,
+)
+
+STOPPING = {"kill", "freeze", "restart", "reset link"}  # faults for which all must wait
+GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
+SIZES_MIN = 8  # of a worker, to be compared
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is demanded.
+
+    Attributes:
+        expected: the digest of the shared state of a revision; None: any, but the same for all.
+        bound_s: the longest time that a call may take.
+        goodput_min: the least share of undisturbed speed.
+    """
+
+    expected: Callable[[int], str] | None = None
+    bound_s: float = 40.0
+    goodput_min: float = 0.0
+
+
+@dataclass
+class Call:
+    """A call of a worker.
+
+    Attributes:
+        stayed: whether the worker has ended a later call of the same membership.
+    """
+
+    worker: int
+    begin: Begin
+    end: End | None = None
+    stayed: bool = False
+
+
+@dataclass
+class Life:
+    """What one worker has done."""
+
+    calls: list[Call] = field(default_factory=list)
+    outs: list[Out] = field(default_factory=list)
+    sizes: list[Size] = field(default_factory=list)
+
+
+@dataclass
+class Report:
+    """What was found.
+
+    Attributes:
+        violations: of rules, in words.
+        steps: how many revisions were reached.
+        recoveries_s: for each fault that may stop the run, until the next revision was reached.
+        goodput: the share of undisturbed speed that was reached.
+    """
+
+    violations: list[str] = field(default_factory=list)
+    steps: int = 0
+    recoveries_s: list[float] = field(default_factory=list)
+    goodput: float = 0.0
+
+
+class Checker:
+    """Checks the diaries of a run.
+
+    Args:
+        diaries: by worker.
+        faults: what the director did.
+        rules: what is demanded.
+    """
+
+    def __init__(
+        self, diaries: Mapping[int, Sequence[Entry]], faults: Sequence[Entry], rules: Rules
+    ) -> None:
+        self._rules = rules
+        self._faults = [fault for fault in faults if isinstance(fault, Fault)]
+        self._report = Report()
+        self._lives = {worker: self._live(worker, diaries[worker]) for worker in sorted(diaries)}
+
+    def check(self) -> Report:
+        """Applies all rules."""
+        for worker, life in self._lives.items():
+            self._check_end(worker, life)
+            self._check_times(worker, life)
+            self._check_revisions(worker, life)
+            self._check_sizes(worker, life)
+        self._check_states()
+        for key, calls in self._reductions().items():
+            self._check_outcome(key, calls)
+            self._check_sum(key, calls)
+        self._measure()
+        return self._report
+
+    # ---- what a worker has written ----
+
+    def _live(self, worker: int, entries: Sequence[Entry]) -> Life:
+        life = Life()
+        open_: Call | None = None
+        ended: Call | None = None  # the latest one of this membership
+        at_s = float("-inf")
+        for entry in entries:
+            if entry.at_s < at_s:
+                self._broken(f"worker {worker}: its clock goes back, or its entries are mixed up")
+            at_s = entry.at_s
+            match entry:
+                case Begin():
+                    if open_ is not None:
+                        self._broken(f"worker {worker}: a call begins within another: {entry}")
+                    open_ = Call(worker, entry)
+                    life.calls.append(open_)
+                case End():
+                    if open_ is None:
+                        self._broken(f"worker {worker}: a call ends that has not begun: {entry}")
+                        continue
+                    open_.end = entry
+                    if ended is not None:
+                        ended.stayed = True
+                    open_, ended = None, open_
+                case Out():
+                    life.outs.append(entry)
+                    open_ = ended = None
+                case Joined():
+                    open_ = ended = None
+                case Size():
+                    life.sizes.append(entry)
+        return life
+
+    def _befell(self, worker: int, *kinds: str) -> list[Fault]:
+        return [fault for fault in self._faults if fault.worker == worker and fault.what in kinds]
+
+    def _broken(self, text: str) -> None:
+        self._report.violations.append(text)
+
+    # ---- one worker ----
+
+    def _check_end(self, worker: int, life: Life) -> None:
+        """It leaves in the end, unless it was killed; it is dropped only with a reason."""
+        if not self._befell(worker, "kill") and (not life.outs or life.outs[-1].how != "left"):
+            last = life.outs[-1] if life.outs else "nothing"
+            self._broken(f"worker {worker} was not killed, and did not leave: it wrote {last}")
+        for out in life.outs:
+            if out.how == "failed":
+                self._broken(f"worker {worker} has failed: {out.why}")
+            if out.how == "dropped" and not self._befell(worker, "freeze"):
+                self._broken(f"worker {worker} was dropped, and never frozen: {out.why}")
+
+    def _check_times(self, worker: int, life: Life) -> None:
+        frozen = sorted(self._befell(worker, "freeze", "thaw"), key=lambda fault: fault.at_s)
+        for call in life.calls:
+            if call.end is None:
+                continue
+            begin_s, end_s = call.begin.at_s, call.end.at_s
+            slept_s = 0.0
+            for index, fault in enumerate(frozen):
+                if fault.what == "freeze":
+                    until_s = frozen[index + 1].at_s if index + 1 < len(frozen) else end_s
+                    slept_s += max(0.0, min(end_s, until_s) - max(begin_s, fault.at_s))
+            took_s = end_s - begin_s - slept_s
+            if took_s > self._rules.bound_s:
+                self._broken(
+                    f"worker {worker}: {call.begin.what} of revision {call.begin.revision} took "
+                    f"{took_s:.1f} s"
+                )
+
+    def _check_revisions(self, worker: int, life: Life) -> None:
+        known = -1
+        for call in life.calls:
+            if call.begin.what == "sync" and call.end is not None and call.end.outcome == "done":
+                if call.end.revision < known:
+                    self._broken(
+                        f"worker {worker}: revision {call.end.revision} follows revision {known}"
+                    )
+                known = call.end.revision
+
+    def _check_sizes(self, worker: int, life: Life) -> None:
+        """It holds no more at the end than in the middle of its life."""
+        half, last = len(life.sizes) // 2, len(life.sizes) // 4
+        if len(life.sizes) < SIZES_MIN:
+            return
+        early, late = (
+            [max(column) for column in zip(*map(_held, sizes), strict=True)]
+            for sizes in (life.sizes[last:half], life.sizes[-last:])
+        )
+        if any(b - a > limit for a, b, limit in zip(early, late, GROWTH_MAX, strict=True)):
+            self._broken(
+                f"worker {worker} has grown from {early} to {late} descriptors, threads and MiB"
+            )
+
+    # ---- the shared state ----
+
+    def _check_states(self) -> None:
+        digests: dict[int, tuple[str, int]] = {}
+        for worker, life in self._lives.items():
+            for call in life.calls:
+                end = call.end
+                if call.begin.what != "sync" or end is None or end.outcome != "done":
+                    continue
+                digest, first = digests.setdefault(end.revision, (end.digest, worker))
+                if digest != end.digest:
+                    self._broken(
+                        f"workers {first} and {worker} have different states of revision "
+                        f"{end.revision}"
+                    )
+        self._report.steps = len(digests)
+        if digests and max(digests) + 1 != len(digests):
+            missing = sorted(set(range(max(digests))) - digests.keys())[:5]
+            self._broken(f"nobody ever held the revisions {missing}")
+        for revision, (digest, worker) in sorted(digests.items()):
+            if self._rules.expected is not None and digest != self._rules.expected(revision):
+                self._broken(
+                    f"the state of revision {revision}, as worker {worker} has it, is not what the "
+                    "steps before it make: one was lost, done twice, or wrong"
+                )
+                break  # all later ones are wrong too
+
+    # ---- reductions ----
+
+    def _reductions(self) -> dict[tuple[int, int], list[Call]]:
+        """The calls that met, by revision and attempt."""
+        found: defaultdict[tuple[int, int], list[Call]] = defaultdict(list)
+        for life in self._lives.values():
+            for call in life.calls:
+                if call.begin.what == "reduce":
+                    found[call.begin.revision, call.begin.attempt].append(call)
+        return found
+
+    def _check_outcome(self, key: tuple[int, int], calls: list[Call]) -> None:
+        outcomes: dict[str, int] = {}
+        for call in calls:
+            if call.end is not None and call.stayed:
+                outcomes[call.end.outcome] = call.worker
+        if len(outcomes) > 1:
+            self._broken(f"two outcomes of attempt {key[1]} of step {key[0]}: {outcomes}")
+
+    def _check_sum(self, key: tuple[int, int], calls: list[Call]) -> None:
+        where = f"attempt {key[1]} of step {key[0]}"
+        entered = {call.worker: call.begin for call in calls}
+        done = [call for call in calls if call.end is not None and call.end.outcome == "done"]
+        sums = {call.end.sum for call in done if call.end is not None and call.stayed}
+        if len(sums) > 1:
+            self._broken(f"{where} has different sums")
+        for worker, begin in entered.items():
+            if begin.gives != contribution(worker):
+                self._broken(f"{where}: worker {worker} gave {begin.gives}")
+        for call in done:
+            end = call.end
+            assert end is not None
+            counted = contributors(end.sum)
+            twice = [worker for worker, times in counted.items() if times > 1]
+            if twice:
+                self._broken(f"{where}: the contributions of workers {twice} count several times")
+            strangers = counted.keys() - entered.keys()
+            if strangers:
+                self._broken(f"{where}: workers {sorted(strangers)} count, and did not enter it")
+            if call.worker not in counted:
+                self._broken(f"{where}: worker {call.worker}'s own contribution is missing")
+            if len(counted) != end.world:
+                self._broken(
+                    f"{where}: worker {call.worker} has a sum of {len(counted)} contributions in a "
+                    f"world of {end.world}"
+                )
+            if end.digest != digest_of(buffer_of(end.sum, call.begin.repeats)):
+                self._broken(f"{where}: worker {call.worker}'s result is not the same all over")
+
+    # ---- speed ----
+
+    def _measure(self) -> None:
+        """How fast it was, beside what it would have been without faults."""
+        reached: dict[int, float] = {}
+        for life in self._lives.values():
+            for call in life.calls:
+                end = call.end
+                if call.begin.what == "sync" and end is not None and end.outcome == "done":
+                    at_s = reached.get(end.revision, end.at_s)
+                    reached[end.revision] = min(at_s, end.at_s)
+        moments = sorted(reached.values())
+        for fault in self._faults:
+            later = bisect.bisect(moments, fault.at_s)
+            if fault.what in STOPPING and later < len(moments):
+                self._report.recoveries_s.append(moments[later] - fault.at_s)
+        times = [after - before for before, after in itertools.pairwise(moments)]
+        if not times:
+            return
+        self._report.goodput = min(1.0, statistics.median(times) * len(times) / sum(times))
+        if self._report.goodput < self._rules.goodput_min:
+            self._broken(
+                f"the goodput is {self._report.goodput:.2f}, and should be at least "
+                f"{self._rules.goodput_min:.2f}"
+            )
+
+
+def _held(size: Size) -> tuple[int, int, int]:
+    return size.descriptors, size.threads, size.mib
+
+
+def check(directory: Path, rules: Rules) -> Report:
+    """Checks the diaries in a directory. Raises OSError or msgspec.DecodeError: one is damaged."""
+    diaries = {worker: read(path_of(directory, worker)) for worker in workers(directory)}
+    report = Checker(diaries, read(directory / DIRECTOR), rules).check()
+    if not report.steps:
+        report.violations.append("nothing has happened")
+    return report
+
+
+def words(report: Report) -> list[str]:
+    """A report in words."""
+    lines = [f"{report.steps} steps; goodput {report.goodput:.2f}"]
+    if times := sorted(report.recoveries_s):
+        p95 = times[min(len(times) - 1, int(len(times) * 0.95))]
+        lines.append(
+            f"{len(times)} recoveries: median {statistics.median(times):.2f} s, p95 {p95:.2f} s"
+        )
+    return lines + [f"VIOLATION: {text}" for text in report.violations]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--bound", type=float, default=Rules.bound_s, help="seconds for a call")
+    args = parser.parse_args()
+    report = check(args.directory, Rules(bound_s=args.bound))
+    print("\n".join(words(report)))
+    return 1 if report.violations else 0
+
+
+__all__ = ["Checker", "Report", "Rules", "check", "words"]
+
+if __name__ == "__main__":
+    sys.exit(main())

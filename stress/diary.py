@@ -1,0 +1,175 @@
+"""What the workers of a stress run write down, and the one who disturbs them: JSON lines.
+
+Each worker has a file of its own, which it writes without a buffer: what it has written stays when
+it is killed. All times are of the machine's monotonic clock.
+
+A worker's contributions can be found again in a sum: a worker's number is a digit, to base 4, of a
+long number, so a sum says how often each has contributed, up to three times.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+import xxhash
+from msgspec import Struct
+
+WORDS = 64  # of a contribution
+DIGITS = 32  # of a word
+DIRECTOR = "director.jsonl"
+
+
+class Joined(Struct, frozen=True, tag="joined"):
+    """It is in the run, for the first time or again."""
+
+    at_s: float
+
+
+class Begin(Struct, frozen=True, tag="begin"):
+    """It enters a call.
+
+    Attributes:
+        what: "sync" or "reduce".
+        revision: of its shared state.
+        attempt: how often this reduction has failed before.
+        repeats: how often the contribution is repeated in the buffer.
+        gives: its contribution.
+    """
+
+    at_s: float
+    what: str
+    revision: int
+    attempt: int = 0
+    repeats: int = 0
+    gives: tuple[int, ...] = ()
+
+
+class End(Struct, frozen=True, tag="end"):
+    """The call is over.
+
+    Attributes:
+        outcome: "done"; "lost": a peer was lost; "alone": there is no other peer.
+        revision: of the shared state, after a "sync".
+        digest: of the shared state after a "sync"; of the whole buffer after a "reduce".
+        sum: the words at the start of that buffer.
+        world: how many peers the group had.
+    """
+
+    at_s: float
+    outcome: str
+    revision: int
+    digest: str = ""
+    sum: tuple[int, ...] = ()
+    world: int = 0
+
+
+class Size(Struct, frozen=True, tag="size"):
+    """What its process holds."""
+
+    at_s: float
+    descriptors: int
+    threads: int
+    mib: int
+
+
+class Out(Struct, frozen=True, tag="out"):
+    """Its membership has ended: "left", "dropped", "cut off" by a fault, or "failed"."""
+
+    at_s: float
+    how: str
+    why: str = ""
+
+
+class Fault(Struct, frozen=True, tag="fault"):
+    """Something is done to a worker, or to the master: `worker` is -1."""
+
+    at_s: float
+    what: str
+    worker: int = -1
+
+
+Entry: TypeAlias = Joined | Begin | End | Size | Out | Fault
+
+
+class Diary:
+    """A file of entries, which grows.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        binary = getattr(os, "O_BINARY", 0)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | binary, 0o644)
+
+    def write(self, entry: Entry) -> None:
+        """Appends an entry."""
+        os.write(self._file, msgspec.json.encode(entry) + b"\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+
+def path_of(directory: Path, worker: int) -> Path:
+    """The diary of a worker."""
+    return directory / f"worker-{worker}.jsonl"
+
+
+def read(path: Path) -> list[Entry]:
+    """The entries of a diary; without a last line that its writer could not end.
+
+    Raises:
+        msgspec.DecodeError: another line is damaged.
+    """
+    decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
+    data = path.read_bytes()
+    whole, _, _ = data.rpartition(b"\n")
+    return [decoder.decode(line) for line in whole.split(b"\n") if line]
+
+
+def workers(directory: Path) -> Iterator[int]:
+    """The numbers of the workers that have written a diary."""
+    for path in sorted(directory.glob("worker-*.jsonl")):
+        yield int(path.stem.partition("-")[2])
+
+
+# ---- contributions ----
+
+
+def contribution(worker: int) -> tuple[int, ...]:
+    """What a worker gives: 1 at its own digit."""
+    words = [0] * WORDS
+    words[worker // DIGITS % WORDS] = 4 ** (worker % DIGITS)
+    return tuple(words)
+
+
+def contributors(total: tuple[int, ...]) -> dict[int, int]:
+    """Who has contributed to a sum, and how often."""
+    return {
+        index * DIGITS + digit: count
+        for index, word in enumerate(total)
+        for digit in range(DIGITS)
+        if (count := word >> (2 * digit) & 3)
+    }
+
+
+def buffer_of(words: tuple[int, ...], repeats: int) -> np.ndarray:
+    """The words, again and again."""
+    return np.tile(np.array(words, np.uint64), repeats)
+
+
+def digest_of(array: np.ndarray) -> str:
+    """Of the bytes of an array."""
+    return xxhash.xxh3_64_hexdigest(array.data)
+
+
+def now() -> float:
+    """The time of an entry."""
+    return time.monotonic()
