@@ -41,6 +41,7 @@ from diary import (
 
 STOPPING = {"kill", "freeze", "restart", "reset link"}  # faults for which all must wait
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
+VIOLATIONS_SHOWN = 20
 SIZES_MIN = 8  # of a worker, to be compared
 
 
@@ -349,7 +350,10 @@ def words(report: Report) -> list[str]:
         lines.append(
             f"{len(times)} recoveries: median {statistics.median(times):.2f} s, p95 {p95:.2f} s"
         )
-    return lines + [f"VIOLATION: {text}" for text in report.violations]
+    lines += [f"VIOLATION: {text}" for text in report.violations[:VIOLATIONS_SHOWN]]
+    if len(report.violations) > VIOLATIONS_SHOWN:
+        lines.append(f"and {len(report.violations) - VIOLATIONS_SHOWN} more violations")
+    return lines
 
 
 def main() -> int:

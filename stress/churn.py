@@ -31,6 +31,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -316,6 +317,10 @@ class Churn:
             victims["thaw"] = frozen
         events = [*victims, *["kill"] * (2 * ("kill" in victims))]
         events += ["join"] * (len(self.peers) < self.args.peers) * 3
+        if len(awake) > 2 and mortal:
+            events.append("kill all but one")
+        if self.args.peers - len(self.peers) > 1:
+            events.append("burst")
         if len(self.digests) > self.restarted_at:  # who restarts it all the time stops the run
             events.append("restart")
         if not events:
@@ -326,15 +331,24 @@ class Churn:
         self.say(event if peer is None else f"{event}: {peer.number}")
         if peer is not None:
             self.harm(event, peer)
-        elif event == "join":
-            self.join()
+        elif event == "kill all but one":
+            spared = rng.choice(awake)
+            for one in mortal:
+                if one is not spared:
+                    self.kill(one)
+        elif event in ("join", "burst"):
+            for _ in range(self.args.peers - len(self.peers) if event == "burst" else 1):
+                self.join()
         else:
-            self.restarted_at = len(self.digests)
-            self.write("restart")
-            self.master.kill()
-            self.master.wait()
-            time.sleep(rng.uniform(0.0, 1.0))
-            self.start_master()
+            self._restart_master(rng.uniform(0.0, 1.0))
+
+    def _restart_master(self, pause_s: float) -> None:
+        self.restarted_at = len(self.digests)
+        self.write("restart")
+        self.master.kill()
+        self.master.wait()
+        time.sleep(pause_s)
+        self.start_master()
 
     def harm(self, event: str, peer: Peer) -> None:
         """What befalls a single peer."""
@@ -352,7 +366,8 @@ class Churn:
                 peer.moves, peer.settled_s = False, time.monotonic() + SETTLE_S
             assert peer.orders is not None
             self.write(event, peer.number)
-            peer.orders.send(event)
+            with suppress(OSError):  # it has died: what it has said last says why
+                peer.orders.send(event)
 
     def say(self, what: str) -> None:
         """One line of the run's story."""

@@ -18,11 +18,11 @@ BUGS = {  # file, what stands there, the bug, and what is said of it
         "enumerate(parts[1:-1], 2)",
         "own contribution is missing",
     ),
-    "a step counts twice": (
-        "shared_state.py",
-        "self.revision += 1",
-        "self.revision += 2",
-        "nobody ever held the revisions",
+    "a contribution counts twice": (
+        "runtime/inline.py",
+        "enumerate(parts[1:], 2)",
+        "enumerate([*parts[1:], parts[-1]], 2)",
+        "count several times",
     ),
 }
 

@@ -19,7 +19,7 @@ from pccl.protocol.master.reenact import Differs, Reenactment
 from pccl.protocol.master.veil import refill
 from pccl.protocol.master.voting import Voting
 
-SEEDS = 70
+SEEDS = 40
 CURVE = "k" * 40
 
 
