@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from pccl import Communicator
 from pccl.runtime.client.call import Deadline
+from pccl.security import Security
 from pccl.torch.agreement import Offer, agree
 from pccl.torch.collectives import Collectives
 from pccl.torch.hosting import HostedMaster
@@ -18,6 +19,10 @@ from pccl.torch.members import Members
 from pccl.torch.store import RunStore, serve
 
 TIMEOUT = timedelta(minutes=30)
+_ENCRYPTED = (
+    "keys are in use (PCCL_CURVE_DIR), and torch's stores are not encrypted; pass a store of your "
+    "own to init_process_group"
+)
 
 
 class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
@@ -55,7 +60,11 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         self.communicator = comm
         self._name = self._description = ""
         self._master = master
-        self._offer = Offer(rank, wants_store=store is None)
+        if master is not None:
+            master.own = comm
+        encrypted = Security.of(None) is not None
+        self._offer = Offer(rank, wants_store=store is None and not encrypted)
+        self._no_store = _ENCRYPTED if encrypted else "the one who served it is lost"
         self._own_store = RunStore() if store is None else None
         self._store = store if self._own_store is None else self._own_store
         self._served: Store | None = None
@@ -74,7 +83,8 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
             if agreed.must_serve:
                 self._serve()
         if self._own_store is not None:
-            self._own_store.use(agreed.store, self._served if self.getRank() == 0 else None, "")
+            served = self._served if self.getRank() == 0 else None
+            self._own_store.use(agreed.store, served, self._no_store)
         self._restart()
 
     def admit(self) -> int:

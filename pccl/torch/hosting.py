@@ -6,7 +6,7 @@ import atexit
 import logging
 import time
 
-from pccl import MasterNode
+from pccl import Communicator, MasterNode
 
 FAREWELL_S = 30.0  # how long others may take to leave
 _ASK_S = 2.0
@@ -28,6 +28,7 @@ class HostedMaster:
         self._node = MasterNode("0.0.0.0:0")
         self._node.run()
         _hosted.append(self)
+        self.own: Communicator | None = None  # by which this process is a member itself
         port = self._node.address.rpartition(":")[2]
         self.address = f"{host}:{port}"
 
@@ -36,6 +37,8 @@ class HostedMaster:
         if self not in _hosted:
             return
         _hosted.remove(self)
+        if self.own is not None:
+            self.own.close()
         until_s = time.monotonic() + FAREWELL_S
         while (here := self._members()) and time.monotonic() < until_s:
             time.sleep(_INTERVAL_S)

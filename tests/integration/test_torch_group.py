@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TypeVar
 
 import pytest
@@ -325,6 +326,21 @@ def test_the_last_one_goes_on_alone(two: Groups) -> None:
         group.all_gather_single(torch.empty(6), mine).wait()
     group.allreduce([mine]).wait()
     assert (group.rank(), group.size(), mine.tolist()) == (0, 1, [5.0] * 3)
+
+
+def test_the_store_of_a_run_is_shared_and_none_is_served_where_keys_are_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's stores are open to whoever reaches them."""
+    with Cluster(2) as cluster:
+        groups = cluster.each(lambda _, comm: ProcessGroup(comm))
+        groups[0].get_group_store().set("key", "value")
+        assert groups[1].get_group_store().get("key") == b"value"
+        assert groups[1].get_group_store().add("number", 2) == 2
+    with Cluster(1) as cluster:
+        monkeypatch.setattr("pccl.torch.group.Security", SimpleNamespace(of=lambda _: object()))
+        with pytest.raises(RuntimeError, match="this run has no store: keys are in use"):
+            ProcessGroup(cluster.comms[0]).get_group_store().get("key")
 
 
 def test_a_time_limit_fails_on_all(two: Groups) -> None:

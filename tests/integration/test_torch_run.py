@@ -41,22 +41,28 @@ def ended(processes: list[subprocess.Popen[str]]) -> list[dict[str, float]]:
     return reports("".join(texts))
 
 
-def by_torchrun(script: Path, size: int, **env: str) -> None:
+def by_torchrun(script: Path, size: int, **env: str) -> str:
+    """Runs it, and checks what it reports; what it has written to stderr."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     out = subprocess.run(
         [*run, "--nproc-per-node", str(size), str(script)],
         env={**os.environ, **env},
-        stdout=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=PATIENCE_S,
     )
-    assert out.returncode == 0
+    assert out.returncode == 0, out.stderr
     check(reports(out.stdout), size)
+    return out.stderr
 
 
 @pytest.mark.parametrize("own_master", [False, True], ids=["rank 0's master", "PCCL_MASTER"])
 def test_under_torchrun(own_master: bool, address: str) -> None:
     by_torchrun(TOUR, 3, **({"PCCL_MASTER": address} if own_master else {}))
+
+
+def test_a_program_that_destroys_nothing_ends_all_the_same() -> None:
+    assert "have not left" not in by_torchrun(SUPPORT / "torch_careless.py", 2)
 
 
 def test_functional_collectives_dtensor_fsdp2_and_hsdp() -> None:
