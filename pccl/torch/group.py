@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroup as BaseGroup
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from pccl import Communicator
+from pccl import AsyncReduceHandle, Communicator
 from pccl.runtime.client.call import Deadline
 from pccl.security import Security
 from pccl.torch.agreement import Offer, agree
 from pccl.torch.collectives import Collectives
 from pccl.torch.hosting import HostedMaster
 from pccl.torch.members import Members
+from pccl.torch.reconfiguration import handle_of, order_of, settle
 from pccl.torch.store import RunStore, serve
+from pccl.torch.work import Operation, Task, Work
 
 TIMEOUT = timedelta(minutes=30)
 _ENCRYPTED = (
@@ -155,6 +158,37 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         self._timeout = timeout
 
     _set_default_timeout = set_timeout
+
+    # torch's reconfiguration, as its ProcessGroup has it since 2.14
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """Members and ranks can be given anew."""
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        """What names this member in the `handles` of `reconfigure`."""
+        return handle_of(self._comm, self._members.own)
+
+    def reconfigure(self, opts: Any) -> Work:
+        """All members that `opts.handles` names are the group, with ranks in that order.
+
+        All of them call it, with the same `opts.uuid`. If it fails, the group is as before, and the
+        call can be made again, with another uuid.
+        """
+        timeout = opts.timeout or self._timeout
+        self._drain()
+
+        def launch(_: int) -> AsyncReduceHandle:
+            order = order_of(self._comm, opts.handles)
+            settle(self._comm, self._members, opts.uuid, order, timeout.total_seconds())
+            self._members.arrange(order)
+            self._restart()
+            return AsyncReduceHandle(None, None)  # it is over
+
+        operation = Operation(Task("reconfigure", launch, [], counts=False), 0, self._members, None)
+        operation.begin(self._under_way)
+        return Work(operation)
 
     def shutdown(self) -> None:
         """Leaves the group. A process that hosts its master waits until the others have left."""

@@ -415,3 +415,43 @@ def test_a_backward_pass_survives_a_loss(three: Groups) -> None:
     three.all[0].communicator.close()
     found = three.each(lambda group: gradients(ready[id(group)], group.rank() + 1), 0)
     assert found[0] == found[1]
+
+
+def test_members_and_ranks_can_be_given_anew(three: Groups) -> None:
+    """By torch's reconfiguration: a failure leaves the group as it was."""
+    handles = [group.get_reconfigure_handle() for group in three.all]
+    assert len(set(handles)) == 3 and three.all[0].supports_reconfigure
+
+    def asked(uuid: int, *wanted: str) -> SimpleNamespace:
+        return SimpleNamespace(
+            uuid=uuid, handles=list(wanted), timeout=timedelta(seconds=0.5), hints={}
+        )
+
+    def turned(group: ProcessGroup) -> tuple[int, list[float]]:
+        assert group.reconfigure(asked(1, *handles[1:], handles[0])).wait()
+        whole = torch.empty(3)
+        group.all_gather_single(whole, torch.tensor([float(group.rank())])).wait()
+        return group.rank(), whole.tolist()
+
+    assert three.each(turned) == [(rank, [0.0, 1.0, 2.0]) for rank in (2, 0, 1)]
+
+    def failing(group: ProcessGroup) -> None:
+        with pytest.raises(pccl.PCCLTimeoutError, match="are in the group, not"):
+            group.reconfigure(asked(2, *handles[:2])).wait()  # the third one is there still
+        uuid = 3 if group.get_reconfigure_handle() == handles[0] else 4
+        with pytest.raises(pccl.PCCLError, match="different uuids"):
+            group.reconfigure(asked(uuid, *handles)).wait()
+        with pytest.raises(ValueError, match="is not a handle of a peer of the run"):
+            group.reconfigure(asked(5, "7@elsewhere:1")).wait()
+        group.barrier().wait()
+
+    three.each(failing)
+    assert [group.rank() for group in three.all] == [2, 0, 1]
+    three.all[2].communicator.close()
+
+    def without(group: ProcessGroup) -> tuple[int, int]:
+        group.reconfigure(asked(6, *handles[:2])).wait()
+        group.barrier().wait()
+        return group.rank(), group.size()
+
+    assert three.each(without, 2) == [(0, 2), (1, 2)]
