@@ -22,6 +22,7 @@ from simulator import Program, Run, SimPeer, Thread
 from pccl.protocol import messages as m
 from pccl.protocol.master.effects import Drop, Effect, Send
 from pccl.protocol.peer.effects import Answer
+from pccl.types import Result
 
 CONNECTIONS = 3
 WAIT_MAX = 15  # steps before one blow
@@ -98,6 +99,23 @@ def work(draw: random.Random) -> m.Work:
     )
 
 
+def start_vote(draw: random.Random) -> m.StartVote:
+    """Of a collective, a send or an exchange of rows, with numbers that may be impossible."""
+    call, tag = number(draw), draw.choice([0, 0, number(draw)])
+    match draw.randrange(4):
+        case 0:
+            send = m.Work("send", 0, 10, 1000)
+            pair = tuple(number(draw) for _ in range(draw.choice([2, 2, 2, 1])))
+            return m.StartVote(call, tag, send, stuck=draw.random() < 0.5, pair=pair)
+        case 1:
+            size = draw.randint(1, 4)
+            trade = m.Work("all_to_all", 0, 10, 5, members=size)
+            gives, takes = (tuple(number(draw) for _ in range(size)) for _ in range(2))
+            return m.StartVote(call, tag, trade, gives=gives, takes=takes)
+        case _:
+            return m.StartVote(call, tag, work(draw))
+
+
 def offer(draw: random.Random) -> m.Offer:
     entry = m.Entry("x", 10, 4, False, draw.choice([b"init 0", b"init 1", b"bad", b"\xff" * 32]))
     other = m.Entry(text(draw, 256), draw.randint(0, 65535), number(draw), True, b"")
@@ -108,7 +126,12 @@ def offer(draw: random.Random) -> m.Offer:
 def resume(draw: random.Random) -> m.Resume:
     done = m.Done(*(number(draw) for _ in range(2)))
     open_ = tuple(
-        m.Open(number(draw), (number(draw), number(draw)), draw.choice([None, True, False]))
+        m.Open(
+            number(draw),
+            (number(draw), number(draw)),
+            draw.choice([None, True, False]),
+            paired=draw.random() < 0.5,
+        )
         for _ in range(draw.randint(0, 2))
     )
     return m.Resume(
@@ -141,7 +164,7 @@ MESSAGES: list[tuple[int, Callable[[random.Random], m.PeerMessage]]] = [  # with
     (4, lambda draw: m.PendingVote(number(draw), False, draw.random() < 0.5)),
     (2, lambda draw: m.Hurry(number(draw))),
     (2, lambda draw: m.Inquire(number(draw), number(draw))),
-    (6, lambda draw: m.StartVote(number(draw), draw.choice([0, 0, number(draw)]), work(draw))),
+    (6, start_vote),
     (8, lambda draw: m.FinishVote(number(draw), draw.random() < 0.7, text(draw, 4096))),
     (6, lambda draw: m.SyncVote(number(draw), offer(draw))),
     (4, lambda draw: m.OptimizeVote(number(draw))),
@@ -221,11 +244,18 @@ def insist(call: Callable[[], Generator[int, None, End]]) -> Generator[int, None
         pass
 
 
+def synchronise(peer: SimPeer) -> Generator[int, None, None]:
+    """Likewise; who was receiving from somebody who is gone begins with a checkpoint."""
+    while not isinstance(end := (yield from peer.sync()), Answer):
+        if end.result is Result.NO_SHARED_STATE_AVAILABLE:
+            peer.torn = False
+
+
 def survivor(steps: int) -> Program:
     """A trainer that tries each call until it succeeds, as all others do for the same call."""
 
     def program(peer: SimPeer) -> Thread:
-        yield from insist(peer.sync)
+        yield from synchronise(peer)
         while peer.content[0] < steps:
             if peer.content[0] % 3 == 0:
                 yield from insist(peer.optimize_topology)
@@ -238,7 +268,7 @@ def survivor(steps: int) -> Program:
                 pending = yield from peer.are_peers_pending()
             if pending.value:
                 yield from insist(peer.update_topology)
-            yield from insist(peer.sync)
+            yield from synchronise(peer)
         peer.leave()
 
     return program
