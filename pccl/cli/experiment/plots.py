@@ -53,6 +53,7 @@ def _gaps(results: Sequence[Result], baseline: Result) -> Figure:
         )  # fmt: skip
     axes.axhline(0, color="black", linewidth=1)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=1))
     axes.set_xlabel("times fewer bytes than data parallel sends among as many peers")
     axes.set_ylabel("validation loss above that of data parallel")
@@ -70,6 +71,7 @@ def _losses(results: Sequence[Result]) -> Figure:
             color=_COLOURS[i % len(_COLOURS)], linewidth=1.2, label=result.variant.name,
         )  # fmt: skip
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("MB sent by a peer")
     axes.set_ylabel("validation loss, nats per byte")
     axes.legend(loc="upper right", frameon=False, fontsize=8, ncols=2)
