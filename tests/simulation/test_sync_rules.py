@@ -218,3 +218,12 @@ def test_who_receives_in_place_is_not_refused_when_a_lower_revision_is_elected_n
     machine.received(m.SyncPlan(2, 10, (), (1,), (0,), (b"older",), in_place=True))
     machine.engine_settled(4, 0, 0)
     assert isinstance(ends(machine, m.SyncResult(2, 4, 5, 10)), Answer)
+
+
+def test_who_is_torn_cannot_only_send() -> None:
+    """It may hold anything, and it would receive nothing: its revision does not make it whole."""
+    hall = Sync(3)
+    torn = m.Offer(5, 2, (m.Entry("x", 10, 4, False, b"a"),), torn=True)
+    told = hall.sync(offer(5, strategy=2), offer(4, strategy=1), torn)
+    assert isinstance(told[2], m.Kicked) and "its shared state is torn" in told[2].why
+    assert told[0] == hall.result(5, 1)
