@@ -314,7 +314,9 @@ class Run:
                     f"{seq} committed, but peer {peer.name} lacks the result"
                 )
             case m.Started(call, seq, epoch):
-                assert peer.machine.plan.epoch == epoch, "a start in another epoch than the plan's"
+                # one whose membership has ended takes no more plans
+                known = peer.machine.over is not None or peer.machine.plan.epoch == epoch
+                assert known, "a start in another epoch than the plan's"
                 if call in peer.standing:  # else its caller has gone
                     self.agree(("start", run, seq), (group, epoch, peer.standing[call]), peer)
                 if message.data is None:

@@ -115,9 +115,9 @@ class Peer:
 
     def _train(self, comm: pccl.Communicator) -> None:
         step = np.zeros(1, np.int64)
-        state = np.full(STATE, self._slot, np.float32)
-        shared = pccl.SharedState.from_tensors({"step": step, "state": state})
-        self._sync(comm, shared)
+        state = np.zeros(STATE, np.float32)
+        shared = self._begin(step, state)
+        shared = self._sync(comm, shared, step, state)
         while not self._signs[LEAVE + self._slot]:
             moved, ended = self._cycle(comm, step)
             if ended:
@@ -128,18 +128,28 @@ class Peer:
                 self._timed("update_topology", comm.update_topology)
             if pending or moved:  # who was pending may be lost by now: nobody has joined then
                 shared.push_revision()
-                self._sync(comm, shared)
+                shared = self._sync(comm, shared, step, state)
             else:
                 time.sleep(0.02)  # alone
 
-    def _sync(self, comm: pccl.Communicator, shared: pccl.SharedState) -> None:
+    def _begin(self, step: np.ndarray, state: np.ndarray) -> pccl.SharedState:
+        """The content with which a run begins."""
+        step[:], state[:] = 0, self._slot
+        return pccl.SharedState.from_tensors({"step": step, "state": state})
+
+    def _sync(
+        self, comm: pccl.Communicator, shared: pccl.SharedState, step: np.ndarray, state: np.ndarray
+    ) -> pccl.SharedState:
+        """Synchronises. Returns the shared state, which is a new one if the run begins anew."""
         while True:
             try:
-                self._timed("sync_shared_state", lambda: comm.sync_shared_state(shared))
-                return
-            except pccl.PCCLError as error:  # who holds the state could not send it
-                if error.result is not pccl.Result.RANK_CONNECTION_LOST:
-                    raise
+                self._timed("sync_shared_state", partial(comm.sync_shared_state, shared))
+                return shared
+            except pccl.PCCLError as error:
+                if shared.torn and error.result is pccl.Result.NO_SHARED_STATE_AVAILABLE:
+                    shared = self._begin(step, state)  # the one holder is gone, and all was lost
+                elif error.result is not pccl.Result.RANK_CONNECTION_LOST:
+                    raise  # else: who holds the state could not send it
 
     def _cycle(self, comm: pccl.Communicator, step: np.ndarray) -> tuple[bool, bool]:
         """Takes each kind of step once, or until it is alone: whether one was, and the last one."""
