@@ -75,11 +75,14 @@ def test_the_same_tag_with_other_work(puppets: list[Puppet], other: dict[str, ob
 # ---- losses ----
 
 
+LARGE = 1 << 22  # elements: each array is a collective of its own
+
+
 def test_retry_after_a_loss_with_one_in_flight(start: Start) -> None:
     puppets = gathered(start, [0, 0, 0])
     for i, puppet in enumerate(puppets[:2]):
-        puppet.begin("retry", value=2.0**i, count=1 << 20, tags=4, max_in_flight=1)
-    puppets[2].call("launch", value=4.0, count=1 << 20, tag=0)
+        puppet.begin("retry", value=2.0**i, count=LARGE, tags=4, max_in_flight=1)
+    puppets[2].call("launch", value=4.0, count=LARGE, tag=0)
     puppets[2].kill()
     sums = [puppet.value() for puppet in puppets[:2]]
     assert sums[0] == sums[1]

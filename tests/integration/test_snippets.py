@@ -48,15 +48,21 @@ def check_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             check_pccl(["master", *rest])
         elif module == "pccl":
             check_pccl(rest)
+        elif module == "stress":
+            check_program(ROOT / "stress" / "__main__.py", rest, monkeypatch)
         else:
             assert module in ("venv", "sphinx")
         return
     if words == ["train.py"]:  # the reader's own
         return
-    program = ROOT / words[0]
-    if "import argparse" not in program.read_text(encoding="utf-8"):
-        compile(program.read_text(encoding="utf-8"), program, "exec")
-        assert len(words) == 1 or "sys.argv" in program.read_text(encoding="utf-8")
+    check_program(ROOT / words[0], words[1:], monkeypatch)
+
+
+def check_program(program: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = program.read_text(encoding="utf-8")
+    if not re.search(r"\bargparse\b|parse_args", text):
+        compile(text, program, "exec")
+        assert not words or "sys.argv" in text
         return
     parse = argparse.ArgumentParser.parse_args
 
@@ -65,7 +71,7 @@ def check_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "argv", [program.name, *words])
     monkeypatch.syspath_prepend(str(program.parent))
     there = set(sys.modules)
     try:

@@ -28,7 +28,7 @@ class Block(NamedTuple):
     line: int
     language: str
     text: str
-    elsewhere: bool  # it shows another library, "before"
+    elsewhere: bool  # it shows another library, "before"; or wants a process of its own
 
     def __str__(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
@@ -54,8 +54,9 @@ def blocks(page: Path, *, made: bool = True) -> list[Block]:
     for block in BLOCK.finditer(text):
         above = re.findall(r"^\*\*(Before|After)\*\*", text[: block.start()], re.MULTILINE)
         line = text[: block.start()].count("\n") + 2
-        before = above[-1:] == ["Before"]
-        found.append(Block(page, line, block[2], dedent(block[3]), before))
+        # a process has one default group: tests/integration/test_torch_*.py have such programs
+        elsewhere = above[-1:] == ["Before"] or "pccl.torch" in block[3]
+        found.append(Block(page, line, block[2], dedent(block[3]), elsewhere))
     return found
 
 

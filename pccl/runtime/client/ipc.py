@@ -16,7 +16,7 @@ from pccl.runtime.filelock import FileLock, Taken
 
 PREFIX = "pccl-ipc-"
 LOCK, SOCKET = "lock", "e"  # short names: a path longer than sun_path is none
-PATH_MAX = 100  # bytes; sun_path holds 104 on macOS
+_PATH_MAX = 100  # bytes; sun_path holds 104 on macOS
 
 
 class Directory:
@@ -35,7 +35,7 @@ class Directory:
             pass
         self._directory, self._lock = made
         path = str(self._directory / SOCKET)
-        self.path = path if len(os.fsencode(path)) <= PATH_MAX else ""
+        self.path = path if len(os.fsencode(path)) <= _PATH_MAX else ""
 
     def remove(self) -> None:
         """Removes it, with the socket in it. To be called once."""

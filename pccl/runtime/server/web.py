@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import math
 import os
 import re
 import socket
@@ -247,6 +248,7 @@ class Web:
         """A status that is not older than the time for which one serves."""
         asking = self._asking
         if asking is None or (asking.done() and self._loop.time() >= self._stale_s):
+            self._stale_s = math.inf  # until it is answered
             asking = self._asking = asyncio.wrap_future(self._ask())
             asking.add_done_callback(self._answered)
         await asyncio.wait([asking], timeout=limits.HTTP_ANSWER_S)
