@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from outer import DEADLINE_S, Deserter, Left, Watched, together  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo, Way  # noqa: E402
@@ -101,8 +101,7 @@ def test_peers_that_hear_of_a_loss_at_different_times_go_the_same_way(
                 load = carrier.load
 
                 def load_late(*progress: Any) -> None:
-                    while ways and comm.world_size == 3:
-                        time.sleep(0.002)
+                    wait_until(lambda: not ways or comm.world_size < 3)
                     load(*progress)
 
                 if not ignorant:

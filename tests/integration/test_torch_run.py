@@ -61,8 +61,9 @@ def test_under_torchrun(own_master: bool, address: str) -> None:
     by_torchrun(TOUR, 3, **({"PCCL_MASTER": address} if own_master else {}))
 
 
-def test_a_program_that_destroys_nothing_ends_all_the_same() -> None:
-    assert "have not left" not in by_torchrun(SUPPORT / "torch_careless.py", 2)
+def test_a_program_that_destroys_nothing_ends_all_the_same(tmp_path: Path) -> None:
+    ending = str(tmp_path / "ending")
+    assert "have not left" not in by_torchrun(SUPPORT / "torch_careless.py", 2, ENDING=ending)
 
 
 def test_functional_collectives_dtensor_fsdp2_and_hsdp() -> None:

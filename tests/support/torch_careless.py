@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
-import time
+import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from waiting import wait_until
 
 import pccl.torch  # noqa: F401 - registers the backend
 
@@ -17,7 +20,11 @@ def main() -> None:
     dist.all_reduce(mine)
     report = {"rank": dist.get_rank(), "size": dist.get_world_size(), "weights": mine.sum().item()}
     print(json.dumps(report), flush=True)
-    time.sleep(0.5 * dist.get_rank())  # the others end after the one that hosts the master
+    ending = Path(os.environ["ENDING"])
+    if dist.get_rank() == 0:
+        atexit.register(ending.touch)  # it hosts the master, and waits for the others
+    else:
+        wait_until(ending.exists)
 
 
 if __name__ == "__main__":
