@@ -175,7 +175,8 @@ class Checker:
 
     def _check_end(self, worker: int, life: Life) -> None:
         """It leaves in the end, unless it was killed; it is dropped only with a reason."""
-        if not self._befell(worker, "kill") and (not life.outs or life.outs[-1].how != "left"):
+        ended = bool(life.outs) and life.outs[-1].how in ("left", "dropped")
+        if not ended and not self._befell(worker, "kill"):
             last = life.outs[-1] if life.outs else "nothing"
             self._broken(f"worker {worker} was not killed, and did not leave: it wrote {last}")
         for out in life.outs:

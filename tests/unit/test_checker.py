@@ -246,3 +246,10 @@ def test_diaries_are_read_from_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert diary.read(diary.path_of(tmp_path, 2)) == diaries[2]
     assert checker.check(tmp_path, RULES).violations == []
     assert "12 steps; goodput 0.9" in checker.words(checker.check(tmp_path, RULES))[0]
+
+
+def test_a_worker_may_be_dropped_while_it_is_frozen() -> None:
+    diaries, faults = good()
+    at_s = diaries[0][-1].at_s
+    diaries[0][-1] = Out(at_s, "dropped", "its heartbeats stopped")
+    assert violations(diaries, [*faults, Fault(at_s - 0.1, "freeze", 0)]) == []
