@@ -40,6 +40,7 @@ from pccl.calls.joining import Patience, introduced
 from pccl.calls.launcher import Launcher
 from pccl.calls.membership import Membership
 from pccl.calls.operands import A, Arrays
+from pccl.calls.parts import Parts
 from pccl.calls.synchronising import sync_shared_state
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import PeerLostError, TooFewPeersError, not_picklable
@@ -150,7 +151,7 @@ class Communicator(Exchanges):
         if limit is None:
             limit = config.connect_timeout_s
         host, port, lanes = self._host, self._port, self._pool_size
-        patience = Patience(address_text(host, port), n_attempts, limit, timeout)
+        patience = Patience(self.address, n_attempts, limit, timeout)
         configure_logging()
         security = Security.of(self._security)
 
@@ -178,6 +179,11 @@ class Communicator(Exchanges):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def address(self) -> str:
+        """`host:port` of the master."""
+        return address_text(self._host, self._port)
 
     # ---- who is there ----
 
@@ -216,6 +222,11 @@ class Communicator(Exchanges):
         client = self._membership.seen("peers")
         infos = {info.peer: str(info) for info in client.plan.peers}
         return [infos[number] for number in self._membership.ranks.order if number in infos]
+
+    @property
+    def parts(self) -> Parts:
+        """What it consists of: not for programs, whose calls are the methods here."""
+        return Parts(self._membership, self._admission, self._launcher)
 
     # ---- rounds of the run ----
 

@@ -9,11 +9,13 @@ import os
 import signal
 import sys
 import threading
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from pccl.errors import PCCLError, error_for, not_picklable
+from pccl.errors import PCCLError, PCCLTimeoutError, error_for, not_picklable
+from pccl.protocol.master import Status
 from pccl.runtime.config import Config
 from pccl.runtime.room import NoRoomError, require_room
 from pccl.runtime.server.eventfile import EventLogError
@@ -96,6 +98,26 @@ class MasterNode:
     def http_address(self) -> str | None:
         """`host:port` at which the run can be watched, as long as it runs; None: nowhere."""
         return None if self._web is None else self._web.address
+
+    def status(self, timeout: float = 10.0) -> Status:
+        """What the run looks like just now: its peers, groups and open rounds.
+
+        Args:
+            timeout: seconds within which a master that is busy must answer.
+
+        Raises:
+            PCCLError: INVALID_USAGE: it does not run.
+            PCCLTimeoutError: it has not answered in time.
+        """
+        service = self._service
+        if service is None or self not in _running:
+            why = "this master does not run: call run() first"
+            raise error_for(Result.INVALID_USAGE, "MasterNode.status", why)
+        try:
+            return service.server.ask().result(timeout)
+        except (TimeoutError, CancelledError):
+            why = f"the master has not answered within {timeout:g} s, or has ended"
+            raise PCCLTimeoutError(Result.INTERNAL_ERROR, "MasterNode.status", why) from None
 
     def run(self) -> None:
         """Starts to serve in the background and returns. After `interrupt` it may be called again.

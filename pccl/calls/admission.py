@@ -35,14 +35,14 @@ class Admission:
 
     def are_peers_pending(self, deadline: Deadline) -> bool:
         """Whether peers wait to be admitted: the same answer for all."""
-        return self._ask(deadline, limits.PENDING_PATIENCE_S if self.asks_again else 0.0)
+        return self.ask(deadline, limits.PENDING_PATIENCE_S if self.asks_again else 0.0)
 
     @property
     def asks_again(self) -> bool:
         """Whether the program has just been told that no peer is pending: it may be polling."""
         return time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
 
-    def _ask(self, deadline: Deadline, patience_s: float) -> bool:
+    def ask(self, deadline: Deadline, patience_s: float) -> bool:
         """Whether peers are pending. A no may come up to `patience_s` later, a yes at once."""
         client = self._membership.client("are_peers_pending")
         stuck = self._membership.standing.single_threaded() and deadline.left_s is None
@@ -80,7 +80,7 @@ class Admission:
 
         Returns 0 if none have come within the `patience_s` of any of the peers.
         """
-        return self.update_topology(deadline) if self._ask(deadline, patience_s) else 0
+        return self.update_topology(deadline) if self.ask(deadline, patience_s) else 0
 
     def optimize_topology(self, deadline: Deadline) -> None:
         """Measures the links between the peers, and chooses the fastest rings for each group."""

@@ -120,7 +120,7 @@ class Group:
     def _await_newcomers(self, patience_s: float) -> bool:
         """Admits newcomers when they come; False: none came, or another peer stopped waiting."""
         with self._meter.timed("admit"):
-            return self._comm._admission.await_newcomers(Deadline(None), patience_s) > 0
+            return self._comm.parts.admission.await_newcomers(Deadline(None), patience_s) > 0
 
     def agree(self, admitted: bool, changed: SharedState | None = None) -> None:
         """Checks that all peers hold the same state, and sends it to admitted newcomers.

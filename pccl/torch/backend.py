@@ -45,7 +45,7 @@ class DeviceBackend(Collectives, Backend):
 
     def __init__(self, group: ProcessGroup) -> None:
         Backend.__init__(self, group.getRank(), group.getSize())
-        self._setup(group.communicator, group._members, group._timeout)
+        self._setup(group.communicator, group.members, group.timeout)
         self.group = group
 
     def getBackendName(self) -> str:
@@ -95,7 +95,7 @@ class DeviceBackend(Collectives, Backend):
 
     def setTimeout(self, timeout: Any) -> None:
         """How long a collective may take."""
-        self._timeout = timeout
+        self.timeout = timeout
 
     def setSequenceNumberForGroup(self) -> None:
         """Calls are counted already."""

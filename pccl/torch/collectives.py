@@ -29,15 +29,15 @@ class Collectives:
     """
 
     _comm: Communicator
-    _members: Members
+    members: Members
 
     def _setup(self, comm: Communicator, members: Members, timeout: timedelta) -> None:
         self._comm = comm
-        self._members = members
-        self._tasks = Tasks(comm, members)
+        self.members = members
+        self.tasks = Tasks(comm, members)
         self._exchanges = ExchangeTasks(comm, members)
         self._sends = Sends(comm, members)
-        self._timeout = timeout
+        self.timeout = timeout
         self._launching = threading.Lock()
         self._next_tag = FIRST_TAG
         self._coalescing: list[Work] | None = None
@@ -54,15 +54,15 @@ class Collectives:
         with self._launching:
             self._next_tag = FIRST_TAG
 
-    def _run(self, task: Task, options: Any = None) -> Work:
+    def run(self, task: Task, options: Any = None) -> Work:
         """Launches a task; one that its caller does not wait for at once ends by itself."""
         given = getattr(options, "timeout", None)
         if isinstance(given, timedelta) and given > timedelta(0):
             timeout = given
         else:
-            timeout = self._timeout
+            timeout = self.timeout
         with self._launching:
-            operation = Operation(task, self._next_tag, self._members, timeout.total_seconds())
+            operation = Operation(task, self._next_tag, self.members, timeout.total_seconds())
             operation.begin(self._under_way)
             self._next_tag += task.counts
         if getattr(options, "asyncOp", True):
@@ -75,17 +75,17 @@ class Collectives:
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """all_reduce, in place, of one tensor."""
         reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts))
-        return self._run(self._tasks.all_reduce(_list(tensors), reduction), opts)
+        return self.run(self.tasks.all_reduce(_list(tensors), reduction), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """all_reduce of several tensors as one collective."""
         reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM))
-        return self._run(self._tasks.all_reduce(tensors, reduction), opts)
+        return self.run(self.tasks.all_reduce(tensors, reduction), opts)
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None) -> Work:
         """Copies the tensors of the root."""
         root = getattr(opts, "rootRank", opts)
-        return self._run(self._tasks.broadcast(_list(tensors), root), opts)
+        return self.run(self.tasks.broadcast(_list(tensors), root), opts)
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
@@ -93,24 +93,24 @@ class Collectives:
         """all_gather in a list of tensors for each input."""
         inputs = _list(input_tensors)
         outputs = [output_tensors] if isinstance(input_tensors, Tensor) else output_tensors
-        return self._run(self._tasks.all_gather(outputs, inputs), opts)
+        return self.run(self.tasks.all_gather(outputs, inputs), opts)
 
     def allgather_coalesced(
         self, output_lists: list[list[Tensor]], input_list: list[Tensor], opts: Any = None
     ) -> Work:
         """all_gather of several inputs: the r-th list has what rank r gave."""
         by_input = [list(group) for group in zip(*output_lists, strict=True)]
-        return self._run(self._tasks.all_gather(by_input, input_list), opts)
+        return self.run(self.tasks.all_gather(by_input, input_list), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """all_gather in one tensor."""
-        return self._run(self._tasks.all_gather_single([output], [input]), opts)
+        return self.run(self.tasks.all_gather_single([output], [input]), opts)
 
     def all_gather_single_coalesced(
         self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = None
     ) -> Work:
         """all_gather of several inputs, each in one tensor, as one collective."""
-        return self._run(self._tasks.all_gather_single(output_lists, input_list), opts)
+        return self.run(self.tasks.all_gather_single(output_lists, input_list), opts)
 
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
@@ -118,7 +118,7 @@ class Collectives:
         """reduce_scatter of a list of tensors for each output."""
         inputs = [input_tensors] if isinstance(output_tensors, Tensor) else input_tensors
         reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM if opts is None else opts))
-        return self._run(self._tasks.reduce_scatter(_list(output_tensors), inputs, reduction), opts)
+        return self.run(self.tasks.reduce_scatter(_list(output_tensors), inputs, reduction), opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """reduce_scatter of one tensor."""
@@ -129,13 +129,13 @@ class Collectives:
     ) -> Work:
         """reduce_scatter of several tensors as one collective."""
         reduction = Reduction.of(getattr(opts, "reduceOp", ReduceOp.SUM))
-        return self._run(self._tasks.reduce_scatter_single(outputs, inputs, reduction), opts)
+        return self.run(self.tasks.reduce_scatter_single(outputs, inputs, reduction), opts)
 
     def reduce(self, tensors: Any, opts: Any = 0, op: Any = ReduceOp.SUM) -> Work:
         """Reduces a tensor; the root gets the result, those of others are unchanged."""
         (tensor,), root = _list(tensors), getattr(opts, "rootRank", opts)
         reduction = Reduction.of(getattr(opts, "reduceOp", op))
-        return self._run(self._exchanges.reduce(tensor, root, reduction), opts)
+        return self.run(self._exchanges.reduce(tensor, root, reduction), opts)
 
     def gather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = 0, timeout: Any = None
@@ -145,7 +145,7 @@ class Collectives:
         outputs = output_tensors
         if outputs and not isinstance(outputs[0], Tensor):
             (outputs,) = outputs
-        return self._run(self._exchanges.gather(outputs, tensor, root), opts)
+        return self.run(self._exchanges.gather(outputs, tensor, root), opts)
 
     def scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = 0, timeout: Any = None
@@ -155,14 +155,14 @@ class Collectives:
         inputs = input_tensors
         if inputs and not isinstance(inputs[0], Tensor):
             (inputs,) = inputs
-        return self._run(self._exchanges.scatter(tensor, inputs, root), opts)
+        return self.run(self._exchanges.scatter(tensor, inputs, root), opts)
 
     def alltoall(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any = None
     ) -> Work:
         """Gives each member one tensor, and takes one from each; sizes may differ."""
         task = self._exchanges.all_to_all(output_tensors, input_tensors)
-        return self._run(task, opts)
+        return self.run(task, opts)
 
     def all_to_all_single(
         self,
@@ -173,34 +173,34 @@ class Collectives:
         opts: Any = None,
     ) -> Work:
         """all_to_all of parts of one tensor; without sizes, of equal ones."""
-        outputs = _parts(output, output_split_sizes, self._members.size)
-        inputs = _parts(input, input_split_sizes, self._members.size)
-        return self._run(self._exchanges.all_to_all(outputs, inputs), opts)
+        outputs = _parts(output, output_split_sizes, self.members.size)
+        inputs = _parts(input, input_split_sizes, self.members.size)
+        return self.run(self._exchanges.all_to_all(outputs, inputs), opts)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         """Waits for all."""
-        return self._run(self._tasks.barrier(), opts)
+        return self.run(self.tasks.barrier(), opts)
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Work:
         """Sends a tensor to a member."""
         (tensor,) = tensors
-        return self._run(self._sends.send(tensor, dst, tag))
+        return self.run(self._sends.send(tensor, dst, tag))
 
     def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> Work:
         """Receives a tensor from a member."""
         (tensor,) = tensors
-        return self._run(self._sends.recv(tensor, src, tag))
+        return self.run(self._sends.recv(tensor, src, tag))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
         """Receives a tensor from whoever sends one first."""
         (tensor,) = tensors
-        return self._run(self._sends.recv_any(tensor, tag))
+        return self.run(self._sends.recv_any(tensor, tag))
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Waits for all; an error after `timeout` names those who are missing."""
-        self._run(self._tasks.barrier(), Waits()).wait(timeout or self._timeout)
+        self.run(self.tasks.barrier(), Waits()).wait(timeout or self.timeout)
 
     # the names before torch 2.13
 
@@ -232,8 +232,7 @@ class Several(Work):
     """Several Works as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
-        last = works[-1]._operation
-        super().__init__(last)
+        super().__init__(works[-1].operation)
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -24,7 +24,7 @@ class ExchangeTasks:
         self._members = members
 
     def _launch(self, name: str, work: Operands, tag: int) -> Handle:
-        return self._comm._launcher.launch(name, work, tag)
+        return self._comm.parts.launcher.launch(name, work, tag)
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._members.size:

@@ -79,9 +79,9 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         """All members, and newcomers who have just been admitted, agree upon ranks."""
         again = True
         while again:
-            agreed = agree(self._comm, self._members, self._offer)
+            agreed = agree(self._comm, self.members, self._offer)
             self._offer.begun = True
-            self._members.arrange(agreed.order)
+            self.members.arrange(agreed.order)
             again = agreed.again
             if agreed.must_serve:
                 self._serve()
@@ -96,20 +96,20 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         Returns the number of members, the same on all.
         """
         self._drain()
-        size = self._comm._admission.update_topology(Deadline(None))
+        size = self._comm.parts.admission.update_topology(Deadline(None))
         self.agree()
         return size
 
     def admit_when_they_come(self, patience_s: float) -> int:
         """Lets in those who come within that time; the number of members, or 0: nobody came."""
         self._drain()
-        size = self._comm._admission.await_newcomers(Deadline(None), patience_s)
+        size = self._comm.parts.admission.await_newcomers(Deadline(None), patience_s)
         if size:
             self.agree()
         return size
 
     def _serve(self) -> None:
-        client = self._comm._membership.client("store")
+        client = self._comm.parts.membership.client("store")
         host = next(info.host for info in client.plan.peers if info.peer == client.number)
         self._served, self._offer.store = serve(host)
 
@@ -117,11 +117,11 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
 
     def getRank(self) -> int:
         """This peer's rank, which changes only if one with a lower rank is lost."""
-        return self._members.rank
+        return self.members.rank
 
     def getSize(self) -> int:
         """The number of members."""
-        return self._members.size
+        return self.members.size
 
     rank = getRank
     size = getSize
@@ -155,7 +155,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long a collective may take."""
-        self._timeout = timeout
+        self.timeout = timeout
 
     _set_default_timeout = set_timeout
 
@@ -168,7 +168,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
 
     def get_reconfigure_handle(self) -> str:
         """What names this member in the `handles` of `reconfigure`."""
-        return handle_of(self._comm, self._members.own)
+        return handle_of(self._comm, self.members.own)
 
     def reconfigure(self, opts: Any) -> Work:
         """All members that `opts.handles` names are the group, with ranks in that order.
@@ -176,17 +176,17 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         All of them call it, with the same `opts.uuid`. If it fails, the group is as before, and the
         call can be made again, with another uuid.
         """
-        timeout = opts.timeout or self._timeout
+        timeout = opts.timeout or self.timeout
         self._drain()
 
         def launch(_: int) -> AsyncReduceHandle:
             order = order_of(self._comm, opts.handles)
-            settle(self._comm, self._members, opts.uuid, order, timeout.total_seconds())
-            self._members.arrange(order)
+            settle(self._comm, self.members, opts.uuid, order, timeout.total_seconds())
+            self.members.arrange(order)
             self._restart()
             return AsyncReduceHandle(None, None)  # it is over
 
-        operation = Operation(Task("reconfigure", launch, [], counts=False), 0, self._members, None)
+        operation = Operation(Task("reconfigure", launch, [], counts=False), 0, self.members, None)
         operation.begin(self._under_way)
         return Work(operation)
 

@@ -36,7 +36,7 @@ def _first(future: Future[Any]) -> torch.Tensor:
 def avg(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """The mean, around the ring. `state` is the group; None: the default group."""
     group = _group(state)
-    work = group._run(group._tasks.all_reduce([bucket.buffer()], Reduction.of(dist.ReduceOp.AVG)))
+    work = group.run(group.tasks.all_reduce([bucket.buffer()], Reduction.of(dist.ReduceOp.AVG)))
     return work.get_future().then(_first)
 
 
@@ -76,7 +76,7 @@ class Quantized:
             kernels.subtract(kept, given, kept)
             self._residuals[bucket.index()] = kept
         group = _group(self._group)
-        return group._run(group._tasks.quantized_mean(gradient, payload, self.format))
+        return group.run(group.tasks.quantized_mean(gradient, payload, self.format))
 
 
 def quantized(state: Quantized, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -52,9 +52,7 @@ class HostedMaster:
         self._node.interrupt()
 
     def _members(self) -> int:
-        service = self._node._service
-        assert service is not None
-        return len(service.server.ask().result(_ASK_S).peers)
+        return len(self._node.status(_ASK_S).peers)
 
 
 @atexit.register  # later than pccl.master_node, and so called earlier than it, which serves on

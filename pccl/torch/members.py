@@ -26,7 +26,7 @@ class Members:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self.own = comm._membership.client("rank").number
+        self.own = comm.parts.membership.client("rank").number
         self._lock = threading.Lock()
         self._listeners: list[Listener] = []
         self._order: tuple[int, ...] = (self.own,)
@@ -74,7 +74,7 @@ class Members:
 
     def ring(self) -> tuple[int, ...]:
         """The peers of the group by their position in the ring, as the master says just now."""
-        client = self._comm._membership.client("rank")
+        client = self._comm.parts.membership.client("rank")
         plan = client.plan
         return plan.rings[0].order if plan.rings else (client.number,)
 

@@ -102,7 +102,7 @@ class Phase:
         """Whether newcomers wait; it is asked while the step is computed."""
         while True:
             try:
-                return self._group.communicator._admission._ask(Deadline(None), 0.0)
+                return self._group.communicator.parts.admission.ask(Deadline(None), 0.0)
             except PeerLostError:
                 continue
 

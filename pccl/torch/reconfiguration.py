@@ -25,7 +25,7 @@ _ROW_BYTES = 64
 
 def handle_of(comm: Communicator, number: int) -> str:
     """The handle of a peer."""
-    return f"{number}@{comm._host}:{comm._port}"
+    return f"{number}@{comm.address}"
 
 
 def order_of(comm: Communicator, handles: Collection[str]) -> list[int]:
@@ -38,7 +38,7 @@ def order_of(comm: Communicator, handles: Collection[str]) -> list[int]:
     for handle in handles:
         number = handle.partition("@")[0]
         if not number.isdecimal() or handle != handle_of(comm, int(number)):
-            raise ValueError(f"{handle!r} is not a handle of a peer of the run at {comm._host}")
+            raise ValueError(f"{handle!r} is not a handle of a peer of the run at {comm.address}")
         numbers.append(int(number))
     if len(set(numbers)) != len(numbers):
         raise ValueError(f"two of the handles are equal: {sorted(handles)}")

@@ -66,7 +66,7 @@ class Sends:
         def launch(_: int) -> Handle:
             self._sent[other, tag] += 1
             work = rows.send(piece, (self._members.own, other))
-            return self._comm._launcher.launch("send", work, place)
+            return self._comm.parts.launcher.launch("send", work, place)
 
         return Task("send", launch, [tensor], counts=False)
 
@@ -93,7 +93,7 @@ class Sends:
         place = self._tag(tag, self._received[other, tag])
         self._received[other, tag] += 1
         work = rows.recv(piece, (other, self._members.own))
-        return self._comm._launcher.launch("recv", work, place)
+        return self._comm.parts.launcher.launch("recv", work, place)
 
     def recv_any(self, tensor: Tensor, tag: int) -> Task:
         """Receives a tensor from whoever is the first to send one.

@@ -38,7 +38,7 @@ def sparse_all_reduce(
         ring = members.ring()
         gathered[:] = [[each.new_empty((len(ring), *each.shape)) for each in sent]]
         work, _ = operands.all_gather(sent, gathered[0], members.ranks(ring))
-        return comm._launcher.launch("all_reduce", work, tag)
+        return comm.parts.launcher.launch("all_reduce", work, tag)
 
     def settle() -> None:
         if not gathered:

@@ -31,7 +31,7 @@ class Tasks:
         self._members = members
 
     def _launch(self, name: str, work: Operands, tag: int) -> Handle:
-        return self._comm._launcher.launch(name, work, tag)
+        return self._comm.parts.launcher.launch(name, work, tag)
 
     def all_reduce(
         self,

@@ -189,19 +189,23 @@ class Operation:
 
 
 class Work(BaseWork):
-    """The Work of one operation."""
+    """The Work of one operation.
+
+    Attributes:
+        operation: the operation.
+    """
 
     def __init__(self, operation: Operation) -> None:
         super().__init__()
-        self._operation = operation
+        self.operation = operation
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits for the end; zero means no limit. Raises what has gone wrong."""
         seconds = None if timeout is None else timeout.total_seconds()
-        self._operation.drive(seconds if seconds and seconds > 0 else None)
-        if self._operation.error is not None:
-            raise self._operation.error
+        self.operation.drive(seconds if seconds and seconds > 0 else None)
+        if self.operation.error is not None:
+            raise self.operation.error
         return True
 
     def get_future(self) -> Future[Any]:
@@ -211,7 +215,7 @@ class Work(BaseWork):
         C++ takes that exception for the result.
         """
         if self._future is None:
-            operation = self._operation
+            operation = self.operation
 
             def outcome(_: Future[None]) -> Any:
                 if operation.error is not None:
@@ -224,19 +228,19 @@ class Work(BaseWork):
 
     def is_completed(self) -> bool:
         """Whether `wait` would not wait."""
-        return self._operation.ended
+        return self.operation.ended
 
     def is_success(self) -> bool:
         """Whether it has ended well."""
-        return self._operation.ended and self._operation.error is None
+        return self.operation.ended and self.operation.error is None
 
     def exception(self) -> Exception | None:
         """What has gone wrong."""
-        return self._operation.error
+        return self.operation.error
 
     def result(self) -> list[Tensor]:
         """The tensors that were written."""
-        found = self._operation.task.result
+        found = self.operation.task.result
         return [found] if isinstance(found, Tensor) else found
 
     def synchronize(self) -> None:
@@ -244,6 +248,6 @@ class Work(BaseWork):
 
     def source_rank(self) -> int:
         """torch's rank of the sender, of a receive from anyone."""
-        return self._operation.task.source()
+        return self.operation.task.source()
 
     _source_rank = source_rank

@@ -32,6 +32,16 @@ def test_misuse() -> None:
     master.interrupt()
 
 
+def test_it_tells_its_status_while_it_runs() -> None:
+    master = pccl.MasterNode("127.0.0.1:0")
+    with pytest.raises(pccl.PCCLError, match="does not run"):
+        master.status()
+    with master, pccl.Communicator(master.address):
+        assert [peer.peer for peer in master.status().peers] == [1]
+    with pytest.raises(pccl.PCCLError, match="does not run"):
+        master.status()
+
+
 def test_it_runs_again_after_an_interruption() -> None:
     master = pccl.MasterNode("127.0.0.1:0")
     for _ in range(2):

@@ -88,9 +88,7 @@ class Plan:
         return step < self._lost.get(peer, 1 << 30)
 
     def _registered(self) -> int:
-        service = self._cluster.master._service
-        assert service is not None
-        return len(service.server.ask().result(20).peers)
+        return len(self._cluster.master.status(20).peers)
 
 
 def reference(replicas: list[Replica], until: int) -> torch.Tensor:
