@@ -4,8 +4,8 @@
     python examples/delayed.py --seed 1 &
     python examples/delayed.py --seed 2 &
 
-Kill any of them, start more of them. A step is one round old, so it should be smaller than that of
-examples/diloco.py; with mode="eager" it need not be.
+Kill any of them, start more of them. A step is one round old, so it has no outer momentum, unlike
+that of examples/diloco.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ def main(words: list[str] | None = None) -> None:
             optimizer,
             inner_steps=args.inner_steps,
             mode="delayed",
-            outer_lr=0.3,
             min_peers=args.min_peers,
             alone="step",  # who has lost all others comes to the end too
         )

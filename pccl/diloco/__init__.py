@@ -5,11 +5,10 @@ from pccl.diloco.group import AlonePolicy
 from pccl.diloco.model_state import BufferMode
 from pccl.diloco.muon import MuonAndAdamW
 from pccl.diloco.presets import Preset, muloco, sparseloco
-from pccl.diloco.rates import Rate
+from pccl.diloco.rates import Mode, Rate
 from pccl.diloco.roll import PeerShare
 from pccl.diloco.rounds import OuterRound
 from pccl.diloco.route import Way
-from pccl.diloco.settings import Mode
 from pccl.diloco.shares import WeightBy
 from pccl.diloco.trainer import DiLoCo
 from pccl.diloco.wires import Wire

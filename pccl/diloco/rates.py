@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Literal
 
+Mode = Literal["sync", "delayed", "eager", "streaming"]
 Rate = float | Sequence[tuple[int, float]]
 """A number; or points (k, value) between which it is linear in k, and beyond which constant."""
 
@@ -15,6 +17,8 @@ _LR_OF_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 _MOMENTUM = 0.9
 _MOMENTUM_OF_FEW_STEPS, _FEW_STEPS = 0.5, 20
 _MOMENTUM_WITH_MUON = 0.6  # arXiv 2505.23725, at one peer
+# Measured (docs/experiment.md): a mean that is a round old and a momentum, too, go too far.
+_LR_OF_LATE_MEANS: Mapping[Mode, float] = {"delayed": 0.7, "eager": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +40,20 @@ class Rates:
 
 
 def rates(
-    lr: Rate | None, momentum: Rate | None, *, inner_steps: int | None, sparse: bool, muon: bool
+    lr: Rate | None,
+    momentum: Rate | None,
+    *,
+    mode: Mode,
+    inner_steps: int | None,
+    sparse: bool,
+    muon: bool,
 ) -> Rates:
     """What is given, or the defaults.
 
     With sparse payloads these are eta 1 without momentum, which their error feedback replaces
-    (arXiv 2508.15706); else eta by the number of peers, and a momentum of 0.9, or less with few
-    inner steps or with Muon.
+    (arXiv 2508.15706). Where a mean is applied a round late there is no momentum either, and eta is
+    0.7 (delayed) or 1 (eager); with a momentum that is given, and in the other modes, it goes by
+    the number of peers. The momentum is 0.9 there, or less with few inner steps or with Muon.
 
     Raises:
         ValueError: a number is out of range, or points are not in ascending order of k.
@@ -50,9 +61,11 @@ def rates(
     if momentum is None:
         few = inner_steps is not None and inner_steps < _FEW_STEPS
         usual = _MOMENTUM_OF_FEW_STEPS if few else _MOMENTUM_WITH_MUON if muon else _MOMENTUM
-        momentum = 0.0 if sparse else usual
+        momentum = 0.0 if sparse or mode in _LR_OF_LATE_MEANS else usual
     if lr is None and sparse:
         lr = 1.0
+    elif lr is None and momentum == 0:
+        lr = _LR_OF_LATE_MEANS.get(mode)
     checked = _checked("outer_momentum", momentum)
     if any(not 0 <= value < 1 for value in _values(checked)):
         raise ValueError(f"outer_momentum={momentum} must be in [0, 1)")

@@ -7,7 +7,7 @@ import os
 import pickle
 import zipfile
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 import xxhash
@@ -15,11 +15,9 @@ import xxhash
 from pccl.diloco.fragments import PATTERNS, Pattern
 from pccl.diloco.model_state import MODES, BufferMode, memory
 from pccl.diloco.pace import Deadline, Pace, Seconds, Steps
-from pccl.diloco.rates import Rate
+from pccl.diloco.rates import Mode, Rate
 from pccl.diloco.shares import WeightBy
 from pccl.diloco.wires import Wire
-
-Mode = Literal["sync", "delayed", "eager", "streaming"]
 
 _CONFIG_BYTES = 1024
 

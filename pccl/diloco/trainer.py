@@ -141,16 +141,11 @@ from pccl.diloco.fragments import Pattern
 from pccl.diloco.group import AlonePolicy, Quorum
 from pccl.diloco.model_state import BufferMode
 from pccl.diloco.parts import Parts
-from pccl.diloco.rates import Rate, rates
+from pccl.diloco.rates import Mode, Rate, rates
 from pccl.diloco.roll import PeerShare, call_the_roll
 from pccl.diloco.rounds import OuterRound, Stopwatch
 from pccl.diloco.schedules import Outcome
-from pccl.diloco.settings import (
-    Mode,
-    Settings,
-    check_word,
-    read_state,
-)
+from pccl.diloco.settings import Settings, check_word, read_state
 from pccl.diloco.shares import WeightBy
 from pccl.diloco.wires import Wire
 from pccl.runtime.checkpoint import replacing
@@ -222,10 +217,11 @@ class DiLoCo:
             steps that it can. Not with mode="streaming".
         outer_lr: eta. A number; or points (k, value), between which it is linear in the outer step
             k, and beyond which constant: [(0, 1.0), (900, 1.0), (901, 0.65)]. None: 0.4 for a mean
-            of one peer, 0.6 of 2 to 4, up to 0.8 of 8 or more (arXiv 2503.09799); 1 with
-            wire="sparse".
+            of one peer, 0.6 of 2 to 4, up to 0.8 of 8 or more (arXiv 2503.09799); without momentum
+            0.7 with mode="delayed", 1 with "eager"; 1 with wire="sparse".
         outer_momentum: mu, likewise. None: 0.9; 0.5 with fewer than 20 inner steps, else 0.6 if the
-            inner optimizer is Muon; 0 with wire="sparse". With 0 the outer step is plain averaging.
+            inner optimizer is Muon; 0 with mode="delayed", "eager" or wire="sparse". With 0 the
+            outer step is plain averaging.
             eta, mu and the effective gain eta / (1 - mu) are logged at INFO whenever they change.
         nesterov: whether the outer momentum is Nesterov's.
         min_peers: number of peers that a run needs to start, or to resume from `state`; the
@@ -315,6 +311,7 @@ class DiLoCo:
         own_rates = rates(
             outer_lr,
             outer_momentum,
+            mode=mode,
             inner_steps=inner_steps,
             sparse=wire == "sparse",
             muon="Muon" in type(inner_optimizer).__name__,

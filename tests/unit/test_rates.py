@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from pccl.diloco.outer_state import OuterOptimizer, OuterState  # noqa: E402
 from pccl.diloco.rates import Rates, rates  # noqa: E402
 
-USUAL: Any = {"inner_steps": 30, "sparse": False, "muon": False}
+USUAL: Any = {"mode": "sync", "inner_steps": 30, "sparse": False, "muon": False}
 
 
 def test_points_are_joined_by_lines() -> None:
@@ -32,6 +32,17 @@ def test_defaults_go_by_the_peers_of_a_mean_and_the_inner_steps() -> None:
     assert rates(None, None, **{**USUAL, "inner_steps": 19, "muon": True}).momentum == 0.5
     assert rates(None, None, **{**USUAL, "sparse": True}) == Rates(1.0, 0.0)
     assert rates(0.3, 0.2, **{**USUAL, "sparse": True}) == Rates(0.3, 0.2)
+
+
+def test_a_mean_that_is_a_round_old_has_no_momentum_unless_it_is_given() -> None:
+    for mode, lr in (("delayed", 0.7), ("eager", 1.0)):
+        late = {**USUAL, "mode": mode}
+        assert rates(None, None, **late) == rates(None, 0, **late) == Rates(lr, 0.0)
+        assert rates(None, None, **{**late, "inner_steps": 5, "muon": True}) == Rates(lr, 0.0)
+        assert rates(0.3, None, **late) == Rates(0.3, 0.0)
+        assert rates(None, 0.5, **late) == Rates(None, 0.5)
+        assert rates(None, None, **{**late, "sparse": True}) == Rates(1.0, 0.0)
+    assert rates(None, None, **{**USUAL, "mode": "streaming"}) == Rates(None, 0.9)
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, [], [(0, 1.0), (0, 0.5)], [(-1, 1.0)], [(3, 0.0)]])
