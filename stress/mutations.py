@@ -176,7 +176,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lost member interrupts the running collectives",
-        'self.interrupt(running, "lost " + "; ".join(lost.values()))',
+        "self.interrupt(running, why, reason=Reason.PEER_LOST)",
         "pass",
     ),
     Mutant(

@@ -23,6 +23,7 @@ from pccl.protocol.master.optimisations import Optimisations
 from pccl.protocol.master.outbox import WHY_MAX, Outbox
 from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.master.table import CollectiveTable, Running
+from pccl.protocol.master.tally import Tally
 from pccl.protocol.master.voting import PendingRejection, Voting
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId, Vote
 from pccl.types import Result
@@ -67,7 +68,7 @@ class Table:
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
         self.gone: dict[int, str] = {}
         self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
-        self.running = CollectiveTable()
+        self.running, self.tally = CollectiveTable(), Tally()
         self.groups.renew(0)
         self.said()
 
@@ -82,6 +83,7 @@ class Table:
             self.running,
             self.outbox,
             self.dismissals,
+            self.tally,
             lambda work, parts: b"".join(parts),
         )
 
@@ -96,6 +98,7 @@ class Table:
             self.groups,
             self.outbox,
             self.dismissals,
+            self.tally,
         )
 
     def said(self) -> dict[int, list[m.MasterMessage]]:

@@ -13,6 +13,7 @@ from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox, plain
 from pccl.protocol.master.table import CollectiveTable, Running
+from pccl.protocol.master.tally import Reason, Tally
 from pccl.protocol.master.work import goes_around, misfit, outdated
 from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import Round
@@ -21,6 +22,7 @@ from pccl.types import Result
 Combine: TypeAlias = Callable[[m.Work, Sequence[bytes]], bytes]
 SMALL_BYTES_MAX = 3 << 20  # of all results that peers may lack
 CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # that a peer may give for not completing
+REASONS = {m.Cause.TIMEOUT: Reason.TIMEOUT, m.Cause.MEMORY: Reason.MEMORY}
 
 
 class Collectives:
@@ -43,12 +45,13 @@ class Collectives:
         table: CollectiveTable,
         outbox: Outbox,
         dismissals: Dismissals,
+        tally: Tally,
         combine: Combine,
     ) -> None:
         self._membership, self._numbers = membership, numbers
         self._groups, self._table = groups, table
         self._outbox, self._dismissals = outbox, dismissals
-        self._combine = combine
+        self._tally, self._combine = tally, combine
         # by group: seqs and sizes of results that some peer may lack
         self._small: dict[int, deque[tuple[int, int]]] = {}
         self.small_max = 128
@@ -84,19 +87,22 @@ class Collectives:
             self._outbox.fail_all(round_, Result.INVALID_ARGUMENT, why, m.Cause.MISMATCH)
             return
         seq, epoch = self._numbers.take_seq(), group.epoch
+        since_s = next(reversed(round_.votes.values())).since_s
+        self._tally.started(group_number)
         stable, final = 0, False
         if data is not None:
             stable, final = self._deliver(group_number, seq, len(data), round_)
         if not final:
             title = round_.describe(next(iter(round_.votes)))
             running = Running(seq, group_number, set(round_.votes), title)
-            running.since_s = next(reversed(round_.votes.values())).since_s
+            running.since_s, running.work, running.size = since_s, work, len(round_.votes)
             even = all(vote.rows is None for vote in round_.votes.values())
             if data is None and even and goes_around(work):
                 running.around = epoch, group.planned
             self._table.add(running)
         else:
             self._table.committed += 1
+            self._tally.ended(group_number, work, len(round_.votes), since_s)
         # without a part for the engine, no nonce is needed
         nonce = self._numbers.nonce_of_call(seq) if data is None else 0
         self._outbox.answer(
@@ -111,7 +117,9 @@ class Collectives:
         assert round_.id.pair is not None
         title = round_.describe(round_.id.pair[0])
         running = Running(seq, group_number, set(round_.votes), title, paired=True)
-        running.since_s = next(reversed(round_.votes.values())).since_s
+        last = next(reversed(round_.votes.values()))
+        assert isinstance(last.payload, m.Work)
+        running.since_s, running.work, running.size = last.since_s, last.payload, 2
         self._table.add(running)
         nonce = self._numbers.nonce_of_call(seq)
         self._outbox.answer(round_, lambda call: m.Started(call, seq, epoch, nonce=nonce))
@@ -181,13 +189,19 @@ class Collectives:
         return self._table.of_group(running.group)
 
     def interrupt(
-        self, collectives: list[Running], why: str, cause: m.Cause = m.Cause.OTHER
+        self,
+        collectives: list[Running],
+        why: str,
+        cause: m.Cause = m.Cause.OTHER,
+        reason: Reason = Reason.LINK,
     ) -> None:
         """Tells the members that have not voted on these to do so now."""
         why = plain(why)
         for running in collectives:
             if not running.why:
                 running.why, running.cause = why, cause
+                running.reason = REASONS.get(cause, reason)
+                running.interrupted_s = self._tally.now_s
                 for number in running.missing:
                     self._outbox.send(number, m.Interrupt(running.seq, why))
             self._settle(running)
@@ -199,6 +213,7 @@ class Collectives:
         # of a send, nobody else may have what one of the two had, or lacked
         ok = all(running.votes.values()) and not (running.paired and len(running.members) < 2)
         self._table.remove(running, ok)
+        self._note_end(running, ok)
         if ok and running.around is not None:
             epoch, rings = running.around
             self._groups[running.group].blame.worked(rings, epoch)
@@ -210,12 +225,22 @@ class Collectives:
             self._membership.peers[number].proven |= ok and running.around is not None
             self._outbox.send(number, finished)
 
+    def _note_end(self, running: Running, ok: bool) -> None:
+        """For whoever watches the run."""
+        if ok and running.work is not None:
+            self._tally.ended(running.group, running.work, running.size, running.since_s)
+        elif not ok:
+            self._tally.aborted(
+                running.group, running.reason, running.since_s, running.interrupted_s
+            )
+
     # ---- failures ----
 
     def lose(self, group: int, lost: dict[int, str]) -> None:
         """Members of a group are lost; each with its name and the reason."""
         running = self._table.lose(group, lost)
-        self.interrupt(running, "lost " + "; ".join(lost.values()))
+        why = "lost " + "; ".join(lost.values())
+        self.interrupt(running, why, reason=Reason.PEER_LOST)
 
     def stalled(self, number: int, stalled: m.Stalled) -> bool:
         """A member that holds the result cannot forward data that others may need; in a send, which
@@ -248,7 +273,7 @@ class Collectives:
     def resolve(self, running: Running, why: str) -> None:
         """Continues, after a restart, a collective without a known outcome: interrupts it."""
         self._table.add(running)
-        self.interrupt([running], why)
+        self.interrupt([running], why, reason=Reason.MASTER_LOST)
 
     def forget(self, group: int) -> None:
         """Forgets a group that is empty."""

@@ -98,7 +98,6 @@ class Master:
 
     Attributes:
         run: the state of the run.
-        now_s: the time, set by the caller. It is only for `status`: no decision depends on it.
     """
 
     def __init__(
@@ -111,7 +110,6 @@ class Master:
         secret: bytes,
     ) -> None:
         self.run = Run(run, combine, journal, secret)
-        self.now_s = 0.0
         self._members, self._outbox = self.run.membership, self.run.outbox
         self._stragglers = Stragglers(straggler_s)
         self._restart: Restart | None = None
@@ -132,6 +130,15 @@ class Master:
             m.Stalled: self._stalled,
             m.Withdraw: lambda number, one: self.run.withdraw(number, one.call, one.seq),
         }
+
+    @property
+    def now_s(self) -> float:
+        """The time, set by the caller. It is only for `status`: no decision depends on it."""
+        return self.run.tally.now_s
+
+    @now_s.setter
+    def now_s(self, now_s: float) -> None:
+        self.run.tally.now_s = now_s
 
     @property
     def peers(self) -> Mapping[int, PeerRecord]:

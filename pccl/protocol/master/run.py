@@ -54,6 +54,7 @@ class Run:
             self.table,
             self.outbox,
             self.dismissals,
+            self.tally,
             combine,
         )
         lasting = (
@@ -64,7 +65,7 @@ class Run:
             self.outbox,
             self.dismissals,
         )
-        self.synchronisations = Synchronisations(*lasting)
+        self.synchronisations = Synchronisations(*lasting, self.tally)
         self.optimisations = Optimisations(*lasting)
         self.accusations = Accusations(
             self.membership,
@@ -175,6 +176,7 @@ class Run:
             self.groups.forget(group)
             self.history.forget(group)
             self.collectives.forget(group)
+            self.tally.forget(group)
 
     # ---- complete rounds ----
 

@@ -14,6 +14,7 @@ from itertools import islice
 
 from msgspec import Struct
 
+from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.master.explain import (
     ADMITTING,
     admitting,
@@ -27,7 +28,7 @@ from pccl.protocol.master.outbox import plain
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.synchronisations import Sync
 from pccl.protocol.master.table import Running
-from pccl.protocol.master.tally import Histogram, Loss
+from pccl.protocol.master.tally import Histogram, Loss, Reason
 from pccl.protocol.messages import Ring
 from pccl.protocol.rounds import Kind, Round
 from pccl.protocol.topology import hops
@@ -122,7 +123,12 @@ class RingStatus(Struct, frozen=True):
 
 
 class GroupStatus(Struct, frozen=True):
-    """A group: its accepted peers, its ring, and its shared state, where it has one."""
+    """A group: its accepted peers, its ring, and its shared state, where it has one.
+
+    `bus_rate` is the bytes per second that each link carried in the last collective around the
+    ring, and `goodput` the share of the time since the first collective that was not lost: to
+    collectives that were aborted, and until the next one started after these.
+    """
 
     group: int
     size: int
@@ -132,16 +138,42 @@ class GroupStatus(Struct, frozen=True):
     revision: int | None
     holders: int
     synchronising: bool
+    bus_rate: float | None
+    goodput: float | None
 
 
 class Counts(Struct, frozen=True):
-    """Since the master began; `votes` by what was voted on, in the bounds of tally.BOUNDS_S."""
+    """Since the master began. Durations are histograms in the bounds of tally.BOUNDS_S.
+
+    Attributes:
+        joined: peers that were accepted.
+        lost: peers that have gone, by how.
+        committed: collectives.
+        aborted: collectives, as `retries` has them by the reason.
+        votes: by what was voted on, how long the first peer waited for the last one.
+        collectives: those that committed: how long they took once all had entered them.
+        carried: bytes that each member gave to these, before quantization, by the encoding.
+        retries: collectives that were aborted.
+        syncs: synchronisations: how long they took once all had entered them.
+        synced_bytes: payload that peers lacked and received.
+        resynced_bytes: of which those who had taken part in the synchronisation before.
+        parity_failures: peers that had other content at the elected revision.
+        recoveries: how long a group had no collective after one was interrupted.
+    """
 
     joined: int
     lost: dict[Loss, int]
     committed: int
     aborted: int
     votes: dict[Kind, Histogram]
+    collectives: dict[CollectiveKind, Histogram]
+    carried: dict[str, int]
+    retries: dict[Reason, int]
+    syncs: Histogram
+    synced_bytes: int
+    resynced_bytes: int
+    parity_failures: int
+    recoveries: Histogram
 
 
 class Status(Struct, frozen=True):
@@ -260,25 +292,34 @@ def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
         awaited: peers of before that a restarted master waits for; None: it waits for nobody.
     """
     waits = _Waits(run, now_s)
-    table, tally = run.table, run.tally
     return Status(
         version=__version__,
         recovering=awaited is not None,
         awaited=tuple(awaited or ()),
         peers=tuple(_peers(run, now_s, waits.calls)),
-        groups=tuple(_groups(run)),
+        groups=tuple(_groups(run, now_s)),
         waits=tuple(waits.found),
-        waits_left_out=sum(max(0, len(of) - WAITS_MAX) for of in (run.voting.open, table)),
-        counts=Counts(
-            joined=tally.joined,
-            lost={how: tally.lost[how] for how in Loss},
-            committed=table.committed,
-            aborted=table.aborted,
-            votes={
-                kind: Histogram(list(waited.counts), waited.total_s)
-                for kind, waited in tally.vote_waits.items()
-            },
-        ),
+        waits_left_out=sum(max(0, len(of) - WAITS_MAX) for of in (run.voting.open, run.table)),
+        counts=_counts(run),
+    )
+
+
+def _counts(run: Run) -> Counts:
+    table, tally = run.table, run.tally
+    return Counts(
+        joined=tally.joined,
+        lost=dict(tally.lost),
+        committed=table.committed,
+        aborted=table.aborted,
+        votes={kind: waited.copy() for kind, waited in tally.vote_waits.items()},
+        collectives={kind: taken.copy() for kind, taken in tally.collectives.items()},
+        carried=dict(tally.carried),
+        retries=dict(tally.retries),
+        syncs=tally.syncs.copy(),
+        synced_bytes=tally.synced_bytes,
+        resynced_bytes=tally.resynced_bytes,
+        parity_failures=tally.parity_failures,
+        recoveries=tally.recoveries.copy(),
     )
 
 
@@ -300,10 +341,11 @@ def _peers(
         )
 
 
-def _groups(run: Run) -> Iterator[GroupStatus]:
+def _groups(run: Run, now_s: float) -> Iterator[GroupStatus]:
     running = Counter(one.group for one in run.table)
     for number in run.groups:
         group, state = run.groups[number], run.history.of(number)
+        course = run.tally.course(number)
         yield GroupStatus(
             number,
             run.membership.size(number),
@@ -313,6 +355,8 @@ def _groups(run: Run) -> Iterator[GroupStatus]:
             state.revision,
             len(state.holders),
             run.synchronisations.under_way(number),
+            course.bus_rate,
+            course.goodput(now_s),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from pccl.protocol import messages as m
@@ -13,6 +13,7 @@ from pccl.protocol.master.history import History
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox
+from pccl.protocol.master.tally import SIZES, Tally
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round, Vote
 from pccl.types import Result
 
@@ -35,6 +36,7 @@ class Sync:
     overwritten: dict[int, set[int]] = field(default_factory=dict)  # entries, by who receives them
     stalls: int = 0  # how often it was planned anew because a holder could not serve
     refused: frozenset[int] = frozenset()  # peers that offer too high a revision, and take no part
+    since_s: float = 0.0  # when the last peer entered it
 
 
 class Synchronisations:
@@ -48,8 +50,10 @@ class Synchronisations:
         groups: Groups,
         outbox: Outbox,
         dismissals: Dismissals,
+        tally: Tally,
     ) -> None:
         self._membership, self._numbers = membership, numbers
+        self._tally = tally
         self._history, self._groups = history, groups
         self._outbox, self._dismissals = outbox, dismissals
         self._current: dict[int, Sync] = {}  # by group
@@ -73,6 +77,7 @@ class Synchronisations:
         assert group is not None
         members = {n: round_.votes[n] for n in self._membership.accepted(group)}
         sync = Sync(group, members)  # type: ignore[arg-type]
+        sync.since_s = next(reversed(round_.votes.values())).since_s
         needed = max(vote.payload.min_peers for vote in sync.members.values())
         if self._history.of(group).revision is None and len(members) < needed:
             self._fall_short(sync, needed)
@@ -226,6 +231,7 @@ class Synchronisations:
             for number, transfer in sync.transfers.items()
             if transfer.diverged
         )
+        self._tally.parity_failures += len(divergence)
         if divergence:
             names = self._membership.names([d.peer for d in divergence])
             self._outbox.note(f"at revision {sync.revision} other content was held by {names}")
@@ -242,12 +248,23 @@ class Synchronisations:
                 f"revision {sync.revision} was synchronised without {names}: theirs is higher"
             )
         state = self._history.count_sync(sync.group)
+        self._note_end(sync, state.holders)
         state.revision = sync.revision
         state.last_plan, state.short, state.grown = sync.seq, 0, False
         state.holders = set(sync.members) - sync.refused
         for number, vote in sync.members.items():
             result = m.SyncResult(vote.call, sync.revision, state.syncs, sync.seq, divergence)
             self._outbox.send(number, result)
+
+    def _note_end(self, sync: Sync, before: Set[int]) -> None:
+        """For whoever watches the run; `before` are those who held the state."""
+        entries = next(iter(sync.members.values())).payload.entries
+        sizes = [SIZES.get(entry.dtype, 0) * entry.count for entry in entries]
+        lacked = {
+            number: sum(sizes[index] for index in transfer.entries)
+            for number, transfer in sync.transfers.items()
+        }
+        self._tally.synchronised(sync.since_s, [(n, who in before) for who, n in lacked.items()])
 
     def _describe(self, sync: Sync, divergence: tuple[m.Divergence, ...]) -> str:
         """Who had other content than what was elected, and where, in words."""

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.tally import Reason
 
 
 @dataclass(slots=True)
@@ -22,6 +23,10 @@ class Running:
     cause: m.Cause = m.Cause.OTHER
     since_s: float = 0.0  # when the last peer entered it
     paired: bool = False  # a send: the loss of others is nothing to it
+    work: m.Work | None = None  # unknown of one from before a restart
+    size: int = 0  # its members, at its start
+    reason: Reason = Reason.LINK  # if it is interrupted
+    interrupted_s: float = 0.0  # and when
 
     @property
     def missing(self) -> set[int]:

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from enum import StrEnum
 
 from msgspec import Struct
 
+from pccl.protocol import messages as m
+from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.rounds import Kind, Round
+from pccl.types import DataType, QuantizationAlgorithm
 
 # seconds: from what a round takes on one machine to what makes an operator look
 BOUNDS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0, 60.0, 300.0)
+
+
+COUNT_MAX = (1 << 63) - 1  # peers may claim any sizes, and JSON has no greater integers
+SIZES = {kind.value: kind.itemsize for kind in DataType}
+ENCODINGS = {kind.value: kind.name.lower() for kind in QuantizationAlgorithm}
 
 
 class Loss(StrEnum):
@@ -20,6 +29,16 @@ class Loss(StrEnum):
     LEFT = "left"
     DISCONNECTED = "disconnected"
     DISMISSED = "dismissed"
+
+
+class Reason(StrEnum):
+    """Why a collective was aborted."""
+
+    PEER_LOST = "peer_lost"
+    LINK = "link"  # a peer could not complete it, or not pass on its data
+    TIMEOUT = "timeout"  # a caller did not wait longer
+    MEMORY = "memory"  # a peer ran out of it
+    MASTER_LOST = "master_lost"  # it was restarted meanwhile
 
 
 class Histogram(Struct):
@@ -34,23 +53,151 @@ class Histogram(Struct):
         self.counts[bisect_left(BOUNDS_S, duration_s)] += 1
         self.total_s += duration_s
 
+    def copy(self) -> Histogram:
+        """As it is now."""
+        return Histogram(list(self.counts), self.total_s)
+
+
+def empty() -> Histogram:
+    """A histogram without a duration."""
+    return Histogram([0] * (len(BOUNDS_S) + 1))
+
+
+class Course:
+    """How the collectives of a group went.
+
+    A collective that is aborted has cost the time since its start; then nothing of the group goes
+    on until another one starts, in most cases the same once more. That is a recovery.
+
+    Attributes:
+        bus_rate: bytes per second that each link of the ring carried in the last collective around
+            it; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.bus_rate: float | None = None
+        self._began_s: float | None = None  # when the first collective started
+        self._lost_s = 0.0
+        self._lost_since_s: float | None = None  # when the first of those now aborted started
+        self._interrupted_s = 0.0
+
+    def started(self, now_s: float) -> float | None:
+        """A collective has started. Returns how long a recovery has lasted that ends with this."""
+        if self._began_s is None:
+            self._began_s = now_s
+        if self._lost_since_s is None:
+            return None
+        self._lost_s += now_s - self._lost_since_s
+        self._lost_since_s = None
+        return now_s - self._interrupted_s
+
+    def aborted(self, since_s: float, interrupted_s: float) -> None:
+        """A collective that had started at `since_s` was aborted."""
+        if self._lost_since_s is None:
+            self._lost_since_s, self._interrupted_s = since_s, interrupted_s
+        else:
+            self._lost_since_s = min(self._lost_since_s, since_s)
+
+    def goodput(self, now_s: float) -> float | None:
+        """The share of the time since the first collective in which nothing was lost; None before
+        that one, or at once."""
+        if self._began_s is None or now_s <= self._began_s:
+            return None
+        lost_s = self._lost_s
+        if self._lost_since_s is not None:
+            lost_s += now_s - self._lost_since_s
+        return max(0.0, 1.0 - lost_s / (now_s - self._began_s))
+
 
 class Tally:
     """What a master has seen since it began.
 
     Attributes:
+        now_s: the time.
         joined: peers that were accepted.
         lost: peers that had been accepted.
         vote_waits: of each kind of round that committed, how long the first voter waited for the
             last one.
+        collectives: of those that committed, how long they took once all had entered them.
+        carried: bytes that each member gave to these, before quantization, by the encoding on the
+            wire.
+        retries: collectives that were aborted.
+        syncs: synchronisations that succeeded: how long they took once all had entered them.
+        synced_bytes: payload that their receivers lacked, each counted;
+        resynced_bytes: of which those that had taken part in the one before.
+        parity_failures: peers whose content differed from that elected at the same revision.
+        recoveries: how long a group had no collective after one was interrupted.
     """
 
     def __init__(self) -> None:
+        self.now_s = 0.0
         self.joined = 0
         self.lost = Counter(dict.fromkeys(Loss, 0))
-        self.vote_waits = {kind: Histogram([0] * (len(BOUNDS_S) + 1)) for kind in Kind}
+        self.vote_waits = {kind: empty() for kind in Kind}
+        self.collectives = {kind: empty() for kind in CollectiveKind}
+        self.carried = Counter(dict.fromkeys(ENCODINGS.values(), 0))
+        self.retries = Counter(dict.fromkeys(Reason, 0))
+        self.syncs, self.recoveries = empty(), empty()
+        self.synced_bytes = self.resynced_bytes = self.parity_failures = 0
+        self._courses: dict[int, Course] = {}
 
     def committed(self, round_: Round[object]) -> None:
         """All have voted."""
         first, last = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
         self.vote_waits[round_.id.kind].add(last.since_s - first.since_s)
+
+    def course(self, group: int) -> Course:
+        """How the collectives of a group went."""
+        return self._courses.setdefault(group, Course())
+
+    def forget(self, group: int) -> None:
+        """A group is empty."""
+        self._courses.pop(group, None)
+
+    def started(self, group: int) -> None:
+        """A collective has started."""
+        recovery_s = self.course(group).started(self.now_s)
+        if recovery_s is not None:
+            self.recoveries.add(recovery_s)
+
+    def ended(self, group: int, work: m.Work, members: int, since_s: float) -> None:
+        """A collective, which all had entered at `since_s`, has committed."""
+        taken_s = self.now_s - since_s
+        self.collectives[work.what].add(taken_s)
+        given = size(work)
+        encoding = ENCODINGS.get(work.algorithm, "unknown")
+        self.carried[encoding] = min(self.carried[encoding] + given, COUNT_MAX)
+        around = factor(work.what, members)
+        if around and given and taken_s > 0:
+            self.course(group).bus_rate = around * given / taken_s
+
+    def aborted(self, group: int, reason: Reason, since_s: float, interrupted_s: float) -> None:
+        """A collective has been aborted."""
+        self.retries[reason] += 1
+        self.course(group).aborted(since_s, interrupted_s)
+
+    def synchronised(self, since_s: float, nbytes: Iterable[tuple[int, bool]]) -> None:
+        """A synchronisation has succeeded: what each receiver lacked, and whether it had taken part
+        in the one before."""
+        self.syncs.add(self.now_s - since_s)
+        for number, again in nbytes:
+            self.synced_bytes = min(self.synced_bytes + number, COUNT_MAX)
+            self.resynced_bytes = min(self.resynced_bytes + number * again, COUNT_MAX)
+
+
+def size(work: m.Work) -> int:
+    """Bytes that each member gives, before quantization; of some collectives, receives."""
+    parts = work.parts or (m.Part(work.dtype, work.count),)
+    return sum(SIZES.get(part.dtype, 0) * part.count for part in parts)
+
+
+def factor(what: CollectiveKind, members: int) -> float:
+    """Bytes that a link of the ring carries for each that a member gives, as nccl-tests counts
+    them; 0 for what does not go around the ring."""
+    return {
+        CollectiveKind.ALL_REDUCE: 2 * (members - 1) / members,
+        CollectiveKind.REDUCE_SCATTER: float(members - 1),
+        CollectiveKind.ALL_GATHER: float(members - 1),
+        CollectiveKind.BROADCAST: 1.0,
+        CollectiveKind.REDUCE: 1.0,
+    }.get(what, 0.0)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import Phase
-from pccl.protocol.master.tally import BOUNDS_S
+from pccl.protocol.master.tally import BOUNDS_S, Histogram
 from pccl.protocol.rounds import Kind
 from pccl.protocol.topology import hops
 
@@ -30,10 +30,12 @@ def _lines(status: Status) -> Iterator[str]:
     text = "Whether a restarted master waits for the peers of before."
     yield from _metric("recovering", "gauge", text, {"": int(status.recovering)})
     yield from _groups(status)
+    yield from _bandwidth(status)
     yield from _links(status)
     yield from _waits(status)
     yield from _counts(status)
-    yield from _vote_waits(status)
+    yield from _bytes(status)
+    yield from _durations(status)
 
 
 def _groups(status: Status) -> Iterator[str]:
@@ -43,11 +45,22 @@ def _groups(status: Status) -> Iterator[str]:
         ("collectives_running", "Collectives that have started and not ended.", "running"),
         ("shared_state_revision", "The revision of a group's shared state.", "revision"),
         ("shared_state_holders", "Peers that took part in its last synchronisation.", "holders"),
+        ("goodput_ratio", "The share of the time that was not lost to aborts.", "goodput"),
     )
     for name, text, field in columns:
         fields = {str(group.group): getattr(group, field) for group in status.groups}
         known = {number: value for number, value in fields.items() if value is not None}
         yield from _metric(name, "gauge", text, known, label="group")
+
+
+def _bandwidth(status: Status) -> Iterator[str]:
+    text = "What each link of the ring carried in the last collective, as nccl-tests counts it."
+    rates = {
+        str(group.group): group.bus_rate / 1e9
+        for group in status.groups
+        if group.bus_rate is not None
+    }
+    yield from _metric("bus_bandwidth_gbs", "gauge", text, rates, label="group")
 
 
 def _links(status: Status) -> Iterator[str]:
@@ -88,17 +101,54 @@ def _counts(status: Status) -> Iterator[str]:
     yield from _metric("collectives_total", "counter", text, ended, label="outcome")
 
 
-def _vote_waits(status: Status) -> Iterator[str]:
-    name = "pccl_vote_wait_seconds"
-    yield f"# HELP {name} How long the first peer of a round waited for the last one to enter it."
+def _bytes(status: Status) -> Iterator[str]:
+    counts = status.counts
+    text = "Collectives that were aborted, for their callers to make again."
+    retries = {str(reason): number for reason, number in counts.retries.items()}
+    yield from _metric("retries_total", "counter", text, retries, label="reason")
+    text = "Bytes that each member gave to committed collectives, before quantization."
+    yield from _metric("collective_bytes_total", "counter", text, counts.carried, label="wire")
+    text = "Payload of shared state that peers lacked and received."
+    yield from _metric("state_sync_bytes_total", "counter", text, {"": counts.synced_bytes})
+    text = "Of these, bytes of peers that took part in the synchronisation before."
+    yield from _metric("state_resync_bytes_total", "counter", text, {"": counts.resynced_bytes})
+    text = "Peers whose content differed from that elected at the same revision."
+    yield from _metric("parity_failures_total", "counter", text, {"": counts.parity_failures})
+
+
+def _durations(status: Status) -> Iterator[str]:
+    counts = status.counts
+    text = "How long the first peer of a round waited for the last one to enter it."
+    votes = {
+        "collective" if kind is Kind.START else kind.value: waited
+        for kind, waited in counts.votes.items()
+    }
+    yield from _histogram("vote_wait_seconds", text, votes, label="phase")
+    text = "How long committed collectives took, once all members had entered them."
+    taken = {str(kind): durations for kind, durations in counts.collectives.items()}
+    yield from _histogram("collective_seconds", text, taken, label="collective")
+    text = "How long synchronisations took, once all members had entered them."
+    yield from _histogram("state_sync_seconds", text, {"": counts.syncs})
+    text = "From the interruption of a collective to the start of the next one of its group."
+    yield from _histogram("recovery_seconds", text, {"": counts.recoveries})
+
+
+def _histogram(
+    name: str, text: str, values: Mapping[str, Histogram], label: str = ""
+) -> Iterator[str]:
+    """One histogram, for each value of its label, where it has one."""
+    name = f"pccl_{name}"
+    yield f"# HELP {name} {text}"
     yield f"# TYPE {name} histogram"
-    for kind, waited in status.counts.votes.items():
-        label = "collective" if kind is Kind.START else kind.value
-        cumulated = list(accumulate(waited.counts))
+    for of, durations in values.items():
+        own = f'{label}="{of}"' if label else ""
+        cumulated = list(accumulate(durations.counts))
         for bound, count in zip((*BOUNDS_S, "+Inf"), cumulated, strict=True):
-            yield f'{name}_bucket{{phase="{label}",le="{bound}"}} {count}'
-        yield f'{name}_sum{{phase="{label}"}} {waited.total_s}'
-        yield f'{name}_count{{phase="{label}"}} {cumulated[-1]}'
+            labels = f'{own},le="{bound}"' if own else f'le="{bound}"'
+            yield f"{name}_bucket{{{labels}}} {count}"
+        shown = f"{{{own}}}" if own else ""
+        yield f"{name}_sum{shown} {durations.total_s}"
+        yield f"{name}_count{shown} {cumulated[-1]}"
 
 
 def _metric(
