@@ -6,6 +6,46 @@ from mutations import Mutant
 
 MUTANTS = [
     Mutant(
+        "a team is admitted as a whole",
+        "return not info.team or len(self._members[info.team]) == info.team_size",
+        "return True",
+    ),
+    Mutant(
+        "a team is lost together",
+        "                if number not in lost:\n",
+        "                if False:\n",
+    ),
+    Mutant(
+        "all groups have the teams in one order",
+        "return [*in_order(whole)]",
+        "return [*whole]",
+    ),
+    Mutant(
+        "that is so after a restart, too",
+        "in_order({number: resumes[number].info for number in sorted(resumes)})",
+        "{number: resumes[number].info for number in sorted(resumes)}",
+    ),
+    Mutant(
+        "half a team does not come back",
+        "in halves({number: one.resume.info for number, one in back.items()}):",
+        "in ():",
+    ),
+    Mutant(
+        "who is cut off takes its team along into the journal",
+        "[*numbers, *self.partners(numbers)]",
+        "numbers",
+    ),
+    Mutant(
+        "who has gone with its team is not dropped once more",
+        "why for number, why in whys.items() if number in self.membership.peers}",
+        "why for number, why in whys.items()}",
+    ),
+    Mutant(
+        "a team has no more members than it says",
+        "        if info.team and len(members) == info.team_size:\n",
+        "        if False:\n",
+    ),
+    Mutant(
         "the first tick after an input is recorded",
         "        first, self._news = self._news and (self._timed or recovering), False\n",
         "        first = False\n",

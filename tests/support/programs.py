@@ -92,6 +92,7 @@ class Script:
     caged: bool = False  # it can open a stream to nobody
     cut_from: tuple[int, ...] = ()  # peers of the scenario that it can open none to
     dialled: str | None = ""  # what comes of the master's dial to it
+    team: int = 0  # with whom it joins and is lost; 0: nobody
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def draw(seed: int) -> Scenario:
         age = rng.choice([0, 0, 0, 0, CHECKPOINT, 2 * CHECKPOINT])
         walled, *links = _links(rng)
         scripts.append(Script(rng.randrange(groups), chosen, walled, age, *links))
+    scripts = _in_teams(scripts, random.Random(f"teams of {seed}"))
     joins = [i for i in range(1, len(scripts)) if rng.random() < 0.4]
     events = [Event(rng.randint(0, 60), "join", i) for i in joins]
     for _ in range(rng.choice([0, 0, 1, 2, 4, 8])):
@@ -158,6 +160,14 @@ def draw(seed: int) -> Scenario:
         loss_rate=rng.choice([0.0, 0.0, 0.01, 0.05]),
         lawful=lawful,
     )
+
+
+def _in_teams(scripts: list[Script], rng: random.Random) -> list[Script]:
+    """The same, some of them with others of any group."""
+    if rng.random() < 0.6:
+        return scripts
+    count = rng.randint(1, 3)
+    return [replace(script, team=rng.choice([0, *range(1, count + 1)])) for script in scripts]
 
 
 def _links(rng: random.Random) -> tuple[bool, bool, tuple[int, ...], str | None]:
@@ -331,7 +341,8 @@ class Play(Siege):
         if index in self._of or index >= len(self.scenario.peers):
             return
         script = self.scenario.peers[index]
-        peer = self.add(group=script.group)
+        size = sum(one.team == script.team for one in self.scenario.peers) if script.team else 0
+        peer = self.add(group=script.group, team=script.team, team_size=size)
         peer.walled, peer.caged, peer.dialled = script.walled, script.caged, script.dialled
         peer.content = (script.revision, peer.content[1])
         Facade(peer, script.threads, self)
@@ -476,6 +487,8 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
             changed.append(replace(script, caged=False))
         if script.cut_from:
             changed.append(replace(script, cut_from=()))
+        if script.team:
+            changed.append(replace(script, team=0))
         for one in changed:
             yield replace(scenario, peers=(*scenario.peers[:i], one, *scenario.peers[i + 1 :]))
     if scenario.failure_rate:
@@ -543,6 +556,7 @@ def describe(scenario: Scenario) -> str:
             wall = ", which nobody can reach" if script.walled else ""
             wall += ", which can reach nobody" if script.caged else ""
             wall += f", which cannot reach {script.cut_from}" if script.cut_from else ""
+            wall += f", of team {script.team}" if script.team else ""
             lines.append(f"peer {i} of group {script.group}{wall}: {told or 'nothing'}")
     lines += [f"after {e.wait} steps: {e.what} {e.blow or e.peer}" for e in scenario.events]
     return "\n".join(lines)

@@ -73,6 +73,7 @@ class SimPeer:
     conn: bytes
     run: Run
     group: int = 0
+    team: int = 0
     programs: tuple[Program, ...] = ()
     machine: Peer = field(default_factory=Peer)
     up: deque[bytes] = field(default_factory=deque)

@@ -150,12 +150,13 @@ class Run:
 
     # ---- what befalls it ----
 
-    def add(self, *programs: Program, group: int = 0) -> SimPeer:
+    def add(self, *programs: Program, group: int = 0, team: int = 0, team_size: int = 0) -> SimPeer:
         """One more peer joins and runs its programs, a thread each, once it is accepted."""
         name = len(self.peers) + 1
-        peer = SimPeer(name, b"c%d" % name, self, group, programs)
+        peer = SimPeer(name, b"c%d" % name, self, group, team, programs)
         self.peers.append(peer)
-        hello = m.Hello(m.PROTOCOL_VERSION, "1", group, "", 1000 + name, "", f"m{name}", b"")
+        place = ("", 1000 + name, "", f"m{name}", b"", "", "", team, team_size)
+        hello = m.Hello(m.PROTOCOL_VERSION, "1", group, *place)
 
         def whole() -> Thread:
             end = yield from peer.join(hello)
@@ -352,8 +353,31 @@ class Run:
             or (self.incarnation and not self.journaled and "started another run" in why)
             or (self.incarnation and self.overrun and "this is another one" in why)
             or (self.straggler_s is not None and "others waited for it" in why)
+            or ("of its team, is gone" in why and self.bereaved(peer))
             or (self.incarnation and peer.given_up and "out of step" in why)
         ), f"peer {peer.name} is out of the run: {why}"
+
+    def bereaved(self, peer: SimPeer) -> bool:
+        """Whether one of a peer's team is out of the run, or has been."""
+        others = [p for p in self.peers if p.team == peer.team and p is not peer]
+        gone = any(not self.master.knows(p.conn) or p.connections > 1 for p in others)
+        return bool(peer.team) and gone
+
+    def check_teams(self) -> None:
+        """No team is in the run in part, and all groups have the teams in one order."""
+        teams: dict[int, list[m.PeerInfo]] = {}
+        orders: dict[int, list[int]] = {}
+        for number in self.master.run.membership.accepted():
+            info = self.master.run.membership.info(number)
+            if info.team:
+                teams.setdefault(info.team, []).append(info)
+                orders.setdefault(info.group, []).append(info.team)
+        for team, infos in teams.items():
+            assert len(infos) == infos[0].team_size, f"only {infos} of team {team} are in the run"
+        every = list(teams)
+        for group, order in orders.items():
+            mine = [team for team in every if team in order]
+            assert [*dict.fromkeys(order)] == mine, f"group {group} has its teams in another order"
 
     @property
     def overrun(self) -> bool:
@@ -582,6 +606,7 @@ class Run:
         if choices:
             what, subject = self.random.choice(choices)
             what(subject)
+            self.check_teams()
         return moved or bool(choices) or any(p.hurry() for p in self.peers if p.present)
 
     def unblock(self) -> bool:
@@ -589,7 +614,16 @@ class Run:
         for peer in self.frozen:
             self.thaw(peer)
             return True
-        return False
+        registered = {p.conn: p for p in self.master.peers.values() if not p.accepted}
+        teams = self.master.run.membership.teams
+        halves = [
+            p
+            for p in self.peers
+            if p.alive and p.conn in registered and not teams.is_whole(registered[p.conn].info)
+        ]
+        if halves:  # nobody else of its team will come, and so who has started it ends it
+            self.kill(self.random.choice(halves))
+        return bool(halves)
 
     def finish(self, steps_max: int = 50_000) -> None:
         """Runs until nothing can happen any more: then all programs of living peers have ended."""

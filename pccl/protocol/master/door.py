@@ -15,7 +15,7 @@ IPC_MAX = 100  # characters of a socket's path
 def newcomer(hello: m.Hello, host: str) -> m.PeerInfo:
     """A peer without a number; `host` is the address that the master sees."""
     address = (hello.host or host, hello.port, hello.ipc, hello.machine, hello.curve)
-    return m.PeerInfo(0, hello.group, *address)
+    return m.PeerInfo(0, hello.group, *address, hello.team, hello.team_size)
 
 
 def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:

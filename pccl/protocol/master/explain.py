@@ -20,7 +20,10 @@ def explain(run: Run, number: int, call: int, seq: int) -> str:
         call: its number.
         seq: of a collective that has started; 0 otherwise.
     """
-    if not run.membership.peers[number].accepted:
+    peer = run.membership.peers[number]
+    if not peer.accepted and not run.membership.teams.is_whole(peer.info):
+        return f"to be admitted: the other {peer.info.team_size - 1} of its team must connect()"
+    if not peer.accepted:
         return f"to be admitted: {admitting(run)}"
     for round_ in run.voting.open.of(number).values():
         if round_.votes[number].call == call:

@@ -76,6 +76,7 @@ from pccl.protocol.master.run import Run
 from pccl.protocol.master.status import Status, snapshot
 from pccl.protocol.master.stragglers import Stragglers
 from pccl.protocol.master.tally import Loss
+from pccl.protocol.master.teams import halves
 from pccl.protocol.master.voting import held
 from pccl.protocol.master.work import are_rows, fits, is_pair
 from pccl.protocol.rounds import PENDING, Kind, RoundId, Vote
@@ -176,7 +177,9 @@ class Master:
 
     def objection(self, hello: m.Hello, host: str) -> str:
         """Why a `hello` is refused, whatever a dial says; empty if it is not."""
-        return refusal(hello, newcomer(hello, host), self._members.arithmetic)
+        info = newcomer(hello, host)
+        why = refusal(hello, info, self._members.arithmetic)
+        return why or self._members.teams.objection(info)
 
     def examine(self, conn: bytes, host: str, unreached: str | None, unix_s: float) -> list[Effect]:
         """A process asks what a `hello` would lead to; arguments as there, and the time of day.
@@ -386,6 +389,9 @@ class Master:
             self._outbox.do(Forget(number))
             self._outbox.note(f"peer {number} did not come back")
         for number in outdated({number: one.resume for number, one in back.items()}):
+            self._refuse(back.pop(number).conn, *GIVEN_UP)
+        for number in halves({number: one.resume.info for number, one in back.items()}):
+            self._outbox.do(Forget(number))
             self._refuse(back.pop(number).conn, *GIVEN_UP)
         if back:
             resumes = {number: one.resume for number, one in back.items()}

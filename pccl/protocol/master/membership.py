@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.teams import Teams, in_order
 
 NAMES_MAX = 8  # peers listed by name in one text
 
@@ -30,24 +31,28 @@ class PeerRecord:
 class Membership:
     """The peers of a run. A peer is pending from `register` to `accept`; then it is accepted.
 
+    Attributes:
+        teams: which peers join and are lost together.
+
     Args:
         next_number: the number of the next peer; numbers never repeat.
     """
 
     def __init__(self, next_number: int = 1) -> None:
-        self._peers: dict[int, PeerRecord] = {}  # in the order of registration: accepted ones first
+        self._peers: dict[int, PeerRecord] = {}  # in the order of registration
         self._numbers: dict[bytes, int] = {}  # by connection
         self._accepted: dict[int | None, dict[int, None]] = {}  # by group; None: all, in order
         # accepted peers whose connections broke since any accepted peer was last heard
         self._lost: dict[int, m.PeerInfo] = {}
         self._arithmetic = b""
+        self.teams = Teams()
         self.next_number = next_number
 
     # ---- queries ----
 
     @property
     def peers(self) -> Mapping[int, PeerRecord]:
-        """All registered peers by number, in the order of registration: accepted ones first."""
+        """All registered peers by number, in the order of registration."""
         return self._peers
 
     def at(self, conn: bytes) -> int | None:
@@ -74,8 +79,15 @@ class Membership:
 
     @property
     def any_pending(self) -> bool:
-        """Whether any peer is pending."""
-        return len(self._peers) > self.size()
+        """Whether any peer is pending that can be admitted."""
+        return len(self._peers) > self.size() and bool(self.admissible)
+
+    @property
+    def admissible(self) -> list[int]:
+        """Pending peers whose team is there as a whole, team after team."""
+        infos = {number: self.info(number) for number in self.pending}
+        whole = {number: info for number, info in infos.items() if self.teams.is_whole(info)}
+        return [*in_order(whole)]
 
     def accepted(self, group: int | None = None) -> list[int]:
         """The accepted peers of a group, or all, in the order of their acceptance."""
@@ -88,6 +100,10 @@ class Membership:
     def has(self, number: int, group: int | None) -> bool:
         """Whether a peer is an accepted one of that group."""
         return number in self._accepted.get(group, ())
+
+    def partners(self, numbers: Collection[int]) -> dict[int, m.PeerInfo]:
+        """The others that are lost when some peers are, each with the one that it is lost with."""
+        return dict(self.teams.partners(map(self.info, numbers)))
 
     def names(self, numbers: list[int]) -> str:
         """Peers by name; only the first ones of many."""
@@ -130,6 +146,7 @@ class Membership:
         """Removes a peer."""
         peer = self._peers.pop(number)
         del self._numbers[peer.conn]
+        self.teams.remove(peer.info)
         if peer.accepted:
             for scope in (peer.info.group, None):
                 del self._accepted[scope][number]
@@ -140,6 +157,7 @@ class Membership:
     def _add(self, peer: PeerRecord, arithmetic: bytes) -> PeerRecord:
         self._peers[peer.info.peer] = peer
         self._numbers[peer.conn] = peer.info.peer
+        self.teams.add(peer.info)
         self._arithmetic = arithmetic
         return peer
 
@@ -151,8 +169,8 @@ class Membership:
     # ---- peers that may have been cut off together with all others ----
 
     def lose(self, numbers: Collection[int]) -> None:
-        """Notes peers whose connections broke; they are about to be removed."""
-        lost = (self._peers[number] for number in numbers)
+        """Notes peers whose connections broke; they are about to be removed, with their teams."""
+        lost = (self._peers[number] for number in [*numbers, *self.partners(numbers)])
         self._lost |= {peer.info.peer: peer.info for peer in lost if peer.accepted}
 
     def forget_lost_groups(self) -> None:

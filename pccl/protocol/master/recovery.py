@@ -21,6 +21,7 @@ from typing import NamedTuple
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.teams import in_order
 from pccl.types import Result
 
 WAIT_S = 5.0  # for peers to come back; they try several times a second
@@ -259,7 +260,7 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
     known = {info.peer for resume in resumes.values() for info in resume.known}
     asked = max((resume.done for resume in resumes.values()), key=lambda done: done.pending)
     return Before(
-        {number: resumes[number].info for number in sorted(resumes)},
+        in_order({number: resumes[number].info for number in sorted(resumes)}),
         _groups(resumes),
         _collectives(resumes),
         _missed(resumes),

@@ -103,8 +103,8 @@ class Run:
             self.voting.newcomer()
 
     def admit(self) -> None:
-        """Accepts all pending peers."""
-        fresh = self.membership.pending
+        """Accepts all pending peers, but for those whose team is not there as a whole."""
+        fresh = self.membership.admissible
         if not fresh:
             return
         self.membership.go_on()
@@ -134,12 +134,22 @@ class Run:
     def remove_all(
         self, whys: Mapping[int, str], kick: Result | None = None, how: Loss = Loss.DISMISSED
     ) -> None:
-        """Removes peers, each for a reason; with `kick` they are told."""
+        """Removes peers, each for a reason, and their teams; with `kick` they are told.
+
+        Who has gone already, with its team, is no concern.
+        """
         lost: dict[int, dict[int, str]] = {}  # their names and reasons, by group and number
-        for number, why in whys.items():
+        whys = {number: why for number, why in whys.items() if number in self.membership.peers}
+        kicks = dict.fromkeys(whys, kick)
+        partners = self.membership.partners(whys)
+        kicks |= dict.fromkeys(partners, Result.RANK_CONNECTION_FAILED)
+        others = {
+            n: f"{one}, of its team, is gone: {whys[one.peer]}" for n, one in partners.items()
+        }
+        for number, why in [*whys.items(), *others.items()]:
             why = plain(why)
-            if kick is not None:
-                self.outbox.send(number, m.Kicked(kick.value, why))
+            if (result := kicks[number]) is not None:
+                self.outbox.send(number, m.Kicked(result.value, why))
             peer = self.membership.remove(number)
             self.voting.forget(number)
             self.outbox.do(Drop(peer.conn, why))

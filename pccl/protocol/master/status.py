@@ -221,7 +221,7 @@ class _Waits:
                 self._sync(sync)
         if run.optimisations.current is not None:
             self._optimisation(run.optimisations.current)
-        if pending := run.membership.pending:
+        if pending := run.membership.admissible:
             self._admission(pending)
 
     def _round(self, round_: Round[object]) -> None:

@@ -30,7 +30,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     """Asks to join. `host` is the address to advertise; empty: the one that the master sees.
 
     In a run with keys, `curve` is the public key of the peer's streams; without keys, `dial` is the
-    password with which the master may dial the peer.
+    password with which the master may dial the peer. `team` and `team_size`: as in `PeerInfo`.
     """
 
     protocol: U32
@@ -43,6 +43,8 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     arithmetic: Annotated[bytes, Meta(max_length=32)]
     curve: Name = ""
     dial: Name = ""
+    team: U64 = 0
+    team_size: U16 = 0
 
 
 class TopologyVote(Struct, array_like=True, frozen=True, tag=2):

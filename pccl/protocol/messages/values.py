@@ -13,7 +13,7 @@ from pccl.protocol import wording
 from pccl.protocol.kinds import CollectiveKind
 from pccl.support.text import address_text
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
@@ -51,6 +51,7 @@ class PeerInfo(Struct, array_like=True, frozen=True):
     """A peer and its addresses: `host`:`port`, and `ipc` on the same `machine`.
 
     `curve` is the public key by which they authenticate each other; empty without encryption.
+    `team` names the peers that it joins together with, `team_size` of them with itself; 0: none.
     """
 
     peer: U64
@@ -60,6 +61,8 @@ class PeerInfo(Struct, array_like=True, frozen=True):
     ipc: Name
     machine: Name
     curve: Name = ""
+    team: U64 = 0
+    team_size: U16 = 0
 
     def __str__(self) -> str:
         return f"peer {self.peer} ({address_text(self.host, self.port)})"
