@@ -13,8 +13,9 @@
  * chunks of other peers arrive, and one PUSH socket for each STREAM: one neighbour, reached by one
  * or more connections, its LANES. A thread of the caller enters pccl_engine_run() and stays there,
  * without the GIL, until it is told to stop. Everything else is messages: the caller connects a
- * PAIR socket of the engine's own context to "inproc://pccl-engine", sends pccl_order structs and
- * receives pccl_event structs, each as one message in native layout (both ends are in one process).
+ * PAIR socket of the engine's own context to "inproc://pccl-engine", sends pccl_order structs, one
+ * or more in a message, and receives pccl_event structs, one in each, in native layout (both ends
+ * are in one process).
  *
  * An OP is one peer's part in one collective or state transfer:
  *

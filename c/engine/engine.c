@@ -325,10 +325,11 @@ static void obey(pccl_engine *engine, const pccl_order *order)
     }
 }
 
-/* Receives and obeys one order. Whether there was one. */
+/* Receives one message and obeys its orders. Whether there was one. */
 static bool take_order(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
+    size_t at, size;
     pccl_order order;
     pccl_msg message;
     bool got;
@@ -340,12 +341,13 @@ static bool take_order(pccl_engine *engine)
             engine->events.error = error;
             events_stop(&engine->events, PCCL_EZMQ);
         }
-    } else if (zmq->msg_size(&message) == sizeof order) {
-        memcpy(&order, zmq->msg_data(&message), sizeof order);
-        obey(engine, &order);
-    } else {
-        engine->dropped++;
     }
+    size = got ? zmq->msg_size(&message) : 0;
+    for (at = 0; at + sizeof order <= size && !engine->stopped; at += sizeof order) {
+        memcpy(&order, (const unsigned char *)zmq->msg_data(&message) + at, sizeof order);
+        obey(engine, &order);
+    }
+    engine->dropped += size % sizeof order != 0;
     (void)zmq->msg_close(&message);
     return got;
 }

@@ -2,6 +2,7 @@
 #include "check.h"
 #include "job.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 static struct peers peers;
@@ -123,6 +124,31 @@ static void test_wrong_starts(void)
         peers_close(&peers);
         job_free(&job);
     }
+}
+
+/* Orders in one message are obeyed in turn, up to a piece of one. */
+static void test_orders_together(void)
+{
+    struct job job = make_job(1000, 2);
+    unsigned char data[3 * sizeof(pccl_order) - 1];
+    pccl_order orders[3] = {{0}};
+    pccl_msg message;
+    job_open_ring(&peers, &job, 2, 1);
+    orders[0].kind = PCCL_ABORT;
+    orders[0].op = 998;
+    orders[1].kind = orders[2].kind = PCCL_ABORT;
+    orders[1].op = orders[2].op = 999;
+    memcpy(data, orders, sizeof data);
+    if (fake_table()->msg_init_size(&message, sizeof data) < 0)
+        abort();
+    memcpy(fake_table()->msg_data(&message), data, sizeof data);
+    (void)fake_table()->msg_send(&message, peers.peer[0].pair, 1);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_SETTLED, 998) == 1);
+    CHECK(peers_count(&peers, 0, PCCL_SETTLED, 999) == 1);
+    CHECK(pccl_engine_dropped(peers.peer[0].engine) == 1);
+    peers_close(&peers);
+    job_free(&job);
 }
 
 /* Ends that come too soon, too late or twice. */
@@ -368,6 +394,7 @@ int main(void)
 {
     test_wrong_orders();
     test_wrong_starts();
+    test_orders_together();
     test_wrong_ends();
     test_tag_again();
     test_no_stream();

@@ -141,6 +141,47 @@ def test_one_changed_byte_never_surprises(message: m.PeerMessage, at: int, value
         pass
 
 
+@given(st.lists(st.sampled_from(FROM_PEER), max_size=200), st.integers(0, 3))
+def test_frames_hold_messages_in_their_order(said: list[m.PeerMessage], large: int) -> None:
+    work = m.Work("all_reduce", 0, 1, m.INLINE_BYTES_MAX)
+    said[:large] = [m.StartVote(7, 3, work, bytes(m.INLINE_BYTES_MAX))] * large
+    made = m.frames([m.encode(message) for message in said])
+    heard = [m.decode_from_peer(data) for frame in made for data in m.opened(frame)]
+    assert heard == said
+    assert all(len(frame) < 70_000 or len(m.opened(frame)) == 1 for frame in made)
+    small = [m.encode(message) for message in said[large:]]
+    assert len(made) <= 2 * large + 1 + len(small) // 64 + sum(map(len, small)) // 32768
+
+
+def test_a_frame_of_one_message_is_that_message() -> None:
+    said = m.encode(m.FinishVote(9, True))
+    assert m.frames([said]) == [said] and m.frames([]) == []
+    assert m.frames([said, said])[0].hex() == "9200dc0002" + 2 * "950509c3a000"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["", "c0", "90", "9195", "dc0041" + 65 * "9108", "ddffffffff", "dc000191c1", "91910800"],
+)
+def test_what_is_no_frame_is_refused(rest: str) -> None:
+    """Also one of no message, and one of more than 64, before any of them is looked at."""
+    with pytest.raises(m.ProtocolError):
+        for data in m.opened(bytes.fromhex("9200" + rest)):
+            m.decode_from_peer(data)
+
+
+def test_no_frame_lies_in_another() -> None:
+    inner = m.frames([m.encode(m.Leave())] * 2)
+    outer = m.frames(inner * 2)[0]
+    with pytest.raises(m.ProtocolError):
+        m.decode_from_peer(m.opened(outer)[0])
+
+
+def test_an_oversized_frame_is_refused_unread() -> None:
+    with pytest.raises(m.ProtocolError, match="bytes"):
+        m.opened(bytes.fromhex("9200") + bytes(m.MESSAGE_BYTES_MAX))
+
+
 def test_as_many_tensors_of_a_collective_as_fit_in_a_message() -> None:
     """What is accepted can be sent, of the longest names and numbers; the rest is an error."""
     rows = np.zeros((m.PARTS_MAX, 1), np.float32)

@@ -17,6 +17,7 @@ from pccl.protocol.messages.codec import (
     decode_from_peer,
     encode,
 )
+from pccl.protocol.messages.frames import frames, opened
 from pccl.protocol.messages.from_master import (
     Admitted,
     CallError,
@@ -174,4 +175,6 @@ __all__ = [
     "decode_from_master",
     "decode_from_peer",
     "encode",
+    "frames",
+    "opened",
 ]

@@ -69,7 +69,8 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
                 identity.curve,
                 identity.token,
             )
-            dealer.socket.send(m.encode(ask))
+            dealer.say(ask)
+            dealer.flush()
             report = _answer(dealer, where)
         finally:
             dealer.close()
@@ -88,9 +89,10 @@ def _answer(dealer: Dealer, where: str) -> m.Report:
     until_s = time.monotonic() + limits.EXAMINATION_S
     while poller.poll(max(0, int((until_s - time.monotonic()) * 1000))):
         if dealer.socket.poll(0):
-            answer = m.decode_from_master(dealer.socket.recv())
-            if isinstance(answer, m.Report):
-                return answer
+            for data in m.opened(dealer.socket.recv()):
+                answer = m.decode_from_master(data)
+                if isinstance(answer, m.Report):
+                    return answer
         for event in dealer.events():
             if event is DealerEvent.NOT_ALLOWED:
                 why = f"the master at {where} does not have this machine's key in `allowed`"

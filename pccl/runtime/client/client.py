@@ -93,6 +93,7 @@ class Client:
         self._events = EngineEvents(
             self._engine, self._peer, self._streams, self._pending, self._perform
         )
+        self._engine.together = True
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
         self._forked = False
         forks.watch(self)
@@ -392,7 +393,8 @@ class Client:
             self._waiter.add(self._inbox.socket, self._inbox.clear_signal)
             self._waiter.add(self._engine.socket, self._events.read)
             while not (self._failed or (self._leaving and self._peer.idle)):
-                ready = self._waiter.wait(self._patience_s())
+                ready = self._waiter.wait(self._patience_s() if self._inbox.may_wait() else 0.0)
+                self._inbox.works()
                 with self._working:
                     self._work(ready)
                 self._pending.tell()
@@ -416,8 +418,7 @@ class Client:
                 read()
             self._inbox.carry_out()
             self._tick()
-            while self._performer.sent:
-                self._performer.sent = False
+            while self._performer.flush():
                 self._read_master()
                 self._events.read()
         except Exception as error:
@@ -440,18 +441,23 @@ class Client:
 
     def _read_master(self) -> None:
         while readable(self._master.dealer.socket):
-            message = m.decode_from_master(self._master.dealer.socket.recv(zmq.DONTWAIT))
-            todo = self._peer.received(message)
-            if isinstance(message, m.Plan):
-                keys = (info.curve for info in message.peers if info.curve)
-                self._engine.expect(self._peer.number, message.nonce, keys)
-            if isinstance(message, m.Resumed | m.Welcome):
-                self._master.answered()
-            if isinstance(message, m.Welcome):
-                self._pending.welcomed(message)
-                if message.warning:
-                    log.warning("peer %d: %s", message.peer, message.warning)
-            self._perform(todo)
+            for data in m.opened(self._master.dealer.socket.recv(zmq.DONTWAIT)):
+                message = m.decode_from_master(data)
+                todo = self._peer.received(message)
+                self._notice(message)
+                self._perform(todo)
+
+    def _notice(self, message: m.MasterMessage) -> None:
+        """Does what a message means for this client, beside the effects of the state machine."""
+        if isinstance(message, m.Plan):
+            keys = (info.curve for info in message.peers if info.curve)
+            self._engine.expect(self._peer.number, message.nonce, keys)
+        if isinstance(message, m.Resumed | m.Welcome):
+            self._master.answered()
+        if isinstance(message, m.Welcome):
+            self._pending.welcomed(message)
+            if message.warning:
+                log.warning("peer %d: %s", message.peer, message.warning)
 
     def _patience_s(self) -> float | None:
         """How long to wait for events; None if nothing has a time limit."""

@@ -68,6 +68,7 @@ class Dealer:
             zmq.IPV6: int(":" in host),
         }
         self._up = False
+        self._unsent: list[bytes] = []
         try:
             self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
             try:
@@ -86,6 +87,22 @@ class Dealer:
                 raise
         except zmq.ZMQError as error:
             raise OSError(error.errno, f"no connection can be opened: {error}") from None
+
+    def say(self, message: m.PeerMessage) -> None:
+        """Keeps a message until `flush`, which sends those of one moment together."""
+        self._unsent.append(m.encode(message))
+
+    def flush(self) -> bool:
+        """Sends what was said; whether there was anything."""
+        if not self._unsent:
+            return False
+        unsent, self._unsent = self._unsent, []
+        try:
+            for frame in m.frames(unsent):
+                self.socket.send(frame, zmq.DONTWAIT)
+        except zmq.Again:
+            pass  # the connection broke; its monitor knows why, and is read next
+        return True
 
     def events(self) -> Iterator[DealerEvent]:
         """All events so far."""
@@ -107,7 +124,8 @@ class Dealer:
         return DealerEvent.HANDSHAKE_FAILED if number & HANDSHAKE_FAILED else DealerEvent.BROKEN
 
     def close(self) -> None:
-        """Closes the connection; if it is established, queued messages are still sent."""
+        """Closes the connection; if it is established, what was said is still sent."""
+        self.flush()
         for _ in self.events():  # updates whether it is connected
             pass
         self.socket.disable_monitor()

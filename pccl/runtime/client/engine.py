@@ -135,6 +135,7 @@ class Engine:
         ipc: the path of its ipc endpoint; empty if it has none.
         backend: the backend of the function table, `libzmq` or `pyzmq`.
         socket: readable when there are events.
+        together: whether orders wait for `flush`, which sends them in one message.
         broken: the error that has stopped it; empty if none has.
 
     Args:
@@ -162,6 +163,8 @@ class Engine:
         self._order = ffi.new("pccl_order *")
         self._order_bytes = ffi.buffer(self._order)
         self._blank = bytes(self._order_bytes)
+        self.together = False
+        self._unsent: list[bytes] = []  # orders
         self._arrays: dict[int, list[Any]] = {}  # op -> what the engine reads until it settles
         self._stopped = stopped
         self.broken = ""
@@ -259,8 +262,18 @@ class Engine:
         return self._order
 
     def _send(self) -> None:
+        self._unsent.append(bytes(self._order_bytes))
+        if not self.together:
+            self.flush()
+
+    def flush(self) -> bool:
+        """Sends the orders that wait; whether there were any."""
+        if not self._unsent:
+            return False
+        unsent, self._unsent = self._unsent, []
         if not self._closed:  # orders after the end concern nothing
-            self.socket.send(self._order_bytes, zmq.DONTWAIT)
+            self.socket.send(unsent[0] if len(unsent) == 1 else b"".join(unsent), zmq.DONTWAIT)
+        return True
 
     def open_stream(self, stream: int) -> None:
         """Opens a stream, so that ops can start on it; its number was never used before."""
@@ -562,6 +575,7 @@ class Engine:
             return
         self._blank_order(lib.PCCL_STOP)
         self._send()
+        self.flush()
         self._closed = True
         self._thread.join()
         self.socket.close()

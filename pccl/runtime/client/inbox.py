@@ -21,19 +21,23 @@ Command: TypeAlias = Callable[[], None]
 class Inbox:
     """Commands in the order in which they were queued.
 
+    The control thread says when it is about to wait (`may_wait`), and looks once more after that.
+    So a command wakes it only if it waits: one that comes while it works is carried out with those
+    before it, and what they say travels together.
+
     Attributes:
         socket: readable when there may be commands.
     """
 
     def __init__(self) -> None:
         self._commands: deque[Command] = deque()
-        self._ended = self._forked = False
+        self._ended = self._forked = self._waits = False
         self._out, self.socket = socket.socketpair()
         for end in (self._out, self.socket):
             end.setblocking(False)
 
     def post(self, command: Command) -> None:
-        """Queues a command and wakes the control thread."""
+        """Queues a command, and wakes the control thread if it waits."""
         self.leave(command)
         self.signal()
 
@@ -45,7 +49,7 @@ class Inbox:
     def signal(self) -> None:
         """Wakes the control thread; after its end, runs the commands in this thread."""
         try:
-            if not (self._ended or self._forked):
+            if self._waits and not (self._ended or self._forked):
                 self._out.send(b"\0")
         except BlockingIOError:
             pass  # full: the control thread will wake anyway
@@ -53,6 +57,15 @@ class Inbox:
             assert self._ended, "the inbox is closed only at the end"
         if self._ended:
             self.carry_out()
+
+    def may_wait(self) -> bool:
+        """The control thread is about to wait, until `works`. Whether there are no commands."""
+        self._waits = True
+        return not self._commands
+
+    def works(self) -> None:
+        """The control thread waits no more."""
+        self._waits = False
 
     def forked(self) -> None:
         """In a forked child there is no control thread: commands are dropped."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import zmq
-
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
 from pccl.runtime.client import ops
@@ -38,7 +36,7 @@ class Performer:
         local: whether a peer is on this machine.
 
     Attributes:
-        sent: whether a socket was used since the caller last set this to False. If so, messages may
+        sent: whether a socket was, or is to be, used since the last `flush`. If so, messages may
             have arrived meanwhile.
     """
 
@@ -55,7 +53,7 @@ class Performer:
         self._peer, self._engine, self._streams = peer, engine, streams
         self._master, self._pending, self._local = master, pending, local
         self._perform_by_type: dict[type, Callable[..., None]] = {
-            effects.Send: self._send,
+            effects.Send: lambda effect: master.dealer.say(effect.message),
             effects.RegisterOp: self._register,
             effects.StartOp: self._start,
             effects.StartTransfer: self._start,
@@ -79,11 +77,12 @@ class Performer:
             self.sent |= kind not in SILENT
             self._perform_by_type[kind](effect)
 
-    def _send(self, effect: effects.Send) -> None:
-        try:
-            self._master.dealer.socket.send(m.encode(effect.message), zmq.DONTWAIT)
-        except zmq.Again:
-            pass  # the connection broke; its monitor knows why, and is read next
+    def flush(self) -> bool:
+        """Sends all orders and then all messages, which may depend on these. Whether a socket was
+        used since the last time."""
+        used = self._engine.flush() | self._master.dealer.flush() | self.sent
+        self.sent = False
+        return used
 
     def _register(self, effect: effects.RegisterOp) -> None:
         ops.register(self._engine, effect, self._pending.memory[effect.op])

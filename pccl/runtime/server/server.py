@@ -115,6 +115,7 @@ class Server:
         self._stop = False
         self._inquiries = Inquiries(self._wake)
         self._sent = False  # since the router was last found empty
+        self._unsent: dict[bytes, list[bytes]] = {}  # messages by connection, until `_flush`
         run = secrets.randbits(62)
         self._opened = contextlib.ExitStack()
         try:
@@ -212,7 +213,8 @@ class Server:
                     read()
                 if self._connections.flooded:
                     self._connections.read_monitor()
-                drained = not all(self._read_router() for _ in range(BATCH))
+                drained = self._read_batch()
+                self._flush()
                 if self._faltered:
                     why, self._faltered = self._faltered, ""
                     self._begin_anew(why)
@@ -221,9 +223,11 @@ class Server:
                 self._connections.cut(now_s, drained)
                 self._dialler.tick(now_s)
                 self._perform(self._feed(inputs.Tick(now_s - self._pauses.total_s)))
+                self._flush()
                 self._inquiries.answer(self._master.status)
             if self._journal is None:  # with a journal it is expected to come back
                 self._perform(self._feed(inputs.Farewell()))
+                self._flush()
         except JournalError as error:
             log.error("the master ends: %s", error)
             raise
@@ -272,6 +276,7 @@ class Server:
     def _begin_anew(self, why: str) -> None:
         """Continues as after a restart: the master was away, not its peers."""
         old = self._master
+        self._flush()
         log.warning("master: %s: it goes on as after a restart", why)
         journal, todo = old.reborn()
         self._master = self._new_master(old.run.number, journal, why, todo)
@@ -308,10 +313,21 @@ class Server:
         if drained:
             self._connections.forget_buried(now_s)
 
-    def _read_router(self) -> bool:
+    def _read_batch(self) -> bool:
+        """Reads messages that have arrived. Whether none is left."""
+        read = 0
+        while read < BATCH:
+            messages = self._read_router()
+            if not messages:
+                return True
+            read += messages
+        return False
+
+    def _read_router(self) -> int:
+        """Reads a frame. Returns the number of its messages; 0: there is none."""
         self._sent = False
         if not readable(self._router):
-            return False
+            return 0
         conn = self._router.recv(zmq.DONTWAIT)
         connections = self._connections
         if conn in connections.senders:
@@ -321,11 +337,15 @@ class Server:
             data = frame.bytes
             if not connections.is_buried(conn) and not connections.learn(conn, frame):
                 self._drop_rest()
-                return True
-        several = self._drop_rest() > 0
+                return 1
+        messages: Sequence[bytes | None] = (None,)
+        if not self._drop_rest():
+            with contextlib.suppress(m.ProtocolError):
+                messages = m.opened(data)
         connections.heard(conn)
-        self._deliver(conn, None if several else data)
-        return True
+        for message in messages:
+            self._deliver(conn, message)
+        return len(messages)
 
     def _drop_rest(self) -> int:
         """Drops the frames after the first one. Returns their number; valid messages have none."""
@@ -334,7 +354,7 @@ class Server:
     def _deliver(self, conn: bytes, data: bytes | None) -> None:
         """Handles a message, unless its connection is dropped or still being dialled back.
 
-        `data` is None for a message of several frames.
+        `data` is None for what is not one frame of messages.
         """
         if not self._connections.is_heard(conn):
             return
@@ -389,7 +409,7 @@ class Server:
         """Decodes a message and returns its effects."""
         try:
             if data is None:
-                raise m.ProtocolError("a message of several frames")
+                raise m.ProtocolError("not one frame of messages")
             if conn[0] != 0:
                 raise m.ProtocolError("a name that the connection has given itself")
             message = m.decode_from_peer(data)
@@ -433,11 +453,9 @@ class Server:
         for effect in todo:
             match effect:
                 case effects.Send(conn, message):
-                    if self._journal is not None:
-                        self._journal.settle()
                     if message is not last:  # many peers get the same message
                         last, data = message, m.encode(message)
-                    self._send(conn, data)
+                    self._unsent.setdefault(conn, []).append(data)
                 case effects.Remember(info):
                     if self._journal is not None:
                         self._journal.remember(info)
@@ -460,6 +478,16 @@ class Server:
             self._journal.settle()
         for dial in dials:
             self._dial_peer(dial.info, dial.password)
+
+    def _flush(self) -> None:
+        """Sends each connection what there is for it, in as few frames as possible.
+
+        Changes to which that refers have been written to the journal by now.
+        """
+        unsent, self._unsent = self._unsent, {}
+        for conn, messages in unsent.items():
+            for frame in m.frames(messages):
+                self._send(conn, frame)
 
     def _send(self, conn: bytes, data: bytes) -> None:
         if self._faltered:

@@ -1,0 +1,161 @@
+"""How many frames calls cost: what is said at one moment travels together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import numpy as np
+import pytest
+import zmq
+from cluster import Cluster
+from stranger import HELLO, serving, speaker, welcome
+from zmtp import PATIENCE_S
+
+import pccl
+from pccl.protocol import messages as m
+from pccl.runtime.client.client import Client
+from pccl.runtime.client.dealer import Dealer
+from pccl.runtime.client.engine import Engine
+from pccl.runtime.client.inbox import Inbox
+from pccl.runtime.config import Config
+from pccl.runtime.server.server import Server
+from pccl.runtime.waiter import Waiter
+
+TAGS = 16
+WORK = m.Work("all_reduce", 0, 10, 1000)
+
+
+def frame(peer: zmq.Socket[bytes]) -> list[m.MasterMessage]:
+    assert peer.poll(PATIENCE_S * 1000), "no answer"
+    return [m.decode_from_master(data) for data in m.opened(peer.recv())]
+
+
+def test_the_master_answers_many_votes_with_one_frame_for_each_peer() -> None:
+    server = Server("127.0.0.1", 0, Config())
+    with ExitStack() as stack:
+        stack.enter_context(serving(server))
+        peers = [stack.enter_context(speaker(zmq.DEALER, server.port)) for _ in range(2)]
+        for peer in peers:
+            peer.send(m.encode(HELLO))
+            assert isinstance(welcome(peer), m.Welcome)
+        peers[0].send(m.encode(m.TopologyVote(1)))
+        while not isinstance(welcome(peers[0]), m.TopologyResult):
+            pass
+        while not isinstance(welcome(peers[1]), m.Plan):
+            pass
+        votes = [m.encode(m.StartVote(2 + tag, tag, WORK)) for tag in range(TAGS)]
+        for peer in peers:
+            for each in m.frames(votes):
+                peer.send(each)
+        seqs = []
+        for peer in peers:
+            started = frame(peer)
+            while not isinstance(started[0], m.Started):  # the rest of the new peer's welcome
+                started = frame(peer)
+            assert [each.call for each in started] == [2 + tag for tag in range(TAGS)]
+            seqs = [each.seq for each in started]
+        for peer in peers:
+            for each in m.frames(m.encode(m.FinishVote(seq, True)) for seq in seqs):
+                peer.send(each)
+        for peer in peers:
+            assert frame(peer) == [m.Finished(seq, True) for seq in seqs]
+
+
+def test_an_illegal_message_ends_the_frame_too() -> None:
+    """What follows it in its frame counts no more than in another one."""
+    server = Server("127.0.0.1", 0, Config())
+    with ExitStack() as stack:
+        stack.enter_context(serving(server))
+        honest, other = (stack.enter_context(speaker(zmq.DEALER, server.port)) for _ in range(2))
+        for peer in (honest, other):
+            peer.send(m.encode(HELLO))
+            assert isinstance(welcome(peer), m.Welcome)
+        bad = m.encode(m.FinishVote(1 << 40, True))
+        for each in m.frames([m.encode(m.TopologyVote(1)), bad, m.encode(m.TopologyVote(2))]):
+            honest.send(each)
+        told = [welcome(honest)]
+        while not isinstance(told[-1], m.Kicked):
+            told.append(welcome(honest))
+        assert "out of turn" in told[-1].why
+        assert not any(isinstance(each, m.TopologyResult) and each.call == 2 for each in told)
+
+
+def held(client: Client, meanwhile: Callable[[], None]) -> None:
+    """Does something while the control thread is busy."""
+    busy, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        busy.set()
+        assert free.wait(PATIENCE_S)
+
+    client._inbox.post(hold)
+    assert busy.wait(PATIENCE_S)
+    try:
+        meanwhile()
+    finally:
+        free.set()
+
+
+def test_calls_that_come_while_a_peer_works_cost_one_frame_and_one_message_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said: list[int] = []
+    ordered: list[int] = []
+    for kind, sizes in ((Dealer, said), (Engine, ordered)):
+
+        def counted(
+            self: Dealer | Engine,
+            sizes: list[int] = sizes,
+            flush: Callable[..., bool] = kind.flush,  # type: ignore[attr-defined]
+        ) -> bool:
+            sizes.append(len(self._unsent))
+            return flush(self)
+
+        monkeypatch.setattr(kind, "flush", counted)
+    with Cluster(2) as cluster:
+        data = [[np.ones(30_000, np.float32) for _ in range(TAGS)] for _ in range(2)]
+        handles: list[list[pccl.AsyncReduceHandle]] = [[], []]
+
+        def launch(index: int, comm: pccl.Communicator) -> None:
+            client = comm._membership._client
+            assert client is not None
+
+            def calls() -> None:
+                handles[index] = [
+                    comm.all_reduce_async(x, op="sum", tag=tag) for tag, x in enumerate(data[index])
+                ]
+
+            held(client, calls)
+
+        cluster.each(launch)
+        assert all(handle.wait()[0] for each in handles for handle in each)
+        assert all((x == 2).all() for each in data for x in each)
+    assert said.count(TAGS) >= 2, "the start votes of a peer did not travel together"
+    assert ordered.count(TAGS) >= 2, "nor did the orders to its engine"
+
+
+def woken(waiter: Waiter) -> bool:
+    return bool(waiter.wait(0.0))
+
+
+def test_a_command_wakes_whoever_waits_and_no_one_else() -> None:
+    inbox, waiter, done = Inbox(), Waiter(), list[int]()
+    waiter.add(inbox.socket, inbox.clear_signal)
+    waiter.wait(0.0)  # of what is new, the first time
+    try:
+        inbox.post(lambda: done.append(1))  # it works
+        assert not woken(waiter)
+        assert not inbox.may_wait(), "the command would lie there for ever"
+        inbox.post(lambda: done.append(2))  # it is about to wait
+        assert woken(waiter)
+        inbox.clear_signal()
+        inbox.works()
+        inbox.post(lambda: done.append(3))
+        assert not woken(waiter) and not done
+        inbox.carry_out()
+        assert done == [1, 2, 3] and inbox.may_wait()
+    finally:
+        waiter.close()
+        inbox.end()
