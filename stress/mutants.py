@@ -15,12 +15,18 @@ import sys
 import tempfile
 from pathlib import Path
 
+import mutations_of_deadlines
 import mutations_of_pairs
 import mutations_of_runs
 from mutations import MUTANTS as MUTANTS_OF_CALLS
 from mutations import Mutant
 
-MUTANTS = [*MUTANTS_OF_CALLS, *mutations_of_pairs.MUTANTS, *mutations_of_runs.MUTANTS]
+MUTANTS = [
+    *MUTANTS_OF_CALLS,
+    *mutations_of_pairs.MUTANTS,
+    *mutations_of_runs.MUTANTS,
+    *mutations_of_deadlines.MUTANTS,
+]
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_FAILURE = """
 import random
@@ -28,6 +34,7 @@ import sys
 import hostile
 import programs
 import test_blame
+import test_deadlines
 import test_epochs
 import test_ghosts
 import test_hostile
@@ -43,7 +50,7 @@ import trainers
 modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
     test_status, test_epochs, test_rows, test_pairs,
-    test_reenact, test_teams,
+    test_reenact, test_teams, test_deadlines,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)

@@ -7,6 +7,7 @@ import time
 
 from pccl.calls.membership import Membership
 from pccl.errors import PCCLTimeoutError, error_for
+from pccl.protocol.rounds import Grace
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note
 from pccl.runtime.client.probe import optimise
@@ -42,13 +43,17 @@ class Admission:
         """Whether the program has just been told that no peer is pending: it may be polling."""
         return time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
 
-    def ask(self, deadline: Deadline, patience_s: float) -> bool:
-        """Whether peers are pending. A no may come up to `patience_s` later, a yes at once."""
+    def ask(self, deadline: Deadline, patience_s: float, grace: Grace | None = None) -> bool:
+        """Whether peers are pending. A no may come up to `patience_s` later, a yes at once.
+
+        Members that have not come when the `grace` is over are dropped from the run; None: this
+        peer waits for all, and is not one of the `enough` that others have.
+        """
         client = self._membership.client("are_peers_pending")
         stuck = self._membership.standing.single_threaded() and deadline.left_s is None
 
         def take_part(call: Call) -> Note:
-            client.are_peers_pending(call, stuck, patience_s > 0)
+            client.are_peers_pending(call, stuck, patience_s > 0, grace)
             if patience_s > 0:
                 note = deadline.next_within(client, call, patience_s)
                 if note is not None:

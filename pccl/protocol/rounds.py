@@ -86,6 +86,14 @@ PENDING = RoundId(Kind.PENDING, None)
 
 
 @dataclass(frozen=True, slots=True)
+class Grace:
+    """How long a voter waits for others, once `enough` of its group have entered with a grace."""
+
+    enough: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Vote(Generic[T]):
     """A peer's vote: the number of its call, what it asks for, and the data it brings.
 
@@ -99,6 +107,7 @@ class Vote(Generic[T]):
     rows: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # for each rank, and from each
     held: int = 0  # bytes, about, that it takes in memory
     since_s: float = 0.0  # when it was cast
+    grace: Grace | None = None  # None: its caller waits for all
 
 
 @dataclass(slots=True)
@@ -108,6 +117,7 @@ class Round(Generic[T]):
     id: RoundId
     votes: dict[int, Vote[T]] = field(default_factory=dict)
     lost: list[str] = field(default_factory=list)
+    has_grace: bool = False  # whether any vote has had one
 
     @property
     def is_patient(self) -> bool:
@@ -194,6 +204,7 @@ class OpenRounds:
         round_ = self._rounds.setdefault(round_id, Round(round_id))
         assert peer not in round_.votes
         round_.votes[peer] = vote
+        round_.has_grace |= vote.grace is not None
         voter = self._voters.setdefault(peer, _Voter(group))
         voter.rounds[round_id] = round_
         voter.held += vote.held

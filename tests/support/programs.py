@@ -21,6 +21,7 @@ from simulator import EXCLUSIVE
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail, Fault
+from pccl.protocol.rounds import Grace
 from pccl.types import Result
 
 CALLS = (
@@ -107,6 +108,7 @@ class Scenario:
     failure_rate: float = 0.0
     loss_rate: float = 0.0
     lawful: bool = False  # all peers make the same calls: nothing may ever fail to meet
+    graces: bool = False  # callers of are_peers_pending do not wait for others without end
 
 
 # ---- scenarios from seeds ----
@@ -159,6 +161,7 @@ def draw(seed: int) -> Scenario:
         failure_rate=rng.choice([0.0, 0.0, 0.02, 0.1]),
         loss_rate=rng.choice([0.0, 0.0, 0.01, 0.05]),
         lawful=lawful,
+        graces=rng.random() < 0.3,
     )
 
 
@@ -327,6 +330,8 @@ class Play(Siege):
         self.scenario = scenario
         self.patience, self.failure_rate = [0], scenario.failure_rate
         self.loss_rate = scenario.loss_rate
+        if scenario.graces:
+            self.graces = [None, *(Grace(n, s) for n in (1, 2) for s in (0.0, 0.05, 2.0))]
         self.given_up = False  # whether any caller has ever given up
         self.positions: dict[tuple[int, int], int] = {}  # in lawful calls, after an admission
         self._of: dict[int, SimPeer] = {}  # peers by their number in the scenario
@@ -495,6 +500,8 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, failure_rate=0.0)
     if scenario.loss_rate:
         yield replace(scenario, loss_rate=0.0)
+    if scenario.graces:
+        yield replace(scenario, graces=False)
 
 
 def _shorter(threads: tuple[Calls, ...]) -> Iterator[tuple[Calls, ...]]:
@@ -545,7 +552,7 @@ def describe(scenario: Scenario) -> str:
     lines = [
         f"schedule {scenario.schedule}, {'with' if scenario.journaled else 'without'} a journal, "
         f"straggler limit {scenario.straggler_s}, failure rate {scenario.failure_rate}, "
-        f"loss rate {scenario.loss_rate}"
+        f"loss rate {scenario.loss_rate}{', with graces' if scenario.graces else ''}"
     ]
     for i, script in enumerate(scenario.peers):
         for calls in script.threads:

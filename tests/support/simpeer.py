@@ -262,7 +262,8 @@ class SimPeer:
         patience = self.run.random.choice([0, 0, 5, 50])
         if patience:
             self.patient[call] = self.run.steps + patience
-        actions = self.machine.are_peers_pending(call, self.single, bool(patience))
+        grace = self.run.random.choice(self.run.graces) if len(self.run.graces) > 1 else None
+        actions = self.machine.are_peers_pending(call, self.single, bool(patience), grace)
         end = yield from self.wait(self.begin(call, "are_peers_pending", actions))
         self.patient.pop(call, None)
         return end

@@ -28,7 +28,7 @@ from pccl.protocol.master.recovery import GIVEN_UP, Before
 from pccl.protocol.master.restart import Restart
 from pccl.protocol.master.status import CALLS_MAX, Phase
 from pccl.protocol.peer.effects import Answer
-from pccl.protocol.rounds import OpenRounds
+from pccl.protocol.rounds import PENDING, Grace, OpenRounds
 
 # who stands in one of these can enter no other call (said anew: the protocol's rules are checked)
 EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
@@ -86,6 +86,9 @@ class Run:
         seed: of all that is drawn; the same seed gives the same run.
         journaled: whether the master keeps a journal.
         straggler_s: the master's limit for peers that keep others waiting.
+
+    Attributes:
+        graces: what a vote of are_peers_pending draws its grace from.
     """
 
     def __init__(self, seed: int, journaled: bool = True, straggler_s: float | None = None) -> None:
@@ -115,6 +118,7 @@ class Run:
         self.steps = 0
         self.trace: list[str] | None = None  # set it to a list to have everything written down
         # steps after which a caller gives up; 0: never
+        self.graces: list[Grace | None] = [None]
         self.patience = self.random.choice([[0], [0], [0] * 9 + [5, 20, 60]])
         self.tick_s = self.random.choice([0.01, 0.01, 0.1, 1.0])
         self.failure_rate = self.random.choice([0.0, 0.0, 0.02, 0.1])
@@ -354,6 +358,7 @@ class Run:
             or (self.incarnation and self.overrun and "this is another one" in why)
             or (self.straggler_s is not None and "others waited for it" in why)
             or ("of its team, is gone" in why and self.bereaved(peer))
+            or (self.graces != [None] and "it was late" in why)
             or (self.incarnation and peer.given_up and "out of step" in why)
         ), f"peer {peer.name} is out of the run: {why}"
 
@@ -435,6 +440,18 @@ class Run:
                             self._check_pair(peer, (what, tag), other, their)
         if not self.master.recovering:
             self.check_status(awake)
+            self.check_graces()
+
+    def check_graces(self) -> None:
+        """Nobody waits for longer than its grace: not even for who is frozen."""
+        round_ = self.master.run.voting.open.get(PENDING)
+        votes = round_.votes if round_ is not None else {}
+        for group in {self.master.peers[number].info.group for number in votes}:
+            members = self.master.run.membership.accepted(group)
+            graces = [votes[n].grace for n in members if n in votes and votes[n].grace]
+            enough = max((g.enough for g in graces if g), default=1)
+            missing = [n for n in members if n not in votes]
+            assert not missing or len(graces) < enough, f"{missing} are late, and still waited for"
 
     def check_status(self, awake: list[SimPeer]) -> None:
         """What the master shows of a run is so: who stands in which calls, and who is missing."""
@@ -537,6 +554,8 @@ class Run:
             self.perform(self.master.resume(peer.conn, message, "10.0.0.1"))
         else:
             self.perform(self.master.received(peer.conn, message))
+        if self.graces != [None]:
+            self._look_at_the_clock()
 
     def _bury(self) -> None:
         peer = self._by_conn(self.broken.popleft())
@@ -561,9 +580,26 @@ class Run:
         peer.conn = b"c%d.%d" % (peer.name, peer.connections)
         peer.perform(peer.machine.reconnected())
 
+    def _look_at_the_clock(self) -> None:
+        """What the server does after each message. Whoever is dropped was late indeed."""
+        round_ = self.master.run.voting.open.get(PENDING)
+        members = {n: p.info.group for n, p in self.master.peers.items() if p.accepted}
+        teams = {n: p.info.team for n, p in self.master.peers.items()}
+        votes = dict(round_.votes) if round_ is not None else {}
+        self.perform(self.master.tick(self.now_s))
+        gone = members.keys() - self.master.peers.keys() if self.straggler_s is None else ()
+        for number in gone:
+            graces = [
+                v.grace for n, v in votes.items() if v.grace and members[n] == members[number]
+            ]
+            if teams[number] and {n for n in gone if teams[n] == teams[number]} - {number}:
+                continue  # one of its team was late
+            assert number not in votes and graces, f"peer {number} was not late"
+            assert len(graces) >= max(grace.enough for grace in graces), number
+
     def _tick(self) -> None:
         self.now_s += self.tick_s
-        self.perform(self.master.tick(self.now_s))
+        self._look_at_the_clock()
 
     def _answer_dial(self) -> None:
         number = self.dials.pop(self.random.randrange(len(self.dials)))
@@ -591,7 +627,7 @@ class Run:
             choices.append((Run._bury, self))
         if self.dials:
             choices.append((Run._answer_dial, self))
-        if self.master.recovering:
+        if self.master.recovering or self.master.patience_s is not None:
             choices.append((Run._tick, self))
         return choices
 

@@ -55,6 +55,7 @@ import msgspec
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.master.collectives import Combine
+from pccl.protocol.master.deadlines import Deadlines
 from pccl.protocol.master.door import newcomer, refusal
 from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Remember, Send
 from pccl.protocol.master.explain import explain
@@ -79,7 +80,7 @@ from pccl.protocol.master.tally import Loss
 from pccl.protocol.master.teams import halves
 from pccl.protocol.master.voting import held
 from pccl.protocol.master.work import are_rows, fits, is_pair
-from pccl.protocol.rounds import PENDING, Kind, RoundId, Vote
+from pccl.protocol.rounds import PENDING, Grace, Kind, RoundId, Vote
 from pccl.types import Result
 from pccl.version import __version__
 
@@ -113,6 +114,7 @@ class Master:
         self.run = Run(run, combine, journal, secret)
         self._members, self._outbox = self.run.membership, self.run.outbox
         self._stragglers = Stragglers(straggler_s)
+        self._deadlines = Deadlines(self._members)
         self._restart: Restart | None = None
         if journal is not None and (journal.accepted or not journal.complete):
             recovery = Recovery(journal.run, journal.accepted, journal.complete)
@@ -271,7 +273,7 @@ class Master:
         return self._outbox.take()
 
     def tick(self, now_s: float) -> list[Effect]:
-        """Time has passed: ends a recovery; drops stragglers, if there is a limit."""
+        """Time has passed: ends a recovery; drops stragglers, if there is a limit, and the late."""
         if self._restart is not None:
             if self._restart.recovery.over(now_s):
                 self._go_on(self._restart)
@@ -280,7 +282,15 @@ class Master:
         for number in sorted(late.keys() & self.peers.keys()):
             why = f"others waited for it in {late[number]} for {self._stragglers.limit_s:g} s"
             self.run.dismissals.dismiss(number, why, Result.RANK_CONNECTION_FAILED)
+        whys = self._deadlines.late(now_s, self.run.voting.open.get(PENDING))
+        if whys:
+            self.run.dismissals.dismiss_all(whys, Result.RANK_CONNECTION_FAILED)
         return self._outbox.take()
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds after the last `tick` until another one will drop peers that are late."""
+        return self._deadlines.left_s
 
     def _postponed(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
         """Keeps a message that arrives during a recovery for later, within limits."""
@@ -411,7 +421,10 @@ class Master:
         self.run.voting.enter(number, TOPOLOGY, Vote(vote.call, None, since_s=self.now_s))
 
     def _vote_pending(self, number: int, vote: m.PendingVote) -> None:
-        entered: Vote[object] = Vote(vote.call, vote.patient, None, vote.stuck, since_s=self.now_s)
+        grace = Grace(vote.enough, vote.grace_ms / 1000) if vote.enough else None
+        entered: Vote[object] = Vote(
+            vote.call, vote.patient, None, vote.stuck, since_s=self.now_s, grace=grace
+        )
         self.run.voting.enter(number, PENDING, entered)
 
     def _vote_optimize(self, number: int, vote: m.OptimizeVote) -> None:

@@ -110,6 +110,9 @@ class Recorder:
         """
         if not isinstance(event, inputs.Tick):
             self._news = True
+            message = event.message if isinstance(event, inputs.Received) else None
+            if isinstance(message, m.PendingVote) and message.enough:
+                self._timed = True
             return True
         first, self._news = self._news and (self._timed or recovering), False
         return first or bool(effects)

@@ -56,12 +56,16 @@ class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
 class PendingVote(Struct, array_like=True, frozen=True, tag=3):
     """Enters `are_peers_pending`. `stuck`: this peer cannot enter another call until it returns.
 
-    When all voters are `patient`, the answer waits until a peer is pending.
+    When all voters are `patient`, the answer waits until a peer is pending. When `enough` members
+    of the peer's group have entered and `grace_ms` have passed, those that have not are dropped;
+    with 0 `enough`, this peer waits for all, and does not count.
     """
 
     call: U64
     stuck: bool = False
     patient: bool = False
+    enough: U32 = 0
+    grace_ms: U32 = 0
 
 
 class Hurry(Struct, array_like=True, frozen=True, tag=16):

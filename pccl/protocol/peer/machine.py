@@ -45,6 +45,7 @@ from pccl.protocol.peer.streams import Streams
 from pccl.protocol.peer.synchronisations import Synchronisations
 from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.peer.votes import Vote, Votes
+from pccl.protocol.rounds import Grace
 from pccl.types import Result
 
 LOST = Result.RANK_CONNECTION_LOST
@@ -160,13 +161,17 @@ class Peer:
         return self._vote(call, m.TopologyVote(call))
 
     def are_peers_pending(
-        self, call: int, stuck: bool = False, patient: bool = False
+        self, call: int, stuck: bool = False, patient: bool = False, grace: Grace | None = None
     ) -> list[Effect]:
         """Answered with a bool. `stuck`: until then this peer makes no other call.
 
-        `patient`: while all voters are patient, "no" is not answered (see `hurry`).
+        `patient`: while all voters are patient, "no" is not answered (see `hurry`). `grace`: who is
+        not there when it is over is dropped; None: this peer waits for all.
         """
-        return self._vote(call, m.PendingVote(call, stuck, patient))
+        vote = m.PendingVote(call, stuck, patient)
+        if grace is not None:
+            vote = m.PendingVote(call, stuck, patient, grace.enough, round(1000 * grace.seconds))
+        return self._vote(call, vote)
 
     def hurry(self, call: int) -> list[Effect]:
         """The caller of `are_peers_pending` is no longer patient."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TypeAlias
 
+import msgspec
+
 from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import ENTERING
 from pccl.protocol.peer.effects import Answer, Fail, Fault
@@ -41,7 +43,7 @@ class Votes:
         """The caller of `are_peers_pending` is no longer patient."""
         vote = self._waiting.get(call)
         if isinstance(vote, m.PendingVote):
-            self._waiting[call] = m.PendingVote(call, vote.stuck)
+            self._waiting[call] = msgspec.structs.replace(vote, patient=False)
             self._outbox.say(m.Hurry(call))
 
     # ---- results ----

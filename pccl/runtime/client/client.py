@@ -20,6 +20,7 @@ import zmq
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.peer import Peer, effects
+from pccl.protocol.rounds import Grace
 from pccl.runtime import forks, limits
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.connection import MasterConnection
@@ -197,12 +198,16 @@ class Client:
         """Enters the round that admits pending peers."""
         self._begin(call, self._peer.update_topology)
 
-    def are_peers_pending(self, call: Call, stuck: bool = False, patient: bool = False) -> None:
+    def are_peers_pending(
+        self, call: Call, stuck: bool = False, patient: bool = False, grace: Grace | None = None
+    ) -> None:
         """Enters the round that asks. `stuck`: the caller makes no other call before the answer.
 
-        `patient`: while all callers are patient, "no" is not answered (see `hurry`).
+        `patient`: while all callers are patient, "no" is not answered (see `hurry`). `grace`: who
+        is not there when it is over is dropped from the run.
         """
-        self._begin(call, lambda number: self._peer.are_peers_pending(number, stuck, patient))
+        peer = self._peer
+        self._begin(call, lambda number: peer.are_peers_pending(number, stuck, patient, grace))
 
     def hurry(self, call: Call) -> None:
         """The caller of `are_peers_pending` is no longer patient."""

@@ -247,6 +247,7 @@ class Server:
             limits.MASTER_LOOK_S if often else self._timeout_s / 4,  # to notice pauses
             self._tick_s,
             connections.patience_s,
+            self._master.patience_s,
         ]
         return min(wait_s for wait_s in waits_s if wait_s is not None)
 

@@ -1,0 +1,168 @@
+"""Rounds that do not wait for everybody: who is dropped as late, and when."""
+
+from __future__ import annotations
+
+from hall import Hall
+
+from pccl.protocol import messages as m
+from pccl.protocol.master import Master
+from pccl.protocol.master.inputs import Received, Tick
+from pccl.protocol.master.record import Recorder
+from pccl.protocol.peer import Peer
+from pccl.protocol.peer.effects import Send
+from pccl.protocol.rounds import Grace
+from pccl.types import Result
+
+
+def hall_of(*groups: int) -> Hall:
+    """Accepted peers "1", "2", ... of these groups, at 100 s."""
+    hall = Hall(0)
+    for i, group in enumerate(groups, 1):
+        hall.join(b"%d" % i, group=group)
+    hall.say(b"1", m.TopologyVote(1))
+    pass_time(hall, 100.0)
+    return hall
+
+
+def arrive(hall: Hall, *conns: bytes, enough: int = 2, grace_ms: int = 1000) -> None:
+    for conn in conns:
+        hall.say(conn, m.PendingVote(2, False, False, enough, grace_ms))
+
+
+def pass_time(hall: Hall, now_s: float) -> None:
+    hall.perform(hall.master.tick(now_s))
+
+
+def here(master: Master) -> list[int]:
+    return sorted(master.peers)
+
+
+def test_who_comes_after_the_grace_is_dropped_and_the_others_go_on() -> None:
+    hall = hall_of(0, 0, 0, 0)
+    arrive(hall, b"1", b"3")
+    pass_time(hall, 101.0)
+    assert hall.master.patience_s == 1.0, "it begins when enough have come, and not before"
+    arrive(hall, b"4")
+    pass_time(hall, 101.75)
+    assert hall.master.patience_s == 0.25 and here(hall.master) == [1, 2, 3, 4]
+    pass_time(hall, 102.0)
+    assert here(hall.master) == [1, 3, 4] and hall.master.patience_s is None
+    (kicked,) = [told for told in hall.told[b"2"] if isinstance(told, m.Kicked)]
+    assert kicked.result == Result.RANK_CONNECTION_FAILED.value
+    assert kicked.why == (
+        "it was late: 3 of 4 had entered are_peers_pending(), and waited for 1 s more, which is "
+        "their grace"
+    )
+    for conn in (b"1", b"3", b"4"):
+        assert hall.last(conn) == m.PendingResult(2, False, 1)
+
+
+def test_all_who_are_late_go_at_once_and_the_others_are_told_once() -> None:
+    hall = hall_of(0, 0, 0, 0)
+    arrive(hall, b"1", b"4", grace_ms=0)
+    before = len(hall.told[b"1"])
+    pass_time(hall, 101.0)
+    assert here(hall.master) == [1, 4]
+    told = [type(one) for one in hall.told[b"1"][before:]]
+    assert told == [m.WorldSizes, m.Plan, m.PendingResult]
+
+
+def test_without_enough_nobody_is_late_and_a_vote_without_a_grace_does_not_count() -> None:
+    hall = hall_of(0, 0, 0)
+    arrive(hall, b"1", grace_ms=0)
+    hall.say(b"2", m.PendingVote(2))
+    for now_s in (101.0, 200.0):
+        pass_time(hall, now_s)
+        assert here(hall.master) == [1, 2, 3] and hall.master.patience_s is None
+
+
+def test_nobody_is_late_where_enough_are_more_than_there_are() -> None:
+    hall = hall_of(0, 0)
+    arrive(hall, b"1", enough=9, grace_ms=0)
+    pass_time(hall, 101.0)
+    assert here(hall.master) == [1, 2]
+    arrive(hall, b"2", enough=9, grace_ms=0)
+    assert hall.last(b"1") == m.PendingResult(2, False, 1)
+
+
+def test_the_most_patient_vote_counts() -> None:
+    hall = hall_of(0, 0, 0, 0)
+    arrive(hall, b"1", enough=1, grace_ms=1000)
+    pass_time(hall, 101.0)
+    arrive(hall, b"2", enough=3, grace_ms=5000)
+    pass_time(hall, 110.0)
+    assert here(hall.master) == [1, 2, 3, 4]
+    arrive(hall, b"3", enough=1, grace_ms=0)
+    pass_time(hall, 111.0)
+    pass_time(hall, 115.5)
+    assert here(hall.master) == [1, 2, 3, 4]
+    pass_time(hall, 116.0)
+    assert here(hall.master) == [1, 2, 3]
+
+
+def test_a_grace_that_has_begun_ends_with_its_round_and_without_enough() -> None:
+    hall = hall_of(0, 0, 0)
+    arrive(hall, b"1", b"2")
+    pass_time(hall, 101.0)
+    hall.say(b"2", m.Withdraw(2))
+    pass_time(hall, 101.9)
+    arrive(hall, b"2")
+    pass_time(hall, 102.5)
+    pass_time(hall, 103.0)
+    assert here(hall.master) == [1, 2, 3], "it begins anew"
+    arrive(hall, b"3")
+    arrive(hall, b"1", b"2")
+    pass_time(hall, 103.6)
+    assert here(hall.master) == [1, 2, 3], "and in the next round"
+    pass_time(hall, 104.6)
+    assert here(hall.master) == [1, 2]
+
+
+def test_no_group_decides_about_the_members_of_another() -> None:
+    hall = hall_of(0, 0, 7, 7, 7)
+    arrive(hall, b"1", b"3", b"4", grace_ms=0)
+    pass_time(hall, 101.0)
+    assert here(hall.master) == [1, 2, 3, 4], "of group 7 enough have come, of group 0 not"
+    arrive(hall, b"2")
+    assert hall.last(b"3") == m.PendingResult(2, False, 1)
+
+
+def test_a_collective_that_waited_for_who_was_late_starts_without_it() -> None:
+    hall = hall_of(0, 0, 0)
+    work = m.Work("all_reduce", 0, 10, 1000)
+    for conn in (b"1", b"2"):
+        hall.say(conn, m.StartVote(3, 5, work))
+    arrive(hall, b"1", b"2", grace_ms=0)
+    pass_time(hall, 101.0)
+    assert [type(one) for one in hall.told[b"1"][-2:]] == [m.Started, m.PendingResult]
+
+
+def test_a_caller_in_a_hurry_keeps_its_grace_and_a_vote_is_repeated_with_it() -> None:
+    peer = Peer()
+    peer.votes.enter(4, m.PendingVote(4, True, True, 2, 500))
+    peer.votes.hurry(4)
+    peer._outbox.take()
+    peer.votes.resume(m.Done(), m.Done())
+    said = [one.message for one in peer._outbox.take() if isinstance(one, Send)]
+    assert said == [m.PendingVote(4, True, False, 2, 500)]
+
+
+def test_the_vote_says_the_grace_in_milliseconds() -> None:
+    hall, peer = hall_of(0), Peer()
+    hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "x", b"")
+    peer.join(1, hello)
+    for told in hall.told[b"1"]:
+        peer.received(told)
+    effects = peer.are_peers_pending(3, False, False, Grace(2, 0.0125))
+    assert [one.message for one in effects if isinstance(one, Send)] == [
+        m.PendingVote(3, False, False, 2, 12)
+    ]
+
+
+def test_ticks_are_recorded_from_the_first_grace_on() -> None:
+    recorder = Recorder(None)
+    recorder.matters(Received(b"1", m.PendingVote(1)), False, [])
+    assert not recorder.matters(Tick(1.0), False, [])
+    recorder.matters(Received(b"1", m.PendingVote(1, False, False, 2, 0)), False, [])
+    assert recorder.matters(Tick(2.0), False, [])
+    assert not recorder.matters(Tick(3.0), False, [])
