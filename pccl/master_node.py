@@ -237,10 +237,17 @@ class _Terminated(SystemExit):
 def _terminate(number: int, frame: FrameType | None) -> None:
     """SIGTERM without a handler of the program's own: stops all masters, then the program."""
     _stop_all()
-    if not threading.main_thread().is_alive():  # the interpreter is shutting down
+    if _is_shutting_down(frame):
         say = sys.unraisablehook
         sys.unraisablehook = lambda it: None if it.exc_type is _Terminated else say(it)
     raise _Terminated(0)
+
+
+def _is_shutting_down(frame: FrameType | None) -> bool:
+    """Whether the main thread, which stands in `frame`, has left the program's own code."""
+    while frame is not None and frame.f_code is not threading._shutdown.__code__:  # type: ignore[attr-defined]
+        frame = frame.f_back
+    return frame is not None or not threading.main_thread().is_alive()
 
 
 def _stop_all() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -120,10 +121,9 @@ class Desk:
         while self.streams.waits:
             due_s = self.streams.due_s
             assert due_s is not None
-            time.sleep(max(0.0, due_s - time.monotonic()))
+            with contextlib.suppress(queue.Empty):
+                self.posted.get(timeout=max(0.0, due_s - time.monotonic()))()
             self.streams.tick()
-            while not self.posted.empty():
-                self.work()
         assert self.streams.due_s is None
         assert self.engine.told[-1][0] == "lose"
         return str(self.engine.told[-1][2])

@@ -129,8 +129,6 @@ class Peer:
             if pending or moved:  # who was pending may be lost by now: nobody has joined then
                 shared.push_revision()
                 shared = self._sync(comm, shared, step, state)
-            else:
-                time.sleep(0.02)  # alone
 
     def _begin(self, step: np.ndarray, state: np.ndarray) -> pccl.SharedState:
         """The content with which a run begins."""

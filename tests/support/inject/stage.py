@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import select
 import selectors
 import signal
 import sys
@@ -27,6 +28,8 @@ import peer
 from faults import Fault
 
 LIMIT_S = float(os.environ.get("STAGE_LIMIT_S", "30"))
+STACKS_S = 1.0  # for a process that hangs to say where
+INTERVAL_S = 0.01
 GRACE_S = 2.0  # for a process with a fault to take part, if it can
 LEAVER = {"peer2": 1}  # who leaves where that peer has the fault; else peer 2
 
@@ -192,10 +195,15 @@ class Run:
     def close(self) -> dict[str, str]:
         """Ends all processes. Returns what those that were still there stood in."""
         stacks = {}
-        for child in self._children.values():
-            if child.status is None:
-                os.kill(child.pid, signal.SIGUSR1)
-        time.sleep(0.3 * any(child.status is None for child in self._children.values()))
+        left = [child for child in self._children.values() if child.status is None]
+        for child in left:
+            os.kill(child.pid, signal.SIGUSR1)
+        until_s = time.monotonic() + STACKS_S
+        for child in left:  # the last line of a dump is that of the program
+            while not self.log(child.role).rstrip().endswith("in <module>"):
+                if time.monotonic() > until_s:
+                    break
+                select.select([], [], [], INTERVAL_S)
         for child in self._children.values():
             if child.status is None:
                 os.kill(child.pid, signal.SIGKILL)
