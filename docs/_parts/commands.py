@@ -27,8 +27,8 @@ def command(name: str) -> str:
             of = "all" if len(owners) == len(below) else ", ".join(f"`{one}`" for one in owners)
             parts.append(f"| {option} | {of} | {text} |")
     else:
-        parts += ["", "| option | what it does |", "| --- | --- |"]
-        parts += [f"| {option} | {text} |" for option, text in _options(parser)]
+        rows = [f"| {option} | {text} |" for option, text in _options(parser)]
+        parts += ["", "| option | what it does |", "| --- | --- |", *rows] if rows else []
     return "\n".join(parts)
 
 

@@ -6,7 +6,15 @@ import ast
 from pathlib import Path
 from textwrap import dedent
 
-LANGUAGES = {".py": "python", ".h": "text", ".c": "text"}  # of C only comments are listed
+LANGUAGES = {
+    "": "text",
+    ".c": "c",
+    ".h": "c",
+    ".py": "python",
+    ".service": "ini",
+    ".sh": "bash",  # not sh, which a reader types
+    ".yaml": "yaml",
+}
 
 
 def listing(root: Path, path: str, *words: str) -> str:
@@ -29,7 +37,8 @@ def listing(root: Path, path: str, *words: str) -> str:
     if asked:
         raise ValueError(f"{path}: {', '.join(asked)}?")
     code = dedent("\n".join(lines[begin:end])).strip("\n")
-    return f"```{LANGUAGES[Path(path).suffix]}\n{code}\n```"
+    language = "text" if path.startswith("c/") else LANGUAGES[Path(path).suffix]  # its comments
+    return f"```{language}\n{code}\n```"
 
 
 def _find(path: str, lines: list[str], text: str, start: int) -> int:

@@ -29,6 +29,8 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
     "status": ("print what a master shows of its run", "pccl.cli.status"),
     "top": ("show a run in the terminal, again and again", "pccl.cli.top"),
     "replay": ("tell from a master's event log who waited for whom", "pccl.cli.replay"),
+    "cflags": ("print what a C compiler needs for programs that use pccl", "pccl.cli.flags"),
+    "libs": ("print what a linker needs for C programs that use pccl", "pccl.cli.flags"),
     "doctor": ("check this machine, and the way to and from a master", "pccl.cli.doctor"),
 }
 

@@ -102,6 +102,15 @@ def check_make(words: list[str]) -> None:
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in words[2:])
 
 
+def check_compiler(words: list[str]) -> None:
+    sources = [word for word in words if word.endswith(".c")]
+    assert sources and all((ROOT / source).exists() for source in sources)
+    asked = " ".join(words)
+    for command in re.findall(r"\$\(pccl (\w+)\)", asked):
+        check_pccl([command])
+    assert "$(pccl cflags)" in asked and "$(pccl libs)" in asked
+
+
 def check_pytest(words: list[str]) -> None:
     files = [word for word in words if word.startswith("tests/")]
     assert all((ROOT / file).exists() for file in files)
@@ -129,6 +138,8 @@ def test_a_command_and_its_options_exist(command: Command, monkeypatch: pytest.M
             check_pip(words)
         case "make":
             check_make(words)
+        case "cc":
+            check_compiler(words)
         case "pytest":
             check_pytest(words)
         case "pccl_master":

@@ -1,0 +1,264 @@
+/* The functions of <pccl.h>: they start Python, and pass calls on to pccl.capi.calls.
+ *
+ * This file is a part of the extension module pccl.capi.libpccl, which programs link as a library.
+ * pcclInit() starts an interpreter if the process has none, and imports pccl.capi.calls. That
+ * imports the module which the program has loaded already, and implements the functions of
+ * library.h, to which all calls go. cffi takes the interpreter's lock for them, in any thread.
+ *
+ * No exception of Python gets out: what fails is told by a result. */
+
+#include <Python.h> /* first: it says which functions of the system are declared */
+
+#include "library.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+
+#if defined(_WIN32)
+#include <windows.h>
+#define TAKE(lock) (InterlockedExchange(&(lock), 1) != 0)
+#define RELEASE(lock) InterlockedExchange(&(lock), 0)
+#define PAUSE() Sleep(1)
+static volatile LONG starting; /* a thread is in start() */
+#else
+#include <dlfcn.h>
+#include <sched.h>
+#define TAKE(lock) __sync_lock_test_and_set(&(lock), 1)
+#define RELEASE(lock) __sync_lock_release(&(lock))
+#define PAUSE() sched_yield()
+static volatile int starting;
+#endif
+
+static volatile int implemented; /* pccl.capi.calls is there */
+static volatile int initialized; /* pcclInit() has succeeded */
+
+void pccl_capi_implement(void)
+{
+    implemented = 1;
+}
+
+/* The directory of the package that this library is a part of, HOME/pccl/capi/libpccl.so; or "". */
+static void find_home(char *home, size_t size)
+{
+    home[0] = '\0';
+#if !defined(_WIN32)
+    Dl_info found;
+    int levels;
+    if (!dladdr((void *)&starting, &found) || strlen(found.dli_fname) >= size)
+        return;
+    strcpy(home, found.dli_fname);
+    for (levels = 0; levels < 3; levels++) {
+        char *last = strrchr(home, '/');
+        if (!last)
+            last = home;
+        *last = '\0';
+    }
+#else
+    (void)size;
+#endif
+}
+
+/* Lets Python find the package, and what is installed beside it. Returns 0 if that fails. */
+static int look_in(const char *home)
+{
+    PyObject *path = PySys_GetObject("path"); /* borrowed */
+    PyObject *text = PyUnicode_DecodeFSDefault(home);
+    PyObject *site = NULL, *done = NULL;
+    if (path && text && PyList_Insert(path, 0, text) == 0)
+        site = PyImport_ImportModule("site");
+    if (site)
+        done = PyObject_CallMethod(site, "addsitedir", "O", text); /* reads its .pth files */
+    Py_XDECREF(done);
+    Py_XDECREF(site);
+    Py_XDECREF(text);
+    return done != NULL;
+}
+
+/* Imports what implements the calls. Returns 0 if that fails; stderr says why. */
+static int import_calls(int fresh)
+{
+    char home[4096];
+    PyObject *calls = NULL;
+    find_home(home, sizeof home);
+    if (!fresh || !home[0] || look_in(home))
+        calls = PyImport_ImportModule("pccl.capi.calls");
+    if (!calls) {
+        fprintf(stderr, "pccl: Python cannot import the package pccl, looking in %s first:\n",
+                home[0] ? home : "its own path");
+        PyErr_Print();
+        return 0;
+    }
+    Py_DECREF(calls);
+    if (!implemented)
+        fprintf(stderr, "pccl: this library, of %s, is not that of the package that Python has "
+                        "imported: link it as `pccl libs` says, and do not copy it\n",
+                home);
+    return implemented;
+}
+
+#if defined(_WIN32)
+typedef void (*handler)(int);
+static void get_interrupt(handler *found)
+{
+    *found = signal(SIGINT, SIG_DFL);
+    signal(SIGINT, *found);
+}
+static void set_interrupt(const handler *wanted)
+{
+    signal(SIGINT, *wanted);
+}
+#else
+typedef struct sigaction handler;
+static void get_interrupt(handler *found)
+{
+    sigaction(SIGINT, NULL, found);
+}
+static void set_interrupt(const handler *wanted)
+{
+    sigaction(SIGINT, wanted, NULL);
+}
+#endif
+
+/* Starts what is not there yet. Returns whether calls can be made. */
+static int start(void)
+{
+    while (TAKE(starting))
+        PAUSE();
+    if (!implemented) {
+        int fresh = !Py_IsInitialized();
+        PyGILState_STATE state;
+        handler interrupt;
+        get_interrupt(&interrupt);
+        if (fresh) {
+            Py_InitializeEx(0); /* without signal handlers: those are the program's */
+            PyEval_SaveThread();
+        }
+        state = PyGILState_Ensure();
+        import_calls(fresh);
+        PyGILState_Release(state);
+        if (fresh)
+            set_interrupt(&interrupt); /* Python's module `signal` handles it, once imported */
+    }
+    RELEASE(starting);
+    return implemented;
+}
+
+pcclResult_t pcclInit(void)
+{
+    if (!start())
+        return pcclInternalError;
+    initialized = 1;
+    return pcclSuccess;
+}
+
+pcclResult_t pcclGetBuildInfo(pcclBuildInfo_t *info_out)
+{
+    if (!start())
+        return pcclInternalError;
+    return (pcclResult_t)pccl_capi_build_info(info_out);
+}
+
+const char *pcclGetLastError(void)
+{
+    return implemented ? pccl_capi_last_error() : "";
+}
+
+/* The others only pass on. */
+
+#define PASS_ON(call) return initialized ? (pcclResult_t)(call) : pcclNotInitialized
+
+pcclResult_t pcclCreateCommunicator(const pcclCommCreateParams_t *params, pcclComm_t **comm_out)
+{
+    PASS_ON(pccl_capi_create_communicator(params, comm_out));
+}
+
+pcclResult_t pcclConnect(pcclComm_t *comm)
+{
+    PASS_ON(pccl_capi_connect(comm));
+}
+
+pcclResult_t pcclDestroyCommunicator(pcclComm_t *comm)
+{
+    PASS_ON(pccl_capi_destroy_communicator(comm));
+}
+
+pcclResult_t pcclGetAttribute(const pcclComm_t *comm, pcclAttribute_t attribute, int *value_out)
+{
+    PASS_ON(pccl_capi_get_attribute(comm, (int)attribute, value_out));
+}
+
+pcclResult_t pcclUpdateTopology(pcclComm_t *comm)
+{
+    PASS_ON(pccl_capi_update_topology(comm));
+}
+
+pcclResult_t pcclArePeersPending(const pcclComm_t *comm, bool *pending_out)
+{
+    PASS_ON(pccl_capi_are_peers_pending(comm, pending_out));
+}
+
+pcclResult_t pcclOptimizeTopology(const pcclComm_t *comm)
+{
+    PASS_ON(pccl_capi_optimize_topology(comm));
+}
+
+pcclResult_t pcclAllReduce(const void *sendbuf, void *recvbuf,
+                           const pcclReduceDescriptor_t *descriptor, const pcclComm_t *comm,
+                           pcclReduceInfo_t *info_out)
+{
+    PASS_ON(pccl_capi_all_reduce(sendbuf, recvbuf, descriptor, comm, info_out));
+}
+
+pcclResult_t pcclAllReduceAsync(const void *sendbuf, void *recvbuf,
+                                const pcclReduceDescriptor_t *descriptor, const pcclComm_t *comm,
+                                pcclAsyncReduceOp_t *reduce_handle_out)
+{
+    PASS_ON(pccl_capi_all_reduce_async(sendbuf, recvbuf, descriptor, comm, reduce_handle_out));
+}
+
+pcclResult_t pcclAwaitAsyncReduce(const pcclAsyncReduceOp_t *reduce_handle,
+                                  pcclReduceInfo_t *info_out)
+{
+    PASS_ON(pccl_capi_await_async_reduce(reduce_handle, info_out));
+}
+
+pcclResult_t pcclAllReduceMultipleWithRetry(const pcclReduceOpDescriptor_t *descriptors,
+                                            size_t count, const pcclComm_t *comm,
+                                            pcclReduceInfo_t *info_out, int max_in_flight)
+{
+    PASS_ON(pccl_capi_all_reduce_multiple(descriptors, count, comm, info_out, max_in_flight));
+}
+
+pcclResult_t pcclSynchronizeSharedState(const pcclComm_t *comm, pcclSharedState_t *shared_state,
+                                        pcclSharedStateSyncStrategy_t strategy,
+                                        pcclSharedStateSyncInfo_t *info_out)
+{
+    PASS_ON(pccl_capi_synchronize(comm, shared_state, (int)strategy, info_out));
+}
+
+pcclResult_t pcclCreateMaster(ccoip_socket_address_t listen_address,
+                              pcclMasterInstance_t **master_out)
+{
+    PASS_ON(pccl_capi_create_master(&listen_address, master_out));
+}
+
+pcclResult_t pcclRunMaster(pcclMasterInstance_t *master)
+{
+    PASS_ON(pccl_capi_run_master(master));
+}
+
+pcclResult_t pcclInterruptMaster(pcclMasterInstance_t *master)
+{
+    PASS_ON(pccl_capi_interrupt_master(master));
+}
+
+pcclResult_t pcclMasterAwaitTermination(pcclMasterInstance_t *master)
+{
+    PASS_ON(pccl_capi_await_master(master));
+}
+
+pcclResult_t pcclDestroyMaster(pcclMasterInstance_t *master)
+{
+    PASS_ON(pccl_capi_destroy_master(master));
+}

@@ -1,0 +1,56 @@
+"""Builds pccl.capi.libpccl: the library for C programs, which is an extension module as well.
+
+Its C functions are in c/api/library.c. They call those of c/api/library.h, which Python implements
+in pccl.capi.calls.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+
+from cffi import FFI
+
+ROOT = Path(__file__).resolve().parents[2]
+INCLUDE = "pccl/capi/include"
+
+
+def _flags() -> tuple[list[str], list[str]]:
+    """Those of the C core, whose builder is loaded by its path: the package is not there yet."""
+    path = ROOT / "pccl" / "ext" / "build.py"
+    spec = importlib.util.spec_from_file_location("pccl_ext_build", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    compile_args, link_args = module.flags()
+    return compile_args, link_args
+
+
+def _between(path: str, begin: str, end: str) -> str:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return text.split(begin, 1)[1].split(end, 1)[0]
+
+
+def builder() -> FFI:
+    """The cffi builder, which setup.py names."""
+    compile_args, link_args = _flags()
+    functions = _between("c/api/library.h", "/* cdef begin */", "/* cdef end */")
+    made = FFI()
+    made.cdef(_between(f"{INCLUDE}/pccl.h", "/* types begin */", "/* types end */"))
+    made.cdef(f'extern "Python+C" {{ {functions} }}\nvoid pccl_capi_implement(void);')
+    if sysconfig.get_platform().startswith("linux"):
+        link_args = [*link_args, "-ldl"]
+    made.set_source(
+        "pccl.capi.libpccl",
+        '#include "library.h"',
+        sources=["c/api/library.c"],
+        depends=["c/api/library.h", f"{INCLUDE}/pccl.h"],
+        include_dirs=[INCLUDE, "c/api"],
+        extra_compile_args=compile_args,
+        extra_link_args=link_args,
+    )
+    return made
+
+
+ffi = builder()

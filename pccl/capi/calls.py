@@ -1,0 +1,284 @@
+"""What is behind the functions of <pccl.h>: c/api/library.c imports this module, and calls it.
+
+Each function answers with a `Result`; no exception leaves it. `pcclGetLastError` says in words what
+was the matter in the thread that asks.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from pccl import cuda
+from pccl.calls import operands
+from pccl.calls.handle import AsyncReduceHandle
+from pccl.capi import values
+from pccl.capi.handles import Handles
+from pccl.capi.libpccl import ffi, lib
+from pccl.capi.values import given
+from pccl.communicator import Communicator
+from pccl.errors import PCCLError, error_for
+from pccl.master_node import MasterNode
+from pccl.support.logs import configure_logging
+from pccl.types import Attribute, ReduceInfo, Result, SharedStateSyncStrategy
+
+log = logging.getLogger("pccl")
+
+_failure = threading.local()
+_NONE = ffi.new("char[]", b"")
+
+
+class Peer:
+    """A communicator, and what a C program does not hold itself."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.state = values.State()
+        self.launched: dict[int, AsyncReduceHandle] = {}
+
+
+class Master:
+    """A master: whether it was started, and whether it is known to have stopped since."""
+
+    def __init__(self, node: MasterNode) -> None:
+        self.node = node
+        self.started = False
+        self.stopped = False
+
+
+peers: Handles[Peer] = Handles("pcclComm_t *", "a communicator")
+masters: Handles[Master] = Handles("pcclMasterInstance_t *", "a master")
+
+
+def implements(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a Python function that of a function of <pccl.h>."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> int:
+            try:
+                function(*arguments)
+            except BaseException as error:
+                return _fail(name, error).value
+            return Result.SUCCESS.value
+
+        own = f"pccl_capi_{function.__name__}"
+        ffi.def_extern(name=own, error=Result.INTERNAL_ERROR.value)(call)
+        return function
+
+    return decorate
+
+
+def _fail(name: str, error: BaseException) -> Result:
+    """The result for an exception, which is kept in words."""
+    _failure.text = ffi.new("char[]", f"{name}: {error}".replace("\0", "?").encode())
+    if isinstance(error, PCCLError):
+        return error.result
+    if isinstance(error, ValueError | AssertionError | OverflowError):  # as the API has them
+        return Result.INVALID_ARGUMENT
+    configure_logging()
+    log.error("%s has failed", name, exc_info=error)
+    return Result.INTERNAL_ERROR
+
+
+@ffi.def_extern(name="pccl_capi_last_error", error=ffi.NULL)
+def last_error() -> Any:
+    """Why the last call of this thread that failed has failed."""
+    return getattr(_failure, "text", _NONE)
+
+
+@implements("pcclGetBuildInfo")
+def build_info(info: Any) -> None:
+    """What this installation can do."""
+    given(info, "info_out")
+    info.has_cuda_support = cuda.is_available()
+
+
+# ---- one peer of a run ----
+
+
+@implements("pcclCreateCommunicator")
+def create_communicator(params: Any, made: Any) -> None:
+    """Makes a communicator."""
+    given(params, "params")
+    given(made, "comm_out")
+    address = values.address(params.master_address)
+    comm = Communicator(address, params.peer_group, params.p2p_connection_pool_size)
+    made[0] = peers.add(Peer(comm))
+
+
+@implements("pcclConnect")
+def connect(comm: Any) -> None:
+    """Joins the run."""
+    peers[comm].comm.connect()
+
+
+@implements("pcclDestroyCommunicator")
+def destroy_communicator(comm: Any) -> None:
+    """Leaves the run."""
+    peers.remove(comm).comm.close()
+
+
+@implements("pcclGetAttribute")
+def get_attribute(comm: Any, attribute: int, value: Any) -> None:
+    """One of the world sizes."""
+    peer = peers[comm]
+    asked = values.member(Attribute, attribute, "attribute")
+    given(value, "value_out")
+    value[0] = peer.comm.get_attribute(asked)
+
+
+@implements("pcclUpdateTopology")
+def update_topology(comm: Any) -> None:
+    """Admits peers that wait."""
+    peers[comm].comm.update_topology()
+
+
+@implements("pcclArePeersPending")
+def are_peers_pending(comm: Any, pending: Any) -> None:
+    """Whether peers wait."""
+    peer = peers[comm]
+    given(pending, "pending_out")
+    pending[0] = peer.comm.are_peers_pending()
+
+
+@implements("pcclOptimizeTopology")
+def optimize_topology(comm: Any) -> None:
+    """Measures the links between the peers."""
+    peers[comm].comm.optimize_topology()
+
+
+# ---- collectives ----
+
+
+@implements("pcclAllReduce")
+def all_reduce(send: Any, recv: Any, work: Any, comm: Any, info: Any) -> None:
+    """Reduces over all peers of the group."""
+    peer = peers[comm]
+    described = values.all_reduce(send, recv, given(work, "descriptor"))
+    tag = described.reduce_descriptor.tag
+    launcher = peer.comm.parts.launcher
+    operand = operands.of_descriptors([described])
+    values.tell(info, launcher.run("all_reduce", operand, tag, None))
+
+
+@implements("pcclAllReduceAsync")
+def all_reduce_async(send: Any, recv: Any, work: Any, comm: Any, op: Any) -> None:
+    """Launches an all-reduce."""
+    peer = peers[comm]
+    given(op, "reduce_handle_out")
+    described = values.all_reduce(send, recv, given(work, "descriptor"))
+    tag = described.reduce_descriptor.tag
+    launcher = peer.comm.parts.launcher
+    operand = operands.of_descriptors([described])
+    peer.launched[tag] = launcher.launch("all_reduce_async", operand, tag)
+    op.comm, op.tag = ffi.cast("pcclComm_t *", comm), tag
+
+
+@implements("pcclAwaitAsyncReduce")
+def await_async_reduce(op: Any, info: Any) -> None:
+    """Waits for an all-reduce that was launched."""
+    given(op, "reduce_handle")
+    handle = peers[op.comm].launched.pop(op.tag, None)
+    if handle is None:
+        raise ValueError(f"no all-reduce with tag {op.tag} was launched that was not awaited yet")
+    _, _, found = handle.wait()
+    if handle.error is not None:
+        raise handle.error
+    values.tell(info, found)
+
+
+@implements("pcclAllReduceMultipleWithRetry")
+def all_reduce_multiple(ops: Any, count: int, comm: Any, info: Any, max_in_flight: int) -> None:
+    """Runs several all-reduces, and repeats each until it commits."""
+    peer = peers[comm]
+    if count:
+        given(ops, "descriptors")
+    several = [
+        values.all_reduce(ops[i].sendbuf, ops[i].recvbuf, ops[i].descriptor) for i in range(count)
+    ]
+    found: ReduceInfo = peer.comm.all_reduce_multiple_with_retry(
+        several, max_in_flight=max_in_flight
+    )
+    values.tell(info, found)
+
+
+# ---- shared state ----
+
+
+@implements("pcclSynchronizeSharedState")
+def synchronize(comm: Any, state: Any, strategy: int, info: Any) -> None:
+    """Makes the shared state of all peers of the group bit-identical."""
+    peer = peers[comm]
+    asked = values.member(SharedStateSyncStrategy, strategy, "strategy")
+    shared = peer.state.of(given(state, "shared_state"))
+    found = peer.comm.sync_shared_state(shared, asked)
+    state.revision = shared.revision
+    if info != ffi.NULL:
+        info.tx_bytes, info.rx_bytes = found.tx_bytes, found.rx_bytes
+
+
+# ---- a master in this process ----
+
+
+@implements("pcclCreateMaster")
+def create_master(address: Any, made: Any) -> None:
+    """Makes a master."""
+    given(made, "master_out")
+    made[0] = masters.add(Master(MasterNode(values.address(address))))
+
+
+@implements("pcclRunMaster")
+def run_master(master: Any) -> None:
+    """Starts to serve in the background."""
+    found = masters[master]
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.node.run()
+        except BaseException as error:
+            failures.append(error)
+
+    # In Python's main thread it would handle SIGTERM, which is the program's.
+    starter = threading.Thread(target=run, name="pccl-run-master")
+    starter.start()
+    starter.join()
+    for failure in failures:
+        raise failure
+    found.started, found.stopped = True, False
+
+
+@implements("pcclInterruptMaster")
+def interrupt_master(master: Any) -> None:
+    """Stops a master."""
+    found = masters[master]
+    found.stopped = found.started  # also if it turns out that it has failed before
+    found.node.interrupt()
+
+
+@implements("pcclMasterAwaitTermination")
+def await_master(master: Any) -> None:
+    """Returns when a master has stopped."""
+    found = masters[master]
+    if not found.started:
+        why = "this master was never started: call pcclRunMaster() first"
+        raise error_for(Result.INVALID_USAGE, "pcclMasterAwaitTermination", why)
+    try:
+        found.node.wait()
+    finally:
+        found.stopped = True
+
+
+@implements("pcclDestroyMaster")
+def destroy_master(master: Any) -> None:
+    """Forgets a master that does not run."""
+    found = masters[master]
+    if found.started and not found.stopped:
+        why = "this master runs: call pcclInterruptMaster() first"
+        raise error_for(Result.INVALID_USAGE, "pcclDestroyMaster", why)
+    masters.remove(master)
+
+
+lib.pccl_capi_implement()

@@ -1,0 +1,146 @@
+"""C's structs and enumerations as values of `pccl`, and checked: a C program may write anything."""
+
+from __future__ import annotations
+
+from enum import Enum
+from ipaddress import IPv4Address, IPv6Address
+from typing import Any, TypeVar
+
+from pccl.capi.libpccl import ffi
+from pccl.descriptors import ReduceDescriptor, ReduceOpDescriptor, ReduceOperandDescriptor
+from pccl.shared_state import SharedState, TensorInfo
+from pccl.support.text import address_text
+from pccl.types import (
+    DataType,
+    DeviceType,
+    DistributionHint,
+    QuantizationAlgorithm,
+    QuantizationOptions,
+    ReduceInfo,
+    ReduceOp,
+)
+
+IPV4, IPV6 = 0, 1
+
+E = TypeVar("E", bound=Enum)
+
+
+def given(pointer: Any, name: str) -> Any:
+    """A pointer that must not be NULL.
+
+    Raises:
+        ValueError: it is.
+    """
+    if pointer == ffi.NULL:
+        raise ValueError(f"{name} is NULL")
+    return pointer
+
+
+def member(kind: type[E], value: int, name: str) -> E:
+    """The member of an enumeration.
+
+    Raises:
+        ValueError: it has no such member.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(f"{each.value} ({each.name})" for each in kind)
+        raise ValueError(f"{name} is {value}: it may be {known}") from None
+
+
+def address(socket: Any) -> str:
+    """A ccoip_socket_address_t as "host:port".
+
+    Raises:
+        ValueError: its protocol is unknown.
+    """
+    inet = socket.inet
+    if inet.protocol == IPV4:
+        host = str(IPv4Address(bytes(inet.ipv4.data)))
+    elif inet.protocol == IPV6:
+        host = str(IPv6Address(bytes(inet.ipv6.data)))
+    else:
+        raise ValueError(f"inet.protocol is {inet.protocol}: it may be 0 (IPv4), 1 (IPv6)")
+    return address_text(host, socket.port)
+
+
+def all_reduce(send: Any, recv: Any, work: Any) -> ReduceOpDescriptor:
+    """An all-reduce of a pcclReduceDescriptor_t, and its memory.
+
+    Raises:
+        ValueError: a member is none of its enumeration, or memory is NULL, or overlaps in part.
+    """
+    source = work.src_descriptor
+    dtype = member(DataType, source.datatype, "src_descriptor.datatype")
+    hint = member(DistributionHint, source.distribution_hint, "src_descriptor.distribution_hint")
+    options = None
+    how = work.quantization_options
+    algorithm = member(QuantizationAlgorithm, how.algorithm, "quantization_options.algorithm")
+    if algorithm is not QuantizationAlgorithm.NONE:
+        name = "quantization_options.quantized_datatype"
+        options = QuantizationOptions(member(DataType, how.quantized_datatype, name), algorithm)
+    operand = ReduceOperandDescriptor(dtype, hint)
+    op = member(ReduceOp, work.op, "op")
+    descriptor = ReduceDescriptor(work.count, op, work.tag, operand, options)
+    if work.count:
+        given(send, "sendbuf")
+        given(recv, "recvbuf")
+    source, target = _place(send), _place(recv)
+    if 0 < abs(source - target) < work.count * dtype.itemsize:
+        raise ValueError("sendbuf and recvbuf overlap in part: they may be the same, or separate")
+    return ReduceOpDescriptor(source, target, descriptor)
+
+
+def _place(pointer: Any) -> int:
+    return int(ffi.cast("uintptr_t", pointer))
+
+
+def tell(info: Any, found: ReduceInfo) -> None:
+    """Fills a pcclReduceInfo_t, if there is one."""
+    if info != ffi.NULL:
+        info.local_world_size = found.local_world_size
+        info.tx_bytes, info.rx_bytes = found.tx_bytes, found.rx_bytes
+
+
+class State:
+    """The shared state that a C program gives with each call.
+
+    Whether it is torn outlives a call. So the same entries are the same state, until a program
+    gives those of torn content another revision: then the content is its own again.
+    """
+
+    def __init__(self) -> None:
+        self._entries: tuple[object, ...] = ()
+        self._state: SharedState | None = None
+
+    def of(self, state: Any) -> SharedState:
+        """The shared state of a pcclSharedState_t.
+
+        Raises:
+            ValueError, AssertionError: an entry is not valid, or there is none.
+        """
+        if state.count:
+            given(state.infos, "infos")
+        entries = tuple(_entry(state.infos[i], i) for i in range(state.count))
+        known = self._state
+        mended = known is not None and known.torn and known.revision != state.revision
+        if known is None or mended or entries != self._entries:
+            known = SharedState([TensorInfo(name, place, **rest) for name, place, rest in entries])
+        known.revision = state.revision
+        self._entries, self._state = entries, known
+        return known
+
+
+def _entry(info: Any, index: int) -> tuple[str, int, dict[str, Any]]:
+    name = ffi.string(given(info.name, f"infos[{index}].name")).decode()
+    return (
+        name,
+        _place(info.data),
+        {
+            "numel": info.count,
+            "dtype": member(DataType, info.datatype, f"infos[{index}].datatype"),
+            "device_type": member(DeviceType, info.device_type, f"infos[{index}].device_type"),
+            "allow_content_inequality": info.allow_content_inequality,
+        },
+    )

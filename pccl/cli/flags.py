@@ -1,0 +1,73 @@
+"""`pccl cflags` and `pccl libs`: what it takes to compile and to link programs in C."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import shlex
+import sys
+import sysconfig
+from pathlib import Path
+
+from pccl.errors import UnsupportedError
+from pccl.types import Result
+
+PACKAGE = Path(__file__).resolve().parents[1] / "capi"
+LINKED = "libpccl"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Neither command has options."""
+    parser.usage = f"{parser.prog}"
+    parser.epilog = "cc $(pccl cflags) program.c $(pccl libs) -o program"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one line, quoted for a shell."""
+    made = cflags() if args.command == "cflags" else libs()
+    print(" ".join(map(shlex.quote, made)))
+    return 0
+
+
+def cflags() -> list[str]:
+    """Where <pccl.h> is."""
+    return [f"-I{PACKAGE / 'include'}"]
+
+
+def libs() -> list[str]:
+    """The library, the Python that it runs in, and where programs find both.
+
+    Raises:
+        UnsupportedError: there is no such Python here, or this is Windows.
+    """
+    if sys.platform == "win32":
+        why = "C programs cannot be linked with pccl on Windows yet"
+        raise UnsupportedError(Result.INVALID_USAGE, "pccl libs", why)
+    spec = importlib.util.find_spec(f"pccl.capi.{LINKED}")
+    if spec is None or spec.origin is None:
+        why = "the library is not built here: run `pip install -e .` in the checkout"
+        raise UnsupportedError(Result.INVALID_USAGE, "pccl libs", why)
+    library, python = Path(spec.origin), _python()
+    flags = [str(library)]
+    if sys.platform != "darwin":  # whose linker finds no .so by -l
+        flags = [f"-L{library.parent}", f"-l{library.stem.removeprefix('lib')}"]
+    flags += [f"-L{python.parent}", f"-l{python.name.removeprefix('lib').rpartition('.')[0]}"]
+    return flags + [f"-Wl,-rpath,{home}" for home in (library.parent, python.parent)]
+
+
+def _python() -> Path:
+    """The library of this Python.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    name = f"libpython{sysconfig.get_config_var('LDVERSION')}{suffix}"
+    for home in (sysconfig.get_config_var("LIBDIR"), sysconfig.get_config_var("LIBPL")):
+        if home and (Path(home) / name).exists():
+            return Path(home) / name
+    why = (
+        f"{sys.executable} has no {name}, which C programs need: take a Python that was built with "
+        "--enable-shared, or on Debian install libpython3-dev"
+    )
+    raise UnsupportedError(Result.INVALID_USAGE, "pccl libs", why)
