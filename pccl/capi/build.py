@@ -41,12 +41,14 @@ def builder() -> FFI:
     made.cdef(f'extern "Python+C" {{ {functions} }}\nvoid pccl_capi_implement(void);')
     if sysconfig.get_platform().startswith("linux"):
         link_args = [*link_args, "-ldl"]
+    limited = not sysconfig.get_config_var("Py_GIL_DISABLED")  # the stable ABI, of this version on
     made.set_source(
         "pccl.capi.libpccl",
         '#include "library.h"',
         sources=["c/api/library.c"],
         depends=["c/api/library.h", f"{INCLUDE}/pccl.h"],
         include_dirs=[INCLUDE, "c/api"],
+        define_macros=[("Py_LIMITED_API", "0x030b0000")] if limited else [],
         extra_compile_args=compile_args,
         extra_link_args=link_args,
     )
