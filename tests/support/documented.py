@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "docs"))
 import generate  # noqa: E402
 
-PAGES = [ROOT / "CONTRIBUTING.md", *generate.pages()]
+PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md", *generate.pages()]
 PROGRAMS = [p for top in ("examples", "stress") for p in sorted((ROOT / top).rglob("*.py"))]
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`((?:pccl|python|pip|pytest|make|\.venv/bin/\w+) [^`]+)`")

@@ -52,7 +52,7 @@ def test_pages_are_plain_markdown(page: Path) -> None:
 
 def test_links_lead_somewhere() -> None:
     dead = []
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "RELEASING.md"]:
         for path, anchor in re.findall(r"\]\(([^)#:]*)#?([^):]*)\)", CODE.sub("", read(page))):
             target = page.parent / path if path else page
             if not target.exists() or (anchor and anchor not in anchors(target)):

