@@ -69,6 +69,12 @@ class Flight:
             raise self._error
         return Average(self._info, self._retries)
 
+    def abandon(self) -> None:
+        """Waits until it has let go of the memory, however it ends."""
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+
     def _end_attempt(self, handle: AsyncReduceHandle) -> None:
         committed, _, info = handle.wait()
         self._handle = None
@@ -102,6 +108,8 @@ class Exchange:
     Attributes:
         carrier: what averages.
         share: what this peer's progress weighs.
+        measured: whether d was measured since the model was given theta.
+        sent: whether a collective has begun with it since then.
     """
 
     def __init__(
@@ -122,6 +130,7 @@ class Exchange:
         self._meter = meter
         self._accounts = accounts
         self._moves: list[torch.Tensor] = []  # of the buffers
+        self.measured = self.sent = False
 
     # ---- the model ----
 
@@ -130,6 +139,20 @@ class Exchange:
         self._state.measure()
         self._moves = self._buffers.measure()
         self.share.measure()
+        self.measured, self.sent = True, False
+
+    def rescue(self) -> bool:
+        """The run has gone on without this peer; whether d is progress that nobody else has.
+
+        If a collective has begun with it, nobody can tell any more.
+        """
+        if self.sent:
+            self.share.late = False
+            self.share.applied()
+            return False
+        if not self.measured:
+            self.measure()
+        return True
 
     def reclaim(self, keep: float = 1.0) -> None:
         """Gives it back to the model, or `keep` of it, because no mean will hold it."""
@@ -152,11 +175,13 @@ class Exchange:
         """Gives the model what the peers have agreed on, and leaves it `keep` of its parameters."""
         self._state.adopt(keep)
         self._buffers.adopt()
+        self.measured = self.sent = False
 
     # ---- the peers ----
 
     def run(self) -> Average:
         """Averages the progress, and waits for the end."""
+        self.sent = True
         self._accounts.vote()
         self.carrier.load(self._progress(), self.share.weight)
         with self._meter.timed("reduce"):
@@ -170,6 +195,7 @@ class Exchange:
         Raises:
             PCCLError: TOO_FEW_PEERS: this peer is alone.
         """
+        self.sent = True
         self._accounts.vote()
         self.carrier.load(self._progress(), self.share.weight)
         return Flight(lambda: self.carrier.launch(self._comm, self.means, TAG))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from pccl.diloco.accounts import Accounts
 from pccl.diloco.exchange import Average
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import Buffers, Frozen
+from pccl.diloco.pace import Pace
 from pccl.diloco.settings import describe_mismatch
 from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
@@ -65,6 +66,7 @@ class Group:
         self._frozen, self._buffers, self._accounts = parts
         self._quorum = quorum
         self._meter = meter
+        self._pace: Pace | None = None
         self._reminder = Reminder(_log)
 
     def join(self, config: torch.Tensor) -> None:
@@ -94,10 +96,31 @@ class Group:
             return False
         return True
 
+    def rejoin(self, config: torch.Tensor) -> None:
+        """Joins the run once more, which has gone on without this peer."""
+        with self._meter.timed("admit"):
+            self._comm.connect()
+        self._quorum, before = replace(self._quorum, begin=1), self._quorum
+        self.join(config)
+        self._quorum = before
+
+    def arrive(self, pace: Pace) -> None:
+        """Waits for the others, at the begin of a round; not for who is too late, by the pace.
+
+        Raises:
+            KickedError: that is this peer.
+        """
+        self._pace = pace
+        if not pace.rounds_of_all:
+            self.are_pending()
+
     def are_pending(self) -> bool:
         """Whether newcomers wait: the same answer for all."""
         with self._meter.timed("admit"):
-            return self._comm.are_peers_pending()
+            grace = self._pace.grace if self._pace is not None else None
+            if grace is None:
+                return self._comm.are_peers_pending()
+            return self._comm.parts.admission.ask(Deadline(None), 0.0, grace)
 
     def admit(self) -> None:
         """Admits the newcomers that wait; `agree` must follow."""

@@ -203,6 +203,8 @@ class Buffers:
     @torch.no_grad()
     def reclaim(self, moves: list[torch.Tensor]) -> None:
         """Adds changes that nobody has averaged to the model's buffers."""
+        if self.mode != "mean":
+            return
         for (kind, _), move in zip(self._flat.items(), moves, strict=True):
             for place, change in self._views(kind, move):
                 place.tensor().copy_(_moved(place.tensor().to(change), change))

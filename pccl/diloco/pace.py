@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
+from pccl import TensorInfo
+from pccl.protocol.rounds import Grace
 from pccl.support.logs import Reminder
 
 _REMEMBERED = 8  # rounds
@@ -21,9 +24,21 @@ class Pace(Protocol):
 
     Attributes:
         late: whether this peer, for which a round is due, has not trained enough.
+        rounds_of_all: whether rounds wait for all peers, however late they are.
     """
 
     late: bool
+    rounds_of_all: bool
+
+    @property
+    def grace(self) -> Grace | None:
+        """How long this peer, for which a round is due, waits for others; None: without end."""
+
+    def entries(self) -> list[TensorInfo]:
+        """What a newcomer must receive."""
+
+    def rejoin(self) -> None:
+        """A round has ended without this peer, and its progress is in the next one."""
 
     def begin(self) -> None:
         """A round has ended, or this peer has joined: it trains."""
@@ -35,11 +50,30 @@ class Pace(Protocol):
         """What all peers have told: seconds that they have trained, and steps."""
 
 
-class Steps:
+class _OfAll:
+    """Waits for all."""
+
+    def __init__(self) -> None:
+        self.late = False
+        self.rounds_of_all = True
+        self.grace: Grace | None = None
+
+    def entries(self) -> list[TensorInfo]:
+        """Nothing."""
+        return []
+
+    def rejoin(self) -> None:
+        """Nothing depends on it."""
+
+    def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
+        """Nothing depends on it."""
+
+
+class Steps(_OfAll):
     """So many inner steps."""
 
     def __init__(self, inner_steps: int) -> None:
-        self.late = False
+        super().__init__()
         self._inner_steps = inner_steps
 
     def begin(self) -> None:
@@ -48,9 +82,6 @@ class Steps:
     def due(self, inner_step: int) -> bool:
         """After the last one."""
         return inner_step == self._inner_steps
-
-    def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
-        """Nothing depends on it."""
 
 
 class _Clock:
@@ -78,14 +109,17 @@ class _Clock:
         return self.elapsed_s + self._longest_s
 
 
-class Seconds:
+class Seconds(_OfAll):
     """So many seconds: each peer takes the inner steps that it can.
 
-    It stops earlier if one more step would end more than the grace too late.
+    It stops earlier if one more step would end more than the grace too late. With `enough`, a round
+    waits for others no longer than the grace once so many have come.
     """
 
-    def __init__(self, seconds: float, grace: float) -> None:
-        self.late = False
+    def __init__(self, seconds: float, grace: float, enough: int | None = None) -> None:
+        super().__init__()
+        self.rounds_of_all = enough is None
+        self.grace = None if enough is None else Grace(enough, grace)
         self._seconds = seconds
         self._grace = grace
         self._clock = _Clock()
@@ -106,9 +140,6 @@ class Seconds:
             )
         return elapsed_s >= self._seconds or self._clock.next_s > self._seconds + self._grace
 
-    def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
-        """Nothing depends on it."""
-
 
 class Deadline:
     """So many inner steps, unless `enough` peers would have to wait for this one.
@@ -117,26 +148,40 @@ class Deadline:
     `enough` of them must have taken theirs, the grace begins; a peer that would take longer ends
     there, late. It goes on in the next round, and is not late in that one.
 
+    That is a forecast, which saves a peer from being dropped: once `enough` have come, those that
+    are ready wait for the others no longer than the grace.
+
     Unless the grace is given, it is measured: as much as that time has varied in the last rounds,
     and at least one inner step or a tenth of it.
     """
 
     def __init__(self, inner_steps: int, enough: int, grace: float | None) -> None:
+        self.late = False
+        self.rounds_of_all = False
         self._inner_steps = inner_steps
         self._enough = enough
-        self._grace = grace
+        self._given_s = grace
         self._clock = _Clock()
-        self._deadline_s: float | None = None  # after the begin
-        self._times: deque[float] = deque(maxlen=_REMEMBERED)  # in which enough have been ready
+        # in which enough have been ready, the last one last; 0: not known
+        self._times_s = np.zeros(_REMEMBERED)
         self._taken = 0  # inner steps, in rounds for which this peer was late
+        self._owes = False  # whether it was late for the last one
         self._step = 0
-        self.late = False
+
+    def entries(self) -> list[TensorInfo]:
+        """The times of the last rounds."""
+        return [TensorInfo.from_numpy(self._times_s, "diloco.pace.times")]
 
     def begin(self) -> None:
         """The others have begun, too."""
+        self._owes = self.late
         self._taken = self._taken + self._step if self.late else 0
         self._step = 0
         self._clock.begin()
+
+    def rejoin(self) -> None:
+        """It does not go on with the same inner steps: others have begun with all of theirs."""
+        self.late, self._taken, self._step = True, 0, 0
 
     def due(self, inner_step: int) -> bool:
         """After the steps, or at the deadline."""
@@ -145,20 +190,33 @@ class Deadline:
         if self._taken + inner_step >= self._inner_steps:
             self.late = False
             return True
-        if self._deadline_s is None or self._clock.next_s <= self._deadline_s:
+        grace_s = self._grace_s
+        if grace_s is None or not self._times_s[-1]:
             return False
-        self.late = self._taken == 0
+        if self._clock.next_s <= self._times_s[-1] + grace_s:
+            return False
+        self.late = not self._owes
         return True
 
     def heard(self, speeds: Sequence[tuple[float, int]]) -> None:
         """Finds when the next deadline is."""
         needed = sorted(seconds / steps * self._inner_steps for seconds, steps in speeds if steps)
         if needed:
-            time_s = needed[min(self._enough, len(needed)) - 1]
-            self._times.append(time_s)
-            self._deadline_s = time_s + (self._measured() if self._grace is None else self._grace)
+            self._times_s[:-1] = self._times_s[1:]
+            self._times_s[-1] = needed[min(self._enough, len(needed)) - 1]
 
-    def _measured(self) -> float:
-        last = self._times[-1]
-        varied = max(self._times) - min(self._times)
-        return max(varied, last / self._inner_steps, _LEAST_PART * last)
+    @property
+    def grace(self) -> Grace | None:
+        """None if it is to be measured and was not yet, or if this peer is late itself."""
+        seconds = self._grace_s
+        return None if seconds is None or self.late else Grace(self._enough, seconds)
+
+    @property
+    def _grace_s(self) -> float | None:
+        if self._given_s is not None:
+            return self._given_s
+        known = self._times_s[self._times_s > 0]
+        if not known.size:
+            return None
+        last = float(known[-1])
+        return max(float(np.ptp(known)), last / self._inner_steps, _LEAST_PART * last)

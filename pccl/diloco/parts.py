@@ -62,6 +62,7 @@ class Parts:
             OuterOptimizer(rates, settings.nesterov),
         )
         self._config = self._encoded(settings, named, quorum)
+        self._late_decay = settings.late_decay
         self._route = Route()
         self.pace = settings.pace()
         self.exchanges = self._exchanges_of(settings)
@@ -105,7 +106,7 @@ class Parts:
         if settings.mode == "streaming":
             return self._streaming(settings)
         view = Eager(self.outer.parts[0]) if settings.mode == "eager" else Shared()
-        return Delayed(exchange, self.pace, view)
+        return Delayed(exchange, self.pace, view, settings.late_decay)
 
     def _streaming(self, settings: Settings) -> Streaming:
         own = self.outer.entries()
@@ -137,10 +138,24 @@ class Parts:
     def join(self) -> int:
         """Joins the run. Returns at which inner step this peer goes on."""
         self.group.join(self._config)
+        return self._begin()
+
+    def _begin(self) -> int:
         position = self.schedule.begin()
         self.outer.adopt()
         self._buffers.put()
         return position
+
+    def rejoin(self) -> None:
+        """The run has gone on without this peer: joins it once more, with what nobody else has."""
+        exchange = self.exchanges[-1]
+        rescued = self.schedule.rescue()
+        self.group.rejoin(self._config)
+        self._begin()
+        exchange.adopt()
+        if rescued:
+            exchange.reclaim(self._late_decay)
+        self.pace.rejoin()
 
     def count(self, samples: int) -> None:
         """This peer has trained on so many more."""

@@ -24,6 +24,8 @@ class OuterRound:
             was applied in this round; 0: there was none to apply. "eager" is like it in all this.
         retries: attempts of that all-reduce that failed because a peer was lost.
         admitted: whether newcomers were admitted.
+        rejoined: whether the run went on without this peer, which was late or not heard of; it has
+            joined the run once more, and its progress is in the next round. No mean was applied.
         fragment: with mode="streaming", which fragment of the model was averaged.
         compute_s: seconds of the inner steps, since the last round or the constructor.
         reduce_s: seconds in the all-reduce, including the wait for the slowest peer; with
@@ -44,6 +46,7 @@ class OuterRound:
     contributors: int
     retries: int
     admitted: bool
+    rejoined: bool
     fragment: int
     compute_s: float
     reduce_s: float
@@ -103,6 +106,7 @@ class Stopwatch:
             contributors=outcome.contributors,
             retries=outcome.retries,
             admitted=outcome.admitted,
+            rejoined=outcome.rejoined,
             fragment=outcome.fragment,
             compute_s=self.compute_s,
             reduce_s=meter.seconds["reduce"],

@@ -24,12 +24,14 @@ class Outcome:
         retries: failed attempts to average it.
         admitted: whether newcomers were admitted.
         fragment: which part of the model the mean is of.
+        rejoined: whether the run has gone on without this peer, which has joined it once more.
     """
 
     contributors: int
     retries: int
     admitted: bool
     fragment: int = 0
+    rejoined: bool = False
 
 
 class Schedule(Protocol):
@@ -46,6 +48,12 @@ class Schedule(Protocol):
 
     def round(self, group: Group, inner_step: int) -> Outcome | None:
         """An outer round, or a part of it: None before the last one."""
+
+    def rescue(self) -> bool:
+        """The run has gone on without this peer, and nothing is under way any more.
+
+        Whether the exchange has the progress since the last round, for the next one.
+        """
 
     def finish(self, group: Group) -> None:
         """Applies what is still under way, at the end of the training."""
@@ -89,6 +97,7 @@ class Synchronous:
         exchange = self._exchange
         exchange.share.late = self._pace.late
         exchange.measure()
+        group.arrive(self._pace)
         retries = 0
         while True:
             average = exchange.run()
@@ -113,12 +122,16 @@ class Synchronous:
                 exchange.reclaim(self._late_decay)
         return Outcome(average.contributors, retries, admitted)
 
+    def rescue(self) -> bool:
+        """That of the round which has failed, unless others may have had it."""
+        return self._exchange.rescue()
+
     def finish(self, group: Group) -> None:
         """Nothing is under way."""
 
     def entries(self) -> list[TensorInfo]:
-        """Nothing."""
-        return []
+        """How long rounds have taken."""
+        return self._pace.entries()
 
     def state_dict(self, group: Group) -> dict[str, Any]:
         """Nothing."""
@@ -162,12 +175,16 @@ class Delayed:
     of it, because too few are left, d goes back into w: no progress is lost, and it is in the next
     pseudo-gradient. All peers have one sequence of calls in every round, and what decides about it
     is the outcome of one of them: are peers pending? did a mean commit, of how many?
+
+    The d of a peer that comes late to a deadline round weighs nothing; the peer keeps it, beside
+    theta, for the next round.
     """
 
-    def __init__(self, exchange: Exchange, pace: Pace, view: View) -> None:
+    def __init__(self, exchange: Exchange, pace: Pace, view: View, late_decay: float) -> None:
         self._exchange = exchange
         self._pace = pace
         self._view = view
+        self._late_decay = late_decay
         self._flight: Flight | None = None
         self._landed: _Landed | None = None
         self._alone = False  # when there was something to launch
@@ -190,15 +207,17 @@ class Delayed:
 
     def round(self, group: Group, inner_step: int) -> Outcome:
         """Applies the mean of the round before, and launches that of this one."""
+        group.arrive(self._pace)
         landed = self._take(group)
         if landed is not None and not landed.suffices:
             self._give_back()
+        late = self._exchange.share.late = self._pace.late
         self._exchange.measure()
         stepped = landed is not None and landed.suffices
         contributors = landed.contributors if landed is not None and stepped else 0
         if stepped:
             self._exchange.step(contributors)
-        self._view.look_ahead(stepped, contributors or group.size)
+        self._view.look_ahead(stepped, contributors or group.size, late)
         if (self._alone and group.waits(1)) or (landed is not None and landed.waits):
             self._announce(None)
             here = landed.peers if landed is not None else 1
@@ -210,6 +229,14 @@ class Delayed:
             retries=landed.retries if landed is not None else 0,
             admitted=admitted,
         )
+
+    def rescue(self) -> bool:
+        """That since the last launch. Nobody can tell whether others have what is under way."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.abandon()
+        self._landed = None
+        return self._exchange.rescue()
 
     def finish(self, group: Group) -> None:
         """Applies the mean of the last round; or keeps this peer's progress, if there is none."""
@@ -236,7 +263,8 @@ class Delayed:
             self._landed = self._judge(group, self._exchange.land(flight))
 
     def _judge(self, group: Group, average: Average) -> _Landed:
-        suffices = group.suffices(average, self._exchange.outer_step)
+        of_nobody = average.info is None and self._exchange.share.late
+        suffices = group.suffices(average, self._exchange.outer_step) and not of_nobody
         if suffices:
             self._exchange.accept(average)
         waits = group.waits(average.peers)
@@ -255,7 +283,7 @@ class Delayed:
         self._announce(self._landed)
         group.agree(admitted=True)
         if self._landed is not None:
-            self._exchange.adopt()
+            self._adopt()
         else:
             self._keep_progress()
         return True
@@ -267,17 +295,25 @@ class Delayed:
         except PCCLError as error:
             if error.result is not Result.TOO_FEW_PEERS:
                 raise
+            self._pace.late = self._exchange.share.late = False  # for nobody
             self._landed = self._judge(group, Average(None, 0))
             if not self._landed.suffices:
                 self._alone = True
                 self._landed = None
                 self._keep_progress()
                 return
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """The model begins from theta, and who is late has its progress beside it."""
         self._exchange.adopt()
+        if self._exchange.share.late:
+            self._exchange.reclaim(self._late_decay)
 
     def _give_back(self) -> None:
         """The model gets the progress that was under way, beside that which it has made since."""
-        self._exchange.reclaim()
+        if not self._exchange.share.late:  # it has it
+            self._exchange.reclaim()
         self._view.rebase()
 
     def _keep_progress(self) -> None:
@@ -297,6 +333,7 @@ class Delayed:
         """The mean at hand, and of how many it is."""
         means = enumerate(self._exchange.means)
         return [
+            *self._pace.entries(),
             TensorInfo.from_torch(self._contributors, "diloco.delayed.contributors"),
             *(TensorInfo.from_torch(mean, f"diloco.delayed.mean.{i}") for i, mean in means),
         ]

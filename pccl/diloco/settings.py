@@ -83,10 +83,14 @@ class Settings:
                 raise ValueError(
                     "grace is for inner_seconds, and both it and late_decay for deadline_peers"
                 )
-        elif self.deadline_peers < 1 or self.inner_steps is None or self.mode != "sync":
+        elif self.deadline_peers < 1:
+            raise ValueError(f"deadline_peers={self.deadline_peers} must be at least 1")
+        elif self.inner_seconds is not None and self.grace is None:
+            raise ValueError("deadline_peers with inner_seconds needs a grace")
+        elif self.mode == "streaming":
             raise ValueError(
-                f"deadline_peers={self.deadline_peers} must be at least 1, and is for "
-                'mode="sync" with inner_steps'
+                'deadline_peers is not for mode="streaming": its fragments are due at fixed inner '
+                "steps, so a slow peer would be late for all of them"
             )
         if self.weight != "peers" and self.mode == "eager":
             raise ValueError(f'weight={self.weight!r} is not for mode="eager"')
@@ -122,7 +126,7 @@ class Settings:
         """When a round is due, in modes without fragments."""
         if self.inner_steps is None:
             assert self.inner_seconds is not None
-            return Seconds(self.inner_seconds, self.grace or 0.0)
+            return Seconds(self.inner_seconds, self.grace or 0.0, self.deadline_peers)
         if self.deadline_peers is not None:
             return Deadline(self.inner_steps, self.deadline_peers, self.grace)
         return Steps(self.inner_steps)

@@ -134,6 +134,10 @@ class Streaming:
         exchange.step(average.contributors)
         return True
 
+    def rescue(self) -> bool:
+        """It has no deadlines."""
+        raise NotImplementedError
+
     def finish(self, group: Group) -> None:
         """Applies what is under way. The model is theta then, unless this peer had no mean."""
         average = self._land()

@@ -125,6 +125,7 @@ never on the current world size, which two peers may see differently.
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ from typing import Any, TypeVar, get_args
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from pccl import Communicator, ReduceInfo, SharedState
+from pccl import Communicator, KickedError, ReduceInfo, Result, SharedState
 from pccl.data import Ledger
 from pccl.diloco.accounts import Accounts
 from pccl.diloco.fragments import Pattern
@@ -149,6 +150,9 @@ from pccl.diloco.settings import Settings, check_word, read_state
 from pccl.diloco.shares import WeightBy
 from pccl.diloco.wires import Wire
 from pccl.runtime.checkpoint import replacing
+
+_REJOINS_MAX = 3  # without a round between them
+_log = logging.getLogger("pccl.diloco")
 
 T = TypeVar("T")
 
@@ -341,6 +345,7 @@ class DiLoCo:
         self._settings = settings
         self._stepping = False  # in `step`, which counts the inner step itself
         self._hook: RemovableHandle | None = None
+        self._rejoins = 0  # since the last round that this peer was in
         self._last_round: OuterRound | None = None
         self._parts = Parts(comm, model, settings, own_rates, quorum, Accounts(ledger))
         if state is not None:
@@ -486,15 +491,43 @@ class DiLoCo:
         elif due:
             self._inner_step = 0
         if not due:
-            self._parts.schedule.poll()
+            self._poll()
             return None
-        with self._stopwatch.round():
-            outcome = self._parts.schedule.round(self._parts.group, at)
-            self._parts.group.claim()
-        if outcome is None:
-            return None
-        self._last_round = self._report(outcome)
+        try:
+            with self._stopwatch.round():
+                outcome = self._parts.schedule.round(self._parts.group, at)
+                self._parts.group.claim()
+            if outcome is None:
+                return None
+            self._last_round = self._report(outcome)
+            self._rejoins = 0
+        except KickedError as error:
+            self._last_round = self._report(self._rejoin(error))
         return self._last_round
+
+    def _poll(self) -> None:
+        try:
+            self._parts.schedule.poll()
+        except KickedError:
+            if self._settings.deadline_peers is None:
+                raise  # else the round that comes will find it, too, and join again
+
+    def _rejoin(self, error: KickedError) -> Outcome:
+        """The run has gone on without this peer, which joins it once more."""
+        while True:
+            self._rejoins += 1
+            given_up = error.result is Result.RANK_CONNECTION_FAILED
+            if self._settings.deadline_peers is None or not given_up:
+                raise error
+            if self._rejoins > _REJOINS_MAX:
+                raise error
+            _log.warning("the run has gone on without this peer, which joins again: %s", error)
+            try:
+                with self._stopwatch.round():
+                    self._parts.rejoin()
+                return Outcome(contributors=0, retries=0, admitted=True, rejoined=True)
+            except KickedError as again:
+                error = again
 
     def _report(self, outcome: Outcome) -> OuterRound:
         trained, self._trained = self._trained, _Trained()

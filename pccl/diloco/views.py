@@ -18,8 +18,11 @@ class View(Protocol):
     def rebase(self) -> None:
         """The same, and the model keeps its progress since then."""
 
-    def look_ahead(self, applied: bool, peers: int) -> None:
-        """The progress of a round was measured; `applied`: theta has taken a step by the mean."""
+    def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
+        """The progress of a round was measured; `applied`: theta has taken a step by the mean.
+
+        `late`: this peer's progress will not be in the mean that is launched next.
+        """
 
 
 class Shared:
@@ -31,7 +34,7 @@ class Shared:
     def rebase(self) -> None:
         """They are theta in any case."""
 
-    def look_ahead(self, applied: bool, peers: int) -> None:
+    def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
         """Nothing is guessed."""
 
 
@@ -69,12 +72,13 @@ class Eager:
         self.reset()
 
     @torch.no_grad()
-    def look_ahead(self, applied: bool, peers: int) -> None:
-        """A step of the outer optimizer by g."""
+    def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
+        """A step of the outer optimizer by g; s(k) is 0 of who is late."""
         state = self._state
-        guess = self._share.neg_().add_(state.delta, alpha=1 / peers)
+        own = 0.0 if late else 1 / peers
+        guess = self._share.neg_().add_(state.delta, alpha=own)
         if applied:
             guess.add_(state.mean)
         outer_step = int(state.steps)
         state.optimizer.step(state.base, self._velocity, guess, outer_step=outer_step, peers=peers)
-        torch.mul(state.delta, 1 / peers, out=self._share)
+        torch.mul(state.delta, own, out=self._share)

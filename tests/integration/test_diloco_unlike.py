@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from outer import (  # noqa: E402
     DEADLINE_S,
+    Clock,
     Deserter,
     Left,
     Model,
@@ -39,25 +40,9 @@ def address() -> Iterator[str]:
         yield master.address
 
 
-class Clock:
-    """Seconds of each thread, which pass only when a test says so."""
-
-    def __init__(self) -> None:
-        self._of = threading.local()
-
-    def monotonic(self) -> float:
-        return getattr(self._of, "now_s", 0.0)
-
-    def work(self, seconds: float) -> None:
-        self._of.now_s = self.monotonic() + seconds
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in ("pace", "rounds"):
-        monkeypatch.setattr(f"pccl.diloco.{module}.time", clock)
-    return clock
+    return Clock().installed(monkeypatch)
 
 
 # ---- weights ----
@@ -431,7 +416,8 @@ def test_a_peer_may_be_lost_in_a_deadline_round_and_another_join(
         ("late_decay", {"late_decay": 0.5}),
         ("late_decay", {"late_decay": 1.5, "deadline_peers": 2}),
         ("deadline_peers", {"deadline_peers": 0}),
-        ("deadline_peers", {"deadline_peers": 2, "mode": "delayed"}),
+        ("fixed inner steps", {"deadline_peers": 2, "mode": "streaming"}),
+        ("needs a grace", {"deadline_peers": 2, "inner_steps": None, "inner_seconds": 1.0}),
         ("weight", {"weight": "tokens"}),
         ("weight", {"weight": "samples", "mode": "eager"}),
     ],

@@ -92,6 +92,25 @@ def refuse(
     together(incumbent, misfit)
 
 
+class Clock:
+    """Seconds of each thread, which pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self._of = threading.local()
+
+    def monotonic(self) -> float:
+        return getattr(self._of, "now_s", 0.0)
+
+    def work(self, seconds: float) -> None:
+        self._of.now_s = self.monotonic() + seconds
+
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
+        """The same, as what DiLoCo measures the training by."""
+        for module in ("pace", "rounds"):
+            monkeypatch.setattr(f"pccl.diloco.{module}.time", self)
+        return self
+
+
 class Left(Exception):
     """A peer is gone, as a test wanted it."""
 

@@ -1,0 +1,131 @@
+"""A round of DiLoCo with a deadline does not wait for a peer that stands still in a step.
+
+The progress of that peer is in the next round that it takes part in.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from outer import DEADLINE_S, Clock, Model, make, together  # noqa: E402
+from waiting import wait_until  # noqa: E402
+
+import pccl  # noqa: E402
+from pccl.diloco import DiLoCo  # noqa: E402
+from pccl.protocol.master.deadlines import Deadlines  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
+GRACE = {"deadline_peers": 2, "grace": 0.05}
+MOVES = (1.0, 2.0, 3.0)  # of each peer, in each of two steps; the last one stands still
+BOTH, ALL = (2 + 4) / 2, (2 + 4 + 6) / 3  # means of a round without that one, and with it
+
+
+class Hand:
+    """Of the clock that graces are measured by: it moves only when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.clock = Clock().installed(monkeypatch)  # so that nobody foresees that it will be late
+        real = Deadlines.late
+        monkeypatch.setattr(Deadlines, "late", lambda its, _, round_: real(its, self.now_s, round_))
+
+
+@pytest.fixture
+def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    return Hand(monkeypatch)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        yield master.address
+
+
+class Scene:
+    """Three peers, of which one stands still in its second round until two are over without it."""
+
+    def __init__(self, address: str, hand: Hand, **options: Any) -> None:
+        self.address, self.hand = address, hand
+        self.options: dict[str, Any] = {"inner_steps": 2, "min_peers": 3, **PLAIN, **GRACE}
+        self.options |= options
+        self.free, self.ended = threading.Event(), threading.Barrier(3)
+
+    def play(self) -> list[Any]:
+        """Of each peer: of each round the report, theta, w and the digest; and w at the end."""
+        return together(*(lambda i=i: self._peer(i) for i in range(3)))  # type: ignore[misc]
+
+    def _peer(self, number: int) -> Any:
+        model, seen = Model(), []
+        with pccl.Communicator(self.address) as comm:
+            diloco = make(comm, model, **self.options)
+            wanted = 2  # rounds with a mean of all, after that peer is back
+            while wanted:
+                outer = None
+                while outer is None:
+                    if number == 2 and len(seen) == 1 and diloco.inner_step == 1:
+                        self._stand_still(diloco)
+                    self.hand.clock.work(1.0)
+                    model.move(MOVES[number])
+                    outer = diloco.step()
+                theta = diloco._parts.outer.parts[0].theta[0].item()
+                seen.append((outer, theta, model.flat()[0].item(), diloco.state_digest()))
+                if number != 2 and len(seen) == 3:
+                    self.free.set()
+                    while not comm.are_peers_pending():
+                        pass
+                back = outer.outer_step >= (3 if self.options.get("mode", "sync") == "sync" else 4)
+                wanted -= back and outer.contributors == 3
+            self.ended.wait(DEADLINE_S)
+            diloco.finish()
+            return seen, model.flat()[0].item(), diloco.state_digest()
+
+    def _stand_still(self, diloco: DiLoCo) -> None:
+        flight = getattr(diloco._parts.schedule, "_flight", None)
+        if flight is not None:  # what is under way comes to its end meanwhile
+            handle = flight._handle
+            wait_until(lambda: handle is None or handle.done())
+        while not self.free.wait(0.02):
+            self.hand.now_s += 0.1
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.5])
+@pytest.mark.parametrize("wire", ["fp32", "int8"])
+def test_a_round_ends_without_who_stands_still_and_its_progress_is_in_the_next(
+    address: str, hand: Hand, wire: str, decay: float
+) -> None:
+    one, two, late = Scene(address, hand, wire=wire, late_decay=decay).play()
+    near = {"rel": 1e-6} if wire == "fp32" else {"rel": 0.02}
+    kept = 6 * decay
+    moves = [ALL, BOTH, BOTH, BOTH, ALL + kept / 3, ALL]
+    thetas = [-sum(moves[: k + 1]) for k in range(6)]
+    for seen, *_ in (one, two):
+        assert [outer.contributors for outer, *_ in seen] == [3, 2, 2, 2, 3, 3]
+        assert [outer.admitted for outer, *_ in seen] == [False, False, False, True, False, False]
+        assert [theta for _, theta, *_ in seen] == pytest.approx(thetas, **near)
+    assert [outer.rejoined for outer, *_ in late[0]] == [False, True, False, False]
+    assert late[0][1][0].contributors == 0
+    assert late[0][1][2] == pytest.approx(thetas[3] - kept, **near), "beside theta"
+    assert [digest for *_, digest in late[0]] == [one[0][k][3] for k in (0, 3, 4, 5)]
+    assert one[2] == two[2] == late[2]
+
+
+@pytest.mark.parametrize("mode", ["delayed", "eager"])
+def test_so_does_a_round_whose_mean_is_applied_later(address: str, hand: Hand, mode: str) -> None:
+    one, two, late = Scene(address, hand, mode=mode).play()
+    moves = [0, ALL, BOTH, BOTH, BOTH, ALL + 6 / 3, ALL, ALL]
+    thetas = [-sum(moves[: k + 1]) for k in range(8)]
+    for seen, *_ in (one, two):
+        assert [outer.contributors for outer, *_ in seen] == [0, 3, 2, 2, 2, 3, 3]
+        assert [theta for _, theta, *_ in seen] == pytest.approx(thetas[:7])
+    assert [outer.rejoined for outer, *_ in late[0]] == [False, True, False, False, False]
+    assert late[0][1][2] == pytest.approx(thetas[3] - 6), "beside theta"
+    assert [outer.contributors for outer, *_ in late[0]] == [0, 0, 2, 3, 3]
+    assert one[1] == two[1] == late[1] == pytest.approx(thetas[7])
+    assert one[2] == two[2] == late[2]
