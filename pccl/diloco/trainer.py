@@ -113,6 +113,11 @@ part in the collective and adds nothing; that is what a late one does in a deadl
 
     theta <- OuterOptimizer(theta, mean over those in time);   w <- theta - late_decay d
 
+Deadline rounds begin with are_peers_pending, in which the master drops peers that do not come
+within the grace. Such a peer joins the run once more, and goes on as a late one:
+
+    d = theta - w;   connect, sync_shared_state;   w <- theta - late_decay d
+
 With inner_seconds or deadline_peers a peer foresees, by the longest step of the round, when its
 next inner step would end, and does not begin one that others would have to wait for. With any of
 the three, the peers of a round that has admitted nobody tell each other at its end how long they
@@ -265,14 +270,16 @@ class DiLoCo:
             over theta, in [0, 1).
         weight: "peers": all pseudo-gradients weigh the same in a mean. "samples": each weighs as
             many samples as `step` was told that it is of. Not with mode="eager".
-        deadline_peers: K, with mode="sync": when K peers must have taken their inner steps, by what
-            all have told of the round before, and the grace is over, a peer that has not comes to
-            the round as it is, late. Its progress weighs nothing there, and is in the next round,
-            in which it is not late. None: a round waits for all.
+        deadline_peers: K, not with mode="streaming": a round does not wait for all, but for K peers
+            and the grace. When K must have taken their inner steps, by what all have told of the
+            round before, and the grace is over, a peer that has not comes to the round as it is,
+            late. Its progress weighs nothing there, and is in the next round, in which it is not
+            late. Who does not come is dropped when K are there and the grace is over, and joins
+            again by itself, with its progress. None: a round waits for all.
         grace: seconds. With deadline_peers: see there; None: as much as the time in which K peers
             were ready has varied in the last 8 rounds, and at least one inner step or a tenth of
             that time. With inner_seconds: a peer begins no step that would end so much later; None
-            is 0 there.
+            is 0 there, and not with deadline_peers.
         late_decay: what a late peer keeps of its progress, from 0 to 1.
         ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`. Not
             with mode="streaming", inner_seconds, deadline_peers or weight="samples".
