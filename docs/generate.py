@@ -13,6 +13,7 @@ listing FILE [from TEXT] [until TEXT] | listing FILE function NAME      a part o
 sequence (one `a -> b: Message ...` on each of the next lines)          who says what to whom
 class NAME ... | classes FILE | module FILE                             signatures and docstrings
 command NAME                            the options of a sub-command of `pccl`
+faults                                  the kinds of faults of `pccl chaos`
 messages peer|master | values | limits  of the control protocol
 conversation NAME                       a table of tests/support/conversation.py
 transitions | exclusions                the states of a collective; which calls may meet
@@ -43,6 +44,7 @@ MAKERS = {
     "classes": lambda path: api.all_classes(ROOT, path),
     "module": lambda path: api.module(ROOT, path),
     "command": commands.command,
+    "faults": commands.faults,
     "messages": wire.messages,
     "values": wire.values,
     "limits": wire.limits,

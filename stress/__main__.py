@@ -1,29 +1,47 @@
 """Breaks a run in every way that it knows, and has an independent checker judge what came of it.
 
-    python -m stress --minutes 10 --peers 8 --seed 7
+    python -m stress --minutes 10 --peers 8 --seed 7 --programs loop,overlap,diloco-delayed
 
-A master and peers train (churn.py) while peers and master are killed, frozen, restarted and
-replaced, connections are reset, and programs fork (mischief.py), all drawn by one seed. All write
-down what they do. Afterwards checker.py reads that and knows nothing else, and `pccl replay` has
-another master do what the master's event log says. The exit code is 0 only if everything held.
+A master and workers train (worker.py, trainings.py) while workers and master are killed, frozen,
+starved, restarted and replaced, disks are full, connections are reset, and programs fork; with
+--network hosts are cut off, too. One seed decides all of that. All write down what they do.
+Afterwards checker.py reads that and knows nothing else, and `pccl replay` has another master do
+what the master's event log says. The exit code is 0 only if everything held.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-import tempfile
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # as for all scripts of this directory
 
 import checker
-import churn
 import diary
+import mischief
+import msgspec
 import numpy as np
+import trainings
 
-from pccl.cli.main import main as pccl_main
+from pccl.cli.arguments import whole_number
+from pccl.cli.chaos.director import Director
+from pccl.cli.chaos.figures import Figures
+from pccl.cli.chaos.follower import Watch
+from pccl.cli.chaos.harness import Harness, NetworkError, Program, add_options
+from pccl.cli.chaos.kinds import Kind, Target
+from pccl.cli.chaos.schedule import load
+from pccl.cli.chaos.stage import Copy
 from pccl.runtime.signals import ended_by, interrupt
+
+HERE = Path(__file__).resolve().parent
+SETTLE_S = 3.0  # a worker knows in less that its link was reset
+MORE = {  # what workers do to themselves
+    what: Kind(what, Target.COPY, 1, fatal=what == mischief.RESET_LINK) for what in mischief.KINDS
+}
 
 
 class States:
@@ -41,51 +59,146 @@ class States:
         """The digest of the state of a revision."""
         while len(self._digests) <= revision:
             self._digests.append(diary.digest_of(self._weights))
-            self._weights += churn.gradient_of(len(self._digests) - 1, self._weights.size)
+            self._weights += trainings.gradient_of(len(self._digests) - 1, self._weights.size)
         return self._digests[revision]
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=2.0)
-    parser.add_argument("--peers", type=int, default=4, help="at most so many at once")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults and their moments")
-    parser.add_argument("--elements", type=int, default=50_000, help="float32 of the state")
-    parser.add_argument("--calm", type=float, default=0.5, help="seconds between faults, at most")
-    parser.add_argument("--bound", type=float, default=40.0, help="seconds for any call")
-    parser.add_argument("--goodput", type=float, default=0.0, help="the least that is enough")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the diaries there")
-    args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as temporary:
-        directory = Path(temporary) if args.keep is None else args.keep
-        directory.mkdir(parents=True, exist_ok=True)
-        if any(directory.iterdir()):
-            parser.error(f"{directory} is not empty")
-        return judge(args, directory)
+class Workers:
+    """The workers of a run; each group has a program of its own.
+
+    Args:
+        names: of the programs, by group.
+        elements: of the state.
+        directory: of the diaries.
+    """
+
+    def __init__(self, names: Sequence[str], elements: int, directory: Path) -> None:
+        self._names = names
+        self._elements = elements
+        self._directory = directory
+        self._groups: dict[int, int] = {}
+        self._read: dict[int, int] = {}  # bytes of each diary
+        self._decoder: msgspec.json.Decoder[diary.Entry] = msgspec.json.Decoder(diary.Entry)
+
+    def command(self, number: int, alive: Sequence[Copy]) -> list[str]:
+        """It goes to the smallest group."""
+        sizes = Counter(self._groups[copy.number] for copy in alive)
+        group = min(range(len(self._names)), key=lambda one: (sizes[one], one))
+        self._groups[number] = group
+        options = {
+            "--program": self._names[group],
+            "--number": number,
+            "--group": group,
+            "--elements": self._elements,
+            "--diary": self._directory,
+        }
+        words = [str(word) for option in options.items() for word in option]
+        optimize = ["--optimize"] * all(name in trainings.KNOWN for name in self._names)
+        return [sys.executable, str(HERE / "worker.py"), *words, *optimize]
+
+    def group(self, copy: Copy) -> int:
+        """Of its program."""
+        return self._groups[copy.number]
+
+    def leave(self, copy: Copy) -> None:
+        """It ends the step, and leaves."""
+        copy.say("leave")
+
+    def observe(self, copies: Sequence[Copy], watch: Watch) -> None:
+        """Who has synchronised, a while after the last thing that befell it, holds the state."""
+        for copy in copies:
+            for entry in self._entries(copy.number):
+                if isinstance(entry, diary.Joined | diary.Out):
+                    copy.settled = False
+                elif isinstance(entry, diary.End) and entry.what == "sync":
+                    late_s = max((at_s for at_s, _ in copy.befell), default=-SETTLE_S) + SETTLE_S
+                    copy.settled |= entry.outcome == "done" and entry.at_s > late_s
+
+    def _entries(self, number: int) -> list[diary.Entry]:
+        path = diary.path_of(self._directory, number)
+        try:
+            with path.open("rb") as file:
+                file.seek(self._read.get(number, 0))
+                whole, _, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            return []
+        self._read[number] = self._read.get(number, 0) + len(whole) + bool(whole)
+        return [self._decoder.decode(line) for line in whole.split(b"\n") if line]
 
 
-def judge(args: argparse.Namespace, directory: Path) -> int:
-    """Makes the run and judges it; the exit code."""
-    options = {
-        "--seconds": args.minutes * 60,
-        "--peers": args.peers,
-        "--seed": args.seed,
-        "--elements": args.elements,
-        "--calm": args.calm,
-        "--patience": args.bound,
-        "--diary": directory,
-    }
-    words = [str(word) for option in options.items() for word in option]
-    faults = churn.run(churn.parser().parse_args([*words, "--mischief"]))
-    rules = checker.Rules(States(args.elements).digest, args.bound, args.goodput)
+def judge(names: Sequence[str], rules: checker.Rules, directory: Path, director: Director):  # type: ignore[no-untyped-def]
+    """Writes down what befell whom, and has the checker read all; violations and figures."""
+    faults = [
+        diary.Fault(at_s, what, copy.number)
+        for copy in director.stage.copies
+        for at_s, what in copy.befell
+    ]
+    for done in director.chronicle.done:
+        if done.copy < 0 and not done.skipped:
+            faults.append(diary.Fault(done.at_s, done.fault.what))
+    written = diary.Diary(directory / diary.DIRECTOR)
+    for fault in sorted(faults, key=lambda one: one.at_s):
+        written.write(fault)
+    written.close()
     report = checker.check(directory, rules)
-    print("\n".join([*(f"FAULT: {fault}" for fault in faults), *checker.words(report)]))
-    replayed = pccl_main(["replay", str(directory / churn.EVENT_LOG), "--check"])
-    held = not (faults or report.violations or replayed)
-    print("everything held" if held else f"something did not hold (seed {args.seed})")
-    return 0 if held else 1
+    return report.violations, Figures(report.steps, report.goodput, report.recoveries_s)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--peers", type=whole_number(2, 200), default=4, help="at most so many at once"
+    )
+    parser.add_argument(
+        "--programs",
+        default="loop",
+        metavar="NAME,...",
+        help=f"one for each group, of {', '.join(trainings.PROGRAMS)} (default: %(default)s)",
+    )
+    parser.add_argument("--elements", type=int, default=50_000, help="float32 of the state")
+    add_options(parser, "worker")
+    parser.add_argument("--goodput", type=float, default=0.0, help="the least that is enough")
+    parser.add_argument("--tcp", action="store_true", help="no ipc between the workers")
+    parser.add_argument("--curve-dir", default="", help="keys made by pccl keys")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.replay is not None and (path := Path(f"chaos-{args.replay}.json")).exists():
+        settings = load(path).settings
+        args.programs, args.elements = settings["programs"], int(settings["elements"])
+    names = args.programs.split(",")
+    if unknown := set(names) - trainings.PROGRAMS.keys():
+        parser().error(f"there is no program {', '.join(sorted(unknown))}")
+    states = States(args.elements)
+
+    def expected(group: int, revision: int) -> str | None:
+        return states.digest(revision) if names[group] in trainings.KNOWN else None
+
+    rules = checker.Rules(expected, args.bound, args.goodput)
+    environment = {"PCCL_TRANSPORT": "tcp"} if args.tcp else {}
+    environment |= {"PCCL_CURVE_DIR": args.curve_dir} if args.curve_dir else {}
+    program = Program(
+        f"python -m stress: {args.programs}, {args.peers} workers",
+        lambda directory: Workers(names, args.elements, directory),
+        lambda directory, director: judge(names, rules, directory, director),
+        environment,
+        steered=True,
+        more=MORE,
+        curve_dir=args.curve_dir,
+    )
+    again = [sys.executable, "-m", "stress", "--peers", str(args.peers)]
+    settings = {"programs": args.programs, "elements": str(args.elements)}
+    try:
+        return Harness(args, program, args.peers, again, settings).run()
+    except (NetworkError, OSError) as error:
+        print(f"python -m stress: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("PCCL_LOG_LEVEL", "WARN")
     with ended_by(interrupt):
         sys.exit(main())

@@ -39,7 +39,11 @@ from diary import (
     workers,
 )
 
-STOPPING = {"kill", "freeze", "restart", "reset link"}  # faults for which all must wait
+KILLS = {"kill", "kill-all-but-one"}
+CUTS = {"cut", "cut-out", "cut-in", "reset"}
+STOPPING = KILLS | CUTS | {"freeze", "restart-master", "reset-link"}  # for which all must wait
+DROPPING = CUTS | {"freeze", "no-descriptors"}  # for which a worker may be dropped
+SLEEPS = {"freeze": "end of freeze"}  # a worker's time stands still, until
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
 VIOLATIONS_SHOWN = 20
 SIZES_MIN = 8  # of a worker, to be compared
@@ -50,12 +54,13 @@ class Rules:
     """What is demanded.
 
     Attributes:
-        expected: the digest of the shared state of a revision; None: any, but the same for all.
+        expected: the digest of the shared state of a group and revision; None, or none of a group:
+            any, but the same for all.
         bound_s: the longest time that a call may take.
         goodput_min: the least share of undisturbed speed.
     """
 
-    expected: Callable[[int], str] | None = None
+    expected: Callable[[int, int], str | None] | None = None
     bound_s: float = 40.0
     goodput_min: float = 0.0
 
@@ -65,10 +70,12 @@ class Call:
     """A call of a worker.
 
     Attributes:
+        group: of its membership.
         stayed: whether the worker has ended a later call of the same membership.
     """
 
     worker: int
+    group: int
     begin: Begin
     end: End | None = None
     stayed: bool = False
@@ -135,8 +142,9 @@ class Checker:
 
     def _live(self, worker: int, entries: Sequence[Entry]) -> Life:
         life = Life()
-        open_: Call | None = None
-        ended: Call | None = None  # the latest one of this membership
+        open_: dict[tuple[str, int], Call] = {}  # by what and tag
+        ended: list[Call] = []  # of this membership, and not followed by another one yet
+        group = 0
         at_s = float("-inf")
         for entry in entries:
             if entry.at_s < at_s:
@@ -144,23 +152,26 @@ class Checker:
             at_s = entry.at_s
             match entry:
                 case Begin():
-                    if open_ is not None:
+                    key = entry.what, entry.tag
+                    if key in open_ or {what for what, _ in open_} - {entry.what}:
                         self._broken(f"worker {worker}: a call begins within another: {entry}")
-                    open_ = Call(worker, entry)
-                    life.calls.append(open_)
+                    open_[key] = Call(worker, group, entry)
+                    life.calls.append(open_[key])
                 case End():
-                    if open_ is None:
+                    call = open_.pop((entry.what, entry.tag), None)
+                    if call is None:
                         self._broken(f"worker {worker}: a call ends that has not begun: {entry}")
                         continue
-                    open_.end = entry
-                    if ended is not None:
-                        ended.stayed = True
-                    open_, ended = None, open_
+                    call.end = entry
+                    for one in ended:
+                        assert one.end is not None
+                        one.stayed = one.end.at_s <= call.begin.at_s
+                    ended = [call, *(one for one in ended if not one.stayed)]
                 case Out():
                     life.outs.append(entry)
-                    open_ = ended = None
+                    open_, ended = {}, []
                 case Joined():
-                    open_ = ended = None
+                    open_, ended, group = {}, [], entry.group
                 case Size():
                     life.sizes.append(entry)
         return life
@@ -176,24 +187,25 @@ class Checker:
     def _check_end(self, worker: int, life: Life) -> None:
         """It leaves in the end, unless it was killed; it is dropped only with a reason."""
         ended = bool(life.outs) and life.outs[-1].how in ("left", "dropped")
-        if not ended and not self._befell(worker, "kill"):
+        if not ended and not self._befell(worker, *KILLS):
             last = life.outs[-1] if life.outs else "nothing"
             self._broken(f"worker {worker} was not killed, and did not leave: it wrote {last}")
         for out in life.outs:
             if out.how == "failed":
                 self._broken(f"worker {worker} has failed: {out.why}")
-            if out.how == "dropped" and not self._befell(worker, "freeze"):
-                self._broken(f"worker {worker} was dropped, and never frozen: {out.why}")
+            if out.how == "dropped" and not self._befell(worker, *DROPPING):
+                self._broken(f"worker {worker} was dropped, and never cut off: {out.why}")
 
     def _check_times(self, worker: int, life: Life) -> None:
-        frozen = sorted(self._befell(worker, "freeze", "thaw"), key=lambda fault: fault.at_s)
+        kinds = {*SLEEPS, *SLEEPS.values()}
+        frozen = sorted(self._befell(worker, *kinds), key=lambda fault: fault.at_s)
         for call in life.calls:
             if call.end is None:
                 continue
             begin_s, end_s = call.begin.at_s, call.end.at_s
             slept_s = 0.0
             for index, fault in enumerate(frozen):
-                if fault.what == "freeze":
+                if fault.what in SLEEPS:
                     until_s = frozen[index + 1].at_s if index + 1 < len(frozen) else end_s
                     slept_s += max(0.0, min(end_s, until_s) - max(begin_s, fault.at_s))
             took_s = end_s - begin_s - slept_s
@@ -205,8 +217,10 @@ class Checker:
 
     def _check_revisions(self, worker: int, life: Life) -> None:
         known = -1
+        group = -1
         for call in life.calls:
             if call.begin.what == "sync" and call.end is not None and call.end.outcome == "done":
+                known, group = (known if call.group == group else -1), call.group
                 if call.end.revision < known:
                     self._broken(
                         f"worker {worker}: revision {call.end.revision} follows revision {known}"
@@ -230,24 +244,32 @@ class Checker:
     # ---- the shared state ----
 
     def _check_states(self) -> None:
-        digests: dict[int, tuple[str, int]] = {}
+        found: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
         for worker, life in self._lives.items():
             for call in life.calls:
                 end = call.end
                 if call.begin.what != "sync" or end is None or end.outcome != "done":
                     continue
+                digests = found[call.group]
                 digest, first = digests.setdefault(end.revision, (end.digest, worker))
                 if digest != end.digest:
                     self._broken(
                         f"workers {first} and {worker} have different states of revision "
                         f"{end.revision}"
                     )
-        self._report.steps = len(digests)
-        if digests and max(digests) + 1 != len(digests):
+        self._report.steps = sum(map(len, found.values()))
+        for group, digests in found.items():
+            if self._rules.expected is not None and self._rules.expected(group, 0) is not None:
+                self._check_known(group, digests)
+
+    def _check_known(self, group: int, digests: dict[int, tuple[str, int]]) -> None:
+        """The states of a group whose program is known."""
+        assert self._rules.expected is not None
+        if max(digests) + 1 != len(digests):
             missing = sorted(set(range(max(digests))) - digests.keys())[:5]
             self._broken(f"nobody ever held the revisions {missing}")
         for revision, (digest, worker) in sorted(digests.items()):
-            if self._rules.expected is not None and digest != self._rules.expected(revision):
+            if digest != self._rules.expected(group, revision):
                 self._broken(
                     f"the state of revision {revision}, as worker {worker} has it, is not what the "
                     "steps before it make: one was lost, done twice, or wrong"
@@ -256,16 +278,18 @@ class Checker:
 
     # ---- reductions ----
 
-    def _reductions(self) -> dict[tuple[int, int], list[Call]]:
-        """The calls that met, by revision and attempt."""
-        found: defaultdict[tuple[int, int], list[Call]] = defaultdict(list)
+    def _reductions(self) -> dict[tuple[int, int, int, int], list[Call]]:
+        """The calls that met, by revision, attempt, group and tag."""
+        found: defaultdict[tuple[int, int, int, int], list[Call]] = defaultdict(list)
         for life in self._lives.values():
             for call in life.calls:
                 if call.begin.what == "reduce":
-                    found[call.begin.revision, call.begin.attempt].append(call)
+                    begin = call.begin
+                    key = begin.revision, begin.attempt, call.group, begin.tag
+                    found[key].append(call)
         return found
 
-    def _check_outcome(self, key: tuple[int, int], calls: list[Call]) -> None:
+    def _check_outcome(self, key: tuple[int, ...], calls: list[Call]) -> None:
         outcomes: dict[str, int] = {}
         for call in calls:
             if call.end is not None and call.stayed:
@@ -273,7 +297,7 @@ class Checker:
         if len(outcomes) > 1:
             self._broken(f"two outcomes of attempt {key[1]} of step {key[0]}: {outcomes}")
 
-    def _check_sum(self, key: tuple[int, int], calls: list[Call]) -> None:
+    def _check_sum(self, key: tuple[int, ...], calls: list[Call]) -> None:
         where = f"attempt {key[1]} of step {key[0]}"
         entered = {call.worker: call.begin for call in calls}
         done = [call for call in calls if call.end is not None and call.end.outcome == "done"]
@@ -307,13 +331,13 @@ class Checker:
 
     def _measure(self) -> None:
         """How fast it was, beside what it would have been without faults."""
-        reached: dict[int, float] = {}
+        reached: dict[tuple[int, int], float] = {}
         for life in self._lives.values():
             for call in life.calls:
                 end = call.end
                 if call.begin.what == "sync" and end is not None and end.outcome == "done":
-                    at_s = reached.get(end.revision, end.at_s)
-                    reached[end.revision] = min(at_s, end.at_s)
+                    key = call.group, end.revision
+                    reached[key] = min(reached.get(key, end.at_s), end.at_s)
         moments = sorted(reached.values())
         for fault in self._faults:
             later = bisect.bisect(moments, fault.at_s)

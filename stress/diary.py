@@ -10,6 +10,7 @@ long number, so a sum says how often each has contributed, up to three times.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,17 +30,19 @@ class Joined(Struct, frozen=True, tag="joined"):
     """It is in the run, for the first time or again."""
 
     at_s: float
+    group: int = 0
 
 
 class Begin(Struct, frozen=True, tag="begin"):
     """It enters a call.
 
     Attributes:
-        what: "sync" or "reduce".
+        what: "sync", which ends with a shared state; "reduce"; or another call.
         revision: of its shared state.
         attempt: how often this reduction has failed before.
         repeats: how often the contribution is repeated in the buffer.
         gives: its contribution.
+        tag: of the reduction: several may be open at once.
     """
 
     at_s: float
@@ -48,17 +51,21 @@ class Begin(Struct, frozen=True, tag="begin"):
     attempt: int = 0
     repeats: int = 0
     gives: tuple[int, ...] = ()
+    tag: int = 0
 
 
 class End(Struct, frozen=True, tag="end"):
     """The call is over.
 
     Attributes:
-        outcome: "done"; "lost": a peer was lost; "alone": there is no other peer.
+        outcome: "done"; "lost": a peer was lost; "alone": there is no other peer; "inner": the
+            shared state has not changed.
         revision: of the shared state, after a "sync".
         digest: of the shared state after a "sync"; of the whole buffer after a "reduce".
         sum: the words at the start of that buffer.
         world: how many peers the group had.
+        tag: as of its beginning.
+        what: likewise.
     """
 
     at_s: float
@@ -67,6 +74,8 @@ class End(Struct, frozen=True, tag="end"):
     digest: str = ""
     sum: tuple[int, ...] = ()
     world: int = 0
+    tag: int = 0
+    what: str = "sync"
 
 
 class Size(Struct, frozen=True, tag="size"):
@@ -115,6 +124,30 @@ class Diary:
     def close(self) -> None:
         """Closes the file."""
         os.close(self._file)
+
+
+class Notes:
+    """The diary of a worker, which knows who writes.
+
+    Args:
+        number: of the worker.
+        directory: of all diaries.
+    """
+
+    def __init__(self, number: int, directory: Path) -> None:
+        self._diary = Diary(path_of(directory, number))
+
+    def write(self, entry: Entry) -> None:
+        """Appends an entry."""
+        self._diary.write(entry)
+
+    def size(self) -> None:
+        """Notes what this process holds; where /proc tells."""
+        if os.path.isdir("/proc/self/fd"):
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+            mib = pages * os.sysconf("SC_PAGE_SIZE") >> 20
+            count = len(os.listdir("/proc/self/fd"))
+            self.write(Size(now(), count, threading.active_count(), mib))
 
 
 def path_of(directory: Path, worker: int) -> Path:

@@ -1,6 +1,5 @@
-"""What befalls a peer's program in churn.py: its connections are reset, it forks, it runs programs.
+"""What a worker of a stress run does to itself: it resets connections, forks, and runs programs.
 
-`python stress/churn.py --mischief` has each peer's process do this to itself when it is told to.
 Linux has all of it; elsewhere connections stay, and where there is no fork only programs run.
 """
 
@@ -15,12 +14,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -30,51 +27,45 @@ CHILD_S = 20.0  # a forked child ends in less, on a busy machine too
 AF_UNSPEC = 0
 PR_SET_PDEATHSIG = 1
 LINK, LANE, ACCEPTED = "link", "lane", "accepted lane"
-RESET_LINK = "reset link"
-RESETS = (RESET_LINK, "reset lane", "reset accepted lane")
-FORKS = ("fork and exit", "fork and use", "fork and collect", "fork a worker")
+RESET_LINK = "reset-link"
+RESETS = (RESET_LINK, "reset-lane", "reset-accepted-lane")
+FORKS = ("fork-and-exit", "fork-and-use", "fork-and-collect", "fork-a-worker")
 KINDS = (
     (RESETS if os.path.isdir("/proc/self/fd") else ())
     + (FORKS if hasattr(os, "fork") else ())
-    + ("run a program",)
+    + ("run-a-program",)
 )
 
 
 class Mischief:
-    """A thread of a peer's program that does what it is told to.
+    """Does what a worker is told to do to itself.
 
     Attributes:
         cut_off: whether a connection to the master was reset since `joined`: this peer may be
             dropped then.
     """
 
-    def __init__(self, orders: Connection, master_port: int, fault: Callable[[str], None]) -> None:
+    def __init__(self, master_port: int, fault: Callable[[str], None]) -> None:
         self.cut_off = False
         self._comm: pccl.Communicator | None = None
-        self._orders = orders
         self._master_port = master_port
         self._fault = fault
         self._rng = random.Random(os.getpid())
-        threading.Thread(target=self._obey, daemon=True).start()
 
     def joined(self, comm: pccl.Communicator) -> None:
         """This communicator is what the children meddle with, from now on."""
         self._comm, self.cut_off = comm, False
 
-    def _obey(self) -> None:
-        while True:
-            try:
-                what = self._orders.recv()
-            except EOFError:
-                return
-            if what.startswith("reset"):
-                self._reset(what.removeprefix("reset "))
-            elif what == "run a program":
-                subprocess.run([sys.executable, "-S", "-c", "pass"], check=True, timeout=CHILD_S)
-            elif what == "fork a worker":
-                self._fork_worker()
-            else:
-                self._fork(what)
+    def do(self, what: str) -> None:
+        """Does one of KINDS."""
+        if what.startswith("reset"):
+            self._reset(what.removeprefix("reset-").replace("-", " "))
+        elif what == "run-a-program":
+            subprocess.run([sys.executable, "-S", "-c", "pass"], check=True, timeout=CHILD_S)
+        elif what == "fork-a-worker":
+            self._fork_worker()
+        else:
+            self._fork(what)
 
     # ---- connections ----
 
@@ -121,14 +112,14 @@ class Mischief:
 
     def _in_child(self, what: str) -> int:
         """Exit status of a forked child: 0 where the communicator there is dead, and says so."""
-        if what == "fork and use" and self._comm is not None:
+        if what == "fork-and-use" and self._comm is not None:
             try:
                 self._comm.all_reduce(np.zeros(3))
             except pccl.PCCLError:
                 self._comm.close()
                 return 0
             return 3
-        if what == "fork and collect":
+        if what == "fork-and-collect":
             self._comm = None
             gc.collect()
         return 0

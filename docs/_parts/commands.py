@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterator
 
 from pccl.cli import main as cli
+from pccl.cli.chaos import kinds
 
 
 def command(name: str) -> str:
@@ -30,6 +31,16 @@ def command(name: str) -> str:
         rows = [f"| {option} | {text} |" for option, text in _options(parser)]
         parts += ["", "| option | what it does |", "| --- | --- |", *rows] if rows else []
     return "\n".join(parts)
+
+
+def faults() -> str:
+    """The kinds of faults of `pccl chaos`."""
+    rows = ["| fault | what is done | for | |", "| --- | --- | --- | --- |"]
+    for name, kind in kinds.KINDS.items():
+        low, high = kind.lasts_s
+        lasts = f"{low:g} to {high:g} s" if high else ""
+        rows.append(f"| `{name}` | {kind.text} | {lasts} | {'`--network`' * kind.network} |")
+    return "\n".join(rows)
 
 
 def _below(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:

@@ -16,6 +16,10 @@ from pccl.runtime.signals import ended_by, interrupt
 COMMANDS = {  # name -> help, and the module with add_arguments and run
     "master": ("serve as the master of a run", "pccl.master"),
     "run": ("run copies of a program on this machine, and restart those that die", "pccl.cli.run"),
+    "chaos": (
+        "run copies of a program under faults, and say what did not hold",
+        "pccl.cli.chaos",
+    ),
     "keys": ("make the keys of an encrypted run", "pccl.cli.keys"),
     "demo": (
         "train a small GPT over several peers while one is killed and another joins",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,24 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-BUGS = {  # file, what stands there, the bug, and what is said of it
-    "a contribution is left out": (
-        "runtime/inline.py",
-        "enumerate(parts[1:], 2)",
-        "enumerate(parts[1:-1], 2)",
-        "own contribution is missing",
-    ),
-    "a contribution counts twice": (
-        "runtime/inline.py",
-        "enumerate(parts[1:], 2)",
-        "enumerate([*parts[1:], parts[-1]], 2)",
-        "count several times",
-    ),
-}
 
 
 def stress(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "stress", "--peers", "3", "--elements", "20000", *options]
+    command = [sys.executable, "-m", "stress", "--plain", "--elements", "20000", *options]
     path = os.pathsep.join([str(directory), str(ROOT)])
     return subprocess.run(
         command,
@@ -43,24 +28,19 @@ def stress(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_run_under_faults_holds(seed: int, tmp_path: Path) -> None:
-    ended = stress(tmp_path, "--minutes", "0.5", "--seed", str(seed))
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--peers 3 --seed 1",
+        "--peers 3 --seed 2 --tcp",
+        "--peers 4 --seed 3 --programs overlap",
+        "--peers 4 --seed 4 --programs loop,overlap",
+        "--peers 4 --seed 5 --programs diloco-sync,diloco-streaming",
+        "--peers 4 --seed 6 --programs diloco-delayed,diloco-eager",
+        "--peers 3 --seed 7 --programs ddp",
+    ],
+)
+def test_a_run_under_faults_holds(options: str, tmp_path: Path) -> None:
+    ended = stress(tmp_path, "--minutes", "0.5", "--calm", "0.5", *options.split())
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.endswith("everything held\n")
-    assert "inputs have the same effects again" in ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_is_found(bug: str, tmp_path: Path) -> None:
-    name, old, new, said = BUGS[bug]
-    shutil.copytree(ROOT / "pccl", tmp_path / "pccl")
-    path = tmp_path / "pccl" / name
-    text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    ended = stress(tmp_path, "--minutes", "0.2")
-    assert ended.returncode == 1, ended.stdout + ended.stderr
-    assert said in ended.stdout
+    assert "everything held (seed " in ended.stdout

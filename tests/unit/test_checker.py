@@ -18,7 +18,7 @@ from diary import Begin, End, Entry, Fault, Joined, Out, Size
 STEPS = 12
 WORKERS = 3
 LOST_AT = 7  # in this step worker 2 is killed
-RULES = Rules(lambda revision: f"state {revision}", bound_s=5.0, goodput_min=0.5)
+RULES = Rules(lambda group, revision: f"state {revision}", bound_s=5.0, goodput_min=0.5)
 Diaries = dict[int, list[Entry]]
 replace = msgspec.structs.replace
 
@@ -50,7 +50,8 @@ def good() -> tuple[Diaries, list[Entry]]:
                 digest = diary.digest_of(diary.buffer_of(total, repeats))
                 diaries[worker].append(Begin(at_s, "reduce", revision, attempt, repeats, gives))
                 if outcome == "done" or worker != workers[-1]:
-                    end = End(at_s + 0.4, outcome, revision, digest, total, len(workers))
+                    world = len(workers)
+                    end = End(at_s + 0.4, outcome, revision, digest, total, world, what="reduce")
                     diaries[worker].append(end)
             if outcome == "lost":
                 last = workers[-1]
@@ -175,7 +176,7 @@ def is_not_killed(diaries: Diaries, faults: list[Entry]) -> None:
 MUTATIONS = {
     "was not killed, and did not leave: it wrote nothing": forgets_to_leave,
     "worker 2 was not killed, and did not leave": is_not_killed,
-    "was dropped, and never frozen: why not": is_dropped,
+    "was dropped, and never cut off: why not": is_dropped,
     "has failed: AssertionError": fails,
     "worker 1 has grown from": grows,
     "revision 3 follows revision 4": goes_back,
@@ -223,7 +224,7 @@ def test_the_time_in_which_a_worker_is_frozen_does_not_count() -> None:
     diaries, faults = good()
     takes_long(diaries, faults)
     at_s = diaries[0][at(diaries[0], Begin)].at_s
-    frozen = [Fault(at_s + 0.1, "freeze", 0), Fault(at_s + 5.0, "thaw", 0)]
+    frozen = [Fault(at_s + 0.1, "freeze", 0), Fault(at_s + 5.0, "end of freeze", 0)]
     assert not any("took" in text for text in violations(diaries, faults + frozen))
 
 

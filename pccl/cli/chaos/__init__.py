@@ -1,0 +1,72 @@
+"""`pccl chaos`: runs copies of a program under faults, and says what did not hold."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pccl.cli.arguments import whole_number
+from pccl.cli.chaos import kinds
+from pccl.cli.chaos.crew import Strangers
+from pccl.cli.chaos.director import Director
+from pccl.cli.chaos.figures import Figures, measure
+from pccl.cli.chaos.harness import Harness, Program, add_options
+from pccl.cli.chaos.network import NetworkError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pccl chaos`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "pccl chaos [options] -- COMMAND [ARGUMENT ...]"
+    parser.epilog = "kinds of faults:\n" + "\n".join(
+        f"  {name:22}{kind.text}{', with --network' if kind.network else ''}"
+        for name, kind in kinds.KINDS.items()
+    )
+    parser.add_argument(
+        "-n",
+        type=whole_number(2, 200),
+        default=4,
+        metavar="COPIES",
+        help="at most so many copies at once (default: %(default)s)",
+    )
+    add_options(parser, "copy")
+    parser.add_argument(
+        "--finish",
+        type=whole_number(1),
+        metavar="SECONDS",
+        help="after the faults, let the copies end by themselves, and at most for so long "
+        "(default: they are asked to end, by SIGTERM)",
+    )
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """`pccl chaos`: the exit code is 0 if everything held."""
+    command = args.command_line[args.command_line[:1] == ["--"] :]
+    if not command:
+        print("pccl chaos: which program? pccl chaos [options] -- COMMAND ...", file=sys.stderr)
+        return 2
+    program = Program(
+        f"pccl chaos: {command[0]}, {args.n} copies",
+        lambda _: Strangers(command),
+        judge,
+        {},
+        grace_s=args.finish,
+    )
+    again = ["pccl", "chaos", "-n", str(args.n), "--", *command]
+    try:
+        return Harness(args, program, args.n, again, {}).run()
+    except NetworkError as error:
+        print(f"pccl chaos: no hosts of their own: {error}", file=sys.stderr)
+        return 1
+
+
+def judge(directory: Path, director: Director) -> tuple[list[str], Figures]:
+    """Nothing but what the master has seen: a step is a collective."""
+    faults = [
+        done.at_s
+        for done in director.chronicle.done
+        if not done.skipped and done.fault.what in (kinds.KILL, kinds.KILL_MOST, kinds.RESTART)
+    ]
+    return [], measure(director.watch.collectives_s, faults)

@@ -1,0 +1,347 @@
+"""Plays a schedule of faults, and notes what has happened."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from pccl.cli.chaos import kinds
+from pccl.cli.chaos.crew import Crew
+from pccl.cli.chaos.follower import Follower, Watch
+from pccl.cli.chaos.hands import Hands, Undo, nothing
+from pccl.cli.chaos.held import held
+from pccl.cli.chaos.kinds import Kind, Target
+from pccl.cli.chaos.schedule import Fault, Schedule
+from pccl.cli.chaos.stage import Copy, Stage
+
+TICK_S = 0.005
+MOMENT_MAX_S = 1.0  # a fault waits no longer for its moment
+SIZES_S = 1.0  # from one look at what the master holds to the next
+NOBODY = "it could befall nobody"
+
+
+@dataclass
+class Done:
+    """A fault that has happened.
+
+    Attributes:
+        fault: as it was drawn.
+        at_s: when it was.
+        over_s: when it was taken back.
+        copy: whom it befell; -1: the master, or all.
+        moment: for which it had waited, if that came.
+        skipped: why it did not happen.
+    """
+
+    fault: Fault
+    at_s: float
+    over_s: float | None = None
+    copy: int = -1
+    moment: str = ""
+    skipped: str = ""
+
+
+@dataclass
+class Chronicle:
+    """What has happened in a run; all times are of the monotonic clock.
+
+    Attributes:
+        began_s: when the first process was started.
+        faults_s: when the faults began.
+        ended_s: when the run was over.
+        done: the faults.
+        violations: of what is demanded.
+        sizes: of the master, from time to time: descriptors, threads, MiB.
+    """
+
+    began_s: float = field(default_factory=time.monotonic)
+    faults_s: float = 0.0
+    ended_s: float = 0.0
+    done: list[Done] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
+    sizes: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+class Director:
+    """Makes one run.
+
+    Args:
+        stage: with nothing on it yet.
+        schedule: of faults.
+        table: the kinds of faults, by name.
+        crew: who knows the copies.
+        bound_s: the run must not stand still for longer.
+        told: called with each fault, and every moment for a view.
+
+    Attributes:
+        watch: what the master's event log says.
+        chronicle: what has happened.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        schedule: Schedule,
+        table: dict[str, Kind],
+        crew: Crew,
+        bound_s: float,
+        told: Callable[[Done | None], None],
+    ) -> None:
+        self.watch = Watch()
+        self.chronicle = Chronicle()
+        self.stage = stage
+        self.schedule = schedule
+        self._table = table
+        self._crew = crew
+        self._bound_s = bound_s
+        self._told = told
+        self._hands = Hands(stage, crew.leave)
+        self._follower = Follower(stage.event_log)
+        self._undos: list[tuple[float, Done, Undo]] = []
+        self._restarted_at = 0  # rounds that were done when the master was killed last
+        self._master_down = False
+        self._sized_s = 0.0
+
+    def run(self) -> Chronicle:
+        """The whole run, until all processes have ended."""
+        chronicle = self.chronicle
+        try:
+            self.stage.start_master()
+            for _ in range(self.schedule.copies):
+                self.stage.start()
+            self._until(lambda: len(self.watch.accepted) >= self.schedule.copies, "has begun")
+            chronicle.faults_s = time.monotonic()
+            for fault in self.schedule.faults:
+                if not self._wait_for(fault):
+                    break
+            self._until(
+                lambda: time.monotonic() > chronicle.faults_s + self.schedule.seconds, "", 1e9
+            )
+            self._calm()
+        finally:
+            self._undo_all()
+            chronicle.ended_s = time.monotonic()
+        return chronicle
+
+    def finish(self, grace_s: float) -> None:
+        """Asks all copies to end; those that have not in so many seconds are killed."""
+        for copy in self.stage.alive():
+            copy.befell.append((time.monotonic(), kinds.LEAVE))
+            self._crew.leave(copy)
+        give_up_s = time.monotonic() + grace_s
+        while self.stage.alive() and time.monotonic() < give_up_s:
+            self._tick()
+        for copy in self.stage.alive():
+            self.chronicle.violations.append(
+                f"copy {copy.number} did not end within {grace_s:g} s of being asked to"
+            )
+            self.stage.kill(copy)
+        self.close()
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self.stage.close()
+        self._follower.close()
+
+    def over(self) -> bool:
+        """Whether nothing is left to disturb, or something was violated."""
+        return bool(self.chronicle.violations) or not self.stage.alive()
+
+    def wait(self, seconds: float) -> None:
+        """Lets the copies end by themselves."""
+        self._until(lambda: not self.stage.alive(), "has ended", seconds)
+
+    # ---- time ----
+
+    def _tick(self) -> None:
+        """What is to be done all the time."""
+        now_s = time.monotonic()
+        for line in self._follower.lines():
+            self.watch.feed(line)
+        for at_s, done, undo in [one for one in self._undos if one[0] <= now_s]:
+            self._undos.remove((at_s, done, undo))
+            self._undo(done, undo)
+        for copy in self.stage.reap():
+            self._note_end(copy)
+        self._crew.observe(self.stage.alive(), self.watch)
+        self._note_master(now_s)
+        self._note_stall(now_s)
+        self._told(None)
+        time.sleep(TICK_S)
+
+    def _until(self, so: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
+        """Ticks until something is so; or the run is over."""
+        give_up_s = time.monotonic() + (self._bound_s if seconds is None else seconds)
+        while not so():
+            if self.over():
+                return False
+            if time.monotonic() > give_up_s:
+                self.chronicle.violations.append(
+                    f"{seconds or self._bound_s:g} s passed until the run {what}: it has "
+                    f"{len(self.watch.accepted)} peers, of {len(self.stage.alive())} copies"
+                )
+                return False
+            self._tick()
+        return True
+
+    def _wait_for(self, fault: Fault) -> bool:
+        """Until the fault is due and its moment has come; then it happens."""
+        due_s = self.chronicle.faults_s + fault.at_s
+        if not self._until(lambda: time.monotonic() >= due_s, "", 1e9):
+            return False
+        moments, came = self.watch.moments, ""
+        if fault.moment:
+            latest_s = time.monotonic() + MOMENT_MAX_S
+            before_s = moments.get(fault.moment, 0.0)
+            self._until(
+                lambda: moments.get(fault.moment, 0.0) != before_s or time.monotonic() > latest_s,
+                "",
+                1e9,
+            )
+            came = fault.moment if moments.get(fault.moment, 0.0) != before_s else ""
+        if self.over():
+            return False
+        done = Done(fault, time.monotonic(), moment=came)
+        self.chronicle.done.append(done)
+        self._perform(done)
+        self._told(done)
+        return True
+
+    def _calm(self) -> None:
+        """Takes all back; then all that live must be in the run together, and go on."""
+        self._undo_all()
+        if not self.stage.alive() and not self.over():
+            self.stage.start()
+        calm_s = time.monotonic()
+
+        def together() -> bool:
+            alive = len(self.stage.alive())
+            return len(self.watch.accepted) == alive and self.watch.last_s > calm_s
+
+        self._until(together, "has recovered after the last fault")
+
+    # ---- faults ----
+
+    def _perform(self, done: Done) -> None:
+        fault, kind = done.fault, self._table[done.fault.what]
+        undo = nothing
+        if kind.target is Target.COPY:
+            undo = self._harm(done, kind)
+        elif kind.target is Target.MASTER:
+            undo = self._harm_master(done)
+        elif fault.what == kinds.BURN:
+            undo = self._hands.burn(os.cpu_count() or 1)
+        elif fault.what == kinds.KILL_MOST:
+            self._kill_most(done)
+        else:
+            self._start(done)
+        if undo is not nothing:
+            self._undos.append((done.at_s + fault.lasts_s, done, undo))
+
+    def _harm(self, done: Done, kind: Kind) -> Undo:
+        victims = [copy for copy in self._awake() if not kind.fatal or self._can_spare([copy])]
+        if not victims:
+            done.skipped = NOBODY
+            return nothing
+        copy = victims[int(done.fault.whom * len(victims))]
+        done.copy = copy.number
+        copy.befell.append((done.at_s, done.fault.what))
+        copy.settled &= not kind.fatal
+        return self._hands.harm(done.fault.what, copy)
+
+    def _harm_master(self, done: Done) -> Undo:
+        """Who restarts it all the time stops the run, and so does who does two things to it."""
+        busy = any(self._table[one.fault.what].target is Target.MASTER for _, one, _ in self._undos)
+        if busy or (done.fault.what == kinds.RESTART and self.watch.rounds == self._restarted_at):
+            done.skipped = "the master has not recovered yet"
+            return nothing
+        if done.fault.what == kinds.RESTART:
+            self._restarted_at = self.watch.rounds
+            self._master_down = True
+        return self._hands.harm_master(done.fault.what)
+
+    def _kill_most(self, done: Done) -> None:
+        """Of each group one stays that could go on alone."""
+        spared: dict[int, Copy] = {}
+        for copy in self._awake():
+            if copy.settled:
+                spared.setdefault(self._crew.group(copy), copy)
+        groups = {self._crew.group(copy) for copy in self.stage.alive()}
+        victims = [copy for copy in self._awake() if copy not in spared.values()]
+        if groups - spared.keys() or not victims:
+            done.skipped = NOBODY
+            return
+        for copy in victims:
+            copy.befell.append((done.at_s, done.fault.what))
+            self.stage.kill(copy)
+
+    def _start(self, done: Done) -> None:
+        missing = self.schedule.copies - len(self.stage.alive())
+        if missing <= 0:
+            done.skipped = "all copies are there"
+            return
+        for _ in range(missing if done.fault.what == kinds.BURST else 1):
+            done.copy = self.stage.start().number
+
+    def _awake(self) -> list[Copy]:
+        return [copy for copy in self.stage.alive() if not copy.stopped]
+
+    def _can_spare(self, victims: Sequence[Copy]) -> bool:
+        """Whether another one of each group could go on without them."""
+        others = [one for one in self._awake() if one.settled and one not in victims]
+        staying = {self._crew.group(one) for one in others}
+        return {self._crew.group(victim) for victim in victims} <= staying
+
+    def _undo(self, done: Done, undo: Undo) -> None:
+        undo()
+        done.over_s = time.monotonic()
+        if done.fault.what == kinds.RESTART:
+            self._master_down = False
+        for copy in self.stage.alive():
+            if copy.number == done.copy and self._table[done.fault.what].fatal:
+                copy.befell.append((done.over_s, f"end of {done.fault.what}"))
+
+    def _undo_all(self) -> None:
+        for _, done, undo in self._undos:
+            self._undo(done, undo)
+        self._undos.clear()
+
+    # ---- what must not be ----
+
+    def _note_end(self, copy: Copy) -> None:
+        if copy.by_us or copy.status == 0 or self._excused(what for _, what in copy.befell):
+            return
+        self.chronicle.violations.append(
+            f"copy {copy.number} ended with status {copy.status}, and nothing had befallen it that "
+            f"would excuse that; it printed last:\n{copy.tail()}"
+        )
+
+    def _excused(self, befell: Iterable[str]) -> bool:
+        table = {**kinds.KINDS, **self._table}
+        return any(what in table and table[what].fatal for what in befell)
+
+    def _note_master(self, now_s: float) -> None:
+        master = self.stage.master
+        if master is not None and now_s > self._sized_s + SIZES_S:
+            self._sized_s = now_s
+            if (size := held(master.pid)) is not None:
+                self.chronicle.sizes.append(size)
+        if not self._master_down and master is not None and master.poll() is not None:
+            self.chronicle.violations.append(
+                f"the master ended with status {master.returncode}: see "
+                f"{self.stage.directory / 'master.log'}"
+            )
+        self.chronicle.violations += self.watch.failures
+        self.watch.failures.clear()
+
+    def _note_stall(self, now_s: float) -> None:
+        if not self.chronicle.faults_s or self.chronicle.violations or not self.stage.alive():
+            return
+        still_s = now_s - max(self.watch.last_s, self.chronicle.faults_s)
+        if still_s > self._bound_s:
+            self.chronicle.violations.append(
+                f"no call was answered for {still_s:.0f} s, in a run of "
+                f"{len(self.watch.accepted)} peers"
+            )

@@ -1,0 +1,50 @@
+"""Runs `pccl master` with limits that can be changed from outside, by lines on its stdin.
+
+    python -m pccl.cli.chaos.steered MASTER'S OPTIONS
+
+"fsize N" and "nofile N" set a limit, without N lift it: so a disk is full, or there are no more
+descriptors. Another process can do that only on Linux.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+from pccl.master import main
+
+if sys.platform != "win32":
+    import resource
+
+    LIMITS = {"fsize": resource.RLIMIT_FSIZE, "nofile": resource.RLIMIT_NOFILE}
+else:
+    LIMITS = {}
+
+
+def obey() -> None:
+    """Sets limits as it is told to, until nobody speaks any more."""
+    rest = b""
+    while data := os.read(0, 4096):  # sys.stdin has a lock that would be in the way at the end
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            name, *numbers = line.decode().split()
+            set_limit(LIMITS[name], int(numbers[0]) if numbers else None)
+
+
+def set_limit(limit: int, number: int | None) -> None:
+    """Sets or lifts the limit of a resource."""
+    if sys.platform != "win32":
+        _, hard = resource.getrlimit(limit)
+        resource.setrlimit(limit, (hard if number is None else number, hard))
+
+
+def orphaned() -> None:
+    """Its end follows that of whoever has started it."""
+    obey()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=orphaned, daemon=True).start()
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""`pccl chaos`: a program that holds, one that does not, and a fault that ends it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pccl.cli import main as cli
+from pccl.cli.chaos import schedule
+from pccl.cli.chaos.network import Network, NetworkError
+
+TRAINS = """
+import os
+import numpy as np
+import pccl
+with pccl.Communicator(os.environ["PCCL_MASTER"]) as comm:
+    while True:
+        try:
+            comm.all_reduce(np.ones(1000))
+        except (pccl.PeerLostError, pccl.TooFewPeersError):
+            pass
+        if comm.are_peers_pending():
+            comm.update_topology()
+"""
+CARELESS = TRAINS.replace("(pccl.PeerLostError, pccl.TooFewPeersError)", "ZeroDivisionError")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def chaos(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    """The exit status, and what is printed."""
+    status = cli.main(["chaos", "--plain", *words])
+    return status, capfd.readouterr().out
+
+
+def saved(path: Path, *faults: schedule.Fault, seconds: float = 1.0) -> str:
+    """A schedule of these faults; its file."""
+    schedule.Schedule(1, 2, seconds, faults).save(path)
+    return str(path)
+
+
+def test_a_program_that_goes_on_holds(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    faults = [schedule.Fault(0.1, "restart-master", lasts_s=0.1)]
+    faults += [schedule.Fault(0.3, "kill", moment="between-votes"), schedule.Fault(0.4, "join")]
+    plan = saved(here / "plan.json", *faults)
+    options = ["-n", "2", "--replay", plan, "--report", "report.html", "--keep", "kept"]
+    status, out = chaos(capfd, *options, "--", sys.executable, "-c", TRAINS)
+    assert status == 0, out
+    assert "everything held (seed 1)" in out
+    assert "restart-master for 0.1 s " in out
+    assert "everything held" in (here / "report.html").read_text(encoding="utf-8")
+    assert {"copy-0.log", "copy-1.log", "master.jsonl", "master.log"} <= {
+        path.name for path in (here / "kept").iterdir()
+    }
+    assert not list(here.glob("chaos-*.json"))
+
+
+def test_a_program_that_fails_is_named_and_its_faults_are_kept(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = [sys.executable, "-S", "-c", "print('woe'); raise SystemExit(3)"]
+    options = ["-n", "2", "--seed", "5", "--minutes", "0.1", "--shrink", "0.2"]
+    status, out = chaos(capfd, *options, "--", *program)
+    assert status == 1
+    assert "VIOLATION: copy 0 ended with status 3, and nothing had befallen it" in out
+    assert "\nwoe\n" in out
+    assert "once more: pccl chaos --replay 5 -n 2 -- " in out
+    assert "\n0 of " in out.splitlines(keepends=True)[-1] or "0 of" in out.splitlines()[-1]
+    assert schedule.load(here / "chaos-5.json").faults == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--faults", "flood", "--", "true"], "there is no fault 'flood'"),
+        (["--replay", "nowhere", "--", "true"], "nowhere"),
+        (["--keep", ".", "--", "true"], ". is not empty"),
+        (["-n", "2"], "which program? pccl chaos [options] -- COMMAND ..."),
+    ],
+)
+def test_what_cannot_be(
+    here: Path, words: list[str], why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (here / "something").touch()
+    assert cli.main(["chaos", *words]) != 0
+    assert why in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_program_that_does_not_survive_a_kill_is_found(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = saved(here / "plan.json", schedule.Fault(1.0, "kill", moment="collective"), seconds=3.0)
+    status, out = chaos(capfd, "-n", "2", "--replay", plan, "--", sys.executable, "-c", CARELESS)
+    assert status == 1
+    assert "ended with status 1, and nothing had befallen it" in out
+    assert "PeerLostError" in out or "TooFewPeersError" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_hosts_are_cut_off_and_come_back(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        Network(1).close()
+    except NetworkError as error:
+        pytest.skip(str(error))
+    cuts = ("cut", "cut-out", "cut-in", "slow-link", "reset")
+    faults = [schedule.Fault(3.0 * i, what, 0.5, 1.0) for i, what in enumerate(cuts)]
+    plan = saved(here / "plan.json", *faults, seconds=18.0)
+    options = ["-n", "3", "--network", "--replay", plan]
+    status, out = chaos(capfd, *options, "--", sys.executable, "-c", TRAINS)
+    assert status == 0, out
+    assert "cut: copy" in out and "reset: copy" in out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_all_faults_are_survived(seed: int, capfd: pytest.CaptureFixture[str]) -> None:
+    options = ["-n", "3", "--minutes", "0.5", "--calm", "0.5", "--seed", str(seed)]
+    status, out = chaos(capfd, *options, "--", sys.executable, "-c", TRAINS)
+    assert status == 0, out
