@@ -32,7 +32,7 @@ FIRST_FAILURE = """
 import random
 import sys
 import hostile
-import trainings
+import programs
 import test_blame
 import test_deadlines
 import test_epochs
