@@ -189,7 +189,12 @@ def main(argv: list[str] | None = None) -> int:
         more=MORE,
         curve_dir=args.curve_dir,
     )
-    again = [sys.executable, "-m", "stress", "--peers", str(args.peers)]
+
+    def again(options: list[str]) -> list[str]:
+        words = ["--peers", str(args.peers), "--programs", args.programs]
+        words += ["--elements", str(args.elements)]
+        return ["python", "-m", "stress", *words, *["--tcp"] * args.tcp, *options]
+
     settings = {"programs": args.programs, "elements": str(args.elements)}
     try:
         return Harness(args, program, args.peers, again, settings).run()

@@ -70,7 +70,7 @@ def test_a_program_that_fails_is_named_and_its_faults_are_kept(
     assert status == 1
     assert "VIOLATION: copy 0 ended with status 3, and nothing had befallen it" in out
     assert "\nwoe\n" in out
-    assert "once more: pccl chaos --replay 5 -n 2 -- " in out
+    assert "once more: pccl chaos -n 2 --replay 5 -- " in out
     assert "\n0 of " in out.splitlines(keepends=True)[-1] or "0 of" in out.splitlines()[-1]
     assert schedule.load(here / "chaos-5.json").faults == ()
 

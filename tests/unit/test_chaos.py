@@ -225,7 +225,7 @@ def harness(**given: object) -> Harness:
     defaults = {"faults": (), "network": False, "replay": None, "keep": None, "seed": 1}
     args = argparse.Namespace(**{**defaults, **given})
     program = Program("x", lambda _: None, lambda *_: ([], Figures(0, 0.0, [])), {})  # type: ignore[arg-type, return-value]
-    return Harness(args, program, 2, ["pccl", "chaos"], {})
+    return Harness(args, program, 2, list, {})
 
 
 def test_an_unknown_fault_is_named() -> None:

@@ -54,7 +54,10 @@ def run(args: argparse.Namespace) -> int:
         {},
         grace_s=args.finish,
     )
-    again = ["pccl", "chaos", "-n", str(args.n), "--", *command]
+
+    def again(options: list[str]) -> list[str]:
+        return ["pccl", "chaos", "-n", str(args.n), *options, "--", *command]
+
     try:
         return Harness(args, program, args.n, again, {}).run()
     except NetworkError as error:

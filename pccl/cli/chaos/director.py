@@ -254,6 +254,7 @@ class Director:
     def _harm_master(self, done: Done) -> Undo:
         """Who restarts it all the time stops the run, and so does who does two things to it."""
         busy = any(self._table[one.fault.what].target is Target.MASTER for _, one, _ in self._undos)
+        busy |= self.watch.masters < self.stage.master_starts  # it is about to begin
         if busy or (done.fault.what == kinds.RESTART and self.watch.rounds == self._restarted_at):
             done.skipped = "the master has not recovered yet"
             return nothing
@@ -328,7 +329,8 @@ class Director:
             self._sized_s = now_s
             if (size := held(master.pid)) is not None:
                 self.chronicle.sizes.append(size)
-        if not self._master_down and master is not None and master.poll() is not None:
+        down = self._master_down or self.chronicle.violations
+        if not down and master is not None and master.poll() is not None:
             self.chronicle.violations.append(
                 f"the master ended with status {master.returncode}: see "
                 f"{self.stage.directory / 'master.log'}"

@@ -113,6 +113,7 @@ class Watch:
     """What is known of a run from its master's event log.
 
     Attributes:
+        masters: how many have begun.
         accepted: the numbers of the accepted peers.
         collectives_s: when collectives were committed, by the monotonic clock.
         rounds: how many calls were answered, of any kind.
@@ -122,6 +123,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
+        self.masters = 0
         self.accepted: set[int] = set()
         self.collectives_s: list[float] = []
         self.rounds = 0
@@ -132,6 +134,7 @@ class Watch:
     def feed(self, line: Line) -> None:
         """Takes in a line."""
         if isinstance(line.input, inputs.Began):
+            self.masters += not line.input.why
             self.accepted.clear()  # those of before come back
         if line.failed:
             self.failures.append(f"the master failed: {line.failed}")

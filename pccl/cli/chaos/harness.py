@@ -124,7 +124,7 @@ class Harness:
         args: with the options of `add_options`.
         program: what is run.
         copies: at most so many at once.
-        again: the command line for the same run, without its seed.
+        again: the command line for the same run, but for the options that say so.
         settings: what else the schedule must say of the program.
     """
 
@@ -133,7 +133,7 @@ class Harness:
         args: argparse.Namespace,
         program: Program,
         copies: int,
-        again: list[str],
+        again: Callable[[list[str]], list[str]],
         settings: dict[str, str],
     ) -> None:
         self._args = args
@@ -164,7 +164,7 @@ class Harness:
                 print(f"VIOLATION: {text}")
             if len(outcome.violations) > SHOWN:
                 print(f"and {len(outcome.violations) - SHOWN} more violations")
-            again = shlex.join([*self._again[:2], "--replay", str(plan.seed), *self._again[2:]])
+            again = shlex.join(self._again(["--replay", str(plan.seed)]))
             if args.report is not None:
                 self._report(outcome, again)
             if not outcome.violations:
