@@ -408,7 +408,7 @@ enum pccl_order_kind {
     PCCL_OPEN_STREAM = 1, PCCL_CLOSE_STREAM = 2, PCCL_REGISTER = 3, PCCL_START = 4,
     PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERDICT = 8,
     PCCL_ALLOW = 9, PCCL_EXPECT = 10, PCCL_ADMIT = 11, PCCL_CONNECT_STREAM = 12,
-    PCCL_LOSE_STREAM = 13, PCCL_REMIND = 14
+    PCCL_LOSE_STREAM = 13, PCCL_REMIND = 14, PCCL_TELL = 15
 };
 
 /* Our place in a ring: its stream leads to the next position (THE RING). */
@@ -485,6 +485,8 @@ typedef struct pccl_end {
  *                 fetched again; if one holder gave all of it, that one is asked no more, and its
  *                 stream is closed with a STREAM_LOST event. A FETCH is COMPLETE when every leaf is
  *                 good.
+ *   TELL          op: a PROGRESS event follows if it has been started and is not COMPLETE, FAILED
+ *                 or ended. A SERVE has none.
  *   COMMIT        op. It must be COMPLETE; SERVE: at any time.
  *   ABORT         op
  *   STOP          pccl_engine_run() returns. */
@@ -532,7 +534,8 @@ enum pccl_event_kind {
     PCCL_SETTLED = 3,        /* op: forgotten, no memory of it is referenced */
     PCCL_STREAM_LOST = 4,    /* stream: closed, but not by CLOSE_STREAM; text says why */
     PCCL_LEAF = 5,           /* op: this leaf of that piece is here, for its VERDICT */
-    PCCL_STREAM_UP = 6       /* stream: its first lane stands */
+    PCCL_STREAM_UP = 6,      /* stream: its first lane stands */
+    PCCL_PROGRESS = 7        /* op: how far it is */
 };
 
 typedef struct pccl_event {
@@ -546,6 +549,7 @@ typedef struct pccl_event {
     uint64_t seq;            /* of the op's last START */
     uint32_t piece;
     uint32_t leaf;
+    uint64_t done;           /* PROGRESS: thousandths, below 1000 */
     char text[160];          /* zero-terminated */
 } pccl_event;
 

@@ -321,4 +321,24 @@ MUTANTS = [
         "        group.rates = {hop: link.rate for hop, link in measured.items()}\n",
         "",
     ),
+    Mutant(
+        "a plan of who receives what is shown from its beginning",
+        "        sync.progress.clear()\n",
+        "",
+    ),
+    Mutant(
+        "who holds the result does not say how far it is",
+        "        if one.state is State.RUNNING and one.seq in self._by_seq:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "an abort has cost all since the start of what was aborted",
+        "            self._lost_since_s = min(self._lost_since_s, since_s)\n",
+        "            self._lost_since_s = since_s\n",
+    ),
+    Mutant(
+        "an aborted collective is counted by what has ended it",
+        "                running.reason = REASONS.get(cause, reason)\n",
+        "",
+    ),
 ]

@@ -177,6 +177,13 @@ void collective_end(struct op *op, bool keep)
     undo_close(&collective->undo, &op->ops->spare);
 }
 
+void collective_tell(const struct op *op, uint64_t *done, uint64_t *wanted)
+{
+    const struct collective *collective = (const struct collective *)op;
+    *done = collective->done;
+    *wanted = collective->wanted;
+}
+
 void collective_drop(struct op *op, struct flow *flow)
 {
     if (flow == NULL)

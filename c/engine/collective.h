@@ -55,6 +55,7 @@ static inline struct ring *collective_ring(const struct collective *collective, 
 /* For struct op_kind. */
 void collective_enter(struct op *op, const pccl_order *order);
 void collective_start(struct op *op, const pccl_order *order);
+void collective_tell(const struct op *op, uint64_t *done, uint64_t *wanted);
 void collective_drop(struct op *op, struct flow *flow);
 void collective_lose(struct op *op, const struct stream *stream);
 void collective_end(struct op *op, bool keep);

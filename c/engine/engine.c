@@ -313,6 +313,9 @@ static void obey(pccl_engine *engine, const pccl_order *order)
     case PCCL_REMIND:
         ops_obey(&engine->ops, order);
         break;
+    case PCCL_TELL:
+        ops_tell(&engine->ops, order);
+        break;
     case PCCL_COMMIT:
     case PCCL_ABORT:
         ops_end(&engine->ops, order);

@@ -142,6 +142,13 @@ void exchange_enter(struct op *op, const pccl_order *order)
                 (unsigned long)order->n_parts);
 }
 
+void exchange_tell(const struct op *op, uint64_t *done, uint64_t *wanted)
+{
+    const struct exchange *exchange = (const struct exchange *)op;
+    *done = exchange->done;
+    *wanted = exchange->wanted;
+}
+
 void exchange_drop(struct op *op, struct flow *flow)
 {
     if (flow == NULL)

@@ -51,6 +51,7 @@ void exchange_enter(struct op *op, const pccl_order *order);
 void exchange_start(struct op *op, const pccl_order *order);
 void exchange_take(struct op *op, const struct wire_header *header, struct packet **packet);
 enum turn exchange_send(struct flow *flow);
+void exchange_tell(const struct op *op, uint64_t *done, uint64_t *wanted);
 void exchange_drop(struct op *op, struct flow *flow);
 void exchange_lose(struct op *op, const struct stream *stream);
 void exchange_free(struct op *op);

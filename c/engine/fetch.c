@@ -346,6 +346,15 @@ static void remind(struct fetch *fetch, uint64_t limit)
     }
 }
 
+void fetch_tell(const struct op *op, uint64_t *done, uint64_t *wanted)
+{
+    const struct fetch *fetch = (const struct fetch *)op;
+    uint32_t i;
+    for (i = 0; i < fetch->pieces.n; i++)
+        *wanted += fetch->pieces.piece[i].bytes;
+    *done = *wanted - fetch->unproven;
+}
+
 void fetch_obey(struct op *op, const pccl_order *order)
 {
     if (order->kind == PCCL_VERDICT)

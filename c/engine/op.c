@@ -477,3 +477,18 @@ void ops_obey(struct ops *ops, const pccl_order *order)
     if (op != NULL && is_active(op) && op->kind->obey != NULL)
         op->kind->obey(op, order);
 }
+
+void ops_tell(const struct ops *ops, const pccl_order *order)
+{
+    const struct op *op = find_by_id(ops, order->op);
+    uint64_t done = 0, wanted = 0;
+    pccl_event event;
+    double share;
+    if (op == NULL || !is_active(op) || !op->started || op->complete || op->kind->tell == NULL)
+        return;
+    op->kind->tell(op, &done, &wanted);
+    share = wanted > 0 ? 1000 * (double)done / (double)wanted : 0;
+    event = op_event(op, PCCL_PROGRESS);
+    event.done = share < 999 ? (uint64_t)share : 999;
+    (void)events_emit(ops->events, &event);
+}

@@ -34,6 +34,9 @@ struct op_kind {
     void (*enter)(struct op *op, const pccl_order *order);
     void (*start)(struct op *op, const pccl_order *order);
 
+    /* TELL: how much is done, and of how much. NULL: that cannot be said. */
+    void (*tell)(const struct op *op, uint64_t *done, uint64_t *wanted);
+
     /* An order for this kind only: VERDICT, ALLOW or REMIND. One for another kind is ignored. */
     void (*obey)(struct op *op, const pccl_order *order);
 
@@ -89,10 +92,11 @@ struct ops {
     struct undo spare;       /* of an earlier op, for the next one that needs an undo buffer */
 };
 
-/* REGISTER, START, COMMIT and ABORT, and the orders of one kind of op. */
+/* REGISTER, START, TELL, COMMIT and ABORT, and the orders of one kind of op. */
 void ops_register(struct ops *ops, const struct op_kind *kind, const pccl_order *order);
 void ops_start(struct ops *ops, const pccl_order *order);
 void ops_obey(struct ops *ops, const pccl_order *order);
+void ops_tell(const struct ops *ops, const pccl_order *order);
 void ops_end(struct ops *ops, const pccl_order *order);
 
 /* The op of this kind, run and tag, or NULL. */

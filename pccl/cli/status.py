@@ -122,11 +122,11 @@ def _lines(status: Status) -> Iterator[str]:
     if status.waits_left_out:
         yield f"and {status.waits_left_out} more calls wait"
     if status.groups:
-        heads = ("group", "peers", "epoch", "revision", "held by", "running", "rings")
+        heads = ("group", "peers", "epoch", "revision", "held by", "running", "goodput", "rings")
         yield ""
         yield from _table(heads, map(_group, status.groups))
     if status.peers:
-        heads = ("peer", "address", "group", "is", "for", "last heard", "stands in")
+        heads = ("peer", "address", "group", "is", "for", "last heard", "heartbeat", "stands in")
         yield ""
         yield from _table(heads, map(_peer, status.peers))
 
@@ -135,7 +135,9 @@ def _group(group: GroupStatus) -> Sequence[str]:
     rings = "; ".join(map(_ring, group.rings))
     revision = "" if group.revision is None else str(group.revision)
     numbers = (group.group, group.size, group.epoch)
-    return *map(str, numbers), revision, str(group.holders), str(group.running), rings
+    goodput = "" if group.goodput is None else f"{100 * group.goodput:.1f} %"
+    state = revision, str(group.holders), str(group.running)
+    return *map(str, numbers), *state, goodput, rings
 
 
 def _ring(ring: RingStatus) -> str:
@@ -146,7 +148,11 @@ def _ring(ring: RingStatus) -> str:
 
 
 def _peer(peer: PeerStatus) -> Sequence[str]:
-    calls = [f"{call.call}, {call.phase}, {_seconds(call.waited_s)}" for call in peer.calls]
+    calls = [
+        f"{call.call}, {call.phase}, {_seconds(call.waited_s)}"
+        + ("" if call.done is None else f", {100 * call.done:.0f} %")
+        for call in peer.calls
+    ]
     return (
         str(peer.peer),
         address_text(peer.host, peer.port),
@@ -154,6 +160,7 @@ def _peer(peer: PeerStatus) -> Sequence[str]:
         "accepted" if peer.accepted else "pending",
         _seconds(peer.here_s),
         f"{_seconds(peer.silent_s)} ago",
+        "" if peer.heartbeat_s is None else f"{_seconds(peer.heartbeat_s)} ago",
         "; ".join(calls),
     )
 

@@ -19,6 +19,7 @@ QUIET_S = 5.0  # until the log says for whom a call waits; then twice as long, a
 QUIET_MAX_S = 60.0  # up to this
 ATTEMPT_INTERVAL_S = 1.0  # between the attempts of `connect`
 WELCOME_S = 10.0  # for the master's first answer; admission itself has no limit
+PROGRESS_LOOK_S = 2.0  # between two reports to the master of what is under way all that time
 WITHDRAWAL_S = 1.0  # for the master to take back the vote of a call that an exception has ended
 PENDING_AGAIN_S = 0.002  # a caller that asks for pending peers again so soon asks in a loop:
 PENDING_PATIENCE_S = 0.02  # its next "no" is delayed by this, so that it does not spin

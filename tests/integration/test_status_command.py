@@ -66,6 +66,9 @@ def test_a_master_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
         assert json.loads(capsys.readouterr().out)["peers"][0]["peer"] == 1
 
 
+CALL = "all_reduce(1000 elements of float32, sum) with tag 0"
+
+
 def test_what_is_printed() -> None:
     hall = Hall(3)
     for conn, now_s in ((b"1", 1.0), (b"2", 2.0)):
@@ -91,16 +94,33 @@ def test_what_is_printed() -> None:
     assert lines[2] == f"122 s: 2 in {call} of group 0 (entering): {enter}"
     assert lines[3].startswith(f"121 s: 1 in connect() (admission): {must} update_topology()")
     assert lines[5:7] == [
-        "group  peers  epoch  revision  held by  running  rings",
-        "0      3      2                0        0        1 -> 2 -> 3 -> 1, weight 1",
+        "group  peers  epoch  revision  held by  running  goodput  rings",
+        "0      3      2                0        0                 1 -> 2 -> 3 -> 1, weight 1",
     ]
+    newcomer = "connect(), admission, 121 s"
     assert lines[8:] == [
-        "peer  address     group  is        for    last heard  stands in",
-        f"1     10.0.0.1:1  0      accepted  123 s  122 s ago   {call}, entering, 122 s",
-        f"2     10.0.0.1:1  0      accepted  123 s  121 s ago   {call}, entering, 121 s",
+        "peer  address     group  is        for    last heard  heartbeat  stands in",
+        f"1     10.0.0.1:1  0      accepted  123 s  122 s ago              {call}, entering, 122 s",
+        f"2     10.0.0.1:1  0      accepted  123 s  121 s ago              {call}, entering, 121 s",
         "3     10.0.0.1:1  0      accepted  123 s  123 s ago",
-        "4     10.0.0.1:1  0      pending   121 s  121 s ago   connect(), admission, 121 s",
+        f"4     10.0.0.1:1  0      pending   121 s  121 s ago              {newcomer}",
     ]
+
+
+def test_how_far_a_collective_is_and_what_failures_have_cost() -> None:
+    hall = Hall(2)
+    hall.master.now_s = 10.0
+    hall.everyone(m.FinishVote(hall.start(), False, "a lane was cut"))
+    hall.master.now_s = 15.0
+    seq = hall.start()
+    hall.say(b"2", m.Progress(seq, 355))
+    hall.master.now_s = 20.0
+    status = hall.master.status()
+    heard = [msgspec.structs.replace(peer, heartbeat_s=0.25) for peer in status.peers]
+    lines = printed(msgspec.structs.replace(status, peers=tuple(heard)))
+    assert lines[2].endswith(" must finish it; peer 2 has 35.5 % of it")
+    assert lines[5].split()[4:7] == ["1", "50.0", "%"]
+    assert lines[-1].endswith(f" 0.2 s ago  {CALL}, running, 5.0 s, 36 %")
 
 
 def test_a_master_with_very_much_or_nothing_to_show() -> None:

@@ -130,11 +130,11 @@ class Desk:
 
 
 def lost(stream: int, status: int = UNREACHABLE) -> Event:
-    return Event(STREAM_LOST, status, 0, stream, False, 0, 0, 0, 0, 0, "refused")
+    return Event(STREAM_LOST, status, 0, stream, False, 0, 0, 0, 0, 0, 0, "refused")
 
 
 def failed(stream: int) -> Event:
-    return Event(FAILED, STARVED, 7, stream, False, 0, 0, 0, 0, 0, "refused")
+    return Event(FAILED, STARVED, 7, stream, False, 0, 0, 0, 0, 0, 0, "refused")
 
 
 def test_an_address_is_connected_at_once_and_given_up_when_no_lane_stands() -> None:

@@ -100,6 +100,44 @@ def test_a_run_in_which_a_peer_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
         assert 'pccl_vote_wait_seconds_count{phase="collective"} 1\n' in text
 
 
+def test_how_far_a_transfer_is_and_when_a_peer_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 MB at 80 Mbit/s: a lower bound, which no load can break."""
+    monkeypatch.setattr(limits, "HTTP_KEPT_S", 0.0)
+    monkeypatch.setattr(limits, "PROGRESS_LOOK_S", 0.02)
+    monkeypatch.setenv("PCCL_SYNC_MBITS", "80")
+    with pccl.MasterNode("127.0.0.1:0", http=0) as master, contextlib.ExitStack() as opened:
+        comms = [opened.enter_context(contextlib.closing(pccl.Communicator(master.address)))]
+        comms[0].connect()
+        comms.append(opened.enter_context(contextlib.closing(pccl.Communicator(master.address))))
+        in_threads([lambda: grow(comms[0], 2), lambda: gather(comms[1], 2)])
+        ended = threading.Event()
+
+        def sync(index: int) -> None:
+            array = np.full(4_000_000, 1 - index, np.uint8)
+            info = pccl.TensorInfo.from_numpy(array, "x")
+            state = pccl.SharedState([info])
+            state.revision = 1 - index
+            try:
+                comms[index].sync_shared_state(state)
+            finally:
+                ended.set()
+
+        def watch() -> list[dict[str, Any]]:
+            seen = []
+            while not ended.is_set():
+                seen += shown(master)["waits"]
+            return seen
+
+        *_, seen = in_threads([lambda: sync(0), lambda: sync(1), watch])  # type: ignore[list-item]
+        assert isinstance(seen, list)
+        told = [wait for wait in seen if wait["phase"] == "receiving" and wait["done"] is not None]
+        assert told and all(0 <= wait["done"] < 1 for wait in told)
+        assert re.search(r" must receive it; peer 2 has [\d.]+ % of it$", told[-1]["why"])
+        for peer in shown(master)["peers"]:
+            assert (sys.platform != "linux") == (peer["heartbeat_s"] is None)
+            assert not peer["heartbeat_s"] or peer["heartbeat_s"] >= 0  # type: ignore[operator]
+
+
 def test_metrics_have_the_format_of_prometheus(master: pccl.MasterNode) -> None:
     lines = get(master, "/metrics")[2].splitlines()
     typed = {}

@@ -102,6 +102,43 @@ def test_a_collective_that_has_started_and_its_outcome() -> None:
     assert not status(hall).waits and status(hall).counts.committed == 2
 
 
+def test_how_far_those_are_who_are_waited_for() -> None:
+    hall = Hall(4)
+    seq = hall.start()
+    assert only_wait(hall).done is None and only_wait(hall).why.endswith(" must finish it")
+    for conn, done in ((b"1", 990), (b"2", 120), (b"3", 125), (b"2", 130), (b"4", 500)):
+        hall.say(conn, m.Progress(seq, done))
+    wait = only_wait(hall)
+    told = "peer 3 has 12.5 % of it; peer 2 has 13 % of it; peer 4 has 50 % of it"
+    assert wait.done == 0.125 and wait.why.endswith(f" must finish it; {told}")
+    calls = {peer.peer: peer.calls[0].done for peer in status(hall).peers}
+    assert calls == {1: 0.99, 2: 0.13, 3: 0.125, 4: 0.5}
+    hall.say(b"3", m.FinishVote(seq, True))
+    hall.say(b"3", m.Progress(seq, 700))  # it has crossed its own vote
+    assert only_wait(hall).done == 0.13 and status(hall).peers[2].calls[0].done is None
+    assert not hall.dropped
+    for conn in (b"1", b"2", b"4"):
+        hall.say(conn, m.FinishVote(seq, True))
+    hall.say(b"1", m.Progress(seq, 999))
+    assert not status(hall).waits and not hall.dropped
+    hall.say(b"1", m.Progress(seq + 1, 1))
+    assert "Progress out of turn" in hall.dropped[b"1"]
+
+
+def test_how_far_receivers_of_shared_state_are() -> None:
+    hall = Hall(3)
+    hall.say(b"1", m.SyncVote(2, m.Offer(1, 0, (ENTRY,))))
+    hall.say(b"2", m.SyncVote(2, m.Offer(0, 0, (OTHER,))))
+    hall.say(b"3", m.SyncVote(2, m.Offer(0, 0, (OTHER,))))
+    seq = hall.master.run.numbers.next_seq - 1
+    hall.say(b"2", m.Progress(seq, 400))
+    hall.say(b"1", m.Progress(seq, 400))  # which receives nothing
+    wait = only_wait(hall)
+    assert wait.done == 0.4 and wait.why.endswith(" must receive it; peer 2 has 40 % of it")
+    hall.perform(hall.master.disconnected(b"3", "it broke"))
+    assert only_wait(hall).done is None, "the next plan begins anew"
+
+
 def test_a_newcomer_waits_for_those_who_must_let_it_in() -> None:
     hall = Hall(3)
     hall.master.now_s = 3.0

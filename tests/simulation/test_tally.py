@@ -1,4 +1,5 @@
-"""What a master counts of its run: durations, bytes, retries and what a failure has cost."""
+"""What a master counts of its run: durations, bytes, retries and what a failure has cost; and what
+peers say of their progress."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ import re
 
 import msgspec
 import pytest
+import trainers
 from hall import ENTRY, OTHER, WORK, Hall
+from simulator import Run
 
 from pccl.protocol import messages as m
 from pccl.protocol.kinds import CollectiveKind
@@ -21,6 +24,8 @@ from pccl.protocol.master.tally import (
     factor,
     size,
 )
+from pccl.protocol.peer.calls import State
+from pccl.protocol.peer.effects import Send
 from pccl.runtime.server.metrics import exposition
 
 SMALL = m.Work("all_reduce", 0, 0, 4)
@@ -114,8 +119,8 @@ def test_several_that_are_aborted_together_are_one_recovery() -> None:
     course = Course()
     assert course.goodput(5.0) is None and course.started(10.0) is None
     assert course.goodput(10.0) is None, "nothing can be said of no time"
-    course.aborted(12.0, 15.0)
     course.aborted(11.0, 15.0)
+    course.aborted(12.0, 15.0)
     assert course.goodput(16.0) == 1 - 5 / 6
     assert course.started(20.0) == 5.0 and course.started(21.0) is None
     assert course.goodput(30.0) == 1 - 9 / 20
@@ -168,3 +173,24 @@ def test_each_is_a_metric() -> None:
         assert line in lines
     bounds = [re.search(r'le="([^"]+)"', line) for line in lines if "sync_seconds_bucket" in line]
     assert [bound[1] for bound in bounds if bound] == [*map(str, BOUNDS_S), "+Inf"]
+
+
+def test_a_peer_says_how_far_it_is_while_its_data_is_under_way() -> None:
+    run = Run(3)
+    peers = [run.add(trainers.trainer(3)) for _ in range(2)]
+    said = 0
+    while not said:
+        assert run.step()
+        for peer in peers:
+            for one in list(peer.machine.collectives.started.values()):
+                told = [
+                    each.message
+                    for each in peer.machine.engine_progress(one.call, 250)
+                    if isinstance(each, Send)
+                ]
+                moves = one.state is State.RUNNING
+                assert (one.call in peer.machine.moving) is moves
+                assert told == ([m.Progress(one.seq, 250)] if moves else [])
+                said += one.state is State.COMPLETE
+    machine = peers[0].machine
+    assert machine.engine_progress(12345, 250) == [], "of an op that has ended"

@@ -81,6 +81,7 @@ COLLECTIVE: Table = {
     },
     "reduced": {"> FinishVote yes": "complete"},
     "running": {
+        "> Progress": "running",
         "> FinishVote yes": "complete",
         "< Interrupt": "stopping",
         "> FinishVote no": "aborting",
@@ -117,6 +118,7 @@ SYNCHRONISATION: Table = {
     },
     "moving": {
         "< SyncPlan": "moving",
+        "> Progress": "moving",
         "> FetchedVote": "moving",
         "> Withdraw": "moving",
         "> SyncVote": "voting",
@@ -203,7 +205,7 @@ class Conversation:
                 self._go(self.calls[call], f"> {name}")
             case m.FinishVote(seq, ok):
                 self._go(self.by_seq[seq], f"> {name} {'yes' if ok else 'no'}")
-            case m.FetchedVote(seq) | m.Measured(seq):
+            case m.FetchedVote(seq) | m.Measured(seq) | m.Progress(seq):
                 self._go(self.by_seq[seq], f"> {name}")
             case m.Resume():
                 self._go(self.membership, "> Resume")

@@ -27,7 +27,7 @@ from pccl.types import Result
 CONNECTIONS = 3
 WAIT_MAX = 15  # steps before one blow
 MIMIC = 0xC1  # never used by MessagePack
-MIMICRIES = 13
+MIMICRIES = 14
 RESTART = bytes((MIMIC, 0xFF))  # no stranger's doing: the master is killed and comes back
 _BLOW = struct.Struct(">BBH")  # connection, steps to wait, bytes
 
@@ -166,6 +166,7 @@ MESSAGES: list[tuple[int, Callable[[random.Random], m.PeerMessage]]] = [  # with
     (2, lambda draw: m.Inquire(number(draw), number(draw))),
     (6, start_vote),
     (8, lambda draw: m.FinishVote(number(draw), draw.random() < 0.7, text(draw, 4096))),
+    (2, lambda draw: m.Progress(number(draw), draw.randint(0, 65535))),
     (6, lambda draw: m.SyncVote(number(draw), offer(draw))),
     (4, lambda draw: m.OptimizeVote(number(draw))),
     (4, lambda draw: m.Measured(number(draw), number(draw), number(draw))),
@@ -343,6 +344,7 @@ class Siege(Run):
             m.FinishVote(seq, True),
             m.FinishVote(seq, True, why),
             m.FinishVote(seq, False, why),
+            m.Progress(seq, 500),
             m.FetchedVote(seq, True),
             m.FetchedVote(seq, False, why),
             m.Withdraw(getattr(self._heard[-1], "call", 0)),

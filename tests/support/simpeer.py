@@ -454,6 +454,8 @@ class SimPeer:
                 continue
             if self.can_complete(op):
                 choices.append((self.complete, number))
+                if self.run.random.random() < 0.05:
+                    choices.append((self.progress, number))
             if self.can_fail(op):
                 choices.append((self.fail, number))
         return choices
@@ -479,6 +481,9 @@ class SimPeer:
             tries = self.failed_fetches < 2 or not self.run.broken
             return tries and not any(self.run.lives(h) for h in op.holders)
         return self.run.random.random() < self.run.failure_rate
+
+    def progress(self, number: int) -> None:
+        self.perform(self.machine.engine_progress(number, self.run.random.randint(0, 999)))
 
     def complete(self, number: int) -> None:
         op = self.ops[number]

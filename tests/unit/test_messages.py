@@ -30,6 +30,7 @@ FROM_PEER: list[m.PeerMessage] = [
     m.StartVote(7, 3, m.Work("all_gather", 0, 10, 4, members=3, rows=(5, 0, 1 << 40))),
     m.StartVote(7, 3, m.Work("send", 0, 10, 6), pair=(1, 1 << 40)),
     m.FinishVote(9, True),
+    m.Progress(9, 1000),
     m.FinishVote(9, False, "a stream was lost"),
     m.FinishVote(9, False, "no memory", m.Cause.MEMORY),
     m.SyncVote(8, m.Offer(4, 0, (ENTRY,))),

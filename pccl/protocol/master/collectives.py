@@ -181,6 +181,14 @@ class Collectives:
             cause = m.Cause(vote.cause) if vote.cause in CAUSES else m.Cause.OTHER
             self.interrupt(self._broken(running), why, cause)
 
+    def progress(self, number: int, progress: m.Progress) -> bool:
+        """A member says how far it is. Whether it is about a collective."""
+        running = self._table.get(progress.seq)
+        if running is None or number not in running.members:
+            return False
+        running.progress[number] = min(progress.done, 1000)
+        return True
+
     def _broken(self, running: Running) -> list[Running]:
         """What cannot go on when that one has failed: what uses the same streams."""
         if running.paired:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pccl.protocol.master.optimisations import Optimisation
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.synchronisations import Sync
@@ -58,17 +60,25 @@ def entering(run: Run, round_: Round[object]) -> str:
 
 def finishing(run: Run, running: Running) -> str:
     """What a running collective waits for."""
-    return f"{run.membership.names(sorted(running.missing))} must finish it"
+    late = sorted(running.missing)
+    return f"{run.membership.names(late)} must finish it{_done(late, running.progress)}"
 
 
 def receiving(run: Run, sync: Sync) -> str:
     """What a synchronisation waits for."""
-    return f"{run.membership.names(sorted(sync.fetching))} must receive it"
+    late = sorted(sync.fetching)
+    return f"{run.membership.names(late)} must receive it{_done(late, sync.progress)}"
 
 
 def measuring(run: Run, optimisation: Optimisation) -> str:
     """What an optimisation waits for."""
     return f"{run.membership.names(sorted(optimisation.measuring))} measure links"
+
+
+def _done(late: list[int], progress: Mapping[int, int]) -> str:
+    """How far the awaited peers are that are behind all others; empty if none has said so."""
+    told = sorted((progress[number], number) for number in late if number in progress)
+    return "".join(f"; peer {number} has {done / 10:g} % of it" for done, number in told[:3])
 
 
 def _elsewhere(run: Run, late: list[int]) -> str:

@@ -127,6 +127,7 @@ class Master:
             m.SyncVote: self._vote_sync,
             m.Hurry: lambda number, hurry: self.run.voting.hurry(number, hurry.call),
             m.FinishVote: self.run.collectives.finish,
+            m.Progress: self._progress,
             m.FetchedVote: self.run.synchronisations.fetched,
             m.Measured: self.run.optimisations.measured,
             m.Unreached: self.run.accusations.unreached,
@@ -472,6 +473,13 @@ class Master:
     def _stalled(self, number: int, stalled: m.Stalled) -> None:
         if not self.run.collectives.stalled(number, stalled):
             self.run.synchronisations.stalled(number, stalled)
+
+    def _progress(self, number: int, progress: m.Progress) -> None:
+        """For whoever watches the run; what is said of what has ended meanwhile changes nothing."""
+        known = self.run.collectives.progress(number, progress)
+        known = known or self.run.synchronisations.progress(number, progress)
+        if not known and self.run.numbers.is_unknown(progress.seq):
+            self._out_of_turn(number, progress)
 
     def _out_of_turn(self, number: int, message: m.PeerMessage) -> None:
         why = f"it sent a {type(message).__name__} out of turn"

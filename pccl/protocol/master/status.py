@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import islice
+from types import MappingProxyType
 
 from msgspec import Struct
 
@@ -50,11 +51,16 @@ class Phase(StrEnum):
 
 
 class CallStatus(Struct, frozen=True):
-    """A call that a peer stands in, and for how long it, or of a RUNNING one all, have."""
+    """A call that a peer stands in, and for how long it, or of a RUNNING one all, have.
+
+    `done` is the share of a RUNNING or RECEIVING one that the peer has, as it last said: it says so
+    every few seconds of one that takes long. null: it has not said.
+    """
 
     call: str
     phase: Phase
     waited_s: float
+    done: float | None = None
 
 
 class PeerStatus(Struct, frozen=True):
@@ -70,6 +76,9 @@ class PeerStatus(Struct, frozen=True):
         silent_s: since its last message. It sends none while it computes.
         synchronised: whether it took part in its group's last synchronisation.
         calls: in which it stands; of many the first ones.
+        heartbeat_s: since anything came over its connection, heartbeats included: they go on while
+            it computes, and end when its process or network stands still. null: the system of the
+            master does not tell.
     """
 
     peer: int
@@ -81,6 +90,7 @@ class PeerStatus(Struct, frozen=True):
     silent_s: float
     synchronised: bool
     calls: tuple[CallStatus, ...]
+    heartbeat_s: float | None = None
 
 
 class WaitStatus(Struct, frozen=True):
@@ -94,7 +104,9 @@ class WaitStatus(Struct, frozen=True):
         entered: how many peers stand in it.
         missing: who is waited for; of many the first ones.
         missing_count: how many are waited for.
-        why: for whom it waits, and where those stand, in words.
+        why: for whom it waits, where those stand, and how far they are, in words.
+        done: of a RUNNING or RECEIVING one the least share that one of those has who have said
+            how far they are; null: nobody has.
     """
 
     call: str
@@ -105,6 +117,7 @@ class WaitStatus(Struct, frozen=True):
     missing: tuple[int, ...]
     missing_count: int
     why: str
+    done: float | None = None
 
 
 class RingStatus(Struct, frozen=True):
@@ -233,12 +246,14 @@ class _Waits:
     def _running(self, running: Running) -> None:
         since_s = dict.fromkeys(running.members, running.since_s)
         late, why = sorted(running.missing), finishing(self._run, running)
-        self._add(running.title, running.group, Phase.RUNNING, since_s, late, why)
+        done = running.progress
+        self._add(running.title, running.group, Phase.RUNNING, since_s, late, why, done)
 
     def _sync(self, sync: Sync) -> None:
         since_s = {number: vote.since_s for number, vote in sync.members.items()}
         late, why = sorted(sync.fetching), receiving(self._run, sync)
-        self._add("sync_shared_state()", sync.group, Phase.RECEIVING, since_s, late, why)
+        call, phase = "sync_shared_state()", Phase.RECEIVING
+        self._add(call, sync.group, phase, since_s, late, why, sync.progress)
 
     def _optimisation(self, optimisation: Optimisation) -> None:
         since_s = dict.fromkeys(optimisation.calls, optimisation.since_s)
@@ -261,13 +276,18 @@ class _Waits:
         since_s: Mapping[int, float],
         late: list[int],
         why: str,
+        progress: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """One wait: `since_s` is who stands in it, the first one first, and since when."""
-        call = plain(call)
+        """One wait: `since_s` is who stands in it, the first one first, and since when;
+        `progress` are thousandths, by peer."""
+        call, missing = plain(call), set(late)
         for number, its_s in since_s.items():
             calls = self.calls.setdefault(number, [])
             if len(calls) < CALLS_MAX:
-                calls.append(CallStatus(call, phase, self._now_s - its_s))
+                told = progress.get(number) if number in missing else None
+                done = None if told is None else told / 1000
+                calls.append(CallStatus(call, phase, self._now_s - its_s, done))
+        said = [progress[number] for number in late if number in progress]
         first_s = min(since_s.values(), default=self._now_s)
         self.found.append(
             WaitStatus(
@@ -279,6 +299,7 @@ class _Waits:
                 missing=tuple(late[:MISSING_MAX]),
                 missing_count=len(late),
                 why=plain(why),
+                done=min(said) / 1000 if said else None,
             )
         )
 

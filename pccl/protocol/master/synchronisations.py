@@ -37,6 +37,7 @@ class Sync:
     stalls: int = 0  # how often it was planned anew because a holder could not serve
     refused: frozenset[int] = frozenset()  # peers that offer too high a revision, and take no part
     since_s: float = 0.0  # when the last peer entered it
+    progress: dict[int, int] = field(default_factory=dict)  # thousandths, by receiver
 
 
 class Synchronisations:
@@ -114,6 +115,7 @@ class Synchronisations:
             return
         sync.revision, sync.refused = decision.revision, decision.refused
         sync.transfers, sync.fetching = decision.transfers, set(decision.transfers)
+        sync.progress.clear()
         if sync.fetching or sync.seq:  # an earlier plan must be replaced in any case
             sync.seq = self._numbers.take_seq()
             self._send_plans(sync, decision)
@@ -158,6 +160,14 @@ class Synchronisations:
             info = self._membership.info(number)
             self._outbox.note(f"{info} could not fetch the shared state: {vote.why}")
             self._blame(sync, number, vote.why)
+
+    def progress(self, number: int, progress: m.Progress) -> bool:
+        """A receiver says how far it is. Whether it is about a synchronisation."""
+        sync = self.of(number)
+        if sync is None or sync.seq != progress.seq or number not in sync.fetching:
+            return False
+        sync.progress[number] = min(progress.done, 1000)
+        return True
 
     def _blame(self, sync: Sync, number: int, why: str) -> None:
         """A fetch has failed: drops a peer involved in too many failures, or plans anew."""

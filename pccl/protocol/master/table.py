@@ -27,6 +27,7 @@ class Running:
     size: int = 0  # its members, at its start
     reason: Reason = Reason.LINK  # if it is interrupted
     interrupted_s: float = 0.0  # and when
+    progress: dict[int, int] = field(default_factory=dict)  # thousandths, by member
 
     @property
     def missing(self) -> set[int]:

@@ -109,6 +109,16 @@ class FinishVote(Struct, array_like=True, frozen=True, tag=5):
     cause: U16 = 0
 
 
+class Progress(Struct, array_like=True, frozen=True, tag=18):
+    """Says how much of a long collective, or of its fetch of shared state, a peer has done.
+
+    In thousandths. Only whoever watches the run hears of it.
+    """
+
+    seq: U64
+    done: U16
+
+
 class SyncVote(Struct, array_like=True, frozen=True, tag=6):
     """Enters `sync_shared_state`; the peer's engine already serves the offered content."""
 
@@ -224,6 +234,7 @@ PeerMessage: TypeAlias = (
     | Inquire
     | StartVote
     | FinishVote
+    | Progress
     | SyncVote
     | FetchedVote
     | Leave

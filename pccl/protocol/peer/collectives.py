@@ -91,6 +91,11 @@ class Collectives:
         """Those that have started and have no outcome, by sequence number."""
         return self._by_seq
 
+    @property
+    def moving(self) -> list[int]:
+        """The ops of those whose data is under way."""
+        return [one.call for one in self._by_seq.values() if one.state is State.RUNNING]
+
     # ---- the start ----
 
     def enter(self, one: Collective, said: bool) -> None:
@@ -194,6 +199,11 @@ class Collectives:
             one.whole = True
             self._outbox.say(m.FinishVote(one.seq, True))
         self._conclude(one)
+
+    def progress(self, one: Collective, done: int) -> None:
+        """How much the engine has done, in thousandths."""
+        if one.state is State.RUNNING and one.seq in self._by_seq:
+            self._outbox.say(m.Progress(one.seq, done))
 
     def fail(self, one: Collective, why: str, cause: m.Cause) -> None:
         """The engine cannot complete a collective."""

@@ -397,6 +397,26 @@ class Peer:
             self.transfers.complete(op, settled, rx)
         return self._outbox.take()
 
+    @property
+    def moves(self) -> bool:
+        """Whether bulk data may be under way."""
+        return len(self.collectives.started) > 0 or self.transfers.current is not None
+
+    @property
+    def moving(self) -> list[int]:
+        """The ops of which the master may be told how far they are."""
+        fetching = self.transfers.fetching
+        return [*self.collectives.moving, *([fetching] if fetching else [])]
+
+    def engine_progress(self, op: int, done: int) -> list[Effect]:
+        """An op is so far, in thousandths: who watches the run hears of it."""
+        one = self.collectives.get(op)
+        if one is not None:
+            self.collectives.progress(one, done)
+        else:
+            self.transfers.progress(op, done)
+        return self._outbox.take()
+
     def engine_failed(
         self, op: int, why: str, starved: int = 0, cause: m.Cause = m.Cause.OTHER
     ) -> list[Effect]:

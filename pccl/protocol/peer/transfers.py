@@ -121,6 +121,12 @@ class Transfers:
         self._outbox.do(RegisterOp(transfer.serve_op, run, 0, heard))
         self._outbox.say(transfer.vote)
 
+    @property
+    def fetching(self) -> int:
+        """The op that fetches shared state; 0: there is none."""
+        one = self.open
+        return 0 if one is None or one.optimises or one.fetched else one.fetch_op
+
     # ---- plans ----
 
     def plan(
@@ -199,6 +205,12 @@ class Transfers:
         self.report(one, True, "")
         if settled:
             self.settle(op, 0, rx)
+
+    def progress(self, op: int, done: int) -> None:
+        """How much a fetch has, in thousandths."""
+        one = self.open
+        if one is not None and op and op == self.fetching and one.planned:
+            self._outbox.say(m.Progress(one.seq, done))
 
     def fail(self, op: int, why: str, starved: int) -> None:
         """An op has failed; `starved`: only for lack of streams, under the plan of this number."""

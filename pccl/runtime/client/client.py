@@ -31,6 +31,7 @@ from pccl.runtime.client.inbox import Inbox
 from pccl.runtime.client.memory import Operands, Pieces, Pool
 from pccl.runtime.client.pending import PendingCalls
 from pccl.runtime.client.performer import Performer
+from pccl.runtime.client.progress import Progress
 from pccl.runtime.client.shortcut import Shortcut
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config
@@ -95,6 +96,7 @@ class Client:
             self._engine, self._peer, self._streams, self._pending, self._perform
         )
         self._engine.together = True
+        self._progress = Progress(self._engine, self._peer)
         self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
         self._forked = False
         forks.watch(self)
@@ -468,7 +470,8 @@ class Client:
         """How long to wait for events; None if nothing has a time limit."""
         if self._peer.over is not None:
             return None
-        due = [each for each in (self._master.due_s, self._streams.due_s) if each is not None]
+        all_due = self._master.due_s, self._streams.due_s, self._progress.due_s
+        due = [each for each in all_due if each is not None]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _tick(self) -> None:
@@ -476,6 +479,7 @@ class Client:
         if self._streams.waits:
             self._streams.tick()
         self._master.tick()
+        self._performer.sent |= self._progress.tick()
 
     # ---- the end ----
 

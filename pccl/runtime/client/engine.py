@@ -31,6 +31,7 @@ FAILED: int = lib.PCCL_FAILED
 SETTLED: int = lib.PCCL_SETTLED
 STREAM_LOST: int = lib.PCCL_STREAM_LOST
 STREAM_UP: int = lib.PCCL_STREAM_UP
+PROGRESS: int = lib.PCCL_PROGRESS
 LEAF: int = lib.PCCL_LEAF
 STARVED: int = lib.PCCL_ESTREAM  # status of a FAILED fetch that can be started again
 NO_MEMORY: int = lib.PCCL_ENOMEM  # status of FAILED
@@ -47,7 +48,7 @@ COLLECTIVES: dict[CollectiveKind, int] = {
     CollectiveKind.BARRIER: lib.PCCL_ALL_REDUCE,  # without data
 }
 
-_EVENT = struct.Struct("@IiQIIQQQII160s")  # a pccl_event
+_EVENT = struct.Struct("@IiQIIQQQIIQ160s")  # a pccl_event
 assert _EVENT.size == ffi.sizeof("pccl_event")
 
 ORDERS_ENDPOINT = "inproc://pccl-engine"  # in the engine's own context
@@ -100,7 +101,7 @@ class Event(NamedTuple):
     """An event of the engine.
 
     Attributes:
-        kind: COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP or LEAF.
+        kind: COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP, LEAF or PROGRESS.
         status: 0 or one of c/pccl.h's negative error numbers.
         op: number of the op, except for STREAM_LOST and STREAM_UP.
         stream: number of the stream, for STREAM_LOST and STREAM_UP; FAILED: the stream that `text`
@@ -111,6 +112,7 @@ class Event(NamedTuple):
         seq: sequence number of the op's last start.
         piece: LEAF: number of the piece.
         leaf: LEAF: index in the piece.
+        done: PROGRESS: how far the op is, in thousandths.
         text: FAILED, STREAM_LOST: the reason.
     """
 
@@ -124,6 +126,7 @@ class Event(NamedTuple):
     seq: int
     piece: int
     leaf: int
+    done: int
     text: str
 
 
@@ -544,6 +547,11 @@ class Engine:
         self._blank_order(lib.PCCL_ALLOW, op).limit = nbytes
         self._send()
 
+    def tell(self, op: int) -> None:
+        """Asks how far an op is; PROGRESS follows if it has started and is not complete."""
+        self._blank_order(lib.PCCL_TELL, op)
+        self._send()
+
     def commit(self, op: int) -> None:
         """Keeps an op's result; the engine uses its memory until SETTLED."""
         self._blank_order(lib.PCCL_COMMIT, op)
@@ -561,12 +569,11 @@ class Engine:
         found: list[Event] = []
         while not self._closed and readable(self.socket):
             data = self.socket.recv(zmq.DONTWAIT)
-            kind, status, op, stream, settled, tx, rx, seq, piece, leaf, text = _EVENT.unpack(data)
+            kind, status, op, stream, settled, *rest, text = _EVENT.unpack(data)
             if kind == SETTLED or settled:
                 self._arrays.pop(op, None)
             text = text.partition(b"\0")[0].decode(errors="replace") if status else ""
-            where = (seq, piece, leaf, text)
-            found.append(Event(kind, status, op, stream, bool(settled), tx, rx, *where))
+            found.append(Event._make([kind, status, op, stream, bool(settled), *rest, text]))
         return found
 
     def close(self) -> None:

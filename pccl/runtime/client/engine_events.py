@@ -13,6 +13,7 @@ from pccl.runtime.client.engine import (
     FAILED,
     LEAF,
     NO_MEMORY,
+    PROGRESS,
     SETTLED,
     STARVED,
     STREAM_UP,
@@ -65,6 +66,8 @@ class EngineEvents:
                 cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
                 why = self._streams.why(event)
                 todo = self._peer.engine_failed(event.op, why, starved, cause)
+            elif event.kind == PROGRESS:
+                todo = self._peer.engine_progress(event.op, event.done)
             elif event.kind == LEAF:
                 self._leaf(Leaf(event.op, event.piece, event.leaf))
                 continue

@@ -32,7 +32,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pccl.runtime import descriptors, limits
+from pccl.runtime import descriptors, limits, tcp
 from pccl.runtime.descriptors import Shutter, received
 from pccl.runtime.server.guard import Guard, Line
 from pccl.runtime.server.reserve import Reserve
@@ -170,6 +170,12 @@ class Connections:
     def forget_buried(self, now_s: float) -> None:
         """Forgets connections buried so long ago that no message of them can arrive any more."""
         self._buried = {c: at for c, at in self._buried.items() if now_s - at < limits.GRACE_S}
+
+    def silent_s(self, conn: bytes) -> float | None:
+        """For how long nothing has come over it, not even a heartbeat; None: unknown."""
+        sender = self.senders.get(conn)
+        info = None if sender is None else tcp.of_descriptor(sender.fd)
+        return None if info is None else info.silent_s
 
     # ---- whom to hear ----
 

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import zmq
+from msgspec.structs import replace
 
 from pccl.errors import PCCLError
 from pccl.ext.drain import Drain
@@ -224,7 +225,7 @@ class Server:
                 self._dialler.tick(now_s)
                 self._perform(self._feed(inputs.Tick(now_s - self._pauses.total_s)))
                 self._flush()
-                self._inquiries.answer(self._master.status)
+                self._inquiries.answer(self._status)
             if self._journal is None:  # with a journal it is expected to come back
                 self._perform(self._feed(inputs.Farewell()))
                 self._flush()
@@ -250,6 +251,16 @@ class Server:
             self._master.patience_s,
         ]
         return min(wait_s for wait_s in waits_s if wait_s is not None)
+
+    def _status(self) -> Status:
+        """What the master knows of its run, and the kernel of its connections."""
+        status = self._master.status()
+        silent_s = {
+            number: self._connections.silent_s(peer.conn)
+            for number, peer in self._master.peers.items()
+        }
+        peers = [replace(one, heartbeat_s=silent_s[one.peer]) for one in status.peers]
+        return replace(status, peers=tuple(peers))
 
     # ---- pauses ----
 
