@@ -135,6 +135,7 @@ class Checker:
         for key, calls in self._reductions().items():
             self._check_outcome(key, calls)
             self._check_sum(key, calls)
+            self._check_restored(key, calls)
         self._measure()
         return self._report
 
@@ -326,6 +327,18 @@ class Checker:
                 )
             if end.digest != digest_of(buffer_of(end.sum, call.begin.repeats)):
                 self._broken(f"{where}: worker {call.worker}'s result is not the same all over")
+
+    def _check_restored(self, key: tuple[int, ...], calls: list[Call]) -> None:
+        """Who was told that it failed has what it gave."""
+        for call in calls:
+            begin, end = call.begin, call.end
+            if end is None or end.outcome == "done":
+                continue
+            if end.digest != digest_of(buffer_of(begin.gives, begin.repeats)):
+                self._broken(
+                    f"attempt {key[1]} of step {key[0]}: worker {call.worker}'s contribution was "
+                    "not restored"
+                )
 
     # ---- speed ----
 

@@ -16,7 +16,8 @@ import numpy as np
 
 import pccl
 
-REPEATS = 1, 700  # of a contribution: by way of the master, and around the ring
+REPEATS = 1, 700  # of a contribution: by way of the master, and around the ring; or more
+REPEATED = 64  # elements of the state for each
 TAGS = 4  # collectives of `overlap` that are under way at once
 SIZES_EVERY = 50  # revisions
 COMPUTE_S = 0.002
@@ -167,7 +168,8 @@ class Sums:
         gives = diary.contribution(member.number)
         tags, self.lost = self.lost, []
         for tag in tags:
-            repeats = REPEATS[(self._revision + tag) % len(REPEATS)]
+            sizes = *REPEATS, max(REPEATS[1], member.elements // REPEATED)
+            repeats = sizes[(self._revision + tag) % len(sizes)]
             data = diary.buffer_of(gives, repeats)
             member.notes.write(
                 diary.Begin(diary.now(), "reduce", self._revision, attempt, repeats, gives, tag)

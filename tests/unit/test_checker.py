@@ -194,6 +194,9 @@ MUTATIONS = {
     "count several times": total_of(1, sums([0, 1, 1])),
     "own contribution is missing": total_of(1, sums([0, 2])),
     "in a world of 2": changed(1, reduced, world=2),
+    "worker 0's contribution was not restored": changed(
+        0, lambda entry: isinstance(entry, End) and entry.outcome == "lost", digest="another"
+    ),
     "is not the same all over": changed(1, reduced, digest="another"),
 }
 
