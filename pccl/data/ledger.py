@@ -25,7 +25,7 @@ suffice, peers get fewer samples in a round.
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 _HEAD = 4  # samples, end, fresh, rows
 _ROWS_EACH = 8
 _ENDLESS = 1 << 62
+Vote: TypeAlias = "NDArray[np.uint8] | NDArray[np.int64]"
 _SET = 255  # a cell of a vote: the mean over at most so many peers is not 0
 
 
@@ -101,6 +102,9 @@ class Ledger:
         self._state[:2] = self._settings
         self._me = secrets.randbits(62) | 1
         self._living: set[int] = set()  # at the last claim: the same on all peers
+        self._counted = False  # whether votes are
+        self._trained = 0  # of the samples that this peer holds, which are the first ones
+        self._sent = 0  # of these, those that its last vote has told of
 
     def entries(self) -> list[TensorInfo]:
         """What the shared state must have."""
@@ -131,39 +135,87 @@ class Ledger:
                 f"this peer's ledger is of {_count(*self._settings)}, and the run's of "
                 f"{_count(*map(int, self._state[:2]))}"
             )
-        wants = _gather(comm, self._me, self.wanted if wanted is None else wanted)
+        wants = _gather(comm, self._want(self.wanted if wanted is None else wanted))
         if len(wants) > self.peers_max:
             raise ValueError(f"{len(wants)} peers: the ledger is made for up to {self.peers_max}")
-        self._living = {owner for owner, _ in wants}
+        self._living = {want.owner for want in wants}
         before = self._content()
         after = rows.claimed(before, wants, self._settings[1], self._rows_max)
         self._write(after)
-        self.share = self._gained(before, after)
+        if self._counted:
+            self.share = rows.rest(rows.owned(after, self._me), self._trained)
+        else:
+            self.share = self._gained(before, after)
         return self.share
 
-    def vote(self) -> NDArray[np.uint8]:
+    def _want(self, wanted: int) -> rows.Want:
+        """What was not trained on yet is a part of the share, and what comes new comes after it."""
+        held = rows.owned(self._content(), self._me)
+        if not self._counted or not held:
+            return rows.Want(self._me, wanted)
+        left = sum(map(len, held)) - self._trained
+        return rows.Want(self._me, max(0, wanted - left), held[-1].stop)
+
+    def train(self, samples: int) -> None:
+        """This peer has trained on so many more samples of its share, in order.
+
+        For rounds in which peers may not come to the end of their share: see `vote`.
+
+        Raises:
+            ValueError: it has no more so many.
+        """
+        left = sum(map(len, rows.owned(self._content(), self._me))) - self._trained
+        if not 0 <= samples <= left:
+            raise ValueError(f"samples={samples}, and of the share {left} are left to train on")
+        self._trained += samples
+
+    def vote(self, *, counted: bool = False, late: bool = False) -> Vote:
         """The array that must be in the collective with this peer's progress, as it is.
 
         From here on everything that has been claimed is under way. All peers call it before the
         same collective; it may be called again for a repetition.
+
+        Args:
+            counted: this peer has trained on as much as `train` was told, and what is left of its
+                share will be a part of the next one. The same on all peers. The collective must
+                add the arrays up, and no mean is enough. Otherwise it has trained on all.
+            late: the collective does not have this peer's progress, which a later one will have.
         """
         content = rows.departed(self._content(), self._living)
         self._write(content)
-        vote = np.zeros(self.peers_max, np.uint8)
         owners = rows.owners_under_way(content)
-        if self._me in owners:
-            vote[owners.index(self._me)] = _SET
-        return vote
+        self._counted = counted
+        if not counted:
+            self._trained = sum(map(len, rows.owned(content, self._me)))
+        self._sent = 0 if late or self._me not in owners else self._trained
+        cells = [0] * self.peers_max
+        if self._sent:
+            cells[owners.index(self._me)] = self._sent if counted else _SET
+        return np.array(cells, np.int64) if counted else np.array(cells, np.uint8)
 
-    def settle(self, votes: NDArray[np.uint8] | None) -> None:
+    def settle(self, votes: Vote | None) -> None:
         """The collective has ended: `votes` is what it has made of the array.
 
         None: it has brought nothing, so what was under way is claimed as before.
         """
         content = self._content()
-        owners = rows.owners_under_way(content)
-        counted = [] if votes is None else [o for o, v in zip(owners, votes, strict=False) if v]
-        self._write(rows.settled(content, counted))
+        cells = [] if votes is None else [int(vote) for vote in votes]
+        counted = votes is not None and votes.dtype == np.int64
+        found = zip(rows.owners_under_way(content), cells, strict=False)
+        trained = {owner: cell if counted else None for owner, cell in found if cell}
+        self._write(rows.settled(content, trained))
+        if self._me in trained:
+            self._trained -= self._sent
+        self._sent = 0
+
+    def renew(self) -> None:
+        """This peer joins the run once more, without the progress that it has made.
+
+        What it had claimed is given to others.
+        """
+        self._me = secrets.randbits(62) | 1
+        self._trained = self._sent = 0
+        self.share = ()
 
     # ---- what it says ----
 
@@ -238,20 +290,20 @@ def _without(samples: range, others: list[range]) -> list[range]:
     return [part for part in parts if part]
 
 
-def _gather(comm: Communicator, me: int, wanted: int) -> list[tuple[int, int]]:
+def _gather(comm: Communicator, want: rows.Want) -> list[rows.Want]:
     """What all peers want, in the order of the ranks; repeated with those who are left."""
-    own = np.array([me, wanted], np.int64)
+    own = np.array(want, np.int64)
     while True:
         _ = comm.rank  # a gather takes place among the ranks that this thread has seen
         try:
             gathered = comm.all_gather(own)
         except PCCLError as error:
             if error.result is Result.TOO_FEW_PEERS:
-                return [(me, wanted)]
+                return [want]
             if error.result is not Result.RANK_CONNECTION_LOST:
                 raise
         else:
-            return [(int(owner), int(count)) for owner, count in gathered]
+            return [rows.Want(*map(int, row)) for row in gathered]
 
 
 def _count(samples: int, end: int) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 NOBODY = 0
@@ -34,28 +34,43 @@ class Content(NamedTuple):
     rows: tuple[Row, ...]
 
 
-def claimed(content: Content, wants: Sequence[tuple[int, int]], end: int, rows_max: int) -> Content:
+class Want(NamedTuple):
+    """What a peer asks for.
+
+    Attributes:
+        owner: the peer.
+        samples: so many.
+        first: it takes none below this one.
+    """
+
+    owner: int
+    samples: int
+    first: int = 0
+
+
+def claimed(content: Content, wants: Sequence[Want], end: int, rows_max: int) -> Content:
     """Gives samples to those who want some.
 
     What was claimed by others, and is not under way, is nobody's again: they are gone.
 
     Args:
         content: as it is.
-        wants: (owner, number of samples), of all peers.
+        wants: of all peers.
         end: the first sample that there is not.
         rows_max: a claim that would take more rows than that gets less.
     """
-    living = {owner for owner, _ in wants}
+    living = {want.owner for want in wants}
     rows = [
         row if row.under_way or row.owner in living else row._replace(owner=NOBODY)
         for row in content.rows
     ]
     free = end - content.fresh + sum(row.end - row.first for row in rows if row.owner == NOBODY)
     fresh = content.fresh
-    for owner, count in _fair(wants, free):
-        rows, missing = _take(rows, owner, count, rows_max)
+    for want in _fair(wants, free):
+        rows, missing = _take(rows, want, rows_max)
+        missing = min(missing, end - fresh)
         if missing and len(rows) < rows_max:
-            rows.append(Row(fresh, fresh + missing, owner, 0))
+            rows.append(Row(fresh, fresh + missing, want.owner, 0))
             fresh += missing
     return Content(fresh, _merged(rows))
 
@@ -69,17 +84,37 @@ def departed(content: Content, living: Collection[int]) -> Content:
     return Content(content.fresh, _merged(rows))
 
 
-def settled(content: Content, contributors: Collection[int]) -> Content:
-    """It has ended. What its contributors had claimed is consumed.
+def settled(content: Content, trained: Mapping[int, int | None]) -> Content:
+    """It has ended. Of what each contributor had claimed, it has `trained` on the first so many
+    samples, or on all (None): these are consumed.
 
     The others are gone, or it has brought nothing: the next claim tells.
     """
-    rows = [
-        row._replace(under_way=0)
-        for row in content.rows
-        if not (row.under_way and row.owner in contributors)
-    ]
+    rows = []
+    left = {owner: count for owner, count in trained.items() if count is not None}
+    for row in content.rows:
+        if not row.under_way or row.owner not in trained:
+            rows.append(row._replace(under_way=0))
+        elif row.owner in left:
+            consumed = min(left[row.owner], row.end - row.first)
+            left[row.owner] -= consumed
+            if row.first + consumed < row.end:
+                rows.append(Row(row.first + consumed, row.end, row.owner, 0))
     return Content(content.fresh, _merged(rows))
+
+
+def owned(content: Content, owner: int) -> list[range]:
+    """What a peer has claimed, in order."""
+    return [range(row.first, row.end) for row in content.rows if row.owner == owner]
+
+
+def rest(samples: Sequence[range], count: int) -> tuple[range, ...]:
+    """All but the first so many."""
+    parts = []
+    for part in samples:
+        parts.append(part[min(count, len(part)) :])
+        count -= min(count, len(part))
+    return tuple(part for part in parts if part)
 
 
 def owners_under_way(content: Content) -> list[int]:
@@ -87,25 +122,26 @@ def owners_under_way(content: Content) -> list[int]:
     return sorted({row.owner for row in content.rows if row.under_way})
 
 
-def _fair(wants: Sequence[tuple[int, int]], free: int) -> list[tuple[int, int]]:
+def _fair(wants: Sequence[Want], free: int) -> list[Want]:
     """What each gets: as much as wanted; where that is too much, in proportion."""
-    total = sum(count for _, count in wants)
+    total = sum(want.samples for want in wants)
     if total <= free:
         return list(wants)
     ends = [0]
-    for _, count in wants:
-        ends.append(ends[-1] + count)
+    for want in wants:
+        ends.append(ends[-1] + want.samples)
     scaled = [free * end // total for end in ends]
-    return [(owner, scaled[i + 1] - scaled[i]) for i, (owner, _) in enumerate(wants)]
+    return [want._replace(samples=scaled[i + 1] - scaled[i]) for i, want in enumerate(wants)]
 
 
-def _take(rows: list[Row], owner: int, count: int, rows_max: int) -> tuple[list[Row], int]:
-    """Gives `owner` samples that are nobody's. Returns the rows, and how many are still missing."""
+def _take(rows: list[Row], want: Want, rows_max: int) -> tuple[list[Row], int]:
+    """Gives samples that are nobody's. Returns the rows, and how many are still missing."""
+    owner, count, first = want
     taken = []
     splits = rows_max - len(rows)
     for row in rows:
         length = row.end - row.first
-        if row.owner != NOBODY or not count or (length > count and not splits):
+        if row.owner != NOBODY or not count or row.first < first or (length > count and not splits):
             taken.append(row)
             continue
         middle = min(row.end, row.first + count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,7 @@ class Carrier(Protocol):
     def contributors(self) -> int | None:
         """Peers whose progress weighs anything in the means; None if all weigh the same."""
 
-    def load(self, progress: Tensors, weight: int | None) -> None:
+    def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
         """Prepares what is sent; it stays the same for all attempts.
 
         `weight`: of this peer's progress in the means; None: that of all peers is the same.
@@ -51,31 +52,51 @@ class Carrier(Protocol):
         """Takes over such a state, if it is of the same carrier."""
 
 
+@dataclass(frozen=True, slots=True)
+class Votes:
+    """What travels beside the progress, and no weight changes.
+
+    Attributes:
+        sent: of this peer.
+        received: what they are added up in; or their mean, if all peers weigh the same.
+    """
+
+    sent: Tensors
+    received: Tensors
+
+
 class Total:
-    """What all weights add up to, and how many are not 0."""
+    """What all weights add up to, and how many are not 0; and the votes."""
 
     def __init__(self) -> None:
         self._own: torch.Tensor | None = None
         self._sum = torch.zeros(2, dtype=torch.int64)
+        self._votes = Votes([], [])
 
-    def load(self, weight: int | None) -> None:
-        """The weight of this peer; None: all weigh the same, and nothing is added up."""
+    def load(self, weight: int | None, votes: Votes) -> None:
+        """The weight of this peer; None: all weigh the same, and weights are not added up."""
         self._own = None if weight is None else torch.tensor([weight, int(weight > 0)])
+        self._votes = votes
+
+    @property
+    def weighs(self) -> bool:
+        """Whether there are weights."""
+        return self._own is not None
 
     @property
     def sent(self) -> Tensors:
         """What is sent beside the progress."""
-        return [] if self._own is None else [self._own]
+        return [*self._votes.sent, *([] if self._own is None else [self._own])]
 
     @property
     def received(self) -> Tensors:
         """Where an all-reduce adds it up."""
-        return [] if self._own is None else [self._sum]
+        return [*self._votes.received, *([] if self._own is None else [self._sum])]
 
     def unload(self, rows: Sequence[torch.Tensor]) -> None:
-        """Adds up what a gather has brought, if there is anything."""
-        for row in rows:
-            torch.sum(row, 0, out=self._sum)
+        """Adds up what a gather has brought."""
+        for row, sum in zip(rows, self.received, strict=True):
+            torch.sum(row, 0, dtype=sum.dtype, out=sum)
 
     @property
     def contributors(self) -> int | None:
@@ -117,9 +138,9 @@ class Ring:
         """As the last attempt has found them."""
         return self._total.contributors
 
-    def load(self, progress: Tensors, weight: int | None) -> None:
+    def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
         """It is sent as it is, or times the weight."""
-        self._total.load(weight)
+        self._total.load(weight, votes)
         self._progress = progress if weight is None else [each * weight for each in progress]
 
     def run(self, comm: Communicator, means: Tensors) -> ReduceInfo:
@@ -134,7 +155,7 @@ class Ring:
 
     @property
     def _op(self) -> ReduceOp:
-        return ReduceOp.SUM if self._total.sent else ReduceOp.AVG
+        return ReduceOp.SUM if self._total.weighs else ReduceOp.AVG
 
     def _operands(self, means: Tensors) -> tuple[Any, Any]:
         if len(means) == 1 and not self._total.sent:
@@ -143,7 +164,7 @@ class Ring:
 
     def unload(self, means: Tensors) -> None:
         """The all-reduce has written them; weighted sums are still to be divided."""
-        if self._total.sent:
+        if self._total.weighs:
             divisor = self._total.divisor(1)
             kernels.divide(means[0], divisor)
             for mean in means[1:]:
@@ -200,9 +221,9 @@ class Quantized:
         """As the last attempt has found them."""
         return (self._ring if self.way == "ring" else self._total).contributors
 
-    def load(self, progress: Tensors, weight: int | None) -> None:
+    def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
         """Adds the residual to the pseudo-gradient, and quantizes that unless it goes around."""
-        others = sum(each.nbytes for each in progress[1:])
+        others = sum(each.nbytes for each in [*progress[1:], *votes.sent])
         self.way = self._route.choose(
             self._payload.nbytes + others, progress[0].nbytes + others, self.way
         )
@@ -210,10 +231,10 @@ class Quantized:
         kernels.add(self._room, self._room, progress[0])
         if self.way == "ring":
             self._next.zero_()
-            self._ring.load([self._room, *progress[1:]], weight)
+            self._ring.load([self._room, *progress[1:]], weight, votes)
             return
         others_sent = progress[1:]
-        self._total.load(weight)
+        self._total.load(weight, votes)
         if weight is None:
             kernels.quantize(self._payload, self._room, self._format)
             kernels.dequantize(self._next, self._payload, self._format)

@@ -10,7 +10,7 @@ import torch
 
 from pccl import AsyncReduceHandle, Communicator, PCCLError, ReduceInfo, Result
 from pccl.diloco.accounts import Accounts
-from pccl.diloco.carriers import Carrier
+from pccl.diloco.carriers import Carrier, Votes
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import Buffers
 from pccl.diloco.outer_state import OuterState
@@ -182,10 +182,9 @@ class Exchange:
     def run(self) -> Average:
         """Averages the progress, and waits for the end."""
         self.sent = True
-        self._accounts.vote()
-        self.carrier.load(self._progress(), self.share.weight)
+        self._load()
         with self._meter.timed("reduce"):
-            average = self._until_committed(lambda: self.carrier.run(self._comm, self.means))
+            average = self._until_committed(lambda: self.carrier.run(self._comm, self._averaged))
         self._meter.last_reduce = average.info or self._meter.last_reduce
         return self._counted(average)
 
@@ -196,16 +195,20 @@ class Exchange:
             PCCLError: TOO_FEW_PEERS: this peer is alone.
         """
         self.sent = True
-        self._accounts.vote()
-        self.carrier.load(self._progress(), self.share.weight)
-        return Flight(lambda: self.carrier.launch(self._comm, self.means, TAG))
+        self._load()
+        return Flight(lambda: self.carrier.launch(self._comm, self._averaged, TAG))
+
+    def _load(self) -> None:
+        votes = self._accounts.vote(self.share.late)
+        progress = [self._state.delta, *self._moves]
+        self.carrier.load(progress, self.share.weight, Votes(votes, self._accounts.votes))
 
     def land(self, flight: Flight) -> Average:
         """Waits for the end of what was launched."""
         with self._meter.timed("reduce"):
             average = flight.land()
         if average.info is not None:
-            self.carrier.unload(self.means)
+            self.carrier.unload(self._averaged)
             self._meter.count(average.info)
             self._meter.last_reduce = average.info
         return self._counted(average)
@@ -220,7 +223,8 @@ class Exchange:
         if average.info is not None:
             self.carrier.commit(average.peers, own=self.share.weight != 0)
             return
-        for mean, own in zip(self.means, self._progress(), strict=True):
+        self._accounts.count_alone()
+        for mean, own in zip(self._averaged, [self._state.delta, *self._moves], strict=True):
             mean.copy_(own)
 
     @property
@@ -230,11 +234,12 @@ class Exchange:
 
     @property
     def means(self) -> list[torch.Tensor]:
-        """What an average is written to."""
-        return [self._state.mean, *self._accounts.means, *self._buffers.means]
+        """What an average is written to, and the votes with it."""
+        return [self._state.mean, *self._accounts.votes, *self._buffers.means]
 
-    def _progress(self) -> list[torch.Tensor]:
-        return [self._state.delta, *self._accounts.votes, *self._moves]
+    @property
+    def _averaged(self) -> list[torch.Tensor]:
+        return [self._state.mean, *self._buffers.means]
 
     def _until_committed(self, call: Callable[[], ReduceInfo]) -> Average:
         """Repeats a collective until it commits, or this peer is alone."""

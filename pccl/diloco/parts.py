@@ -92,12 +92,16 @@ class Parts:
                 part,
                 self._buffers if part is parts[-1] else none,
                 carrier(settings.wire, part.theta.numel(), self._route),
-                Share(settings.weight, deadlines=settings.deadline_peers is not None),
+                Share(settings.weight, always=self._always_weighs(settings)),
                 self.meter,
                 self._accounts,
             )
             for part in parts
         ]
+
+    def _always_weighs(self, settings: Settings) -> bool:
+        """Whether means are sums: of who is late the weight is 0, and counts are added up."""
+        return settings.deadline_peers is not None or self._accounts.counted
 
     def _schedule_of(self, settings: Settings) -> Schedule:
         exchange = self.exchanges[-1]
@@ -150,6 +154,9 @@ class Parts:
         """The run has gone on without this peer: joins it once more, with what nobody else has."""
         exchange = self.exchanges[-1]
         rescued = self.schedule.rescue()
+        if not self._accounts.rejoin():
+            exchange.share.drop()
+            rescued = False
         self.group.rejoin(self._config)
         self._begin()
         exchange.adopt()
@@ -157,10 +164,17 @@ class Parts:
             exchange.reclaim(self._late_decay)
         self.pace.rejoin()
 
-    def count(self, samples: int) -> None:
-        """This peer has trained on so many more."""
+    def count(self, samples: int | None) -> None:
+        """This peer has trained on so many more; None: it has not told, and it is one step."""
+        if samples is None and self._accounts.counted:
+            raise ValueError(
+                "a ledger whose rounds may end early must know how many samples a step has trained "
+                "on: diloco.step(samples=len(batch))"
+            )
+        samples = 1 if samples is None else samples
         for exchange in self.exchanges:
             exchange.share.count(samples)
+        self._accounts.train(samples)
 
     def way(self, fragment: int) -> Way:
         """That which the progress of a fragment went at last."""

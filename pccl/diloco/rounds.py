@@ -93,7 +93,8 @@ class Stopwatch:
     @property
     def _utilisation(self) -> float:
         compute_s = self.compute_s
-        return compute_s / (compute_s + self._inside_s)
+        whole_s = compute_s + self._inside_s
+        return compute_s / whole_s if whole_s else 0.0  # of less time than the clock can show
 
     def report(
         self, outer_step: int, outcome: Outcome, way: Way, peers: tuple[PeerShare, ...]

@@ -60,15 +60,11 @@ class Settings:
             raise ValueError(f"inner_steps={self.inner_steps} must be at least 1")
         self._check_times()
         self._check_streaming()
-        if ledger and self.unlike:
-            raise ValueError(
-                "a ledger counts on the progress of each peer in full: it does not go with "
-                'inner_seconds, deadline_peers or weight="samples"'
-            )
         if ledger and self.mode == "streaming":
             raise ValueError(
                 'a ledger needs rounds that are applied as a whole, and with mode="streaming" each '
-                "fragment is applied by itself"
+                "fragment is applied by itself: of who is lost between two, one part of the model "
+                "has learnt from samples and another has not"
             )
 
     def _check_times(self) -> None:
@@ -119,8 +115,12 @@ class Settings:
     @property
     def unlike(self) -> bool:
         """Whether peers may train on more or less than others."""
-        limited = self.inner_seconds is not None or self.deadline_peers is not None
-        return limited or self.weight != "peers"
+        return self.ends_early or self.weight != "peers"
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a round may end before a peer has taken so many inner steps."""
+        return self.inner_seconds is not None or self.deadline_peers is not None
 
     def pace(self) -> Pace:
         """When a round is due, in modes without fragments."""

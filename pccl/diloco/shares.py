@@ -14,10 +14,11 @@ class Share:
         late: whether this peer came late to a deadline round: its progress weighs nothing in it.
     """
 
-    def __init__(self, by: WeightBy, deadlines: bool) -> None:
+    def __init__(self, by: WeightBy, always: bool) -> None:
+        """`always`: there are weights even if all are the same, because a late peer has none."""
         self.late = False
         self._by = by
-        self._deadlines = deadlines
+        self._always = always
         self._trained = 0  # since the base
         self._measured = 0  # of these, those in the pseudo-gradient
 
@@ -40,6 +41,10 @@ class Share:
         if not self.late:
             self._trained -= self._measured
 
+    def drop(self) -> None:
+        """The progress is gone."""
+        self._trained = 0
+
     @property
     def weight(self) -> int | None:
         """Of the pseudo-gradient; None: that of all peers is the same."""
@@ -47,4 +52,4 @@ class Share:
             return 0
         if self._by == "samples":
             return self._measured
-        return 1 if self._deadlines else None
+        return 1 if self._always else None

@@ -282,7 +282,7 @@ class DiLoCo:
             is 0 there, and not with deadline_peers.
         late_decay: what a late peer keeps of its progress, from 0 to 1.
         ledger: gives each peer its samples, each exactly once; see `pccl.data` and `round_of`. Not
-            with mode="streaming", inner_seconds, deadline_peers or weight="samples".
+            with mode="streaming".
 
     Raises:
         ValueError: a setting is out of range, no parameter requires a gradient, `state` belongs to
@@ -354,7 +354,8 @@ class DiLoCo:
         self._hook: RemovableHandle | None = None
         self._rejoins = 0  # since the last round that this peer was in
         self._last_round: OuterRound | None = None
-        self._parts = Parts(comm, model, settings, own_rates, quorum, Accounts(ledger))
+        accounts = Accounts(ledger, counted=settings.ends_early)
+        self._parts = Parts(comm, model, settings, own_rates, quorum, accounts)
         if state is not None:
             self._load(state if isinstance(state, Mapping) else read_state(state))
         self._inner_step = self._parts.join()
@@ -454,13 +455,14 @@ class DiLoCo:
     # ---- training ----
 
     def step(
-        self, scaler: torch.amp.GradScaler | None = None, *, samples: int = 1
+        self, scaler: torch.amp.GradScaler | None = None, *, samples: int | None = None
     ) -> OuterRound | None:
         """Takes one inner step and clears the gradients; every H-th call runs the outer round too.
 
         Args:
-            samples: with weight="samples", how many (or tokens) the gradients are of. A step in a
-                `with` block, taken by the optimizer itself, counts as one.
+            samples: with weight="samples", how many (or tokens) the gradients are of. None: one.
+                Required with a `ledger` and inner_seconds or deadline_peers, where it is samples of
+                the ledger. A step in a `with` block, taken by the optimizer itself, has None.
             scaler: steps the inner optimizer, and is updated then. A step that it skips counts as
                 one all the same, so that the peers stay together.
 
@@ -473,7 +475,9 @@ class DiLoCo:
 
         Raises:
             PCCLError: the communicator cannot go on (kicked, master lost). Lost peers do not raise.
+            ValueError: `samples` is negative, missing, or more than the ledger has given.
         """
+        self._parts.count(samples)
         self._stepping = True
         try:
             if scaler is None:
@@ -486,9 +490,8 @@ class DiLoCo:
         self._optimizer.zero_grad()
         return self._after_inner_step(samples)
 
-    def _after_inner_step(self, samples: int = 1) -> OuterRound | None:
-        self._parts.count(samples)
-        self._trained.count(samples)
+    def _after_inner_step(self, samples: int | None) -> OuterRound | None:
+        self._trained.count(1 if samples is None else samples)
         self._inner_step += 1
         at = self._inner_step
         due = self._parts.schedule.due(at)
@@ -500,6 +503,9 @@ class DiLoCo:
         if not due:
             self._poll()
             return None
+        return self._round(at)
+
+    def _round(self, at: int) -> OuterRound | None:
         try:
             with self._stopwatch.round():
                 outcome = self._parts.schedule.round(self._parts.group, at)
@@ -552,32 +558,32 @@ class DiLoCo:
     def round_of(self, loader: Iterable[T]) -> Iterator[T]:
         """The batches of one round, which ends after them, however many they are.
 
-        For a `ledger`, which in the last rounds has fewer samples:
+        For a `ledger`, which in the last rounds has fewer samples. With inner_seconds or
+        deadline_peers a round may end before all batches: the next one begins with the others.
 
             while not ledger.finished:
                 for batch in diloco.round_of(loader):
                     loss_of(batch).backward()
-                    diloco.step()
+                    diloco.step(samples=len(batch))
 
         Raises:
-            ValueError: there are more batches than inner steps in a round, or rounds have no number
-                of inner steps.
+            ValueError: there are more batches than inner steps in a round of a fixed number.
             PCCLError: as for `step`.
         """
-        inner_steps = self._settings.inner_steps
-        if inner_steps is None:
-            raise ValueError("round_of needs inner_steps")
         before = self._last_round
         for batch in loader:
+            if self._last_round is not before and self._settings.ends_early:
+                return
             if self._last_round is not before:
                 raise ValueError(
-                    f"a round has more batches than its {inner_steps} inner steps: give the "
-                    "ledger a smaller share"
+                    f"a round has more batches than its {self._settings.inner_steps} inner steps: "
+                    "give the ledger a smaller share"
                 )
             yield batch
         if self._last_round is before:
-            self._inner_step = inner_steps - 1
-            self._after_inner_step()
+            self._inner_step = 0
+            self._parts.pace.late = False  # there is nothing more to train on
+            self._round(self._settings.inner_steps or 0)
 
     def __enter__(self) -> DiLoCo:
         """From here on, each step of the inner optimizer does what `step` does.
@@ -588,7 +594,8 @@ class DiLoCo:
 
         def hook(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
             if not self._stepping:
-                self._after_inner_step()
+                self._parts.count(None)
+                self._after_inner_step(None)
 
         self._hook = self._optimizer.register_step_post_hook(hook)
         return self

@@ -13,28 +13,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Clock, Model, make, together  # noqa: E402
-from waiting import wait_until  # noqa: E402
+from outer import DEADLINE_S, Hand, Model, make, together  # noqa: E402
 
 import pccl  # noqa: E402
-from pccl.diloco import DiLoCo  # noqa: E402
-from pccl.protocol.master.deadlines import Deadlines  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
 GRACE = {"deadline_peers": 2, "grace": 0.05}
 MOVES = (1.0, 2.0, 3.0)  # of each peer, in each of two steps; the last one stands still
 BOTH, ALL = (2 + 4) / 2, (2 + 4 + 6) / 3  # means of a round without that one, and with it
-
-
-class Hand:
-    """Of the clock that graces are measured by: it moves only when a test says so."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 0.0
-        self.clock = Clock().installed(monkeypatch)  # so that nobody foresees that it will be late
-        real = Deadlines.late
-        monkeypatch.setattr(Deadlines, "late", lambda its, _, round_: real(its, self.now_s, round_))
 
 
 @pytest.fixture
@@ -70,7 +57,7 @@ class Scene:
                 outer = None
                 while outer is None:
                     if number == 2 and len(seen) == 1 and diloco.inner_step == 1:
-                        self._stand_still(diloco)
+                        self.hand.pass_until(self.free, diloco)
                     self.hand.clock.work(1.0)
                     model.move(MOVES[number])
                     outer = diloco.step()
@@ -85,14 +72,6 @@ class Scene:
             self.ended.wait(DEADLINE_S)
             diloco.finish()
             return seen, model.flat()[0].item(), diloco.state_digest()
-
-    def _stand_still(self, diloco: DiLoCo) -> None:
-        flight = getattr(diloco._parts.schedule, "_flight", None)
-        if flight is not None:  # what is under way comes to its end meanwhile
-            handle = flight._handle
-            wait_until(lambda: handle is None or handle.done())
-        while not self.free.wait(0.02):
-            self.hand.now_s += 0.1
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.5])

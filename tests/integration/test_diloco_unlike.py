@@ -430,12 +430,3 @@ def test_settings_out_of_range_are_refused(why: str, options: dict[str, Any]) ->
 def test_peers_with_other_weights_are_refused_by_name(address: str) -> None:
     why = r"weight is 'peers' in the run and 'samples' here$"
     refuse(address, why, {}, {"weight": "samples"})
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"weight": "samples"}, {"deadline_peers": 2}, {"inner_steps": None, "inner_seconds": 1.0}],
-)
-def test_a_ledger_is_for_peers_that_are_alike(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="does not go with "):
-        make(None, Model(), ledger=object(), **options)  # type: ignore[arg-type]

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import wait_until
 
 import pccl
 from pccl.diloco import DiLoCo
+from pccl.protocol.master.deadlines import Deadlines
 
 DEADLINE_S = 30
 N = 1000
@@ -109,6 +111,30 @@ class Clock:
         for module in ("pace", "rounds"):
             monkeypatch.setattr(f"pccl.diloco.{module}.time", self)
         return self
+
+
+class Hand:
+    """Of the clock that graces are measured by: it moves only when a test says so.
+
+    Attributes:
+        clock: that of the training, which does not move by itself either.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock().installed(monkeypatch)
+        self._now_s = 0.0
+        real = Deadlines.late
+        monkeypatch.setattr(
+            Deadlines, "late", lambda its, _, round_: real(its, self._now_s, round_)
+        )
+
+    def pass_until(self, free: threading.Event, diloco: DiLoCo) -> None:
+        """The peer stands still, and time passes. What it has under way comes to its end before."""
+        flight = getattr(diloco._parts.schedule, "_flight", None)
+        handle = flight._handle if flight is not None else None
+        wait_until(lambda: handle is None or handle.done())
+        while not free.wait(0.02):
+            self._now_s += 0.1
 
 
 class Left(Exception):

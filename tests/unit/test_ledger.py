@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pccl.data import Ledger, LedgerSampler
-from pccl.data.rows import NOBODY, Content, Row, claimed, departed, settled
+from pccl.data.rows import NOBODY, Content, Row, Want, claimed, departed, settled
 
 
 class Gathered:
@@ -17,7 +17,7 @@ class Gathered:
 
     rank = 0
 
-    def __init__(self, wants: list[tuple[int, int]]) -> None:
+    def __init__(self, wants: list[Want]) -> None:
         self._wants = wants
 
     def all_gather(self, own: Any) -> Any:
@@ -26,26 +26,34 @@ class Gathered:
 
 
 class Peer:
-    """A peer that adds 1 to the effect of each sample that it trains on."""
+    """A peer that adds 1 to the effect of each sample that it trains on.
+
+    Attributes:
+        kept: the progress of rounds for which it was late.
+    """
 
     def __init__(self, samples: int, epochs: int, share: int) -> None:
         self.ledger = Ledger(samples, share=share, epochs=epochs, peers_max=6)
         self.progress = np.zeros(samples * epochs, np.int64)
 
-    def train(self) -> None:
-        for part in self.ledger.share:
-            self.progress[part.start : part.stop] += 1
+    def train(self, count: int | None = None) -> None:
+        """On the first so many of its share; None: on all."""
+        places = [place for part in self.ledger.share for place in part][:count]
+        self.progress[places] += 1
+        if count is not None:
+            self.ledger.train(len(places))
 
 
 class Group:
     """Peers, and the effect that they share: what collectives that commit have brought."""
 
-    def __init__(self, seed: int, *, delayed: bool) -> None:
+    def __init__(self, seed: int, *, delayed: bool, counted: bool = False) -> None:
         self.random = random.Random(seed)
-        self.delayed = delayed
+        self.delayed, self.counted = delayed, counted
         self.samples, self.epochs = self.random.randint(1, 90), self.random.randint(1, 3)
         self.effect = np.zeros(self.samples * self.epochs, np.int64)
         self.peers: list[Peer] = [self.new() for _ in range(self.random.randint(1, 5))]
+        self.returning: list[Peer] = []  # that have left to come back
         self.under_way: tuple[Any, Any] | None = None
         self.claim()
 
@@ -62,7 +70,7 @@ class Group:
     def claim(self) -> None:
         self.agree()
         order = self.random.sample(self.peers, len(self.peers))
-        wants = [(peer.ledger._me, peer.ledger.wanted) for peer in order]
+        wants = [peer.ledger._want(peer.ledger.wanted) for peer in order]
         for peer in self.peers:
             peer.ledger.claim(Gathered(wants))  # type: ignore[arg-type]
             assert sum(map(len, peer.ledger.share)) <= peer.ledger.wanted
@@ -70,13 +78,22 @@ class Group:
 
     def launch(self) -> None:
         """The progress of those who live now, and who may be lost before it has arrived."""
-        votes = [peer.ledger.vote() for peer in self.peers]
-        progress = [peer.progress.copy() for peer in self.peers]
-        for peer in self.peers:
-            peer.progress[:] = 0
+        late = [self.counted and self.random.random() < 0.2 for _ in self.peers]
+        votes = [
+            peer.ledger.vote(counted=self.counted, late=is_late)
+            for peer, is_late in zip(self.peers, late, strict=True)
+        ]
+        progress = [
+            0 * peer.progress if is_late else peer.progress
+            for peer, is_late in zip(self.peers, late, strict=True)
+        ]
+        for peer, own in zip(self.peers, progress, strict=True):
+            peer.progress = peer.progress - own
         alive = [i for i in range(len(votes)) if self.random.random() > 0.1]
-        mean = np.sum([votes[i] for i in alive], axis=0) // max(1, len(alive))
-        self.under_way = (mean.astype(np.uint8), np.sum([progress[i] for i in alive], axis=0))
+        mean = np.sum([votes[i] for i in alive], axis=0)
+        if not self.counted:
+            mean = (mean // max(1, len(alive))).astype(np.uint8)
+        self.under_way = (mean, np.sum([progress[i] for i in alive], axis=0))
         gone = [peer for i, peer in enumerate(self.peers) if i not in alive]
         if not alive or self.random.random() < 0.1:  # it has failed for all
             self.under_way = None
@@ -93,15 +110,25 @@ class Group:
         self.effect += progress
 
     def admit(self) -> None:
-        while len(self.peers) < 6 and self.random.random() < 0.3:
-            newcomer = self.new()
+        while len(self.peers) < 6 and (self.returning or self.random.random() < 0.3):
+            newcomer = self.returning.pop() if self.returning else self.new()
             newcomer.ledger._state[:] = self.peers[0].ledger._state
             self.peers.append(newcomer)
 
+    def leave_behind(self) -> None:
+        """A peer joins once more, without its progress."""
+        if len(self.peers) > 1 and self.random.random() < 0.1:
+            peer = self.peers.pop(self.random.randrange(len(self.peers)))
+            peer.progress[:] = 0
+            peer.ledger.renew()
+            self.returning.append(peer)
+
     def round(self) -> None:
         for peer in self.peers:
-            peer.train()
+            peer.train(self.random.randint(0, 12) if self.counted else None)
         self.lose()
+        if self.counted:
+            self.leave_behind()
         if self.delayed:
             self.land()
         self.launch()
@@ -117,9 +144,11 @@ class Group:
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-def test_each_sample_has_its_effect_once(delayed: bool) -> None:
-    for seed in range(150):
-        group = Group(seed, delayed=delayed)
+@pytest.mark.parametrize("counted", [False, True])
+def test_each_sample_has_its_effect_once(delayed: bool, counted: bool) -> None:
+    """Also if peers train on parts of their shares, are late, and are left behind."""
+    for seed in range(60 if counted else 150):
+        group = Group(seed, delayed=delayed, counted=counted)
         for _ in range(2000):
             if group.finished:
                 break
@@ -153,35 +182,56 @@ def test_a_run_goes_on_with_another_number_of_peers() -> None:
 
 def test_what_the_dead_have_claimed_is_given_out_first() -> None:
     content = Content(20, (Row(0, 5, 7, 0), Row(5, 9, 8, 0), Row(9, 12, 7, 1)))
-    after = claimed(content, [(8, 3), (9, 4)], end=100, rows_max=10)
+    after = claimed(content, [Want(8, 3), Want(9, 4)], end=100, rows_max=10)
     rows = (Row(0, 3, 8, 0), Row(3, 5, 9, 0), Row(5, 9, 8, 0), Row(9, 12, 7, 1), Row(20, 22, 9, 0))
     assert after == Content(22, rows)
 
 
 def test_what_is_left_is_shared_out_in_proportion() -> None:
-    after = claimed(Content(90, ()), [(1, 20), (2, 10)], end=99, rows_max=10)
+    after = claimed(Content(90, ()), [Want(1, 20), Want(2, 10)], end=99, rows_max=10)
     assert after.rows == (Row(90, 96, 1, 0), Row(96, 99, 2, 0))
 
 
 def test_rows_are_bounded() -> None:
     scattered = tuple(Row(10 * i, 10 * i + 5, NOBODY, 0) for i in range(4))
-    full = claimed(Content(100, scattered), [(1, 3), (2, 7)], end=200, rows_max=4)
+    full = claimed(Content(100, scattered), [Want(1, 3), Want(2, 7)], end=200, rows_max=4)
     assert len(full.rows) == 4 and full.fresh == 100
     assert full.rows[0] == Row(0, 5, 2, 0)  # as a whole; the first peer could have had a part only
-    room = claimed(Content(100, scattered), [(1, 3)], end=200, rows_max=5)
+    room = claimed(Content(100, scattered), [Want(1, 3)], end=200, rows_max=5)
     assert room.rows[:2] == (Row(0, 3, 1, 0), Row(3, 5, NOBODY, 0))
 
 
 def test_who_lives_keeps_what_no_collective_has_brought() -> None:
     content = departed(Content(10, (Row(0, 5, 1, 0), Row(5, 10, 2, 0))), living={1, 2})
     assert content.rows == (Row(0, 5, 1, 1), Row(5, 10, 2, 1))
-    assert settled(content, []).rows == (Row(0, 5, 1, 0), Row(5, 10, 2, 0))
-    assert settled(content, [2]).rows == (Row(0, 5, 1, 0),)
+    assert settled(content, {}).rows == (Row(0, 5, 1, 0), Row(5, 10, 2, 0))
+    assert settled(content, {2: None}).rows == (Row(0, 5, 1, 0),)
 
 
 def test_who_is_gone_is_not_counted_on() -> None:
     content = departed(Content(10, (Row(0, 5, 1, 0), Row(5, 10, 2, 0))), living={2})
     assert content.rows == (Row(0, 5, 1, 0), Row(5, 10, 2, 1))
+
+
+def test_what_was_trained_on_is_consumed_and_the_rest_stays() -> None:
+    content = departed(Content(20, (Row(0, 5, 1, 0), Row(5, 9, 2, 0), Row(9, 20, 1, 0))), {1, 2})
+    assert settled(content, {1: 7}).rows == (Row(5, 9, 2, 0), Row(11, 20, 1, 0))
+    assert settled(content, {1: 5, 2: 3}).rows == (Row(8, 9, 2, 0), Row(9, 20, 1, 0))
+
+
+def test_who_has_samples_left_gets_none_that_come_before_them() -> None:
+    content = Content(20, (Row(0, 5, NOBODY, 0), Row(10, 12, 1, 0)))
+    after = claimed(content, [Want(1, 3, first=12), Want(2, 2)], end=21, rows_max=10)
+    rows = (Row(0, 2, 2, 0), Row(2, 5, NOBODY, 0), Row(10, 12, 1, 0), Row(20, 21, 1, 0))
+    assert after == Content(21, rows)
+
+
+def test_nobody_trains_on_more_than_it_was_given() -> None:
+    ledger = Ledger(10, share=4)
+    ledger.claim(Gathered([Want(ledger._me, 4)]))  # type: ignore[arg-type]
+    ledger.train(3)
+    with pytest.raises(ValueError, match="samples=2, and of the share 1 are left"):
+        ledger.train(2)
 
 
 # ---- what scripts see ----
@@ -199,13 +249,13 @@ def test_another_data_set_is_refused() -> None:
     ledger, other = Ledger(10, share=2), Ledger(10, share=2, epochs=None)
     ledger._state[:] = other._state
     with pytest.raises(ValueError, match="10 samples in 1 epochs, and the run's of 10 samples in"):
-        ledger.claim(Gathered([(ledger._me, 2)]))  # type: ignore[arg-type]
+        ledger.claim(Gathered([Want(ledger._me, 2)]))  # type: ignore[arg-type]
 
 
 def test_more_peers_than_the_ledger_is_made_for_are_refused() -> None:
     ledger = Ledger(10, share=2, peers_max=1)
     with pytest.raises(ValueError, match="2 peers: the ledger is made for up to 1"):
-        ledger.claim(Gathered([(ledger._me, 2), (5, 2)]))  # type: ignore[arg-type]
+        ledger.claim(Gathered([Want(ledger._me, 2), Want(5, 2)]))  # type: ignore[arg-type]
 
 
 def test_an_endless_run_has_an_order_for_each_epoch() -> None:
@@ -213,7 +263,7 @@ def test_an_endless_run_has_an_order_for_each_epoch() -> None:
     sampler = LedgerSampler(ledger, seed=4)
     passes = []
     for _ in range(3):
-        ledger.claim(Gathered([(ledger._me, 10)]))  # type: ignore[arg-type]
+        ledger.claim(Gathered([Want(ledger._me, 10)]))  # type: ignore[arg-type]
         assert len(sampler) == 10
         passes.append(list(sampler))
         ledger.settle(ledger.vote())
