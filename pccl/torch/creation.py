@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from pccl import Communicator
+from pccl import Communicator, MasterLostError
 from pccl.runtime.config import Config
 from pccl.support.text import address_text, parse_address
 from pccl.torch.backend import DeviceBackend, is_one_of_several, is_possible
@@ -18,6 +19,7 @@ from pccl.torch.hosting import HostedMaster
 
 KEY = "pccl/master"  # in the store of a group: where its master is
 VARIABLE = "PCCL_MASTER"
+PATIENCE_S = 1.0  # with the first address of a master; twice as long with each one after it
 
 
 class Joined:
@@ -44,14 +46,23 @@ class Joined:
 joined = Joined()
 
 
-def join(address: str, size: int, *, timeout: timedelta, **more: Any) -> ProcessGroup:
+def join(
+    address: str, size: int, *, timeout: timedelta, patience_s: float | None = None, **more: Any
+) -> ProcessGroup:
     """Joins the run at a master, and waits until `size` members are there.
+
+    Args:
+        address: of the master.
+        size: with how many members the group begins.
+        timeout: for each of the steps, and of the group.
+        patience_s: how long the master may not answer; None: `timeout`.
+        more: arguments of the group.
 
     Raises:
         PCCLError: as `Communicator.connect`, `Communicator.wait_for_peers`.
     """
     seconds = timeout.total_seconds()
-    comm = Communicator(address, connect_timeout=seconds)
+    comm = Communicator(address, connect_timeout=seconds if patience_s is None else patience_s)
     try:
         comm.connect(timeout=seconds)
         comm.wait_for_peers(max(1, size), timeout=seconds)
@@ -93,7 +104,7 @@ def _group(options: Any) -> ProcessGroup:
     if address:
         return join(address, size, timeout=timeout, rank=rank, store=store)
     if rank != 0:
-        return join(store.get(KEY).decode(), size, timeout=timeout, rank=rank, store=store)
+        return _join_the_first(store, size, timeout=timeout, rank=rank)
     master = HostedMaster(_own_host(store))
     try:
         store.set(KEY, master.address)
@@ -101,6 +112,33 @@ def _group(options: Any) -> ProcessGroup:
     except BaseException:
         master.end()
         raise
+
+
+def _join_the_first(store: Any, size: int, *, timeout: timedelta, rank: int) -> ProcessGroup:
+    """Joins the run whose master is in the process of the group's first rank.
+
+    Processes that torchrun has started again find in the store what those before them have written.
+    So an address where no master answers is read again: the first rank will have written its own.
+    """
+    until_s = time.monotonic() + timeout.total_seconds()
+    patience_s = PATIENCE_S
+    while True:
+        address = store.get(KEY).decode()
+        left_s = until_s - time.monotonic()
+        last = patience_s >= left_s
+        try:
+            return join(
+                address,
+                size,
+                timeout=timeout,
+                patience_s=max(PATIENCE_S, left_s) if last else patience_s,
+                rank=rank,
+                store=store,
+            )
+        except MasterLostError:
+            if last:
+                raise
+        patience_s *= 2
 
 
 def _own_host(store: Any) -> str:

@@ -6,6 +6,7 @@ import weakref
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import ProcessGroup as BaseGroup
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
@@ -130,6 +131,20 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         """The name that it is registered by."""
         return "pccl"
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Whose tensors it takes: torch chooses by it where it puts tensors of its own."""
+        devices = [torch.device("cpu")]
+        return [*devices, torch.device("cuda")] if torch.cuda.is_available() else devices
+
+    def _get_backend(  # type: ignore[override]
+        self, device: torch.device
+    ) -> ProcessGroup:
+        """What serves a device, and is asked what it can do (`supports_...`): this group itself."""
+        if device.type not in {each.type for each in self._device_types}:
+            raise RuntimeError(f"a group of pccl has no backend for {device}")
+        return self
+
     # torch keeps no names for groups of Python, and asks them
 
     def setGroupName(self, name: str) -> None:
@@ -158,6 +173,16 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         self.timeout = timeout
 
     _set_default_timeout = set_timeout
+
+    # what torch asks of a backend
+
+    supports_splitting = supports_shrinking = False
+    supports_coalescing = True
+    supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether it has memory of its own for tensors."""
+        return False
 
     # torch's reconfiguration, as its ProcessGroup has it since 2.14
 

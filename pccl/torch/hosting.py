@@ -6,7 +6,7 @@ import atexit
 import logging
 import time
 
-from pccl import Communicator, MasterNode
+from pccl import Communicator, MasterNode, PCCLError
 
 FAREWELL_S = 30.0  # how long others may take to leave
 _ASK_S = 2.0
@@ -52,7 +52,11 @@ class HostedMaster:
         self._node.interrupt()
 
     def _members(self) -> int:
-        return len(self._node.status(_ASK_S).peers)
+        """How many members there are; 0 if the master has ended, as by SIGTERM."""
+        try:
+            return len(self._node.status(_ASK_S).peers)
+        except PCCLError:
+            return 0
 
 
 @atexit.register  # later than pccl.master_node, and so called earlier than it, which serves on

@@ -318,3 +318,23 @@ def test_state_has_a_byte_for_each_entry(tmp_path: Path) -> None:
     ended = bench("state", "-b", "4", "-e", "4", "--entries", 5, cwd=tmp_path)
     assert ended.returncode == 2
     assert "a byte at least" in ended.stderr
+
+
+@pytest.mark.slow
+def test_ddp_is_measured_beside_gloo_and_by_several_commands(tmp_path: Path) -> None:
+    small = ["-n", 2, "-w", 2, "--layers", 1, "--width", 16, "--length", 8, "--batch", 1]
+    words = ("ddp", *small, "--wire", "int8", "--json")
+    ended = bench(*words, tmp_path / "here", cwd=tmp_path, env={"OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, ended.stderr
+    assert [row[0] for row in rows(ended.stdout)] == ["gloo", "pccl", "pccl"]
+    with pccl.MasterNode("127.0.0.1:0") as master, ThreadPoolExecutor() as pool:
+        files = [tmp_path / str(i) for i in range(2)]
+        by = [lambda f=f: bench(*words, f, "--master", master.address, cwd=tmp_path) for f in files]
+        assert [each.result().returncode for each in [pool.submit(job) for job in by]] == [0, 0]
+    for file in (tmp_path / "here", *files):
+        results = json.loads(file.read_text())["results"]
+        assert [row["way"] for row in results] == ["gloo", "pccl", "pccl int8"]
+        assert all(row["equal"] and row["steps_per_s"] > 0 for row in results)
+        assert results[0]["of_gloo"] == 1
+        assert results[1]["loss"] == pytest.approx(results[0]["loss"], abs=1e-4)
+    assert files[0].read_text() == files[1].read_text()

@@ -1,4 +1,4 @@
-"""`pccl bench`: measures collectives, shared state and kernels on this machine.
+"""`pccl bench`: measures collectives, training, shared state and kernels on this machine.
 
 Collectives in the manner of nccl-tests.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from pccl.cli.bench import collectives, digest, kernels, state
+from pccl.cli.bench import collectives, ddp, digest, kernels, state
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         collectives.add_arguments(measurement, name)
         measurement.set_defaults(measure=collectives.run)
     for name, text, module in (
+        ("ddp", "torch's DistributedDataParallel over pccl and over gloo", ddp),
         ("state", "shared state to a newcomer, and already equal", state),
         ("kernels", "kernels that reduce and quantize against numpy's add", kernels),
         ("digest", "the digest of shared state against a copy of memory", digest),

@@ -1,0 +1,91 @@
+"""How groups of torch.distributed begin and end, where their master is one of the processes."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cluster import Cluster, in_threads
+from torch.distributed import distributed_c10d as c10d
+
+import pccl
+from pccl.torch import ProcessGroup, creation
+from pccl.torch.hosting import HostedMaster
+
+
+def nobody() -> str:
+    """An address where nothing listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+def test_the_address_of_a_master_that_is_no_more_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun keeps its store, with what is in it, when it starts its processes again."""
+    monkeypatch.setattr(creation, "PATIENCE_S", 0.01)
+    store, disappointed = dist.HashStore(), threading.Event()
+    store.set(creation.KEY, nobody())
+    join = creation.join
+
+    def watched(*arguments: Any, **more: Any) -> ProcessGroup:
+        try:
+            return join(*arguments, **more)
+        except pccl.MasterLostError:
+            disappointed.set()
+            raise
+
+    monkeypatch.setattr(creation, "join", watched)
+
+    def member(rank: int) -> tuple[int, int]:
+        if rank == 0:
+            assert disappointed.wait(20)
+        options = SimpleNamespace(
+            store=store,
+            group_rank=rank,
+            group_size=2,
+            global_ranks_in_group=[0, 1],
+            timeout=timedelta(seconds=30),
+        )
+        group = creation.create(options)
+        found = group.getRank(), group.getSize()
+        group.barrier().wait()
+        group.shutdown()
+        return found
+
+    assert in_threads([lambda: member(0), lambda: member(1)]) == [(0, 2), (1, 2)]
+
+
+def test_without_a_first_member_the_address_is_not_read_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(creation, "PATIENCE_S", 0.01)
+    store = dist.HashStore()
+    store.set(creation.KEY, nobody())
+    with pytest.raises(pccl.MasterLostError, match="no pccl master answers"):
+        creation._join_the_first(store, 2, timeout=timedelta(seconds=0.1), rank=1)
+
+
+def test_a_hosted_master_that_has_ended_is_not_waited_for() -> None:
+    """SIGTERM ends it before the program's own end does."""
+    master = HostedMaster("127.0.0.1")
+    master._node.interrupt()
+    master.end()
+
+
+def test_torch_knows_which_tensors_a_group_takes() -> None:
+    with Cluster(1) as cluster:
+        group = ProcessGroup(cluster.comms[0])
+        assert c10d._device_capability(group)[0] == "cpu"
+        cpu = group._get_backend(torch.device("cpu"))
+        assert not cpu.supports_time_estimate
+        assert not cpu.supports_tensor_alloc(torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="has no backend for meta"):
+            group._get_backend(torch.device("meta"))
