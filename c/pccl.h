@@ -367,6 +367,26 @@ void pccl_plain_set_more(pccl_msg *msg, int more);
  * were; ends early where a frame cannot be received. */
 int64_t pccl_drain(const pccl_zmq *zmq, void *socket);
 
+/* Received messages: their bytes, which are valid until the next call with the same mail. Begins as
+ * all zeros. */
+enum { PCCL_MAIL_MAX = 32 };
+typedef struct pccl_mail {
+    pccl_msg message[PCCL_MAIL_MAX];
+    const void *data[PCCL_MAIL_MAX];
+    size_t size[PCCL_MAIL_MAX];
+    uint32_t n;
+} pccl_mail;
+
+/* Receives all messages that wait, up to PCCL_MAIL_MAX: fewer mean that the socket was found
+ * empty. Each frame counts as a message. Returns their number, or a negative errno; never waits. */
+int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail);
+
+/* Releases the messages. */
+void pccl_mail_drop(const pccl_zmq *zmq, pccl_mail *mail);
+
+/* Sends a copy of these bytes: 0, or a negative errno, -EAGAIN instead of waiting. */
+int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size);
+
 /* ---- orders and events ---- */
 
 enum pccl_op_kind {

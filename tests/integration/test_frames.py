@@ -110,7 +110,7 @@ def test_calls_that_come_while_a_peer_works_cost_one_frame_and_one_message_to_th
             sizes: list[int] = sizes,
             flush: Callable[..., bool] = kind.flush,  # type: ignore[attr-defined]
         ) -> bool:
-            sizes.append(len(self._unsent))
+            sizes.append(len(self.unsent))
             return flush(self)
 
         monkeypatch.setattr(kind, "flush", counted)

@@ -89,8 +89,7 @@ def _answer(dealer: Dealer, where: str) -> m.Report:
     until_s = time.monotonic() + limits.EXAMINATION_S
     while poller.poll(max(0, int((until_s - time.monotonic()) * 1000))):
         if dealer.socket.poll(0):
-            for data in m.opened(dealer.socket.recv()):
-                answer = m.decode_from_master(data)
+            for answer in dealer.heard():
                 if isinstance(answer, m.Report):
                     return answer
         for event in dealer.events():

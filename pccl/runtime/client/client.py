@@ -37,7 +37,7 @@ from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import Resolver, everywhere
 from pccl.runtime.uninterrupted import insist
-from pccl.runtime.waiter import Waiter, readable
+from pccl.runtime.waiter import Waiter
 from pccl.security import Security
 from pccl.types import Result
 
@@ -271,7 +271,6 @@ class Client:
         """Lets a limited peer serve for another SERVE_INTERVAL_S."""
 
         def tell() -> None:
-            self._performer.sent = True
             self._engine.allow(call.serve_op, self.serve_limit)
 
         self._inbox.post(tell)
@@ -293,7 +292,6 @@ class Client:
         """Repeats the unanswered requests of a fetch; see `Engine.remind`."""
 
         def tell() -> None:
-            self._performer.sent = True
             self._engine.remind(op, limit)
 
         self._inbox.post(tell)
@@ -302,7 +300,6 @@ class Client:
         """Tells a fetch which leaves (piece, leaf) are correct."""
 
         def tell() -> None:
-            self._performer.sent = True
             for piece, leaf, good in verdicts:
                 self._engine.judge(op, piece, leaf, good)
 
@@ -421,15 +418,27 @@ class Client:
         """Runs commands, reads sockets, and performs effects until nothing is left to do."""
         try:
             self._inbox.carry_out()  # first: a message may answer a queued command (shortcut.py)
+            self._performer.flush()  # each call of a socket may cost a wait for the global lock
             for read in ready:
                 read()
             self._inbox.carry_out()
             self._tick()
-            while self._performer.flush():
-                self._read_master()
-                self._events.read()
+            while self._exchange():
+                pass
         except Exception as error:
             self._break_down(error)
+
+    def _exchange(self) -> bool:
+        """Sends what there is to send, and reads what may have come. Whether anything was sent."""
+        performer = self._performer
+        performer.flush()
+        said, performer.sent = performer.sent, False
+        ordered, performer.ordered = performer.ordered, False
+        if said:
+            self._read_master()
+        if ordered:
+            self._events.read()
+        return said or ordered
 
     def _break_down(self, error: BaseException) -> None:
         """Ends the membership after an internal error, with its reason."""
@@ -447,12 +456,10 @@ class Client:
             self._perform(self._peer.broken(why))
 
     def _read_master(self) -> None:
-        while readable(self._master.dealer.socket):
-            for data in m.opened(self._master.dealer.socket.recv(zmq.DONTWAIT)):
-                message = m.decode_from_master(data)
-                todo = self._peer.received(message)
-                self._notice(message)
-                self._perform(todo)
+        for message in self._master.dealer.heard():
+            todo = self._peer.received(message)
+            self._notice(message)
+            self._perform(todo)
 
     def _notice(self, message: m.MasterMessage) -> None:
         """Does what a message means for this client, beside the effects of the state machine."""

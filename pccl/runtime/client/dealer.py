@@ -9,6 +9,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from pccl.ext.mail import Mail
 from pccl.protocol import messages as m
 from pccl.runtime import limits
 from pccl.runtime.config import Config
@@ -42,6 +43,9 @@ class Dealer:
         config: timings and limits.
         secure: sets a socket's keys.
 
+    Attributes:
+        unsent: what was said since the last `flush`, encoded.
+
     Raises:
         OSError: the system provides no socket.
     """
@@ -68,7 +72,7 @@ class Dealer:
             zmq.IPV6: int(":" in host),
         }
         self._up = False
-        self._unsent: list[bytes] = []
+        self.unsent: list[bytes] = []
         try:
             self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
             try:
@@ -81,6 +85,7 @@ class Dealer:
                     | HANDSHAKE_FAILED
                     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
                 )
+                self._mail = Mail(self.socket)
                 self.socket.connect(f"tcp://{address_text(host, port)}")
             except BaseException:
                 self.socket.close(linger=0)  # with its monitor
@@ -90,19 +95,25 @@ class Dealer:
 
     def say(self, message: m.PeerMessage) -> None:
         """Keeps a message until `flush`, which sends those of one moment together."""
-        self._unsent.append(m.encode(message))
+        self.unsent.append(m.encode(message))
 
-    def flush(self) -> bool:
-        """Sends what was said; whether there was anything."""
-        if not self._unsent:
-            return False
-        unsent, self._unsent = self._unsent, []
+    def flush(self) -> None:
+        """Sends what was said."""
+        unsent, self.unsent = self.unsent, []
         try:
             for frame in m.frames(unsent):
-                self.socket.send(frame, zmq.DONTWAIT)
+                self._mail.send(frame)
         except zmq.Again:
             pass  # the connection broke; its monitor knows why, and is read next
-        return True
+
+    def heard(self) -> Iterator[m.MasterMessage]:
+        """All messages so far.
+
+        Raises:
+            ProtocolError: the master has sent something else.
+        """
+        for frame in self._mail.take():
+            yield from map(m.decode_from_master, m.opened(frame))
 
     def events(self) -> Iterator[DealerEvent]:
         """All events so far."""

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import zmq
 
 from pccl.ext import ffi, lib, tables
+from pccl.ext.mail import Mail
 from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.client import ipc
-from pccl.runtime.waiter import readable
 
 log = logging.getLogger("pccl")
 
@@ -139,6 +139,7 @@ class Engine:
         backend: the backend of the function table, `libzmq` or `pyzmq`.
         socket: readable when there are events.
         together: whether orders wait for `flush`, which sends them in one message.
+        unsent: the orders that wait.
         broken: the error that has stopped it; empty if none has.
 
     Args:
@@ -167,7 +168,7 @@ class Engine:
         self._order_bytes = ffi.buffer(self._order)
         self._blank = bytes(self._order_bytes)
         self.together = False
-        self._unsent: list[bytes] = []  # orders
+        self.unsent: list[bytes] = []
         self._arrays: dict[int, list[Any]] = {}  # op -> what the engine reads until it settles
         self._stopped = stopped
         self.broken = ""
@@ -180,6 +181,7 @@ class Engine:
             self.port = self._bind_tcp(host, ports)
             self.ipc = self._bind_ipc()
             self.socket = self._connect_orders(context)
+            self._mail = Mail(self.socket)
             self._thread = threading.Thread(target=self._run, name="pccl-engine", daemon=True)
             self._thread.start()
         except (zmq.ZMQError, RuntimeError) as error:  # no descriptor or thread is available
@@ -265,18 +267,15 @@ class Engine:
         return self._order
 
     def _send(self) -> None:
-        self._unsent.append(bytes(self._order_bytes))
+        self.unsent.append(bytes(self._order_bytes))
         if not self.together:
             self.flush()
 
-    def flush(self) -> bool:
-        """Sends the orders that wait; whether there were any."""
-        if not self._unsent:
-            return False
-        unsent, self._unsent = self._unsent, []
-        if not self._closed:  # orders after the end concern nothing
-            self.socket.send(unsent[0] if len(unsent) == 1 else b"".join(unsent), zmq.DONTWAIT)
-        return True
+    def flush(self) -> None:
+        """Sends the orders that wait."""
+        unsent, self.unsent = self.unsent, []
+        if unsent and not self._closed:  # orders after the end concern nothing
+            self._mail.send(b"".join(unsent))
 
     def open_stream(self, stream: int) -> None:
         """Opens a stream, so that ops can start on it; its number was never used before."""
@@ -567,8 +566,7 @@ class Engine:
     def events(self) -> list[Event]:
         """All events so far, in order; none after `close`."""
         found: list[Event] = []
-        while not self._closed and readable(self.socket):
-            data = self.socket.recv(zmq.DONTWAIT)
+        for data in () if self._closed else self._mail.take():
             kind, status, op, stream, settled, *rest, text = _EVENT.unpack(data)
             if kind == SETTLED or settled:
                 self._arrays.pop(op, None)

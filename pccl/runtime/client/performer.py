@@ -14,15 +14,6 @@ from pccl.runtime.client.pending import PendingCalls
 from pccl.runtime.client.streams import Streams
 from pccl.runtime.inline import store
 
-SILENT = (  # effects that touch no socket
-    effects.Store,
-    effects.Answer,
-    effects.Fail,
-    effects.Follow,
-    effects.Measure,
-    effects.Fetched,
-)
-
 
 class Performer:
     """Performs effects, in their order.
@@ -36,8 +27,9 @@ class Performer:
         local: whether a peer is on this machine.
 
     Attributes:
-        sent: whether a socket was, or is to be, used since the last `flush`. If so, messages may
-            have arrived meanwhile.
+        sent: whether the connection to the master was used since messages were last read from it,
+            which may have consumed the notice of their arrival.
+        ordered: the same of the engine and its events.
     """
 
     def __init__(
@@ -49,7 +41,7 @@ class Performer:
         pending: PendingCalls,
         local: Callable[[m.PeerInfo], bool],
     ) -> None:
-        self.sent = True
+        self.sent = self.ordered = True
         self._peer, self._engine, self._streams = peer, engine, streams
         self._master, self._pending, self._local = master, pending, local
         self._perform_by_type: dict[type, Callable[..., None]] = {
@@ -73,16 +65,16 @@ class Performer:
     def perform(self, todo: list[effects.Effect]) -> None:
         """Performs effects in order."""
         for effect in todo:
-            kind = type(effect)
-            self.sent |= kind not in SILENT
-            self._perform_by_type[kind](effect)
+            self._perform_by_type[type(effect)](effect)
 
-    def flush(self) -> bool:
-        """Sends all orders and then all messages, which may depend on these. Whether a socket was
-        used since the last time."""
-        used = self._engine.flush() | self._master.dealer.flush() | self.sent
-        self.sent = False
-        return used
+    def flush(self) -> None:
+        """Sends all orders, and then all messages, which may depend on these."""
+        if self._engine.unsent:
+            self._engine.flush()
+            self.ordered = True
+        if self._master.dealer.unsent:
+            self._master.dealer.flush()
+            self.sent = True
 
     def _register(self, effect: effects.RegisterOp) -> None:
         ops.register(self._engine, effect, self._pending.memory[effect.op])

@@ -1,0 +1,51 @@
+/* test_mail.c - all that waits is taken in order, as much as fits, and released. */
+#include "check.h"
+#include "fake.h"
+#include "zmq/zmqdefs.h"
+
+#include <errno.h>
+#include <string.h>
+
+int main(void)
+{
+    const char *endpoint = "tcp://mail:1";
+    const pccl_zmq *zmq = fake_table();
+    pccl_mail mail = {0};
+    char text[8] = "message";
+    void *ctx, *pull, *push;
+    int i;
+    fake_reset(1);
+    ctx = zmq->ctx_new();
+    pull = zmq->socket(ctx, ZMQ_PULL);
+    push = zmq->socket(ctx, ZMQ_PUSH);
+    CHECK(zmq->bind(pull, endpoint) == 0);
+    CHECK(pccl_mail_take(zmq, pull, &mail) == 0);
+    for (i = 0; i < PCCL_MAIL_MAX + 2; i++) {
+        text[0] = (char)i;
+        fake_inject(endpoint, text, sizeof text, NULL, 0);
+    }
+    CHECK(pccl_mail_take(zmq, pull, &mail) == PCCL_MAIL_MAX);
+    for (i = 0; i < PCCL_MAIL_MAX; i++) {
+        text[0] = (char)i;
+        CHECK(mail.size[i] == sizeof text && memcmp(mail.data[i], text, sizeof text) == 0);
+    }
+    CHECK(pccl_mail_take(zmq, pull, &mail) == 2);
+    CHECK(*(const char *)mail.data[1] == PCCL_MAIL_MAX + 1);
+    pccl_mail_drop(zmq, &mail);
+    CHECK(mail.n == 0);
+    pccl_mail_drop(zmq, &mail);
+    CHECK(pccl_mail_take(zmq, pull, &mail) == 0);
+    CHECK(zmq->connect(push, endpoint) == 0);
+    while (pccl_mail_send(zmq, push, text, sizeof text) == -EAGAIN)
+        CHECK(fake_tick());
+    while (pccl_mail_take(zmq, pull, &mail) == 0)
+        CHECK(fake_tick());
+    CHECK(mail.size[0] == sizeof text && memcmp(mail.data[0], text, sizeof text) == 0);
+    pccl_mail_drop(zmq, &mail);
+    zmq->close(push);
+    zmq->close(pull);
+    zmq->ctx_term(ctx);
+    while (fake_tick())
+        ;
+    return check_report("mail");
+}

@@ -1,0 +1,112 @@
+"""Messages that are sent and received in one call each, with the interpreter's lock."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from pccl.ext import ffi, lib, tables
+from pccl.ext.mail import KEPT_BYTES, Mail
+
+Pair = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    ends = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    ends[0].bind("inproc://mail")
+    ends[1].connect("inproc://mail")
+    yield ends
+    context.destroy(linger=0)
+
+
+def test_all_that_waits_is_taken_in_its_order(backend: str, pair: Pair) -> None:
+    here, there = map(Mail, pair)
+    assert here.take() == []
+    sent = [b"", b"\0x\0", *(b"%d" % i for i in range(3 * lib.PCCL_MAIL_MAX))]
+    for data in sent:
+        there.send(data)
+    assert here.take() == sent
+    assert here.take() == []
+    here.send(b"back")
+    assert there.take() == [b"back"]
+
+
+def test_a_socket_that_was_found_empty_tells_of_what_comes(backend: str, pair: Pair) -> None:
+    """As often as it is needed: its descriptor is edge-triggered."""
+    here, there = map(Mail, pair)
+    poller = zmq.Poller()
+    poller.register(pair[0].FD, zmq.POLLIN)
+    for times in range(20):
+        while here.take():
+            pass
+        assert not poller.poll(0)
+        there.send(b"%d" % times)
+        assert poller.poll(5000)
+        assert here.take() == [b"%d" % times]
+
+
+def test_what_is_large_is_not_kept(pair: Pair) -> None:
+    if tables.load().name != "libzmq":
+        pytest.skip("libzmq's functions are out of reach here")
+    here, there = map(Mail, pair)
+    there.send(b"x")
+    assert here.take() == [b"x"] and here._mail.n == 1
+    there.send(bytes(KEPT_BYTES + 1))
+    assert [len(data) for data in here.take()] == [KEPT_BYTES + 1] and here._mail.n == 0
+
+
+def test_what_cannot_be_sent_or_taken_is_an_error(backend: str) -> None:
+    with zmq.Context() as context:
+        lonely = context.socket(zmq.DEALER)
+        lonely.setsockopt(zmq.IMMEDIATE, 1)
+        mail = Mail(lonely)
+        with pytest.raises(zmq.Again):
+            mail.send(b"to nobody")
+        lonely.close()
+        for use in (mail.take, lambda: mail.send(b"x")):
+            with pytest.raises(zmq.ZMQError, match="non-socket"):
+                use()
+
+
+def test_no_other_thread_gets_in_between(pair: Pair) -> None:
+    if tables.load().name != "libzmq":
+        pytest.skip("libzmq's functions are out of reach here")
+    here, there = map(Mail, pair)
+    ready, seen = threading.Lock(), list[int]()
+    ready.acquire()
+
+    def eager() -> None:
+        with ready:
+            seen.append(1)
+
+    other, interval_s = threading.Thread(target=eager), sys.getswitchinterval()
+    other.start()
+    try:
+        sys.setswitchinterval(100.0)  # nobody has to give up the interpreter's lock
+        ready.release()
+        began = time.process_time()
+        while time.process_time() - began < 0.1:  # long enough for it to wake up and want the lock
+            there.send(b"x" * 200)
+            assert len(here.take()) == 1
+        assert not seen, "the interpreter's lock was given up"
+        time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval_s)
+        other.join()
+    assert seen
+
+
+def test_a_mail_that_nobody_has_any_more_releases_what_it_has_kept(pair: Pair) -> None:
+    """Run under a sanitizer this is more than a smoke test."""
+    here, there = map(Mail, pair)
+    there.send(b"x" * 1000)
+    assert here.take() == [b"x" * 1000]
+    assert ffi.sizeof("pccl_mail") < 4096
+    del here
