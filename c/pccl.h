@@ -387,6 +387,13 @@ void pccl_mail_drop(const pccl_zmq *zmq, pccl_mail *mail);
 /* Sends a copy of these bytes: 0, or a negative errno, -EAGAIN instead of waiting. */
 int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size);
 
+/* The same to one of the connections of a ROUTER. */
+int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t to_size,
+                      const void *data, size_t size);
+
+/* The value of a socket's option that is an int, at least 0; or a negative errno. */
+int pccl_mail_option(const pccl_zmq *zmq, void *socket, int option);
+
 /* ---- orders and events ---- */
 
 enum pccl_op_kind {

@@ -31,19 +31,51 @@ int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail)
     return PCCL_MAIL_MAX;
 }
 
-int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size)
+/* Sends a frame, or releases it: 0 or a negative errno. */
+static int send_frame(const pccl_zmq *zmq, void *socket, pccl_msg *frame, int flags)
 {
-    pccl_msg message;
-    int error = 0;
-    if (zmq->msg_init_size(&message, size) < 0)
-        return -ENOMEM;
-    memcpy(zmq->msg_data(&message), data, size);
-    while (zmq->msg_send(&message, socket, ZMQ_DONTWAIT) < 0) {
-        error = zmq->errno_();
+    while (zmq->msg_send(frame, socket, flags) < 0) {
+        int error = zmq->errno_();
         if (error == EINTR)
             continue;
-        (void)zmq->msg_close(&message);
+        (void)zmq->msg_close(frame);
         return -error;
     }
     return 0;
+}
+
+int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size)
+{
+    pccl_msg message;
+    if (zmq->msg_init_size(&message, size) < 0)
+        return -ENOMEM;
+    memcpy(zmq->msg_data(&message), data, size);
+    return send_frame(zmq, socket, &message, ZMQ_DONTWAIT);
+}
+
+int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t to_size,
+                      const void *data, size_t size)
+{
+    pccl_msg address, message;
+    int error;
+    if (zmq->msg_init_size(&address, to_size) < 0)
+        return -ENOMEM;
+    if (zmq->msg_init_size(&message, size) < 0) {
+        (void)zmq->msg_close(&address);
+        return -ENOMEM;
+    }
+    memcpy(zmq->msg_data(&address), to, to_size);
+    memcpy(zmq->msg_data(&message), data, size);
+    error = send_frame(zmq, router, &address, ZMQ_DONTWAIT | ZMQ_SNDMORE);
+    if (error == 0)
+        return send_frame(zmq, router, &message, ZMQ_DONTWAIT);
+    (void)zmq->msg_close(&message);
+    return error;
+}
+
+int pccl_mail_option(const pccl_zmq *zmq, void *socket, int option)
+{
+    int value = 0;
+    size_t size = sizeof value;
+    return zmq->getsockopt(socket, option, &value, &size) < 0 ? -zmq->errno_() : value;
 }

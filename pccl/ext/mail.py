@@ -18,6 +18,7 @@ import zmq
 from pccl.ext import ffi, lib
 from pccl.ext.tables import load
 
+_EVENTS, _POLLIN, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 KEPT_BYTES = 1 << 16  # released with the next call; more at once
 
 
@@ -25,11 +26,18 @@ def _address(pointer: object) -> int:
     return int(ffi.cast("uintptr_t", pointer))
 
 
-def _locked(name: str, *arguments: Any) -> Callable[..., int]:
-    """A function of the C core that is called with the interpreter's lock."""
+def _locked(name: str, socket: zmq.Socket[bytes], *arguments: Any) -> Callable[..., int]:
+    """A function of the C core for this socket, which is called with the interpreter's lock."""
     made = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *arguments)
-    function: Callable[..., int] = made(_address(ffi.addressof(lib, name)))
-    return function
+    function = made(_address(ffi.addressof(lib, name)))
+    return partial(function, _address(load().table), socket.underlying)
+
+
+def _check(error: int) -> None:
+    if error == -zmq.EAGAIN:
+        raise zmq.Again
+    if error < 0:
+        raise zmq.ZMQError(-error)
 
 
 class Mail:
@@ -45,10 +53,9 @@ class Mail:
         self._by_python = backend.name != "libzmq"  # that backend calls back into Python
         self._table = table = backend.table
         self._mail = ffi.gc(ffi.new("pccl_mail *"), lambda mail: lib.pccl_mail_drop(table, mail))
-        where = _address(table), socket.underlying
-        take = _locked("pccl_mail_take", ctypes.c_void_p)
-        self._receive = partial(take, *where, _address(self._mail))
-        self._send = partial(_locked("pccl_mail_send", ctypes.c_char_p, ctypes.c_size_t), *where)
+        take = _locked("pccl_mail_take", socket, ctypes.c_void_p)
+        self._receive = partial(take, _address(self._mail))
+        self._send = _locked("pccl_mail_send", socket, ctypes.c_char_p, ctypes.c_size_t)
 
     def _check_open(self) -> None:
         """C has only the address of the socket, where by now something else may be."""
@@ -66,11 +73,7 @@ class Mail:
             self._socket.send(data, zmq.DONTWAIT)
             return
         self._check_open()
-        error = self._send(data, len(data))
-        if error == -zmq.EAGAIN:
-            raise zmq.Again
-        if error:
-            raise zmq.ZMQError(-error)
+        _check(self._send(data, len(data)))
 
     def take(self) -> list[bytes]:
         """All messages that wait; after this the socket has been found empty.
@@ -91,8 +94,52 @@ class Mail:
             if n < lib.PCCL_MAIL_MAX:
                 break
             n = self._receive()
-        if n < 0:
-            raise zmq.ZMQError(-n)
+        _check(n)
         if taken and sum(map(len, taken)) > KEPT_BYTES:
             lib.pccl_mail_drop(self._table, self._mail)
         return taken
+
+
+class RouterMail:
+    """What goes to the connections of a ROUTER, and whether something comes.
+
+    Args:
+        router: outlives this object.
+    """
+
+    def __init__(self, router: zmq.Socket[bytes]) -> None:
+        self._router = router
+        self._by_python = load().name != "libzmq"
+        bytes_ = (ctypes.c_char_p, ctypes.c_size_t)
+        self._send = _locked("pccl_mail_send_to", router, *bytes_, *bytes_)
+        self._option = _locked("pccl_mail_option", router, ctypes.c_int)
+
+    @property
+    def readable(self) -> bool:
+        """Whether a message can be received."""
+        if self._by_python:
+            return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        events = self._option(_EVENTS)
+        _check(events)
+        return bool(events & _POLLIN)
+
+    @property
+    def more(self) -> bool:
+        """Whether the frame that was received last is followed by another one of its message."""
+        if self._by_python:
+            return bool(self._router.getsockopt(zmq.RCVMORE))
+        return self._option(_RCVMORE) > 0
+
+    def send(self, to: bytes, data: bytes) -> None:
+        """Sends a message to a connection.
+
+        Raises:
+            zmq.Again: there is no room.
+            zmq.ZMQError: the connection is lost, or there is no memory; nothing was sent.
+        """
+        if self._by_python:
+            payload = zmq.Frame(data, copy=True)  # before the first part: it may lack memory
+            self._router.send(to, zmq.SNDMORE | zmq.DONTWAIT)
+            self._router.send(payload, zmq.DONTWAIT, copy=False)
+        else:
+            _check(self._send(to, len(to), data, len(data)))

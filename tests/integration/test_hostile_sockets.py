@@ -21,6 +21,7 @@ from waiting import wait_until
 from zmtp import GREETING, PATIENCE_S, READY_DEALER, READY_PUSH, Member, framed, raw, shake_hands
 
 import pccl
+from pccl.ext.mail import RouterMail
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.runtime import limits
@@ -250,12 +251,12 @@ def test_a_master_without_memory_throws_nobody_out(
     lacking: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may have done half of something, and goes on as after a restart."""
-    make, receive, failures = zmq.Frame, Master.received, iter([True])
+    send, receive, failures = RouterMail.send, Master.received, iter([True])
 
-    def frame(*arguments: Any, **options: Any) -> zmq.Frame:
+    def sent(mail: RouterMail, to: bytes, data: bytes) -> None:
         if next(failures, False):
             raise zmq.ZMQError(errno.ENOMEM)
-        return make(*arguments, **options)
+        send(mail, to, data)
 
     def received(master: Master, conn: bytes, message: m.PeerMessage) -> Any:
         todo = receive(master, conn, message)
@@ -275,7 +276,7 @@ def test_a_master_without_memory_throws_nobody_out(
     with Cluster(3) as cluster:
         monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
         if lacking == "for a message":
-            monkeypatch.setattr(zmq, "Frame", frame)
+            monkeypatch.setattr(RouterMail, "send", sent)
         else:
             monkeypatch.setattr(Master, "received", received)
         assert cluster.each(retried) == [3, 3, 3]

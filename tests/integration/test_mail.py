@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from pccl.ext import ffi, lib, tables
-from pccl.ext.mail import KEPT_BYTES, Mail
+from pccl.ext.mail import KEPT_BYTES, Mail, RouterMail
 
 Pair = tuple[zmq.Socket[bytes], zmq.Socket[bytes]]
 
@@ -110,3 +110,36 @@ def test_a_mail_that_nobody_has_any_more_releases_what_it_has_kept(pair: Pair) -
     assert here.take() == [b"x" * 1000]
     assert ffi.sizeof("pccl_mail") < 4096
     del here
+
+
+def test_a_router_sends_to_one_of_its_connections(backend: str) -> None:
+    with zmq.Context() as context:
+        router, one, other = (context.socket(kind) for kind in (zmq.ROUTER, zmq.DEALER, zmq.DEALER))
+        for socket in (router, one, other):
+            socket.linger = 0
+        router.router_mandatory = 1
+        router.bind("inproc://router")
+        for name, dealer in ((b"\0one", one), (b"\0two", other)):
+            dealer.routing_id = name
+            dealer.connect("inproc://router")
+            dealer.rcvhwm = 1
+        mail = RouterMail(router)
+        assert not mail.readable
+        one.send_multipart([b"first", b"last"])
+        assert router.poll(5000) and mail.readable
+        assert router.recv() == b"\0one" and mail.more
+        assert router.recv() == b"first" and mail.more
+        assert router.recv() == b"last" and not mail.more
+        mail.send(b"\0two", b"to \0 two")
+        mail.send(b"\0one", b"")
+        assert other.recv() == b"to \0 two" and one.recv() == b""
+        with pytest.raises(zmq.ZMQError) as lost:
+            mail.send(b"three", b"x")
+        assert lost.value.errno == zmq.EHOSTUNREACH
+        with pytest.raises(zmq.Again):
+            while True:
+                mail.send(b"\0one", b"x")
+        mail.send(b"\0two", b"after a failure")
+        assert other.recv() == b"after a failure"
+        for socket in (router, one, other):
+            socket.close()

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from pccl.errors import PCCLError
 from pccl.ext.drain import Drain
+from pccl.ext.mail import RouterMail
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, Status, effects, inputs
 from pccl.runtime import limits
@@ -34,13 +35,12 @@ from pccl.runtime.server.inquiries import Inquiries
 from pccl.runtime.server.journal import JournalError
 from pccl.runtime.server.pulse import Pauses
 from pccl.runtime.server.scribe import OnError, Scribe
-from pccl.runtime.waiter import Waiter, readable
+from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
 
 log = logging.getLogger("pccl")
 
 BATCH = 100  # messages read before lost connections are handled, even if more wait
-MORE = int(zmq.SNDMORE | zmq.DONTWAIT)
 
 
 def _router(
@@ -152,6 +152,7 @@ class Server:
         opened.callback(self._context.destroy, linger=0)  # `term` would wait for open sockets
         self._router = _router(self._context, config, ipv6=":" in host)
         opened.callback(self._router.close, linger=limits.FAREWELL_MS)
+        self._mail = RouterMail(self._router)
         self._connections.watch(self._router, opened)
         if keys is not None:
             self._zap = Zap(self._context)
@@ -338,7 +339,7 @@ class Server:
     def _read_router(self) -> int:
         """Reads a frame. Returns the number of its messages; 0: there is none."""
         self._sent = False
-        if not readable(self._router):
+        if not self._mail.readable:
             return 0
         conn = self._router.recv(zmq.DONTWAIT)
         connections = self._connections
@@ -361,7 +362,7 @@ class Server:
 
     def _drop_rest(self) -> int:
         """Drops the frames after the first one. Returns their number; valid messages have none."""
-        return self._drain(self._router) if self._router.getsockopt(zmq.RCVMORE) else 0
+        return self._drain(self._router) if self._mail.more else 0
 
     def _deliver(self, conn: bytes, data: bytes | None) -> None:
         """Handles a message, unless its connection is dropped or still being dialled back.
@@ -506,9 +507,7 @@ class Server:
             return  # without the message that was not sent, later ones have no meaning
         self._sent = True
         try:
-            payload = zmq.Frame(data, copy=True)  # before the first part: it may run out of memory
-            self._router.send(conn, MORE)
-            self._router.send(payload, zmq.DONTWAIT, copy=False)
+            self._mail.send(conn, data)
         except zmq.Again:
             if self._connections.is_heard(conn):
                 log.warning("master: connection %s does not read what it is sent", conn.hex())
