@@ -51,8 +51,8 @@ def main() -> None:
         print(f"loaded revision {shared.revision}", flush=True)
 
     with pccl.Communicator(args.master_address) as comm:
-        comm.wait_for_peers(2)  # who has the later file must be there when the run begins
-        comm.sync_shared_state(shared)  # a newcomer goes on from where the others are
+        # who has the later file must be there when the run begins
+        comm.sync_shared_state(shared, min_peers=2)
         while shared.revision < args.steps:
             contribution = np.ones_like(total)
             advanced = reduced(comm, contribution)

@@ -42,8 +42,7 @@ def main(words: list[str] | None = None) -> None:
     shared = pccl.SharedState([*infos, *ledger.entries()])
 
     with pccl.Communicator(args.master_address) as comm:
-        comm.wait_for_peers(args.min_peers)
-        comm.sync_shared_state(shared)  # a newcomer meets the others in their call below
+        comm.sync_shared_state(shared, min_peers=args.min_peers)  # newcomers meet it below
         ledger.claim(comm)
         while not ledger.finished:
             loss = sum((model.loss(batch) for batch in loader), torch.zeros((), requires_grad=True))

@@ -43,7 +43,7 @@ def main() -> None:
     total = np.zeros(256, np.int64)
     shared = pccl.SharedState([pccl.TensorInfo.from_numpy(total, "total"), *ledger.entries()])
     with pccl.Communicator(args.master_address) as comm:
-        join(comm, shared, args.min_peers)  # a newcomer meets the others in their call below
+        comm.sync_shared_state(shared, min_peers=args.min_peers)  # newcomers meet it below
         ledger.claim(comm)
         while not ledger.finished:
             mine = [text[BLOCK * i : BLOCK * (i + 1)] for part in ledger.share for i in part]
@@ -60,16 +60,6 @@ def main() -> None:
             ledger.claim(comm)
             print(f"{ledger.consumed} of {ledger.samples} blocks", flush=True)
     print(f"exact: {(total == np.bincount(text, minlength=256)).all()}", flush=True)
-
-
-def join(comm: pccl.Communicator, shared: pccl.SharedState, min_peers: int) -> None:
-    """Begins a run of so many peers, or joins one in progress."""
-    while True:
-        try:
-            comm.sync_shared_state(shared, min_peers=min_peers)
-            return
-        except pccl.TooFewPeersError:
-            comm.wait_for_peers(comm.world_size + 1)
 
 
 def reduce(comm: pccl.Communicator, arrays: list[np.ndarray]) -> None:

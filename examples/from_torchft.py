@@ -67,8 +67,7 @@ def main() -> None:
         {"step": step, **model.state_dict(), **allocate_state(optimizer)}
     )
     with pccl.Communicator(args.master_address) as comm:
-        comm.wait_for_peers(args.min_peers)
-        comm.sync_shared_state(shared)  # a newcomer meets the others in their call below
+        comm.sync_shared_state(shared, min_peers=args.min_peers)  # newcomers meet it below
         while step < args.steps:
             inputs = torch.randn(32, 8)
             loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))

@@ -322,11 +322,12 @@ class Communicator(Exchanges):
             shared_state: must not change during the call; `revision` is set to the elected one.
             strategy: either ENFORCE_POPULAR on all peers of the group, or SEND_ONLY on peers whose
                 content others need and RECEIVE_ONLY on peers whose content is not offered.
-            timeout: seconds to wait for the others.
+            timeout: seconds to wait for the others, and for `min_peers`.
             progress: called in this thread, up to ten times a second, while this peer receives.
             raise_on_divergence: raise on all peers if contents differ at the same revision.
             min_peers: the first synchronisation needs this many peers; if the peers of the group
-                give different numbers, the largest one.
+                give different numbers, the largest one. While they are fewer, all of them admit
+                newcomers. A run that has begun goes on with any number.
 
         Returns:
             Payload bytes sent and received by this peer; (0, 0) everywhere if all were equal. It
@@ -336,7 +337,6 @@ class Communicator(Exchanges):
             PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS; NO_SHARED_STATE_AVAILABLE (all are
                 RECEIVE_ONLY); INVALID_ARGUMENT (the revisions break the rules: raised on all
                 peers, or only on those whose revision is too high).
-            TooFewPeersError: fewer than `min_peers` are present; raised on all peers.
             DivergenceError: INVALID_ARGUMENT: contents differ, and a peer set
                 `raise_on_divergence`.
             KickedError: INVALID_ARGUMENT: this peer's entries are not those of the others, or it is
@@ -347,7 +347,11 @@ class Communicator(Exchanges):
         if min_peers < 1:
             raise ValueError(f"min_peers is {min_peers}: it must be at least 1")
         options = SyncOptions(strategy.value, raise_on_divergence, progress, deadline, min_peers)
-        return sync_shared_state(self._membership, shared_state, options)
+
+        def synchronised() -> SharedStateSyncInfo:
+            return sync_shared_state(self._membership, shared_state, options)
+
+        return self._admission.begin(synchronised, min_peers, timeout)
 
     @property
     def revision(self) -> int:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from pccl.calls.membership import Membership
-from pccl.errors import PCCLTimeoutError, error_for
+from pccl.errors import PCCLTimeoutError, TooFewPeersError, error_for
 from pccl.protocol.rounds import Grace
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note
 from pccl.runtime.client.probe import optimise
+from pccl.support.logs import REMINDER_S, Reminder
 from pccl.types import Result
+
+_log = logging.getLogger("pccl")
+
+T = TypeVar("T")
 
 
 class Admission:
@@ -79,6 +87,33 @@ class Admission:
             why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
             raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
         return size
+
+    def begin(self, round_: Callable[[], T], wanted: int, timeout: float | None) -> T:
+        """Makes a call that begins a run, again and again with newcomers while they are too few.
+
+        All members are told alike that they are too few. So all admit the next newcomers, and make
+        the call again together with them.
+        """
+        deadline = Deadline(timeout)
+        client = self._membership.client("sync_shared_state")
+        reminder = Reminder(_log)
+        say_at_s = time.monotonic() + REMINDER_S
+        while True:
+            try:
+                return round_()
+            except TooFewPeersError:
+                found = f"{wanted} (or more, for another peer), {client.world.local_size} here"
+            try:
+                while not self.await_newcomers(
+                    deadline, max(0.0, say_at_s - time.monotonic()) or limits.FOREVER_S
+                ):
+                    if time.monotonic() >= say_at_s:
+                        reminder.warn(
+                            f"this peer waits for others to begin with: min_peers is {found}"
+                        )
+            except PCCLTimeoutError as error:
+                why = f"the run has not begun after {timeout:g} s: min_peers is {found}"
+                raise PCCLTimeoutError(error.result, "sync_shared_state", why) from None
 
     def await_newcomers(self, deadline: Deadline, patience_s: float) -> int:
         """Waits for newcomers and admits them; the new size of the group, the same for all.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
-from pccl import Communicator, SharedState, SharedStateSyncInfo, TooFewPeersError
+from pccl import Communicator, SharedState, SharedStateSyncInfo
 from pccl.diloco.accounts import Accounts
 from pccl.diloco.exchange import Average
 from pccl.diloco.meter import Meter
@@ -18,7 +17,7 @@ from pccl.diloco.pace import Pace
 from pccl.diloco.settings import describe_mismatch
 from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
-from pccl.support.logs import REMINDER_S, Reminder
+from pccl.support.logs import Reminder
 
 AlonePolicy = Literal["continue", "step", "wait"]
 
@@ -72,29 +71,10 @@ class Group:
     def join(self, config: torch.Tensor) -> None:
         """Joins the run, or begins one with others; `config` is an entry of the shared state."""
         own_config = config.clone()
-        say_at_s = time.monotonic() + REMINDER_S
-        while not self._begins():
-            while not self._await_newcomers(
-                max(0.0, say_at_s - time.monotonic()) or limits.FOREVER_S
-            ):
-                if time.monotonic() >= say_at_s:
-                    self._reminder.warn(
-                        f"this peer waits for others to begin with: min_peers is "
-                        f"{self._quorum.begin} (or more, for another peer), "
-                        f"{self._comm.world_size} here"
-                    )
-        self._reminder.reset()
+        self._sync(self._complete, self._quorum.begin)
         if not torch.equal(own_config, config):
             raise ValueError(describe_mismatch(run=config, own=own_config))
         self.claim()
-
-    def _begins(self) -> bool:
-        """Synchronises with a run in progress, or starts one if enough peers are present."""
-        try:
-            self._sync(self._complete, self._quorum.begin)
-        except TooFewPeersError:
-            return False
-        return True
 
     def rejoin(self, config: torch.Tensor) -> None:
         """Joins the run once more, which has gone on without this peer."""

@@ -217,10 +217,10 @@ def test_shared_state_of_a_later_run_and_one_that_cannot_begin(stage: Stage) -> 
     with pccl.MasterNode("127.0.0.1:0") as master:
         puppets = stage(master.address, [0, 0])
         for puppet in puppets:
-            puppet.begin("sync", revision=0, value=1.0, min_peers=3)
-        few = "the shared state is to begin with 3 peers, and its group has 2"
+            puppet.begin("sync", revision=0, value=1.0, min_peers=3, timeout=0.5)
+        few = "the run has not begun after 0.5 s: min_peers is 3 "
         for puppet in puppets:
-            says(puppet.end(), "TooFewPeersError", "TOO_FEW_PEERS", few, SECONDS)
+            says(puppet.end(), "PCCLTimeoutError", "RANK_CONNECTION_LOST", few)
         for puppet in puppets:
             puppet.begin("sync", revision=0, value=1.0)
         assert [puppet.value() for puppet in puppets] == [[0, 1.0]] * 2

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from cluster import Cluster, in_threads
+from waiting import entered
 
 import pccl
 
@@ -351,15 +353,24 @@ def test_a_first_synchronisation_waits_for_enough_peers() -> None:
         def job(index: int, comm: pccl.Communicator) -> None:
             shared = state(arrays[index], revision=index)
             wanted = 3 if index else 1  # it is enough that one wants so many
-            with pytest.raises(pccl.TooFewPeersError, match=r"begin with 3 peers.*has 2"):
-                comm.sync_shared_state(shared, min_peers=wanted)
-            assert (arrays[index] == index).all() and comm.revision == 0
+            comm.sync_shared_state(shared, min_peers=wanted)
 
-        cluster.each(job)
-        cluster.join()
-        cluster.each(
-            lambda i, comm: comm.sync_shared_state(state(arrays[i], revision=i), min_peers=3)
-        )
+        def late() -> None:
+            entered(cluster.master, 2)
+            comm = pccl.Communicator(cluster.master.address)
+            cluster.comms.append(comm)
+            comm.connect()
+            job(2, comm)
+
+        def hurried(index: int, comm: pccl.Communicator) -> None:
+            with pytest.raises(
+                pccl.PCCLTimeoutError, match=r"not begun after 0\.1 s: min_peers is 4"
+            ):
+                comm.sync_shared_state(state(arrays[index]), min_peers=4, timeout=0.1)
+
+        cluster.each(hurried)
+        present = list(enumerate(cluster.comms))
+        in_threads([*(partial(job, *each) for each in present), late])
         assert [array[0] for array in arrays] == [2.0] * 3
         cluster.comms.pop().close()
 

@@ -126,12 +126,18 @@ class Puppet:
         return sum(sums)
 
     def sync(
-        self, revision: int, value: float, count: int = 10, more: str = "", min_peers: int = 1
+        self,
+        revision: int,
+        value: float,
+        count: int = 10,
+        more: str = "",
+        min_peers: int = 1,
+        timeout: float | None = None,
     ) -> list[float]:
         array = np.full(count, value)
         shared = pccl.SharedState.from_tensors({"x": array, **dict.fromkeys(more, array.copy())})
         shared.revision = revision
-        self.comm.sync_shared_state(shared, min_peers=min_peers)
+        self.comm.sync_shared_state(shared, min_peers=min_peers, timeout=timeout)
         return [shared.revision, float(array[0])]
 
 
