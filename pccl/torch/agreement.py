@@ -19,6 +19,7 @@ class _Row(msgspec.Struct, frozen=True):
 
     number: int
     begun: bool  # whether it has a rank already
+    size: int  # with how many members the group begins
     rank: int  # that one, or which it was started with; -1: none
     store: str  # where its store is; empty: it has none
     wants_store: bool
@@ -31,12 +32,14 @@ class Offer:
     Attributes:
         rank: the rank that it was started with; -1: none.
         begun: whether it has a rank of this group.
+        size: with how many members the group begins.
         store: `host:port` of the store that it serves; empty: none.
         wants_store: whether it came without a store.
     """
 
     rank: int = -1
     begun: bool = False
+    size: int = 1
     store: str = ""
     wants_store: bool = False
 
@@ -47,12 +50,14 @@ class Agreement:
 
     Attributes:
         order: the numbers of the peers, by torch's rank.
+        begun: whether the group has begun: it had before, or as many as it needs are there.
         store: `host:port` of the first member's store; empty: none.
         must_serve: whether this peer is to serve a store, after which all agree anew.
         again: whether all agree anew.
     """
 
     order: tuple[int, ...]
+    begun: bool
     store: str
     must_serve: bool
     again: bool
@@ -65,12 +70,13 @@ def agree(comm: Communicator, members: Members, offer: Offer) -> Agreement:
     they were started with, or else as they have joined; newcomers come last.
     """
     rank = members.rank if offer.begun else offer.rank
-    row = _Row(members.own, offer.begun, rank, offer.store, offer.wants_store)
+    row = _Row(members.own, offer.begun, offer.size, rank, offer.store, offer.wants_store)
     rows = sorted(_exchange(comm, row), key=_key)
     first = rows[0]
-    again = first.wants_store and not first.store
+    begun = first.begun or len(rows) >= max(each.size for each in rows)
+    again = begun and first.wants_store and not first.store
     order = tuple(each.number for each in rows)
-    return Agreement(order, first.store, again and first.number == members.own, again)
+    return Agreement(order, begun, first.store, again and first.number == members.own, again)
 
 
 def _key(row: _Row) -> tuple[bool, bool, int, int]:

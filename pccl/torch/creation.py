@@ -49,7 +49,7 @@ joined = Joined()
 def join(
     address: str, size: int, *, timeout: timedelta, patience_s: float | None = None, **more: Any
 ) -> ProcessGroup:
-    """Joins the run at a master, and waits until `size` members are there.
+    """Joins the run at a master; waits until `size` members are there, or the run has begun.
 
     Args:
         address: of the master.
@@ -59,14 +59,13 @@ def join(
         more: arguments of the group.
 
     Raises:
-        PCCLError: as `Communicator.connect`, `Communicator.wait_for_peers`.
+        PCCLError: as `Communicator.connect`, `ProcessGroup`.
     """
     seconds = timeout.total_seconds()
     comm = Communicator(address, connect_timeout=seconds if patience_s is None else patience_s)
     try:
         comm.connect(timeout=seconds)
-        comm.wait_for_peers(max(1, size), timeout=seconds)
-        return ProcessGroup(comm, timeout=timeout, **more)
+        return ProcessGroup(comm, size=size, timeout=timeout, **more)
     except BaseException:
         comm.close()
         raise

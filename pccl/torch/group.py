@@ -11,8 +11,9 @@ from torch._C._distributed_c10d import ProcessGroup as BaseGroup
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d as c10d
 
-from pccl import AsyncReduceHandle, Communicator
+from pccl import AsyncReduceHandle, Communicator, PCCLTimeoutError, PeerLostError
 from pccl.runtime.client.call import Deadline
+from pccl.runtime.limits import FOREVER_S
 from pccl.security import Security
 from pccl.torch.agreement import Offer, agree
 from pccl.torch.collectives import Collectives
@@ -45,18 +46,25 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         comm: Communicator,
         *,
         rank: int = -1,
+        size: int = 1,
         timeout: timedelta = TIMEOUT,
         store: Store | None = None,
         master: HostedMaster | None = None,
     ) -> None:
-        """The members have joined; all of them make this call.
+        """Returns when the group has begun, in which this peer is a member.
+
+        All members make this call; where it has begun, they admit this peer by `admit`.
 
         Args:
             comm: is connected.
             rank: which torch's rank this peer was started with; -1: the order of joining decides.
+            size: with how many members the group begins.
             timeout: how long a collective may take.
             store: what torch was given for the group; None: a store of its own.
             master: that this process hosts for the group.
+
+        Raises:
+            PCCLTimeoutError: so many members were not there in time.
         """
         members = Members(comm)
         BaseGroup.__init__(self, 0, 1)  # type: ignore[call-arg]
@@ -67,12 +75,13 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         if master is not None:
             master.own = comm
         encrypted = Security.of(None) is not None
-        self._offer = Offer(rank, wants_store=store is None and not encrypted)
+        self._offer = Offer(rank, size=size, wants_store=store is None and not encrypted)
         self._no_store = _ENCRYPTED if encrypted else "the one who served it is lost"
         self._own_store = RunStore() if store is None else None
         self._store = store if self._own_store is None else self._own_store
         self._served: Store | None = None
         self.agree()
+        self._begin(Deadline(timeout.total_seconds()))
         this = weakref.ref(self)
         members.listen(lambda: _number_anew(this()))
 
@@ -81,7 +90,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         again = True
         while again:
             agreed = agree(self._comm, self.members, self._offer)
-            self._offer.begun = True
+            self._offer.begun = agreed.begun
             self.members.arrange(agreed.order)
             again = agreed.again
             if agreed.must_serve:
@@ -90,6 +99,22 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
             served = self._served if self.getRank() == 0 else None
             self._own_store.use(agreed.store, served, self._no_store)
         self._restart()
+
+    def _begin(self, deadline: Deadline) -> None:
+        """Lets in others until the group can begin; all who are there agree after each of them.
+
+        So one that joins a group which has begun learns it by the first agreement, and does not
+        wait for others, which those that have begun would not do.
+        """
+        while not self._offer.begun:
+            try:
+                self._comm.parts.admission.await_newcomers(deadline, FOREVER_S)
+            except PeerLostError:
+                pass
+            except PCCLTimeoutError as error:
+                why = f"{self.getSize()} of {self._offer.size} members are there in time"
+                raise PCCLTimeoutError(error.result, "init_process_group", why) from None
+            self.agree()
 
     def admit(self) -> int:
         """Lets in those who wait, when all that is under way has ended. All members call it.

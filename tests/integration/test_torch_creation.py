@@ -89,3 +89,44 @@ def test_torch_knows_which_tensors_a_group_takes() -> None:
         assert not cpu.supports_tensor_alloc(torch.device("cpu"))
         with pytest.raises(RuntimeError, match="has no backend for meta"):
             group._get_backend(torch.device("meta"))
+
+
+def test_members_begin_together_and_one_that_comes_later_does_not_wait_for_as_many() -> None:
+    """The others have begun, and would not wait with it: in all_reduce, they waited for ever."""
+    patience = timedelta(seconds=20)
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        groups: list[ProcessGroup] = []
+
+        def begin() -> int:
+            groups.append(creation.join(master.address, 3, timeout=patience))
+            return groups[-1].getSize()
+
+        assert in_threads([begin] * 3) == [3, 3, 3]
+        first, *others = groups
+        for other in others:
+            other.shutdown()
+        first.allreduce([torch.ones(1)]).wait()
+        assert first.getSize() == 1
+
+        def go_on() -> int:
+            while first.getSize() == 1:
+                first.admit_when_they_come(20.0)
+            one = torch.ones(1)
+            first.allreduce([one]).wait()
+            return int(one)
+
+        def come() -> int:
+            late = creation.join(master.address, 3, timeout=patience)
+            one = torch.ones(1)
+            late.allreduce([one]).wait()
+            return int(one)
+
+        assert in_threads([go_on, come]) == [2, 2]
+
+
+def test_a_group_that_is_not_complete_in_time_says_so() -> None:
+    with (
+        pccl.MasterNode("127.0.0.1:0") as master,
+        pytest.raises(pccl.PCCLTimeoutError, match="1 of 2 members are there in time"),
+    ):
+        creation.join(master.address, 2, timeout=timedelta(seconds=0.3))
