@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import dedent
 
 LANGUAGES = {
-    "": "text",
+    "": "text",  # a Dockerfile
     ".c": "c",
     ".h": "c",
     ".py": "python",

@@ -1,0 +1,70 @@
+"""A peer that may be killed and started again at any moment: what schedulers do to programs.
+
+    pccl run -n 2 -- python examples/launch/train.py
+
+A peer that starts, for the first time or again, gets the weights and the number of the step from
+the others. If none is left, it begins with those in its file (--checkpoint), if there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+
+import pccl
+
+
+def admit(comm: pccl.Communicator) -> None:
+    """Lets in those who wait: each goes on with the call that comes after this one."""
+    if comm.are_peers_pending():
+        comm.update_topology()
+
+
+def main(words: list[str] | None = None) -> None:
+    """Trains until all steps are made."""
+    parser = argparse.ArgumentParser(description="Trains a model that any peer may leave.")
+    address = os.environ.get("PCCL_MASTER", "127.0.0.1:48148")
+    parser.add_argument("--master-address", default=address)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seconds", type=float, default=0.1, help="that a step takes")
+    parser.add_argument("--min-peers", type=int, default=1, help="with which the run begins")
+    parser.add_argument("--checkpoint", type=Path, help="written after each tenth step")
+    args = parser.parse_args(words)
+
+    weights, step = np.zeros(1000, np.float32), np.zeros(1, np.int64)
+    shared = pccl.SharedState.from_tensors({"weights": weights, "step": step})
+    if args.checkpoint is not None and args.checkpoint.exists():
+        shared.load(args.checkpoint)
+    with pccl.Communicator(args.master_address, connect_timeout=300) as comm:
+        while True:
+            try:  # what a newcomer lacks; the others have it all
+                comm.sync_shared_state(shared, min_peers=args.min_peers)
+            except pccl.TooFewPeersError:  # to begin with
+                admit(comm)
+                continue
+            if step[0] >= args.steps:
+                break
+            time.sleep(args.seconds)  # this is where a model would be trained
+            progress = np.full_like(weights, 1.0)
+            try:
+                peers = comm.all_reduce(progress).world_size
+            except pccl.PeerLostError:
+                continue  # nothing has changed: the step once more, without it
+            except pccl.TooFewPeersError:
+                peers = 1
+            weights += progress
+            step += 1
+            shared.push_revision()
+            print(f"step {step[0]}: {peers} peers", flush=True)
+            if args.checkpoint is not None and step[0] % 10 == 0:
+                shared.save(args.checkpoint)
+            admit(comm)
+    print(f"done: {step[0]} steps, weights {weights[0]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
