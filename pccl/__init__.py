@@ -15,6 +15,7 @@ from pccl.errors import (
     TooFewPeersError,
     UnsupportedError,
 )
+from pccl.insight import Explanation, Stats
 from pccl.master_node import MasterNode
 from pccl.security import Security
 from pccl.shared_state import SharedState, TensorInfo
@@ -44,6 +45,7 @@ __all__ = [
     "DistributionHint",
     "DivergenceError",
     "EntryDivergence",
+    "Explanation",
     "KickedError",
     "MasterLostError",
     "MasterNode",
@@ -64,6 +66,7 @@ __all__ = [
     "SharedStateProgress",
     "SharedStateSyncInfo",
     "SharedStateSyncStrategy",
+    "Stats",
     "TensorInfo",
     "TooFewPeersError",
     "UnsupportedError",

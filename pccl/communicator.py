@@ -44,6 +44,7 @@ from pccl.calls.parts import Parts
 from pccl.calls.synchronising import sync_shared_state
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import PeerLostError, TooFewPeersError, not_picklable
+from pccl.insight import Explanation, Stats
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.sync import SyncOptions
@@ -227,6 +228,30 @@ class Communicator(Exchanges):
     def parts(self) -> Parts:
         """What it consists of: not for programs, whose calls are the methods here."""
         return Parts(self._membership, self._admission, self._launcher)
+
+    # ---- what it has cost ----
+
+    def stats(self) -> Stats:
+        """What this peer's calls have cost since it joined the run; also after its end.
+
+            wandb.log(comm.stats().flat())
+
+        Raises:
+            PCCLError: INVALID_USAGE before `connect`.
+        """
+        return self._membership.last("stats").figures.stats()
+
+    def explain(self) -> Explanation:
+        """What limits the last collectives of this peer, by what was measured of them.
+
+        `print(comm.explain())` says, for each thing that took its time (the votes, peers that came
+        late, round trips, links, this machine's processor), how much, and how long a collective
+        would take without it. It is no call of the run: one peer alone may ask.
+
+        Raises:
+            PCCLError: INVALID_USAGE before `connect`.
+        """
+        return self._membership.last("explain").explain()
 
     # ---- rounds of the run ----
 

@@ -113,6 +113,14 @@ class Membership:
         self.standing.single_threaded()
         return client
 
+    def last(self, name: str) -> Client:
+        """The client, also when its membership is over.
+
+        Raises:
+            PCCLError: INVALID_USAGE before `begin`.
+        """
+        return self.client(name) if self._client is None else self._client
+
     def seen(self, name: str) -> Client:
         """The client; this thread has now seen its ranks."""
         client = self.client(name)

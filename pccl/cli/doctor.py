@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pccl
-from pccl.cli.arguments import master
+from pccl.cli.arguments import http_port, master
+from pccl.cli.explain import explanation
+from pccl.cli.status import ask
 from pccl.ext import tables
 from pccl.kernels import arithmetic_digest
 from pccl.protocol.messages import PROTOCOL_VERSION
@@ -62,10 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="HOST[:PORT]",
         help="of a master, to ask it too",
     )
+    parser.add_argument(
+        "--explain",
+        type=http_port,
+        metavar="[HOST:]PORT",
+        help="say instead what limits the collectives of the run that a master shows there",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each finding; the exit code is 1 when something is bad."""
+    if args.explain is not None:
+        for line in explanation(ask(*args.explain).status):
+            print(line)
+        return 0
     address = None if args.master is None else parse_address(args.master)
     security = pccl.Security.of(None)
     os.environ.pop("PCCL_CURVE_DIR", None)  # the master of this test needs none

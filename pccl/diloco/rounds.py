@@ -58,6 +58,21 @@ class OuterRound:
     way: Way
     peers: tuple[PeerShare, ...]
 
+    def flat(self, prefix: str = "diloco/") -> dict[str, float]:
+        """All as one dict of floats, as TensorBoard and Weights & Biases take them.
+
+            wandb.log(outer.flat(), step=outer.outer_step)
+
+        `utilisation` is the least of all peers, and `late` how many were late, as far as is known;
+        `gathered` says whether `way` is "gather".
+        """
+        names = [name for name in self.__slots__ if name not in ("way", "peers")]
+        found = {f"{prefix}{name}": float(getattr(self, name)) for name in names}
+        found[f"{prefix}gathered"] = float(self.way == "gather")
+        found[f"{prefix}utilisation"] = min((peer.utilisation for peer in self.peers), default=0.0)
+        found[f"{prefix}late"] = float(sum(peer.late for peer in self.peers))
+        return found
+
 
 class Stopwatch:
     """Finds where the time of a round goes. It may have several parts, with training between."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import stat
 import struct
 import sys
+from collections.abc import Collection
 from typing import NamedTuple
 
+DESCRIPTORS = "/dev/fd"
 SIZE = 192  # of what is read of the kernel's struct tcp_info, which only ever grows at its end
 # where, in that struct: milliseconds, microseconds, numbers of packets, bytes per second
 _FIELDS = struct.Struct("=52xI12xI28xI44xI8xQQQ8x")
@@ -47,6 +52,32 @@ def of(connection: socket.socket) -> TcpInfo | None:
     if sys.platform != "linux":
         return None
     return parse(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, SIZE))
+
+
+def connections(others: Collection[tuple[str, int]]) -> dict[tuple[str, int], list[TcpInfo]]:
+    """Of this process's connections to these addresses."""
+    found: dict[tuple[str, int], list[TcpInfo]] = {}
+    if sys.platform != "linux":
+        return found
+    for name in os.listdir(DESCRIPTORS):
+        with contextlib.suppress(OSError):  # it is the directory's own, or no connection
+            there = _peer(int(name))
+            info = of_descriptor(int(name)) if there in others else None
+            if there is not None and info is not None:
+                found.setdefault(there, []).append(info)
+    return found
+
+
+def _peer(descriptor: int) -> tuple[str, int] | None:
+    """The address at the other end of a connection; None if it is none of TCP."""
+    if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+        return None
+    connection = socket.socket(fileno=descriptor)
+    try:
+        there = connection.getpeername()
+    finally:
+        connection.detach()
+    return (there[0].removeprefix("::ffff:"), there[1]) if isinstance(there, tuple) else None
 
 
 def of_descriptor(descriptor: int) -> TcpInfo | None:

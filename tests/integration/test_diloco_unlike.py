@@ -29,6 +29,8 @@ from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco.pace import Deadline  # noqa: E402
+from pccl.diloco.roll import PeerShare  # noqa: E402
+from pccl.diloco.rounds import OuterRound  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
@@ -430,3 +432,13 @@ def test_settings_out_of_range_are_refused(why: str, options: dict[str, Any]) ->
 def test_peers_with_other_weights_are_refused_by_name(address: str) -> None:
     why = r"weight is 'peers' in the run and 'samples' here$"
     refuse(address, why, {}, {"weight": "samples"})
+
+
+def test_a_round_as_a_dict_of_floats() -> None:
+    peers = (PeerShare(8, 64, 1.0, 0.9, False), PeerShare(4, 32, 1.0, 0.5, True))
+    one = OuterRound(7, 2, 1, True, False, 0, 2.0, 0.5, 0.0, 0.25, 0.75, 10, 20, "gather", peers)
+    flat = one.flat("run/")
+    assert all(type(value) is float for value in flat.values())
+    assert (flat["run/outer_step"], flat["run/reduce_s"], flat["run/admitted"]) == (7, 0.5, 1)
+    assert (flat["run/gathered"], flat["run/utilisation"], flat["run/late"]) == (1, 0.5, 1)
+    assert len(flat) == len(OuterRound.__slots__) + 1

@@ -64,6 +64,8 @@ def test_a_master_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
         port = master.http_address.rpartition(":")[2]
         assert cli.main(["status", "--json", port]) == 0
         assert json.loads(capsys.readouterr().out)["peers"][0]["peer"] == 1
+        assert cli.main(["doctor", "--explain", master.http_address]) == 0
+        assert capsys.readouterr().out == "no collective has committed yet\n"
 
 
 CALL = "all_reduce(1000 elements of float32, sum) with tag 0"

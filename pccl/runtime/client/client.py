@@ -17,15 +17,17 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.rounds import Grace
-from pccl.runtime import forks, limits
+from pccl.runtime import forks, limits, tcp
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.connection import MasterConnection
 from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.client.engine_events import EngineEvents
+from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.identity import Identity
 from pccl.runtime.client.inbox import Inbox
 from pccl.runtime.client.memory import Operands, Pieces, Pool
@@ -56,6 +58,9 @@ class Client:
         config: timings and limits.
         security: the keys; None: nothing is encrypted.
 
+    Attributes:
+        figures: what its calls have cost.
+
     Raises:
         OSError: the engine cannot listen here.
         PCCLError: INVALID_USAGE: keys are missing or unsafe.
@@ -75,13 +80,14 @@ class Client:
         self._config = config
         self._peer = Peer()
         self._numbers = itertools.count(1)
-        self._pending = PendingCalls()
         self._ended = threading.Event()
         self._leaving = self._failed = False
         self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
         self._working = threading.RLock()  # its holder uses the connection to the master
         self._inbox = Inbox()
         self._engine, self._hello = self._make_engine(address, hello, config)
+        self.figures = Figures(lambda: self._engine.cpu_s)
+        self._pending = PendingCalls(self.figures)
         self._resolver = Resolver(self._inbox.post)
         self._streams = Streams(self._engine, self._resolver, config, pool_size, self._local)
         self._waiter = Waiter()
@@ -89,11 +95,17 @@ class Client:
             host, port, config, self._identity, self._peer, self._waiter, self._resolver
         )
         self._performer = Performer(
-            self._peer, self._engine, self._streams, self._master, self._pending, self._local
+            self._peer,
+            self._engine,
+            self._streams,
+            self._master,
+            self._pending,
+            self._local,
+            self.figures,
         )
         self._perform = self._performer.perform
         self._events = EngineEvents(
-            self._engine, self._peer, self._streams, self._pending, self._perform
+            self._engine, self._peer, self._streams, self._pending, self._perform, self.figures
         )
         self._engine.together = True
         self._progress = Progress(self._engine, self._peer)
@@ -170,6 +182,27 @@ class Client:
     def number(self) -> int:
         """This peer's number."""
         return self._peer.number
+
+    def explain(self) -> Explanation:
+        """What limits the last collectives, by the figures and by what the kernel knows of the
+        connections; from any thread."""
+        figures, number, plan = self.figures, self.number, self.plan
+        order = plan.rings[0].order if plan.rings else ()
+        after = order[(order.index(number) + 1) % len(order)] if number in order else 0
+        ends = {address: to for to, address in self._streams.neighbours if to.peer == after}
+        master = self._master.address, self._master.port
+        found = tcp.connections({*ends, master})
+        link = None
+        for address, to in ends.items():
+            lanes, moved_s = found.get(address, ()), figures.moved_s
+            if lanes and moved_s > 0:
+                busy = min(1.0, max(lane.busy_s for lane in lanes) / moved_s)
+                full = min(1.0, max(lane.rwnd_limited_s for lane in lanes) / moved_s)
+                again = sum(lane.retransmits for lane in lanes)
+                rtt_s = min(lane.min_rtt_s for lane in lanes)
+                link = LinkFacts(str(to), rtt_s, busy, full, again)
+        trips = [one.min_rtt_s for one in found.get(master, ())]
+        return explain([*figures.samples], link, min(trips, default=None))
 
     @property
     def over(self) -> effects.Fail | None:
@@ -486,7 +519,7 @@ class Client:
         if self._streams.waits:
             self._streams.tick()
         self._master.tick()
-        self._performer.sent |= self._progress.tick()
+        self._performer.ordered |= self._progress.tick()
 
     # ---- the end ----
 

@@ -10,7 +10,9 @@ import errno
 import logging
 import os
 import struct
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -173,6 +175,7 @@ class Engine:
         self._stopped = stopped
         self.broken = ""
         self._closed = False
+        self._clock: int | None = None
         self.backend = self._backend.name
         self._directory: ipc.Directory | None = None
         self.socket: zmq.Socket[bytes] = None  # type: ignore[assignment]
@@ -242,6 +245,8 @@ class Engine:
             self._directory = None
 
     def _run(self) -> None:
+        if sys.platform != "win32" and hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
         try:
             status = lib.pccl_engine_run(self._engine)
         except MemoryError:  # of the call itself
@@ -257,6 +262,16 @@ class Engine:
     def dropped(self) -> int:
         """Number of messages dropped as stale, foreign or malformed."""
         return int(lib.pccl_engine_dropped(self._engine)) if not self._closed else 0
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of the engine's thread so far; below 0 where the system does not tell."""
+        if self._clock is None:
+            return -1.0
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
+            return -1.0
 
     # ---- orders ----
 

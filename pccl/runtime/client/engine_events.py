@@ -20,6 +20,7 @@ from pccl.runtime.client.engine import (
     Engine,
     Event,
 )
+from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.memory import Pool
 from pccl.runtime.client.pending import PendingCalls
 from pccl.runtime.client.streams import Streams
@@ -36,6 +37,7 @@ class EngineEvents:
         streams: knows to which peer a lost stream led.
         pending: the memory that the engine releases, and the calls that receive leaves.
         perform: performs the effects.
+        figures: count the collectives.
     """
 
     def __init__(
@@ -45,7 +47,9 @@ class EngineEvents:
         streams: Streams,
         pending: PendingCalls,
         perform: Callable[[list[effects.Effect]], None],
+        figures: Figures,
     ) -> None:
+        self._figures = figures
         self._engine, self._peer, self._streams = engine, peer, streams
         self._pending, self._perform = pending, perform
 
@@ -58,6 +62,7 @@ class EngineEvents:
         """
         for event in self._engine.events():
             if event.kind == COMPLETE:
+                self._figures.held(event.op)
                 todo = self._peer.engine_complete(
                     event.op, event.settled, event.tx_bytes, event.rx_bytes
                 )

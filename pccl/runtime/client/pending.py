@@ -12,6 +12,7 @@ from dataclasses import replace
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.runtime.client.call import Call, End
+from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.memory import Operands, Pool
 from pccl.types import Result
 
@@ -21,12 +22,16 @@ log = logging.getLogger("pccl")
 class PendingCalls:
     """Calls by number, and memory by op.
 
+    Args:
+        figures: count the calls.
+
     Attributes:
         memory: op -> what the engine refers to, or is about to.
         closed: whether the control thread has ended; then calls are answered in their own threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
         self.memory: dict[int, Operands | Pool] = {}
         self.closed = False
         self._calls: dict[int, Call] = {}
@@ -60,6 +65,8 @@ class PendingCalls:
         """Ends a call; `tell` then delivers the answer."""
         self.memory.pop(effect.call, None)  # no op of the engine needs it any more
         call = self._calls.pop(effect.call, None)
+        if call is not None:
+            self._figures.ended(effect, call.began_s)
         if call is not None and self.closed:  # made after the end, in the caller's own thread
             call.put(effect)
         elif call is not None:

@@ -9,6 +9,7 @@ from pccl.protocol.peer import Peer, effects
 from pccl.runtime.client import ops
 from pccl.runtime.client.connection import MasterConnection
 from pccl.runtime.client.engine import Engine
+from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.memory import Operands
 from pccl.runtime.client.pending import PendingCalls
 from pccl.runtime.client.streams import Streams
@@ -25,6 +26,7 @@ class Performer:
         master: the connection to it.
         pending: the calls, and their memory.
         local: whether a peer is on this machine.
+        figures: count the collectives.
 
     Attributes:
         sent: whether the connection to the master was used since messages were last read from it,
@@ -40,8 +42,10 @@ class Performer:
         master: MasterConnection,
         pending: PendingCalls,
         local: Callable[[m.PeerInfo], bool],
+        figures: Figures,
     ) -> None:
         self.sent = self.ordered = True
+        self._figures = figures
         self._peer, self._engine, self._streams = peer, engine, streams
         self._master, self._pending, self._local = master, pending, local
         self._perform_by_type: dict[type, Callable[..., None]] = {
@@ -80,14 +84,19 @@ class Performer:
         ops.register(self._engine, effect, self._pending.memory[effect.op])
 
     def _start(self, effect: effects.StartOp | effects.StartTransfer) -> None:
+        memory = self._pending.memory[effect.op]
         local = all(self._local(info) for info in self._peer.plan.peers)
-        ops.start(self._engine, effect, self._pending.memory[effect.op], local)
+        ops.start(self._engine, effect, memory, local)
+        if isinstance(memory, Operands):
+            self._figures.started(effect.op, memory.work.what)
 
     def _open_stream(self, effect: effects.OpenStream) -> None:
+        self._figures.opened()
         self._streams.open(effect.stream, effect.to, self._peer.plan.nonce)
 
     def _store(self, effect: effects.Store) -> None:
         memory = self._pending.memory[effect.call]
         assert isinstance(memory, Operands)
+        self._figures.stored(effect.call, memory.work.what)
         for operand in memory.each:
             store(operand.recv, effect.data)

@@ -83,6 +83,12 @@ class Streams:
         return [rest if scheme == "ipc" else _host_and_port(rest) for scheme, _, rest in endpoints]
 
     @property
+    def neighbours(self) -> list[tuple[m.PeerInfo, tuple[str, int]]]:
+        """The peers to which streams lead by TCP, and where; from any thread."""
+        open_ = [(one.to, one.endpoint.partition("tcp://")[2]) for one in [*self._open.values()]]
+        return [(to, _host_and_port(rest)) for to, rest in open_ if rest]
+
+    @property
     def due_s(self) -> float | None:
         """When `tick` must be called next; None: it need not be."""
         times = [t for each in self._waiting.values() for t in (each.due_s, each.retry_s) if t]

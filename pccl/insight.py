@@ -1,0 +1,285 @@
+"""What a peer's calls have cost, and what limits its collectives.
+
+Nothing is measured here: all functions are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+BUSY = 0.8  # of the time: a link or a processor that is as busy limits what waits for it
+TRIFLE = 0.03  # of the time: not worth a line
+HOPS = {  # one after the other, of n members, for the first bytes to be everywhere
+    "all_reduce": lambda n: 2 * n - 2,
+    "reduce_scatter": lambda n: n - 1,
+    "all_gather": lambda n: n - 1,
+    "broadcast": lambda n: n - 1,
+    "reduce": lambda n: n - 1,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a peer's calls have cost since it joined the run.
+
+    Attributes:
+        collectives: how many have succeeded, by call.
+        failures: how many calls of any kind have failed, by reason: `peer_lost`, `timeout`, ...
+        tx_bytes: payload bytes that this peer sent in calls that have succeeded.
+        rx_bytes: payload bytes that it received.
+        entering_seconds: of all these collectives, the time from the call until all had entered it;
+        moving_seconds: from then until this peer held the result;
+        finishing_seconds: from then until all had it. A small one has only the first: its data
+            travels with the votes.
+        syncs: synchronisations of the shared state that have succeeded.
+        sync_seconds: how long they took.
+        recoveries: how many times collectives went on after one had failed because of others.
+        recovery_seconds: from such failures to the starts of the next ones.
+    """
+
+    collectives: Mapping[str, int] = field(default_factory=dict)
+    failures: Mapping[str, int] = field(default_factory=dict)
+    tx_bytes: int = 0
+    rx_bytes: int = 0
+    entering_seconds: float = 0.0
+    moving_seconds: float = 0.0
+    finishing_seconds: float = 0.0
+    syncs: int = 0
+    sync_seconds: float = 0.0
+    recoveries: int = 0
+    recovery_seconds: float = 0.0
+
+    def flat(self, prefix: str = "pccl/") -> dict[str, float]:
+        """All as one dict of floats, as TensorBoard and Weights & Biases take them.
+
+        wandb.log(comm.stats().flat(), step=step)
+        """
+        found = {
+            f"{prefix}{name}": float(getattr(self, name))
+            for name in self.__slots__
+            if name not in ("collectives", "failures")
+        }
+        for name in ("collectives", "failures"):
+            by_kind: Mapping[str, int] = getattr(self, name)
+            found[f"{prefix}{name}"] = float(sum(by_kind.values()))
+            found |= {f"{prefix}{name}/{kind}": float(n) for kind, n in by_kind.items()}
+        return found
+
+
+class Sample(NamedTuple):
+    """A collective that has succeeded.
+
+    Attributes:
+        what: the call.
+        members: how many took part.
+        tx_bytes: payload that this peer has sent.
+        small: whether its data travelled with the votes.
+        entering_s: until all had entered it.
+        moving_s: until this peer held the result.
+        finishing_s: until all had it.
+        engine_s: processor time of the engine's thread while the data moved; None: unknown.
+    """
+
+    what: str
+    members: int
+    tx_bytes: int
+    small: bool
+    entering_s: float
+    moving_s: float
+    finishing_s: float
+    engine_s: float | None
+
+    @property
+    def total_s(self) -> float:
+        """From the call to its end."""
+        return self.entering_s + self.moving_s + self.finishing_s
+
+
+class LinkFacts(NamedTuple):
+    """The link from this peer to the next one of the ring, as its kernel knows it.
+
+    Attributes:
+        to: that peer.
+        rtt_s: the round trip when nothing delays it.
+        busy: the share of the time in which collectives moved data that bytes were on the way.
+        full: the share in which the other side had no room for more.
+        retransmits: packets that were sent again.
+    """
+
+    to: str
+    rtt_s: float
+    busy: float
+    full: float
+    retransmits: int
+
+
+class Cause(Enum):
+    """What a collective spends its time on; the value says what would take it away."""
+
+    VOTES = "the two votes, if the master were beside this peer"
+    LATE = "waiting for peers that enter later, if all entered at once"
+    HOPS = "round trips from peer to peer, if they took no time"
+    LINK = "the link to the next peer, if it were twice as fast"
+    RECEIVER = "the next peer, which reads too slowly, if it were twice as fast"
+    ELSEWHERE = "other links or peers of the ring, if these were twice as fast"
+    CPU = "this machine's processor, if it were twice as fast"
+    END = "waiting for the others to have the result, if all had it at once"
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """One thing that a collective spends its time on.
+
+    Attributes:
+        cause: what it is.
+        seconds: what it takes of the average collective.
+        without: how long the average collective would take without it, or if it were twice as fast:
+            `cause.value` says which.
+        why: what was measured.
+    """
+
+    cause: Cause
+    seconds: float
+    without: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What limits a peer's last collectives.
+
+    `str()` gives a text. It is about the kind of collective that has taken most of the time.
+
+    Attributes:
+        what: the call; empty: there was none.
+        count: how many collectives it is about.
+        seconds: what one took on the average.
+        rate: bytes per second that this peer sent meanwhile.
+        limits: what that time went into, the largest part first.
+    """
+
+    what: str = ""
+    count: int = 0
+    seconds: float = 0.0
+    rate: float = 0.0
+    limits: tuple[Limit, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "no collective has succeeded yet"
+        lines = [
+            f"the last {self.count} of {self.what} took {_time(self.seconds)} each, "
+            f"and sent {self.rate / 1e6:.4g} MB/s"
+        ]
+        for one in self.limits:
+            share = 100 * one.seconds / self.seconds if self.seconds else 0.0
+            what, _, then = one.cause.value.partition(", if ")
+            lines.append(
+                f"{share:3.0f} %, {_time(one.seconds)}: {what}: {one.why}. "
+                f"If {then}: {_time(one.without)}"
+            )
+        return "\n".join(lines)
+
+
+def explain(
+    samples: Sequence[Sample], link: LinkFacts | None = None, master_s: float | None = None
+) -> Explanation:
+    """What limits the last collectives of a peer.
+
+    Args:
+        samples: these.
+        link: to the next peer of the ring; None: nothing is known, as of one on this machine.
+        master_s: the round trip to the master; None: unknown.
+    """
+    chosen = _of_most_time(samples)
+    if not chosen:
+        return Explanation()
+    mean_s = sum(one.total_s for one in chosen) / len(chosen)
+    moving_s = sum(one.moving_s for one in chosen)
+    sent = sum(one.tx_bytes for one in chosen)
+    parts = [*_votes(chosen, master_s), *_data(chosen, link)]
+    limits = [
+        Limit(cause, spent_s, mean_s - saved_s, why)
+        for cause, spent_s, saved_s, why in parts
+        if spent_s > TRIFLE * mean_s
+    ]
+    limits.sort(key=lambda one: -one.seconds)
+    rate = sent / (moving_s or sum(one.total_s for one in chosen) or 1.0)
+    return Explanation(chosen[0].what, len(chosen), mean_s, rate, tuple(limits))
+
+
+Part = tuple[Cause, float, float, str]  # seconds of the mean that it takes, and that it would save
+
+
+def _of_most_time(samples: Sequence[Sample]) -> list[Sample]:
+    """Those of the kind that has taken most of the time: of alike size, too."""
+    kinds: dict[tuple[str, bool, int, int], list[Sample]] = {}
+    for one in samples:
+        key = one.what, one.small, one.members, one.tx_bytes.bit_length()
+        kinds.setdefault(key, []).append(one)
+    return max(kinds.values(), key=lambda each: sum(one.total_s for one in each), default=[])
+
+
+def _votes(samples: Sequence[Sample], master_s: float | None) -> Iterator[Part]:
+    """What votes take, and what is spent waiting in them for others.
+
+    The shortest vote of all is what a vote takes by itself: nobody was waited for then, or not as
+    long.
+    """
+    count, votes = len(samples), 1 if samples[0].small else 2
+    spans = [one.entering_s for one in samples]
+    if votes == 2:
+        spans += [one.finishing_s for one in samples]
+    least_s = min(spans)
+    trip = "" if master_s is None else f", of which {_time(master_s)} the round trip to the master"
+    why = f"the shortest of the last {len(spans)} took {_time(least_s)}{trip}"
+    yield Cause.VOTES, votes * least_s, votes * least_s, why
+    late = [one.entering_s - least_s for one in samples]
+    why = f"of the last {count}, the longest wait took {_time(max(late))}"
+    yield Cause.LATE, sum(late) / count, sum(late) / count, why
+    if votes == 2:
+        end = [one.finishing_s - least_s for one in samples]
+        why = f"of the last {count}, the longest wait took {_time(max(end))}"
+        yield Cause.END, sum(end) / count, sum(end) / count, why
+
+
+def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:
+    """What the data takes: the way around the ring, and then whatever is busiest."""
+    count = len(samples)
+    moving_s = sum(one.moving_s for one in samples) / count
+    if not moving_s or samples[0].small:
+        return
+    hops_s = 0.0
+    if link is not None and samples[0].what in HOPS:
+        hops = HOPS[samples[0].what](samples[0].members)
+        hops_s = min(moving_s, hops * link.rtt_s / 2)
+        why = f"{hops} hops, each half a round trip; that to {link.to} takes {_time(link.rtt_s)}"
+        yield Cause.HOPS, hops_s, hops_s, why
+    rest_s = moving_s - hops_s
+    known = [one.engine_s for one in samples if one.engine_s is not None]
+    cpu = None if len(known) < count else sum(known) / count / moving_s
+    if cpu is not None and cpu >= BUSY:
+        why = f"pccl's thread was busy for {100 * cpu:.0f} % of the time in which data moved"
+        yield Cause.CPU, rest_s, rest_s / 2, why
+    elif link is not None and link.full >= BUSY:
+        why = f"{link.to} had no room for more for {100 * link.full:.0f} % of the time"
+        yield Cause.RECEIVER, rest_s, rest_s / 2, why
+    elif link is not None and link.busy >= BUSY:
+        again = f", and {link.retransmits} packets were lost on it" if link.retransmits else ""
+        why = f"that to {link.to} was busy for {100 * link.busy:.0f} % of the time{again}"
+        yield Cause.LINK, rest_s, rest_s / 2, why
+    else:
+        own = "" if link is None else f"; the link to {link.to} for {100 * link.busy:.0f} %"
+        ours = f"pccl's thread here was busy for {100 * (cpu or 0):.0f} % of the time"
+        ours = "how busy pccl's thread was is not known" if cpu is None else ours
+        yield Cause.ELSEWHERE, rest_s, rest_s / 2, f"{ours}{own}"
+
+
+def _time(seconds: float) -> str:
+    """A duration as people read it."""
+    if seconds < 0.001:
+        return f"{1e6 * seconds:.0f} µs"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -1,0 +1,71 @@
+"""`pccl doctor --explain`: what a master's numbers say of its run."""
+
+from __future__ import annotations
+
+import msgspec
+from hall import Hall
+
+from pccl.cli.explain import explanation
+from pccl.protocol import messages as m
+from pccl.protocol.master import Status
+
+WORK = m.Work("all_reduce", 0, 10, 1_000_000)
+
+
+def a_run(entering_s: float, running_s: float, times: int = 4) -> Hall:
+    hall = Hall(3)
+    now_s = 0.0
+    for _ in range(times):
+        now_s += 1.0
+        hall.master.now_s = now_s
+        hall.say(b"1", m.StartVote(2, 0, WORK))
+        hall.say(b"2", m.StartVote(2, 0, WORK))
+        hall.master.now_s = now_s = now_s + entering_s
+        hall.say(b"3", m.StartVote(2, 0, WORK))
+        hall.master.now_s = now_s = now_s + running_s
+        hall.everyone(m.FinishVote(hall.master.run.numbers.next_seq - 1, True))
+    return hall
+
+
+def measured(hall: Hall, rates: dict[tuple[int, int], int]) -> Status:
+    hall.master.run.groups[0].rates = rates
+    return hall.master.status()
+
+
+def test_a_run_that_has_done_nothing() -> None:
+    assert list(explanation(Hall(2).master.status())) == ["no collective has committed yet"]
+
+
+def test_where_the_time_goes() -> None:
+    lines = list(explanation(a_run(0.75, 0.25).master.status()))
+    assert lines[0] == (
+        "4 collectives have committed, of 4 MB on the average: "
+        "1 s from the first peer's call to the last one's end"
+    )
+    late = "waiting for peers that enter later. If all entered at once: 250 ms"
+    assert lines[1] == f" 75 %, 750 ms: {late}"
+    assert lines[2].startswith(" 25 %, 250 ms: from then until all have finished")
+    assert "no link is measured: call optimize_topology()" in lines[3] and len(lines) == 4
+
+
+def test_the_slowest_link_and_what_there_would_be_without_it() -> None:
+    rate = round(4e6 * 4 / 3 / 0.25)  # that each link has carried
+    rates = {(1, 2): 2 * rate, (2, 3): rate, (3, 1): 4 * rate}
+    (line,) = list(explanation(measured(a_run(0.0, 0.25), rates)))[3:]
+    assert line.startswith(
+        "group 0: the slowest link, from peer 2 to peer 3, carries 170.7 Mbit/s; "
+    )
+    assert line.endswith("the next slowest would, with 341.3 Mbit/s: 125 ms in place of 250 ms")
+    fast = {hop: 10 * rate for hop in rates}
+    (line,) = list(explanation(measured(a_run(0.0, 0.25), fast)))[3:]
+    assert "links are not what limits it, but votes, round trips or processors" in line
+
+
+def test_what_failures_have_cost() -> None:
+    hall = a_run(0.0, 0.25)
+    hall.everyone(m.FinishVote(hall.start(), False, "a lane was cut"))
+    hall.master.now_s += 5.0
+    *_, aborted, lost = explanation(hall.master.status())
+    assert aborted == "1 collectives were aborted: 1 by link"
+    assert lost == "group 0: 56 % of the time was lost to aborts and recoveries"
+    assert msgspec.json.encode(hall.master.status())
