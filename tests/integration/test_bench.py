@@ -204,6 +204,17 @@ def test_quantized_elements_are_near(tmp_path: Path, quantization: str) -> None:
     assert row[8] == row[12] == "0"
 
 
+def test_one_call_takes_turns_with_many_at_once(tmp_path: Path) -> None:
+    ended = bench(
+        *("all_reduce", "-b", "1000400", "-e", "1000400", "-n", 1, "-w", 0, "--against", "pieces"),
+        cwd=tmp_path,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "0 OK" in ended.stdout
+    (row,) = rows(ended.stdout)
+    assert float(row[15]) / float(row[5]) == pytest.approx(float(row[17]), abs=0.006)
+
+
 def test_far_elements_are_counted() -> None:
     table = np.arange(data.PERIOD, dtype=np.float32)
     bits = data.tiled(table, 3 * data.PERIOD + 7)
@@ -219,6 +230,7 @@ def test_far_elements_are_counted() -> None:
         (["--against", "gloo", "-o", "avg"], "gloo has no avg"),
         (["--against", "gloo", "--master", "x"], "leave out --master"),
         (["--against", "unquantized"], "needs --quantize"),
+        (["--against", "pieces", "-b", "16"], "16 elements or more"),
         (["--quantize", "int8", "-o", "max"], "sums and means"),
         (["--quantize", "int4", "-d", "int32"], "sums and means"),
         (["-b", "8K", "-e", "4K"], "-b no more than -e"),

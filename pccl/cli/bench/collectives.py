@@ -4,9 +4,9 @@ Prints the table of nccl-tests: time is the median over the iterations of the me
 algbw is the size over the time, and busbw = algbw * 2 (n-1) / n for all-reduce, (n-1) / n for
 all-gather and reduce-scatter, whose size is that of the larger buffer, and all-to-all, which is
 never in place, and algbw for broadcast, which always is; wire is the bytes that a peer sends.
-`--against` alternates with torch.distributed over gloo, or with pccl without `--quantize`,
-iteration by iteration, in the same processes on the same memory, and prints the ratio of the
-speeds.
+`--against` alternates with torch.distributed over gloo, with pccl without `--quantize`, or with the
+same all-reduce as 16 smaller ones that are under way at once (`pieces`), iteration by iteration, in
+the same processes on the same memory, and prints the ratio of the speeds.
 
 Between machines: start `pccl master` on one, and this command with the same arguments and
 `--master HOST` once for each of the `--peers`, anywhere. All of them print the table.
@@ -30,7 +30,7 @@ from pccl.cli.bench.data import PEERS_MAX
 from pccl.cli.bench.peer import Job, Measured, serve
 from pccl.cli.bench.processes import BenchError, collect, processes
 from pccl.cli.bench.table import FACTORS, blocks
-from pccl.cli.bench.ways import OTHERS, REDUCING
+from pccl.cli.bench.ways import OTHERS, PIECES, PIECES_OF_ALL, REDUCING
 from pccl.types import DataType, ReduceOp
 
 _DTYPES = {  # by nccl-tests' names
@@ -156,6 +156,9 @@ def _problem(args: argparse.Namespace) -> str:
         return "--against gloo measures processes of this machine: leave out --master"
     if args.against == "unquantized" and not args.quantize:
         return "--against unquantized needs --quantize"
+    least = _DTYPES[args.datatype].itemsize * PIECES_OF_ALL
+    if args.against == PIECES and (args.measurement != "all_reduce" or args.minbytes < least):
+        return f"--against pieces is for all_reduce, of {PIECES_OF_ALL} elements or more"
     if args.quantize and (args.datatype not in _FLOATS or args.op not in ("sum", "avg")):
         return f"--quantize is for sums and means of {', '.join(_FLOATS)}"
     least = dtype.itemsize * blocks(args.measurement, args.peers)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,9 @@ OUT_OF_PLACE = "out_of_place"
 IN_PLACE = "in_place"
 GLOO = "gloo"
 UNQUANTIZED = "unquantized"
-OTHERS = (GLOO, UNQUANTIZED)  # what pccl may be measured against
+PIECES = "pieces"
+OTHERS = (GLOO, UNQUANTIZED, PIECES)  # what pccl may be measured against
+PIECES_OF_ALL = 16
 REDUCING = ("all_reduce", "reduce_scatter")
 
 _TAG = 1  # of what is timed; the meetings before it have tag 0
@@ -85,6 +88,8 @@ class Trial:
             found[GLOO] = self._gloo()
         elif against == UNQUANTIZED:
             found[UNQUANTIZED] = self._way(self._send, self._recv, None)
+        elif against == PIECES:
+            found[PIECES] = self._pieces(found[OUT_OF_PLACE])
         return found
 
     def check(self, way: Way) -> int:
@@ -138,6 +143,30 @@ class Trial:
         run = partial(getattr(self._comm, self._what), *arrays, **how)
         launch = partial(getattr(self._comm, f"{self._what}_async"), *arrays, **how)
         return Way(meet, run, lambda: launch().wait()[2].tx_bytes, reset, recv, quantization)
+
+    def _pieces(self, whole: Way) -> Way:
+        """The same all-reduce as PIECES_OF_ALL smaller ones, all under way at once."""
+        source, target = (data.as_array(bits, self._dtype) for bits in (self._send, self._recv))
+        bounds = [self._count * i // PIECES_OF_ALL for i in range(PIECES_OF_ALL + 1)]
+
+        def run() -> int:
+            handles = [
+                self._comm.all_reduce_async(
+                    source[begin:end],
+                    target[begin:end],
+                    op=self._op,
+                    tag=_TAG + i,
+                    quantization=self._quantization,
+                )
+                for i, (begin, end) in enumerate(pairwise(bounds))
+            ]
+            ended = [handle.wait() for handle in handles]
+            for handle in handles:
+                if handle.error is not None:
+                    raise handle.error
+            return sum(info.tx_bytes for _, _, info in ended)
+
+        return replace(whole, run=run, sent=run)
 
     def _gloo(self) -> Way:
         import torch
