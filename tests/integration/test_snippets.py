@@ -148,7 +148,7 @@ def test_a_command_and_its_options_exist(command: Command, monkeypatch: pytest.M
             check_pccl(["master", *words])
         case "torchrun":
             check_torchrun(words, monkeypatch)
-        case "ruff" | "mypy" | "lint-imports":
+        case "ruff" | "mypy" | "lint-imports" | "codespell":
             check_linter(program.rpartition("/")[2])
         case other:
             assert other in ("export", "nft"), "what is this? tell test_snippets.py"
