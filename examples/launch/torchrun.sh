@@ -7,17 +7,14 @@
 
 copies=$1
 shift
+peers=()
+trap 'kill "${peers[@]}"' INT TERM
 for ((i = 0; i < copies; i++)); do
     CUDA_VISIBLE_DEVICES=$i torchrun --standalone --nproc-per-node 1 --max-restarts 100 "$@" &
+    peers+=($!)
 done
-trap 'kill $(jobs -p)' INT TERM
 status=0
-while :; do
-    wait -n
-    case $? in
-    0) ;;
-    127) break ;; # none is left
-    *) status=1 ;;
-    esac
+for peer in "${peers[@]}"; do
+    wait "$peer" || status=$?
 done
-exit $status
+exit "$status"
