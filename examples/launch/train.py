@@ -18,12 +18,6 @@ import numpy as np
 import pccl
 
 
-def admit(comm: pccl.Communicator) -> None:
-    """Lets in those who wait: each goes on with the call that comes after this one."""
-    if comm.are_peers_pending():
-        comm.update_topology()
-
-
 def main(words: list[str] | None = None) -> None:
     """Trains until all steps are made."""
     parser = argparse.ArgumentParser(description="Trains a model that any peer may leave.")
@@ -41,11 +35,8 @@ def main(words: list[str] | None = None) -> None:
         shared.load(args.checkpoint)
     with pccl.Communicator(args.master_address, connect_timeout=300) as comm:
         while True:
-            try:  # what a newcomer lacks; the others have it all
-                comm.sync_shared_state(shared, min_peers=args.min_peers)
-            except pccl.TooFewPeersError:  # to begin with
-                admit(comm)
-                continue
+            # gives a newcomer what it lacks; the others have it all
+            comm.sync_shared_state(shared, min_peers=args.min_peers)
             if step[0] >= args.steps:
                 break
             time.sleep(args.seconds)  # this is where a model would be trained
@@ -62,7 +53,8 @@ def main(words: list[str] | None = None) -> None:
             print(f"step {step[0]}: {peers} peers", flush=True)
             if args.checkpoint is not None and step[0] % 10 == 0:
                 shared.save(args.checkpoint)
-            admit(comm)
+            if comm.are_peers_pending():
+                comm.update_topology()  # who waits goes on with the call that comes after this one
     print(f"done: {step[0]} steps, weights {weights[0]}", flush=True)
 
 
