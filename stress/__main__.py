@@ -28,6 +28,7 @@ import numpy as np
 import trainings
 
 from pccl.cli.arguments import whole_number
+from pccl.cli.chaos import kinds
 from pccl.cli.chaos.director import Director
 from pccl.cli.chaos.figures import Figures
 from pccl.cli.chaos.follower import Watch
@@ -177,7 +178,9 @@ def main(argv: list[str] | None = None) -> int:
     def expected(group: int, revision: int) -> str | None:
         return states.digest(revision) if names[group] in trainings.KNOWN else None
 
-    rules = checker.Rules(expected, args.bound, args.goodput)
+    # without TCP, libzmq aborts a process whose descriptors are exhausted when a neighbour connects
+    aborts = frozenset() if args.tcp or args.network else frozenset({kinds.NO_FILES})
+    rules = checker.Rules(expected, args.bound, args.goodput, aborts)
     environment = {"PCCL_TRANSPORT": "tcp"} if args.tcp else {}
     environment |= {"PCCL_CURVE_DIR": args.curve_dir} if args.curve_dir else {}
     program = Program(

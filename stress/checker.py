@@ -58,11 +58,13 @@ class Rules:
             any, but the same for all.
         bound_s: the longest time that a call may take.
         goodput_min: the least share of undisturbed speed.
+        ending: what may end a worker, beside a kill.
     """
 
     expected: Callable[[int, int], str | None] | None = None
     bound_s: float = 40.0
     goodput_min: float = 0.0
+    ending: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -188,7 +190,7 @@ class Checker:
     def _check_end(self, worker: int, life: Life) -> None:
         """It leaves in the end, unless it was killed; it is dropped only with a reason."""
         ended = bool(life.outs) and life.outs[-1].how in ("left", "dropped")
-        if not ended and not self._befell(worker, *KILLS):
+        if not ended and not self._befell(worker, *KILLS, *self._rules.ending):
             last = life.outs[-1] if life.outs else "nothing"
             self._broken(f"worker {worker} was not killed, and did not leave: it wrote {last}")
         for out in life.outs:

@@ -71,7 +71,8 @@ class Membership:
 
     def optimize(self) -> None:
         """Measures links, as all do who were here at an admission, and those admitted."""
-        if not self._optimize or self.comm.world_size < 2:
+        world = self.comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE)
+        if not self._optimize or world < 2:
             return
         self.notes.write(diary.Begin(diary.now(), "optimize", 0))
         outcome = "done"

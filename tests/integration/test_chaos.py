@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from pccl.cli import main as cli
-from pccl.cli.chaos import schedule
+from pccl.cli.chaos import kinds, schedule
+from pccl.cli.chaos.crew import Strangers
+from pccl.cli.chaos.director import Director, Done
 from pccl.cli.chaos.network import Network, NetworkError
+from pccl.cli.chaos.stage import Copy, Stage
+from pccl.cli.chaos.view import line_of
 
 TRAINS = """
 import os
@@ -73,6 +79,36 @@ def test_a_program_that_fails_is_named_and_its_faults_are_kept(
     assert "once more: pccl chaos -n 2 --replay 5 -- " in out
     assert "\n0 of " in out.splitlines(keepends=True)[-1] or "0 of" in out.splitlines()[-1]
     assert schedule.load(here / "chaos-5.json").faults == ()
+
+
+def test_a_run_is_shown_on_a_terminal_and_in_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rich = pytest.importorskip("rich.console")
+    from pccl.cli.chaos.picture import picture
+
+    crew = Strangers(["true"])
+    stage = Stage(crew.command, tmp_path, {})
+    plan = schedule.Schedule(7, 3, 60.0, (schedule.Fault(1.0, "freeze", lasts_s=2.0),))
+    director = Director(stage, plan, kinds.KINDS, crew, 40.0, lambda done: None)
+    now_s = time.monotonic()
+    director.chronicle.faults_s = now_s - 10
+    for number, stopped, settled in ((0, False, True), (1, True, False), (2, False, False)):
+        copy = Copy(number, 1, None, tmp_path, now_s - 20, stopped=stopped, settled=settled)  # type: ignore[arg-type]
+        copy.befell += [(now_s - 3, "freeze")] if stopped else []
+        stage.copies.append(copy)
+    done = Done(plan.faults[0], now_s - 3, copy=1, moment="transfer")
+    director.chronicle.done.append(done)
+    director.watch.accepted = {1, 2}
+    console = rich.Console(width=100, record=True, file=io.StringIO())
+    console.print(picture(director))
+    shown = console.export_text()
+    assert "10 of 60 s, seed 7" in shown and "1 of 1 faults" in shown
+    for words in ("in the run", "frozen", "coming", "freeze 3.0 s ago", "freeze copy 1"):
+        assert words in shown
+    line = line_of(done, director)
+    assert "7.0 s  freeze: copy 1 for 2.0 s (transfer)" in line
+    assert line.endswith("0 calls, 2 peers, 3 copies, 1 frozen")
 
 
 @pytest.mark.parametrize(

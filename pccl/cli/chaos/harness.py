@@ -164,7 +164,8 @@ class Harness:
                 print(f"VIOLATION: {text}")
             if len(outcome.violations) > SHOWN:
                 print(f"and {len(outcome.violations) - SHOWN} more violations")
-            again = shlex.join(self._again(["--replay", str(plan.seed)]))
+            failed = bool(outcome.violations)
+            again = shlex.join(self._again(self._options(plan.seed, failed)))
             if args.report is not None:
                 self._report(outcome, again)
             if not outcome.violations:
@@ -176,6 +177,16 @@ class Harness:
             if args.shrink is not None:
                 self._shrink(plan, table, path)
             return 1
+
+    def _options(self, seed: int, saved: bool) -> list[str]:
+        """The options with which the same faults come again, which a file has if it was saved."""
+        args = self._args
+        more = ["--network"] * args.network
+        if saved:
+            return ["--replay", str(seed), *more]
+        faults = ["--faults", ",".join(args.faults)] if args.faults else []
+        drawn = ["--seed", str(seed), "--minutes", f"{args.minutes:g}", "--calm", f"{args.calm:g}"]
+        return [*drawn, *faults, *more]
 
     # ---- before ----
 

@@ -115,9 +115,11 @@ def _timeline(report: Report) -> Iterator[str]:
             f'<rect class="life" x="{x(began_s):.1f}" y="{row * ROW + 5:.0f}" '
             f'width="{width:.1f}" height="12" rx="3"/>'
         )
+    ends = {copy.number: copy.ended_s or chronicle.ended_s for copy in report.copies}
     for done in chronicle.done:
         if not done.skipped:
-            yield _mark(done, x(done.at_s), x(done.over_s or done.at_s), chronicle)
+            over_s = min(done.over_s or done.at_s, ends.get(done.copy, chronicle.ended_s))
+            yield _mark(done, x(done.at_s), x(max(done.at_s, over_s)), chronicle)
     yield "</svg>"
 
 
