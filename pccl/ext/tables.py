@@ -121,13 +121,14 @@ def _try_out(table: Any) -> None:
 
     Raises:
         RuntimeError: it did not arrive.
-        MemoryError: there is none for it.
+        MemoryError: the system has no memory, or no descriptor, for it.
     """
     context, message = table.ctx_new(), ffi.new("pccl_msg *")
     sockets = [table.socket(context, zmq.PAIR) for _ in range(2)] if context else [ffi.NULL]
     try:
         if not all(sockets) or table.msg_init_size(message, 100):
-            raise MemoryError("there is no memory for a message of libzmq")
+            why = os.strerror(table.errno_())  # descriptors, more often than memory
+            raise MemoryError(f"libzmq provides no socket or message: {why}")
         endpoint = b"inproc://pccl-try-out"
         failed = table.bind(sockets[0], endpoint) or table.connect(sockets[1], endpoint)
         ffi.memmove(table.msg_data(message), b"x" * 100, 100)

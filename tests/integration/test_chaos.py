@@ -53,15 +53,26 @@ def saved(path: Path, *faults: schedule.Fault, seconds: float = 1.0) -> str:
 
 def test_a_program_that_goes_on_holds(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     faults = [schedule.Fault(0.1, "restart-master", lasts_s=0.1)]
-    faults += [schedule.Fault(0.3, "kill", moment="between-votes"), schedule.Fault(0.4, "join")]
+    faults += [schedule.Fault(0.3, "kill", moment="between-votes")]
     plan = saved(here / "plan.json", *faults)
-    options = ["-n", "2", "--replay", plan, "--report", "report.html", "--keep", "kept"]
+    options = [
+        "-n",
+        "2",
+        "--replay",
+        plan,
+        "--restart",
+        "0.2",
+        "--report",
+        "report.html",
+        "--keep",
+        "kept",
+    ]
     status, out = chaos(capfd, *options, "--", sys.executable, "-c", TRAINS)
     assert status == 0, out
     assert "everything held (seed 1)" in out
     assert "restart-master for 0.1 s " in out
     assert "everything held" in (here / "report.html").read_text(encoding="utf-8")
-    assert {"copy-0.log", "copy-1.log", "master.jsonl", "master.log"} <= {
+    assert {"copy-0.log", "copy-1.log", "copy-2.log", "master.jsonl", "master.log"} <= {
         path.name for path in (here / "kept").iterdir()
     }
     assert not list(here.glob("chaos-*.json"))
@@ -90,7 +101,7 @@ def test_a_run_is_shown_on_a_terminal_and_in_lines(
     crew = Strangers(["true"])
     stage = Stage(crew.command, tmp_path, {})
     plan = schedule.Schedule(7, 3, 60.0, (schedule.Fault(1.0, "freeze", lasts_s=2.0),))
-    director = Director(stage, plan, kinds.KINDS, crew, 40.0, lambda done: None)
+    director = Director(stage, plan, kinds.KINDS, crew, 40.0, None, lambda done: None)
     now_s = time.monotonic()
     director.chronicle.faults_s = now_s - 10
     for number, stopped, settled in ((0, False, True), (1, True, False), (2, False, False)):
@@ -134,7 +145,8 @@ def test_a_program_that_does_not_survive_a_kill_is_found(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plan = saved(here / "plan.json", schedule.Fault(1.0, "kill", moment="collective"), seconds=3.0)
-    status, out = chaos(capfd, "-n", "2", "--replay", plan, "--", sys.executable, "-c", CARELESS)
+    command = [sys.executable, "-c", CARELESS]
+    status, out = chaos(capfd, "-n", "2", "--replay", plan, "--restart", "0.5", "--", *command)
     assert status == 1
     assert "ended with status 1, and nothing had befallen it" in out
     assert "PeerLostError" in out or "TooFewPeersError" in out

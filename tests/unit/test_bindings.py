@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import errno
 import re
 import struct
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import oracle
@@ -211,3 +213,15 @@ def test_constants_of_zeromq() -> None:
     for name, value in found:
         pythonic = name.removeprefix("EVENT_") if not hasattr(zmq, name) else name
         assert getattr(zmq, pythonic) == int(value, 0), name
+
+
+def test_what_libzmq_refuses_is_said_with_its_reason() -> None:
+    """Without descriptors there is memory enough, and to say the contrary would mislead."""
+    table = SimpleNamespace(
+        ctx_new=lambda: 1,
+        socket=lambda context, kind: ffi.NULL,
+        errno_=lambda: errno.EMFILE,
+        ctx_term=lambda context: 0,
+    )
+    with pytest.raises(MemoryError, match="no socket or message: Too many open files"):
+        tables._try_out(table)

@@ -73,6 +73,8 @@ class Director:
         table: the kinds of faults, by name.
         crew: who knows the copies.
         bound_s: the run must not stand still for longer.
+        restart_s: after how long another copy takes the place of one that has ended; None: only if
+            a fault says so.
         told: called with each fault, and every moment for a view.
 
     Attributes:
@@ -87,6 +89,7 @@ class Director:
         table: dict[str, Kind],
         crew: Crew,
         bound_s: float,
+        restart_s: float | None,
         told: Callable[[Done | None], None],
     ) -> None:
         self.watch = Watch()
@@ -96,12 +99,14 @@ class Director:
         self._table = table
         self._crew = crew
         self._bound_s = bound_s
+        self._restart_s = restart_s
+        self._replaced = 0  # copies that have ended, and whose place was taken
         self._told = told
         self._hands = Hands(stage, crew.leave)
         self._follower = Follower(stage.event_log)
         self._undos: list[tuple[float, Done, Undo]] = []
         self._restarted_at = 0  # rounds that were done when the master was killed last
-        self._master_down = False
+        self._master_down = self._finishing = False
         self._sized_s = 0.0
 
     def run(self) -> Chronicle:
@@ -127,6 +132,7 @@ class Director:
 
     def finish(self, grace_s: float) -> None:
         """Asks all copies to end; those that have not in so many seconds are killed."""
+        self._finishing = True
         for copy in self.stage.alive():
             copy.befell.append((time.monotonic(), kinds.LEAVE))
             self._crew.leave(copy)
@@ -151,6 +157,7 @@ class Director:
 
     def wait(self, seconds: float) -> None:
         """Lets the copies end by themselves."""
+        self._finishing = True
         self._until(lambda: not self.stage.alive(), "has ended", seconds)
 
     # ---- time ----
@@ -165,6 +172,8 @@ class Director:
             self._undo(done, undo)
         for copy in self.stage.reap():
             self._note_end(copy)
+        if self._restart_s is not None and not self._finishing:
+            self._replace(now_s - self._restart_s)
         self._crew.observe(self.stage.alive(), self.watch)
         self._note_master(now_s)
         self._note_stall(now_s)
@@ -308,6 +317,14 @@ class Director:
         for _, done, undo in self._undos:
             self._undo(done, undo)
         self._undos.clear()
+
+    def _replace(self, before_s: float) -> None:
+        """Starts a copy for each that had ended before that time."""
+        ended = [copy.ended_s for copy in self.stage.copies if copy.ended_s is not None]
+        late = sum(at_s <= before_s for at_s in ended) - self._replaced
+        for _ in range(min(late, self.schedule.copies - len(self.stage.alive()))):
+            self.stage.start()
+        self._replaced += max(late, 0)
 
     # ---- what must not be ----
 

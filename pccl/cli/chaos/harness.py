@@ -93,6 +93,12 @@ def add_options(parser: argparse.ArgumentParser, copies: str) -> None:
         help="the run must not stand still for longer (default: %(default)g)",
     )
     parser.add_argument(
+        "--restart",
+        type=_positive,
+        metavar="SECONDS",
+        help=f"start another {copies} so long after one has ended (default: when a fault says so)",
+    )
+    parser.add_argument(
         "--network",
         action="store_true",
         help=f"give each {copies} a host of its own, and disturb the network too; Linux, as root",
@@ -182,6 +188,8 @@ class Harness:
         """The options with which the same faults come again, which a file has if it was saved."""
         args = self._args
         more = ["--network"] * args.network
+        if args.restart is not None:
+            more += ["--restart", f"{args.restart:g}"]
         if saved:
             return ["--replay", str(seed), *more]
         faults = ["--faults", ",".join(args.faults)] if args.faults else []
@@ -242,7 +250,8 @@ class Harness:
             curve_dir=program.curve_dir,
         )
         view = View(self._args.plain)
-        director = Director(stage, plan, table, crew, self._args.bound, view.told)
+        args = self._args
+        director = Director(stage, plan, table, crew, args.bound, args.restart, view.told)
         view.director = director
         try:
             director.run()
