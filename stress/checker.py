@@ -23,6 +23,7 @@ from pathlib import Path
 
 from diary import (
     DIRECTOR,
+    WORKERS,
     Begin,
     End,
     Entry,
@@ -302,7 +303,7 @@ class Checker:
 
     def _check_sum(self, key: tuple[int, ...], calls: list[Call]) -> None:
         where = f"attempt {key[1]} of step {key[0]}"
-        entered = {call.worker: call.begin for call in calls}
+        entered = {call.worker % WORKERS: call.begin for call in calls}
         done = [call for call in calls if call.end is not None and call.end.outcome == "done"]
         sums = {call.end.sum for call in done if call.end is not None and call.stayed}
         if len(sums) > 1:
@@ -320,7 +321,7 @@ class Checker:
             strangers = counted.keys() - entered.keys()
             if strangers:
                 self._broken(f"{where}: workers {sorted(strangers)} count, and did not enter it")
-            if call.worker not in counted:
+            if call.worker % WORKERS not in counted:
                 self._broken(f"{where}: worker {call.worker}'s own contribution is missing")
             if len(counted) != end.world:
                 self._broken(

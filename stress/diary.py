@@ -23,6 +23,8 @@ from msgspec import Struct
 
 WORDS = 64  # of a contribution
 DIGITS = 32  # of a word
+WORKERS = WORDS * DIGITS  # whose contributions differ
+Words: TypeAlias = tuple[tuple[int, int], ...]  # those that are not 0, by their places
 DIRECTOR = "director.jsonl"
 
 
@@ -50,7 +52,7 @@ class Begin(Struct, frozen=True, tag="begin"):
     revision: int
     attempt: int = 0
     repeats: int = 0
-    gives: tuple[int, ...] = ()
+    gives: Words = ()
     tag: int = 0
 
 
@@ -72,7 +74,7 @@ class End(Struct, frozen=True, tag="end"):
     outcome: str
     revision: int
     digest: str = ""
-    sum: tuple[int, ...] = ()
+    sum: Words = ()
     world: int = 0
     tag: int = 0
     what: str = "sync"
@@ -176,26 +178,33 @@ def workers(directory: Path) -> Iterator[int]:
 # ---- contributions ----
 
 
-def contribution(worker: int) -> tuple[int, ...]:
+def contribution(worker: int) -> Words:
     """What a worker gives: 1 at its own digit."""
-    words = [0] * WORDS
-    words[worker // DIGITS % WORDS] = 4 ** (worker % DIGITS)
-    return tuple(words)
+    return ((worker // DIGITS % WORDS, 4 ** (worker % DIGITS)),)
 
 
-def contributors(total: tuple[int, ...]) -> dict[int, int]:
-    """Who has contributed to a sum, and how often."""
+def contributors(total: Words) -> dict[int, int]:
+    """Who has contributed to a sum, by the number modulo WORKERS, and how often."""
     return {
         index * DIGITS + digit: count
-        for index, word in enumerate(total)
+        for index, word in total
         for digit in range(DIGITS)
         if (count := word >> (2 * digit) & 3)
     }
 
 
-def buffer_of(words: tuple[int, ...], repeats: int) -> np.ndarray:
+def buffer_of(words: Words, repeats: int) -> np.ndarray:
     """The words, again and again."""
-    return np.tile(np.array(words, np.uint64), repeats)
+    whole = np.zeros(WORDS, np.uint64)
+    for index, word in words:
+        whole[index] = word
+    return np.tile(whole, repeats)
+
+
+def words_of(buffer: np.ndarray) -> Words:
+    """The words at the start of a buffer."""
+    (indices,) = np.nonzero(buffer[:WORDS])
+    return tuple((int(index), int(buffer[index])) for index in indices)
 
 
 def digest_of(array: np.ndarray) -> str:

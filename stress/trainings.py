@@ -208,7 +208,7 @@ class Sums:
     def _end(self, tag: int, outcome: str, data: np.ndarray, world: int = 0) -> None:
         if outcome == "lost":
             self.lost.append(tag)
-        words = tuple(map(int, data[: diary.WORDS]))
+        words = diary.words_of(data)
         digest = diary.digest_of(data)
         entry = diary.End(diary.now(), outcome, self._revision, digest, words, world, tag, "reduce")
         self._member.notes.write(entry)

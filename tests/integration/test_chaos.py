@@ -18,11 +18,12 @@ from pccl.cli.chaos.stage import Copy, Stage
 from pccl.cli.chaos.view import line_of
 
 TRAINS = """
-import os
+import os, time
 import numpy as np
 import pccl
 with pccl.Communicator(os.environ["PCCL_MASTER"]) as comm:
-    while True:
+    for step in range(30 if os.environ["LOCAL_RANK"] == "1" else 1_000_000):
+        time.sleep(0.02)
         try:
             comm.all_reduce(np.ones(1000))
         except (pccl.PeerLostError, pccl.TooFewPeersError):
@@ -53,7 +54,7 @@ def saved(path: Path, *faults: schedule.Fault, seconds: float = 1.0) -> str:
 
 def test_a_program_that_goes_on_holds(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
     faults = [schedule.Fault(0.1, "restart-master", lasts_s=0.1)]
-    faults += [schedule.Fault(0.3, "kill", moment="between-votes")]
+    faults += [schedule.Fault(0.2, "starve", lasts_s=0.3, moment="between-votes")]
     plan = saved(here / "plan.json", *faults)
     options = [
         "-n",
@@ -70,7 +71,7 @@ def test_a_program_that_goes_on_holds(here: Path, capfd: pytest.CaptureFixture[s
     status, out = chaos(capfd, *options, "--", sys.executable, "-c", TRAINS)
     assert status == 0, out
     assert "everything held (seed 1)" in out
-    assert "restart-master for 0.1 s " in out
+    assert "restart-master for 0.1 s " in out and "starve: copy" in out
     assert "everything held" in (here / "report.html").read_text(encoding="utf-8")
     assert {"copy-0.log", "copy-1.log", "copy-2.log", "master.jsonl", "master.log"} <= {
         path.name for path in (here / "kept").iterdir()
