@@ -190,7 +190,7 @@ class Checker:
 
     def _check_end(self, worker: int, life: Life) -> None:
         """It leaves in the end, unless it was killed; it is dropped only with a reason."""
-        ended = bool(life.outs) and life.outs[-1].how in ("left", "dropped")
+        ended = bool(life.outs) and life.outs[-1].how in ("left", "dropped", "cut off")
         if not ended and not self._befell(worker, *KILLS, *self._rules.ending):
             last = life.outs[-1] if life.outs else "nothing"
             self._broken(f"worker {worker} was not killed, and did not leave: it wrote {last}")
