@@ -190,11 +190,14 @@ class Checker:
 
     def _check_end(self, worker: int, life: Life) -> None:
         """It leaves in the end, unless it was killed; it is dropped only with a reason."""
-        ended = bool(life.outs) and life.outs[-1].how in ("left", "dropped", "cut off")
+        starved = bool(self._befell(worker, "no-descriptors"))
+        outs = [out for out in life.outs if not (starved and "INTERNAL_ERROR" in out.why)]
+        ended = len(outs) < len(life.outs)  # it was told why
+        ended |= bool(outs) and outs[-1].how in ("left", "dropped", "cut off")
         if not ended and not self._befell(worker, *KILLS, *self._rules.ending):
             last = life.outs[-1] if life.outs else "nothing"
             self._broken(f"worker {worker} was not killed, and did not leave: it wrote {last}")
-        for out in life.outs:
+        for out in outs:
             if out.how == "failed":
                 self._broken(f"worker {worker} has failed: {out.why}")
             if out.how == "dropped" and not self._befell(worker, *DROPPING):

@@ -253,6 +253,16 @@ def test_diaries_are_read_from_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "12 steps; goodput 0.9" in checker.words(checker.check(tmp_path, RULES))[0]
 
 
+def test_a_worker_without_descriptors_may_fail_if_it_is_told_so() -> None:
+    for why, found in (("INTERNAL_ERROR: too many open files", 0), ("AssertionError", 2)):
+        diaries, faults = good()
+        at_s = diaries[0][-1].at_s
+        diaries[0][-1] = Out(at_s, "failed", why)
+        exhausted = [*faults, Fault(at_s - 0.1, "no-descriptors", 0)]
+        assert len(violations(diaries, exhausted)) == found
+        assert len(violations(diaries, faults)) == 2
+
+
 def test_a_worker_may_be_dropped_while_it_is_frozen() -> None:
     diaries, faults = good()
     at_s = diaries[0][-1].at_s
