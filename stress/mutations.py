@@ -16,6 +16,11 @@ class Mutant:
 
 MUTANTS = [
     Mutant(
+        "the members of a collective are those of the plan under which it starts",
+        "        if self._counted is not self.plan:",
+        "        if not self._members:",
+    ),
+    Mutant(
         "patient callers are answered when a peer registers",
         "        self.evaluate(self.open.get(PENDING))\n",
         "        pass\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -170,9 +171,11 @@ def is_direct(work: Work, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> b
     Both know the work, the rings and the peers alike, so they decide alike. That costs memory
     bandwidth, which is the limit on one machine and for large arrays, and saves half a round trip.
     """
+    if len(peers) != 2 or not rings:
+        return False
     plain = work.what == CollectiveKind.ALL_REDUCE and not work.algorithm
     apart = len({(peer.machine, peer.host) for peer in peers}) > 1
-    return len(peers) == 2 and bool(rings) and plain and apart and span(work) <= DIRECT_MAX
+    return plain and apart and span(work) <= DIRECT_MAX
 
 
 def places(
@@ -182,11 +185,20 @@ def places(
 
     A rank is a position in the first of the rings.
     """
-    rank = {peer: index for index, peer in enumerate(rings[0].order)} if rings else {}
-    found = []
-    for stream, ring, share in zip(streams, rings, shares(span(work), rings), strict=True):
-        ranks = tuple(rank[peer] for peer in ring.order)
-        position, root = ring.order.index(number), ranks.index(work.root)
-        named = () if ring is rings[0] else ranks
-        found.append(RingPlace(stream, len(ring.order), position, *share, root, named))
+    found: list[RingPlace] = []
+    seats = _seats(tuple(rings), number)
+    for stream, share, seat in zip(streams, shares(span(work), rings), seats, strict=True):
+        position, ranks = seat
+        named = ranks if found else ()
+        place = RingPlace(stream, len(ranks), position, *share, ranks.index(work.root), named)
+        found.append(place)
     return tuple(found)
+
+
+@functools.lru_cache(maxsize=8)  # for all collectives under a plan, not for each
+def _seats(rings: tuple[Ring, ...], number: int) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """A peer's position in each ring, and the rank of each position."""
+    rank = {peer: index for index, peer in enumerate(rings[0].order)} if rings else {}
+    return tuple(
+        (ring.order.index(number), tuple(rank[peer] for peer in ring.order)) for ring in rings
+    )

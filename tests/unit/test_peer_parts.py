@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import typing
 
 import pytest
@@ -228,3 +229,47 @@ def test_every_message_of_the_master_concerns_a_part() -> None:
 def test_every_fault_is_an_exception_of_the_api() -> None:
     assert launch._ERRORS.keys() == {*Fault}
     assert len({*launch._ERRORS.values()}) == len(Fault)
+
+
+def steps_to_start(size: int, rings: int) -> int:
+    """The functions that a peer of a group of that size calls for one more collective."""
+    infos = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", "m") for n in range(1, size + 1))
+    order = tuple(info.peer for info in infos)
+    plan = m.Plan(5, infos, (m.Ring(order, 1),) * rings, 0)
+    knowledge, outbox = Knowledge(2, 7, True, plan, m.World(size, size, 1, size)), Outbox()
+    ghosts, withdrawals = Ghosts(), Withdrawals()
+    streams = Streams(knowledge, outbox)
+    part = Collectives(knowledge, outbox, streams, ghosts, withdrawals, lambda *_: None)
+    calls: list[str] = []
+
+    def count(frame: typing.Any, event: str, _: object) -> None:
+        if event == "call":
+            calls.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    for call in (1, 2):
+        calls.clear()
+        part.enter(Collective(call, call, WORK), said=False)
+        sys.setprofile(count)
+        try:
+            part.start(m.Started(call, call, 5))
+        finally:
+            sys.setprofile(before)
+    started = [effect for effect in outbox.take() if isinstance(effect, StartOp)]
+    assert [len(one.rings) for one in started] == [rings, rings]
+    assert {place.members for one in started for place in one.rings} == {size}
+    return len(calls)
+
+
+@pytest.mark.parametrize("rings", [1, 3])
+def test_a_start_costs_a_peer_no_more_in_a_large_group(rings: int) -> None:
+    assert steps_to_start(500, rings) == steps_to_start(4, rings) < 60
+
+
+def test_members_are_those_of_the_last_plan() -> None:
+    knowledge = Knowledge()
+    assert knowledge.members == ()
+    for infos in (INFOS, INFOS[:2], INFOS):
+        knowledge.plan = m.Plan(5, infos, (), 0)
+        assert knowledge.members == tuple(info.peer for info in infos)
+        assert knowledge.members is knowledge.members

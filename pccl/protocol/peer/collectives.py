@@ -119,7 +119,7 @@ class Collectives:
         if one is None:
             return
         one.seq = started.seq
-        one.members = one.pair or tuple(info.peer for info in self._knowledge.plan.peers)
+        one.members = one.pair or self._knowledge.members
         if started.data is None:
             self._start_op(one, started)
         elif started.final:

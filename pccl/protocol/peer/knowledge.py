@@ -36,6 +36,15 @@ class Knowledge:
     last_seq: int = 0
     done: m.Done = field(default_factory=m.Done)
     over: Fail | None = None
+    _counted: m.Plan = NO_PLAN
+    _members: tuple[int, ...] = ()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the plan's peers."""
+        if self._counted is not self.plan:  # once for all calls under this plan
+            self._counted, self._members = self.plan, tuple(info.peer for info in self.plan.peers)
+        return self._members
 
     def heard(self, seq: int) -> None:
         """Notes a sequence number."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
+from pccl.protocol.peer.knowledge import NO_PLAN
 from pccl.runtime.client import ops
 from pccl.runtime.client.connection import MasterConnection
 from pccl.runtime.client.engine import Engine
@@ -48,6 +49,7 @@ class Performer:
         self._figures = figures
         self._peer, self._engine, self._streams = peer, engine, streams
         self._master, self._pending, self._local = master, pending, local
+        self._located, self._together = NO_PLAN, True
         self._perform_by_type: dict[type, Callable[..., None]] = {
             effects.Send: lambda effect: master.dealer.say(effect.message),
             effects.RegisterOp: self._register,
@@ -85,10 +87,16 @@ class Performer:
 
     def _start(self, effect: effects.StartOp | effects.StartTransfer) -> None:
         memory = self._pending.memory[effect.op]
-        local = all(self._local(info) for info in self._peer.plan.peers)
-        ops.start(self._engine, effect, memory, local)
+        ops.start(self._engine, effect, memory, self._all_local())
         if isinstance(memory, Operands):
             self._figures.started(effect.op, memory.work.what)
+
+    def _all_local(self) -> bool:
+        """Whether all members are on this machine."""
+        if self._located is not self._peer.plan:  # once for all calls under this plan
+            self._located = self._peer.plan
+            self._together = all(map(self._local, self._located.peers))
+        return self._together
 
     def _open_stream(self, effect: effects.OpenStream) -> None:
         self._figures.opened()
