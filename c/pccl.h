@@ -377,9 +377,10 @@ typedef struct pccl_mail {
     uint32_t n;
 } pccl_mail;
 
-/* Receives all messages that wait, up to PCCL_MAIL_MAX: fewer mean that the socket was found
- * empty. Each frame counts as a message. Returns their number, or a negative errno; never waits. */
-int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail);
+/* Receives all messages that wait, up to PCCL_MAIL_MAX and to `most`: fewer mean that the socket
+ * was found empty. Each frame counts as a message. Returns their number, or a negative errno; never
+ * waits. */
+int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail, uint32_t most);
 
 /* Releases the messages. */
 void pccl_mail_drop(const pccl_zmq *zmq, pccl_mail *mail);

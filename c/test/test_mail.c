@@ -19,26 +19,28 @@ int main(void)
     pull = zmq->socket(ctx, ZMQ_PULL);
     push = zmq->socket(ctx, ZMQ_PUSH);
     CHECK(zmq->bind(pull, endpoint) == 0);
-    CHECK(pccl_mail_take(zmq, pull, &mail) == 0);
+    CHECK(pccl_mail_take(zmq, pull, &mail, PCCL_MAIL_MAX) == 0);
     for (i = 0; i < PCCL_MAIL_MAX + 2; i++) {
         text[0] = (char)i;
         fake_inject(endpoint, text, sizeof text, NULL, 0);
     }
-    CHECK(pccl_mail_take(zmq, pull, &mail) == PCCL_MAIL_MAX);
+    CHECK(pccl_mail_take(zmq, pull, &mail, 1) == 1);
+    CHECK(*(const char *)mail.data[0] == 0);
+    CHECK(pccl_mail_take(zmq, pull, &mail, 1000) == PCCL_MAIL_MAX);
     for (i = 0; i < PCCL_MAIL_MAX; i++) {
-        text[0] = (char)i;
+        text[0] = (char)(i + 1);
         CHECK(mail.size[i] == sizeof text && memcmp(mail.data[i], text, sizeof text) == 0);
     }
-    CHECK(pccl_mail_take(zmq, pull, &mail) == 2);
-    CHECK(*(const char *)mail.data[1] == PCCL_MAIL_MAX + 1);
+    CHECK(pccl_mail_take(zmq, pull, &mail, PCCL_MAIL_MAX) == 1);
+    CHECK(*(const char *)mail.data[0] == PCCL_MAIL_MAX + 1);
     pccl_mail_drop(zmq, &mail);
     CHECK(mail.n == 0);
     pccl_mail_drop(zmq, &mail);
-    CHECK(pccl_mail_take(zmq, pull, &mail) == 0);
+    CHECK(pccl_mail_take(zmq, pull, &mail, PCCL_MAIL_MAX) == 0);
     CHECK(zmq->connect(push, endpoint) == 0);
     while (pccl_mail_send(zmq, push, text, sizeof text) == -EAGAIN)
         CHECK(fake_tick());
-    while (pccl_mail_take(zmq, pull, &mail) == 0)
+    while (pccl_mail_take(zmq, pull, &mail, PCCL_MAIL_MAX) == 0)
         CHECK(fake_tick());
     CHECK(mail.size[0] == sizeof text && memcmp(mail.data[0], text, sizeof text) == 0);
     pccl_mail_drop(zmq, &mail);

@@ -12,10 +12,10 @@ void pccl_mail_drop(const pccl_zmq *zmq, pccl_mail *mail)
         (void)zmq->msg_close(&mail->message[--mail->n]);
 }
 
-int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail)
+int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail, uint32_t most)
 {
     pccl_mail_drop(zmq, mail);
-    while (mail->n < PCCL_MAIL_MAX) {
+    while (mail->n < most && mail->n < PCCL_MAIL_MAX) {
         pccl_msg *message = &mail->message[mail->n];
         zmq->msg_init(message);
         if (zmq->msg_recv(message, socket, ZMQ_DONTWAIT) < 0) {
@@ -28,7 +28,7 @@ int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail)
         mail->data[mail->n] = zmq->msg_data(message);
         mail->size[mail->n++] = zmq->msg_size(message);
     }
-    return PCCL_MAIL_MAX;
+    return (int)mail->n;
 }
 
 /* Sends a frame, or releases it: 0 or a negative errno. */

@@ -40,6 +40,14 @@ def _check(error: int) -> None:
         raise zmq.ZMQError(-error)
 
 
+def _receiver(socket: zmq.Socket[bytes], most: int) -> tuple[Any, Callable[[], int]]:
+    """Memory for so many messages, and the function that receives them into it."""
+    table = load().table
+    mail = ffi.gc(ffi.new("pccl_mail *"), lambda mail: lib.pccl_mail_drop(table, mail))
+    take = _locked("pccl_mail_take", socket, ctypes.c_void_p, ctypes.c_uint32)
+    return mail, partial(take, _address(mail), most)
+
+
 class Mail:
     """What comes and goes on a socket that only one thread uses at a time.
 
@@ -51,10 +59,8 @@ class Mail:
         backend = load()
         self._socket = socket
         self._by_python = backend.name != "libzmq"  # that backend calls back into Python
-        self._table = table = backend.table
-        self._mail = ffi.gc(ffi.new("pccl_mail *"), lambda mail: lib.pccl_mail_drop(table, mail))
-        take = _locked("pccl_mail_take", socket, ctypes.c_void_p)
-        self._receive = partial(take, _address(self._mail))
+        self._table = backend.table
+        self._mail, self._receive = _receiver(socket, lib.PCCL_MAIL_MAX)
         self._send = _locked("pccl_mail_send", socket, ctypes.c_char_p, ctypes.c_size_t)
 
     def _check_open(self) -> None:
@@ -101,18 +107,20 @@ class Mail:
 
 
 class RouterMail:
-    """What goes to the connections of a ROUTER, and whether something comes.
+    """What comes from the connections of a ROUTER, frame by frame, and goes to them.
 
     Args:
         router: outlives this object.
     """
 
     def __init__(self, router: zmq.Socket[bytes]) -> None:
-        self._router = router
-        self._by_python = load().name != "libzmq"
+        backend = load()
+        self._router, self._table = router, backend.table
+        self._by_python = backend.name != "libzmq"
         bytes_ = (ctypes.c_char_p, ctypes.c_size_t)
         self._send = _locked("pccl_mail_send_to", router, *bytes_, *bytes_)
         self._option = _locked("pccl_mail_option", router, ctypes.c_int)
+        self._mail, self._receive = _receiver(router, 1)
 
     @property
     def readable(self) -> bool:
@@ -122,6 +130,23 @@ class RouterMail:
         events = self._option(_EVENTS)
         _check(events)
         return bool(events & _POLLIN)
+
+    def receive(self) -> bytes:
+        """The next frame.
+
+        Raises:
+            zmq.Again: there is none.
+        """
+        if self._by_python:
+            return self._router.recv(zmq.DONTWAIT)
+        n = self._receive()
+        _check(n)
+        if not n:
+            raise zmq.Again
+        frame = bytes(ffi.buffer(self._mail.data[0], self._mail.size[0]))
+        if len(frame) > KEPT_BYTES:
+            lib.pccl_mail_drop(self._table, self._mail)
+        return frame
 
     @property
     def more(self) -> bool:

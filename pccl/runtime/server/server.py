@@ -341,10 +341,10 @@ class Server:
         self._sent = False
         if not self._mail.readable:
             return 0
-        conn = self._router.recv(zmq.DONTWAIT)
+        conn = self._mail.receive()
         connections = self._connections
         if conn in connections.senders:
-            data = self._router.recv()
+            data = self._mail.receive()
         else:  # only a Frame knows its sender, and it is slower
             frame = self._router.recv(copy=False)
             data = frame.bytes
