@@ -304,11 +304,12 @@ class Communicator(Exchanges):
 
         All accepted peers of all groups must call it. Each pair of peers on different machines
         exchanges data at full speed for about half a second, or ten round trips. Several pairs
-        measure at once, so n peers take about n times as long. The order of a ring, and with it
-        each `rank`, changes only if an all-reduce of 64 MiB would take at least a fifth less time.
-        The peers that stay keep the new order until the next optimisation. A pair that cannot
-        connect is avoided if a ring without it exists. Between 3 to 6 peers whose links carry more
-        together than each alone, the data is spread over several rings.
+        measure at once, so n peers take about n times as long, up to 17; of more peers only what
+        tells which are near each other is measured, in at most 32 times as long. The order of a
+        ring, and with it each `rank`, changes only if an all-reduce of 64 MiB would take at least a
+        fifth less time. The peers that stay keep the new order until the next optimisation. A pair
+        that cannot connect is avoided if a ring without it exists. Between 3 to 6 peers whose links
+        carry more together than each alone, the data is spread over several rings.
 
         Args:
             timeout: seconds to wait for the others, and for the measurements.

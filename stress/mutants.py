@@ -44,6 +44,7 @@ import test_recovery
 import test_reenact
 import test_rows
 import test_status
+import test_survey
 import test_sync_rules
 import test_tally
 import test_teams
@@ -51,7 +52,7 @@ import trainers
 modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
     test_status, test_epochs, test_rows, test_pairs,
-    test_reenact, test_teams, test_deadlines, test_tally,
+    test_reenact, test_teams, test_deadlines, test_tally, test_survey,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)

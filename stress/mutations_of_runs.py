@@ -341,4 +341,29 @@ MUTANTS = [
         "                running.reason = REASONS.get(cause, reason)\n",
         "",
     ),
+    Mutant(
+        "a site is left over the best link that was measured",
+        "key=lambda hop: (-measured[hop].rate, hop))",
+        "key=lambda hop: (measured[hop].rate, hop))",
+    ),
+    Mutant(
+        "who is entered is not who is left",
+        "(alone or a != entry.get(one)) and ",
+        "",
+    ),
+    Mutant(
+        "peers that cannot reach each other are at two sites",
+        "        if not delays or min(delays) > SITE_US:\n",
+        "        if delays and min(delays) > SITE_US:\n",
+    ),
+    Mutant(
+        "two sites are compared once",
+        " or other in self._apart[name] or both in done:",
+        " or both in done:",
+    ),
+    Mutant(
+        "a link that is not measured is as those between its sites",
+        "        if between is not None:\n",
+        "        if False:\n",
+    ),
 ]

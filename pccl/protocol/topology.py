@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise, permutations
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import NamedTuple, Protocol, TypeAlias
 
 from pccl.protocol.messages import RINGS_MAX, Ring
 
@@ -25,6 +26,9 @@ SPREAD_MAX = 6  # peers of a group that may have several rings: for more, choosi
 SHARES = 8  # of the slowest link of the best ring, each given to the ring that gains most
 SEARCH_STEPS = 300_000  # links considered by a local search: about half a second
 GAIN = 0.2  # of the time: an order is not changed for less, because measurements vary
+
+
+Hop: TypeAlias = tuple[int, int]  # from whom, to whom
 
 
 class Link(NamedTuple):
@@ -50,13 +54,17 @@ class Hops(Protocol):
 
 
 class Links:
-    """The links among some peers; an unknown one is as bad as the worst known at its ends.
+    """The links among some peers.
+
+    An unknown one is as the typical one between the sites of its ends, where these are known, else
+    as bad as the worst one known at its ends.
 
     Args:
         measured: by sender and receiver.
         local: whether two peers are on one machine.
         inflow: bytes per second that reach a peer when all peers on other machines send to it, and
             to each other, at once; as far as known.
+        site_of: the site of each peer, where that is known.
     """
 
     def __init__(
@@ -64,8 +72,10 @@ class Links:
         measured: Mapping[tuple[int, int], Link],
         local: Callable[[int, int], bool],
         inflow: Mapping[int, int],
+        site_of: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._measured, self.local, self.inflow = measured, local, inflow
+        self._site_of, self._typical = site_of, typical(measured, site_of)
         self._worst: dict[int, Link] = {}
         for ends, link in measured.items():
             for end in ends:
@@ -77,12 +87,30 @@ class Links:
             return self._measured[hop]
         if self.local(*hop):
             return LOCAL
+        between = self._typical.get((self._site_of.get(hop[0], -1), self._site_of.get(hop[1], -1)))
+        if between is not None:
+            return between
         one, other = (self._worst.get(end, Link(0, 0)) for end in hop)
         return _worse(one, other)
 
 
 def _worse(one: Link, other: Link) -> Link:
     return Link(min(one.rate, other.rate), max(one.delay_us, other.delay_us))
+
+
+def typical(measured: Mapping[Hop, Link], site_of: Mapping[int, int]) -> dict[Hop, Link]:
+    """The median link from each site to each other one, and within each."""
+    known: dict[Hop, list[Link]] = {}
+    for (a, b), link in measured.items():
+        if a in site_of and b in site_of:
+            known.setdefault((site_of[a], site_of[b]), []).append(link)
+    return {
+        sites: Link(
+            sorted(link.rate for link in links)[len(links) // 2],
+            sorted(link.delay_us for link in links)[len(links) // 2],
+        )
+        for sites, links in known.items()
+    }
 
 
 def tournament(peers: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
@@ -116,7 +144,9 @@ def seconds(rings: Sequence[Ring], links: Links) -> float:
     return busiest_s / total + around_s
 
 
-def best_rings(current: Sequence[Ring], links: Links) -> tuple[Ring, ...]:
+def best_rings(
+    current: Sequence[Ring], links: Links, order: tuple[int, ...] = ()
+) -> tuple[Ring, ...]:
     """The best rings for the links; the current ones, unless others are clearly better.
 
     Several only if the links to a peer are known to carry more together than each alone. The first
@@ -125,8 +155,9 @@ def best_rings(current: Sequence[Ring], links: Links) -> tuple[Ring, ...]:
     Args:
         current: the current rings, of two or more peers.
         links: all links among them.
+        order: the best one, where that is known.
     """
-    order = best_order(current[0].order, links)
+    order = order or best_order(current[0].order, links)
     found: tuple[Ring, ...] = (Ring(order, 1),)
     if len(order) <= SPREAD_MAX and links.inflow.keys() >= {*order}:
         several = _spread(order, links)

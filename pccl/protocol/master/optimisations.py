@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from itertools import islice, zip_longest
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
@@ -16,18 +14,9 @@ from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round
-from pccl.protocol.topology import (
-    SPREAD_MAX,
-    Link,
-    Links,
-    best_rings,
-    seconds,
-    slowest,
-    tournament,
-)
+from pccl.protocol.survey import ALL_MAX, Everything, Schedule, Slot, Survey, tour
+from pccl.protocol.topology import Link, Links, best_rings, seconds, slowest
 from pccl.types import Result
-
-SLOTS_MAX = 16  # of pairs measured one after another; further pairs are not measured
 
 
 @dataclass(slots=True)
@@ -35,7 +24,7 @@ class Optimisation:
     """An optimisation, from the vote of all accepted peers to the choice of the rings."""
 
     calls: dict[int, int]  # of its members
-    slots: deque[dict[int, tuple[int, ...]]]  # remaining measurements: receivers and their senders
+    schedules: dict[int, Schedule]  # of each group: what is to be measured
     seq: int = 0
     measuring: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the current measurements
     links: dict[tuple[int, int], Link] = field(default_factory=dict)  # from whom to whom
@@ -69,46 +58,31 @@ class Optimisations:
     def begin(self, round_: Round[object]) -> None:
         """All accepted peers have voted for an optimisation."""
         groups = dict.fromkeys(map(self._membership.group_of, round_.votes))
-        schedules = [self._schedule(self._membership.accepted(group)) for group in groups]
-        slots = deque(
-            {number: senders for part in slot for number, senders in part.items()}
-            for slot in zip_longest(*schedules, fillvalue={})
-        )
+        schedules = {group: self._schedule(self._membership.accepted(group)) for group in groups}
         calls = {number: vote.call for number, vote in round_.votes.items()}
-        self.current = Optimisation(calls, slots)
+        self.current = Optimisation(calls, schedules)
         self.current.since_s = next(reversed(round_.votes.values())).since_s
         self._probe(self.current)
 
-    def _schedule(self, numbers: list[int]) -> list[dict[int, tuple[int, ...]]]:
-        """The measurements of a group, slot by slot: receivers and their senders.
-
-        First each link by itself; then, if there may be several rings, all at once.
-        """
+    def _schedule(self, numbers: list[int]) -> Schedule:
+        """What is measured of a group: all links, or of many peers what tells their sites."""
         infos = {number: self._membership.info(number) for number in numbers}
-        pairs = (
-            [(a, b) for a, b in slot if not reach.local(infos[a], infos[b])]
-            for slot in tournament(numbers)
-        )
-        slots: list[dict[int, tuple[int, ...]]] = []
-        for slot in islice((slot for slot in pairs if slot), SLOTS_MAX):
-            slots.append(
-                {number: (sender,) for a, b in slot for number, sender in ((a, b), (b, a))}
-            )
-        if 2 < len(numbers) <= SPREAD_MAX and slots:
-            distant = {
-                number: tuple(
-                    n for n in numbers if n != number and not reach.local(infos[n], infos[number])
-                )
-                for number in numbers
-            }
-            slots.append({number: senders for number, senders in distant.items() if senders})
-        return slots
+        if len(numbers) <= ALL_MAX:
+            return Everything(numbers, lambda a, b: reach.local(infos[a], infos[b]))
+        machines: dict[object, list[int]] = {}
+        for number, info in infos.items():
+            machines.setdefault(info.machine if info.ipc else number, []).append(number)
+        return Survey(machines.values())
 
     def _probe(self, optimisation: Optimisation) -> None:
         """Starts the next measurements, or ends the optimisation if there are none."""
-        calls = optimisation.calls
-        while optimisation.slots and not optimisation.measuring:
-            for number, senders in optimisation.slots.popleft().items():
+        calls, more = optimisation.calls, True
+        while more and not optimisation.measuring:
+            slot: Slot = {}
+            for schedule in optimisation.schedules.values():
+                slot |= schedule.next(optimisation.links)
+            more = bool(slot)
+            for number, senders in slot.items():
                 left = tuple(sender for sender in senders if sender in calls)
                 if number in calls and left:
                     optimisation.measuring[number] = left
@@ -202,9 +176,12 @@ class Optimisations:
         def local(a: int, b: int) -> bool:
             return reach.local(infos[a], infos[b])
 
-        links = Links(measured, local, optimisation.inflow)
+        sites = _sites(optimisation.schedules.get(group_number), numbers)
+        site_of = {number: index for index, site in enumerate(sites) for number in site}
+        order = tour(sites, measured) if sites else ()
+        links = Links(measured, local, optimisation.inflow, site_of)
         current = group.planned
-        rings = best_rings(current, links)
+        rings = best_rings(current, links, order)
         for title, found in (("were", current), ("are", rings)):
             self._outbox.note(
                 f"the rings of group {group_number} {title} {_describe(found, links)}"
@@ -212,6 +189,16 @@ class Optimisations:
         if rings != current:
             group.rings = rings
             self._groups.renew(group_number)
+
+
+def _sites(schedule: Schedule | None, numbers: Sequence[int]) -> list[list[int]]:
+    """The sites of these peers; empty if all links were measured instead."""
+    if not isinstance(schedule, Survey):
+        return []
+    left = {*numbers}
+    sites = [[number for number in site if number in left] for site in schedule.sites]
+    known = {number for site in sites for number in site}
+    return [site for site in sites if site] + [[one] for one in numbers if one not in known]
 
 
 def _describe(rings: Sequence[m.Ring], links: Links) -> str:
