@@ -26,17 +26,7 @@ WORLD_SIZE = 4
 TEST_S = 90  # the longest that one test may take
 
 # tests that pass with gloo and not with pccl, and why
-_WORDS = "it looks for gloo's words in the error"
-_NAME = "torch.distributed.monitored_barrier refuses every backend that is not called gloo"
-KNOWN = {
-    "test_barrier_timeout_full_group": _WORDS,
-    "test_barrier_timeout_group": _WORDS,
-    "test_monitored_barrier_failure_order": _NAME,
-    "test_monitored_barrier_gloo": _NAME,
-    "test_monitored_barrier_gloo_rank_0_timeout": _NAME,
-    "test_monitored_barrier_gloo_subgroup": _NAME,
-    "test_monitored_barrier_wait_all_ranks": _NAME,
-}
+KNOWN: dict[str, str] = {}
 
 
 def arguments() -> argparse.Namespace:

@@ -7,6 +7,7 @@ and fixed: what a loss or a newcomer changes, only a group of pccl alone shows (
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,13 +32,21 @@ def is_one_of_several() -> bool:
 
     It does not tell those whom it asks for a backend, so its own variables are looked at.
     """
-    frame = sys._getframe()
-    while frame is not None:
-        config = frame.f_locals.get("backend_config")
-        if frame.f_code.co_name == "_new_process_group_helper" and config is not None:
-            return len(set(config.get_device_backend_map().values())) > 1
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    config = _variable("_new_process_group_helper", "backend_config")
+    return config is not None and len(set(config.get_device_backend_map().values())) > 1
+
+
+def is_to_be_reconfigured() -> bool:
+    """Whether torch makes a group that begins when it is reconfigured; 2.14 and later."""
+    return bool(_variable("init_process_group", "enable_reconfigure"))
+
+
+def _variable(function: str, name: str) -> Any:
+    """Of a function of torch that has called us; None: it has none, or has not called us."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != function:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals.get(name)
 
 
 class DeviceBackend(Collectives, Backend):

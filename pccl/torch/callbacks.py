@@ -6,6 +6,10 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
 
 IDLE_S = 5.0  # how long a thread without work stays
 
@@ -57,3 +61,17 @@ class CallbackPool:
 
 
 POOL = CallbackPool()
+
+
+def in_pool(job: Callable[[], T]) -> Future[T]:
+    """Runs a job soon; its result, or what it raises."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(job())
+        except Exception as error:
+            future.set_exception(error)
+
+    POOL.run(work)
+    return future

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 from pccl import Communicator
 from pccl.torch.exchanges import ExchangeTasks
 from pccl.torch.members import Members
+from pccl.torch.monitored import MonitoredBarrier
 from pccl.torch.reductions import Reduction
 from pccl.torch.sends import Sends
 from pccl.torch.tasks import Tasks
@@ -199,8 +200,12 @@ class Collectives:
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Waits for all; an error after `timeout` names those who are missing."""
-        self.run(self.tasks.barrier(), Waits()).wait(timeout or self.timeout)
+        """Waits for all. After `timeout`, an error on rank 0 names the first that is missing.
+
+        With `wait_all_ranks`, it names all of them.
+        """
+        limit = self.timeout if timeout is None else timeout
+        MonitoredBarrier(self.members, self._sends, self.run).meet(limit, wait_all_ranks)
 
     # the names before torch 2.13
 
@@ -220,12 +225,6 @@ class Collectives:
         """The calls since then, as one Work."""
         works, self._coalescing = self._coalescing or [], None
         return Several(works)
-
-
-class Waits:
-    """Options of a call whose caller waits at once."""
-
-    asyncOp = False
 
 
 class Several(Work):

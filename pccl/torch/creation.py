@@ -13,7 +13,12 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from pccl import Communicator, MasterLostError
 from pccl.runtime.config import Config
 from pccl.support.text import address_text, parse_address
-from pccl.torch.backend import DeviceBackend, is_one_of_several, is_possible
+from pccl.torch.backend import (
+    DeviceBackend,
+    is_one_of_several,
+    is_possible,
+    is_to_be_reconfigured,
+)
 from pccl.torch.group import ProcessGroup
 from pccl.torch.hosting import HostedMaster
 
@@ -100,6 +105,9 @@ def _group(options: Any) -> ProcessGroup:
         return group
     timeout: timedelta = options.timeout
     address = os.environ.get(VARIABLE, "") if is_default else ""
+    if address and is_to_be_reconfigured():
+        comm = Communicator(address, connect_timeout=timeout.total_seconds())
+        return ProcessGroup(comm, timeout=timeout, store=store, waits=True)
     if address:
         return join(address, size, timeout=timeout, rank=rank, store=store)
     if rank != 0:

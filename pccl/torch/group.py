@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -16,12 +17,14 @@ from pccl.runtime.client.call import Deadline
 from pccl.runtime.limits import FOREVER_S
 from pccl.security import Security
 from pccl.torch.agreement import Offer, agree
+from pccl.torch.callbacks import in_pool
 from pccl.torch.collectives import Collectives
 from pccl.torch.hosting import HostedMaster
 from pccl.torch.members import Members
-from pccl.torch.reconfiguration import handle_of, order_of, settle
+from pccl.torch.reconfiguration import Reconfigurer
 from pccl.torch.store import RunStore, serve
 from pccl.torch.work import Operation, Task, Work
+from pccl.types import Result
 
 TIMEOUT = timedelta(minutes=30)
 _ENCRYPTED = (
@@ -50,18 +53,21 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         timeout: timedelta = TIMEOUT,
         store: Store | None = None,
         master: HostedMaster | None = None,
+        waits: bool = False,
     ) -> None:
         """Returns when the group has begun, in which this peer is a member.
 
         All members make this call; where it has begun, they admit this peer by `admit`.
 
         Args:
-            comm: is connected.
+            comm: is connected, unless the group waits.
             rank: which torch's rank this peer was started with; -1: the order of joining decides.
             size: with how many members the group begins.
             timeout: how long a collective may take.
             store: what torch was given for the group; None: a store of its own.
             master: that this process hosts for the group.
+            waits: whether it joins in the background, and the group is this process alone until
+                `reconfigure` names it among others.
 
         Raises:
             PCCLTimeoutError: so many members were not there in time.
@@ -80,8 +86,15 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         self._own_store = RunStore() if store is None else None
         self._store = store if self._own_store is None else self._own_store
         self._served: Store | None = None
-        self.agree()
-        self._begin(Deadline(timeout.total_seconds()))
+        self._joining: Future[None] | None = None
+        if waits:
+            seconds = timeout.total_seconds()
+            self._joining = in_pool(lambda: comm.connect(timeout=seconds))
+        else:
+            members.enter()
+            self.agree()
+            self._begin(Deadline(timeout.total_seconds()))
+        self._reconfigurer = Reconfigurer(comm, members)
         this = weakref.ref(self)
         members.listen(lambda: _number_anew(this()))
 
@@ -218,27 +231,42 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
 
     def get_reconfigure_handle(self) -> str:
         """What names this member in the `handles` of `reconfigure`."""
-        return handle_of(self._comm, self.members.own)
+        return self._reconfigurer.handle
 
     def reconfigure(self, opts: Any) -> Work:
-        """All members that `opts.handles` names are the group, with ranks in that order.
+        """Those whom `opts.handles` names are the group, with ranks in that order.
 
-        All of them call it, with the same `opts.uuid`. If it fails, the group is as before, and the
-        call can be made again, with another uuid.
+        All of them call it, with the same `opts.uuid`: members, and newcomers who wait, whom the
+        members admit by it. If it fails, the group is as before, and the call can be made again,
+        with another uuid.
         """
-        timeout = opts.timeout or self.timeout
+        timeout_s = (opts.timeout or self.timeout).total_seconds()
         self._drain()
 
         def launch(_: int) -> AsyncReduceHandle:
-            order = order_of(self._comm, opts.handles)
-            settle(self._comm, self.members, opts.uuid, order, timeout.total_seconds())
+            deadline = Deadline(timeout_s)
+            self._enter(deadline)
+            order = self._reconfigurer.settle(opts.uuid, opts.handles, deadline.left_s or 0.0)
             self.members.arrange(order)
-            self._restart()
+            self._offer.begun = True
+            self.agree()
             return AsyncReduceHandle(None, None)  # it is over
 
         operation = Operation(Task("reconfigure", launch, [], counts=False), 0, self.members, None)
         operation.begin(self._under_way)
         return Work(operation)
+
+    def _enter(self, deadline: Deadline) -> None:
+        """Returns when this process has been admitted, if it waits for that."""
+        if self._joining is None:
+            return
+        try:
+            self._joining.result(deadline.left_s)
+        except TimeoutError:
+            why = "the members of the group have not admitted this process in time"
+            raise PCCLTimeoutError(Result.RANK_CONNECTION_LOST, "reconfigure", why) from None
+        self._joining = None
+        self.members.enter()
 
     def shutdown(self) -> None:
         """Leaves the group. A process that hosts its master waits until the others have left."""

@@ -21,15 +21,20 @@ class Members:
     which is the same one on all members.
 
     Attributes:
-        own: the number of this peer in its run.
+        own: the number of this peer in its run; 0 before it has joined.
     """
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self.own = comm.parts.membership.client("rank").number
+        self.own = 0
         self._lock = threading.Lock()
         self._listeners: list[Listener] = []
         self._order: tuple[int, ...] = (self.own,)
+
+    def enter(self) -> None:
+        """This peer has joined the run: it knows itself."""
+        self.own = self._comm.parts.membership.client("rank").number
+        self._order = (self.own,)
 
     @property
     def order(self) -> tuple[int, ...]:

@@ -6,18 +6,16 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pccl import PeerLostError, SharedStateSyncStrategy
 from pccl.runtime.client.call import Deadline
-from pccl.torch.callbacks import POOL
+from pccl.torch.callbacks import in_pool
 from pccl.torch.group import ProcessGroup
 from pccl.torch.trees import Staged, local, packed, sharded_again, tensors_of, unpacked
-
-T = TypeVar("T")
 
 _INTERVAL_S = 1.0  # in which the processes of a replica tell each other what they wait for
 
@@ -86,7 +84,7 @@ class Phase:
                 self.settle(self._group.admit())
                 self.synchronise()
         self.steps += 1
-        self._pending = _in_pool(self._ask)
+        self._pending = in_pool(self._ask)
 
     def settle(self, size: int) -> None:
         """All shards have the same replicas: admits those that only some of them have.
@@ -196,16 +194,3 @@ def _check(run: list[tuple[str, list[int], str]], own: list[tuple[str, list[int]
             raise ValueError(f"the run trains another model: it has {theirs}, this process {ours}")
     if len(own) != len(run):
         raise ValueError(f"the run's model has {len(run)} tensors, that of this process {len(own)}")
-
-
-def _in_pool(job: Callable[[], T]) -> Future[T]:
-    future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(job())
-        except Exception as error:
-            future.set_exception(error)
-
-    POOL.run(work)
-    return future

@@ -17,7 +17,8 @@ from pccl.torch.pieces import movable, put
 from pccl.torch.work import Handle, Task
 from pccl.types import Result
 
-TAG_MAX = (1 << 31) - 1
+BARRIER_TAG = (1 << 31) - 1  # of `pccl.torch.monitored`
+TAG_MAX = BARRIER_TAG - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Sends:
 
     @staticmethod
     def _tag(tag: int, index: int) -> int:
-        if not 0 <= tag <= TAG_MAX:
+        if not 0 <= tag <= TAG_MAX and tag != BARRIER_TAG:
             raise ValueError(f"tag is {tag}: it must be in 0 to {TAG_MAX}")
         return tag << 32 | index & 0xFFFFFFFF
 
@@ -121,6 +122,14 @@ class Sends:
             return self._members.order.index(chosen[0][0]) if chosen else -1
 
         return Task("recv", launch, [tensor], settle=settle, source=source, counts=False)
+
+    def undo_send(self, other: int) -> None:
+        """A message of a barrier to that member was given up: the next one takes its place."""
+        self._sent[other, BARRIER_TAG] -= 1
+
+    def undo_recv(self, other: int) -> None:
+        """The same of one that was to come."""
+        self._received[other, BARRIER_TAG] -= 1
 
     def give_up(self) -> None:
         """Ends the receives that nobody has asked for."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work as BaseWork
 from torch.futures import Future
 
-from pccl.errors import PCCLError, PeerLostError, TooFewPeersError
+from pccl.errors import PCCLError, PCCLTimeoutError, PeerLostError, TooFewPeersError
 from pccl.torch.callbacks import POOL
 from pccl.torch.members import Members
 from pccl.types import Result
@@ -75,6 +75,7 @@ class Operation:
         self.error: Exception | None = None
         self._tag = tag
         self._members = members
+        self._timeout_s = timeout_s
         self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -176,10 +177,20 @@ class Operation:
             assert error is not None
             if isinstance(error, PeerLostError):
                 self._members.refresh()
+            if isinstance(error, PCCLTimeoutError) and self._is_over():
+                raise self._timed_out(error) from error
             if not (self.task.again and isinstance(error, PeerLostError)):
                 raise error
             self._launch()
         self.task.settle()
+
+    def _is_over(self) -> bool:
+        return self._deadline_s is not None and time.monotonic() >= self._deadline_s
+
+    def _timed_out(self, error: PCCLTimeoutError) -> PCCLTimeoutError:
+        """By the limit that torch has set, in the words that programs of torch look for."""
+        why = f"Timed out after {self._timeout_s:g} s, the limit of this call or of its group"
+        return PCCLTimeoutError(error.result, self.task.name, f"{why}: {error.message}")
 
     def _patience(self, timeout_s: float | None) -> float | None:
         left = [] if timeout_s is None else [timeout_s]
