@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 import pccl
 from pccl.capi import values
@@ -72,6 +73,11 @@ def ends(process: subprocess.Popen[str]) -> str:
     return said
 
 
+def calls(master: pccl.MasterNode) -> list[str]:
+    """What peers are in just now."""
+    return [call.call for peer in master.status().peers for call in peer.calls]
+
+
 def port_of(address: str) -> str:
     return address.rpartition(":")[2]
 
@@ -118,11 +124,13 @@ def share(comm: pccl.Communicator) -> None:
 
 @pytest.mark.parametrize("language", COMPILERS)
 def test_a_c_program_and_a_python_peer_do_all_calls_together(
-    language: str, build: Build, address: str
+    language: str, build: Build, master: pccl.MasterNode
 ) -> None:
     program = build(language, PROGRAM)
-    with pccl.Communicator(address) as comm, start(program, "peer", port_of(address)) as process:
-        share(comm)
+    with start(program, "peer", port_of(master.address)) as process:
+        with pccl.Communicator(master.address) as comm:
+            share(comm)
+            wait_until(lambda: any("tag 77" in call for call in calls(master)))
         ends(process)
 
 

@@ -356,6 +356,20 @@ static void shared_state(pcclComm_t *comm)
     CHECK(weights[0] == 1 && weights[2] == 3 && step == 42);
 }
 
+/* It leaves while this peer waits for it: memory holds what it held, and this one goes on. */
+static void lose_the_other(pcclComm_t *comm)
+{
+    pcclReduceDescriptor_t work = sum_of(3, 77);
+    float x[3] = {1, 2, 3};
+    int peers = 0;
+    ENDS(pcclAllReduce(x, x, &work, comm, NULL), pcclRankConnectionLost);
+    CHECK(told("call again"));
+    CHECK(x[0] == 1 && x[1] == 2 && x[2] == 3);
+    ENDS(pcclAllReduce(x, x, &work, comm, NULL), pcclTooFewPeers);
+    ENDS(pcclGetAttribute(comm, PCCL_ATTRIBUTE_GLOBAL_WORLD_SIZE, &peers), pcclSuccess);
+    CHECK(peers == 1);
+}
+
 static void peer(int port)
 {
     pcclComm_t *comm;
@@ -372,6 +386,7 @@ static void peer(int port)
     in_threads(comm);
     launched(comm);
     shared_state(comm);
+    lose_the_other(comm);
     ENDS(pcclDestroyCommunicator(comm), pcclSuccess);
 }
 
