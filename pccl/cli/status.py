@@ -19,6 +19,7 @@ from pccl.protocol.master.status import GroupStatus, PeerStatus, RingStatus
 from pccl.support.text import address_text
 
 PATIENCE_S = 10.0
+EVENTS_MAX = 5
 BYTES_MAX = 64 << 20  # of an answer; that of a run of 1,000 peers is 0.5 MB
 OK = 200
 
@@ -129,6 +130,15 @@ def _lines(status: Status) -> Iterator[str]:
         heads = ("peer", "address", "group", "is", "for", "last heard", "heartbeat", "stands in")
         yield ""
         yield from _table(heads, map(_peer, status.peers))
+    yield from _events(status)
+
+
+def _events(status: Status) -> Iterator[str]:
+    """The latest ones, the last one last."""
+    if status.events:
+        yield ""
+    for event in status.events[-EVENTS_MAX:]:
+        yield f"{_seconds(event.ago_s)} ago: {event.text}"
 
 
 def _group(group: GroupStatus) -> Sequence[str]:

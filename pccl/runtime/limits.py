@@ -75,6 +75,7 @@ HTTP_CONNECTIONS = 32  # beyond that the oldest one is cut
 HTTP_REQUEST_BYTES = 8192  # of a request's line and headers
 HTTP_REQUEST_S = 10.0  # from a connection to the end of the answer
 HTTP_ANSWER_S = 2.0  # for the service thread to say how things are
+HTTP_EVENTS = 100  # of the last ones, that are shown
 HTTP_KEPT_S = 0.25  # for so long one answer of it serves all requests
 
 # ---- the master's journal and log ----

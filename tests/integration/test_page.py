@@ -18,6 +18,7 @@ from hall import WORK, Hall
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
+from pccl.protocol.master.status import EventStatus
 from pccl.runtime import limits
 from pccl.runtime.server import page
 from pccl.runtime.server.web import Web
@@ -34,7 +35,8 @@ def a_run() -> Status:
     hall.join(b"4")
     hall.master.now_s = 75.0
     hall.master.run.groups[0].rates = {(1, 2): 10**8, (3, 1): 5 * 10**6}
-    return hall.master.status()
+    events = (EventStatus(20.0, "the first"), EventStatus(7.0, "the latest"))
+    return msgspec.structs.replace(hall.master.status(), events=events)
 
 
 @contextmanager
@@ -75,7 +77,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_else_runs() -> None:
     assert policy.startswith("default-src 'none'; ") and "frame-ancestors 'none'" in policy
     assert len(page.INLINE.findall(text)) == 2 == len(re.findall("<(?:script|style)", text))
     addresses = re.findall(r"""(?:href|src|url)\s*[=(]\s*["']?([^"')>]*)""", text)
-    assert {*addresses} <= {"data:,", "status.json", "metrics", "healthz", "#${tip}"}
+    assert {*addresses} <= {"data:,", "status.json", "metrics", "events", "healthz", "#${tip}"}
     assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]  # a name
     unsafe = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|\bon[a-z]+=|style="
     assert not re.search(unsafe, text)
@@ -102,6 +104,8 @@ def test_it_says_why_a_run_stands_still(tmp_path: Path) -> None:
         "2 → 3: not measured",
         "3 → 1: 40 Mbit/s",
     ]
+    happened = ["7.0 s ago: the latest", "20.0 s ago: the first"]
+    assert re.findall(r'<li class="">(.*?)</li>', text) == happened
     assert ">slowest link 3 → 1: 40 Mbit/s<" in text
 
 

@@ -58,7 +58,9 @@ def test_a_master_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     with pccl.MasterNode("127.0.0.1:0", http=0) as master, pccl.Communicator(master.address):
         assert master.http_address is not None
         assert cli.main(["status", master.http_address]) == 0
-        first, *_, heads, peer = capsys.readouterr().out.splitlines()
+        first, *_, heads, peer, gap, registered, accepted = capsys.readouterr().out.splitlines()
+        assert gap == "" and registered.endswith(" of group 0 registered")
+        assert re.fullmatch(r"[\d.]+ s ago: peer 1 \(127.0.0.1:\d+\) accepted", accepted)
         assert first.startswith(f"pccl {pccl.__version__}; peers: 1 accepted, 0 pending, 1 joined,")
         assert heads.split()[:2] == ["peer", "address"] and peer.startswith("1     127.0.0.1:")
         port = master.http_address.rpartition(":")[2]

@@ -92,6 +92,10 @@ def test_a_run_in_which_a_peer_is_waited_for(monkeypatch: pytest.MonkeyPatch) ->
         longest = re.search(r'^pccl_longest_wait_seconds\{phase="entering"\} (\S+)$', text, re.M)
         assert longest is not None and float(longest[1]) > 0
         assert get(master, "/healthz")[::2] == (200, "ok\n")
+        events = json.loads(get(master, "/events")[2])
+        assert events[-1].keys() == {"ago_s", "text"} and events[-1]["ago_s"] >= 0
+        noted = [event["text"] for event in events]
+        assert sum(text.endswith(" accepted") for text in noted) == 2
         second.all_reduce(array.copy(), op="sum", tag=7)
         assert handle.wait()
         assert not shown(master)["waits"]

@@ -189,6 +189,13 @@ class Counts(Struct, frozen=True):
     recoveries: Histogram
 
 
+class EventStatus(Struct, frozen=True):
+    """Something that has happened, in words, and how long ago."""
+
+    ago_s: float
+    text: str
+
+
 class Status(Struct, frozen=True):
     """A run, as its master knows it.
 
@@ -201,6 +208,8 @@ class Status(Struct, frozen=True):
         waits: the oldest rounds in which somebody waits, then what goes on after one.
         waits_left_out: how many more there are.
         counts: of what has happened.
+        events: what has happened lately, the latest last: peers that came and went, and why, rings
+            that were chosen, calls that could never meet.
     """
 
     version: str
@@ -211,6 +220,7 @@ class Status(Struct, frozen=True):
     waits: tuple[WaitStatus, ...]
     waits_left_out: int
     counts: Counts
+    events: tuple[EventStatus, ...] = ()
 
 
 class _Waits:

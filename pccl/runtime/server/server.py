@@ -12,6 +12,7 @@ import logging
 import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,6 +25,7 @@ from pccl.ext.drain import Drain
 from pccl.ext.mail import RouterMail
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, Status, effects, inputs
+from pccl.protocol.master.status import EventStatus
 from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
@@ -115,6 +117,7 @@ class Server:
         self._events: EventLog | None = None
         self._stop = False
         self._inquiries = Inquiries(self._wake)
+        self._noted: deque[tuple[float, str]] = deque(maxlen=limits.HTTP_EVENTS)  # and when
         self._sent = False  # since the router was last found empty
         self._unsent: dict[bytes, list[bytes]] = {}  # messages by connection, until `_flush`
         run = secrets.randbits(62)
@@ -261,7 +264,9 @@ class Server:
             for number, peer in self._master.peers.items()
         }
         peers = [replace(one, heartbeat_s=silent_s[one.peer]) for one in status.peers]
-        return replace(status, peers=tuple(peers))
+        now_s = self._master.now_s
+        events = [EventStatus(now_s - at_s, text) for at_s, text in self._noted]
+        return replace(status, peers=tuple(peers), events=tuple(events))
 
     # ---- pauses ----
 
@@ -482,6 +487,7 @@ class Server:
                     dials.append(effect)
                 case effects.Note(text):
                     log.info("master: %s", text)
+                    self._noted.append((time.monotonic(), text))
                 case effects.Drop(conn, why):
                     log.debug("master: connection %s dropped: %s", conn.hex(), why)
                     self._connections.drop(conn)

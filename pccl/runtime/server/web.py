@@ -34,7 +34,7 @@ log = logging.getLogger("pccl")
 REQUEST = re.compile(r"([A-Z]+) (/\S*) HTTP/1\.[01]")
 HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*(.*?)[ \t]*")
 TEXT, HTML = "text/plain; charset=utf-8", "text/html; charset=utf-8"
-PATHS = ("/", "/status.json", "/metrics", "/healthz")
+PATHS = ("/", "/status.json", "/metrics", "/events", "/healthz")
 NOTHING = "default-src 'none'; frame-ancestors 'none'"  # that a browser may load or run
 SAFE = {
     "Cache-Control": "no-store",
@@ -268,6 +268,8 @@ class Web:
 def _made(path: str, status: Status) -> Reply:
     if path == "/status.json":
         return Reply(HTTPStatus.OK, msgspec.json.encode(status), "application/json")
+    if path == "/events":
+        return Reply(HTTPStatus.OK, msgspec.json.encode(status.events), "application/json")
     if path == "/metrics":
         return Reply(HTTPStatus.OK, metrics.exposition(status).encode(), metrics.CONTENT_TYPE)
     return Reply(HTTPStatus.OK, b"ok\n")
