@@ -108,3 +108,93 @@ def test_so_does_a_round_whose_mean_is_applied_later(address: str, hand: Hand, m
     assert [outer.contributors for outer, *_ in late[0]] == [0, 0, 2, 3, 3]
     assert one[1] == two[1] == late[1] == pytest.approx(thetas[7])
     assert one[2] == two[2] == late[2]
+
+
+# ---- where else a peer may be dropped ----
+
+
+class Cut:
+    """A communicator that is dropped from the run instead of its `nth` call of `name`.
+
+    Attributes:
+        armed: whether it counts.
+    """
+
+    def __init__(self, comm: pccl.Communicator, name: str, nth: int) -> None:
+        self._comm, self._name, self._left = comm, name, nth
+        self.armed = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.armed and name == self._name:
+            self._left -= 1
+            if self._left == 0:
+                self._comm.close()
+                why = pccl.Result.RANK_CONNECTION_FAILED
+                raise pccl.KickedError(why, name, "as the test has it")
+        return getattr(self._comm, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "of_second_round"),
+    [("all_reduce", BOTH), ("sync_shared_state", ALL), ("all_gather_async", ALL)],
+)
+def test_progress_that_others_may_have_is_in_no_other_round(
+    address: str, hand: Hand, name: str, of_second_round: float
+) -> None:
+    """It is in the mean if its peer was in the collective that has made that; else it is lost."""
+    ended = threading.Barrier(3)
+
+    def peer(number: int) -> Any:
+        model, seen = Model(), []
+        with pccl.Communicator(address) as comm:
+            cut: Any = Cut(comm, name, 2)
+            diloco = make(cut, model, inner_steps=2, min_peers=3, **PLAIN, **GRACE)
+            cut.armed = number == 2
+            while not (len(seen) > 2 and seen[-1][0].contributors == 3):
+                hand.clock.work(1.0)
+                model.move(MOVES[number])
+                outer = diloco.step()
+                if outer:
+                    seen.append((outer, -model.flat()[0].item(), diloco.state_digest()))
+            ended.wait(DEADLINE_S)
+        return seen
+
+    one, two, dropped = together(*(lambda i=i: peer(i) for i in range(3)))  # type: ignore[misc]
+    assert dropped[1][0].rejoined, "in its second round"
+    alone = sum(outer.contributors == 2 for outer, *_ in one)
+    assert alone == sum(outer.contributors == 2 for outer, *_ in two)
+    first = ALL + of_second_round + (alone - (of_second_round == BOTH)) * BOTH
+    assert dropped[1][1] == pytest.approx(first), "nothing is beside theta"
+    for seen in (one, two, dropped):
+        assert seen[-1][1] == pytest.approx(first + ALL) and seen[-1][2] == one[-1][2]
+
+
+def test_who_is_dropped_again_and_again_is_told(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def refused(*_: Any) -> None:
+        tries.append(1)
+        raise pccl.KickedError(pccl.Result.RANK_CONNECTION_FAILED, "connect", "unreachable")
+
+    with pccl.Communicator(address) as comm:
+        cut: Any = Cut(comm, "are_peers_pending", 1)
+        diloco = make(cut, Model(), alone="step", deadline_peers=1)
+        cut.armed = True
+        monkeypatch.setattr(diloco._parts, "rejoin", refused)
+        with pytest.raises(pccl.KickedError, match="unreachable"):
+            diloco.step()
+        assert len(tries) == 3
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "delayed"}])
+def test_without_deadlines_who_is_dropped_is_told_at_once(
+    address: str, options: dict[str, Any]
+) -> None:
+    with pccl.Communicator(address) as comm:
+        cut: Any = Cut(comm, "are_peers_pending", 1)
+        diloco = make(cut, Model(), alone="step", **options)
+        cut.armed = True
+        with pytest.raises(pccl.KickedError, match="as the test has it"):
+            diloco.step()

@@ -333,8 +333,9 @@ def test_who_is_alone_keeps_its_progress_and_shares_it_with_a_newcomer(address: 
     )
 
 
+@pytest.mark.parametrize("buffers", ["mean", "local"])
 def test_what_was_under_way_when_all_others_were_lost_goes_back_into_the_model(
-    address: str,
+    address: str, buffers: str
 ) -> None:
     launched, left = threading.Event(), threading.Event()
 
@@ -342,11 +343,12 @@ def test_what_was_under_way_when_all_others_were_lost_goes_back_into_the_model(
         model = Model()
         model.register_buffer("seen", torch.zeros(2))
         with pccl.Communicator(address) as comm:
-            diloco = make(comm, model, mode="delayed", min_peers=2)
+            diloco = make(comm, model, mode="delayed", min_peers=2, buffers=buffers)
             model.seen += 1
             model.move(2.0)
             diloco.step()
-            assert torch.equal(model.flat(), torch.zeros(1000)) and model.seen[0] == 0
+            assert torch.equal(model.flat(), torch.zeros(1000))
+            assert model.seen[0] == (1 if buffers == "local" else 0)
             launched.set()
             assert left.wait(DEADLINE_S)
             model.seen += 4
@@ -364,7 +366,7 @@ def test_what_was_under_way_when_all_others_were_lost_goes_back_into_the_model(
         model.register_buffer("seen", torch.zeros(2))
         with pytest.raises(Left), pccl.Communicator(address) as comm:
             watched: Any = Watched(comm, all_reduce_async=leave)
-            diloco = make(watched, model, mode="delayed", min_peers=2)
+            diloco = make(watched, model, mode="delayed", min_peers=2, buffers=buffers)
             model.move(8.0)
             diloco.step()
         left.set()
