@@ -17,7 +17,7 @@ import scripts
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Deserter, Left, Model, N, make, random, refuse, together  # noqa: E402
+from outer import DEADLINE_S, Model, N, desert, make, random, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 
@@ -193,17 +193,7 @@ def test_a_peer_may_be_lost_at_any_point_of_a_round(address: str, name: str, nth
                 contributors.append(outer.contributors)
             return diloco.state_digest(), contributors
 
-    def deserter() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving = Deserter(comm, name, nth)
-            diloco = make(leaving, model, min_peers=3)  # type: ignore[arg-type]
-            leaving.armed = True
-            while True:
-                model.move(1.0)
-                diloco.step()
-
-    ours, theirs, _ = together(survivor, survivor, deserter)
+    ours, theirs, _ = together(survivor, survivor, lambda: desert(address, name, nth, min_peers=3))
     assert ours == theirs
     rounds_with_three = nth - 1 if name == "all_reduce" else nth
     assert ours[1] == [3] * rounds_with_three + [2] * (5 - rounds_with_three)

@@ -18,6 +18,7 @@ from outer import (  # noqa: E402
     Lost,
     Model,
     Watched,
+    desert,
     make,
     random,
     together,
@@ -113,14 +114,7 @@ def test_a_peer_may_be_lost_at_any_point_of_a_delayed_round(
             return seen
 
     def deserter() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving: Any = Deserter(comm, name, nth)
-            diloco = make(leaving, model, mode="delayed", min_peers=3)
-            leaving.armed = True
-            while True:
-                model.move(1.0)
-                diloco.step()
+        desert(address, name, nth, mode="delayed", min_peers=3)
 
     ours, theirs, _ = together(survivor, survivor, deserter)
     assert ours == theirs
@@ -304,14 +298,8 @@ def test_who_is_alone_keeps_its_progress_and_shares_it_with_a_newcomer(address: 
             return model.flat(), diloco.state_digest(), moved - 1  # the last is under way
 
     def leaver() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving: Any = Deserter(comm, "all_reduce_async", 1)
-            diloco = make(leaving, model, mode="delayed", min_peers=2, outer_momentum=0.0)
-            leaving.armed = True
-            left.set()
-            model.move(8.0)
-            diloco.step()
+        options = {"mode": "delayed", "min_peers": 2, "outer_momentum": 0.0}
+        desert(address, "all_reduce_async", by=8.0, joined=left, **options)
 
     def newcomer() -> Any:
         model = Model(9.0)
@@ -357,19 +345,12 @@ def test_what_was_under_way_when_all_others_were_lost_goes_back_into_the_model(
             assert outer is not None and (outer.contributors, outer.outer_step) == (0, 0)
             assert torch.equal(model.flat(), torch.full((1000,), -3.0)) and model.seen[0] == 5
 
-    def leave() -> None:
-        assert launched.wait(DEADLINE_S)
-        raise Left
-
     def leaver() -> None:
         model = Model()
         model.register_buffer("seen", torch.zeros(2))
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            watched: Any = Watched(comm, all_reduce_async=leave)
-            diloco = make(watched, model, mode="delayed", min_peers=2, buffers=buffers)
-            model.move(8.0)
-            diloco.step()
-        left.set()
+        events = {"after": launched, "left": left}
+        options = {"mode": "delayed", "min_peers": 2, "buffers": buffers}
+        desert(address, "all_reduce_async", by=8.0, model=model, **events, **options)
 
     together(veteran, leaver)
 
@@ -405,15 +386,7 @@ def test_a_group_that_waits_takes_no_delayed_step_with_fewer(address: str, call:
             return seen
 
     def leaver() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving: Any = Deserter(comm, call, 2)
-            diloco = make(leaving, model, mode="delayed", alone="wait", min_peers=3)
-            leaving.armed = True
-            while True:
-                model.move(1.0)
-                diloco.step()
-        left.set()
+        desert(address, call, 2, left=left, mode="delayed", alone="wait", min_peers=3)
 
     def successor() -> Any:
         assert left.wait(DEADLINE_S)
@@ -437,15 +410,8 @@ def test_one_of_two_that_wait_begins_again_with_its_successor(address: str) -> N
             return diloco.state_digest()
 
     def leaver() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving: Any = Deserter(comm, "sync_shared_state", 2)
-            diloco = make(leaving, model, mode="delayed", alone="wait", min_peers=2)
-            leaving.armed = True
-            while True:
-                model.move(1.0)
-                diloco.step()
-        left.set()
+        options = {"mode": "delayed", "alone": "wait", "min_peers": 2}
+        desert(address, "sync_shared_state", 2, left=left, **options)
 
     def successor() -> Any:
         assert left.wait(DEADLINE_S)
@@ -474,14 +440,7 @@ def test_who_could_not_launch_waits_in_its_next_round(address: str) -> None:
             return contributors, diloco.state_digest()
 
     def leaver() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving: Any = Deserter(comm, "all_reduce_async", 1)
-            diloco = make(leaving, model, **settings)
-            leaving.armed = True
-            model.move(1.0)
-            diloco.step()
-        left.set()
+        desert(address, "all_reduce_async", left=left, **settings)
 
     def successor() -> str:
         assert waits.wait(DEADLINE_S)

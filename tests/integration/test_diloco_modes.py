@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Left, Model, Watched, make, refuse, together  # noqa: E402
+from outer import DEADLINE_S, Model, desert, make, refuse, together  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -131,18 +131,10 @@ def test_who_has_lost_all_others_has_its_progress_and_no_guess(address: str, mod
                 assert torch.equal(model.flat(), torch.full((1000,), -moved))
             assert diloco.outer_step == 0
 
-    def leave() -> None:
-        assert launched.wait(DEADLINE_S)
-        raise Left
-
     def leaver() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            watched: Any = Watched(comm, all_reduce_async=leave)
-            diloco = make(watched, model, mode=mode, min_peers=2, outer_lr=0.5, outer_momentum=0.0)
-            model.move(8.0)
-            diloco.step()
-        left.set()
+        events = {"after": launched, "left": left}
+        options = {"mode": mode, "min_peers": 2, "outer_lr": 0.5, "outer_momentum": 0.0}
+        desert(address, "all_reduce_async", by=8.0, **events, **options)
 
     together(veteran, leaver)
 

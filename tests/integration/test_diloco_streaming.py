@@ -18,7 +18,7 @@ from outer import (  # noqa: E402
     Left,
     Model,
     N,
-    Watched,
+    desert,
     make,
     random,
     refuse,
@@ -167,14 +167,7 @@ def test_a_peer_may_be_lost_at_any_point(address: str, name: str, nth: int) -> N
         return seen
 
     def deserter() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving: Any = Deserter(comm, name, nth)
-            diloco = make(leaving, model, **options)
-            leaving.armed = True
-            while True:
-                model.move(random(3))
-                diloco.step()
+        desert(address, name, nth, by=random(3), **options)
 
     ours, theirs, _ = together(lambda: survivor(1), lambda: survivor(2), deserter)
     before = 2 if name == "sync_shared_state" else 1
@@ -215,19 +208,9 @@ def test_what_is_lost_with_all_others_is_not_the_progress(address: str) -> None:
             leaving.wait(DEADLINE_S)
             return diloco.state_digest(), last.fragment
 
-    def leave() -> None:
-        assert launched.wait(DEADLINE_S)
-        raise Left
-
     def leaver() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            watched: Any = Watched(comm, all_reduce_async=leave)
-            diloco = make(watched, model, min_peers=2, **options)
-            for _ in range(2):
-                model.move(8.0)
-                diloco.step()
-        left.set()
+        events = {"after": launched, "left": left}
+        desert(address, "all_reduce_async", by=8.0, **events, min_peers=2, **options)
 
     def newcomer() -> Any:
         model = Model(9.0)
@@ -279,15 +262,7 @@ def test_a_group_that_waits_takes_no_step_with_fewer(address: str) -> None:
         return seen
 
     def leaver() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving: Any = Deserter(comm, "all_reduce_async", 2)
-            diloco = make(leaving, model, **options)
-            leaving.armed = True
-            while True:
-                model.move(1.0)
-                diloco.step()
-        left.set()
+        desert(address, "all_reduce_async", 2, left=left, **options)
 
     def successor() -> Any:
         assert left.wait(DEADLINE_S)

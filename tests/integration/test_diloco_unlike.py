@@ -20,6 +20,7 @@ from outer import (  # noqa: E402
     Model,
     N,
     Watched,
+    come_and_go,
     make,
     random,
     refuse,
@@ -369,15 +370,14 @@ def test_a_grace_that_is_not_given_is_measured(monkeypatch: pytest.MonkeyPatch) 
 def test_a_peer_may_be_lost_in_a_deadline_round_and_another_join(
     address: str, clock: Clock
 ) -> None:
-    ready = threading.Event()
     options = {"inner_steps": 4, "deadline_peers": 2, "min_peers": 3, "wire": "int4"}
 
-    def train(number: int, leaves: bool) -> Any:
+    def train(number: int, ready: threading.Event) -> Any:
         model, seen = Model(), {}
         with pccl.Communicator(address) as comm:
             leaving: Any = Deserter(comm, "all_gather_async", 4)
             diloco = make(leaving, model, **options)
-            leaving.armed = leaves
+            leaving.armed = number == 2
             last = diloco.outer_step + 4 if number == 3 else None
             while last is None or diloco.outer_step < last:
                 clock.work(1.0 if number < 2 else 3.0)
@@ -391,15 +391,7 @@ def test_a_peer_may_be_lost_in_a_deadline_round_and_another_join(
                     last = diloco.outer_step + 4
         return seen
 
-    def leave() -> None:
-        with pytest.raises(Left):
-            train(2, leaves=True)
-
-    def join() -> Any:
-        assert ready.wait(DEADLINE_S)
-        return train(3, leaves=False)
-
-    ours, theirs, _, new = together(lambda: train(0, False), lambda: train(1, False), leave, join)
+    ours, theirs, new = come_and_go(train)
     assert ours == theirs and new.items() <= ours.items() and len(new) >= 3
 
 

@@ -15,11 +15,12 @@ torch = pytest.importorskip("torch")
 from outer import (  # noqa: E402
     DEADLINE_S,
     Deserter,
-    Left,
     Lost,
     Model,
     N,
     Watched,
+    come_and_go,
+    desert,
     make,
     random,
     refuse,
@@ -133,14 +134,7 @@ def test_the_residual_of_who_is_alone_stands(address: str, mode: str, alone: str
                 assert torch.equal(residual(diloco), before)
 
     def leaver() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving: Any = Deserter(comm, call, 2)
-            diloco = make(leaving, model, wire="int4", mode=mode, min_peers=2, alone=alone)
-            leaving.armed = True
-            for _ in range(2):
-                model.move(1.0)
-                diloco.step()
+        desert(address, call, 2, wire="int4", mode=mode, min_peers=2, alone=alone)
 
     together(survivor, leaver)
 
@@ -170,15 +164,8 @@ def test_a_mean_of_too_few_is_fed_back_to_nobody(address: str) -> None:
         return sent
 
     def leaver() -> None:
-        model = Model()
-        with pytest.raises(Left), pccl.Communicator(address) as comm:
-            leaving: Any = Deserter(comm, "all_gather_async", 2)
-            diloco = make(leaving, model, wire="int8", min_peers=3, alone="wait")
-            leaving.armed = True
-            for _ in range(2):
-                model.move(random(diloco.outer_step))
-                diloco.step()
-        left.set()
+        options = {"wire": "int8", "min_peers": 3, "alone": "wait"}
+        desert(address, "all_gather_async", 2, by=random(0), left=left, **options)
 
     def successor() -> None:
         assert left.wait(DEADLINE_S)
@@ -193,15 +180,14 @@ def test_a_mean_of_too_few_is_fed_back_to_nobody(address: str) -> None:
 def test_theta_is_that_of_the_oracle_while_one_is_lost_and_one_joins(
     address: str, wire: str
 ) -> None:
-    ready = threading.Event()
     ranks: dict[int, dict[int, int]] = {}  # by round, who took part in its mean, and its rank
     founders = 3
 
-    def train(number: int, leaves: bool) -> Any:
+    def train(number: int, ready: threading.Event) -> Any:
         model, seen = Model(0.5), {}
         with pccl.Communicator(address) as comm:
             leaving: Any = Deserter(comm, "all_gather_async", 3)
-            leaving.armed = leaves
+            leaving.armed = number == 2
 
             def gather(send: Any, tag: int) -> Any:
                 handle = leaving.all_gather_async(send, tag=tag)
@@ -222,15 +208,7 @@ def test_theta_is_that_of_the_oracle_while_one_is_lost_and_one_joins(
                 seen[diloco.outer_step] = outer.contributors, diloco.state_dict()
         return seen
 
-    def leave() -> None:
-        with pytest.raises(Left):
-            train(2, leaves=True)
-
-    def join() -> Any:
-        assert ready.wait(DEADLINE_S)
-        return train(founders, leaves=False)
-
-    *_, seen = together(lambda: train(0, False), lambda: train(1, False), leave, join)
+    *_, seen = come_and_go(train)
     members = [ranks[k] for k in range(max(seen))]
     assert founders in members[-1] and founders not in members[0]
     moves = [
@@ -249,16 +227,14 @@ def test_theta_is_that_of_the_oracle_while_one_is_lost_and_one_joins(
 def test_peers_that_quantize_are_equal_while_one_is_lost_and_one_joins(
     address: str, mode: str
 ) -> None:
-    ready = threading.Event()
-
-    def train(number: int, leaves: bool) -> dict[int, str]:
+    def train(number: int, ready: threading.Event) -> dict[int, str]:
         model, seen = Model(float(number)), {}
         with pccl.Communicator(address) as comm:
             leaving: Any = Deserter(comm, "all_gather_async", 3)
             diloco = make(leaving, model, wire="int4", mode=mode, min_peers=3)
             if number == 3:
                 assert not residual(diloco).any()
-            leaving.armed = leaves
+            leaving.armed = number == 2
             last = diloco.outer_step + 3 if number == 3 else None
             while last is None or diloco.outer_step < last:
                 model.move(random(100 * number + diloco.outer_step))
@@ -270,15 +246,7 @@ def test_peers_that_quantize_are_equal_while_one_is_lost_and_one_joins(
                     last = diloco.outer_step + 3
         return seen
 
-    def leave() -> None:
-        with pytest.raises(Left):
-            train(2, leaves=True)
-
-    def join() -> dict[int, str]:
-        assert ready.wait(DEADLINE_S)
-        return train(3, leaves=False)
-
-    ours, theirs, _, new = together(lambda: train(0, False), lambda: train(1, False), leave, join)
+    ours, theirs, new = come_and_go(train)
     assert ours == theirs and new.items() <= ours.items() and len(new) >= 3
 
 

@@ -144,16 +144,78 @@ class Left(Exception):
 class Deserter:
     """A communicator that, once armed, leaves the run instead of its `nth` call of `name`."""
 
-    def __init__(self, comm: pccl.Communicator, name: str, nth: int) -> None:
+    def __init__(
+        self, comm: pccl.Communicator, name: str, nth: int, after: threading.Event | None = None
+    ) -> None:
         self._comm, self._name, self._left = comm, name, nth
+        self._after = after  # it waits for this one before
         self.armed = False
 
     def __getattr__(self, name: str) -> Any:
         if self.armed and name == self._name:
             self._left -= 1
             if self._left == 0:
+                assert self._after is None or self._after.wait(DEADLINE_S)
                 raise Left
         return getattr(self._comm, name)
+
+
+def desert(
+    address: str,
+    name: str,
+    nth: int = 1,
+    *,
+    by: Any = 1.0,
+    model: Model | None = None,
+    joined: threading.Event | None = None,
+    left: threading.Event | None = None,
+    after: threading.Event | None = None,
+    **options: Any,
+) -> None:
+    """A peer that joins, trains, and leaves the run instead of its `nth` call of `name`.
+
+    Args:
+        address: of the master.
+        name: of the call.
+        nth: after the constructor of DiLoCo.
+        by: what it moves by in each step.
+        model: that it trains.
+        joined: set when it has joined.
+        left: set when it is gone.
+        after: it does not leave before this is set.
+        options: of DiLoCo.
+    """
+    model = model or Model()
+    with pytest.raises(Left), pccl.Communicator(address) as comm:
+        leaving: Any = Deserter(comm, name, nth, after)
+        diloco = make(leaving, model, **options)
+        leaving.armed = True
+        if joined is not None:
+            joined.set()
+        while True:
+            model.move(by)
+            diloco.step()
+    if left is not None:
+        left.set()
+
+
+def come_and_go(train: Callable[[int, threading.Event], Any]) -> tuple[Any, Any, Any]:
+    """Peers 0 and 1 train to the end, 2 leaves by `Left`, and 3 joins when the event is set.
+
+    Returns the results of 0, 1 and 3.
+    """
+    ready = threading.Event()
+
+    def leave() -> None:
+        with pytest.raises(Left):
+            train(2, ready)
+
+    def join() -> Any:
+        assert ready.wait(DEADLINE_S)
+        return train(3, ready)
+
+    ours, theirs, _, new = together(lambda: train(0, ready), lambda: train(1, ready), leave, join)
+    return ours, theirs, new
 
 
 class Watched:
