@@ -82,11 +82,16 @@ class Outer:
     ) -> None:
         self._groups = groups
         # Fresh peers differ in the run's name, so that the first one's state is elected.
-        self.clock = torch.tensor([0] * len(groups) + [secrets.randbits(62)], dtype=torch.int64)
+        self.clock = torch.tensor([0] * len(groups) + [0], dtype=torch.int64)
+        self.rename()
         self.parts = [
             OuterState([parameters[i] for i in group], optimizer, self.clock[p : p + 1])
             for p, group in enumerate(groups)
         ]
+
+    def rename(self) -> None:
+        """It is another run, if there is none that this peer joins."""
+        self.clock[-1] = secrets.randbits(62)
 
     @property
     def outer_step(self) -> int:

@@ -81,8 +81,10 @@ class Group:
         with self._meter.timed("admit"):
             self._comm.connect()
         self._quorum, before = replace(self._quorum, begin=1), self._quorum
-        self.join(config)
-        self._quorum = before
+        try:
+            self.join(config)
+        finally:
+            self._quorum = before
 
     def arrive(self, pace: Pace) -> None:
         """Waits for the others, at the begin of a round; not for who is too late, by the pace.

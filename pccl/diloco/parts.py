@@ -157,6 +157,7 @@ class Parts:
         if not self._accounts.rejoin():
             exchange.share.drop()
             rescued = False
+        self.outer.rename()  # all others may have ended
         self.group.rejoin(self._config)
         self._begin()
         exchange.adopt()

@@ -18,6 +18,7 @@ from pccl.diloco.pace import Deadline, Pace, Seconds, Steps
 from pccl.diloco.rates import Mode, Rate
 from pccl.diloco.shares import WeightBy
 from pccl.diloco.wires import Wire
+from pccl.protocol.rounds import GRACE_MAX_S
 
 _CONFIG_BYTES = 1024
 
@@ -70,9 +71,12 @@ class Settings:
     def _check_times(self) -> None:
         if self.inner_seconds is not None and self.inner_seconds <= 0:
             raise ValueError(f"inner_seconds={self.inner_seconds} must be positive")
-        if (self.grace is not None and self.grace < 0) or not 0 <= self.late_decay <= 1:
+        if (self.grace is not None and not 0 <= self.grace <= GRACE_MAX_S) or not (
+            0 <= self.late_decay <= 1
+        ):
             raise ValueError(
-                f"grace={self.grace} must not be negative, late_decay={self.late_decay} in [0, 1]"
+                f"grace={self.grace} must be in [0, {GRACE_MAX_S}] seconds, and "
+                f"late_decay={self.late_decay} in [0, 1]"
             )
         if self.deadline_peers is None:
             if self.late_decay != 1 or (self.grace is not None and self.inner_seconds is None):

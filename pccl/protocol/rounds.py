@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 OPEN_MAX = 4096  # rounds and collectives of one peer at the same time
 HELD_MAX = 64 << 20  # bytes, about, of one peer's waiting votes
+GRACE_MAX_S = 4_000_000  # which fit into 32 bits as milliseconds
 
 
 class Kind(StrEnum):
@@ -87,7 +88,10 @@ PENDING = RoundId(Kind.PENDING, None)
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """How long a voter waits for others, once `enough` of its group have entered with a grace."""
+    """How long a voter waits for others, once `enough` of its group have entered with a grace.
+
+    At most GRACE_MAX_S.
+    """
 
     enough: int
     seconds: float

@@ -198,3 +198,22 @@ def test_without_deadlines_who_is_dropped_is_told_at_once(
         cut.armed = True
         with pytest.raises(pccl.KickedError, match="as the test has it"):
             diloco.step()
+
+
+def test_who_comes_back_when_all_have_ended_begins_another_run(address: str) -> None:
+    """Else its theta would be that of a run in which others have taken other steps."""
+    model = Model()
+    with pccl.Communicator(address) as comm:
+        cut: Any = Cut(comm, "all_reduce", 1)
+        diloco = make(cut, model, alone="step", deadline_peers=1, **PLAIN)
+        of_before = diloco.state_dict()["clock"][-1].item()
+        cut.armed = True
+        seen = []
+        for _ in range(2):
+            model.move(1.0)
+            outer = diloco.step()
+            assert outer is not None
+            seen.append((outer.rejoined, outer.outer_step, model.flat()[0].item()))
+            cut.armed = False
+        assert seen == [(True, 0, 0.0), (False, 1, -1.0)], "who was in a collective may not keep it"
+        assert diloco.state_dict()["clock"][-1].item() != of_before

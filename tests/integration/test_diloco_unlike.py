@@ -407,6 +407,8 @@ def test_a_peer_may_be_lost_in_a_deadline_round_and_another_join(
         ("inner_steps", {"inner_steps": None, "inner_seconds": 1.0, "mode": "streaming"}),
         ("grace", {"grace": 1.0}),
         ("grace", {"grace": -1.0, "deadline_peers": 2}),
+        ("grace", {"grace": float("inf"), "deadline_peers": 2}),
+        ("grace", {"grace": float("nan"), "deadline_peers": 2}),
         ("late_decay", {"late_decay": 0.5}),
         ("late_decay", {"late_decay": 1.5, "deadline_peers": 2}),
         ("deadline_peers", {"deadline_peers": 0}),

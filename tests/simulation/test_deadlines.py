@@ -157,6 +157,12 @@ def test_the_vote_says_the_grace_in_milliseconds() -> None:
     assert [one.message for one in effects if isinstance(one, Send)] == [
         m.PendingVote(3, False, False, 2, 12)
     ]
+    (long,) = [
+        one.message
+        for one in peer.are_peers_pending(4, False, False, Grace(2, 1e12))
+        if isinstance(one, Send)
+    ]
+    assert m.decode_from_peer(m.encode(long)) == long, "a measured one may be longer than it can be"
 
 
 def test_ticks_are_recorded_from_the_first_grace_on() -> None:

@@ -45,7 +45,7 @@ from pccl.protocol.peer.streams import Streams
 from pccl.protocol.peer.synchronisations import Synchronisations
 from pccl.protocol.peer.transfers import Transfer, Transfers
 from pccl.protocol.peer.votes import Vote, Votes
-from pccl.protocol.rounds import Grace
+from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.types import Result
 
 LOST = Result.RANK_CONNECTION_LOST
@@ -170,7 +170,8 @@ class Peer:
         """
         vote = m.PendingVote(call, stuck, patient)
         if grace is not None:
-            vote = m.PendingVote(call, stuck, patient, grace.enough, round(1000 * grace.seconds))
+            grace_ms = round(1000 * min(grace.seconds, GRACE_MAX_S))
+            vote = m.PendingVote(call, stuck, patient, grace.enough, grace_ms)
         return self._vote(call, vote)
 
     def hurry(self, call: int) -> list[Effect]:
