@@ -136,6 +136,29 @@ def test_another_copy_takes_the_place_of_one_that_has_ended(
     assert len(copies) == 6
 
 
+def test_one_is_spared_that_could_go_on_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    director = staged(tmp_path)
+    first, frozen, last = director.stage.copies
+    killed: list[Copy] = []
+    monkeypatch.setattr(director.stage, "kill", killed.append)
+    kill = Done(schedule.Fault(1.0, "kill"), 1.0)
+    assert not director._can_spare([first]) and director._can_spare([last])
+    director._perform(kill)
+    assert kill.copy == 2 and killed == [last], "the only one that is no loss"
+    last.settled = True
+    assert director._can_spare([first]) and director._can_spare([last])
+    killed.clear()
+    frozen.stopped = False
+    director._perform(Done(schedule.Fault(1.0, "kill-all-but-one"), 1.0))
+    assert killed == [frozen, last]
+    first.settled = last.settled = False
+    nobody = Done(schedule.Fault(1.0, "kill-all-but-one"), 1.0)
+    director._perform(nobody)
+    assert nobody.skipped and len(killed) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "why"),
     [
