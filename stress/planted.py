@@ -117,7 +117,7 @@ BUGS = [
         "            restore_part(&parts->part[i], undo, written);",
         "        if (parts->part[i].overwrites && parts->n == 0)\n"
         "            restore_part(&parts->part[i], undo, written);",
-        "--faults kill,join --elements 1500000",
+        "--faults reset-lane,reset-accepted-lane --calm 0.1 --elements 1500000",
         ("was not restored",),
     ),
     Bug(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 from pathlib import Path
@@ -72,13 +73,13 @@ def test_a_program_that_fails_is_named_and_its_faults_are_kept(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     program = [sys.executable, "-S", "-c", "print('woe'); raise SystemExit(3)"]
-    options = ["-n", "2", "--seed", "5", "--minutes", "0.1", "--shrink", "0.2"]
+    options = ["-n", "2", "--seed", "5", "--minutes", "0.1", "--shrink", "5"]
     status, out = chaos(capfd, *options, "--", *program)
     assert status == 1
-    assert "VIOLATION: copy 0 ended with status 3, and nothing had befallen it" in out
+    assert re.search("VIOLATION: copy [01] ended with status 3, and nothing had befallen it", out)
     assert "\nwoe\n" in out
     assert "once more: pccl chaos -n 2 --replay 5 -- " in out
-    assert "\n0 of " in out.splitlines(keepends=True)[-1] or "0 of" in out.splitlines()[-1]
+    assert " faults are in chaos-5.json now, and fail" in out.splitlines()[-1]
     assert schedule.load(here / "chaos-5.json").faults == ()
 
 
