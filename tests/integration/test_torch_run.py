@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from processes import Reporter
 
 import pccl
@@ -194,3 +195,32 @@ def test_replicas_of_fsdp2_survive_a_kill_and_take_one_in() -> None:
 @pytest.mark.skipif(not is_possible(), reason="torch before 2.14 has no backends in Python")
 def test_one_of_several_backends_of_a_group() -> None:
     by_torchrun(SUPPORT / "torch_mixed.py", 2)
+
+
+@pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch before 2.14 does not have it")
+def test_torch_s_own_reconfiguration_takes_a_newcomer_in(address: str, tmp_path: Path) -> None:
+    """A newcomer has its handle before anybody admits it."""
+
+    def start(number: int, first: int) -> Reporter:
+        words = SUPPORT / "torch_reconfigured.py", address, tmp_path, number, first, 2
+        return Reporter(*words, patience_s=PATIENCE_S)
+
+    def ask(uuid: int, members: list[Reporter]) -> list[list[float]]:
+        handles = [next(r["handle"] for r in member.reports if "handle" in r) for member in members]
+        (tmp_path / "new").write_text(json.dumps(handles))
+        (tmp_path / "new").rename(tmp_path / str(uuid))
+        return [m.wait_for(lambda r: r.get("uuid") == uuid)["numbers"] for m in members]
+
+    started = [start(0, 1), start(1, 1)]
+    try:
+        for member in started:
+            member.wait_for(lambda report: "handle" in report)
+        assert ask(1, started[::-1]) == [[1.0, 0.0]] * 2
+        started.append(start(2, 2))
+        started[2].wait_for(lambda report: "handle" in report)
+        assert ask(2, [started[2], *started[:2]]) == [[2.0, 0.0, 1.0]] * 3
+        (tmp_path / "end").touch()
+        assert [member.process.wait(PATIENCE_S) for member in started] == [0, 0, 0]
+    finally:
+        for member in started:
+            member.kill()
