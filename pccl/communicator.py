@@ -80,6 +80,11 @@ class Communicator(Exchanges):
             PCCL_CURVE_DIR; if that is unset, nothing is encrypted.
         advertise: the host at which other peers reach this one. None: PCCL_ADVERTISE; if that is
             unset, the address that the master sees.
+        team: peers that are of no use without each other, such as the processes of one replica of a
+            sharded model: any number, the same for all of them and for no others. They are admitted
+            together, and if one is lost, the others are dropped. `pccl.torch.communicator` makes
+            one up. 0: none.
+        team_size: how many they are.
         port_range: "FIRST-LAST", a range of TCP ports; this peer listens for bulk data on one of
             them. None: PCCL_PORT_RANGE; if that is unset, any port.
         connect_timeout: seconds for which `connect` tries to reach a master that is not up yet, in
@@ -101,6 +106,8 @@ class Communicator(Exchanges):
         advertise: str | None = None,
         port_range: str | None = None,
         connect_timeout: float | None = None,
+        team: int = 0,
+        team_size: int = 0,
     ) -> None:
         self._host, self._port = parse_address(address)
         if not 0 <= peer_group < 1 << 32:
@@ -110,7 +117,13 @@ class Communicator(Exchanges):
             raise ValueError(
                 f"p2p_connection_pool_size is {p2p_connection_pool_size}: it must be in 0 to {most}"
             )
+        if not (0 < team < 1 << 64 and 0 < team_size < 1 << 16) and (team, team_size) != (0, 0):
+            raise ValueError(
+                f"team is {team}, and team_size {team_size}: they must be in 1 to 2**64 - 1 and in "
+                "1 to 65535, or both 0"
+            )
         self._group = peer_group
+        self._team = team, team_size
         self._pool_size = p2p_connection_pool_size
         self._security = security
         self._settings: dict[str, Any] = {}
@@ -157,7 +170,7 @@ class Communicator(Exchanges):
         security = Security.of(self._security)
 
         def make(address: str) -> Client:
-            hello = introduced(self._group, config)
+            hello = introduced(self._group, self._team, config)
             return Client(host, port, address, hello, lanes, config, security)
 
         self._membership.begin(host, port, config, make, patience, self)

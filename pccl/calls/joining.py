@@ -198,7 +198,7 @@ def _attempt(
         raise
 
 
-def introduced(group: int, config: Config) -> Callable[[int, str], m.Hello]:
+def introduced(group: int, team: tuple[int, int], config: Config) -> Callable[[int, str], m.Hello]:
     """A function that makes a peer's first message from the port and ipc address of its engine."""
 
     def hello(port: int, ipc: str) -> m.Hello:
@@ -211,6 +211,8 @@ def introduced(group: int, config: Config) -> Callable[[int, str], m.Hello]:
             ipc,
             machine_id(),
             arithmetic_digest(),
+            team=team[0],
+            team_size=team[1],
         )
 
     return hello

@@ -32,6 +32,11 @@ class Accounts:
             dtype = torch.int64 if counted else torch.uint8
             self.votes = [torch.zeros(ledger.peers_max, dtype=dtype)]
 
+    @property
+    def exist(self) -> bool:
+        """Whether there is a ledger."""
+        return self._ledger is not None
+
     def train(self, samples: int) -> None:
         """This peer has trained on so many more."""
         if self._ledger is not None and self.counted:

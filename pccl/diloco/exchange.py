@@ -4,98 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from pccl import AsyncReduceHandle, Communicator, PCCLError, ReduceInfo, Result
+from pccl import Communicator, PCCLError, ReduceInfo, Result, TooFewPeersError
 from pccl.diloco.accounts import Accounts
 from pccl.diloco.carriers import Carrier, Votes
+from pccl.diloco.flight import Average, Flight
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import Buffers
 from pccl.diloco.outer_state import OuterState
+from pccl.diloco.replica import Replica
 from pccl.diloco.shares import Share
+from pccl.diloco.witness import Witness
 
 TAG = 0xD110C0  # of what runs while the script trains, and may take collectives of its own
 
 _log = logging.getLogger("pccl.diloco")
-
-
-@dataclass(frozen=True, slots=True)
-class Average:
-    """How an averaging has ended.
-
-    Attributes:
-        info: of the attempt that has committed; None if this peer was alone.
-        retries: attempts that failed because a peer was lost.
-        weighty: peers whose pseudo-gradients weigh anything; None: all of them.
-    """
-
-    info: ReduceInfo | None
-    retries: int
-    weighty: int | None = None
-
-    @property
-    def peers(self) -> int:
-        """Peers that took part."""
-        return 1 if self.info is None else self.info.world_size
-
-    @property
-    def contributors(self) -> int:
-        """Peers whose pseudo-gradients were averaged."""
-        return self.peers if self.weighty is None else self.weighty
-
-
-class Flight:
-    """An averaging in the background. It takes off again whenever a peer is lost."""
-
-    def __init__(self, launch: Callable[[], AsyncReduceHandle]) -> None:
-        self._launch = launch
-        self._handle: AsyncReduceHandle | None = launch()
-        self._retries = 0
-        self._info: ReduceInfo | None = None
-        self._error: PCCLError | None = None
-
-    def poll(self) -> None:
-        """Takes off again if a peer was lost; waits for nobody."""
-        while self._handle is not None and self._handle.done():
-            self._end_attempt(self._handle)
-
-    def land(self) -> Average:
-        """Waits for the end."""
-        while self._handle is not None:
-            self._end_attempt(self._handle)
-        if self._error is not None:
-            raise self._error
-        return Average(self._info, self._retries)
-
-    def abandon(self) -> None:
-        """Waits until it has let go of the memory, however it ends."""
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = None
-
-    def _end_attempt(self, handle: AsyncReduceHandle) -> None:
-        committed, _, info = handle.wait()
-        self._handle = None
-        if committed:
-            self._info = info
-            return
-        error = handle.error
-        assert error is not None
-        if error.result is Result.TOO_FEW_PEERS:
-            return
-        if error.result is not Result.RANK_CONNECTION_LOST:
-            self._error = error
-            raise error
-        _log.warning("a peer was lost, once more with the others: %s", error)
-        self._retries += 1
-        try:
-            self._handle = self._launch()
-        except PCCLError as refusal:
-            if refusal.result is not Result.TOO_FEW_PEERS:
-                self._error = refusal
-                raise
 
 
 class Exchange:
@@ -121,8 +47,11 @@ class Exchange:
         share: Share,
         meter: Meter,
         accounts: Accounts,
+        replica: Replica,
     ) -> None:
         self._comm = comm
+        self._replica = replica
+        self._witness = Witness(replica)
         self.carrier = carrier
         self.share = share
         self._state = state
@@ -173,6 +102,7 @@ class Exchange:
 
     def adopt(self, keep: float = 0.0) -> None:
         """Gives the model what the peers have agreed on, and leaves it `keep` of its parameters."""
+        self._replica.reshard()
         self._state.adopt(keep)
         self._buffers.adopt()
         self.measured = self.sent = False
@@ -181,10 +111,9 @@ class Exchange:
 
     def run(self) -> Average:
         """Averages the progress, and waits for the end."""
-        self.sent = True
         self._load()
         with self._meter.timed("reduce"):
-            average = self._until_committed(lambda: self.carrier.run(self._comm, self._averaged))
+            average = self._witness.judge(self._attempt(), self._attempt)
         self._meter.last_reduce = average.info or self._meter.last_reduce
         return self._counted(average)
 
@@ -194,24 +123,41 @@ class Exchange:
         Raises:
             PCCLError: TOO_FEW_PEERS: this peer is alone.
         """
-        self.sent = True
         self._load()
-        return Flight(lambda: self.carrier.launch(self._comm, self._averaged, TAG))
+        try:
+            flight: Flight | None = self._take_off()
+        except TooFewPeersError:
+            flight = None
+        return self._witness.launched(flight)
 
     def _load(self) -> None:
+        self.sent = True
         votes = self._accounts.vote(self.share.late)
         progress = [self._state.delta, *self._moves]
-        self.carrier.load(progress, self.share.weight, Votes(votes, self._accounts.votes))
+        beside = Votes(
+            [*votes, *self._witness.sent], [*self._accounts.votes, *self._witness.received]
+        )
+        self.carrier.load(progress, self.share.weight, beside)
+
+    def _attempt(self) -> Average:
+        return self._until_committed(lambda: self.carrier.run(self._comm, self._averaged))
+
+    def _take_off(self) -> Flight:
+        return Flight(lambda: self.carrier.launch(self._comm, self._averaged, TAG))
 
     def land(self, flight: Flight) -> Average:
         """Waits for the end of what was launched."""
         with self._meter.timed("reduce"):
-            average = flight.land()
+            average = self._witness.judge(self._unload(flight), self._attempt)
+        self._meter.last_reduce = average.info or self._meter.last_reduce
+        return self._counted(average)
+
+    def _unload(self, flight: Flight) -> Average:
+        average = flight.land()
         if average.info is not None:
             self.carrier.unload(self._averaged)
             self._meter.count(average.info)
-            self._meter.last_reduce = average.info
-        return self._counted(average)
+        return average
 
     def _counted(self, average: Average) -> Average:
         weighty = None if average.info is None else self.carrier.contributors

@@ -11,11 +11,10 @@ import torch
 
 from pccl import TensorInfo
 from pccl.diloco.outer_state import OuterOptimizer, OuterState
+from pccl.diloco.replica import Layout, Named, Replica, Saved
 
 Pattern = Literal["strided", "sequential"]
 PATTERNS = get_args(Pattern)
-
-Named = Sequence[tuple[str, torch.nn.Parameter]]
 
 
 def split(named: Named, count: int, pattern: Pattern) -> list[list[int]]:
@@ -76,22 +75,25 @@ class Outer:
 
     def __init__(
         self,
-        parameters: Sequence[torch.nn.Parameter],
+        named: Named,
         groups: Sequence[Sequence[int]],
         optimizer: OuterOptimizer,
+        replica: Replica,
     ) -> None:
         self._groups = groups
+        self._layout = Layout(named, replica)
+        self._replica = replica
         # Fresh peers differ in the run's name, so that the first one's state is elected.
         self.clock = torch.tensor([0] * len(groups) + [0], dtype=torch.int64)
         self.rename()
         self.parts = [
-            OuterState([parameters[i] for i in group], optimizer, self.clock[p : p + 1])
+            OuterState([named[i][1] for i in group], optimizer, self.clock[p : p + 1])
             for p, group in enumerate(groups)
         ]
 
     def rename(self) -> None:
         """It is another run, if there is none that this peer joins."""
-        self.clock[-1] = secrets.randbits(62)
+        self.clock[-1] = self._replica.first(secrets.randbits(62))
 
     @property
     def outer_step(self) -> int:
@@ -126,12 +128,12 @@ class Outer:
         for part in self.parts:
             part.adopt()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, sharded: bool) -> dict[str, Saved]:
         """Copies; theta and v are in the order of the model, however it is cut into fragments."""
         return {
             "clock": self.clock.clone(),
-            "theta": self.join([part.theta for part in self.parts]),
-            "velocity": self.join([part.velocity for part in self.parts]),
+            "theta": self.join([part.theta for part in self.parts], sharded),
+            "velocity": self.join([part.velocity for part in self.parts], sharded),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -154,15 +156,13 @@ class Outer:
         }
         return [found[place] for place in sorted(found)]
 
-    def join(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What is flat in each fragment, as one in the order of the model."""
-        return torch.cat([piece.flatten() for piece in self._pieces(flats)])
+    def join(self, flats: Sequence[torch.Tensor], sharded: bool) -> Saved:
+        """What is flat in each fragment, as one in the order of the model; or sharded, by name."""
+        return self._layout.save(self._pieces(flats), sharded)
 
-    def cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def cut(self, saved: Saved) -> list[torch.Tensor]:
         """The inverse of `join`."""
         into = [torch.empty_like(part.theta) for part in self.parts]
-        pieces = self._pieces(into)
-        lying = torch.split(flat, [piece.numel() for piece in pieces])
-        for piece, own in zip(pieces, lying, strict=True):
-            piece.copy_(own.view(piece.shape))
+        for piece, own in zip(self._pieces(into), self._layout.load(saved), strict=True):
+            piece.copy_(own)
         return into

@@ -8,16 +8,28 @@ from typing import Literal
 
 import torch
 
-from pccl import Communicator, SharedState, SharedStateSyncInfo
+from pccl import (
+    Communicator,
+    Result,
+    SharedState,
+    SharedStateSyncInfo,
+    SharedStateSyncStrategy,
+    TooFewPeersError,
+)
+from pccl.calls.synchronising import sync_shared_state
 from pccl.diloco.accounts import Accounts
-from pccl.diloco.exchange import Average
+from pccl.diloco.flight import Average
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import Buffers, Frozen
 from pccl.diloco.pace import Pace
+from pccl.diloco.replica import Replica
 from pccl.diloco.settings import describe_mismatch
 from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
+from pccl.runtime.client.sync import SyncOptions
 from pccl.support.logs import Reminder
+
+POPULAR = SharedStateSyncStrategy.ENFORCE_POPULAR.value
 
 AlonePolicy = Literal["continue", "step", "wait"]
 
@@ -57,6 +69,7 @@ class Group:
         parts: tuple[Frozen, Buffers, Accounts],
         quorum: Quorum,
         meter: Meter,
+        replica: Replica,
     ) -> None:
         """`complete` is the state that a round synchronises that has admitted newcomers."""
         self.shared = shared
@@ -66,6 +79,7 @@ class Group:
         self._quorum = quorum
         self._meter = meter
         self._pace: Pace | None = None
+        self._replica = replica
         self._reminder = Reminder(_log)
 
     def join(self, config: torch.Tensor) -> None:
@@ -147,12 +161,36 @@ class Group:
         if what is self._complete:
             self._frozen.gather()
         with self._meter.timed("sync"):
-            info = self._comm.sync_shared_state(what, min_peers=min_peers)
+            if self._replica.size > 1 and min_peers > 1:
+                info = self._begin(what, min_peers)
+            else:
+                info = self._comm.sync_shared_state(what, min_peers=min_peers)
         if what is self._complete:
             self._frozen.put()
         self.shared.revision = what.revision
         self._meter.count(info)
         return info
+
+    def _begin(self, what: SharedState, min_peers: int) -> SharedStateSyncInfo:
+        """Begins a run in all processes of this replica, or in none.
+
+        A replica may be lost between the synchronisations of two shards, the first of which has
+        still found enough.
+        """
+        parts = self._comm.parts
+        options = SyncOptions(POPULAR, False, None, Deadline(None), min_peers)
+
+        def together() -> SharedStateSyncInfo:
+            try:
+                info: SharedStateSyncInfo | None
+                info = sync_shared_state(parts.membership, what, options)
+            except TooFewPeersError:
+                info = None
+            if not self._replica.all(info is not None) or info is None:
+                raise TooFewPeersError(Result.TOO_FEW_PEERS, "sync_shared_state")
+            return info
+
+        return parts.admission.begin(together, min_peers, None)
 
     def suffices(self, average: Average, outer_step: int) -> bool:
         """Whether the outer step is taken by it; warns if this peer is alone."""

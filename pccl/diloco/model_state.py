@@ -12,6 +12,7 @@ from typing import Literal, get_args
 import torch
 import xxhash
 
+from pccl.diloco.replica import Replica, local
 from pccl.shared_state import TensorInfo
 
 BufferMode = Literal["local", "first", "mean"]
@@ -43,12 +44,13 @@ class Frozen:
     where possible; otherwise a copy is kept.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, replica: Replica) -> None:
+        self._replica = replica
         self._parameters = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         self._copies: dict[str, torch.Tensor] = {}
         self.entries: list[TensorInfo] = []
         for name, parameter in self._parameters.items():
-            lying = parameter.detach()
+            lying = local(parameter)
             if lying.device.type not in ("cpu", "cuda") or not lying.is_contiguous():
                 lying = self._copies[name] = torch.empty(lying.shape, dtype=lying.dtype)
             if lying.dtype not in _TYPES_OF_ENTRIES:
@@ -60,13 +62,13 @@ class Frozen:
     def gather(self) -> None:
         """Updates the copies from the model, before a synchronisation."""
         for name, copy in self._copies.items():
-            copy.copy_(self._parameters[name])
+            copy.copy_(local(self._parameters[name]))
 
     @torch.no_grad()
     def put(self) -> None:
         """Updates the model from the copies, after a synchronisation."""
         for name, copy in self._copies.items():
-            self._parameters[name].copy_(copy)
+            local(self._parameters[name]).copy_(copy)
 
     def layout(self) -> list[tuple[str, list[int]]]:
         """Names and shapes."""
@@ -75,12 +77,13 @@ class Frozen:
     def hash_into(self, digest: xxhash.xxh3_128) -> None:
         """Adds the current content to a digest."""
         for parameter in self._parameters.values():
-            content = parameter.detach().cpu().contiguous()
+            content = local(parameter).cpu().contiguous()
             digest.update(memory(content))
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self, sharded: bool) -> dict[str, torch.Tensor]:
         """Copies on the CPU."""
-        return {n: p.detach().cpu().clone() for n, p in self._parameters.items()}
+        save = self._replica.joint if sharded else self._replica.whole
+        return {n: save(p, local(p)).clone() for n, p in self._parameters.items()}
 
     def check(self, state: Mapping[str, torch.Tensor]) -> None:
         """Raises ValueError where a state does not fit."""
@@ -90,7 +93,7 @@ class Frozen:
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes over a state that has been checked."""
         for name, parameter in self._parameters.items():
-            parameter.copy_(state[name])
+            local(parameter).copy_(self._replica.part(parameter, state[name]))
         self.gather()
 
 

@@ -9,6 +9,7 @@ import torch
 
 from pccl import kernels
 from pccl.diloco.rates import Rates
+from pccl.diloco.replica import local
 
 _log = logging.getLogger("pccl.diloco")
 
@@ -58,6 +59,8 @@ class OuterOptimizer:
 class OuterState:
     """theta, v and k of parameters that are averaged together, which may be all of the model's.
 
+    Of sharded parameters it has the shards of this process.
+
     Beside them are d, a pseudo-gradient, and D, a mean of those of all peers. All are fp32 on the
     CPU. Only this class changes theta and v, by pccl's own kernels, because torch rounds
     differently from one CPU to the next.
@@ -81,7 +84,7 @@ class OuterState:
         self._parameters = parameters
         self.steps = steps
         self.optimizer = optimizer
-        n = sum(p.numel() for p in parameters)
+        n = sum(p.numel() for p in self._locals())
         self.theta = torch.empty(n)
         self.velocity = torch.zeros(n)
         self.delta = torch.empty(n)
@@ -133,10 +136,14 @@ class OuterState:
         for parameter, piece in self._pairs(by):
             parameter.copy_(parameter.to(piece.dtype) + piece.to(parameter.device))
 
-    def _pairs(self, flat: torch.Tensor) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-        return zip(self._parameters, self.views(flat), strict=True)
+    def _locals(self) -> list[torch.Tensor]:
+        return [local(parameter) for parameter in self._parameters]
+
+    def _pairs(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(self._locals(), self.views(flat), strict=True)
 
     def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """The pieces of a flat buffer, each in the shape of its parameter."""
-        pieces = torch.split(flat, [p.numel() for p in self._parameters])
-        return (piece.view(p.shape) for piece, p in zip(pieces, self._parameters, strict=True))
+        parts = self._locals()
+        pieces = torch.split(flat, [part.numel() for part in parts])
+        return (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))

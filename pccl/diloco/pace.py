@@ -50,7 +50,7 @@ class Pace(Protocol):
         """What all peers have told: seconds that they have trained, and steps."""
 
 
-class _OfAll:
+class OfAll:
     """Waits for all."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class _OfAll:
         """Nothing depends on it."""
 
 
-class Steps(_OfAll):
+class Steps(OfAll):
     """So many inner steps."""
 
     def __init__(self, inner_steps: int) -> None:
@@ -109,7 +109,7 @@ class _Clock:
         return self.elapsed_s + self._longest_s
 
 
-class Seconds(_OfAll):
+class Seconds(OfAll):
     """So many seconds: each peer takes the inner steps that it can.
 
     It stops earlier if one more step would end more than the grace too late. With `enough`, a round

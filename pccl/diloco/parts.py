@@ -12,12 +12,14 @@ import xxhash
 from pccl import Communicator, SharedState, TensorInfo
 from pccl.diloco.accounts import Accounts
 from pccl.diloco.exchange import Exchange
-from pccl.diloco.fragments import Named, Outer, split
+from pccl.diloco.fragments import Outer, split
 from pccl.diloco.group import Group, Quorum
+from pccl.diloco.led import Led
 from pccl.diloco.meter import Meter
 from pccl.diloco.model_state import Buffers, Frozen, memory
 from pccl.diloco.outer_state import OuterOptimizer
 from pccl.diloco.rates import Rates
+from pccl.diloco.replica import Named, Saved, check_team, replica_of
 from pccl.diloco.route import Route, Way
 from pccl.diloco.schedules import Delayed, Schedule, Synchronous
 from pccl.diloco.settings import Settings, decode, encode, layout_digest
@@ -33,6 +35,7 @@ class Parts:
     """Makes the parts for a model and its settings, and tells which state they have together.
 
     Attributes:
+        replica: the processes of this one.
         meter: counts what the rounds cost.
         outer: theta, v and k.
         exchanges: one for each fragment of the model.
@@ -50,26 +53,33 @@ class Parts:
         quorum: Quorum,
         accounts: Accounts,
     ) -> None:
+        self.replica = replica_of(model)
+        if self.replica.size > 1:
+            settings.check_sharded(ledger=accounts.exist)
+            check_team(comm, self.replica)
         named = _trained(model)
         self._comm = comm
         self._accounts = accounts
         self.meter = Meter()
-        self._frozen = Frozen(model)
+        self._frozen = Frozen(model, self.replica)
         self._buffers = Buffers(model, settings.buffers)
         self.outer = Outer(
-            [p for _, p in named],
+            named,
             split(named, settings.fragments, settings.pattern),
             OuterOptimizer(rates, settings.nesterov),
+            self.replica,
         )
         self._config = self._encoded(settings, named, quorum)
         self._late_decay = settings.late_decay
         self._route = Route()
         self.pace = settings.pace()
+        if self.replica.size > 1 and settings.inner_seconds is not None:
+            self.pace = Led(self.pace, self.replica)
         self.exchanges = self._exchanges_of(settings)
         self.schedule = self._schedule_of(settings)
         shared, complete = self._shared_states()
         parts = self._frozen, self._buffers, accounts
-        self.group = Group(comm, shared, complete, parts, quorum, self.meter)
+        self.group = Group(comm, shared, complete, parts, quorum, self.meter, self.replica)
 
     def _encoded(self, settings: Settings, named: Named, quorum: Quorum) -> torch.Tensor:
         return encode(
@@ -79,6 +89,7 @@ class Parts:
                 "parameters": layout_digest([(name, list(p.shape)) for name, p in named]),
                 "not_trained": layout_digest([*self._frozen.layout(), *self._buffers.layout()]),
                 "peers_to_go_on": quorum.least,
+                "shard": [self.replica.index, self.replica.size],
             }
         )
 
@@ -92,9 +103,10 @@ class Parts:
                 part,
                 self._buffers if part is parts[-1] else none,
                 carrier(settings.wire, part.theta.numel(), self._route),
-                Share(settings.weight, always=self._always_weighs(settings)),
+                Share(settings.weight, self._always_weighs(settings), self.replica),
                 self.meter,
                 self._accounts,
+                self.replica,
             )
             for part in parts
         ]
@@ -142,6 +154,7 @@ class Parts:
     def join(self) -> int:
         """Joins the run. Returns at which inner step this peer goes on."""
         self.group.join(self._config)
+        self._check_whole()
         return self._begin()
 
     def _begin(self) -> int:
@@ -164,6 +177,19 @@ class Parts:
         if rescued:
             exchange.reclaim(self._late_decay)
         self.pace.rejoin()
+
+    def _check_whole(self) -> None:
+        """All processes of this replica have taken over what one other replica has.
+
+        They have not if that one was lost when the first of them had its part, and the others then
+        took over what another one has; but only in the first synchronisation of a run.
+        """
+        own = [*self.outer.clock.tolist(), self.group.shared.revision]
+        if any(said != own for said in self.replica.exchange(own)):
+            raise RuntimeError(
+                "a replica was lost at the moment when the run began, and only some of its shards "
+                "were taken over: start all replicas again"
+            )
 
     def count(self, samples: int | None) -> None:
         """This peer has trained on so many more; None: it has not told, and it is one step."""
@@ -194,18 +220,21 @@ class Parts:
 
     # ---- checkpoints ----
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, sharded: bool) -> dict[str, Any]:
         """A copy of all, but for the inner optimizer."""
         if self._buffers.mode == "local":
             self._buffers.gather()
+        schedule = self.schedule.state_dict(self.group)
+        if means := schedule.get("means"):  # of a mode without fragments
+            schedule["means"] = [self.outer.join(means[:1], sharded), *means[1:]]
         return {
             "config": self._config.clone(),
-            **self.outer.state_dict(),
-            "schedule": self.schedule.state_dict(self.group),
-            "carrier": self._carriers_state(),
+            **self.outer.state_dict(sharded),
+            "schedule": schedule,
+            "carrier": self._carriers_state(sharded),
             **self._accounts.state_dict(),
             "revision": self.group.shared.revision,
-            "frozen": self._frozen.state_dict(),
+            "frozen": self._frozen.state_dict(sharded),
             "buffers": self._buffers.state_dict(),
         }
 
@@ -229,19 +258,23 @@ class Parts:
         self._buffers.load(state["buffers"])
         self.outer.load(state)
         self._accounts.load(state)
-        self.schedule.load(state.get("schedule", {}))
+        schedule = dict(state.get("schedule", {}))
+        if means := schedule.get("means"):
+            schedule["means"] = [*self.outer.cut(means[0]), *means[1:]]
+        self.schedule.load(schedule)
         self._load_carriers(state.get("carrier", {}))
         self.group.shared.revision = state["revision"]
 
-    def _carriers_state(self) -> dict[str, torch.Tensor]:
+    def _carriers_state(self, sharded: bool) -> dict[str, Saved]:
         """What each fragment's carrier keeps, joined in the order of the model."""
         states = [exchange.carrier.state_dict() for exchange in self.exchanges]
-        return {key: self.outer.join([state[key] for state in states]) for key in states[0]}
+        keys = states[0]
+        return {key: self.outer.join([state[key] for state in states], sharded) for key in keys}
 
-    def _load_carriers(self, joined: Mapping[str, torch.Tensor]) -> None:
+    def _load_carriers(self, joined: Mapping[str, Saved]) -> None:
         states: list[dict[str, torch.Tensor]] = [{} for _ in self.exchanges]
-        for key, flat in joined.items():
-            for state, piece in zip(states, self.outer.cut(flat), strict=True):
+        for key, saved in joined.items():
+            for state, piece in zip(states, self.outer.cut(saved), strict=True):
                 state[key] = piece
         for exchange, state in zip(self.exchanges, states, strict=True):
             exchange.carrier.load_state_dict(state)

@@ -68,6 +68,14 @@ class Settings:
                 "has learnt from samples and another has not"
             )
 
+    def check_sharded(self, ledger: bool) -> None:
+        """Raises ValueError for what does not go with a model that is sharded."""
+        if self.deadline_peers is not None or ledger:
+            what = "a ledger" if ledger else "deadline_peers"
+            raise ValueError(
+                f"{what} does not go with a sharded model: it is for peers of one process each"
+            )
+
     def _check_times(self) -> None:
         if self.inner_seconds is not None and self.inner_seconds <= 0:
             raise ValueError(f"inner_seconds={self.inner_seconds} must be positive")

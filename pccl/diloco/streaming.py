@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from pccl import PCCLError, Result, SharedState, TensorInfo
-from pccl.diloco.exchange import Average, Exchange, Flight
+from pccl.diloco.exchange import Exchange
+from pccl.diloco.flight import Average, Flight
 from pccl.diloco.group import Group
 from pccl.diloco.schedules import Outcome
 

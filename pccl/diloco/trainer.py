@@ -129,10 +129,9 @@ never on the current world size, which two peers may see differently.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar, get_args
@@ -145,6 +144,7 @@ from pccl.data import Ledger
 from pccl.diloco.accounts import Accounts
 from pccl.diloco.fragments import Pattern
 from pccl.diloco.group import AlonePolicy, Quorum
+from pccl.diloco.inner_state import InnerState
 from pccl.diloco.model_state import BufferMode
 from pccl.diloco.parts import Parts
 from pccl.diloco.rates import Mode, Rate, rates
@@ -160,6 +160,7 @@ _REJOINS_MAX = 3  # without a round between them
 _log = logging.getLogger("pccl.diloco")
 
 T = TypeVar("T")
+State = Mapping[str, Any] | str | os.PathLike[str] | Callable[[dict[str, Any]], object]
 
 
 class DiLoCo:
@@ -239,7 +240,9 @@ class DiLoCo:
         state: the `state_dict` of an earlier run to resume, or the path of a file that `save` has
             written. When a run starts, the latest state among its first `min_peers` wins. A
             newcomer to a run in progress receives the state of the others, and is refused if its
-            own state is later than theirs. Each inner optimizer resumes from its own state.
+            own state is later than theirs. Each inner optimizer resumes from its own state. Or a
+            function that fills in such a state, for a checkpoint of torch.distributed.checkpoint:
+            `partial(dcp.load, checkpoint_id=path)`.
         buffers: "mean": the changes of the buffers are averaged together with the pseudo-gradients,
             with integers rounded towards zero, so that all peers have the same statistics. "first":
             in each outer step all peers take the buffers of the peer that joined the run first.
@@ -304,7 +307,7 @@ class DiLoCo:
         outer_momentum: Rate | None = None,
         nesterov: bool = True,
         min_peers: int = 1,
-        state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        state: State | None = None,
         buffers: BufferMode = "mean",
         alone: AlonePolicy = "continue",
         mode: Mode = "sync",
@@ -356,8 +359,9 @@ class DiLoCo:
         self._last_round: OuterRound | None = None
         accounts = Accounts(ledger, counted=settings.ends_early)
         self._parts = Parts(comm, model, settings, own_rates, quorum, accounts)
+        self._inner = InnerState(inner_optimizer, self._parts.replica)
         if state is not None:
-            self._load(state if isinstance(state, Mapping) else read_state(state))
+            self._load(self._given(state))
         self._inner_step = self._parts.join()
         self._trained = _Trained()
         self._stopwatch = Stopwatch(self._parts.meter)
@@ -421,7 +425,7 @@ class DiLoCo:
         """
         return self._parts.digest()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, sharded: bool = False) -> dict[str, Any]:
         """A copy of the training's state for a checkpoint, for the `state` of a later constructor.
 
         It holds theta and v as flat fp32 tensors on the CPU, k, the settings, frozen parameters,
@@ -431,26 +435,28 @@ class DiLoCo:
         it also holds the mean that is under way, and this call waits for it. With mode="streaming"
         neither a mean under way nor other progress since a fragment's last step is in it, nor that
         of a late peer.
+
+        Of a model that is sharded, all processes of the replica make this call. Each gets the whole
+        state, which another number of processes can resume from, or one; or, with `sharded`, the
+        same with DTensors for `torch.distributed.checkpoint`, of which each has its part, and theta
+        and v by the names of the parameters. The buffers are those of this process.
         """
-        return {
-            **self._parts.state_dict(),
-            "optimizer": {
-                "type": type(self._optimizer).__name__,
-                "state": copy.deepcopy(self._optimizer.state_dict()),
-            },
-        }
+        return {**self._parts.state_dict(sharded), "optimizer": self._inner.state_dict(sharded)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes `state_dict` to a file for the `state` of a later constructor, atomically.
 
         The file is complete and on disk when this returns. If it fails, or the process dies
-        meanwhile, the previous file is unchanged.
+        meanwhile, the previous file is unchanged. Of a model that is sharded, all processes of the
+        replica make this call, and the first one writes.
 
         Raises:
             OSError: it cannot be written.
         """
-        with replacing(path) as file:
-            torch.save(self.state_dict(), file)
+        state = self.state_dict()
+        if self._parts.replica.index == 0:
+            with replacing(path) as file:
+                torch.save(state, file)
 
     # ---- training ----
 
@@ -510,6 +516,7 @@ class DiLoCo:
             with self._stopwatch.round():
                 outcome = self._parts.schedule.round(self._parts.group, at)
                 self._parts.group.claim()
+                self._parts.replica.all(True)  # one that left now would take the others along
             if outcome is None:
                 return None
             self._last_round = self._report(outcome)
@@ -624,30 +631,27 @@ class DiLoCo:
             PCCLError: as for `step`.
         """
         self._parts.schedule.finish(self._parts.group)
+        self._parts.replica.all(True)
 
     # ---- checkpoints ----
+
+    def _given(self, state: State) -> Mapping[str, Any]:
+        if isinstance(state, Mapping):
+            return state
+        if not callable(state):
+            return read_state(state)
+        self._inner.fill()
+        template = self.state_dict(sharded=True)
+        state(template)
+        return template
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Loads a state that matches, or raises and changes nothing."""
         self._parts.check(state)
         optimizer = state.get("optimizer")
         if optimizer is not None:
-            self._load_optimizer(optimizer["type"], optimizer["state"])
+            self._inner.load(optimizer)
         self._parts.load(state)
-
-    def _load_optimizer(self, kind: str, state: Mapping[str, Any]) -> None:
-        anew = 'give it without "optimizer" to begin with a fresh one'
-        if kind != type(self._optimizer).__name__:
-            raise ValueError(
-                f"the state is of the inner optimizer {kind}, and this peer's is "
-                f"{type(self._optimizer).__name__}: {anew}"
-            )
-        try:
-            self._optimizer.load_state_dict(copy.deepcopy(dict(state)))
-        except ValueError as error:
-            raise ValueError(
-                f"the inner optimizer of the state does not fit: {error}; {anew}"
-            ) from (error)
 
 
 @dataclass(slots=True)
