@@ -225,8 +225,10 @@ class Parts:
         if self._buffers.mode == "local":
             self._buffers.gather()
         schedule = self.schedule.state_dict(self.group)
-        if means := schedule.get("means"):  # of a mode without fragments
-            schedule["means"] = [self.outer.join(means[:1], sharded), *means[1:]]
+        if "means" in schedule:  # of a mode without fragments; one who fills in a form needs all
+            means = schedule["means"] or (self.exchanges[0].means if sharded else [])
+            schedule["means"] = [self.outer.join([mean], sharded) for mean in means[:1]]
+            schedule["means"] += [mean.clone() for mean in means[1:]]
         return {
             "config": self._config.clone(),
             **self.outer.state_dict(sharded),

@@ -123,6 +123,20 @@ next inner step would end, and does not begin one that others would have to wait
 the three, the peers of a round that has admitted nobody tell each other at its end how long they
 have trained, by an all-gather of five numbers.
 
+SHARDED MODELS
+
+A replica whose model FSDP2 shards over S processes is S peers, of which peer s is in the group of
+the shards s, and averages those. All equations hold for each shard, and so for the whole model; the
+replicas are what is called peers above, and `min_peers` counts. The S peers are a team (see
+`pccl.torch.communicator`): the master admits it as a whole, and drops it as a whole.
+
+- Whether peers are pending, and their admission, are rounds of the run: the same for all groups.
+- Two groups may lose a replica at different places of a round, one with it in the mean, the other
+  without. So replicas average random numbers with their progress, which tell of whom a mean is; the
+  S processes compare them, and repeat the mean if they differ. So do all replicas alike.
+- If one process has found that no other replica is left, that is so for all S.
+- Each round ends when all S processes are through with it.
+
 Decisions that must be the same on all peers depend on the outcome of a round or on shared state,
 never on the current world size, which two peers may see differently.
 """
@@ -205,6 +219,13 @@ class DiLoCo:
         Each peer has its own inner optimizer state: a newcomer starts with a fresh one, and may
         need to warm up its learning rate. Derive a schedule that all peers share from `outer_step`,
         never from a counter of the script, which would be zero on a newcomer.
+
+    Sharded models:
+        Of a model that torch's FSDP2 (`fully_shard`) shards over several processes, each process
+        makes this object, with its own of `pccl.torch.communicator`, and all make the same calls.
+        theta and v are the shards of this process. The mesh has one dimension. Not with
+        deadline_peers or a ledger. With weight="samples", a replica weighs what its processes have
+        trained on together; with inner_seconds, the first of them has the clock.
 
     Clip and accumulate gradients before `step`, as with any optimizer. The model's parameters must
     not be replaced by other tensors afterwards.

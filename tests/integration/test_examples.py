@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,47 @@ def test_a_run_goes_on_from_its_files(
     assert begins == [f"begins at outer step {step}" for step in (0, 0, 2, 2)]
 
 
+@pytest.mark.parametrize("main", ["fsdp2"], indirect=True)
+def test_a_sharded_model_goes_on_from_its_checkpoint(
+    main: Callable,
+    address: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine of one process, which is alone."""
+    where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    words = ["--master-address", address, "--inner-steps", "2", "--min-peers", "1"]
+    words += ["--save-every", "2", "--checkpoints", str(tmp_path)]
+    main([*words, "--steps", "2"])
+    main([*words, "--steps", "4"])
+    said = capsys.readouterr().out.splitlines()
+    steps = [line.partition(":")[0] for line in said if line.startswith("outer step")]
+    assert steps == [f"outer step {step}" for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.slow
+def test_machines_with_sharded_models_end_with_the_same_bits(address: str, tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [str(EXAMPLES / "fsdp2.py"), "--master-address", address, "--steps", "3"]
+    machines = [
+        subprocess.Popen(
+            [*run, *words, "--inner-steps", "3", "--seed", seed],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+        )
+        for seed in "12"
+    ]
+    texts = [machine.communicate(timeout=100)[0] for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0]
+    shards = [{line for line in text.splitlines() if line.startswith("shard")} for text in texts]
+    assert shards[0] == shards[1] and len(shards[0]) == 2
+
+
 def test_the_examples_of_training_are_short() -> None:
-    lengths = {name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in SMALL}
+    names = [*SMALL, "fsdp2", "resume"]
+    lengths = {name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in names}
     assert all(length < 80 for length in lengths.values()), lengths
