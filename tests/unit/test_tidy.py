@@ -187,9 +187,9 @@ def test_examples_use_public_names_only() -> None:
             elif isinstance(node, ast.ImportFrom | ast.Import):
                 modules = {getattr(node, "module", None) or alias.name for alias in node.names}
                 names = {module for module in modules if module.startswith("pccl.")}
-                names -= {"pccl.data", "pccl.diloco"}
+                names -= {"pccl.data", "pccl.diloco", "pccl.torch"}
             elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pccl":
-                names = {node.attr} - {*pccl.__all__}
+                names = {node.attr} - {*pccl.__all__, "torch"}
             else:
                 continue
             private += [f"{name(path)}: {each}" for each in names]
