@@ -370,7 +370,7 @@ class DiLoCo:
             alpha=alpha,
         )
         settings.check(ledger=ledger is not None)
-        quorum = _quorum(min_peers, alone)
+        quorum, accounts = _quorum(min_peers, alone), Accounts(ledger, counted=settings.ends_early)
         self._comm = comm
         self._optimizer = inner_optimizer
         self._settings = settings
@@ -378,7 +378,6 @@ class DiLoCo:
         self._hook: RemovableHandle | None = None
         self._rejoins = 0  # since the last round that this peer was in
         self._last_round: OuterRound | None = None
-        accounts = Accounts(ledger, counted=settings.ends_early)
         self._parts = Parts(comm, model, settings, own_rates, quorum, accounts)
         self._inner = InnerState(inner_optimizer, self._parts.replica)
         if state is not None:
