@@ -17,6 +17,7 @@ from outer import DEADLINE_S, Model, N, make, together  # noqa: E402
 from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
+import pccl.diloco.group as group  # noqa: E402
 from pccl.data import Ledger  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("in_parts")]
@@ -167,6 +168,35 @@ def test_one_is_lost_and_one_joins_in_every_mode(mode: str, address: str) -> Non
     alike(first, third)
     assert set(first.processes[0].contributors.values()) == {2}
     assert third.processes[0].digests[2 * ROUNDS] == first.processes[0].digests[2 * ROUNDS]
+
+
+def test_a_run_begins_with_all_shards_or_with_none(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica is lost when one shard has found enough to begin with, and the other has not."""
+    begun = threading.Event()
+    first, second = Team(address, 0), Team(address, 1)
+    doomed = [process.comm for process in second.processes]
+    call = group.sync_shared_state
+
+    def halved(membership: Any, *rest: Any) -> Any:
+        if membership is doomed[1].parts.membership:
+            assert begun.wait(DEADLINE_S)
+            doomed[1].close()
+        found = call(membership, *rest)
+        if membership is doomed[0].parts.membership:
+            begun.set()
+        return found
+
+    monkeypatch.setattr(group, "sync_shared_state", halved)
+    for team in (first, second):
+        team.start(ROUNDS, move, usual())
+    second.end()
+    third = Team(address, 2).start(ROUNDS, move, usual())
+    for team in (first, third):
+        team.check()
+    alike(first, third)
+    assert [*first.processes[1].contributors.values()] == [2] * ROUNDS
 
 
 def test_half_a_replica_that_joins_keeps_nobody_waiting(address: str) -> None:
