@@ -180,12 +180,13 @@ def test_a_run_begins_with_all_shards_or_with_none(
     call = group.sync_shared_state
 
     def halved(membership: Any, *rest: Any) -> Any:
-        if membership is doomed[1].parts.membership:
+        # if it is alone, it finds too few in any case
+        if membership is doomed[1].parts.membership and doomed[1].world_size > 1:
             assert begun.wait(DEADLINE_S)
             doomed[1].close()
         found = call(membership, *rest)
         if membership is doomed[0].parts.membership:
-            begun.set()
+            begun.set()  # it has found enough
         return found
 
     monkeypatch.setattr(group, "sync_shared_state", halved)
