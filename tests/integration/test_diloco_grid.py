@@ -190,9 +190,9 @@ def test_a_run_begins_with_all_shards_or_with_none(
         return found
 
     monkeypatch.setattr(group, "sync_shared_state", halved)
-    for team in (first, second):
-        team.start(ROUNDS, move, usual())
-    second.end()
+    first.start(ROUNDS, move, usual())
+    wait_until(lambda: is_in(first.processes[1].comm))  # what it has is what all begin with
+    second.start(ROUNDS, move, usual()).end()
     third = Team(address, 2).start(ROUNDS, move, usual())
     for team in (first, third):
         team.check()
@@ -215,6 +215,13 @@ def test_half_a_replica_that_joins_keeps_nobody_waiting(address: str) -> None:
         joining.result(DEADLINE_S)
     other.close()
     wait_until(lambda: kicked(half))
+
+
+def is_in(comm: pccl.Communicator) -> bool:
+    try:
+        return comm.world_size > 0
+    except pccl.PCCLError:
+        return False
 
 
 def kicked(comm: pccl.Communicator) -> bool:
