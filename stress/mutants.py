@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import mutations_of_associates
 import mutations_of_deadlines
 import mutations_of_pairs
 import mutations_of_runs
@@ -26,6 +27,7 @@ MUTANTS = [
     *mutations_of_pairs.MUTANTS,
     *mutations_of_runs.MUTANTS,
     *mutations_of_deadlines.MUTANTS,
+    *mutations_of_associates.MUTANTS,
 ]
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_FAILURE = """
@@ -33,6 +35,7 @@ import random
 import sys
 import hostile
 import programs
+import test_associates
 import test_blame
 import test_deadlines
 import test_epochs
@@ -53,6 +56,7 @@ modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
     test_status, test_epochs, test_rows, test_pairs,
     test_reenact, test_teams, test_deadlines, test_tally, test_survey,
+    test_associates,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)
@@ -67,6 +71,7 @@ for seed in range(int(sys.argv[1])):
     try:
         programs.play(programs.draw(seed))
         trainers.simulate(seed)
+        test_associates.story(seed)
         hostile.siege(hostile.draw_script(random.Random(seed)), seed)
     except BaseException as error:
         print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0][:90])

@@ -48,7 +48,7 @@ def all_classes(root: Path, path: str) -> str:
 @cache
 def _found(root: Path) -> dict[str, Class]:
     found = {}
-    folders = ("", "calls", "data", "diloco", "torch")  # in which public classes lie
+    folders = ("", "calls", "data", "diloco", "torch", "weights")  # in which public classes lie
     for path in sorted(p for folder in folders for p in (root / "pccl" / folder).glob("*.py")):
         text = path.read_text(encoding="utf-8")
         for node in ast.parse(text).body:

@@ -26,6 +26,8 @@ _NAMES = {
     m.Text: "text of at most 4,096 characters",
     m.Name: "text of at most 256 characters",
     m.Data: f"at most {m.INLINE_BYTES_MAX:,} bytes",
+    made_of.Version: "unsigned, 62 bits, not 0",
+    made_of.Hash: "16 bytes",
     bool: "true or false",
     float: "number, 64-bit floating point",
     bytes: "bytes",

@@ -45,6 +45,13 @@ PROGRESS_LOG_S = 5.0  # between lines in the log
 PROBE_CONNECT_S = 5.0  # for the first bytes of a probe; then its rate is 0
 SPAN_THREADS_MAX = 8  # that hash or copy: enough for the memory bandwidth of any machine
 
+# ---- weights ----
+
+WEIGHTS_REMINDERS_MAX = 20  # without any answer, after which another holder is asked for
+WEIGHTS_REST_S = 0.5  # after a failure, before another holder is asked for
+WEIGHTS_SLOW_S = 20.0  # of one fetch, after which its place at the holder is given to others
+WEIGHTS_JOIN_S = 60.0  # for a master that is not up yet, unless the caller says otherwise
+
 # ---- the master's connections ----
 
 ACCEPT_FAILURES = 100  # read in a row, because libzmq may report them without end

@@ -114,6 +114,16 @@ def test_machines_with_sharded_models_end_with_the_same_bits(address: str, tmp_p
     assert shards[0] == shards[1] and len(shards[0]) == 2
 
 
+@pytest.mark.parametrize("main", ["weights"], indirect=True)
+def test_a_follower_has_the_weights_of_its_trainer(
+    main: Callable, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--master-address", address, "--steps", "3"]
+    both(main, [*words, "--train", "--seconds", "0.3"], words)
+    last = [line for line in capsys.readouterr().out.splitlines() if line.startswith(LAST)]
+    assert len(last) == 2 and last[0] == last[1]
+
+
 def test_the_examples_of_training_are_short() -> None:
     names = [*SMALL, "fsdp2", "resume"]
     lengths = {name: len((EXAMPLES / f"{name}.py").read_text().splitlines()) for name in names}

@@ -20,6 +20,7 @@ from simpeer import End
 from simulator import Program, Run, SimPeer, Thread
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.associates import FIRST
 from pccl.protocol.master.effects import Drop, Effect, Send
 from pccl.protocol.peer.effects import Answer
 from pccl.types import Result
@@ -149,7 +150,31 @@ def resume(draw: random.Random) -> m.Resume:
     )
 
 
+def package(draw: random.Random) -> m.Package:
+    """Few of them contradict each other."""
+    version, digest = draw.randint(1, 4), b"%d" % draw.choice([0, 0, 0, 1]) * 16
+    base = draw.choice([0, 0, version - 1, 7])
+    return m.Package(version, base, digest, 1, digest, draw.randint(0, 1 << 40), digest)
+
+
+def publish(draw: random.Random) -> m.Publish:
+    return m.Publish(number(draw), tuple(package(draw) for _ in range(draw.randint(1, 2))))
+
+
+def holds(draw: random.Random) -> m.Holds:
+    packages = tuple(package(draw) for _ in range(draw.randint(0, 5)))
+    return m.Holds(packages, draw.choice([0, 0, 1, 5]))
+
+
+def seek(draw: random.Random) -> m.Seek:
+    version = draw.randint(1, 4)
+    avoid = draw.choice([(), (number(draw),), (FIRST + 1,)])
+    return m.Seek(version, draw.choice([0, version - 1]), avoid)
+
+
 def hello(draw: random.Random) -> m.Hello:
+    if draw.random() < 0.2:
+        return m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "h", b"", associate=True)
     if draw.random() < 0.6:
         return m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "h", b"")
     protocol = draw.choice([m.PROTOCOL_VERSION, 0, (1 << 32) - 1])
@@ -176,6 +201,11 @@ MESSAGES: list[tuple[int, Callable[[random.Random], m.PeerMessage]]] = [  # with
     (2, lambda draw: m.Unreached(number(draw), draw.randint(0, 9))),
     (2, lambda draw: m.Stalled(draw.randint(0, 9), number(draw), text(draw, 4096))),
     (1, resume),
+    (2, publish),
+    (2, holds),
+    (4, seek),
+    (2, lambda draw: m.Got(number(draw))),
+    (2, lambda draw: m.Slow()),
 ]
 
 

@@ -678,7 +678,7 @@ def remembered(master: Master) -> dict[str, int]:
     """How much a master has in each of its tables, but for those who may come back, and counts."""
     return {
         f"{part}.{name.lstrip('_')}": len(table)
-        for part, owner in vars(master.run).items()
+        for part, owner in (*vars(master.run).items(), ("shelf", master.run.associates.shelf))
         if hasattr(owner, "__dict__") and part != "tally"
         for name, table in vars(owner).items()
         if isinstance(table, dict | list | set | OpenRounds) and name != "_lost"

@@ -15,7 +15,14 @@ from pccl.protocol import messages as m
 INFO = m.PeerInfo(3, 1, "10.0.0.2", 4000, "/tmp/x", "abc")
 ENTRY = m.Entry("w", 10, 12, False, b"\1\2")
 PARTS = (m.Part(10, 6, "w", "2x3/1,2"), m.Part(3, 1))
+PACKAGE = m.Package(3, 2, b"c" * 16, 9, b"h" * 16, 1 << 40, b"b" * 16)
 FROM_PEER: list[m.PeerMessage] = [
+    m.Hello(1, "0.1.0", 0, "", 4000, "", "", b"", associate=True),
+    m.Publish(4, (PACKAGE,)),
+    m.Holds((PACKAGE, PACKAGE), 3),
+    m.Seek(3, 2, (7, 8)),
+    m.Got(1 << 30),
+    m.Slow(),
     m.Hello(1, "0.1.0", 2, "", 4000, "/tmp/x", "abc", b"\7"),
     m.TopologyVote(5),
     m.PendingVote(6),
@@ -55,6 +62,11 @@ FROM_PEER: list[m.PeerMessage] = [
     ),
 ]
 FROM_MASTER: list[m.MasterMessage] = [
+    m.Published(4),
+    m.Available((PACKAGE,), 3),
+    m.Source(3, 2, INFO, 1 << 63, 5),
+    m.Serve(3, 2, INFO, 1 << 63, 5),
+    m.Served(7),
     m.Welcome(1, "a warning"),
     m.Refused(4, "another version"),
     m.Plan(2, (INFO,), (m.Ring((1, 2, 3), 1),), 4, (1 << 64) - 1),

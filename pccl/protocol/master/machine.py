@@ -167,12 +167,16 @@ class Master:
             return self._outbox.take()
         info, why = newcomer(hello, host), self.objection(hello, host)
         group = [peer.info for peer in self.peers.values() if peer.info.group == info.group]
+        if hello.associate:
+            group = [one.info for one in self.run.associates.all.values()]
+        warning = reach.warning(info, unreached) if unreached else ""
         if why:
             self._refuse(conn, why, Result.INVALID_USAGE)
         elif unreached and reach.matters(info, host, group):
             self._refuse(conn, reach.refusal(info, unreached), Result.RANK_CONNECTION_FAILED)
+        elif hello.associate:
+            self.run.associates.register(conn, info, warning)
         else:
-            warning = reach.warning(info, unreached) if unreached else ""
             self.run.register(conn, info, hello, host, warning)
             peer = self.peers[self._members.next_number - 1]
             peer.since_s = peer.spoke_s = self.now_s
@@ -181,6 +185,8 @@ class Master:
     def objection(self, hello: m.Hello, host: str) -> str:
         """Why a `hello` is refused, whatever a dial says; empty if it is not."""
         info = newcomer(hello, host)
+        if hello.associate:
+            return refusal(hello, info, None)
         why = refusal(hello, info, self._members.arithmetic)
         return why or self._members.teams.objection(info)
 
@@ -205,6 +211,9 @@ class Master:
 
     def received(self, conn: bytes, message: m.PeerMessage) -> list[Effect]:
         """Any later message of a peer."""
+        if self.run.associates.has(conn):
+            self.run.associates.received(conn, message)
+            return self._outbox.take()
         if self._restart is not None and not isinstance(message, m.Leave):
             return self.rejected(conn, "it spoke before it was welcome")  # nobody has been told
         if self._restart is not None and self._postponed(
@@ -242,6 +251,7 @@ class Master:
 
     def all_disconnected(self, conns: list[bytes], why: str) -> list[Effect]:
         """Several connections are lost; the other peers are told once."""
+        self.run.associates.lose(conns, why)
         if self._restart is not None:
             self._restart.recovery.gone(conns)
             self._restart.backlog.events.append(lambda: self.all_disconnected(conns, why))
@@ -258,6 +268,7 @@ class Master:
         for number in self.peers:
             why = "the master was stopped"
             self._outbox.send(number, m.Kicked(GONE.value, why))
+        self.run.associates.farewell(GONE, "the master was stopped")
         return self._outbox.take()
 
     def rejected(self, conn: bytes, why: str) -> list[Effect]:
@@ -305,7 +316,10 @@ class Master:
         return True
 
     def _known(self, conn: bytes, why: str) -> bool:
-        """Whether a connection belongs to a peer; if so, that peer is dropped for its message."""
+        """Whether a connection is known; if so, whoever has it is dropped for its message."""
+        if self.run.associates.has(conn):
+            self.run.associates.drop(conn, why)
+            return True
         number = self._members.at(conn)
         if number is not None:
             self.run.dismissals.dismiss(number, why, Result.INTERNAL_ERROR)
@@ -351,7 +365,8 @@ class Master:
 
     def has_heard(self, conn: bytes) -> bool:
         """Whether a new master would lack messages of this connection."""
-        return self.knows(conn) or (self._restart is not None and self._restart.has_heard(conn))
+        known = self.knows(conn) or self.run.associates.has(conn)
+        return known or (self._restart is not None and self._restart.has_heard(conn))
 
     def resume(self, conn: bytes, resume: m.Resume, host: str) -> list[Effect]:
         """A peer comes back after a restart; `host` is the address that the master sees."""

@@ -21,6 +21,10 @@ class Nonces:
         """The nonce of an epoch: the password of streams between its peers."""
         return self._hash(b"epoch %d" % epoch)
 
+    def of_door(self, number: int) -> int:
+        """The nonce of an associate: the password of all streams to it."""
+        return self._hash(b"door %d" % number)
+
     def of_call(self, seq: int) -> int:
         """The nonce of a sequence number, which its chunks, requests and data carry."""
         return self._hash(b"call %d" % seq)

@@ -64,3 +64,7 @@ class Numbers:
     def nonce_of_epoch(self, epoch: int) -> int:
         """The nonce by which peers admit each other's streams."""
         return self._nonces.of_epoch(epoch)
+
+    def nonce_of_door(self, number: int) -> int:
+        """The nonce by which an associate admits streams."""
+        return self._nonces.of_door(number)

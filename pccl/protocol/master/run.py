@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.accusations import Accusations
+from pccl.protocol.master.associates import Associates
 from pccl.protocol.master.collectives import Collectives, Combine
 from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.effects import Drop, Forget, Remember
@@ -76,6 +77,7 @@ class Run:
             self.dismissals,
             self.synchronisations.under_way,
         )
+        self.associates = Associates(self.numbers, self.outbox)
         self.voting = Voting(
             self.membership, self.table, self.outbox, self.dismissals, self._commit
         )

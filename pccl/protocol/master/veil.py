@@ -76,6 +76,12 @@ class Veil:
                 return replace(message, peers=self._infos(peers), nonce=0)
             case m.SyncPlan() | m.Probe():
                 return replace(message, nonce=0)
+            case m.Welcome():
+                return replace(message, nonce=0)
+            case m.Source(holder=info):
+                return replace(message, holder=self._info(info), nonce=0)
+            case m.Serve(receiver=info):
+                return replace(message, receiver=self._info(info), nonce=0)
             case m.Admitted(run=run):
                 return replace(message, run=self.run(run))
             case m.Missed(small=small):

@@ -14,6 +14,7 @@ from pccl.protocol.messages.values import (
     Divergence,
     Done,
     Name,
+    Packages,
     PeerInfo,
     Rings,
     Small,
@@ -23,10 +24,14 @@ from pccl.protocol.messages.values import (
 
 
 class Welcome(Struct, array_like=True, frozen=True, tag=64):
-    """The peer is registered, and pending until `Admitted`. `warning` is for its user."""
+    """The peer is registered, and pending until `Admitted`. `warning` is for its user.
+
+    An associate is never admitted. By the `nonce` others admit themselves to its streams.
+    """
 
     peer: U64
     warning: Text = ""
+    nonce: U64 = 0
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=65):
@@ -231,6 +236,48 @@ class Kicked(Struct, array_like=True, frozen=True, tag=77):
     why: Text
 
 
+class Published(Struct, array_like=True, frozen=True, tag=100):
+    """The version of a Publish can be had by others."""
+
+    call: U64
+
+
+class Available(Struct, array_like=True, frozen=True, tag=101):
+    """All packages of weights that can be had from now on; `head` is the newest version ever."""
+
+    packages: Packages
+    head: U64
+
+
+class Source(Struct, array_like=True, frozen=True, tag=102):
+    """An associate that seeks this package fetches it from `holder`, where it has that `slot`.
+
+    By the `nonce` the holder admits its stream.
+    """
+
+    version: U64
+    base: U64
+    holder: PeerInfo
+    nonce: U64
+    slot: U32
+
+
+class Serve(Struct, array_like=True, frozen=True, tag=103):
+    """An associate serves this package to `receiver`; otherwise as Source."""
+
+    version: U64
+    base: U64
+    receiver: PeerInfo
+    nonce: U64
+    slot: U32
+
+
+class Served(Struct, array_like=True, frozen=True, tag=104):
+    """The associate `receiver` fetches nothing from this one any more."""
+
+    receiver: U64
+
+
 MasterMessage: TypeAlias = (
     Welcome
     | Refused
@@ -252,4 +299,9 @@ MasterMessage: TypeAlias = (
     | Report
     | Probe
     | OptimizeResult
+    | Published
+    | Available
+    | Source
+    | Serve
+    | Served
 )

@@ -10,12 +10,15 @@ from pccl.protocol.messages.values import (
     U16,
     U32,
     U64,
+    Avoided,
     Data,
     Differences,
     Done,
     Name,
     Offer,
     Open,
+    Package,
+    Packages,
     Pair,
     PeerInfo,
     Rings,
@@ -31,6 +34,8 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
 
     In a run with keys, `curve` is the public key of the peer's streams; without keys, `dial` is the
     password with which the master may dial the peer. `team` and `team_size`: as in `PeerInfo`.
+
+    An `associate` is no peer: it publishes or follows weights, and has no part in any round.
     """
 
     protocol: U32
@@ -45,6 +50,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     dial: Name = ""
     team: U64 = 0
     team_size: U16 = 0
+    associate: bool = False
 
 
 class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
@@ -226,6 +232,41 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     dial: Name = ""
 
 
+class Publish(Struct, array_like=True, frozen=True, tag=40):
+    """An associate publishes a version of the weights, and serves it already."""
+
+    call: U64
+    packages: Annotated[tuple[Package, ...], Meta(min_length=1, max_length=2)]
+
+
+class Holds(Struct, array_like=True, frozen=True, tag=41):
+    """All packages that an associate serves, and the version of the weights that it has."""
+
+    packages: Packages
+    version: U64
+
+
+class Seek(Struct, array_like=True, frozen=True, tag=42):
+    """An associate wants this package, but from none of `avoid`; in the place of any earlier one.
+
+    The holder from which it was fetching until now has failed, if it had one.
+    """
+
+    version: U64
+    base: U64
+    avoid: Avoided = ()
+
+
+class Got(Struct, array_like=True, frozen=True, tag=43):
+    """An associate has the package that it sought, and proven; it came at so many bytes/s."""
+
+    rate: U64
+
+
+class Slow(Struct, array_like=True, frozen=True, tag=44):
+    """What an associate fetches takes long: others need not wait for its place at the holder."""
+
+
 PeerMessage: TypeAlias = (
     Hello
     | TopologyVote
@@ -245,4 +286,9 @@ PeerMessage: TypeAlias = (
     | OptimizeVote
     | Measured
     | Resume
+    | Publish
+    | Holds
+    | Seek
+    | Got
+    | Slow
 )

@@ -25,11 +25,15 @@ PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
 # of all entries or parts: the rest of a message is small, but for two numbers for each member
 LIST_BYTES_MAX = MESSAGE_BYTES_MAX - 1024 - 18 * MEMBERS_MAX
 NAME_CHARS_MAX = 256
+PACKAGES_MAX = 256  # of weights that a process offers, or that can be had
+AVOIDED_MAX = 64  # holders that a Seek names
 
 U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
 U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
 Weight = Annotated[int, Meta(ge=1, lt=1 << 32)]
 U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 64 bits
+Version = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Hash = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Text = Annotated[str, Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Data = Annotated[bytes, Meta(max_length=INLINE_BYTES_MAX)]
@@ -66,6 +70,37 @@ class PeerInfo(Struct, array_like=True, frozen=True):
 
     def __str__(self) -> str:
         return f"peer {self.peer} ({address_text(self.host, self.port)})"
+
+
+class Package(Struct, array_like=True, frozen=True):
+    """What leads from version `base` of the weights to `version`; a `base` of 0: from any.
+
+    It has two parts, of so many bytes and with such digests: a head, which describes the tensors,
+    and a body. What they mean is nothing to the protocol. `content` is the digest of all tensors of
+    that version, however one gets there.
+    """
+
+    version: Version
+    base: U64
+    content: Hash
+    head_bytes: U32
+    head: Hash
+    body_bytes: U64
+    body: Hash
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """By which it is told from all others."""
+        return self.version, self.base
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.head_bytes + self.body_bytes
+
+
+Packages = Annotated[tuple[Package, ...], Meta(max_length=PACKAGES_MAX)]
+Avoided = Annotated[tuple[U64, ...], Meta(max_length=AVOIDED_MAX)]
 
 
 class Ring(Struct, array_like=True, frozen=True):

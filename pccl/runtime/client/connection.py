@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import zmq
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer import Peer, effects
+from pccl.protocol.peer import effects
 from pccl.runtime import limits
 from pccl.runtime.client.dealer import Dealer, DealerEvent
 from pccl.runtime.client.identity import Identity
@@ -25,6 +25,30 @@ from pccl.support.text import address_text
 from pccl.types import Result
 
 log = logging.getLogger("pccl")
+
+
+class Member(Protocol):
+    """A state machine at this end of the connection; its effects are performed by the caller's."""
+
+    @property
+    def number(self) -> int:
+        """That the master has given it, or 0."""
+
+    @property
+    def over(self) -> effects.Fail | None:
+        """Why it needs no connection any more."""
+
+    def received(self, message: m.MasterMessage) -> list[Any]:
+        """Handles a message of the master."""
+
+    def disconnected(self, why: str) -> list[Any]:
+        """The connection broke."""
+
+    def reconnected(self) -> list[Any]:
+        """There is another one."""
+
+    def lost_master(self, why: str) -> list[Any]:
+        """There will be no other one."""
 
 
 class MasterConnection:
@@ -52,7 +76,7 @@ class MasterConnection:
         port: int,
         config: Config,
         identity: Identity,
-        peer: Peer,
+        peer: Member,
         waiter: Waiter,
         resolver: Resolver,
     ) -> None:
@@ -75,7 +99,7 @@ class MasterConnection:
         context: zmq.Context[Any],
         address: str,
         read: Callable[[], None],
-        perform: Callable[[list[effects.Effect]], None],
+        perform: Callable[[list[Any]], None],
     ) -> None:
         """Opens the first connection.
 

@@ -37,6 +37,7 @@ PROGRESS: int = lib.PCCL_PROGRESS
 LEAF: int = lib.PCCL_LEAF
 STARVED: int = lib.PCCL_ESTREAM  # status of a FAILED fetch that can be started again
 NO_MEMORY: int = lib.PCCL_ENOMEM  # status of FAILED
+LIED: int = lib.PCCL_EPROTO  # status of STREAM_LOST if what came was not what was asked for
 UNREACHABLE: int = lib.PCCL_EREACH  # status of STREAM_LOST if the stream was never up,
 REFUSED: int = lib.PCCL_EZMQ  # if this process got no socket for it,
 ANOTHER: int = lib.PCCL_EOTHER  # or if another process answers at that address
@@ -349,8 +350,12 @@ class Engine:
         order.peer, order.nonce = peer, nonce
         self._send()
         for key in keys:
-            self._blank_order(lib.PCCL_ADMIT).curve_server = key.encode()
-            self._send()
+            self.admit(key)
+
+    def admit(self, key: str) -> None:
+        """Lets whoever has this public key connect, until the next `expect`."""
+        self._blank_order(lib.PCCL_ADMIT).curve_server = key.encode()
+        self._send()
 
     def lose_stream(self, stream: int, why: str) -> None:
         """Abandons a stream that does not connect; STREAM_LOST follows, with `why`."""

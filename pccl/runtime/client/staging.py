@@ -116,6 +116,11 @@ class Staging:
             for index, entry in self._entries.items()
         ]
 
+    def content(self, index: int) -> Any:
+        """The memory of an entry, as a buffer."""
+        entry = self._entries[index]
+        return ffi.buffer(entry.content, entry.region.nbytes)
+
     def judge(self, piece: int, leaf: int) -> list[Verdict]:
         """Verifies a leaf that has arrived, or postpones that until its table is proven.
 

@@ -1,0 +1,360 @@
+"""The state machine of an associate: what it serves, what it fetches, what it publishes. No I/O.
+
+It aims at the newest weights that it can reach, by the fewest bytes (chain.py), one package after
+the other. It asks the master for a holder, fetches from there, and when the caller has worked the
+package in, it serves it to others. When the holder is lost, or gives other data than what was
+published, it asks for another one and goes on with what it has. Nothing that others do can end it;
+if nobody has what it needs, it waits.
+
+When the connection to the master breaks, transfers go on. To the next master it is a newcomer, and
+says what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from pccl.protocol import messages as m
+from pccl.protocol.follower import effects
+from pccl.protocol.follower.chain import stale, way
+from pccl.protocol.follower.shelf import SEQ, Shelf, nonce_of
+from pccl.protocol.peer.effects import (
+    AbortOp,
+    CloseStream,
+    CommitOp,
+    End,
+    Fail,
+    Fault,
+    Send,
+    StartTransfer,
+)
+from pccl.types import Result
+
+
+class State(Enum):
+    """How far a fetch is."""
+
+    SEEKING = auto()  # the master is asked for a holder
+    FETCHING = auto()
+    RESTING = auto()  # before it is asked again
+    TAKING = auto()  # all is here, and the caller works it in
+
+
+@dataclass(slots=True)
+class Fetch:
+    """The package that this associate fetches."""
+
+    package: m.Package
+    state: State = State.SEEKING
+    op: int = 0  # 0: no memory yet
+    holder: int = 0
+    stream: int = 0
+    liars: dict[int, None] = field(default_factory=dict)  # they have given other data
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it has begun, and somebody may give it the rest."""
+        return self.op != 0 and not self.liars
+
+
+class Follower:
+    """One associate.
+
+    Args:
+        hello: its first message.
+        follows: whether it fetches what others publish.
+        fits: whether a package can be one for the caller's tensors, by its sizes.
+        relays: whether it serves to others what it has fetched.
+
+    Attributes:
+        number: 0 until it is registered.
+        over: why it is no associate any more; None while it is.
+        version: of the weights that it has.
+    """
+
+    def __init__(
+        self, hello: m.Hello, follows: bool, relays: bool, fits: Callable[[m.Package], bool]
+    ) -> None:
+        self._hello, self._follows, self._relays, self._fits = hello, follows, relays, fits
+        self.number, self.version = 0, 0
+        self.over: Fail | None = None
+        self._connected = False  # to a master that knows it
+        self._available: tuple[m.Package, ...] = ()
+        self._next = 0  # number of an op or stream
+        self._effects: list[effects.Effect] = []
+        self._shelf = Shelf(self._number, self._do)
+        self._fetch: Fetch | None = None
+        self._publishing: dict[int, tuple[m.Package, ...]] = {}
+        self._by_type: dict[type, Callable[[Any], None]] = {
+            m.Welcome: self._welcomed,
+            m.Refused: lambda one: self._end(one.result, f"the master refused this: {one.why}"),
+            m.Kicked: lambda one: self._end(one.result, f"the master dropped this: {one.why}"),
+            m.Available: self._changed,
+            m.Source: self._sourced,
+            m.Serve: lambda one: self._shelf.serve(one),
+            m.Served: self._served,
+            m.Published: lambda one: self._answered(one.call, ""),
+            m.CallError: lambda one: self._answered(one.call, one.why),
+        }
+
+    # ---- calls ----
+
+    def join(self) -> list[effects.Effect]:
+        """Asks to be registered."""
+        return self._take(Send(self._hello))
+
+    def publish(self, call: int, packages: tuple[m.Package, ...]) -> list[effects.Effect]:
+        """Publishes a version, of which the caller has the memory."""
+        for package in packages:
+            self._shelf.put(package)
+        self._publishing[call] = packages
+        if self._connected:
+            self._do(Send(m.Publish(call, packages)))
+        return self._take()
+
+    def taken(self, package: m.Package, version: int) -> list[effects.Effect]:
+        """The caller has worked a package in, and has this version now; 0: it is of no use."""
+        fetch, self._fetch = self._fetch, None
+        assert fetch is not None and fetch.package == package
+        self.version = version
+        if version and self._relays:
+            self._shelf.put(package)
+        else:
+            self._do(effects.Forgotten(package))
+        self._tidy()
+        self._say_holds()
+        self._aim()
+        return self._take()
+
+    def keep(self, package: m.Package) -> list[effects.Effect]:
+        """The caller can serve another package, which it has made itself."""
+        self._shelf.put(package)
+        self._tidy()
+        self._say_holds()
+        return self._take()
+
+    def leave(self, why: str) -> list[effects.Effect]:
+        """Leaves."""
+        if self.over is None:
+            self._do(Send(m.Leave()))
+            self._end(Result.INVALID_USAGE.value, why, Fault.OTHER)
+        return self._take()
+
+    # ---- the connection to the master ----
+
+    def received(self, message: m.MasterMessage) -> list[effects.Effect]:
+        """Handles a message of the master."""
+        handler = self._by_type.get(type(message))
+        if handler is not None and self.over is None:
+            handler(message)
+        return self._take()
+
+    def disconnected(self, why: str) -> list[effects.Effect]:
+        """The connection to the master broke; `reconnected` or `lost_master` follows."""
+        self._connected = False
+        if self.number == 0:
+            self._end(Result.MASTER_CONNECTION_FAILED.value, why)
+        return self._take()
+
+    def reconnected(self) -> list[effects.Effect]:
+        """There is a new connection."""
+        return self._take(Send(self._hello))
+
+    def lost_master(self, why: str) -> list[effects.Effect]:
+        """The connection to the master is gone for good."""
+        self._end(Result.MASTER_CONNECTION_FAILED.value, why)
+        return self._take()
+
+    def broken(self, why: str, result: Result = Result.INTERNAL_ERROR) -> list[effects.Effect]:
+        """It cannot go on in this process."""
+        self._end(result.value, why, Fault.OTHER)
+        return self._take()
+
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        self.number, self._connected = welcome.peer, True
+        self._do(effects.Door(welcome.peer, welcome.nonce))
+        self._shelf.forget_receivers()  # an earlier master has sent them
+        self._say_holds()
+        for call, packages in self._publishing.items():
+            self._do(Send(m.Publish(call, packages)))
+        fetch = self._fetch
+        if fetch is not None and fetch.state is not State.TAKING:
+            self._part(fetch)
+            fetch.liars.clear()  # its holders have other numbers now
+            self._seek(fetch)
+
+    def _end(self, result: int, why: str, fault: Fault = Fault.KICKED) -> None:
+        if self.over is not None:
+            return
+        if result == Result.MASTER_CONNECTION_FAILED.value:
+            fault = Fault.MASTER_LOST
+        self.over = Fail(0, Result(result), why, fault)
+        self._connected = False
+        for call in list(self._publishing):
+            self._answered(call, why)
+        self._do(effects.Over(self.over))
+
+    # ---- what can be had ----
+
+    def _changed(self, available: m.Available) -> None:
+        self._available = tuple(filter(self._fits, available.packages))
+        self._do(effects.News(available.packages, available.head))
+        self._tidy()
+        fetch = self._fetch
+        waits = fetch is not None and fetch.state in (State.SEEKING, State.RESTING)
+        if fetch is not None and waits and fetch.package not in self._available:
+            self._drop(fetch)
+        self._aim()
+
+    def _tidy(self) -> None:
+        """Drops what nobody needs, unless it is being fetched; then later."""
+        old = stale(self._available, self._shelf.packages)
+        if self._shelf.drop_unused(old):
+            self._say_holds()
+
+    def _served(self, served: m.Served) -> None:
+        self._shelf.served(served.receiver)
+        self._tidy()
+
+    def _aim(self) -> None:
+        """Begins to seek the next package, or a better one than that which nobody gives."""
+        if not (self._follows and self._connected):
+            return
+        fetch = self._fetch
+        if fetch is not None and (fetch.state is not State.SEEKING or fetch.goes_on):
+            return
+        found = way(self._available, self.version)
+        if not found or (fetch is not None and fetch.package == found[0]):
+            return
+        if fetch is not None:
+            self._drop(fetch)
+        self._fetch = fetch = Fetch(found[0])
+        self._seek(fetch)
+
+    def _seek(self, fetch: Fetch) -> None:
+        fetch.state = State.SEEKING
+        avoid = tuple(fetch.liars)[-m.AVOIDED_MAX :]
+        self._do(Send(m.Seek(*fetch.package.key, avoid)))
+
+    # ---- a fetch ----
+
+    def _sourced(self, source: m.Source) -> None:
+        fetch = self._fetch
+        if fetch is None or fetch.package.key != (source.version, source.base):
+            return
+        if fetch.state not in (State.SEEKING, State.FETCHING, State.RESTING):
+            return
+        self._part(fetch)
+        fetch.state, fetch.holder = State.FETCHING, source.holder.peer
+        fetch.stream = self._number()
+        self._do(effects.Reach(fetch.stream, source.holder, source.nonce))
+        if not fetch.op:
+            fetch.op = self._number()
+            self._do(effects.Gather(fetch.op, fetch.package))
+        ends = (End(fetch.stream, source.slot),)
+        self._do(StartTransfer(fetch.op, SEQ, nonce_of(fetch.package), ends))
+
+    def _part(self, fetch: Fetch) -> None:
+        """It has no holder any more."""
+        if fetch.stream:
+            self._do(CloseStream(fetch.stream))
+        fetch.stream = fetch.holder = 0
+
+    def _drop(self, fetch: Fetch) -> None:
+        """Gives a fetch up, as nobody has that package any more."""
+        self._part(fetch)
+        self._fetch = None
+        if fetch.op:
+            self._do(AbortOp(fetch.op))
+
+    def slow(self) -> list[effects.Effect]:
+        """The fetch has taken long: it leaves its place to others."""
+        fetch = self._fetch
+        if fetch is not None and fetch.state is State.FETCHING and self._connected:
+            self._do(Send(m.Slow()))
+        return self._take()
+
+    def rested(self) -> list[effects.Effect]:
+        """A moment has passed since `Rest`."""
+        fetch = self._fetch
+        if fetch is not None and fetch.state is State.RESTING and self._connected:
+            self._seek(fetch)
+        return self._take()
+
+    # ---- the engine ----
+
+    def engine_complete(self, op: int, settled: bool, rate: int) -> list[effects.Effect]:
+        """A fetch has everything, and it was all verified; `settled`: nothing refers to it."""
+        fetch = self._fetch
+        if fetch is not None and fetch.op == op:
+            self._part(fetch)
+            fetch.state = State.TAKING
+            if self._connected:
+                self._do(Send(m.Got(rate)))
+            self._do(effects.Arrived(fetch.package) if settled else CommitOp(op))
+        return self._take()
+
+    def engine_failed(self, op: int, why: str, starved: bool) -> list[effects.Effect]:
+        """An op cannot go on; `starved`: only for lack of a stream, and it can be started again."""
+        fetch = self._fetch
+        if fetch is not None and fetch.op == op:
+            self._part(fetch)
+            if not starved:
+                self._do(AbortOp(op))
+                fetch.op = 0
+            fetch.state = State.RESTING
+            self._do(effects.Rest(why))
+        elif not starved and self._shelf.fail(op):
+            self._say_holds()
+        return self._take()
+
+    def engine_settled(self, op: int) -> list[effects.Effect]:
+        """Nothing refers to the memory of an op any more."""
+        fetch = self._fetch
+        if fetch is not None and fetch.op == op and fetch.state is State.TAKING:
+            self._do(effects.Arrived(fetch.package))
+        return self._take()
+
+    def stream_lost(self, stream: int, lied: bool) -> list[effects.Effect]:
+        """A stream is lost; `lied`: because other data came than what was published."""
+        fetch = self._fetch
+        if fetch is not None and fetch.stream == stream:
+            if lied:
+                fetch.liars[fetch.holder] = None
+        else:
+            self._shelf.lose(stream)
+        return self._take()
+
+    # ---- publications ----
+
+    def _answered(self, call: int, why: str) -> None:
+        packages = self._publishing.pop(call, None)
+        if packages is None:
+            return
+        if why:
+            for package in packages:
+                self._shelf.drop(package)
+        else:
+            self.version = packages[0].version
+        self._tidy()
+        self._do(effects.Answered(call, why))
+
+    def _say_holds(self) -> None:
+        if self._connected:
+            self._do(Send(m.Holds(tuple(self._shelf.packages), self.version)))
+
+    # ---- effects ----
+
+    def _number(self) -> int:
+        self._next += 1
+        return self._next
+
+    def _do(self, *effects_: effects.Effect) -> None:
+        self._effects += effects_
+
+    def _take(self, *more: effects.Effect) -> list[effects.Effect]:
+        found, self._effects = [*self._effects, *more], []
+        return found

@@ -1,0 +1,284 @@
+"""Associates: processes that publish or follow weights beside the run, and relay them.
+
+They are no members: they vote in nothing, nobody waits for them, and they learn nothing by which
+they could speak to peers. The master knows which packages can be had, and from whom. Who seeks one
+is sent to a holder, which has few places, so that everybody who has it becomes a holder for others:
+a tree, which grows anew for each package. Whoever has fetched faster before comes first, and of the
+free holders the one from which data comes fastest. Rates are those that receivers have measured.
+
+A receiver that takes long gives its place back, so slow ones keep nobody waiting. If its holder is
+lost, or has no more of it, it is sent to another one, and goes on with what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import msgspec
+
+from pccl.protocol import messages as m
+from pccl.protocol.master.effects import Drop, Send
+from pccl.protocol.master.numbers import Numbers
+from pccl.protocol.master.outbox import Outbox, plain
+from pccl.protocol.master.shelf import Shelf
+from pccl.support.text import address_text
+from pccl.types import Result
+
+FIRST = 1 << 40  # the number of the first associate: none is that of a peer
+SLOTS = 1 << 16  # of a holder, as in c/pccl.h
+PLACES = 2  # of a holder: with one, its line would be idle between two receivers
+SMALL_BYTES = 1 << 20  # a smaller package takes round trips rather than a line's time, and so
+PLACES_SMALL = 8  # a holder has more places
+
+
+@dataclass(slots=True)
+class Associate:
+    """One associate."""
+
+    conn: bytes
+    info: m.PeerInfo
+    nonce: int  # by which others are admitted to it
+    slot: int
+    seek: m.Seek | None = None
+    holder: int = 0  # from which it fetches what it seeks; 0: it waits for one
+    slow: bool = False  # it has given its place back
+    rate: int = 0  # bytes/s, at which it has fetched last
+    rates: dict[int, int] = field(default_factory=dict)  # likewise, by holder
+    given: int = 0  # the rate at which it has served last
+    receivers: dict[int, None] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        where = address_text(self.info.host, self.info.port)
+        return f"associate {self.info.peer - FIRST} ({where})"
+
+
+class Associates:
+    """The associates of one master.
+
+    Args:
+        numbers: make their nonces.
+        outbox: collects effects.
+
+    Attributes:
+        shelf: what can be had.
+    """
+
+    def __init__(self, numbers: Numbers, outbox: Outbox) -> None:
+        self._numbers, self._outbox, self.shelf = numbers, outbox, Shelf()
+        self._all: dict[int, Associate] = {}
+        self._by_conn: dict[bytes, int] = {}
+        self._seeking: dict[int, None] = {}  # those that wait for a holder
+        self._next = FIRST + 1
+        self._free_slots: list[int] = []
+        self._slots = 0  # that were ever taken
+
+    @property
+    def all(self) -> Mapping[int, Associate]:
+        """All associates, by number."""
+        return self._all
+
+    def has(self, conn: bytes) -> bool:
+        """Whether a connection is that of an associate."""
+        return conn in self._by_conn
+
+    # ---- who comes and goes ----
+
+    def register(self, conn: bytes, info: m.PeerInfo, warning: str) -> None:
+        """Registers a newcomer."""
+        if len(self._all) >= SLOTS:
+            self._outbox.do(Drop(conn, f"there are {SLOTS} associates already"))
+            return
+        number, self._next = self._next, self._next + 1
+        slot = heappop(self._free_slots) if self._free_slots else self._slots
+        self._slots = max(self._slots, slot + 1)
+        nonce = self._numbers.nonce_of_door(number)
+        one = Associate(conn, msgspec.structs.replace(info, peer=number), nonce, slot)
+        self._all[number], self._by_conn[conn] = one, number
+        self._say(one, m.Welcome(number, plain(warning), nonce))
+        self._say(one, m.Available(self.shelf.packages, self.shelf.head))
+        self._outbox.note(f"{one} registered")
+
+    def lose(self, conns: Iterable[bytes], why: str) -> None:
+        """Connections are lost, some of which may be those of associates."""
+        lost = [self._all[self._by_conn[conn]] for conn in conns if conn in self._by_conn]
+        before = self.shelf.packages if lost else ()
+        for one in lost:
+            self._remove(one, why)
+        if lost:
+            self._tell_if_changed(before)
+            self._assign()
+
+    def drop(self, conn: bytes, why: str, result: Result = Result.INTERNAL_ERROR) -> None:
+        """An associate is dropped, and told."""
+        self._outbox.do(Send(conn, m.Kicked(result.value, plain(why))), Drop(conn, plain(why)))
+        self.lose([conn], why)
+
+    def farewell(self, result: Result, why: str) -> None:
+        """The master ends for good."""
+        for one in self._all.values():
+            self._say(one, m.Kicked(result.value, why))
+
+    def _remove(self, one: Associate, why: str) -> None:
+        number = one.info.peer
+        self._part(one)
+        for receiver in list(one.receivers):
+            self._wait_again(self._all[receiver])
+        del self._all[number], self._by_conn[one.conn]
+        self._seeking.pop(number, None)
+        heappush(self._free_slots, one.slot)
+        if not self._all:
+            self._free_slots.clear()
+            self._slots = 0
+        for other in self._all.values():
+            other.rates.pop(number, None)
+        for _ in self.shelf.set(number, ()):
+            raise AssertionError("nothing contradicts nothing")
+        self._outbox.note(f"{one}: {why}; {len(self._all)} associates remain")
+
+    # ---- messages ----
+
+    def received(self, conn: bytes, message: m.PeerMessage) -> None:
+        """An associate says something."""
+        one = self._all[self._by_conn[conn]]
+        match message:
+            case m.Publish():
+                self._publish(one, message)
+            case m.Holds():
+                self._holds(one, message)
+            case m.Seek():
+                self._seek(one, message)
+            case m.Got(rate):
+                self._got(one, rate)
+            case m.Slow():
+                one.slow = True
+                self._assign()
+            case m.Leave():
+                self._outbox.do(Drop(conn, "it left"))
+                self.lose([conn], "it left")
+            case _:
+                self.drop(conn, f"it sent a {type(message).__name__} out of turn")
+
+    def _publish(self, one: Associate, publish: m.Publish) -> None:
+        number, packages = one.info.peer, publish.packages
+        if all(self.shelf.has(package, number) for package in packages):
+            self._say(one, m.Published(publish.call))  # again, as the first answer was lost
+            return
+        why = self._objection(packages)
+        if why:
+            result = Result.INVALID_USAGE.value
+            self._say(one, m.CallError(publish.call, result, plain(why)))
+            return
+        before = self.shelf.packages
+        self.shelf.add(number, packages)
+        self._outbox.note(f"{one} published version {packages[0].version} of the weights")
+        self._say(one, m.Published(publish.call))
+        self._tell_if_changed(before)
+        self._assign()
+
+    def _objection(self, packages: tuple[m.Package, ...]) -> str:
+        """Why these cannot be the next version; empty if they can."""
+        head, version = self.shelf.head, packages[0].version
+        if version <= head:
+            return f"version {version} is not newer than version {head}, which was published before"
+        if any(package.version != version for package in packages):
+            return "one version has one number"
+        if any(package.base not in (0, head) for package in packages):
+            return f"another process has published version {head} of the weights meanwhile"
+        return ""
+
+    def _holds(self, one: Associate, holds: m.Holds) -> None:
+        before = self.shelf.packages
+        for package in self.shelf.set(one.info.peer, holds.packages):
+            self._outbox.note(f"{one} holds another version {package.version} than the others")
+        self.shelf.head = max(self.shelf.head, holds.version)
+        for number in list(one.receivers):
+            receiver = self._all[number]
+            seek = receiver.seek
+            if seek is None or one.info.peer not in self.shelf.holders((seek.version, seek.base)):
+                self._part(receiver)
+                self._wait_again(receiver)
+        self._tell_if_changed(before)
+        self._assign()
+
+    def _seek(self, one: Associate, seek: m.Seek) -> None:
+        self._part(one)
+        one.seek, one.slow = seek, False
+        self._wait_again(one)
+        self._assign()
+
+    def _got(self, one: Associate, rate: int) -> None:
+        holder = self._all.get(one.holder)
+        one.rate = rate
+        if holder is not None:
+            one.rates[one.holder] = holder.given = rate
+        self._part(one)
+        one.seek, one.slow = None, False
+        self._seeking.pop(one.info.peer, None)
+        self._assign()
+
+    # ---- who fetches from whom ----
+
+    def _part(self, one: Associate) -> None:
+        """A receiver and its holder have nothing to do with each other any more."""
+        holder = self._all.get(one.holder)
+        one.holder = 0
+        if holder is not None:
+            holder.receivers.pop(one.info.peer, None)
+            self._say(holder, m.Served(one.info.peer))
+
+    def _wait_again(self, one: Associate) -> None:
+        one.holder = 0
+        if one.seek is not None:
+            self._seeking[one.info.peer] = None
+
+    def _assign(self) -> None:
+        """Sends those that wait to holders, as far as these have places."""
+        free: dict[tuple[int, int], list[Associate]] = {}
+        waiting = (self._all[number] for number in self._seeking)
+        for one in sorted(waiting, key=lambda one: (one.slow, -one.rate)):
+            assert one.seek is not None
+            key = one.seek.version, one.seek.base
+            if key not in free:
+                free[key] = [*map(self._all.__getitem__, self.shelf.holders(key))]
+            places = self._places(key)
+            free[key] = [holder for holder in free[key] if self._taken(holder) < places]
+            fit = [each for each in free[key] if each.info.peer not in one.seek.avoid]
+            if fit:
+                best = max(fit, key=lambda holder: self._merit(one, holder))
+                self._send_to(one, best, key)
+
+    def _send_to(self, one: Associate, holder: Associate, key: tuple[int, int]) -> None:
+        number = one.info.peer
+        one.holder = holder.info.peer
+        holder.receivers[number] = None
+        del self._seeking[number]
+        self._say(holder, m.Serve(*key, one.info, one.nonce, one.slot))
+        self._say(one, m.Source(*key, holder.info, holder.nonce, one.slot))
+
+    def _merit(self, one: Associate, holder: Associate) -> tuple[int, int]:
+        """What it may expect from a holder: the rate, or else few others."""
+        rate = one.rates.get(holder.info.peer, holder.given)
+        return rate, -self._taken(holder)
+
+    def _places(self, key: tuple[int, int]) -> int:
+        """How many may fetch a package from one holder."""
+        return PLACES_SMALL if self.shelf.size(key) < SMALL_BYTES else PLACES
+
+    def _taken(self, holder: Associate) -> int:
+        """Its places that are taken: receivers that are slow have none."""
+        return sum(not self._all[number].slow for number in holder.receivers)
+
+    # ---- what is said ----
+
+    def _tell_if_changed(self, before: tuple[m.Package, ...]) -> None:
+        """Tells all what can be had, unless it is as before."""
+        now = self.shelf.packages
+        if now != before:
+            message = m.Available(now, self.shelf.head)
+            for one in self._all.values():
+                self._say(one, message)
+
+    def _say(self, one: Associate, message: m.MasterMessage) -> None:
+        self._outbox.do(Send(one.conn, message))

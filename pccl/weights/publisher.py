@@ -1,0 +1,216 @@
+"""Publishes versions of a trainer's parameters."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from pccl.errors import PCCLError, not_picklable
+from pccl.protocol import messages as m
+from pccl.protocol.peer.effects import Fail
+from pccl.runtime.client.parcel import Parcel
+from pccl.security import Security
+from pccl.tensors.arrays import Array
+from pccl.types import Result
+from pccl.weights.delta import Bytes
+from pccl.weights.link import Options, associate, error_of, timed_out
+from pccl.weights.tensors import Tensors, found_digests, parcel_of
+
+log = logging.getLogger("pccl")
+
+DELTAS_MAX = 64  # after a whole version, before there is another one
+WHOLE_FROM = 0.5  # of a whole version: so many bytes of differences, and there is another one
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A version that was published.
+
+    Attributes:
+        version: its number.
+        delta_bytes: what it takes whoever has the version before; None: there is none before.
+        whole_bytes: what it takes others; None: they take the latest whole version before it, and
+            the differences since.
+        seconds: that the call took, until others could have it.
+    """
+
+    version: int
+    delta_bytes: int | None
+    whole_bytes: int | None
+    seconds: float
+
+
+class Publisher:
+    """Publishes versions of parameters, which any number of `Subscriber`s follow.
+
+    It holds two copies of the parameters in host memory, and the differences since the latest whole
+    version: about half of a third copy, at most.
+
+    Args:
+        master: `host:port` of the run's master.
+        parameters: by name, as `dict(model.named_parameters())` or `model.state_dict()`; numpy
+            arrays or torch tensors.
+        security: as of a Communicator; None: PCCL_CURVE_DIR, if it is set.
+        advertise: as of a Communicator.
+        port_range: as of a Communicator.
+        connect_timeout: seconds in which a master must answer; None: a minute.
+
+    Raises:
+        MasterLostError: no master answers in that time.
+        KickedError: the master refuses it, for the reason that the message gives.
+        ValueError: the parameters, or another argument, cannot be used.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe.
+        OSError: it cannot listen on this machine.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        parameters: Mapping[str, Array],
+        *,
+        security: Security | str | os.PathLike[str] | None = None,
+        advertise: str | None = None,
+        port_range: str | None = None,
+        connect_timeout: float | None = None,
+    ) -> None:
+        self._tensors = Tensors(parameters, writable=False)
+        options = Options(master, security, advertise, port_range, connect_timeout)
+        self._head = _Head()
+        self._before: Bytes | None = None  # the content of the latest version
+        self._before_is_served = False  # as a whole version, and so must not change
+        self._version = 0
+        self._deltas: list[int] = []  # bytes of each since the latest whole version
+        self._associate = associate(options, self._head, "Publisher", follows=False, relays=False)
+
+    @property
+    def version(self) -> int:
+        """The latest version that it has published; 0: none."""
+        return self._version
+
+    def publish(self, version: int | None = None, *, timeout: float | None = None) -> Publication:
+        """Publishes what is in the parameters now; they must not change until it returns.
+
+        It does not wait for subscribers. If another publisher has published since this one's latest
+        version, the call fails, and the next one publishes a whole version.
+
+        Args:
+            version: its number, such as the step of training; greater than any before. None: the
+                next one.
+            timeout: seconds to wait while the master is away; None: for
+                PCCL_MASTER_PATIENCE_S.
+
+        Raises:
+            PCCLError: INVALID_USAGE: another process has published meanwhile, or the number is not
+                greater than the latest.
+            PCCLTimeoutError: the master has not answered in that time.
+            MasterLostError, KickedError: this publisher has ended.
+        """
+        began_s = time.monotonic()
+        if self._associate.over is not None:
+            raise error_of("publish", self._associate.over)
+        if version is None:
+            version = max(self._head.latest, self._version) + 1
+        if not 0 < version < 1 << 62:
+            raise ValueError(f"version is {version}: it must be from 1 to 2**62 - 1")
+        parcels = self._parcels(version)
+        answer = self._associate.publish(parcels)
+        try:
+            why = answer.get(timeout=timeout)
+        except queue.Empty:
+            self._before = None
+            assert timeout is not None
+            raise timed_out("publish", timeout, "the master has not answered") from None
+        except BaseException:
+            self._before = None  # whether others have it is not known
+            raise
+        if why:
+            self._before = None  # others go on from another version
+            if self._associate.over is not None:
+                raise error_of("publish", self._associate.over)
+            raise PCCLError(Result.INVALID_USAGE, "publish", f"{why}: publish again")
+        self._version = version
+        bytes_of = {parcel.package.base == 0: parcel.package.nbytes for parcel in parcels}
+        seconds = time.monotonic() - began_s
+        return Publication(version, bytes_of.get(False), bytes_of.get(True), seconds)
+
+    def close(self) -> None:
+        """Ends it. Subscribers keep what they have, and give it to each other. Idempotent."""
+        self._associate.close("the publisher was closed")
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise not_picklable(self, "make one in each process that publishes")
+
+    # ---- packages ----
+
+    def _parcels(self, version: int) -> tuple[Parcel, ...]:
+        """The packages of the version that is in the parameters now."""
+        new, owner = self._tensors.read()
+        found = found_digests(new)
+        made: list[Parcel] = []
+        base = self._version
+        if self._before is not None:
+            pieces, sizes = self._tensors.differences(self._before, new)
+            body = np.frombuffer(b"".join(pieces), np.uint8)
+            if body.nbytes < self._tensors.nbytes:
+                head = self._tensors.head(version, base, found, sizes)
+                made.append(parcel_of(head, body))
+                self._deltas.append(body.nbytes)
+        if self._before is None or self._before_is_served:
+            self._before, self._before_is_served = self._tensors.stretch(), False
+        for own, one in zip(self._tensors.within(self._before), new, strict=True):
+            own[:] = one
+        del new, owner
+        if not made or self._is_long:
+            made.append(self._whole(version, found))
+        return tuple(made)
+
+    @property
+    def _is_long(self) -> bool:
+        """Whether whoever comes late had much to fetch after the latest whole version."""
+        enough = sum(self._deltas) > WHOLE_FROM * self._tensors.nbytes
+        return enough or len(self._deltas) >= DELTAS_MAX
+
+    def _whole(self, version: int, found: list[bytes]) -> Parcel:
+        assert self._before is not None
+        self._before_is_served = True
+        self._deltas.clear()
+        head = self._tensors.head(version, 0, found, self._tensors.sizes)
+        return parcel_of(head, self._before)
+
+
+class _Head:
+    """What the publisher knows of other publishers; a Keeper."""
+
+    def __init__(self) -> None:
+        self.latest = 0
+
+    def fits(self, package: m.Package) -> bool:
+        return False
+
+    def work_in(self, parcel: Parcel) -> tuple[int, Parcel | None]:
+        raise AssertionError("a publisher fetches nothing")
+
+    def news(self, packages: tuple[m.Package, ...], head: int) -> str:
+        self.latest = max(self.latest, head)
+        return ""
+
+    def over(self, fail: Fail) -> None:
+        log.info("weights: %s", fail.why)

@@ -1,0 +1,256 @@
+"""Follows the versions that a trainer publishes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from pccl.errors import not_picklable
+from pccl.protocol import messages as m
+from pccl.protocol.peer.effects import Fail
+from pccl.runtime import limits
+from pccl.runtime.client.parcel import Parcel
+from pccl.security import Security
+from pccl.tensors.arrays import Array
+from pccl.weights.delta import Damaged
+from pccl.weights.link import Options, associate, error_of, timed_out
+from pccl.weights.tensors import (
+    HEAD_BYTES_MAX,
+    Head,
+    Tensors,
+    found_digests,
+    parcel_of,
+    read_head,
+)
+
+log = logging.getLogger("pccl")
+
+
+class Subscriber:
+    """Follows the versions of parameters that a `Publisher` publishes.
+
+    New versions are fetched, verified and put together in the background, in memory of their own.
+    The parameters change in `swap` alone. What was fetched is served to other subscribers, at whose
+    disposal this machine's uplink is thereby; `relay=False` is for those that have none to spare.
+    It holds one copy of the parameters in host memory, and a relay a second one.
+
+    If the publisher is gone, a subscriber keeps what it has, and goes on when another publisher, or
+    the same one, publishes again. If the master is gone for longer than PCCL_MASTER_PATIENCE_S, the
+    subscriber has ended: `wait` says so, what is staged can still be swapped in.
+
+    Args:
+        master: `host:port` of the run's master.
+        parameters: by name; of the same names, element types and sizes as those of the publisher.
+            Their content is nothing to it before the first `swap`.
+        relay: whether it serves to others what it has fetched.
+        security: as of a Communicator; None: PCCL_CURVE_DIR, if it is set.
+        advertise: as of a Communicator.
+        port_range: as of a Communicator.
+        connect_timeout: seconds in which a master must answer; None: a minute.
+
+    Raises:
+        MasterLostError: no master answers in that time.
+        KickedError: the master refuses it, for the reason that the message gives.
+        ValueError: the parameters, or another argument, cannot be used.
+        PCCLError: INVALID_USAGE: keys are missing or unsafe.
+        OSError: it cannot listen on this machine.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        parameters: Mapping[str, Array],
+        *,
+        relay: bool = True,
+        security: Security | str | os.PathLike[str] | None = None,
+        advertise: str | None = None,
+        port_range: str | None = None,
+        connect_timeout: float | None = None,
+    ) -> None:
+        options = Options(master, security, advertise, port_range, connect_timeout)
+        self._stage = _Stage(Tensors(parameters, writable=True), relay)
+        self._associate = associate(options, self._stage, "Subscriber", follows=True, relays=relay)
+
+    @property
+    def version(self) -> int:
+        """The version in the parameters; 0: none yet."""
+        return self._stage.swapped
+
+    @property
+    def staged(self) -> int:
+        """The version that `swap` would bring; 0: none yet."""
+        return self._stage.version
+
+    @property
+    def latest(self) -> int:
+        """The newest version of which the master has told; 0: none yet."""
+        return self._stage.latest
+
+    def wait(self, newer_than: int | None = None, *, timeout: float | None = None) -> int:
+        """Waits until a newer version is staged.
+
+        Args:
+            newer_than: than this one; None: than the one in the parameters.
+            timeout: seconds.
+
+        Returns:
+            The version.
+
+        Raises:
+            PCCLTimeoutError: there is none within that time; the message says how far it is.
+            MasterLostError, KickedError: this subscriber has ended, and there will be none.
+            PCCLError: INVALID_ARGUMENT: what is published does not fit these parameters.
+        """
+        stage = self._stage
+        until_s = math.inf if timeout is None else time.monotonic() + timeout
+        with stage.changed:
+            while stage.version <= (stage.swapped if newer_than is None else newer_than):
+                if stage.failure is not None:
+                    raise error_of("wait", stage.failure)
+                left_s = until_s - time.monotonic()
+                if left_s <= 0:
+                    assert timeout is not None
+                    why = f"version {stage.version} is staged, and no newer one has come"
+                    if stage.latest > stage.version:
+                        why += f", although {stage.latest} was published,"
+                    raise timed_out("wait", timeout, why)
+                stage.changed.wait(min(left_s, limits.SLICE_S))
+            return stage.version
+
+    def swap(self) -> int:
+        """Copies the staged version into the parameters, if it is newer; nothing else changes them.
+
+        It takes as long as the copy, and as a version that is being put together just now.
+
+        Returns:
+            The version in the parameters; 0: none yet.
+        """
+        return self._stage.swap()
+
+    def close(self) -> None:
+        """Ends it; the parameters stay as they are. Idempotent."""
+        self._associate.close("the subscriber was closed")
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise not_picklable(self, "make one in each process that follows")
+
+
+class _Stage:
+    """Where versions are put together; a Keeper.
+
+    Attributes:
+        changed: held while anything of this changes.
+        version: that is whole and verified; 0: none.
+        swapped: that is in the parameters; 0: none.
+        latest: that was published.
+        failure: why there will be no other version.
+    """
+
+    def __init__(self, tensors: Tensors, relay: bool) -> None:
+        self._tensors, self._relay = tensors, relay
+        self.changed = threading.Condition()
+        self._memory = tensors.stretch()
+        self._found: list[bytes] = []  # digests of what is there
+        self._dirty: set[int] = set()  # tensors that differ from the parameters
+        self._available: tuple[m.Package, ...] = ()
+        self.version = self.swapped = self.latest = 0
+        self.failure: Fail | None = None
+
+    def swap(self) -> int:
+        with self.changed:
+            if self.version > self.swapped:
+                self._tensors.write(self._memory, sorted(self._dirty))
+                self._dirty.clear()
+                self.swapped = self.version
+            return self.swapped
+
+    # ---- a Keeper ----
+
+    def fits(self, package: m.Package) -> bool:
+        if package.head_bytes > HEAD_BYTES_MAX or package.body_bytes > self._tensors.nbytes:
+            return False
+        return package.base != 0 or package.body_bytes == self._tensors.nbytes
+
+    def work_in(self, parcel: Parcel) -> tuple[int, Parcel | None]:
+        package = parcel.package
+        head = read_head(parcel.head)
+        if (head.version, head.base) != package.key or head.content != package.content:
+            raise Damaged(f"the head of version {package.version} is that of another package")
+        why = self._tensors.mismatch(head)
+        if why:
+            raise ValueError(
+                f"version {package.version} does not fit the parameters of this subscriber: {why}"
+            )
+        with self.changed:
+            version, self.version = self.version, 0
+            try:
+                self._put_together(version, head, parcel)
+                self.version = head.version
+            except Damaged as error:
+                if not head.base:
+                    raise
+                log.warning("weights: version %d begins anew: %s", head.version, error)
+            more = self._whole(head) if self.version and self._relay else None
+            self.changed.notify_all()
+            return self.version, more
+
+    def news(self, packages: tuple[m.Package, ...], head: int) -> str:
+        wholes = [package for package in packages if package.base == 0]
+        with self.changed:
+            self._available = packages
+            self.latest = max(self.latest, head)
+        if not wholes or self.fits(wholes[-1]):
+            return ""
+        return (
+            f"version {wholes[-1].version} has {wholes[-1].body_bytes} bytes of parameters where "
+            f"{self._tensors.nbytes} are here: it is not published for parameters like these"
+        )
+
+    def over(self, fail: Fail) -> None:
+        with self.changed:
+            self.failure = fail
+            self.changed.notify_all()
+
+    # ---- versions ----
+
+    def _put_together(self, version: int, head: Head, parcel: Parcel) -> None:
+        """Raises Damaged if it does not become what was published."""
+        if head.base == 0:
+            self._memory[:] = parcel.body
+        elif head.base == version:
+            self._tensors.apply(self._memory, head, parcel.body)
+        else:
+            raise Damaged(f"it follows version {head.base}, and {version} is here")
+        found = found_digests(self._tensors.within(self._memory))
+        before = self._found or [b""] * len(found)
+        self._dirty.update(i for i, each in enumerate(found) if each != before[i])
+        self._found = found
+        for tensor, digest in zip(head.tensors, found, strict=True):
+            if tensor.digest != digest:
+                raise Damaged(f"{tensor.name!r} is not what was published")
+
+    def _whole(self, head: Head) -> Parcel | None:
+        """The whole version, if others can have it too: nobody need fetch it from far then."""
+        wanted = [one for one in self._available if one.key == (head.version, 0)]
+        if not head.base or not wanted:
+            return None
+        found = [tensor.digest for tensor in head.tensors]
+        whole = self._tensors.head(head.version, 0, found, self._tensors.sizes)
+        parcel = parcel_of(whole, self._memory.copy())
+        return parcel if parcel.package == wanted[0] else None

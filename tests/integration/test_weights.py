@@ -1,0 +1,292 @@
+"""Publishers and subscribers of weights, over real sockets in one process."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from waiting import wait_until
+
+import pccl
+from pccl import weights
+from pccl.cli.main import main
+from pccl.protocol import messages as m
+from pccl.weights.publisher import DELTAS_MAX
+
+Parameters = dict[str, np.ndarray]
+PATIENCE_S = 20.0
+
+
+def parameters(scale: float = 1.0) -> Parameters:
+    """Two tensors, one of them of several leaves."""
+    draw = np.random.default_rng(7)
+    small = np.full(3, scale)
+    return {"large": (draw.random(1 << 20) * scale).astype(np.float32), "small": small}
+
+
+def blank() -> Parameters:
+    return {name: np.zeros_like(array) for name, array in parameters().items()}
+
+
+def train(own: Parameters) -> None:
+    """Changes a few elements."""
+    own["large"][::100] += np.float32(0.25)
+    own["small"] += 1
+
+
+def same(one: Parameters, other: Parameters) -> bool:
+    return all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.fixture
+def made() -> Iterator[list[weights.Publisher | weights.Subscriber]]:
+    found: list[weights.Publisher | weights.Subscriber] = []
+    yield found
+    for one in found:
+        one.close()
+
+
+Publish = Callable[[Parameters], weights.Publisher]
+Follow = Callable[..., weights.Subscriber]
+
+
+@pytest.fixture
+def publisher(made: list, address: str) -> Publish:
+    def make(own: Parameters) -> weights.Publisher:
+        made.append(weights.Publisher(address, own))
+        return made[-1]
+
+    return make
+
+
+@pytest.fixture
+def follow(made: list, address: str) -> Follow:
+    def make(own: Parameters, relay: bool = True) -> weights.Subscriber:
+        made.append(weights.Subscriber(address, own, relay=relay))
+        return made[-1]
+
+    return make
+
+
+def swapped(subscriber: weights.Subscriber, version: int) -> None:
+    """Waits for a version, and takes it."""
+    assert subscriber.wait(version - 1, timeout=PATIENCE_S) == version
+    assert subscriber.swap() == version
+
+
+def test_subscribers_follow_bit_by_bit_and_change_at_their_own_word(
+    publisher: Publish, follow: Follow
+) -> None:
+    source, copies = parameters(), [blank() for _ in range(3)]
+    trainer = publisher(source)
+    followers = [follow(own) for own in copies[:2]]
+    first = trainer.publish()
+    assert first.version == 1 and first.delta_bytes is None and first.whole_bytes is not None
+    for follower, own in zip(followers, copies, strict=False):
+        follower.wait(timeout=PATIENCE_S)
+        assert same(own, blank()) and (follower.version, follower.staged) == (0, 1)
+        assert follower.swap() == 1 and same(own, source)
+        assert follower.swap() == 1
+    train(source)
+    second = trainer.publish(version=100)
+    assert second.version == trainer.version == 100 and second.whole_bytes is None
+    assert second.delta_bytes is not None and second.delta_bytes < first.whole_bytes / 20
+    for follower, own in zip(followers, copies, strict=False):
+        swapped(follower, 100)
+        assert same(own, source) and follower.latest == 100
+    late = follow(copies[2], relay=False)
+    swapped(late, 100)
+    assert same(copies[2], source)
+
+
+def test_a_run_of_peers_does_not_notice(address: str, publisher: Publish, follow: Follow) -> None:
+    source = parameters()
+    trainer = publisher(source)
+    trainer.publish()
+    with pccl.Communicator(address) as peer:
+        follower = follow(blank())
+        swapped(follower, 1)
+        assert not peer.are_peers_pending()
+
+
+def test_after_many_differences_there_is_a_whole_version_which_relays_make_themselves(
+    publisher: Publish, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pccl.weights.publisher.DELTAS_MAX", 2)
+    assert DELTAS_MAX == 64
+    source, own = parameters(), blank()
+    trainer, relay = publisher(source), follow(own)
+    found = []
+    for version in range(1, 6):
+        found.append(trainer.publish().whole_bytes is not None)
+        swapped(relay, version)
+        train(source)
+    assert found == [True, False, True, False, True]
+    wait_until(lambda: (5, 0) in relay._associate._parcels)
+    trainer.close()
+    late_own = blank()
+    late = follow(late_own)
+    swapped(late, 5)
+    assert same(own, late_own)
+
+
+def test_a_publisher_that_is_gone_takes_nothing_along_and_another_one_goes_on(
+    publisher: Publish, follow: Follow
+) -> None:
+    source, own, late_own = parameters(), blank(), blank()
+    trainer = publisher(source)
+    relay = follow(own)
+    trainer.publish()
+    swapped(relay, 1)
+    trainer.close()
+    with pytest.raises(pccl.PCCLTimeoutError, match="no newer one has come"):
+        relay.wait(timeout=0.01)
+    late = follow(late_own)
+    swapped(late, 1)
+    train(source)
+    second = publisher(source)
+    assert second.publish().version == 2
+    for follower in (relay, late):
+        swapped(follower, 2)
+    assert same(own, source) and same(late_own, source)
+
+
+def test_of_two_publishers_the_later_one_is_told_and_can_go_on(
+    publisher: Publish, follow: Follow
+) -> None:
+    source, own = parameters(), blank()
+    one, other = publisher(source), publisher(parameters(2.0))
+    follower = follow(own)
+    one.publish(5)
+    with pytest.raises(pccl.PCCLError, match="version 5 is not newer than version 5"):
+        other.publish(5)
+    assert other.publish().version == 6
+    train(source)
+    with pytest.raises(pccl.PCCLError, match="another process has published version 6"):
+        one.publish()
+    assert one.publish().version == 7
+    swapped(follower, 7)
+    assert same(own, source)
+    with pytest.raises(ValueError, match="version is 0"):
+        one.publish(0)
+
+
+def test_a_holder_of_wrong_data_is_not_believed(publisher: Publish, follow: Follow) -> None:
+    source, own = parameters(), blank()
+    trainer, liar = publisher(source), follow(blank())
+    trainer.publish()
+    swapped(liar, 1)
+    wait_until(lambda: (1, 0) in liar._associate._parcels)
+    liar._associate._parcels[1, 0].body[5 << 19] ^= 1
+    trainer.close()
+    victim = follow(own)
+    with pytest.raises(pccl.PCCLTimeoutError, match="although 1 was published"):
+        victim.wait(timeout=0.5)
+    assert victim.staged == 0 and same(own, blank())
+    honest = publisher(source)
+    honest.publish()
+    swapped(victim, 2)
+    assert same(own, source)
+
+
+def test_a_base_that_has_changed_is_found_out_and_replaced(
+    publisher: Publish, follow: Follow
+) -> None:
+    source, own = parameters(), blank()
+    trainer, follower = publisher(source), follow(own)
+    trainer.publish()
+    swapped(follower, 1)
+    follower._stage._memory[64] ^= 1
+    train(source)
+    trainer.publish()
+    swapped(follower, 2)
+    assert same(own, source)
+
+
+def test_parameters_that_do_not_fit_end_their_subscriber_and_no_other(
+    publisher: Publish, follow: Follow
+) -> None:
+    source, own = parameters(), blank()
+    trainer, follower = publisher(source), follow(own)
+    other = {"large": np.zeros(1 << 20, np.int32), "small": np.zeros(3)}
+    stranger = follow(other)
+    shorter = follow({"large": np.zeros(5, np.float32)})
+    trainer.publish()
+    swapped(follower, 1)
+    with pytest.raises(pccl.PCCLError, match="'large' has 1048576 elements of float32 where"):
+        stranger.wait(timeout=PATIENCE_S)
+    with pytest.raises(pccl.PCCLError, match=r"4194368 bytes .* 64 are here"):
+        shorter.wait(timeout=PATIENCE_S)
+    train(source)
+    trainer.publish()
+    swapped(follower, 2)
+
+
+def test_keys_are_those_of_the_run(tmp_path: Path) -> None:
+    for name in ("keys", "foreign"):
+        assert main(["keys", str(tmp_path / name)]) == 0
+    own_key = (tmp_path / "keys" / "master.key").read_bytes()
+    (tmp_path / "foreign" / "master.key").write_bytes(own_key)
+    keys, foreign = tmp_path / "keys", tmp_path / "foreign"
+    source, copies = parameters(), [blank(), blank()]
+    with pccl.MasterNode("127.0.0.1:0", security=keys) as master:
+        with pytest.raises(pccl.KickedError, match="`allowed` does not have"):
+            weights.Subscriber(master.address, blank(), security=foreign)
+        trainer = weights.Publisher(master.address, source, security=keys)
+        followers = [weights.Subscriber(master.address, own, security=keys) for own in copies]
+        trainer.publish()
+        for follower, own in zip(followers, copies, strict=True):
+            swapped(follower, 1)
+            assert same(own, source)
+        for one in (*followers, trainer):
+            one.close()
+
+
+def test_without_a_master_it_says_so() -> None:
+    with pytest.raises(pccl.MasterLostError, match=r"no pccl master answers at 127.0.0.1:1 "):
+        weights.Subscriber("127.0.0.1:1", blank(), connect_timeout=0.1)
+    with pytest.raises(ValueError, match="connect_timeout is 0"):
+        weights.Subscriber("127.0.0.1:1", blank(), connect_timeout=0)
+
+
+def test_another_version_of_pccl_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SimpleNamespace(PROTOCOL_VERSION=m.PROTOCOL_VERSION + 1, Hello=m.Hello)
+    monkeypatch.setattr("pccl.weights.link.m", other)
+    with pytest.raises(pccl.KickedError, match=r"the master refused this: .* speaks protocol"):
+        weights.Subscriber(address, blank())
+
+
+def test_when_the_master_is_stopped_what_is_staged_can_still_be_taken() -> None:
+    source, own = parameters(), blank()
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        trainer = weights.Publisher(master.address, source)
+        follower = weights.Subscriber(master.address, own)
+        trainer.publish()
+        follower.wait(timeout=PATIENCE_S)
+    with pytest.raises(pccl.MasterLostError, match="the master was stopped"):
+        follower.wait(1, timeout=PATIENCE_S)
+    assert follower.swap() == 1 and same(own, source)
+    with pytest.raises(pccl.MasterLostError, match="the master was stopped"):
+        trainer.publish()
+    follower.close()
+    trainer.close()
+
+
+def test_a_closed_one_says_so(publisher: Publish, follow: Follow) -> None:
+    trainer, follower = publisher(parameters()), follow(blank())
+    for one in (trainer, follower):
+        one.close()
+        one.close()
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            pickle.dumps(one)
+        with pytest.raises(TypeError, match="cannot be pickled"):
+            copy.copy(one)
+    with pytest.raises(pccl.PCCLError, match="the publisher was closed"):
+        trainer.publish()
+    with pytest.raises(pccl.PCCLError, match="the subscriber was closed"):
+        follower.wait()

@@ -1,0 +1,376 @@
+"""Associates: rules of the master and of the follower, and whole stories from seeds; no sockets."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from associates import Hub, Node, package
+
+from pccl.protocol import messages as m
+from pccl.protocol.follower.chain import KEPT_MAX, stale, way
+from pccl.protocol.master.associates import FIRST, PLACES, PLACES_SMALL
+from pccl.types import Result
+
+
+def following(hub: Hub) -> dict[int, int]:
+    return {node.name: node.machine.version for node in hub.living}
+
+
+def told(node: Node, kind: type) -> list[m.MasterMessage]:
+    """What it is told next, of one kind."""
+    return [message for message in node.into if isinstance(message, kind)]
+
+
+def test_the_way_takes_the_fewest_bytes() -> None:
+    chain = [package(1, 0), package(2, 1), package(3, 2), package(3, 0), package(4, 3)]
+    assert [one.key for one in way(chain, 2)] == [(3, 2), (4, 3)]
+    assert [one.key for one in way(chain, 0)] == [(3, 0), (4, 3)]
+    assert [one.key for one in way(chain[:3], 0)] == [(1, 0), (2, 1), (3, 2)]
+    assert way(chain, 4) == () and way((), 0) == ()
+
+
+def test_the_way_goes_as_far_as_it_can() -> None:
+    assert [one.key for one in way([package(1, 0), package(3, 2)], 0)] == [(1, 0)]
+    long = [package(1, 0), *(package(n, n - 1) for n in range(2, 20)), package(19, 0)]
+    assert [one.key for one in way(long, 2)] == [(19, 0)]
+
+
+def test_what_nobody_needs_is_stale() -> None:
+    available = [package(1, 0), package(2, 1), package(3, 2), package(3, 0), package(4, 3)]
+    assert [one.key for one in stale(available, available)] == [(1, 0)]
+    only = [package(1, 0), package(2, 1), package(3, 2)]
+    assert stale(available, only) == []
+    newer = [*available, package(5, 4), package(5, 0)]
+    assert {one.key for one in stale(newer, newer)} == {(1, 0), (2, 1), (3, 2), (3, 0)}
+    many = [package(n, n - 1) for n in range(2, KEPT_MAX + 12)]
+    assert len(many) - len(stale(many, many)) <= KEPT_MAX
+
+
+def test_a_version_reaches_all_and_the_run_does_not_notice() -> None:
+    hub = Hub(1)
+    publisher = hub.add(follows=False)
+    subscribers = [hub.add() for _ in range(5)]
+    hub.settle()
+    call = hub.publish(publisher, 1, 0)
+    hub.settle()
+    assert publisher.answers == {call: ""}
+    assert [node.machine.version for node in subscribers] == [1] * 5
+    hub.publish(publisher, 2, 1)
+    hub.publish(publisher, 3, 2, whole=True)
+    hub.settle()
+    assert [node.machine.version for node in subscribers] == [3] * 5
+    assert not hub.master.peers and hub.master.status().peers == ()
+
+
+def test_few_fetch_from_one_holder_and_whoever_has_it_is_one() -> None:
+    hub = Hub(2)
+    publisher = hub.add(follows=False)
+    for _ in range(9):
+        hub.add()
+    hub.settle()
+    hub.publish(publisher, 1, 0)
+    served: dict[int, set[int]] = {}
+    while hub.step():
+        for number, one in hub.master.run.associates.all.items():
+            served.setdefault(number, set()).update(one.receivers)
+    assert len(served[publisher.number]) < 9
+    assert sum(map(len, served.values())) == 9
+    assert all(version == 1 for name, version in following(hub).items())
+
+
+def waiting(hub: Hub, count: int) -> tuple[Node, list[Node]]:
+    """A publisher of version 1, and subscribers that seek it; nothing has moved."""
+    publisher = hub.add(follows=False)
+    nodes = [hub.add() for _ in range(count)]
+    hub.settle()
+    hub.publish(publisher, 1, 0)
+    while publisher.out:
+        hub._say(publisher)
+    for node in nodes:
+        while node.into:
+            hub._hear(node)
+        while node.out:
+            hub._say(node)
+    return publisher, nodes
+
+
+def test_whoever_takes_long_gives_its_place_back() -> None:
+    hub = Hub(3)
+    _, nodes = waiting(hub, PLACES + 1)
+    assert [len(told(node, m.Source)) for node in nodes] == [1] * PLACES + [0]
+    for node in nodes[:PLACES]:
+        while node.into:
+            hub._hear(node)
+    nodes[0].perform(nodes[0].machine.slow())
+    hub._say(nodes[0])
+    assert len(told(nodes[-1], m.Source)) == 1
+
+
+def test_for_what_is_small_there_are_more_places() -> None:
+    hub = Hub(19)
+    publisher, nodes = waiting(hub, PLACES_SMALL + 1)
+    hub.settle()
+    hub.publish(publisher, 2, 1)
+    while publisher.out:
+        hub._say(publisher)
+    for node in nodes:
+        while node.into:
+            hub._hear(node)
+        while node.out:
+            hub._say(node)
+    assert sum(len(told(node, m.Source)) for node in nodes) == PLACES_SMALL
+
+
+def test_who_has_fetched_faster_comes_first_and_from_where_it_is_fastest() -> None:
+    hub = Hub(4)
+    publisher, nodes = waiting(hub, 4)
+    desk = hub.master.run.associates
+    one, fast = desk.all[nodes[0].number], desk.all[nodes[3].number]
+    fast.rate = 1000
+    before = {**desk.all[publisher.number].receivers}
+    hub.perform(hub.master.received(nodes[0].conn, m.Got(7)))
+    assert one.rate == 7 and desk.all[publisher.number].given == 7
+    assert one.rates == {publisher.number: 7}
+    fresh = desk.all[publisher.number].receivers.keys() - before.keys()
+    assert fresh == {nodes[3].number}
+    hub.perform(hub.master.received(nodes[0].conn, m.Holds((package(1, 0),), 1)))
+    assert desk.all[nodes[2].number].holder == nodes[0].number
+
+
+def test_the_fastest_of_the_free_holders_is_taken() -> None:
+    hub = Hub(5)
+    publisher, nodes = waiting(hub, 3)
+    hub.settle()
+    desk = hub.master.run.associates
+    hub.publish(publisher, 2, 1)
+    late = desk.all[nodes[2].number]
+    late.rates = {nodes[0].number: 50, nodes[1].number: 500, publisher.number: 5}
+    message = m.Holds((package(1, 0),), 1)
+    hub.perform(hub.master.received(nodes[2].conn, m.Seek(1, 0)))
+    assert late.holder == nodes[1].number
+    hub.perform(hub.master.received(nodes[2].conn, m.Seek(1, 0, (nodes[1].number,))))
+    assert late.holder == nodes[0].number
+    assert message.version == 1
+
+
+def test_a_lost_relay_costs_its_receivers_only_time() -> None:
+    hub = Hub(6)
+    publisher, nodes = waiting(hub, 2)
+    other = hub.add()
+    hub.settle()
+    assert other.machine.version == 1
+    hub.publish(publisher, 2, 1)
+    hub.kill(nodes[0])
+    hub.settle()
+    hub.kill(publisher)
+    hub.settle()
+    assert set(following(hub).values()) == {2}
+    late = hub.add()
+    hub.settle()
+    assert late.machine.version == 2, "who is left has all of it"
+
+
+def test_a_holder_that_lies_is_avoided_and_its_victim_goes_on() -> None:
+    hub = Hub(7)
+    publisher = hub.add(follows=False)
+    liar = hub.add()
+    hub.settle()
+    hub.publish(publisher, 1, 0)
+    hub.settle()
+    liar.lies = True
+    victims = [hub.add() for _ in range(4)]
+    hub.settle()
+    assert [node.machine.version for node in victims] == [1] * 4
+
+
+def test_when_all_that_is_left_lies_nothing_is_believed() -> None:
+    hub = Hub(8)
+    publisher = hub.add(follows=False)
+    liar = hub.add()
+    hub.settle()
+    hub.publish(publisher, 1, 0)
+    hub.settle()
+    liar.lies = True
+    hub.kill(publisher)
+    liar.machine._follows = False  # it keeps offering what it has
+    victim = hub.add()
+    hub.settle()
+    assert victim.machine.version == 0
+    again = hub.add(follows=False)
+    hub.settle()
+    hub.publish(again, 2, 0)
+    hub.settle()
+    assert victim.machine.version == 2, "it waits for nothing that it does not need any more"
+
+
+def test_of_two_publishers_one_is_refused_and_goes_on_with_a_whole_version() -> None:
+    hub = Hub(9)
+    one, other = hub.add(follows=False), hub.add(follows=False)
+    subscriber = hub.add()
+    hub.settle()
+    first = hub.publish(one, 1, 0)
+    hub.settle()
+    second = hub.publish(other, 1, 0)
+    hub.settle()
+    assert one.answers == {first: ""} and "version 1 is not newer" in other.answers[second]
+    third = hub.publish(other, 2, 0)
+    hub.settle()
+    assert other.answers[third] == ""
+    fourth = hub.publish(one, 3, 1)
+    hub.settle()
+    assert "another process has published version 2" in one.answers[fourth]
+    assert subscriber.machine.version == 2
+
+
+def test_what_contradicts_what_others_hold_is_not_offered() -> None:
+    hub = Hub(10)
+    publisher, nodes = waiting(hub, 1)
+    hub.settle()
+    shelf = hub.master.run.associates.shelf
+    wrong = package(1, 0, b"another")
+    hub.perform(hub.master.received(nodes[0].conn, m.Holds((wrong,), 1)))
+    assert [*shelf.holders((1, 0))] == [publisher.number]
+    other_way = package(1, 7, b"another")
+    hub.perform(hub.master.received(nodes[0].conn, m.Holds((other_way,), 1)))
+    assert shelf.packages == (package(1, 0),), "it would lead elsewhere"
+
+
+def test_a_holder_that_drops_a_package_has_its_receivers_sent_elsewhere() -> None:
+    hub = Hub(11)
+    publisher, nodes = waiting(hub, PLACES + 1)
+    desk = hub.master.run.associates
+    hub.perform(hub.master.received(nodes[-1].conn, m.Holds((package(1, 0),), 1)))
+    assert desk.all[nodes[0].number].holder == publisher.number
+    hub.perform(hub.master.received(publisher.conn, m.Holds((), 1)))
+    assert not desk.all[publisher.number].receivers
+    assert desk.all[nodes[0].number].holder == nodes[-1].number
+
+
+def test_associates_tell_another_master_what_they_hold() -> None:
+    hub = Hub(12)
+    publisher, _ = waiting(hub, 3)
+    hub.settle()
+    hub.begin()
+    late = hub.add()
+    hub.settle()
+    assert hub.master.run.associates.shelf.head == 1
+    assert late.machine.version == 1
+    call = hub.publish(publisher, 2, 1)
+    hub.settle()
+    assert publisher.answers[call] == "" and set(following(hub).values()) == {2}
+
+
+def test_a_publication_whose_answer_was_lost_is_not_made_twice() -> None:
+    hub = Hub(13)
+    publisher, nodes = waiting(hub, 1)
+    hub.settle()
+    call = hub.publish(publisher, 2, 1)
+    while publisher.out:
+        hub._say(publisher)
+    hub.begin()
+    hub.settle()
+    assert publisher.answers[call] == "" and nodes[0].machine.version == 2
+
+
+def test_an_associate_that_votes_is_dropped() -> None:
+    for message in (m.TopologyVote(1), m.PendingVote(1), m.Inquire(1)):
+        hub = Hub(14)
+        node = hub.add()
+        hub.settle()
+        hub.perform(hub.master.received(node.conn, message))
+        hub.settle()
+        assert node.machine.over is not None and "out of turn" in node.machine.over.why
+        assert not hub.master.run.associates.all
+
+
+def test_the_master_that_misses_a_holder_sends_its_receivers_elsewhere() -> None:
+    """Before they notice: a frozen holder keeps its connections."""
+    hub = Hub(17)
+    publisher, nodes = waiting(hub, PLACES)
+    desk = hub.master.run.associates
+    hub.perform(hub.master.received(nodes[0].conn, m.Holds((package(1, 0),), 1)))
+    hub.perform(hub.master.disconnected(publisher.conn, "it is frozen"))
+    assert desk.all[nodes[1].number].holder == nodes[0].number
+
+
+def test_a_version_that_nobody_holds_any_more_is_not_published_again() -> None:
+    hub = Hub(18)
+    publisher = hub.add(follows=False)
+    node = hub.add(relays=False)
+    hub.settle()
+    hub.publish(publisher, 7, 0)
+    hub.settle()
+    hub.kill(publisher)
+    hub.begin()
+    hub.settle()
+    assert node.machine.version == hub.master.run.associates.shelf.head == 7
+
+
+def test_a_peer_that_publishes_is_dropped() -> None:
+    hub = Hub(15)
+    hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "", b"")
+    todo = [*hub.master.hello(b"x", hello, "10.0.0.1")]
+    todo += hub.master.received(b"x", m.Publish(1, (package(1, 0),)))
+    kicked = [each.message for each in todo if isinstance(getattr(each, "message", 0), m.Kicked)]
+    assert [one.result for one in kicked] == [Result.INTERNAL_ERROR.value]
+
+
+def test_who_is_away_while_others_recover_is_heard() -> None:
+    """A run that comes back is not kept from it by associates that are there already."""
+    hub = Hub(16)
+    node = hub.add()
+    hub.settle()
+    assert node.number > FIRST and hub.master.run.membership.next_number == 1
+    assert hub.master.has_heard(node.conn) and not hub.master.knows(node.conn)
+
+
+def story(seed: int) -> None:
+    """Publishers and subscribers come, die and lie, masters are restarted."""
+    draw = random.Random(seed)
+    hub = Hub(seed)
+    publisher = hub.add(follows=False)
+    version = published = 0
+    for _ in range(draw.randint(5, 40)):
+        for _ in range(draw.randint(0, 30)):
+            hub.step()
+        deed = draw.random()
+        if deed < 0.4:
+            version += 1
+            call = hub.publish(publisher, version, published, whole=draw.random() < 0.3)
+            hub.settle()
+            assert publisher.answers[call] == "", publisher.answers[call]
+            published = version
+        elif deed < 0.7:
+            hub.add(relays=draw.random() < 0.8)
+        elif deed < 0.8 and len(hub.living) > 1:
+            hub.kill(draw.choice([one for one in hub.living if one is not publisher]))
+        elif deed < 0.85:
+            hub.kill(publisher)
+            publisher, published = hub.add(follows=False), 0
+            hub.settle()
+            version = max(version, hub.master.run.associates.shelf.head)
+        elif deed < 0.9:
+            while any(not node.number for node in hub.living):  # they would have to begin anew
+                hub.step()
+            hub.begin()
+            hub.settle()
+        else:
+            liars = [one for one in hub.living if one is not publisher]
+            for one in liars[:1]:
+                one.lies = not one.lies
+    hub.publish(publisher, version + 1, 0)
+    hub.settle()
+    for node in hub.living:
+        if node.machine.over is None and node is not publisher:  # else it must begin anew
+            assert node.machine.version == version + 1, f"node {node.name}"
+
+
+@pytest.mark.parametrize("first", range(0, 60, 30))
+def test_stories(first: int) -> None:
+    for seed in range(first, first + 30):
+        try:
+            story(seed)
+        except BaseException:
+            print(f"seed {seed}")
+            raise

@@ -1,0 +1,267 @@
+"""A master and its associates without sockets: messages in any legal order, an engine that obeys.
+
+The engine moves a package when both ends have started it on streams to each other, with one slot.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from pccl.protocol import messages as m
+from pccl.protocol.follower import Follower, effects
+from pccl.protocol.master import Master
+from pccl.protocol.master import effects as masters
+from pccl.protocol.master.associates import FIRST, PLACES_SMALL, SMALL_BYTES
+from pccl.protocol.peer import effects as common
+from pccl.runtime.inline import combine
+
+
+def package(version: int, base: int, content: bytes = b"") -> m.Package:
+    """A package; what is whole is ten times as large."""
+    digest = (content or b"%d" % version).ljust(16, b"-")
+    nbytes = SMALL_BYTES // 2 if base else 5 * SMALL_BYTES
+    return m.Package(version, base, digest, 1, digest, nbytes, digest)
+
+
+@dataclass
+class Transfer:
+    """An op of an engine, and its ends: the numbers of the others, by slot and stream."""
+
+    package: m.Package
+    serves: bool
+    ends: dict[int, int] = field(default_factory=dict)  # stream -> slot
+
+
+class Node:
+    """An associate and its engine."""
+
+    def __init__(self, name: int, follows: bool = True, relays: bool = True) -> None:
+        hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1000 + name, "", "", b"", associate=True)
+        self.name, self.lies, self.alive = name, False, True
+        self.machine = Follower(hello, follows, relays, lambda package: True)
+        self.conn = b""
+        self.out: deque[m.PeerMessage] = deque()
+        self.into: deque[m.MasterMessage] = deque()
+        self.ops: dict[int, Transfer] = {}
+        self.streams: dict[int, tuple[int, int]] = {}  # to whom, and by which nonce
+        self.door = 0
+        self.answers: dict[int, str] = {}
+        self.arrived: list[m.Package] = []
+        self.rests = False
+        self.parcels: set[tuple[int, int]] = set()
+
+    @property
+    def number(self) -> int:
+        return self.machine.number
+
+    def perform(self, todo: list[effects.Effect]) -> None:
+        for effect in todo:
+            match effect:
+                case common.Send(message):
+                    self.out.append(m.decode_from_peer(m.encode(message)))
+                case effects.Door(_, nonce):
+                    self.door = nonce
+                case effects.Reach(stream, to, nonce):
+                    self.streams[stream] = to.peer, nonce
+                case common.CloseStream(stream):
+                    self.streams.pop(stream, None)
+                    for op in self.ops.values():
+                        op.ends.pop(stream, None)
+                case effects.Offer(op, what):
+                    assert what.key in self.parcels, "it serves what it does not have"
+                    self.ops[op] = Transfer(what, True)
+                case effects.Gather(op, what):
+                    assert not any(one.package == what for one in self.ops.values()), "twice"
+                    self.ops[op] = Transfer(what, False)
+                case common.StartTransfer(op, _, _, ends):
+                    for end in ends:
+                        slots = self.ops[op].ends.values() if self.ops[op].serves else ()
+                        assert end.slot not in slots, "a slot is taken"
+                        self.ops[op].ends[end.stream] = end.slot
+                case common.CommitOp(op):
+                    del self.ops[op]
+                    self.perform(self.machine.engine_settled(op))
+                case common.AbortOp(op):
+                    self.ops.pop(op, None)
+                case effects.Arrived(what):
+                    self.arrived.append(what)
+                case effects.Forgotten(what):
+                    self.parcels.discard(what.key)
+                case effects.Answered(call, why):
+                    self.answers[call] = why
+                case effects.Rest():
+                    self.rests = True
+
+
+class Hub:
+    """A master with its associates, driven by a random number generator."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.nodes: list[Node] = []
+        self.masters = self.conns = self.calls = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Another master begins; all connections are new."""
+        self.masters += 1
+        self.master = Master(1, combine, secret=b"%d" % self.masters)
+        for node in self.living:
+            node.out.clear()
+            node.into.clear()
+            node.perform(node.machine.disconnected("the master is gone"))
+            node.out.clear()
+            if node.machine.over is None:
+                self._connect(node)
+                node.perform(node.machine.reconnected())
+
+    @property
+    def living(self) -> list[Node]:
+        """Those that are not dead."""
+        return [node for node in self.nodes if node.alive]
+
+    def add(self, follows: bool = True, relays: bool = True) -> Node:
+        node = Node(len(self.nodes) + 1, follows, relays)
+        self.nodes.append(node)
+        self._connect(node)
+        node.perform(node.machine.join())
+        return node
+
+    def _connect(self, node: Node) -> None:
+        self.conns += 1
+        node.conn = b"%d" % self.conns
+
+    def kill(self, node: Node) -> None:
+        node.alive = False
+        node.out.clear()
+        self.perform(self.master.disconnected(node.conn, "it died"))
+
+    def publish(self, node: Node, version: int, base: int, whole: bool = False) -> int:
+        """Publishes differences, a whole version, or both. Returns the number of the call."""
+        self.calls += 1
+        made = [package(version, base)] if base else []
+        made += [package(version, 0)] if whole or not base else []
+        node.parcels |= {one.key for one in made}
+        node.perform(node.machine.publish(self.calls, tuple(made)))
+        return self.calls
+
+    # ---- events ----
+
+    def perform(self, todo: list[masters.Effect]) -> None:
+        by_conn = {node.conn: node for node in self.nodes}
+        for effect in todo:
+            if isinstance(effect, masters.Send) and by_conn[effect.conn].alive:
+                by_conn[effect.conn].into.append(m.decode_from_master(m.encode(effect.message)))
+
+    def step(self) -> bool:
+        """One thing happens, of those that may. Returns whether there was any."""
+        ways = [(self._say, node) for node in self.living if node.out]
+        ways += [(self._hear, node) for node in self.living if node.into]
+        ways += [(self._take, node) for node in self.living if node.arrived]
+        ways += [(self._move, node) for node in self.living if self._moving(node)]
+        if not ways:
+            return self._wait()
+        way, node = self.random.choice(ways)
+        way(node)
+        self.check()
+        return True
+
+    def settle(self, most: int = 20_000) -> None:
+        """Until nothing happens any more."""
+        while most > 0 and self.step():
+            most -= 1
+        assert most > 0, "it never rests"
+
+    def _say(self, node: Node) -> None:
+        message = node.out.popleft()
+        if isinstance(message, m.Hello):
+            self.perform(self.master.hello(node.conn, message, "10.0.0.1"))
+        else:
+            self.perform(self.master.received(node.conn, message))
+
+    def _hear(self, node: Node) -> None:
+        node.perform(node.machine.received(node.into.popleft()))
+
+    def _take(self, node: Node) -> None:
+        what = node.arrived.pop(0)
+        assert what.base in (0, node.machine.version), "it does not follow what is there"
+        node.parcels.add(what.key)
+        node.perform(node.machine.taken(what, what.version))
+
+    def _fetch(self, node: Node) -> tuple[int, Transfer] | None:
+        found = [(op, one) for op, one in node.ops.items() if not one.serves and one.ends]
+        return found[0] if found else None
+
+    def _moving(self, node: Node) -> bool:
+        """Whether its fetch can go on: data comes, or it is seen that none will."""
+        fetch = self._fetch(node)
+        if fetch is None:
+            return False
+        ((stream, slot),) = fetch[1].ends.items()
+        to, nonce = node.streams[stream]
+        holder = next((one for one in self.living if one.number == to), None)
+        if holder is None or holder.door != nonce:
+            return True
+        return any(
+            one.serves and one.package == fetch[1].package and one.ends.get(back) == slot
+            for one in holder.ops.values()
+            for back, (there, by) in holder.streams.items()
+            if there == node.number and by == node.door and back in one.ends
+        )
+
+    def _move(self, node: Node) -> None:
+        fetch = self._fetch(node)
+        assert fetch is not None
+        op, transfer = fetch
+        (stream,) = transfer.ends
+        to, nonce = node.streams[stream]
+        holder = next((one for one in self.living if one.number == to), None)
+        if holder is None or holder.door != nonce or holder.lies:
+            lied = holder is not None and holder.door == nonce and holder.lies
+            transfer.ends.clear()
+            node.perform(node.machine.stream_lost(stream, lied))
+            node.perform(node.machine.engine_failed(op, "its holder is lost", True))
+        elif self.random.random() < 0.2:
+            node.perform(node.machine.slow())
+        else:
+            rate = self.random.randint(1, 1000)
+            settled = self.random.random() < 0.5
+            if settled:
+                del node.ops[op]
+            node.perform(node.machine.engine_complete(op, settled, rate))
+
+    def _wait(self) -> bool:
+        """Time passes: whoever rests seeks again, and who gets nothing gives its holder up."""
+        for node in self.living:
+            if node.rests:
+                node.rests = False
+                node.perform(node.machine.rested())
+                if node.out:
+                    return True
+            fetch = self._fetch(node)
+            if fetch is not None:
+                fetch[1].ends.clear()
+                node.perform(node.machine.engine_failed(fetch[0], "nothing comes", True))
+                return True
+        return False
+
+    def check(self) -> None:
+        """What always holds."""
+        desk = self.master.run.associates
+        for number, one in desk.all.items():
+            quick = [desk.all[each] for each in one.receivers if not desk.all[each].slow]
+            assert len(quick) <= PLACES_SMALL + len(one.receivers) - len(quick), "too many places"
+            for each in one.receivers:
+                receiver = desk.all[each]
+                assert receiver.holder == number and receiver.seek is not None
+                key = receiver.seek.version, receiver.seek.base
+                assert number in self.master.run.associates.shelf.holders(key), (
+                    "it has no more of it"
+                )
+                assert number not in receiver.seek.avoid
+            assert number > FIRST
+        slots = [one.slot for one in desk.all.values()]
+        assert len(slots) == len({*slots})
+        assert not self.master.peers, "an associate is no peer"
