@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from errors_page import listed
 from waiting import wait_until
 
 import pccl
@@ -71,6 +73,15 @@ def follow(made: list, address: str) -> Follow:
         return made[-1]
 
     return make
+
+
+@contextlib.contextmanager
+def fails(kind: type[pccl.PCCLError], words: str) -> Iterator[None]:
+    """With such an error, which the page of errors lists."""
+    with pytest.raises(kind, match=words) as raised:
+        yield
+    assert type(raised.value) is kind
+    listed(f"{kind.__name__}: {raised.value}")
 
 
 def swapped(subscriber: weights.Subscriber, version: int) -> None:
@@ -144,7 +155,7 @@ def test_a_publisher_that_is_gone_takes_nothing_along_and_another_one_goes_on(
     trainer.publish()
     swapped(relay, 1)
     trainer.close()
-    with pytest.raises(pccl.PCCLTimeoutError, match="no newer one has come"):
+    with fails(pccl.PCCLTimeoutError, "no newer one has come"):
         relay.wait(timeout=0.01)
     late = follow(late_own)
     swapped(late, 1)
@@ -163,11 +174,11 @@ def test_of_two_publishers_the_later_one_is_told_and_can_go_on(
     one, other = publisher(source), publisher(parameters(2.0))
     follower = follow(own)
     one.publish(5)
-    with pytest.raises(pccl.PCCLError, match="version 5 is not newer than version 5"):
+    with fails(pccl.PCCLError, "version 5 is not newer than version 5"):
         other.publish(5)
     assert other.publish().version == 6
     train(source)
-    with pytest.raises(pccl.PCCLError, match="another process has published version 6"):
+    with fails(pccl.PCCLError, "another process has published version 6"):
         one.publish()
     assert one.publish().version == 7
     swapped(follower, 7)
@@ -185,7 +196,7 @@ def test_a_holder_of_wrong_data_is_not_believed(publisher: Publish, follow: Foll
     liar._associate._parcels[1, 0].body[5 << 19] ^= 1
     trainer.close()
     victim = follow(own)
-    with pytest.raises(pccl.PCCLTimeoutError, match="although 1 was published"):
+    with fails(pccl.PCCLTimeoutError, "although 1 was published"):
         victim.wait(timeout=0.5)
     assert victim.staged == 0 and same(own, blank())
     honest = publisher(source)
@@ -218,9 +229,9 @@ def test_parameters_that_do_not_fit_end_their_subscriber_and_no_other(
     shorter = follow({"large": np.zeros(5, np.float32)})
     trainer.publish()
     swapped(follower, 1)
-    with pytest.raises(pccl.PCCLError, match="'large' has 1048576 elements of float32 where"):
+    with fails(pccl.PCCLError, "'large' has 1048576 elements of float32 where"):
         stranger.wait(timeout=PATIENCE_S)
-    with pytest.raises(pccl.PCCLError, match=r"4194368 bytes .* 64 are here"):
+    with fails(pccl.PCCLError, r"4194368 bytes .* 64 are here"):
         shorter.wait(timeout=PATIENCE_S)
     train(source)
     trainer.publish()
@@ -235,7 +246,7 @@ def test_keys_are_those_of_the_run(tmp_path: Path) -> None:
     keys, foreign = tmp_path / "keys", tmp_path / "foreign"
     source, copies = parameters(), [blank(), blank()]
     with pccl.MasterNode("127.0.0.1:0", security=keys) as master:
-        with pytest.raises(pccl.KickedError, match="`allowed` does not have"):
+        with fails(pccl.KickedError, "`allowed` does not have"):
             weights.Subscriber(master.address, blank(), security=foreign)
         trainer = weights.Publisher(master.address, source, security=keys)
         followers = [weights.Subscriber(master.address, own, security=keys) for own in copies]
@@ -248,7 +259,7 @@ def test_keys_are_those_of_the_run(tmp_path: Path) -> None:
 
 
 def test_without_a_master_it_says_so() -> None:
-    with pytest.raises(pccl.MasterLostError, match=r"no pccl master answers at 127.0.0.1:1 "):
+    with fails(pccl.MasterLostError, r"no pccl master answers at 127.0.0.1:1 "):
         weights.Subscriber("127.0.0.1:1", blank(), connect_timeout=0.1)
     with pytest.raises(ValueError, match="connect_timeout is 0"):
         weights.Subscriber("127.0.0.1:1", blank(), connect_timeout=0)
@@ -257,7 +268,7 @@ def test_without_a_master_it_says_so() -> None:
 def test_another_version_of_pccl_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     other = SimpleNamespace(PROTOCOL_VERSION=m.PROTOCOL_VERSION + 1, Hello=m.Hello)
     monkeypatch.setattr("pccl.weights.link.m", other)
-    with pytest.raises(pccl.KickedError, match=r"the master refused this: .* speaks protocol"):
+    with fails(pccl.KickedError, r"the master refused this: .* speaks protocol"):
         weights.Subscriber(address, blank())
 
 
@@ -268,10 +279,10 @@ def test_when_the_master_is_stopped_what_is_staged_can_still_be_taken() -> None:
         follower = weights.Subscriber(master.address, own)
         trainer.publish()
         follower.wait(timeout=PATIENCE_S)
-    with pytest.raises(pccl.MasterLostError, match="the master was stopped"):
+    with fails(pccl.MasterLostError, "the master was stopped"):
         follower.wait(1, timeout=PATIENCE_S)
     assert follower.swap() == 1 and same(own, source)
-    with pytest.raises(pccl.MasterLostError, match="the master was stopped"):
+    with fails(pccl.MasterLostError, "the master was stopped"):
         trainer.publish()
     follower.close()
     trainer.close()
@@ -286,7 +297,7 @@ def test_a_closed_one_says_so(publisher: Publish, follow: Follow) -> None:
             pickle.dumps(one)
         with pytest.raises(TypeError, match="cannot be pickled"):
             copy.copy(one)
-    with pytest.raises(pccl.PCCLError, match="the publisher was closed"):
+    with fails(pccl.PCCLError, "the publisher was closed"):
         trainer.publish()
-    with pytest.raises(pccl.PCCLError, match="the subscriber was closed"):
+    with fails(pccl.PCCLError, "the subscriber was closed"):
         follower.wait()
