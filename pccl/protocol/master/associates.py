@@ -180,12 +180,12 @@ class Associates:
     def _objection(self, packages: tuple[m.Package, ...]) -> str:
         """Why these cannot be the next version; empty if they can."""
         head, version = self.shelf.head, packages[0].version
+        if any(package.base not in (0, head) for package in packages):
+            return f"another process has published version {head} of the weights meanwhile"
         if version <= head:
             return f"version {version} is not newer than version {head}, which was published before"
         if any(package.version != version for package in packages):
             return "one version has one number"
-        if any(package.base not in (0, head) for package in packages):
-            return f"another process has published version {head} of the weights meanwhile"
         return ""
 
     def _holds(self, one: Associate, holds: m.Holds) -> None:
