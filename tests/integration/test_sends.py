@@ -124,7 +124,7 @@ def test_who_is_lost_ends_the_sends_of_its_partner_alone(backend: str) -> None:
         for handle in waits:
             if not handle.wait()[0]:
                 assert isinstance(handle.error, pccl.PeerLostError)
-                assert "lost peer 4 (" in handle.error.message or "to peer 4" in str(handle.error)
+                assert "peer 4" in str(handle.error)  # lost in it, or before its vote has arrived
         assert isinstance(waits[0].error, pccl.PeerLostError)
         assert all(handle.wait()[0] for handle in between)
         assert (large == 1).all()

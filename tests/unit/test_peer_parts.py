@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import typing
 
@@ -10,6 +11,7 @@ from handlers import takes_what_it_is_given
 
 from pccl.calls import launch
 from pccl.protocol import messages as m
+from pccl.protocol.follower.machine import Follower
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.calls import Collective
 from pccl.protocol.peer.collectives import Collectives
@@ -222,7 +224,11 @@ def test_a_probe_is_a_transfer_that_is_measured(bench: Bench) -> None:
 
 def test_every_message_of_the_master_concerns_a_part() -> None:
     handlers = Peer()._by_type
-    assert handlers.keys() == {*typing.get_args(m.MasterMessage)} - {m.Report}
+    hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1, "", "", b"", associate=True)
+    follower = Follower(hello, True, True, lambda package: True)._by_type
+    concerned = handlers.keys() | follower.keys()
+    assert concerned == {*typing.get_args(m.MasterMessage)} - {m.Report}
+    assert handlers.keys() & follower.keys() == {m.Welcome, m.Refused, m.Kicked, m.CallError}
     assert takes_what_it_is_given(handlers)
 
 
@@ -250,11 +256,14 @@ def steps_to_start(size: int, rings: int) -> int:
     for call in (1, 2):
         calls.clear()
         part.enter(Collective(call, call, WORK), said=False)
+        gc.collect()  # or finalizers of other tests' objects would be counted
+        gc.disable()
         sys.setprofile(count)
         try:
             part.start(m.Started(call, call, 5))
         finally:
             sys.setprofile(before)
+            gc.enable()
     started = [effect for effect in outbox.take() if isinstance(effect, StartOp)]
     assert [len(one.rings) for one in started] == [rings, rings]
     assert {place.members for one in started for place in one.rings} == {size}
