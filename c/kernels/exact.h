@@ -36,10 +36,16 @@
 #elif __GNUC__ >= 8
 #define PCCL_CLONES __attribute__((target_clones("avx2", "default")))
 #endif
+#if __GNUC__ >= 8
+#define PCCL_FEW_CLONES __attribute__((target_clones("avx2", "default")))
+#endif
 #endif
 #endif
 #ifndef PCCL_CLONES
 #define PCCL_CLONES
+#endif
+#ifndef PCCL_FEW_CLONES      /* for what is large and seldom used */
+#define PCCL_FEW_CLONES
 #endif
 
 /* PCCL_INLINE is for what is part of such a function: a call would leave its level. */

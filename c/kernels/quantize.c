@@ -82,6 +82,7 @@ static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, u
 
 #define T(name) name##_f32
 #define REAL float
+#define CLONES PCCL_CLONES
 #define WORD uint32_t
 #define INTEGER int32_t
 #define INFINITE 0x7f800000u
@@ -90,6 +91,7 @@ static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, u
 #include "kernels/blocks.inc"
 #undef T
 #undef REAL
+#undef CLONES
 #undef WORD
 #undef INTEGER
 #undef INFINITE
@@ -98,6 +100,7 @@ static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, u
 
 #define T(name) name##_f64
 #define REAL double
+#define CLONES PCCL_FEW_CLONES
 #define WORD uint64_t
 #define INTEGER int64_t
 #define INFINITE 0x7ff0000000000000u

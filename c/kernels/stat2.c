@@ -41,7 +41,7 @@ static PCCL_INLINE void encode_block(unsigned char *out, const unsigned char *in
                                           | codes[3 * quarter + i] << 6);
 }
 
-PCCL_CLONES
+PCCL_FEW_CLONES
 void pccl_stat2_encode(void *out, const float *in, size_t n)
 {
     unsigned char *to = out;

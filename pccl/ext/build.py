@@ -6,6 +6,7 @@ PCCL_BUILD=debug or asan in the environment of the build gives an unoptimised or
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -68,7 +69,8 @@ def flags() -> tuple[list[str], list[str]]:
         raise SystemExit(f"PCCL_BUILD={mode!r}: it can be unset, debug or asan")
     if sysconfig.get_platform().startswith("win"):
         return MSVC_ALWAYS + MSVC_FLAGS[mode], []
-    return GCC_ALWAYS + GCC_FLAGS[mode], GCC_SANITIZE if mode == "asan" else []
+    linking = {"": ["-Wl,-s"] if sys.platform == "linux" else [], "debug": [], "asan": GCC_SANITIZE}
+    return GCC_ALWAYS + GCC_FLAGS[mode], linking[mode]
 
 
 def names(suffix: str) -> list[str]:
