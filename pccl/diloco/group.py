@@ -94,6 +94,9 @@ class Group:
         """Joins the run once more, which has gone on without this peer."""
         with self._meter.timed("admit"):
             self._comm.connect()
+        # The others may have begun another run, at an earlier revision than this peer's; but who
+        # has trained offers more than one who comes for the first time, with revision 0.
+        self.shared.revision = min(self.shared.revision, 1)
         self._quorum, before = replace(self._quorum, begin=1), self._quorum
         try:
             self.join(config)
