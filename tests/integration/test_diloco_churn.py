@@ -65,6 +65,9 @@ class Schedule:
                 diloco.finish()
         except Left:
             pass
+        except pccl.KickedError:  # it has come back in vain three times, and is gone for good
+            if "deadline_peers" not in self.options:
+                raise
 
     def run(self) -> None:
         with pccl.MasterNode("127.0.0.1:0") as master:

@@ -13,23 +13,25 @@ PATIENCE_S = 60.0
 
 
 def in_threads(jobs: list[Callable[[], T]], patience_s: float = PATIENCE_S) -> list[T]:
-    """Runs jobs at the same time and returns their results, or raises the first one's exception."""
+    """Runs jobs at the same time and returns their results, or raises what failed first."""
     results: list[T | BaseException] = [RuntimeError("it did not end")] * len(jobs)
+    failures: list[BaseException] = []
 
     def work(index: int) -> None:
         try:
             results[index] = jobs[index]()
         except BaseException as error:
             results[index] = error
+            failures.append(error)
 
     threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(len(jobs))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(patience_s)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    for failure in [*failures, *results]:
+        if isinstance(failure, BaseException):
+            raise failure
     return results  # type: ignore[return-value]
 
 
