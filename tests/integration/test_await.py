@@ -109,8 +109,7 @@ def test_a_copy_to_a_device_does_not_hold_up_the_loop(pair: list[pccl.Communicat
         ours._launch._bring_back = bring_back
         theirs = launch(pair[1], 2)
         task = asyncio.ensure_future(ours)
-        while not copying.is_set():
-            await asyncio.sleep(0.001)
+        assert await asyncio.to_thread(copying.wait, PATIENCE_S)
         assert not task.done()
         released.set()
         assert (await task)[0] and (await theirs)[0]

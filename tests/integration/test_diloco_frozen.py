@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from gate import Gate, pass_gate  # noqa: E402
 from processes import Reporter  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
@@ -23,7 +24,6 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform"),
 ]
-STEP_S = 0.05
 STEPS = 4
 
 
@@ -42,22 +42,33 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_the_others_do_not_wait_for_it_and_it_comes_back(
-    mode: str, grace_s: float, heartbeats_s: float, monkeypatch: pytest.MonkeyPatch
+    mode: str,
+    grace_s: float,
+    heartbeats_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Its deadline is over, or its connection is lost: it joins again in both cases."""
+    frozen, comes_back = Gate(tmp_path / "frozen"), Gate(tmp_path / "comes back")
     monkeypatch.setenv("PCCL_HEARTBEAT_TIMEOUT_MS", str(int(1000 * heartbeats_s)))
     with pccl.MasterNode("127.0.0.1:0") as master:
-        words = master.address, mode, grace_s
-        peers = [Reporter(Path(__file__), *words, patience_s=60) for _ in range(3)]
+        words = Path(__file__), master.address, mode, grace_s
+        where = [("others", comes_back.path)] * 2 + [("frozen", frozen.path)]
+        peers = [Reporter(*words, *each, patience_s=60) for each in where]
         try:
-            peers[2].wait_for(lambda report: report.get("step") == 2 and report["round"] == 2)
+            peers[2].wait_for(lambda report: report.get("waits", False))
             os.kill(peers[2].process.pid, signal.SIGSTOP)
+            frozen.open()
             peers[0].wait_for(lambda report: report.get("contributors") == 2)
             os.kill(peers[2].process.pid, signal.SIGCONT)
+            wait_until(lambda: any(not peer.accepted for peer in master.status().peers))
+            comes_back.open()
             back = peers[2].wait_for(lambda report: report.get("rejoined", False))
             again = peers[2].wait_for(lambda report: report.get("contributors") == 3)
             same = [p.wait_for(lambda report: report.get("k") == again["k"]) for p in peers[:2]]
         finally:
+            for gate in (frozen, comes_back):
+                gate.open()
             for peer in peers:
                 peer.kill()
     assert back["contributors"] == 0 and again["k"] > back["k"]
@@ -67,8 +78,12 @@ def test_the_others_do_not_wait_for_it_and_it_comes_back(
     assert 0.5 < max(waited_s) < min(grace_s, heartbeats_s) + 2.0, "a busy machine takes its time"
 
 
-def train(address: str, mode: str, grace_s: str) -> None:
-    """Reports each step and each round until it is killed."""
+def train(address: str, mode: str, grace_s: str, role: str, gate: str) -> None:
+    """Reports each round until it is killed.
+
+    The frozen one waits at its gate in the middle of the third round; the others wait at theirs
+    after the first round without it.
+    """
     torch.set_num_threads(1)
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -85,8 +100,9 @@ def train(address: str, mode: str, grace_s: str) -> None:
         )
         rounds = 0
         while True:
-            say(step=diloco.inner_step, round=rounds)
-            time.sleep(STEP_S)
+            if role == "frozen" and (rounds, diloco.inner_step) == (2, 2):
+                say(waits=True)
+                pass_gate(gate)
             model(torch.randn(2, 4)).pow(2).sum().backward()
             outer = diloco.step()
             if outer:
@@ -98,6 +114,8 @@ def train(address: str, mode: str, grace_s: str) -> None:
                     waited_s=outer.total_s,
                     digest=diloco.state_digest(),
                 )
+                if role == "others" and outer.contributors == 2:
+                    pass_gate(gate)
 
 
 def say(**words: Any) -> None:

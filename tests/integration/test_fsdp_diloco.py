@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fsdp_diloco import Model, data  # noqa: E402
 
 SCRIPT = Path(__file__).resolve().parents[1] / "support" / "fsdp_diloco.py"
 PATIENCE_S = 100
-ROUNDS, INNER_STEPS = 12, 2
+ROUNDS, INNER_STEPS, STOP = 12, 2, 4
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(PATIENCE_S + 20)]
 
@@ -37,13 +37,16 @@ class Grid:
         self._address, self._rounds, self._options = address, rounds, options
         self.replicas: list[list[Reporter]] = []
 
-    def start(self, **more: Any) -> list[Reporter]:
-        """One more."""
+    def start(self, stops: Sequence[int] = (), **more: Any) -> list[Reporter]:
+        """One more; these ranks of it stop after STOP outer steps, until they are killed."""
         options, port = json.dumps({**self._options, **more}), free_port()
         words = self._address, len(self.replicas), self._rounds
         self.replicas.append(
             [
-                Reporter(SCRIPT, *words, rank, 2, port, options, patience_s=PATIENCE_S)
+                Reporter(
+                    *(SCRIPT, *words, rank, 2, port, options, STOP if rank in stops else 0),
+                    patience_s=PATIENCE_S,
+                )
                 for rank in range(2)
             ]
         )
@@ -144,8 +147,9 @@ def past(step: int) -> Any:
 
 
 def test_a_machine_is_lost_and_replaced(grid: Grid) -> None:
-    first, second = grid.start(), grid.start()
-    first[0].wait_for(past(3))
+    first, second = grid.start(), grid.start(stops=[0, 1])
+    for process in second:
+        process.wait_for(past(STOP - 1))
     for process in second:
         process.kill()
     third = grid.start(min_peers=1)
@@ -158,8 +162,8 @@ def test_a_machine_is_lost_and_replaced(grid: Grid) -> None:
 @pytest.mark.parametrize("how", ["killed", "frozen"])
 def test_half_a_machine_is_lost(how: str, grid: Grid) -> None:
     """Its other half is dropped with it, even while it waits for it in a collective of torch."""
-    first, second = grid.start(), grid.start()
-    first[0].wait_for(past(3))
+    first, second = grid.start(), grid.start(stops=[1])
+    second[1].wait_for(past(STOP - 1))
     if how == "killed":
         second[1].kill()
     else:

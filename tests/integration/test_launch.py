@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from waiting import wait_until
 
 import pccl
 from pccl.cli import main as cli
@@ -175,13 +175,6 @@ def sizes(master: pccl.MasterNode) -> int:
     return sum(peer.accepted for peer in master.status().peers)
 
 
-def wait_until(what: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
-    end_s = time.monotonic() + patience_s
-    while not what():
-        assert time.monotonic() < end_s, "it did not come to that"
-        time.sleep(0.1)
-
-
 def workers(marker: str) -> list[int]:
     """The processes that run train.py with that among their words; not those that start them."""
     found = []
@@ -196,10 +189,10 @@ def workers(marker: str) -> list[int]:
 
 def survive(master: pccl.MasterNode, kill: Callable[[], object]) -> None:
     """Two peers train, one is killed, the run goes on, and another one takes its place."""
-    wait_until(lambda: sizes(master) == 2)
+    wait_until(lambda: sizes(master) == 2, PATIENCE_S)
     kill()
-    wait_until(lambda: sizes(master) == 1)
-    wait_until(lambda: sizes(master) == 2)
+    wait_until(lambda: sizes(master) == 1, PATIENCE_S)
+    wait_until(lambda: sizes(master) == 2, PATIENCE_S)
 
 
 @pytest.mark.slow
@@ -237,7 +230,7 @@ def test_ray_starts_an_actor_again_that_was_killed(
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         actors, answers = actors_of.start(master.address, STEPS, 2)
-        wait_until(lambda: sizes(master) == 2)
+        wait_until(lambda: sizes(master) == 2, PATIENCE_S)
         victim = ray.get(actors[0].process.remote(), timeout=60)
         survive(master, lambda: os.kill(victim, signal.SIGKILL))
         assert ray.get(answers, timeout=PATIENCE_S) == ["done", "done"]
@@ -298,7 +291,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     running = [subprocess.Popen([str(daemon), "-D"], env=env, **nowhere) for daemon in daemons]
     try:
         idle = ["sinfo", "--noheader", "--format=%t"]
-        wait_until(lambda: subprocess.check_output(idle, env=env, text=True).strip() == "idle")
+        wait_until(lambda: subprocess.check_output(idle, env=env).strip() == b"idle", PATIENCE_S)
         yield env
     finally:
         subprocess.run(["scancel", "--user=root", "--full"], env=env)
@@ -328,7 +321,7 @@ def test_slurm_queues_a_peer_again_whose_step_was_killed(
             os.kill(process, signal.SIGKILL)
 
     survive(master, kill_a_step)
-    wait_until(lambda: not subprocess.check_output(["squeue", "-h"], env=slurm))
+    wait_until(lambda: not subprocess.check_output(["squeue", "-h"], env=slurm), PATIENCE_S)
     logs = "".join(file.read_text() for file in tmp_path.glob("pccl-*.log"))
     assert logs.count("done: 400 steps, weights 400.0") == 2, logs
     assert "ended with status 137" in logs and "queued again" in logs

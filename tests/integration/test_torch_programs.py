@@ -15,11 +15,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gate import Gate
 from waiting import wait_until
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "support" / "programs_of_torch"
@@ -96,6 +97,24 @@ def launch() -> Iterator[Callable[..., Launched]]:
         launched.close()
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Callable[[str], Gate]]:
+    """Makes gates, by name."""
+    with ExitStack() as made:
+
+        def make(name: str) -> Gate:
+            gate = Gate(tmp_path / name)
+            made.callback(gate.open)
+            return gate
+
+        yield make
+
+
+def after(gates: dict[int, Gate]) -> dict[str, str]:
+    """The environment of programs that wait at gates after these epochs."""
+    return {"GATES": json.dumps({str(epoch): str(gate.path) for epoch, gate in gates.items()})}
+
+
 def needs(package: str) -> pytest.MarkDecorator:
     missing = importlib.util.find_spec(package) is None
     return pytest.mark.skipif(missing, reason=f"the program needs {package}")
@@ -112,24 +131,30 @@ def needs(package: str) -> pytest.MarkDecorator:
     ],
 )
 def test_torchrun_starts_all_again_from_the_snapshot(
-    program: str, launch: Callable[..., Launched], tmp_path: Path
+    program: str,
+    launch: Callable[..., Launched],
+    gate: Callable[[str], Gate],
+    tmp_path: Path,
 ) -> None:
     """They find the new master, though torchrun's store still names the one before."""
     steps, save = 30, 5
+    last, saved = 2 * save + 1, gate("saved twice")
     words = ["--standalone", "--nproc-per-node", 2, "--max-restarts", 2]
     script = PROGRAMS / f"{program}.py"
-    launched = launch(*TORCHRUN, *words, script, steps, save, tmp_path / "saved", PACE_S="0.05")
+    words += [script, steps, save, tmp_path / "saved"]
+    launched = launch(*TORCHRUN, *words, **after({last: saved}))
     begun = [launched.wait_for(lambda report: "begins" in report)["begins"] for _ in range(2)]
     assert begun == [0, 0]
-    doomed = launched.wait_for(lambda r: r.get("epoch", 0) > 2 * save and r["rank"] == 1)
+    doomed = launched.wait_for(lambda r: r.get("epoch") == last and r["rank"] == 1)
     os.kill(doomed["pid"], signal.SIGKILL)
+    saved.open()
     again = [launched.wait_for(lambda report: "begins" in report)["begins"] for _ in range(2)]
     assert again[0] == again[1] >= 2 * save
     assert launched.ended() == 0
-    last = [report for report in launched.seen if report.get("epoch") == steps - 1]
-    assert {report["rank"] for report in last[-2:]} == {0, 1}
-    assert len({report["digest"] for report in last[-2:] if "digest" in report}) < 2
-    assert {report["size"] for report in last[-2:]} == {2}
+    ends = [report for report in launched.seen if report.get("epoch") == steps - 1]
+    assert {report["rank"] for report in ends[-2:]} == {0, 1}
+    assert len({report["digest"] for report in ends[-2:] if "digest" in report}) < 2
+    assert {report["size"] for report in ends[-2:]} == {2}
 
 
 def free_port() -> int:
@@ -144,10 +169,12 @@ def listens(port: int) -> bool:
 
 
 def test_an_elastic_torchrun_goes_on_without_a_node_and_takes_another_one_in(
-    launch: Callable[..., Launched], tmp_path: Path
+    launch: Callable[..., Launched], gate: Callable[[str], Gate], tmp_path: Path
 ) -> None:
     """One is killed: the others go on in the same step. One joins: all begin from the snapshot."""
-    epochs, save, reports, port = 200, 5, queue.Queue[Report](), free_port()
+    epochs, save, reports, port = 30, 5, queue.Queue[Report](), free_port()
+    one_is_lost, one_has_joined = gate("one is lost"), gate("one has joined")
+    waits = after({save + 1: one_is_lost, 4 * save: one_has_joined})
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}"]
     options = ["--nnodes", "2:3", "--nproc-per-node", 1, "--max-restarts", 2, *rendezvous]
     options += ["--rdzv-conf", "last_call_timeout=3", "--local-addr", "127.0.0.1"]
@@ -155,7 +182,7 @@ def test_an_elastic_torchrun_goes_on_without_a_node_and_takes_another_one_in(
 
     def node() -> Launched:
         shared = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # with it, torch 2.13 takes no node in
-        return launch(*words, reports=reports, PACE_S="0.1", **{shared: "1"})
+        return launch(*words, reports=reports, **waits, **{shared: "1"})
 
     nodes = [node()]
     wait_until(lambda: listens(port))
@@ -169,25 +196,30 @@ def test_an_elastic_torchrun_goes_on_without_a_node_and_takes_another_one_in(
     doomed = nodes[0].wait_for(may_be_lost)
     (lost,) = [each for each in nodes if doomed["pid"] in {r["pid"] for r in each.seen}]
     lost.kill()
+    one_is_lost.open()
     alone = nodes[0].wait_for(lambda report: "epoch" in report and report["size"] == 2)
     assert alone["epoch"] <= doomed["epoch"] + 2
     nodes.remove(lost)
     nodes.append(node())
     begun = nodes[0].wait_for(lambda report: "begins" in report and report["begins"] > 0)
+    one_has_joined.open()
     assert begun["size"] == 3 and begun["begins"] > doomed["epoch"] - save
     assert [each.ended() for each in nodes] == [0, 0, 0]
     last = [r for each in nodes for r in each.seen if r.get("epoch") == epochs - 1]
     assert len(last) == 3 and len({report["digest"] for report in last}) == 1
 
 
-def test_pccl_run_goes_on_without_a_copy(launch: Callable[..., Launched], tmp_path: Path) -> None:
+def test_pccl_run_goes_on_without_a_copy(
+    launch: Callable[..., Launched], gate: Callable[[str], Gate], tmp_path: Path
+) -> None:
     """torch's own class admits nobody, so the copy is not started again."""
-    epochs = 20
+    epochs, one_is_lost = 20, gate("one is lost")
     script = PROGRAMS / "ddp.py", epochs, 5, tmp_path / "saved"
     run = [sys.executable, "-m", "pccl", "run", "-n", 3, "--restarts", 0, "--", sys.executable]
-    launched = launch(*run, *script, PACE_S="0.05", BEGIN="3")
-    doomed = launched.wait_for(lambda report: report.get("epoch", 0) > 5 and report["rank"] == 2)
+    launched = launch(*run, *script, BEGIN="3", **after({6: one_is_lost}))
+    doomed = launched.wait_for(lambda report: report.get("epoch") == 6 and report["rank"] == 2)
     os.kill(doomed["pid"], signal.SIGKILL)
+    one_is_lost.open()
     assert launched.ended() == 128 + signal.SIGKILL
     last = [report for report in launched.seen if report.get("epoch") == epochs - 1]
     assert [report["size"] for report in last] == [2, 2]
@@ -196,16 +228,18 @@ def test_pccl_run_goes_on_without_a_copy(launch: Callable[..., Launched], tmp_pa
 
 
 def test_a_replica_of_hsdp_goes_on_without_the_other_one(
-    launch: Callable[..., Launched], tmp_path: Path
+    launch: Callable[..., Launched], gate: Callable[[str], Gate], tmp_path: Path
 ) -> None:
-    """A mesh of 2 x 2; no launcher, which would end the others."""
+    """A mesh of 2 x 2; no launcher, which would end the others. They wait for it in a step."""
     steps, reports, port = 20, queue.Queue[Report](), free_port()
     where = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     words = [sys.executable, PROGRAMS / "fsdp2.py", steps, steps + 1, tmp_path / "saved", "gloo"]
+    never = after({6: gate("until they are killed")})
     processes = [
-        launch(*words, reports=reports, RANK=str(rank), PACE_S="0.05", **where) for rank in range(4)
+        launch(*words, reports=reports, RANK=str(rank), **where, **(never if rank > 1 else {}))
+        for rank in range(4)
     ]
-    processes[0].wait_for(lambda report: report.get("epoch", 0) > 5 and report["rank"] == 3)
+    processes[0].wait_for(lambda report: report.get("epoch") == 6 and report["rank"] == 3)
     for lost in processes[2:]:
         lost.kill()
     assert [each.ended() for each in processes[:2]] == [0, 0]

@@ -1,14 +1,14 @@
 """One process of a replica that DiLoCo trains, and whose model FSDP2 has sharded; it reports.
 
-fsdp_diloco.py ADDRESS REPLICA ROUNDS RANK SIZE PORT OPTIONS: RANK to PORT are of the replica,
-OPTIONS are DiLoCo's, as JSON
+fsdp_diloco.py ADDRESS REPLICA ROUNDS RANK SIZE PORT OPTIONS STOP: RANK to PORT are of the replica,
+OPTIONS are DiLoCo's, as JSON. After outer step STOP it waits until it is killed; 0: it goes on
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import time
+import threading
 import warnings
 
 import torch
@@ -55,6 +55,7 @@ def data(replica: int, rank: int, step: int) -> torch.Tensor:
 def main() -> None:
     address, options = sys.argv[1], json.loads(sys.argv[7])
     replica, rounds, rank, size, port = map(int, sys.argv[2:7])
+    stop = int(sys.argv[8])
     warnings.simplefilter("ignore")
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
@@ -69,7 +70,6 @@ def main() -> None:
         print(json.dumps({"begins": diloco.outer_step}), flush=True)
         step = 0
         while diloco.outer_step < rounds:
-            time.sleep(0.02)
             model(data(replica, rank, step)).backward()
             step += 1
             outer = diloco.step()
@@ -78,6 +78,8 @@ def main() -> None:
             report = {"step": outer.outer_step, "contributors": outer.contributors, "rank": rank}
             parts = [p.to_local().flatten().tolist() for p in model.parameters()]
             print(json.dumps({**report, "inner": step, "parts": parts}), flush=True)
+            if outer.outer_step == stop:
+                threading.Event().wait()
     dist.destroy_process_group()
 
 

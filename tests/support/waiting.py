@@ -8,13 +8,16 @@ from collections.abc import Callable
 import pccl
 
 PATIENCE_S = 30.0
+PAUSE_S, PAUSE_MAX_S = 0.001, 0.02  # between two looks; longer each time, up to this
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def wait_until(true: Callable[[], object], patience_s: float = PATIENCE_S) -> None:
+    """Returns when the condition, of which nothing else tells, holds."""
+    deadline, pause_s = time.monotonic() + patience_s, PAUSE_S
     while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.001)
+        assert time.monotonic() < deadline, f"it did not happen within {patience_s:g} s"
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, PAUSE_MAX_S)
 
 
 def entered(master: pccl.MasterNode, votes: int = 1) -> None:

@@ -97,6 +97,17 @@ def test_nothing_names_a_machine_or_is_left_for_later() -> None:
     assert not found
 
 
+def test_tests_wait_for_conditions_and_do_not_sleep() -> None:
+    sleeps = re.compile(r"\bsleep\((?!0\))")  # asyncio.sleep(0) lets the loop go on
+    found = [
+        f"{name(path)}:{number}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for number, line in enumerate(lines(path), 1)
+        if sleeps.search(line)
+    ]
+    assert len(found) == 1 and found[0].startswith("tests/support/waiting.py:")
+
+
 def test_objects_of_the_protocol_collaborate_and_are_not_cut_across_files() -> None:
     """A class has few attributes, and inherits from none of ours."""
     values = {"Struct", "Enum", "IntEnum", "StrEnum", "NamedTuple", "Generic", "Protocol"}
