@@ -408,6 +408,8 @@ def test_a_newcomer_with_another_model_is_refused_alone(address: str) -> None:
 
 # ---- real processes ----
 
+PATIENCE_S = 100  # each imports torch, which takes long on a loaded machine
+
 
 class Process:
     """A process that trains, and the lines that it prints."""
@@ -428,7 +430,7 @@ class Process:
 
     def wait_for(self, line: str) -> None:
         with self._news:
-            found = self._news.wait_for(lambda: line in self.lines, DEADLINE_S)
+            found = self._news.wait_for(lambda: line in self.lines, PATIENCE_S)
         assert found, f"{line!r} is not in {self.lines}"
 
     def kill(self) -> None:
@@ -440,7 +442,7 @@ class Process:
                 pipe.close()
 
     def last_line(self) -> str:
-        assert self._process.wait(DEADLINE_S) == 0
+        assert self._process.wait(PATIENCE_S) == 0
         self._reader.join()
         return self.lines[-1]
 
@@ -459,6 +461,7 @@ def watch() -> Iterator[Callable[..., Process]]:
         process.kill()
 
 
+@pytest.mark.timeout(3 * PATIENCE_S)
 @pytest.mark.parametrize(
     "options",
     [
@@ -483,6 +486,7 @@ def test_the_example_ends_with_the_same_bits_whatever_the_threads(
     assert ours.startswith("shared state: ") and ours == theirs
 
 
+@pytest.mark.timeout(6 * PATIENCE_S)
 def test_a_process_is_killed_and_another_joins(address: str, watch: Callable[..., Process]) -> None:
     def train(role: str, threads: int) -> Process:
         return watch(scripts.start(__file__, address, role, threads))
