@@ -110,9 +110,10 @@
  * handled when it comes, over whichever lane. So a REDUCE is a chain that begins behind the root
  * and ends at it: every link carries the data once, and the root's link to its successor nothing.
  *
- * DIRECT. Two members may ALL_REDUCE without a ring, unquantized: each sends the other one all of
- * its contribution, in chunks whose hop is 65535 and whose segment is the sender's position, and
- * adds the other's to its own, that of position 0 on the left. As many bytes, in one hop.
+ * DIRECT. Two members may ALL_REDUCE without a ring: each sends the other one all of its
+ * contribution, in chunks whose hop is 65535 and whose segment is the sender's position, and
+ * reduces both, that of position 0 on the left. As many bytes, in one hop. Quantized, each reduces
+ * what both have sent, its own bytes too, and does not quantize the result again.
  *
  * A stream first sends what was received and is to be sent on (forwards). It sends a chunk of the
  * peer's own only when no forward waits; own chunks of several ops take turns. The engine stops
@@ -248,6 +249,11 @@ int pccl_dequantize_add(int format, int dtype, void *out, const void *in, size_t
  * divisor of 0 for AVG. Other operations ignore the divisor. */
 int pccl_quantized_reduce(int format, int dtype, int redop, void *partial, const void *own,
                           size_t n, uint32_t divisor, void *out);
+
+/* out = a op b of two quantized arrays, read and not quantized again: what two members do who send
+ * each other everything. NaNs and what is wrong as above; out does not overlap a or b. */
+int pccl_quantized_combine(int format, int dtype, int redop, void *out, const void *a,
+                           const void *b, size_t n, uint32_t divisor);
 
 /* Encodings of an fp32 array as a whole, for who sends one once and adds up what others have sent:
  * payloads, which nobody reduces on the way. Each has the bytes of n elements; writes them; reads

@@ -515,6 +515,16 @@ MUTANTS = [
         "        if False:  # and so it",
     ),
     Mutant(
+        "two members send each other everything only if both do",
+        "direct = is_direct(one.work, plan.rings, plan.peers)",
+        "direct = is_direct(one.work, plan.rings, plan.peers) and number != plan.peers[0].peer",
+    ),
+    Mutant(
+        "the shares of the rings are those of the plan, for all alike",
+        "position, *share, ranks.index(work.root), named)",
+        "position, *share, position, named)",
+    ),
+    Mutant(
         "each call has a nonce of its own",
         'b"call %d" % seq',
         'b"call"',

@@ -85,8 +85,9 @@ static enum turn build_own(struct ring *ring, const struct part *part, struct pa
     struct collective *collective = collective_of(op);
     const unsigned char *own = part_send(&collective->parts, part, header->offset);
     uint64_t bytes = payload_bytes(collective, part, header->length);
+    bool copies = direct_copies(collective, part);
     int status;
-    if (collective->format == PCCL_UNQUANTIZED && !direct_copies(collective, part)) {
+    if (collective->format == PCCL_UNQUANTIZED && !copies) {
         status = packet_build(&op->source, packet, header, own, bytes);
         return status == PCCL_OK ? TURN_OVER : TURN_FAILED;
     }
@@ -96,9 +97,9 @@ static enum turn build_own(struct ring *ring, const struct part *part, struct pa
     }
     if (packet_reserve(&op->source, packet, header, bytes) != PCCL_OK)
         return TURN_FAILED;
-    if (collective->format == PCCL_UNQUANTIZED) {
-        direct_copy(collective, part, header->offset, header->length,
-                    packet_payload(op->source.zmq, packet));
+    if (copies) {
+        direct_write(collective, part, header->offset, header->length,
+                     packet_payload(op->source.zmq, packet));
         return TURN_OVER;
     }
     status = pccl_quantize(collective->format, part->dtype,

@@ -84,8 +84,7 @@ uint32_t collective_last_hop(const struct collective *collective, uint32_t membe
 bool collective_may_be_direct(const struct collective *collective, uint32_t members)
 {
     const struct shape *shape = &collective->shape;
-    return members == 2 && shape->reduces && !shape->scatters && !shape->rooted
-        && collective->format == PCCL_UNQUANTIZED;
+    return members == 2 && shape->reduces && !shape->scatters && !shape->rooted;
 }
 
 /* ---- register ---- */
@@ -372,7 +371,7 @@ static const char *check_start(const struct collective *collective, const pccl_o
     if (why != NULL)
         return why;
     if (order->direct && !collective_may_be_direct(collective, order->rings[0].members))
-        return "only two members can all-reduce directly, and not quantized";
+        return "only two members can all-reduce directly";
     if (collective->members > 0
         && !parts_lie_at(&collective->parts, role(collective, &order->rings[0])))
         return "one buffer is part of the other, at the place of another rank";

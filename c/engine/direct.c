@@ -10,13 +10,16 @@
 
 #include "engine/quanta.h"
 
+enum { STRIP = 1024 };               /* elements; a multiple of every format's block */
+
 bool direct_copies(const struct collective *collective, const struct part *part)
 {
     return collective->direct && part->overwrites;
 }
 
-void direct_copy(const struct collective *collective, const struct part *part, uint64_t offset,
-                 uint64_t length, unsigned char *to)
+/* Copies `length` elements of our contribution from an offset on. */
+static void copy_own(const struct collective *collective, const struct part *part, uint64_t offset,
+                     uint64_t length, unsigned char *to)
 {
     const struct parts *parts = &collective->parts;
     uint64_t end = offset + length, next;
@@ -34,6 +37,26 @@ void direct_copy(const struct collective *collective, const struct part *part, u
     }
 }
 
+void direct_write(const struct collective *collective, const struct part *part, uint64_t offset,
+                  uint64_t length, unsigned char *to)
+{
+    double own[STRIP];               /* elements of any type, aligned */
+    uint64_t end = offset + length, n;
+    if (collective->format == PCCL_UNQUANTIZED) {
+        copy_own(collective, part, offset, length, to);
+        return;
+    }
+    for (; offset < end; offset += n) {
+        int status;
+        n = end - offset < STRIP ? end - offset : STRIP;
+        copy_own(collective, part, offset, n, (unsigned char *)own);
+        status = pccl_quantize(collective->format, part->dtype, to, own, (size_t)n);
+        assert(status == PCCL_OK);
+        (void)status;
+        to += pccl_quantized_size(collective->format, part->dtype, n);
+    }
+}
+
 const char *direct_check_place(const struct ring *ring, const struct wire_header *chunk)
 {
     const pccl_ring *place = &ring->place;
@@ -45,14 +68,41 @@ const char *direct_check_place(const struct ring *ring, const struct wire_header
     return NULL;
 }
 
+/* Reduces what both members have quantized, our own as it was sent, so that both get the same. */
+static void reduce_quantized(const struct collective *collective, const struct part *part,
+                             const struct wire_header *chunk, const unsigned char *in)
+{
+    unsigned char own[STRIP * sizeof(double)];
+    uint64_t offset = chunk->offset, end = offset + chunk->length, n;
+    bool first = chunk->segment == 0;
+    for (; offset < end; offset += n) {
+        int status;
+        n = end - offset < STRIP ? end - offset : STRIP;
+        assert(pccl_quantized_size(collective->format, part->dtype, n) <= sizeof own);
+        status = pccl_quantize(collective->format, part->dtype, own,
+                               part_send(&collective->parts, part, offset), (size_t)n);
+        status |= pccl_quantized_combine(collective->format, part->dtype, collective->redop,
+                                         part_recv(&collective->parts, part, offset),
+                                         first ? in : own, first ? own : in, (size_t)n, 2);
+        assert(status == PCCL_OK);
+        (void)status;
+        in += pccl_quantized_size(collective->format, part->dtype, n);
+    }
+}
+
 void direct_reduce(const struct collective *collective, const struct part *part,
                    const struct wire_header *chunk, const unsigned char *in)
 {
     unsigned char *out = part_recv(&collective->parts, part, chunk->offset);
     const unsigned char *own = part_send(&collective->parts, part, chunk->offset);
     bool first = chunk->segment == 0;    /* the other one is, and its operand is on the left */
-    int status = pccl_reduce(part->dtype, collective->redop, out, first ? in : own,
-                             first ? own : in, chunk->length, 2);
+    int status;
+    if (collective->format != PCCL_UNQUANTIZED) {
+        reduce_quantized(collective, part, chunk, in);
+        return;
+    }
+    status = pccl_reduce(part->dtype, collective->redop, out, first ? in : own, first ? own : in,
+                         chunk->length, 2);
     assert(status == PCCL_OK);
     (void)status;
 }

@@ -1,6 +1,6 @@
 /* direct.h - the all-reduce of two members without a ring: each sends the other one all that it
- * contributes, and both add both contributions in the order of their positions (pccl.h, THE RING).
- * As many bytes as around a ring, in one hop. */
+ * contributes, and both reduce both contributions in the order of their positions (pccl.h, THE
+ * RING). As many bytes as around a ring, in one hop. */
 #ifndef PCCL_DIRECT_H
 #define PCCL_DIRECT_H
 
@@ -9,16 +9,16 @@
 
 enum { DIRECT_HOP = UINT16_MAX };    /* of the chunks, where rings count their hops */
 
-/* Whether the bytes of our own chunk must be copied to be sent, because their place may be
- * overwritten meanwhile; and copies them, from where they are now. */
+/* Whether our contribution may be overwritten before it is sent; and writes the payload of a chunk
+ * of it, from where it is now. */
 bool direct_copies(const struct collective *collective, const struct part *part);
-void direct_copy(const struct collective *collective, const struct part *part, uint64_t offset,
-                 uint64_t length, unsigned char *to);
+void direct_write(const struct collective *collective, const struct part *part, uint64_t offset,
+                  uint64_t length, unsigned char *to);
 
 /* Why a chunk is not one that the other member sends here, or NULL. */
 const char *direct_check_place(const struct ring *ring, const struct wire_header *chunk);
 
-/* Adds the other member's contribution to ours. */
+/* Reduces the other member's contribution and ours. */
 void direct_reduce(const struct collective *collective, const struct part *part,
                    const struct wire_header *chunk, const unsigned char *in);
 

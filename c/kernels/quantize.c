@@ -282,6 +282,13 @@ int pccl_dequantize_add(int format, int dtype, void *out, const void *in, size_t
     return PCCL_OK;
 }
 
+/* Whether quantized elements can be reduced so. */
+static bool may_reduce(int redop, uint32_t divisor)
+{
+    return redop >= PCCL_SUM && redop <= PCCL_MIN && redop != PCCL_PROD
+        && (redop != PCCL_AVG || divisor > 0);
+}
+
 /* x = the quantized elements reduced with `own`. */
 static void reduce_into(const struct type *type, int format, int redop, const unsigned char *in,
                         const void *own, union numbers *x, size_t n, uint32_t divisor)
@@ -296,6 +303,29 @@ static void reduce_into(const struct type *type, int format, int redop, const un
         type->divide(x, n, divisor);
 }
 
+int pccl_quantized_combine(int format, int dtype, int redop, void *out, const void *a,
+                           const void *b, size_t n, uint32_t divisor)
+{
+    const struct format *how = find_format(format);
+    const struct type *type = find_type(dtype);
+    const unsigned char *left = a, *right = b;
+    unsigned char *to = out;
+    union numbers x, y;
+    size_t m;
+    if (how == NULL || type == NULL || !may_reduce(redop, divisor))
+        return PCCL_EINVAL;
+    for (; n > 0; n -= m) {
+        m = strip(how, n);
+        type->read(format - 1, right, &y, m);
+        reduce_into(type, format - 1, redop, left, &y, &x, m, divisor);
+        type->store(to, &x, m);
+        left += bytes_of(how, type->number, m);
+        right += bytes_of(how, type->number, m);
+        to += m * type->element;
+    }
+    return PCCL_OK;
+}
+
 int pccl_quantized_reduce(int format, int dtype, int redop, void *partial, const void *own,
                           size_t n, uint32_t divisor, void *out)
 {
@@ -305,8 +335,7 @@ int pccl_quantized_reduce(int format, int dtype, int redop, void *partial, const
     const unsigned char *ours = own;
     union numbers x, y;
     size_t m;
-    if (how == NULL || type == NULL || redop < PCCL_SUM || redop > PCCL_MIN || redop == PCCL_PROD
-        || (redop == PCCL_AVG && divisor == 0))
+    if (how == NULL || type == NULL || !may_reduce(redop, divisor))
         return PCCL_EINVAL;
     for (; n > 0; n -= m) {
         m = strip(how, n);

@@ -169,11 +169,12 @@ static void sink_blocks(sink *to, int format, int dtype, const unsigned char *da
     }
 }
 
-/* Quantizes, reads that, reduces it as a ring does in every way, and reads that. */
+/* Quantizes, reads that, reduces it as a ring does and as two members do in every way, and reads
+ * that. */
 static void test_format(sink *to, int format, int dtype, const unsigned char *a,
                         const unsigned char *b)
 {
-    unsigned char data[10 * QUANTIZED];
+    unsigned char data[10 * QUANTIZED], other[10 * QUANTIZED];
     unsigned char out[8 * QUANTIZED];
     const size_t width = pccl_dtype_size(dtype);
     const int redops[] = {PCCL_AVG, PCCL_SUM, PCCL_MAX, PCCL_MIN};
@@ -190,6 +191,10 @@ static void test_format(sink *to, int format, int dtype, const unsigned char *a,
         status |= pccl_quantize(format, dtype, data, a, QUANTIZED);
         status |= pccl_quantized_reduce(format, dtype, redops[i], data, b, QUANTIZED, 3, out);
         sink_blocks(to, format, dtype, data);
+        sink_write(to, out, QUANTIZED, width);
+        status |= pccl_quantize(format, dtype, data, a, QUANTIZED);
+        status |= pccl_quantize(format, dtype, other, b, QUANTIZED);
+        status |= pccl_quantized_combine(format, dtype, redops[i], out, data, other, QUANTIZED, 2);
         sink_write(to, out, QUANTIZED, width);
     }
     assert(status == PCCL_OK);

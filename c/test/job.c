@@ -175,12 +175,28 @@ static void expect_quantized(const struct job *job, unsigned char *sum)
     }
 }
 
+/* What two members get who send each other all of a part, quantized. */
+static void expect_combined(const struct job *job, int k, unsigned char *sum)
+{
+    int dtype = job->part[k].dtype;
+    size_t n = (size_t)job->part[k].count;
+    size_t bytes = (size_t)pccl_quantized_size(job->format, dtype, n);
+    unsigned char *a = allocate(bytes), *b = allocate(bytes);
+    (void)pccl_quantize(job->format, dtype, a, job->given[0][k], n);
+    (void)pccl_quantize(job->format, dtype, b, job->given[1][k], n);
+    (void)pccl_quantized_combine(job->format, dtype, job->redop, sum, a, b, n, 2);
+    free(a - 1);
+    free(b - 1);
+}
+
 static void expect_part(struct job *job, int k)
 {
     size_t slice = slice_bytes(job, k);
     unsigned char *sum = job->unlike ? allocate(0) : reduced(job, k);
     int i, j;
-    if (job->format != PCCL_UNQUANTIZED && job->n > 1)
+    if (job->format != PCCL_UNQUANTIZED && job->direct)
+        expect_combined(job, k, sum);
+    else if (job->format != PCCL_UNQUANTIZED && job->n > 1)
         expect_quantized(job, sum);
     for (i = 0; i < job->n; i++) {
         unsigned char *expected = job->expected[i][k] = allocate(recv_bytes(job, k));

@@ -58,6 +58,9 @@ static void test_shape(int format, int dtype, int redop, size_t n, size_t offset
     CHECK(memcmp(own.data, out.data, bytes) == 0);
     CHECK(pccl_dequantize(format, dtype, kept.data, data.data, n) == PCCL_OK);
     CHECK(memcmp(kept.data, out.data, bytes) == 0);
+    CHECK(pccl_quantized_combine(format, dtype, PCCL_MAX, kept.data, data.data, moved.data, n, 1)
+          == PCCL_OK);
+    CHECK(memcmp(kept.data, out.data, bytes) == 0);      /* the larger of two that are equal */
     memset(kept.data, 0, bytes);
     CHECK(pccl_dequantize_add(format, dtype, kept.data, data.data, n) == PCCL_OK);
     CHECK(pccl_dequantize(format, dtype, out.data, data.data, n) == PCCL_OK);
@@ -97,6 +100,10 @@ static void test_arguments(void)
     CHECK(pccl_quantized_reduce(PCCL_BLOCK_8, PCCL_F32, PCCL_AVG, memory, memory, 1, 0, NULL)
           == PCCL_EINVAL);
     CHECK(pccl_quantized_reduce(PCCL_BLOCK_8, PCCL_F32, PCCL_PROD, memory, memory, 1, 1, NULL)
+          == PCCL_EINVAL);
+    CHECK(pccl_quantized_combine(PCCL_BLOCK_8, PCCL_F32, PCCL_PROD, memory, memory, memory, 1, 1)
+          == PCCL_EINVAL);
+    CHECK(pccl_quantized_combine(PCCL_BLOCK_8, PCCL_I32, PCCL_SUM, memory, memory, memory, 1, 1)
           == PCCL_EINVAL);
 }
 

@@ -61,6 +61,17 @@ class _Lib:
         divisor: int,
         out: CData,
     ) -> int: ...
+    def pccl_quantized_combine(
+        self,
+        format: int,
+        dtype: int,
+        redop: int,
+        out: CData,
+        a: CData,
+        b: CData,
+        n: int,
+        divisor: int,
+    ) -> int: ...
     def pccl_e3m0_size(self, n: int) -> int: ...
     def pccl_e3m0_encode(self, out: CData, data: CData, n: int) -> None: ...
     def pccl_e3m0_decode(self, out: CData, data: CData, n: int) -> None: ...

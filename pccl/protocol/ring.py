@@ -170,12 +170,12 @@ def is_direct(work: Work, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> b
 
     Both know the work, the rings and the peers alike, so they decide alike. That costs memory
     bandwidth, which is the limit on one machine and for large arrays, and saves half a round trip.
+    What is quantized is then quantized once, and not once more after it was reduced.
     """
     if len(peers) != 2 or not rings:
         return False
-    plain = work.what == CollectiveKind.ALL_REDUCE and not work.algorithm
     apart = len({(peer.machine, peer.host) for peer in peers}) > 1
-    return plain and apart and span(work) <= DIRECT_MAX
+    return work.what == CollectiveKind.ALL_REDUCE and apart and span(work) <= DIRECT_MAX
 
 
 def places(

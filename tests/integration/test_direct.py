@@ -7,7 +7,9 @@ import itertools
 import numpy as np
 import oracle
 import pytest
+import quantized
 from cluster import Cluster
+from quantized import FORMATS
 
 import pccl
 from pccl.protocol import messages as m
@@ -28,9 +30,9 @@ FAR = infos(("10.0.0.1", "a"), ("10.0.0.2", "b"))
 def test_two_on_different_machines_need_no_ring() -> None:
     assert is_direct(WORK, RINGS, FAR)
     assert is_direct(m.Work("all_reduce", 0, 10, DIRECT_MAX), RINGS, FAR)
+    assert is_direct(m.Work("all_reduce", 0, 10, 1000, algorithm=4), RINGS, FAR)
     for work in (
         m.Work("all_reduce", 0, 10, DIRECT_MAX + 1),
-        m.Work("all_reduce", 0, 10, 1000, algorithm=4),
         m.Work("reduce_scatter", 0, 10, 1000, members=2),
         m.Work("broadcast", 0, 10, 1000),
     ):
@@ -40,12 +42,10 @@ def test_two_on_different_machines_need_no_ring() -> None:
     assert not is_direct(WORK, (), FAR[:1])
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_every_dtype_and_operation(
-    backend: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both have the same bits: those of rank 0 and rank 1, in this order."""
-    started = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Whether each op that is started is direct; those of two peers are, although they are here."""
+    started: list[object] = []
     start = Engine.start
 
     def watched(self: Engine, op: int, **rest: object) -> None:
@@ -56,6 +56,43 @@ def test_every_dtype_and_operation(
     monkeypatch.setattr(
         "pccl.protocol.peer.collectives.is_direct", lambda work, rings, peers: len(peers) == 2
     )
+    return started
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_quantized(in_place: bool, started: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have the bits of what both have sent, decoded and reduced: rounded once, not twice."""
+    monkeypatch.setenv("PCCL_INLINE_BYTES", "0")
+    cases = list(itertools.product(["int8", "int4", "uint8"], ["sum", "avg", "max"], [1, 70_001]))
+    formats = {"int8": "BLOCK_8", "int4": "BLOCK_4", "uint8": "MIN_MAX_8"}
+    given = [
+        [oracle.draw("float32", n, 100 * peer + i) for i, (_, _, n) in enumerate(cases)]
+        for peer in range(2)
+    ]
+
+    def job(peer: int, comm: pccl.Communicator) -> tuple[int, list[bytes]]:
+        results = []
+        for (how, op, _), send in zip(cases, given[peer], strict=True):
+            mine = send.copy()
+            recv = mine if in_place else np.empty_like(mine)
+            comm.all_reduce(mine, recv, op=op, quantization=how)
+            results.append(recv.tobytes())
+        return comm.rank, results
+
+    with Cluster(2) as cluster:
+        found = cluster.each(job)
+    assert len(started) == 2 * len(cases) and all(started)
+    first, second = sorted(range(2), key=lambda peer: found[peer][0])
+    for i, (how, op, _) in enumerate(cases):
+        wanted = quantized.all_reduce_direct(
+            given[first][i], given[second][i], op, "float32", FORMATS[formats[how]]
+        )
+        assert found[0][1][i] == found[1][1][i] == wanted.tobytes(), cases[i]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_every_dtype_and_operation(backend: str, in_place: bool, started: list[object]) -> None:
+    """Both have the same bits: those of rank 0 and rank 1, in this order."""
     cases = list(itertools.product(oracle.DTYPES, oracle.OPS, [1, 300]))
     sends = [
         [oracle.draw(dtype, n, 100 * peer + i) for i, (dtype, _, n) in enumerate(cases)]

@@ -143,21 +143,37 @@ def dequantize(data: bytes, n: int, format: Format, dtype: str) -> Array:
     return out
 
 
-def reduce(
-    data: bytes, own: Array, op: str, format: Format, dtype: str, divisor: int = 1
-) -> tuple[bytes, Array]:
-    """One step of a ring: the new bytes, and the elements that they stand for."""
-    x, y = dequantize(data, own.size, format, dtype), oracle.decode(own, dtype)
+def _op(x: Array, y: Array, op: str, divisor: int) -> Array:
     with np.errstate(all="ignore"):
         if op in ("max", "min"):
             x = np.maximum(x, y) if op == "max" else np.minimum(x, y)
             x = np.where(np.isfinite(y), x + x.dtype.type(0), x.dtype.type(np.nan))
         else:
             x = x + y
-        if op == "avg" and divisor > 1:
-            x = x / x.dtype.type(divisor)
-    out = quantize(x, format)
+        return x / x.dtype.type(divisor) if op == "avg" and divisor > 1 else x
+
+
+def reduce(
+    data: bytes, own: Array, op: str, format: Format, dtype: str, divisor: int = 1
+) -> tuple[bytes, Array]:
+    """One step of a ring: the new bytes, and the elements that they stand for."""
+    x, y = dequantize(data, own.size, format, dtype), oracle.decode(own, dtype)
+    out = quantize(_op(x, y, op, divisor), format)
     return out, oracle.encode(dequantize(out, own.size, format, dtype), dtype)
+
+
+def combine(
+    a: bytes, b: bytes, n: int, op: str, format: Format, dtype: str, divisor: int = 1
+) -> Array:
+    """Two quantized arrays, reduced and not quantized again."""
+    x, y = (dequantize(data, n, format, dtype) for data in (a, b))
+    return oracle.encode(_op(x, y, op, divisor), dtype)
+
+
+def all_reduce_direct(a: Array, b: Array, op: str, dtype: str, format: Format) -> Array:
+    """What both of two members hold who have sent each other everything."""
+    sent = (quantize(oracle.decode(each, dtype), format) for each in (a, b))
+    return combine(*sent, a.size, op, format, dtype, 2)
 
 
 def all_reduce(inputs: list[Array], op: str, dtype: str, format: Format) -> Array:

@@ -358,7 +358,12 @@ class SimPeer:
                 case RegisterOp(op):
                     assert op not in self.ops
                     self.ops[op] = SimOp(self.kinds[op])
-                case StartOp(op, seq, _, parts, _) | StartTransfer(op, seq, _, parts):
+                case StartOp(op, seq, _, parts, direct):
+                    alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in parts]
+                    way = ("the way", self.machine.run, seq)
+                    self.run.agree(way, (direct, alike), self)
+                    self.start(self.ops[op], seq, parts)
+                case StartTransfer(op, seq, _, parts):
                     self.start(self.ops[op], seq, parts)
                 case CommitOp(op) | AbortOp(op):
                     self.end(op, isinstance(action, AbortOp))

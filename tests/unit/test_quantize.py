@@ -95,6 +95,13 @@ def test_sizes_and_alignments(name: str, dtype: str) -> None:
                 assert lib.pccl_quantized_reduce(*args, REDOPS[op], *both, n, 3, to) == 0
                 assert total.tobytes() == after, (n, op)
                 assert target is None or target.tobytes() == result.tobytes(), (n, op)
+            other = quantize(name, dtype, own)
+            both = [shifted(np.frombuffer(each, np.uint8), offset) for each in (data, other)]
+            total = shifted(np.zeros_like(own), offset)
+            pointers = map(pointer, (total, *both))
+            assert lib.pccl_quantized_combine(*args, REDOPS[op], *pointers, n, 2) == 0
+            wanted = quantized.combine(data, other, n, op, format, dtype, 2)
+            assert total.tobytes() == wanted.tobytes(), (n, op)
 
 
 SPECIAL = {
