@@ -28,8 +28,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Self
 
 from pccl.calls import operands
 from pccl.calls import rows as of_rows
@@ -51,6 +50,7 @@ from pccl.runtime.client.sync import SyncOptions
 from pccl.runtime.config import RANGES, Config
 from pccl.security import Security
 from pccl.shared_state import SharedState
+from pccl.support.closing import Closing
 from pccl.support.logs import configure_logging
 from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
 from pccl.types import (
@@ -64,7 +64,7 @@ from pccl.types import (
 )
 
 
-class Communicator(Exchanges):
+class Communicator(Exchanges, Closing):
     """One peer of a run: joins the run at a master and takes part in its collectives.
 
         with pccl.Communicator("host:48148") as comm:
@@ -182,17 +182,9 @@ class Communicator(Exchanges):
         """Leaves the run; collectives in progress fail and are restored. Idempotent."""
         self._membership.end()
 
-    def __enter__(self) -> Communicator:
+    def __enter__(self) -> Self:
         self.connect()
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     @property
     def address(self) -> str:

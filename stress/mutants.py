@@ -2,7 +2,7 @@
 
     python stress/mutants.py [--seeds 1000] [--only WORD]
 
-Each mutant is a copy of the package with one line changed. The exit code is 1 when one survives.
+Each mutant is a copy of the package with one line changed. The exit code is 1 if one is missed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import mutations_of_associates
@@ -21,6 +22,7 @@ import mutations_of_pairs
 import mutations_of_runs
 from mutations import MUTANTS as MUTANTS_OF_CALLS
 from mutations import Mutant
+from verdicts import MISSED, report
 
 MUTANTS = [
     *MUTANTS_OF_CALLS,
@@ -77,7 +79,7 @@ for seed in range(int(sys.argv[1])):
         print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0][:90])
         break
 else:
-    print("SURVIVED")
+    print("MISSED")
 """
 
 
@@ -92,15 +94,15 @@ def occurrences(mutant: Mutant, texts: dict[Path, str]) -> int:
     return sum(text.count(mutant.old) for text in texts.values())
 
 
-def survives(mutant: Mutant, seeds: int) -> str:
-    """What the simulation says of a mutant."""
+def verdict(mutant: Mutant, seeds: int) -> str:
+    """What the simulation says of a mutant; it begins with MISSED if nothing fails."""
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory, "pccl")
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / "pccl", package, ignore=ignore)
         texts = sources(package)
         if occurrences(mutant, texts) != 1:
-            return f"SURVIVED: {mutant.old!r} does not stand in the protocol just once"
+            return f"{MISSED}: {mutant.old!r} does not stand in the protocol just once"
         for path, text in texts.items():
             path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
         tests = [str(ROOT / "tests" / each) for each in ("support", "simulation")]
@@ -113,7 +115,7 @@ def survives(mutant: Mutant, seeds: int) -> str:
             timeout=600,
             check=False,
         )
-        return done.stdout.strip() or f"SURVIVED: the tests do not start: {done.stderr[-200:]}"
+        return done.stdout.strip() or f"{MISSED}: the tests do not start: {done.stderr[-200:]}"
 
 
 def main() -> int:
@@ -121,13 +123,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="simulated runs for each mutant")
     parser.add_argument("--only", default="", help="only mutants whose rule contains this")
     args = parser.parse_args()
-    survivors = 0
-    for mutant in (mutant for mutant in MUTANTS if args.only in mutant.rule):
-        verdict = survives(mutant, args.seeds)
-        survivors += verdict.startswith("SURVIVED")
-        print(f"{mutant.rule:70} {verdict}", flush=True)
-    print(f"{survivors} of {len(MUTANTS)} mutants survived {args.seeds} runs")
-    return 1 if survivors else 0
+    chosen = [mutant for mutant in MUTANTS if args.only in mutant.rule]
+    return report({mutant.rule: partial(verdict, mutant, args.seeds) for mutant in chosen})
 
 
 if __name__ == "__main__":

@@ -14,8 +14,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
+
+from verdicts import MISSED, report
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("c", "pccl", "stress", "setup.py", "pyproject.toml", "README.md", "LICENSE")
@@ -151,7 +154,7 @@ def plant(bug: Bug, directory: Path) -> None:
 
 
 def verdict(bug: Bug, minutes: float) -> str:
-    """What the run says of a bug; it begins with ESCAPED if that is not what it should."""
+    """What the run says of a bug; it begins with MISSED if that is not what it should."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         plant(bug, directory)
@@ -169,7 +172,7 @@ def verdict(bug: Bug, minutes: float) -> str:
     right = [line for line in said if any(text in line for text in bug.said)]
     if done.returncode == 1 and right:
         return right[0].removeprefix("VIOLATION: ")
-    return f"ESCAPED: {said[:3] or (done.stdout + done.stderr)[-600:]}"
+    return f"{MISSED}: {said[:3] or (done.stdout + done.stderr)[-600:]}"
 
 
 def main() -> int:
@@ -177,13 +180,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.5, help="for each (%(default)s)")
     parser.add_argument("--only", default="", help="only bugs whose place contains this")
     args = parser.parse_args()
-    escaped = 0
-    for bug in (bug for bug in BUGS if args.only in bug.place):
-        found = verdict(bug, args.minutes)
-        escaped += found.startswith("ESCAPED")
-        print(f"{bug.place:72} {found}", flush=True)
-    print(f"{escaped} of {len(BUGS)} bugs have escaped")
-    return 1 if escaped else 0
+    return report(
+        {bug.place: partial(verdict, bug, args.minutes) for bug in BUGS if args.only in bug.place}
+    )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, TextIO
 
+from pccl.cli import program
 from pccl.cli.arguments import master, whole_number
 from pccl.errors import PCCLError
 from pccl.master_node import MasterNode
@@ -31,15 +32,14 @@ LOOPBACK = "127.0.0.1:0"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl run`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "pccl run [options] -- COMMAND [ARGUMENT ...]"
-    parser.epilog = (
+    epilog = (
         "The program finds the master's address in PCCL_MASTER, and its number among the copies,\n"
         "which chooses a GPU for instance, in LOCAL_RANK, of LOCAL_WORLD_SIZE. The exit status is\n"
         "0 if all copies have ended with 0.\n\n"
         "    pccl run -n 4 -- python train.py\n"
         "    pccl run -n 8 --master the-masters-host -- python train.py"
     )
+    program.add_arguments(parser, "pccl run", epilog)
     parser.add_argument(
         "-n",
         type=whole_number(1, 4096),
@@ -69,14 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how often in a row a copy that fails is started again; one that has run for "
         f"{STEADY_S:.0f} s counts from the beginning (default: %(default)s)",
     )
-    parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     """`pccl run`: returns when all copies have ended."""
-    command = args.command_line[args.command_line[:1] == ["--"] :]
+    command = program.words(args, "pccl run")
     if not command:
-        print("pccl run: which program? pccl run [options] -- COMMAND ...", file=sys.stderr)
         return 2
     address = args.master or (None if args.with_master else os.environ.get("PCCL_MASTER"))
     with ExitStack() as stack:

@@ -8,7 +8,6 @@ import queue
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 from pccl.runtime.client.parcel import Parcel
 from pccl.security import Security
+from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array
 from pccl.types import Result
 from pccl.weights.delta import Bytes
@@ -47,7 +47,7 @@ class Publication:
     seconds: float
 
 
-class Publisher:
+class Publisher(Closing):
     """Publishes versions of parameters, which any number of `Subscriber`s follow.
 
     It holds two copies of the parameters in host memory, and the differences since the latest whole
@@ -143,17 +143,6 @@ class Publisher:
     def close(self) -> None:
         """Ends it. Subscribers keep what they have, and give it to each other. Idempotent."""
         self._associate.close("the publisher was closed")
-
-    def __enter__(self) -> Publisher:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> str | tuple[object, ...]:
         raise not_picklable(self, "make one in each process that publishes")

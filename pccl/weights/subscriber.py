@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from types import TracebackType
 
 from pccl.errors import not_picklable
 from pccl.protocol import messages as m
@@ -16,6 +15,7 @@ from pccl.protocol.peer.effects import Fail
 from pccl.runtime import limits
 from pccl.runtime.client.parcel import Parcel
 from pccl.security import Security
+from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array
 from pccl.weights.delta import Damaged
 from pccl.weights.link import Options, associate, error_of, timed_out
@@ -31,7 +31,7 @@ from pccl.weights.tensors import (
 log = logging.getLogger("pccl")
 
 
-class Subscriber:
+class Subscriber(Closing):
     """Follows the versions of parameters that a `Publisher` publishes.
 
     New versions are fetched, verified and put together in the background, in memory of their own.
@@ -135,17 +135,6 @@ class Subscriber:
     def close(self) -> None:
         """Ends it; the parameters stay as they are. Idempotent."""
         self._associate.close("the subscriber was closed")
-
-    def __enter__(self) -> Subscriber:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __reduce__(self) -> str | tuple[object, ...]:
         raise not_picklable(self, "make one in each process that follows")

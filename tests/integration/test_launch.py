@@ -110,12 +110,17 @@ def test_the_settings_of_the_recipes_exist() -> None:
     assert used - listed == {"PCCL_ATTEMPTS"}  # slurm.sh's own
 
 
+def installed(program: str, path: str | None = None) -> str:
+    """Where it is; without it, the test is skipped."""
+    found = shutil.which(program, path=path)
+    if found is None:
+        pytest.skip(f"no {program} here")
+    return found
+
+
 @pytest.mark.parametrize("script", sorted(LAUNCH.glob("*.sh")), ids=lambda path: path.name)
 def test_scripts_are_scripts(script: Path) -> None:
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip("no bash here")
-    subprocess.run([bash, "-n", script], check=True)
+    subprocess.run([installed("bash"), "-n", script], check=True)
     assert os.access(script, os.X_OK)
 
 
@@ -134,9 +139,7 @@ def test_manifests_follow_the_schema(manifest: Path) -> None:
 
 @pytest.mark.slow
 def test_the_kustomization_has_all_of_it_and_the_keys(tmp_path: Path) -> None:
-    kubectl = shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("no kubectl here")
+    kubectl = installed("kubectl")
     home = tmp_path / "kubernetes"
     shutil.copytree(CLUSTER, home)
     assert cli.main(["keys", str(home / "keys")]) == 0
@@ -157,9 +160,7 @@ def test_the_kustomization_has_all_of_it_and_the_keys(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_unit_is_one(tmp_path: Path) -> None:
-    analyze = shutil.which("systemd-analyze")
-    if analyze is None:
-        pytest.skip("no systemd here")
+    analyze = installed("systemd-analyze")
     unit = tmp_path / "pccl-master.service"
     text = (LAUNCH / unit.name).read_text().replace("/opt/pccl/bin/pccl", "/bin/true")
     unit.write_text(text.replace("User=pccl", "User=root"))
@@ -274,9 +275,9 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment for commands of a cluster of one node, without munge."""
-    daemons = [shutil.which(name, path=PATH) for name in ("slurmctld", "slurmd")]
-    if None in daemons or os.geteuid():
-        pytest.skip("no Slurm here (Debian: slurmctld, slurmd, slurm-client), or not root")
+    daemons = [installed(name, PATH) for name in ("slurmctld", "slurmd")]  # and slurm-client
+    if os.geteuid():
+        pytest.skip("Slurm's daemons run as root")
     for name in ("state", "spool"):
         (tmp_path / name).mkdir()
     with socket.socket() as one, socket.socket() as other:

@@ -79,12 +79,8 @@ def test_few_fetch_from_one_holder_and_whoever_has_it_is_one() -> None:
     assert all(version == 1 for name, version in following(hub).items())
 
 
-def waiting(hub: Hub, count: int) -> tuple[Node, list[Node]]:
-    """A publisher of version 1, and subscribers that seek it; nothing has moved."""
-    publisher = hub.add(follows=False)
-    nodes = [hub.add() for _ in range(count)]
-    hub.settle()
-    hub.publish(publisher, 1, 0)
+def seek(hub: Hub, publisher: Node, nodes: list[Node]) -> None:
+    """A version that was published is announced, and the nodes ask for it."""
     while publisher.out:
         hub._say(publisher)
     for node in nodes:
@@ -92,6 +88,15 @@ def waiting(hub: Hub, count: int) -> tuple[Node, list[Node]]:
             hub._hear(node)
         while node.out:
             hub._say(node)
+
+
+def waiting(hub: Hub, count: int) -> tuple[Node, list[Node]]:
+    """A publisher of version 1, and subscribers that seek it; nothing has moved."""
+    publisher = hub.add(follows=False)
+    nodes = [hub.add() for _ in range(count)]
+    hub.settle()
+    hub.publish(publisher, 1, 0)
+    seek(hub, publisher, nodes)
     return publisher, nodes
 
 
@@ -112,13 +117,7 @@ def test_for_what_is_small_there_are_more_places() -> None:
     publisher, nodes = waiting(hub, PLACES_SMALL + 1)
     hub.settle()
     hub.publish(publisher, 2, 1)
-    while publisher.out:
-        hub._say(publisher)
-    for node in nodes:
-        while node.into:
-            hub._hear(node)
-        while node.out:
-            hub._say(node)
+    seek(hub, publisher, nodes)
     assert sum(len(told(node, m.Source)) for node in nodes) == PLACES_SMALL
 
 

@@ -24,9 +24,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pccl
-from pccl.cli.arguments import master, whole_number
+from pccl.cli.arguments import whole_number
 from pccl.cli.bench import machines, options, table
-from pccl.cli.bench.data import PEERS_MAX
 from pccl.cli.bench.peer import Job, Measured, serve
 from pccl.cli.bench.processes import BenchError, collect, processes
 from pccl.cli.bench.table import FACTORS, blocks
@@ -77,25 +76,13 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         metavar="0|1",
         help="verify every element of one more call of each size (%(default)s)",
     )
-    parser.add_argument(
-        "--peers",
-        type=whole_number(2, PEERS_MAX),
-        default=2,
-        metavar="N",
-        help="processes (%(default)s)",
-    )
+    options.add_run(parser)
     parser.add_argument(
         "--lanes",
         type=whole_number(1, 256),
         default=0,
         metavar="N",
         help="connections to the next peer (one on this machine, else by the round trip)",
-    )
-    parser.add_argument(
-        "--master",
-        type=master,
-        metavar="HOST[:PORT]",
-        help="be one of the peers of a run on several machines, whose master is there",
     )
     parser.add_argument(
         "--against", choices=OTHERS, help="measure this in turns with it, on this machine"

@@ -21,9 +21,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import pccl
-from pccl.cli.arguments import master, whole_number
+from pccl.cli.arguments import whole_number
 from pccl.cli.bench import options
-from pccl.cli.bench.data import PEERS_MAX
 from pccl.cli.bench.processes import BenchError, collect, processes
 
 if TYPE_CHECKING:
@@ -41,13 +40,7 @@ _NUMBERS = (  # name, default, meaning
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl bench ddp`."""
     options.add_iterations(parser, 20, 3)
-    parser.add_argument(
-        "--peers",
-        type=whole_number(2, PEERS_MAX),
-        default=2,
-        metavar="N",
-        help="processes (%(default)s)",
-    )
+    options.add_run(parser)
     parser.add_argument(
         "--wire",
         nargs="+",
@@ -63,12 +56,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"{meaning} (%(default)s)",
         )
-    parser.add_argument(
-        "--master",
-        type=master,
-        metavar="HOST[:PORT]",
-        help="be one of the peers of a run on several machines, whose master is there",
-    )
     options.add_json(parser)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from pccl.cli.arguments import output, whole_number
+from pccl.cli.arguments import master, output, whole_number
+from pccl.cli.bench.data import PEERS_MAX
 
 _SUFFIXES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -53,6 +54,23 @@ def add_iterations(parser: argparse.ArgumentParser, iterations: int, warmups: in
         default=warmups,
         metavar="N",
         help="iterations before those that are timed (%(default)s)",
+    )
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Adds --peers and --master: which processes measure together."""
+    parser.add_argument(
+        "--peers",
+        type=whole_number(2, PEERS_MAX),
+        default=2,
+        metavar="N",
+        help="processes (%(default)s)",
+    )
+    parser.add_argument(
+        "--master",
+        type=master,
+        metavar="HOST[:PORT]",
+        help="be one of the peers of a run on several machines, whose master is there",
     )
 
 

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from pccl.cli import program
 from pccl.cli.arguments import whole_number
 from pccl.cli.chaos import kinds
 from pccl.cli.chaos.crew import Strangers
@@ -17,12 +18,11 @@ from pccl.cli.chaos.network import NetworkError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl chaos`."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.usage = "pccl chaos [options] -- COMMAND [ARGUMENT ...]"
-    parser.epilog = "kinds of faults:\n" + "\n".join(
+    epilog = "kinds of faults:\n" + "\n".join(
         f"  {name:22}{kind.text}{', with --network' if kind.network else ''}"
         for name, kind in kinds.KINDS.items()
     )
+    program.add_arguments(parser, "pccl chaos", epilog)
     parser.add_argument(
         "-n",
         type=whole_number(2, 200),
@@ -38,16 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after the faults, let the copies end by themselves, and at most for so long "
         "(default: they are asked to end, by SIGTERM)",
     )
-    parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
     """`pccl chaos`: the exit code is 0 if everything held."""
-    command = args.command_line[args.command_line[:1] == ["--"] :]
+    command = program.words(args, "pccl chaos")
     if not command:
-        print("pccl chaos: which program? pccl chaos [options] -- COMMAND ...", file=sys.stderr)
         return 2
-    program = Program(
+    what = Program(
         f"pccl chaos: {command[0]}, {args.n} copies",
         lambda _: Strangers(command),
         judge,
@@ -59,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return ["pccl", "chaos", "-n", str(args.n), *options, "--", *command]
 
     try:
-        return Harness(args, program, args.n, again, {}).run()
+        return Harness(args, what, args.n, again, {}).run()
     except NetworkError as error:
         print(f"pccl chaos: no hosts of their own: {error}", file=sys.stderr)
         return 1

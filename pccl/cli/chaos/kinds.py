@@ -37,6 +37,13 @@ class Kind(NamedTuple):
     network: bool = False
 
 
+def of_network(
+    text: str, weight: int, lasts_s: tuple[float, float] = (0.0, 0.0), *, fatal: bool = False
+) -> Kind:
+    """A fault of the network around one copy's host."""
+    return Kind(text, Target.COPY, weight, lasts_s, fatal, network=True)
+
+
 KILL, KILL_MOST, LEAVE = "kill", "kill-all-but-one", "leave"
 JOIN, BURST = "join", "burst"
 FREEZE, STARVE, BURN = "freeze", "starve", "burn"
@@ -59,37 +66,13 @@ KINDS = {
     FULL_DISK: Kind("the master can write no more files", Target.MASTER, 2, (1.0, 5.0)),
     NO_FILES: Kind("a copy can open no more descriptors", Target.COPY, 1, (0.5, 3.0), fatal=True),
     NO_FILES_MASTER: Kind("the master can open no more descriptors", Target.MASTER, 1, (0.5, 3.0)),
-    CUT: Kind("a copy's host is cut off", Target.COPY, 3, (0.2, 6.0), fatal=True, network=True),
-    CUT_OUT: Kind(
-        "nothing that a copy's host sends arrives",
-        Target.COPY,
-        2,
-        (0.2, 6.0),
-        fatal=True,
-        network=True,
-    ),
-    CUT_IN: Kind(
-        "nothing that is sent to a copy's host arrives",
-        Target.COPY,
-        2,
-        (0.2, 6.0),
-        fatal=True,
-        network=True,
-    ),
-    RESET: Kind(
-        "all connections of a copy's host are reset", Target.COPY, 2, fatal=True, network=True
-    ),
-    RATE: Kind("a copy's host sends 4 Mbit/s", Target.COPY, 2, (1.0, 6.0), network=True),
-    DELAY: Kind(
-        "what a copy's host sends takes 200 ms longer", Target.COPY, 2, (1.0, 6.0), network=True
-    ),
-    LOSS: Kind(
-        "a tenth of the packets of a copy's host is lost",
-        Target.COPY,
-        2,
-        (1.0, 6.0),
-        network=True,
-    ),
+    CUT: of_network("a copy's host is cut off", 3, (0.2, 6.0), fatal=True),
+    CUT_OUT: of_network("nothing that a copy's host sends arrives", 2, (0.2, 6.0), fatal=True),
+    CUT_IN: of_network("nothing that is sent to a copy's host arrives", 2, (0.2, 6.0), fatal=True),
+    RESET: of_network("all connections of a copy's host are reset", 2, fatal=True),
+    RATE: of_network("a copy's host sends 4 Mbit/s", 2, (1.0, 6.0)),
+    DELAY: of_network("what a copy's host sends takes 200 ms longer", 2, (1.0, 6.0)),
+    LOSS: of_network("a tenth of the packets of a copy's host is lost", 2, (1.0, 6.0)),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group
@@ -11,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pccl.cli.demo.director import Director, Peer, State
+from pccl.support.closing import Closing
 
 _STYLES = {
     State.LOADING: "dim",
@@ -23,7 +23,7 @@ _STYLES = {
 }
 
 
-class Display:
+class Display(Closing):
     """Shows a director's run while it goes on."""
 
     def __init__(self, director: Director) -> None:
@@ -38,12 +38,8 @@ class Display:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
         if self._live:
             self._live.stop()
 

@@ -12,15 +12,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from types import TracebackType
-from typing import IO, Self
+from typing import IO
+
+from pccl.support.closing import Closing
 
 _START_TIMEOUT_S = 60.0
 _ERROR_LINES = 15  # of a failed process's stderr that are shown
 
 
-class Fleet:
-    """Starts processes, reads what they print, and ends them all in `__exit__`.
+class Fleet(Closing):
+    """Starts processes, reads what they print, and ends them all in `close`.
 
     Attributes:
         heard: (number of the peer, line of its stdout), and (number, exit status) when it has
@@ -35,15 +36,8 @@ class Fleet:
         self._errors: dict[int | str, IO[str]] = {}
         self._readers: list[threading.Thread] = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Ends them all."""
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
-
 from pccl.cli.demo.processes import Fleet
+from pccl.support.closing import Closing
 
 
-class Pool:
-    """Gives a process to each peer of a run; none outlives the `with` block."""
+class Pool(Closing):
+    """Gives a process to each peer of a run; none outlives `close`."""
 
     def __init__(self) -> None:
         self._fleet = Fleet("pccl.cli.experiment.peer")
@@ -17,17 +15,9 @@ class Pool:
         self._processes: dict[int, int] = {}  # by the number of the peer
         self._started = 0
 
-    def __enter__(self) -> Self:
-        self._fleet.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._fleet.__exit__(kind, error, trace)
+    def close(self) -> None:
+        """Ends them all."""
+        self._fleet.close()
 
     def start(self, number: int, task: str) -> None:
         """Has a process load what it needs to be peer `number`."""
