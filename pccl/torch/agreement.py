@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -10,14 +11,23 @@ import numpy as np
 from pccl import Communicator, PeerLostError, TooFewPeersError
 from pccl.torch.members import Members
 
+# What all processes of a replica say, in their order; all of them make this call.
+Shards = Callable[[list[int]], list[list[int]]]
+
 TAG = 1 << 31  # torch's collectives have higher ones
 ROW_BYTES = 512
+
+
+def no_shards(numbers: list[int]) -> list[list[int]]:
+    """A replica of one process."""
+    return [numbers]
 
 
 class _Row(msgspec.Struct, frozen=True):
     """What a member says of itself."""
 
     number: int
+    origin: int  # the least number of its replica's processes
     begun: bool  # whether it has a rank already
     size: int  # with how many members the group begins
     rank: int  # that one, or which it was started with; -1: none
@@ -30,6 +40,8 @@ class Offer:
     """What this peer brings.
 
     Attributes:
+        shards: asks the other processes of its replica.
+        origin: what orders replicas that come together, alike in all their groups.
         rank: the rank that it was started with; -1: none.
         begun: whether it has a rank of this group.
         size: with how many members the group begins.
@@ -37,6 +49,8 @@ class Offer:
         wants_store: whether it came without a store.
     """
 
+    shards: Shards = no_shards
+    origin: int = field(default=0, init=False)
     rank: int = -1
     begun: bool = False
     size: int = 1
@@ -67,11 +81,20 @@ def agree(comm: Communicator, members: Members, offer: Offer) -> Agreement:
     """Asks all members; nobody may have a collective under way.
 
     Members keep the order that they have. Those that begin together are ordered by the ranks that
-    they were started with, or else as they have joined; newcomers come last.
+    they were started with, or else as they have joined; newcomers come last. Where a replica is
+    several processes, each of which is a member of another group, the groups have the same replicas
+    in the same order.
     """
     rank = members.rank if offer.begun else offer.rank
-    row = _Row(members.own, offer.begun, offer.size, rank, offer.store, offer.wants_store)
+    if not offer.origin:
+        offer.origin = min(number for (number,) in offer.shards([members.own]))
+    row = _Row(
+        members.own, offer.origin, offer.begun, offer.size, rank, offer.store, offer.wants_store
+    )
     rows = sorted(_exchange(comm, row), key=_key)
+    # a replica may be lost when some groups have agreed, and others have not
+    while len({size for (size,) in offer.shards([len(rows)])}) > 1:
+        rows = sorted(_exchange(comm, row), key=_key)
     first = rows[0]
     begun = first.begun or len(rows) >= max(each.size for each in rows)
     again = begun and first.wants_store and not first.store
@@ -80,7 +103,7 @@ def agree(comm: Communicator, members: Members, offer: Offer) -> Agreement:
 
 
 def _key(row: _Row) -> tuple[bool, bool, int, int]:
-    return not row.begun, row.rank < 0, row.rank, row.number
+    return not row.begun, row.rank < 0, row.rank, row.origin
 
 
 def _exchange(comm: Communicator, row: _Row) -> list[_Row]:

@@ -16,7 +16,7 @@ from pccl import AsyncReduceHandle, Communicator, PCCLTimeoutError, PeerLostErro
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.limits import FOREVER_S
 from pccl.security import Security
-from pccl.torch.agreement import Offer, agree
+from pccl.torch.agreement import Offer, Shards, agree, no_shards
 from pccl.torch.callbacks import in_pool
 from pccl.torch.collectives import Collectives
 from pccl.torch.hosting import HostedMaster
@@ -42,6 +42,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
 
     Attributes:
         communicator: by which it communicates.
+        shards: asks the other processes of this one's replica, which are in other groups.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         store: Store | None = None,
         master: HostedMaster | None = None,
         waits: bool = False,
+        shards: Shards = no_shards,
     ) -> None:
         """Returns when the group has begun, in which this peer is a member.
 
@@ -68,6 +70,8 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
             master: that this process hosts for the group.
             waits: whether it joins in the background, and the group is this process alone until
                 `reconfigure` names it among others.
+            shards: what all processes of this one's replica say. They are a team of peers, each in
+                another group of the run, and all groups go through the same steps.
 
         Raises:
             PCCLTimeoutError: so many members were not there in time.
@@ -76,12 +80,13 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         BaseGroup.__init__(self, 0, 1)  # type: ignore[call-arg]
         self._setup(comm, members, timeout)
         self.communicator = comm
+        self.shards = shards
         self._name = self._description = ""
         self._master = master
         if master is not None:
             master.own = comm
         encrypted = Security.of(None) is not None
-        self._offer = Offer(rank, size=size, wants_store=store is None and not encrypted)
+        self._offer = Offer(shards, rank, size=size, wants_store=store is None and not encrypted)
         self._no_store = _ENCRYPTED if encrypted else "the one who served it is lost"
         self._own_store = RunStore() if store is None else None
         self._store = store if self._own_store is None else self._own_store
@@ -139,13 +144,10 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         self.agree()
         return size
 
-    def admit_when_they_come(self, patience_s: float) -> int:
-        """Lets in those who come within that time; the number of members, or 0: nobody came."""
-        self._drain()
-        size = self._comm.parts.admission.await_newcomers(Deadline(None), patience_s)
-        if size:
-            self.agree()
-        return size
+    @property
+    def origin(self) -> int:
+        """The least number, in the run, of the processes of this one's replica."""
+        return self._offer.origin
 
     def _serve(self) -> None:
         client = self._comm.parts.membership.client("store")

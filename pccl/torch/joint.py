@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from pccl import Communicator
+from pccl.torch.agreement import Shards
 
 
 def communicator(
@@ -36,3 +38,15 @@ def communicator(
     dist.broadcast_object_list(drawn, group_src=0, group=shards)
     size, rank = dist.get_world_size(shards), dist.get_rank(shards)
     return Communicator(address, rank, team=drawn[0], team_size=size, **more)
+
+
+def exchange(shards: dist.ProcessGroup | None, device: torch.device) -> Shards:
+    """What all processes of a replica say, by a collective of torch with memory of that device."""
+
+    def said(numbers: list[int]) -> list[list[int]]:
+        mine = torch.tensor(numbers, device=device)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(shards))]
+        dist.all_gather(gathered, mine, group=shards)
+        return [each.tolist() for each in gathered]
+
+    return said

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,13 +11,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pccl import PeerLostError, SharedStateSyncStrategy
+from pccl import PeerLostError, Result, SharedStateSyncStrategy
 from pccl.runtime.client.call import Deadline
 from pccl.torch.callbacks import in_pool
 from pccl.torch.group import ProcessGroup
 from pccl.torch.trees import Staged, local, packed, sharded_again, tensors_of, unpacked
-
-_INTERVAL_S = 1.0  # in which the processes of a replica tell each other what they wait for
 
 _log = logging.getLogger("pccl.torch")
 
@@ -36,6 +34,7 @@ class Stateful(Protocol):
 class _Plan:
     """What the first member says of a synchronisation."""
 
+    origin: int
     begun: bool
     revision: int
     steps: int
@@ -53,7 +52,6 @@ class Phase:
         group: the replicas.
         module: its parameters and persistent buffers are shared.
         states: what else a newcomer receives, by name.
-        shards: what all processes of this replica say; None: it is a single process.
     """
 
     def __init__(
@@ -61,13 +59,11 @@ class Phase:
         group: ProcessGroup,
         module: torch.nn.Module,
         states: Mapping[str, Stateful],
-        shards: Callable[[list[int]], list[list[int]]] | None = None,
     ) -> None:
         self.steps = 0
         self._group = group
         self._module = module
         self._states = dict(states)
-        self._shards = shards or (lambda numbers: [numbers])
         self._begun = False
         self._revision = 0
         self._pending: Future[bool] | None = None
@@ -77,24 +73,11 @@ class Phase:
 
         All replicas call this equally often. It makes no collective unless somebody has come.
         """
-        if self._pending is not None:
-            # of a replica with several processes, each waits in another run: until all of them do
-            waiting = self._shards([int(self._pending.result())])
-            if all(number for (number,) in waiting):
-                self.settle(self._group.admit())
-                self.synchronise()
+        if self._pending is not None and self._pending.result():
+            self._group.admit()
+            self.synchronise()
         self.steps += 1
         self._pending = in_pool(self._ask)
-
-    def settle(self, size: int) -> None:
-        """All shards have the same replicas: admits those that only some of them have.
-
-        `size` is that of this shard's run as a round has told it: the same in all replicas, and so
-        all of them act alike.
-        """
-        while len(sizes := {number for (number,) in self._shards([size])}) > 1:
-            if size < max(sizes):
-                size = self._group.admit_when_they_come(_INTERVAL_S) or size
 
     def _ask(self) -> bool:
         """Whether newcomers wait; it is asked while the step is computed."""
@@ -105,19 +88,33 @@ class Phase:
                 continue
 
     def synchronise(self) -> None:
-        """Gives all replicas the same state: that of the run, or, when it begins, of rank 0."""
+        """Gives all replicas the same state: that of the run, or, when it begins, of rank 0.
+
+        Raises:
+            PeerLostError: the shards of this replica have received states that do not fit: the only
+                replica that had one, or the first of those that begin together, was lost meanwhile.
+        """
         while True:
             try:
-                self._synchronise()
-                return
+                plan = self._synchronise()
+                break
             except PeerLostError as error:
                 _log.info("the replicas synchronise again: %s", error)
+        received = [plan.steps, 0 if plan.begun else plan.origin]
+        if any(said != received for said in self._group.shards(received)):
+            self._group.abort()
+            why = (
+                "the replica that sent the state was lost when some shards of this one had it, and "
+                "others had not: start this replica again"
+            )
+            raise PeerLostError(Result.RANK_CONNECTION_LOST, "sync_shared_state", why)
 
-    def _synchronise(self) -> None:
+    def _synchronise(self) -> _Plan:
         own = {name: each.state_dict() for name, each in self._states.items()}
         model = self._tensors()
         layout = [(name, list(t.shape), str(t.dtype)) for name, t in model.items()]
-        plan = self._agree(_Plan(self._begun, self._revision, self.steps, own, layout))
+        origin = self._group.origin
+        plan = self._agree(_Plan(origin, self._begun, self._revision, self.steps, own, layout))
         try:
             _check(plan.layout, layout)
         except ValueError:
@@ -148,6 +145,7 @@ class Phase:
                     state = sharded_again(each, state)
                 each.load_state_dict(state)
         self.steps, self._begun = plan.steps, True
+        return plan
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters and persistent buffers; tied ones once."""
@@ -171,6 +169,7 @@ class Phase:
         if group.getRank() == 0:
             text = packed(
                 {
+                    "origin": own.origin,
                     "begun": own.begun,
                     "revision": own.revision,
                     "steps": own.steps,

@@ -7,11 +7,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
-from pccl.support.text import address_text, parse_address
-from pccl.torch.creation import join
-from pccl.torch.group import TIMEOUT
+from pccl.torch.group import TIMEOUT, ProcessGroup
+from pccl.torch.joint import communicator, exchange
 from pccl.torch.phase import Phase, Stateful
 
 
@@ -27,15 +28,15 @@ class Replicas:
             optimizer.step()
             optimizer.zero_grad()
 
-    The processes of a replica are started together (by torchrun), and end together; replicas come
-    and go. The first shards of all replicas are a run of their own, as are the second ones: shard s
-    joins the master at the address's port + s. A replica that is lost costs the others a retry;
-    gradients are averaged over those that have contributed. A newcomer is admitted between two
-    steps, when all its processes are there, and receives the shards of parameters, buffers and
-    states, and the number of steps.
+    The processes of a replica are started together (by torchrun), and end together: they are a team
+    of peers, and when one of them is lost, the run goes on without the others, whose calls raise
+    `KickedError`. Shard s of all replicas is peer group s of one run. A replica that is lost costs
+    the others a retry; all shards of a gradient are averaged over the same replicas. A newcomer is
+    admitted between two steps, when all its processes are there, and receives the shards of
+    parameters, buffers and states, and the number of steps.
 
     Args:
-        address: `host:port` of the master of the first shards.
+        address: `host:port` of the master.
         model: after `fully_shard`.
         states: what a newcomer receives beside the model, by name.
         begin: replicas that a run begins with.
@@ -45,6 +46,8 @@ class Replicas:
     Raises:
         ValueError: the model is not sharded by FSDP2, or a replica's model differs from the run's.
         PCCLError: as `Communicator.connect`.
+        PeerLostError: the replica that sent this one the state was lost meanwhile, and nobody else
+            has it: this replica must be started again.
     """
 
     def __init__(
@@ -60,15 +63,24 @@ class Replicas:
         modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if not modules:
             raise ValueError("the model is not sharded: call fully_shard() first")
-        host, port = parse_address(address)
-        self._shards = shards
-        here = address_text(host, port + dist.get_rank(shards))
-        self._group = join(here, begin, timeout=timeout)
-        for module in modules:
-            module.set_all_reduce_hook(self._average)
-        self._phase = Phase(self._group, model, states or {}, self._all)
-        self._phase.settle(self._group.getSize())
-        self._phase.synchronise()
+        seconds = timeout.total_seconds()
+        comm = communicator(address, shards, connect_timeout=seconds)
+        try:
+            comm.connect(timeout=seconds)
+            self._group = ProcessGroup(
+                comm,
+                size=begin,
+                timeout=timeout,
+                store=HashStore(),  # nobody asks for it
+                shards=exchange(shards, _device(model)),
+            )
+            for module in modules:
+                module.set_all_reduce_hook(lambda gradient: average(self._group, gradient))
+            self._phase = Phase(self._group, model, states or {})
+            self._phase.synchronise()
+        except BaseException:
+            comm.close()
+            raise
 
     @property
     def steps(self) -> int:
@@ -88,15 +100,30 @@ class Replicas:
         """Leaves the run."""
         self._group.shutdown()
 
-    def _average(self, gradient: torch.Tensor) -> None:
-        """Averages the reduced shard of a gradient over the replicas."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
-        self._group.allreduce([gradient], options).wait()
 
-    def _all(self, numbers: list[int]) -> list[list[int]]:
-        """The same numbers of all processes of this replica."""
-        mine = torch.tensor(numbers)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._shards))]
-        dist.all_gather(gathered, mine, group=self._shards)
-        return [each.tolist() for each in gathered]
+def average(group: ProcessGroup, gradient: torch.Tensor) -> None:
+    """Averages a shard of a gradient over the replicas, in place.
+
+    Each process averages its shard with those of the same shard only, so a replica that is lost
+    meanwhile may be in the mean of one shard and not in that of another. It is lost as a whole, and
+    nobody joins in the middle of a step: means of equally many replicas are means of the same ones.
+    Otherwise all of them are made once more. All replicas find the same.
+    """
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+    own = gradient.detach().clone()
+    while True:
+        work = group.allreduce([gradient], options)
+        work.wait()
+        contributors = [work.operation.contributors]
+        if all(said == contributors for said in group.shards(contributors)):
+            return
+        gradient.detach().copy_(own)
+
+
+def _device(model: torch.nn.Module) -> torch.device:
+    """Whose tensors the processes of a replica exchange."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            return torch.device(parameter.device_mesh.device_type)
+    raise ValueError("the model has no sharded parameters: call fully_shard() first")

@@ -68,11 +68,13 @@ class Operation:
     Attributes:
         task: what it does.
         error: why it has failed; None: it has not, or not yet.
+        contributors: members whose parts are in the result, which is the same on all of them.
     """
 
     def __init__(self, task: Task, tag: int, members: Members, timeout_s: float | None) -> None:
         self.task = task
         self.error: Exception | None = None
+        self.contributors = 1
         self._tag = tag
         self._members = members
         self._timeout_s = timeout_s
@@ -170,8 +172,10 @@ class Operation:
         while self._handle is not None:
             well, _, info = self._handle.wait(timeout=self._patience(timeout_s))
             if well:
-                if self.task.counts and info.local_world_size != self._members.size:
-                    self._members.refresh()
+                if self.task.counts:
+                    self.contributors = info.local_world_size
+                    if self.contributors != self._members.size:
+                        self._members.refresh()
                 break
             error = self._handle.error
             assert error is not None

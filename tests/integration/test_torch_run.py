@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from processes import Reporter
+import torch_sharded
+from processes import Report, Reporter
 
-import pccl
 from pccl.torch.backend import is_possible
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -129,38 +132,26 @@ def test_a_program_of_torch_goes_on_without_a_peer_that_is_killed(address: str) 
             peer.kill()
 
 
-def two_masters() -> tuple[pccl.MasterNode, pccl.MasterNode]:
-    """At an address, and at its port + 1."""
-    while True:
-        first = pccl.MasterNode("127.0.0.1:0")
-        first.run()
-        port = int(first.address.rpartition(":")[2])
-        second = pccl.MasterNode(f"127.0.0.1:{port + 1}")
-        try:
-            second.run()
-        except pccl.PCCLError:  # somebody else has that port
-            first.interrupt()
-        else:
-            return first, second
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def test_replicas_of_fsdp2_survive_a_kill_and_take_one_in() -> None:
-    """A replica has two processes, by gloo; the replicas are groups of pccl, one for each shard."""
+@pytest.mark.parametrize("how", ["killed", "half killed", "half frozen"])
+def test_replicas_of_fsdp2_survive_a_loss_and_take_one_in(how: str, address: str) -> None:
+    """A replica has two processes, by gloo; when one of them is lost, the other is of no use.
+
+    The losses are those of an undisturbed training by the same replicas, without shards.
+    """
     steps = 60
-    masters = two_masters()
     started: list[list[Reporter]] = []
 
     def start(replica: int) -> list[Reporter]:
-        script, port = SUPPORT / "torch_sharded.py", free_port()
-        words = masters[0].address, 2, replica, steps
+        words = SUPPORT / "torch_sharded.py", address, 2, replica, steps
+        port = free_port()
         started.append(
-            [Reporter(script, *words, rank, 2, port, patience_s=PATIENCE_S) for rank in range(2)]
+            [Reporter(*words, rank, 2, port, patience_s=PATIENCE_S) for rank in range(2)]
         )
         return started[-1]
 
@@ -171,25 +162,75 @@ def test_replicas_of_fsdp2_survive_a_kill_and_take_one_in() -> None:
         begun = [each.wait_for(lambda report: "begins" in report) for each in third]
         assert begun[0]["begins"] == begun[1]["begins"] > 5
         third[0].wait_for(lambda report: report.get("step", 0) > begun[0]["begins"] + 5)
-        for process in second:
-            process.kill()
+        if how == "half frozen":
+            os.kill(second[1].process.pid, signal.SIGSTOP)
+        else:
+            for process in second if how == "killed" else second[1:]:
+                process.kill()
         for process in (*first, *third):
             last = process.wait_for(lambda report: report.get("step") == steps - 1)
             assert last["size"] == 2
             assert process.process.wait(PATIENCE_S) == 0
-        for rank in range(2):
-            digests: dict[int, set[str]] = {}
-            for replica in started:
-                for report in replica[rank].reports:
-                    if "step" in report:
-                        digests.setdefault(report["step"], set()).add(report["digest"])
-            assert len(digests) == steps and all(len(each) == 1 for each in digests.values())
+        if how == "half killed":
+            assert second[0].process.wait(PATIENCE_S) != 0
     finally:
         for replica in started:
             for process in replica:
                 process.kill()
-        for master in masters:
-            master.interrupt()
+    said = [report for replica in started for each in replica for report in each.reports]
+    reports = [report for report in said if "step" in report]
+    for rank in range(2):
+        digests: dict[int, set[str]] = {}
+        for report in reports:
+            if report["rank"] == rank:
+                digests.setdefault(report["step"], set()).add(report["digest"])
+        assert len(digests) == steps and all(len(each) == 1 for each in digests.values())
+    check_losses(reports)
+
+
+def check_losses(reports: list[Report]) -> None:
+    """Those of one process that trains on the data of all replicas that were there."""
+    reports = sorted(reports, key=lambda report: report["step"])
+    errors = []
+    for began_with in (0, 1):
+        for layers in range(3):  # of which the lost one has still given the gradients
+            losses = undisturbed(reports, began_with, layers)
+            errors.append(
+                max(
+                    abs(r["loss"] / losses[r["step"], r["replica"], r["rank"]] - 1) for r in reports
+                )
+            )
+    assert min(errors) < 1e-4, errors
+
+
+def undisturbed(
+    reports: list[Report], began_with: int, layers: int
+) -> dict[tuple[int, int, int], float]:
+    """The loss of each step, of the data of each process, in a training without shards."""
+    model = torch_sharded.new_model(began_with)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    found: dict[tuple[int, int, int], float] = {}
+    before: set[int] = set()
+    for step, said in itertools.groupby(reports, key=lambda report: report["step"]):
+        present = {report["replica"] for report in said}
+        contributors = [present] * (2 - layers) + [present | before] * layers  # the last one first
+        before = present
+        optimizer.zero_grad()
+        for replica in contributors[-1]:
+            for rank in range(2):
+                loss = torch_sharded.loss_of(model, replica, rank, step)
+                found[step, replica, rank] = loss.item()
+                for layer, of in zip(model[::2], contributors, strict=True):
+                    if replica in of:
+                        given = torch.autograd.grad(
+                            loss / 2 / len(of), list(layer.parameters()), retain_graph=True
+                        )
+                        for parameter, gradient in zip(layer.parameters(), given, strict=True):
+                            parameter.grad = (
+                                gradient if parameter.grad is None else parameter.grad + gradient
+                            )
+        optimizer.step()
+    return found
 
 
 @pytest.mark.skipif(not is_possible(), reason="torch before 2.14 has no backends in Python")

@@ -18,14 +18,27 @@ from torch.distributed.fsdp import fully_shard
 import pccl.torch
 
 
+def new_model(seed: int) -> torch.nn.Sequential:
+    """The same in all processes that give the same seed."""
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+
+
+def loss_of(model: torch.nn.Module, replica: int, rank: int, step: int) -> torch.Tensor:
+    """The loss of what a process of a replica trains on in a step."""
+    seed = 997 * step + 10 * replica + rank
+    given = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
+    loss: torch.Tensor = (model(given) - given.sum(1, keepdim=True)).square().mean()
+    return loss
+
+
 def main() -> None:
     address, begin, replica, steps, rank, size, port = sys.argv[1], *map(int, sys.argv[2:])
     warnings.simplefilter("ignore")
     where = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    torch.manual_seed(replica)
-    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    model = new_model(replica)
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -35,9 +48,7 @@ def main() -> None:
     while replicas.steps < steps:
         step = replicas.steps
         replicas.step()
-        seed = 997 * step + 10 * replica + rank
-        given = torch.randn(64, 32, generator=torch.Generator().manual_seed(seed))
-        loss = (model(given) - given.sum(1, keepdim=True)).square().mean()
+        loss = loss_of(model, replica, rank, step)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -45,7 +56,8 @@ def main() -> None:
         for parameter in model.parameters():
             digest.update(parameter.to_local().detach().numpy().tobytes())
         report = {"step": step, "size": replicas.size, "digest": digest.hexdigest()}
-        print(json.dumps({**report, "rank": rank, "loss": loss.item()}), flush=True)
+        who = {"replica": replica, "rank": rank}
+        print(json.dumps({**report, **who, "loss": loss.item()}), flush=True)
     replicas.close()
     dist.destroy_process_group()
 
