@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from pccl.support.text import duration_text
+
 BUSY = 0.8  # of the time: a link or a processor that is as busy limits what waits for it
-TRIFLE = 0.03  # of the time: not worth a line
+NEGLIGIBLE = 0.03  # of the time: not worth a line
 HOPS = {  # one after the other, of n members, for the first bytes to be everywhere
     "all_reduce": lambda n: 2 * n - 2,
     "reduce_scatter": lambda n: n - 1,
@@ -171,15 +173,15 @@ class Explanation:
         if not self.count:
             return "no collective has succeeded yet"
         lines = [
-            f"the last {self.count} of {self.what} took {_time(self.seconds)} each, "
+            f"the last {self.count} of {self.what} took {duration_text(self.seconds)} each, "
             f"and sent {self.rate / 1e6:.4g} MB/s"
         ]
         for one in self.limits:
             share = 100 * one.seconds / self.seconds if self.seconds else 0.0
             what, _, then = one.cause.value.partition(", if ")
             lines.append(
-                f"{share:3.0f} %, {_time(one.seconds)}: {what}: {one.why}. "
-                f"If {then}: {_time(one.without)}"
+                f"{share:3.0f} %, {duration_text(one.seconds)}: {what}: {one.why}. "
+                f"If {then}: {duration_text(one.without)}"
             )
         return "\n".join(lines)
 
@@ -194,7 +196,7 @@ def explain(
         link: to the next peer of the ring; None: nothing is known, as of one on this machine.
         master_s: the round trip to the master; None: unknown.
     """
-    chosen = _of_most_time(samples)
+    chosen = _of_mostduration_text(samples)
     if not chosen:
         return Explanation()
     mean_s = sum(one.total_s for one in chosen) / len(chosen)
@@ -204,7 +206,7 @@ def explain(
     limits = [
         Limit(cause, spent_s, mean_s - saved_s, why)
         for cause, spent_s, saved_s, why in parts
-        if spent_s > TRIFLE * mean_s
+        if spent_s > NEGLIGIBLE * mean_s
     ]
     limits.sort(key=lambda one: -one.seconds)
     rate = sent / (moving_s or sum(one.total_s for one in chosen) or 1.0)
@@ -214,7 +216,7 @@ def explain(
 Part = tuple[Cause, float, float, str]  # seconds of the mean that it takes, and that it would save
 
 
-def _of_most_time(samples: Sequence[Sample]) -> list[Sample]:
+def _of_mostduration_text(samples: Sequence[Sample]) -> list[Sample]:
     """Those of the kind that has taken most of the time: of alike size, too."""
     kinds: dict[tuple[str, bool, int, int], list[Sample]] = {}
     for one in samples:
@@ -234,15 +236,19 @@ def _votes(samples: Sequence[Sample], master_s: float | None) -> Iterator[Part]:
     if votes == 2:
         spans += [one.finishing_s for one in samples]
     least_s = min(spans)
-    trip = "" if master_s is None else f", of which {_time(master_s)} the round trip to the master"
-    why = f"the shortest of the last {len(spans)} took {_time(least_s)}{trip}"
+    trip = (
+        ""
+        if master_s is None
+        else f", of which {duration_text(master_s)} the round trip to the master"
+    )
+    why = f"the shortest of the last {len(spans)} took {duration_text(least_s)}{trip}"
     yield Cause.VOTES, votes * least_s, votes * least_s, why
     late = [one.entering_s - least_s for one in samples]
-    why = f"of the last {count}, the longest wait took {_time(max(late))}"
+    why = f"of the last {count}, the longest wait took {duration_text(max(late))}"
     yield Cause.LATE, sum(late) / count, sum(late) / count, why
     if votes == 2:
         end = [one.finishing_s - least_s for one in samples]
-        why = f"of the last {count}, the longest wait took {_time(max(end))}"
+        why = f"of the last {count}, the longest wait took {duration_text(max(end))}"
         yield Cause.END, sum(end) / count, sum(end) / count, why
 
 
@@ -256,7 +262,8 @@ def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:
     if link is not None and samples[0].what in HOPS:
         hops = HOPS[samples[0].what](samples[0].members)
         hops_s = min(moving_s, hops * link.rtt_s / 2)
-        why = f"{hops} hops, each half a round trip; that to {link.to} takes {_time(link.rtt_s)}"
+        trip = duration_text(link.rtt_s)
+        why = f"{hops} hops, each half a round trip; that to {link.to} takes {trip}"
         yield Cause.HOPS, hops_s, hops_s, why
     rest_s = moving_s - hops_s
     known = [one.engine_s for one in samples if one.engine_s is not None]
@@ -276,10 +283,3 @@ def _data(samples: Sequence[Sample], link: LinkFacts | None) -> Iterator[Part]:
         ours = f"pccl's thread here was busy for {100 * (cpu or 0):.0f} % of the time"
         ours = "how busy pccl's thread was is not known" if cpu is None else ours
         yield Cause.ELSEWHERE, rest_s, rest_s / 2, f"{ours}{own}"
-
-
-def _time(seconds: float) -> str:
-    """A duration as people read it."""
-    if seconds < 0.001:
-        return f"{1e6 * seconds:.0f} µs"
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -77,7 +77,7 @@ BUGS = [
         "peers = tuple(sorted(map(self._membership.info, self._membership.accepted(number)), "
         "key=id))",
         "--faults kill,join",
-        ("does not come true again",),
+        ("decides otherwise",),
     ),
     Bug(
         "master: heartbeats are not missed",

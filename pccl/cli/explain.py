@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pccl.insight import NEGLIGIBLE
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import GroupStatus
 from pccl.protocol.master.tally import Histogram
 from pccl.protocol.rounds import Kind
 from pccl.protocol.topology import hops
+from pccl.support.text import duration_text
 
 NEAR = 0.7  # of what a link has carried when it was measured alone: it has little left
-FEW = 0.03  # of the time: not worth a line
 
 
 def explanation(status: Status) -> Iterator[str]:
@@ -29,7 +30,7 @@ def explanation(status: Status) -> Iterator[str]:
     given = sum(counts.carried.values()) / count
     yield (
         f"{count} collectives have committed, of {given / 1e6:.4g} MB on the average: "
-        f"{_time(entering_s + running_s)} from the first peer's call to the last one's end"
+        f"{duration_text(entering_s + running_s)} from the first peer's call to the last one's end"
     )
     for what, part_s, then in (
         ("waiting for peers that enter later", entering_s, "if all entered at once"),
@@ -43,8 +44,8 @@ def explanation(status: Status) -> Iterator[str]:
 
 def _line(what: str, part_s: float, all_s: float, then: str) -> str:
     share = 100 * part_s / all_s if all_s else 0.0
-    without = f". {then[0].upper()}{then[1:]}: {_time(all_s - part_s)}" if then else ""
-    return f"{share:3.0f} %, {_time(part_s)}: {what}{without}"
+    without = f". {then[0].upper()}{then[1:]}: {duration_text(all_s - part_s)}" if then else ""
+    return f"{share:3.0f} %, {duration_text(part_s)}: {what}{without}"
 
 
 def _links(group: GroupStatus, running_s: float) -> Iterator[str]:
@@ -74,7 +75,7 @@ def _links(group: GroupStatus, running_s: float) -> Iterator[str]:
         yield (
             f"{what}; each link carried {_rate(group.bus_rate)} in the last collective: that link "
             f"limits it. Without it the next slowest would, with {_rate(more[0])}: "
-            f"{_time(min(better_s, running_s))} in place of {_time(running_s)}"
+            f"{duration_text(min(better_s, running_s))} in place of {duration_text(running_s)}"
         )
     else:
         yield f"{what}, and each carried {_rate(group.bus_rate)}: it limits the collectives"
@@ -87,7 +88,7 @@ def _failures(status: Status) -> Iterator[str]:
         text = ", ".join(f"{number} by {why}" for why, number in reasons.items())
         yield f"{counts.aborted} collectives were aborted: {text}"
     for group in status.groups:
-        if group.goodput is not None and group.goodput < 1 - FEW:
+        if group.goodput is not None and group.goodput < 1 - NEGLIGIBLE:
             lost = 100 * (1 - group.goodput)
             yield f"group {group.group}: {lost:.0f} % of the time was lost to aborts and recoveries"
 
@@ -99,7 +100,3 @@ def _mean(durations: Histogram) -> float:
 
 def _rate(rate: float) -> str:
     return f"{rate * 8e-6:.4g} Mbit/s"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

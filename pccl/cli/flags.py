@@ -41,7 +41,7 @@ def libs() -> list[str]:
         UnsupportedError: there is no such Python here, or this is Windows.
     """
     if sys.platform == "win32":
-        why = "C programs cannot be linked with pccl on Windows yet"
+        why = "C programs link with pccl on Linux and macOS only; WSL is a Linux"
         raise UnsupportedError(Result.INVALID_USAGE, "pccl libs", why)
     spec = importlib.util.find_spec(f"pccl.capi.{LINKED}")
     if spec is None or spec.origin is None:

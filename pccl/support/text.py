@@ -48,6 +48,13 @@ def address_text(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def duration_text(seconds: float) -> str:
+    """A duration as people read it, in µs, ms or s."""
+    if seconds < 0.001:
+        return f"{1e6 * seconds:.0f} µs"
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
 def parse_advertised(host: str, what: str) -> str:
     """A host, or "", that `what` names. Raises ValueError for anything else, as one with a port."""
     try:

@@ -120,7 +120,7 @@ class Buffer:
             raise UnsupportedError(
                 Result.INVALID_ARGUMENT,
                 "arrays",
-                f"tensors on {tensor.device} are not supported yet, c = tensor.cpu() is: {_TORCH}",
+                f"tensors on {tensor.device} are not supported, c = tensor.cpu() is: {_TORCH}",
             )
         dtype = _torch_dtype(tensor.dtype)
         layout = None

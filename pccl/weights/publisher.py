@@ -35,10 +35,10 @@ class Publication:
 
     Attributes:
         version: its number.
-        delta_bytes: what it takes whoever has the version before; None: there is none before.
-        whole_bytes: what it takes others; None: they take the latest whole version before it, and
-            the differences since.
-        seconds: that the call took, until others could have it.
+        delta_bytes: what a subscriber fetches that has the version before; None: there is none.
+        whole_bytes: what any other subscriber fetches; None: it fetches the latest whole version
+            before, and the differences since.
+        seconds: how long the call took; subscribers can fetch it from then on.
     """
 
     version: int

@@ -35,8 +35,8 @@ class Subscriber(Closing):
     """Follows the versions of parameters that a `Publisher` publishes.
 
     New versions are fetched, verified and put together in the background, in memory of their own.
-    The parameters change in `swap` alone. What was fetched is served to other subscribers, at whose
-    disposal this machine's uplink is thereby; `relay=False` is for those that have none to spare.
+    The parameters change in `swap` alone. It serves what it has fetched to other subscribers, over
+    this machine's uplink; `relay=False` is for machines that have none to spare.
     It holds one copy of the parameters in host memory, and a relay a second one.
 
     If the publisher is gone, a subscriber keeps what it has, and goes on when another publisher, or
@@ -46,7 +46,7 @@ class Subscriber(Closing):
     Args:
         master: `host:port` of the run's master.
         parameters: by name; of the same names, element types and sizes as those of the publisher.
-            Their content is nothing to it before the first `swap`.
+            What they hold does not matter: the first `swap` overwrites all of it.
         relay: whether it serves to others what it has fetched.
         security: as of a Communicator; None: PCCL_CURVE_DIR, if it is set.
         advertise: as of a Communicator.

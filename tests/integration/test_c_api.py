@@ -26,7 +26,9 @@ EXAMPLE = ROOT / "examples" / "c" / "all_reduce.c"
 STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
 COMPILERS = {"c99": ["cc", "-std=c99"], "c++17": ["c++", "-std=c++17", "-x", "c++"]}
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="not for Windows yet")
+pytestmark = pytest.mark.skipif(
+    sys.platform == "win32", reason="C programs do not link with pccl on Windows"
+)
 
 Build = Callable[[str, Path], Path]
 

@@ -261,7 +261,7 @@ class Director:
         return self._hands.harm(done.fault.what, copy)
 
     def _harm_master(self, done: Done) -> Undo:
-        """Who restarts it all the time stops the run, and so does who does two things to it."""
+        """Skips what comes before the master has recovered: otherwise the run would never go on."""
         busy = any(self._table[one.fault.what].target is Target.MASTER for _, one, _ in self._undos)
         busy |= self.watch.masters < self.stage.master_starts  # it is about to begin
         if busy or (done.fault.what == kinds.RESTART and self.watch.rounds == self._restarted_at):

@@ -111,7 +111,7 @@ class Stage:
         self._steered = steered
         self._curve_dir = curve_dir
         host = "127.0.0.1" if network is None else network.addresses[0]
-        with contextlib.closing(_listener(network)) as server:
+        with socket.create_server(("127.0.0.1", 0)) as server:  # finds a free port
             self.address = f"{host}:{server.getsockname()[1]}"
         self._environment = {**environment, "PCCL_MASTER": self.address, "PYTHONUNBUFFERED": "1"}
         if network is not None:
@@ -210,8 +210,3 @@ class Stage:
 
     def _at(self, host: int, command: Sequence[str]) -> list[str]:
         return [*command] if self.network is None else self.network.command(host, command)
-
-
-def _listener(network: Network | None) -> socket.socket:
-    """A socket whose port is free; on hosts of their own every port is."""
-    return socket.create_server(("127.0.0.1", 0))

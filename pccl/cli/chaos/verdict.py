@@ -26,7 +26,7 @@ def master_violations(event_log: Path, director: Director) -> Iterator[str]:
     if source.damaged:
         yield f"the master's event log is damaged: {'; '.join(source.problems)}"
     if check.failed:
-        yield f"the master's event log does not come true again: {check.summary()}"
+        yield f"another master, given the same events, decides otherwise: {check.summary()}"
     yield from growth(director.chronicle.sizes)
 
 

@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Tells, or checks; the exit code is 1 where the log is damaged or does not come true."""
+    """Tells, or checks; the exit code is 1 if the log is damaged or a replay differs."""
     source = Source(args.log)
     check = Check() if args.check else None
     case = None if args.to_test is None else Case()

@@ -29,8 +29,8 @@ from pccl.types import Result
 FIRST = 1 << 40  # the number of the first associate: none is that of a peer
 SLOTS = 1 << 16  # of a holder, as in c/pccl.h
 PLACES = 2  # of a holder: with one, its line would be idle between two receivers
-SMALL_BYTES = 1 << 20  # a smaller package takes round trips rather than a line's time, and so
-PLACES_SMALL = 8  # a holder has more places
+SMALL_BYTES = 1 << 20  # below it, a transfer is mostly round trips, and leaves its line idle
+PLACES_SMALL = 8  # of a holder, for packages that are that small
 
 
 @dataclass(slots=True)
