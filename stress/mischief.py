@@ -10,11 +10,11 @@ import faulthandler
 import gc
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing import get_context
@@ -89,6 +89,7 @@ class Mischief:
             self._fault("a worker made by multiprocessing's fork does not end")
 
     def _fork(self, what: str) -> None:
+        ends, alive = os.pipe()  # what the child has of it closes when it ends
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -98,17 +99,16 @@ class Mischief:
                 status = self._in_child(what)
             finally:
                 os._exit(status)
-        give_up_at = time.monotonic() + CHILD_S
-        while time.monotonic() < give_up_at:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                if status:
-                    self._fault(f"the child of {what!r} ended with {status}")
-                return
-            time.sleep(0.01)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        self._fault(f"the child of {what!r} does not end")
+        os.close(alive)
+        in_time = bool(select.select([ends], [], [], CHILD_S)[0])
+        os.close(ends)
+        if not in_time:
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+        if not in_time:
+            self._fault(f"the child of {what!r} does not end")
+        elif status:
+            self._fault(f"the child of {what!r} ended with {status}")
 
     def _in_child(self, what: str) -> int:
         """Exit status of a forked child: 0 where the communicator there is dead, and says so."""

@@ -24,7 +24,7 @@ def communicator(
 
     Shard s of all replicas is peer group s of one run. The processes of a replica are a team: they
     are admitted together, and when one of them is lost, the run goes on without the others, whose
-    calls raise `KickedError`. What is started anew is the whole replica.
+    calls raise `KickedError`. Start the whole replica again.
 
     Args:
         address: `host:port` of the master.

@@ -14,7 +14,7 @@ SETTLE_S = 3.0  # a master knows in less whether a copy is still there
 
 
 class Crew(Protocol):
-    """The copies of a program, as those see them who know the program."""
+    """What is known of the program whose copies are disturbed."""
 
     def command(self, number: int, alive: Sequence[Copy]) -> Sequence[str]:
         """How the copy of that number is started, beside those that live."""

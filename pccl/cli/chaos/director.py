@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pccl.cli.chaos import kinds
 from pccl.cli.chaos.crew import Crew
 from pccl.cli.chaos.follower import Follower, Watch
-from pccl.cli.chaos.hands import Hands, Undo, nothing
+from pccl.cli.chaos.hands import Hands, nothing
 from pccl.cli.chaos.held import held
 from pccl.cli.chaos.kinds import Kind, Target
+from pccl.cli.chaos.network import Undo
 from pccl.cli.chaos.schedule import Fault, Schedule
 from pccl.cli.chaos.stage import Copy, Stage
 

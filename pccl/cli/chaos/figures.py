@@ -43,7 +43,7 @@ class Figures(NamedTuple):
 
 
 def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Figures:
-    """Measures.
+    """The numbers of a run.
 
     Args:
         steps_s: when steps were made.

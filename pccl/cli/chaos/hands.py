@@ -9,10 +9,9 @@ import threading
 from collections.abc import Callable, Iterable
 
 from pccl.cli.chaos import kinds
-from pccl.cli.chaos.network import NetworkError
+from pccl.cli.chaos.network import NetworkError, Undo
 from pccl.cli.chaos.stage import Copy, Stage
 
-Undo = Callable[[], None]
 STARVED_S = 0.09, 0.01  # stopped, running: again and again
 FREE_FILES = 2  # descriptors that are left
 FULL_BYTES = 1  # to which files may grow when the disk is full

@@ -79,12 +79,11 @@ class Network:
     def harm(self, what: str, host: int) -> Undo:
         """Disturbs the network of a host. Returns what ends that."""
         if what == CUT:
-            undos = self._cut_out(host), self._cut_in(host)
-            return lambda: (undos[0](), undos[1]())[0]
+            return self._cut(self._ways_out(host) + self._ways_in(host))
         if what == CUT_OUT:
-            return self._cut_out(host)
+            return self._cut(self._ways_out(host))
         if what == CUT_IN:
-            return self._cut_in(host)
+            return self._cut(self._ways_in(host))
         return self._qdisc(host, QDISCS[what])
 
     def reset(self, host: int) -> None:
@@ -115,17 +114,15 @@ class Network:
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", name, "addr", "add", f"{self.addresses[host]}/16", "dev", DEVICE)
 
-    def _cut_out(self, host: int) -> Undo:
-        """What this host sends to any other one is lost."""
-        pairs = [(host, other) for other in self._hosts if other != host]
-        return self._lead(pairs)
+    def _ways_out(self, host: int) -> list[tuple[int, int]]:
+        """From this host to each other one."""
+        return [(host, other) for other in self._hosts if other != host]
 
-    def _cut_in(self, host: int) -> Undo:
-        """What any other one sends to this host is lost."""
-        pairs = [(other, host) for other in self._hosts if other != host]
-        return self._lead(pairs)
+    def _ways_in(self, host: int) -> list[tuple[int, int]]:
+        return [(other, host) for other in self._hosts if other != host]
 
-    def _lead(self, pairs: Sequence[tuple[int, int]]) -> Undo:
+    def _cut(self, pairs: Sequence[tuple[int, int]]) -> Undo:
+        """What the first host of a pair sends to the second one is lost."""
         for source, target in pairs:
             self._neighbour(source, target, NOBODY)
 

@@ -7,7 +7,7 @@ from pccl.protocol.rounds import Grace, Round
 
 
 class Deadlines:
-    """Finds who is too late for a round that others do not wait for without end.
+    """Finds the members that are too late for a round in which others wait only for a grace.
 
     In `are_peers_pending`, a vote may have a `Grace`. The grace of a group begins when enough of
     its members have entered with one, and is over so many seconds later; who is still absent then

@@ -10,8 +10,8 @@ from pccl.protocol import messages as m
 class Teams:
     """The registered members of each team.
 
-    A team is what one peer cannot be: a model's replica whose shards lie in several processes, each
-    of which is a peer of another group. Its members are admitted when all are registered, in one
+    A team is a replica of a model whose shards lie in several processes, each of which is a peer of
+    another group. Its members are admitted when all are registered, in one
     place of the order of all groups; and when one is lost, no other is of any use.
     """
 
