@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import zmq
 from errors_page import listed
 from waiting import wait_until
 
@@ -18,6 +21,7 @@ import pccl
 from pccl import weights
 from pccl.cli.main import main
 from pccl.protocol import messages as m
+from pccl.runtime.client import associate
 from pccl.weights.publisher import DELTAS_MAX
 
 Parameters = dict[str, np.ndarray]
@@ -263,6 +267,21 @@ def test_without_a_master_it_says_so() -> None:
         weights.Subscriber("127.0.0.1:1", blank(), connect_timeout=0.1)
     with pytest.raises(ValueError, match="connect_timeout is 0"):
         weights.Subscriber("127.0.0.1:1", blank(), connect_timeout=0)
+
+
+def test_without_descriptors_it_says_so_and_leaves_nothing_behind(
+    address: str, publisher: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_context() -> zmq.Context[zmq.Socket[bytes]]:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    before = set(threading.enumerate())
+    lacking = SimpleNamespace(Context=no_context, ZMQError=zmq.ZMQError)
+    monkeypatch.setattr(associate, "zmq", lacking)
+    with pytest.raises(OSError, match="cannot begin: ") as caught:
+        publisher(parameters())
+    assert caught.value.errno == errno.EMFILE
+    assert set(threading.enumerate()) <= before, "the engine's thread"
 
 
 def test_another_version_of_pccl_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

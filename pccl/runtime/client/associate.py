@@ -145,7 +145,13 @@ class Associate:
         self._begin(address)
 
     def _begin(self, address: str) -> None:
-        self._context = zmq.Context()
+        try:
+            self._context = zmq.Context()
+        except zmq.ZMQError as error:
+            self._waiter.close()
+            self._engine.close()
+            self._inbox.end()
+            raise OSError(error.errno, f"cannot begin: {error}") from None
         try:
             self._master.begin(self._context, address, self._read_master, self._perform)
             self._worker.start()
@@ -155,6 +161,7 @@ class Associate:
             self._context.destroy(linger=0)
             self._waiter.close()
             self._engine.close()
+            self._inbox.end()
             if isinstance(error, RuntimeError):
                 raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
             raise

@@ -117,6 +117,7 @@ class Client:
         except BaseException:
             self._waiter.close()
             self._engine.close()
+            self._inbox.end()
             raise
 
     def _connect(self, address: str) -> None:
