@@ -74,6 +74,7 @@ DESCRIPTORS_SPARE = 64  # a master's descriptors that are not for connections,
 CONNECTIONS_MIN = 16  # of which there may always be this many
 DESCRIPTORS_REST_S = 0.2  # without a failure, before new connections are admitted again
 MASTER_LOOK_S = 0.1  # between two checks of time limits
+MASTER_CHORES_S = 0.01  # for so long, messages alone put off everything else that is due
 FAREWELL_MS = 200  # for the last messages of a master that ends
 
 # ---- the master's HTTP ----

@@ -13,7 +13,7 @@ from quantized import FORMATS
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.protocol.ring import DIRECT_MAX, is_direct
+from pccl.protocol.ring import DIRECT_MAX, DIRECT_NEAR_MAX, is_direct
 from pccl.runtime.client.engine import Engine
 
 RINGS = (m.Ring((1, 2), 1),)
@@ -25,6 +25,7 @@ def infos(*places: tuple[str, str]) -> tuple[m.PeerInfo, ...]:
 
 
 FAR = infos(("10.0.0.1", "a"), ("10.0.0.2", "b"))
+NEAR = infos(("10.0.0.1", "a"), ("10.0.0.1", "a"))
 
 
 def test_two_on_different_machines_need_no_ring() -> None:
@@ -37,9 +38,19 @@ def test_two_on_different_machines_need_no_ring() -> None:
         m.Work("broadcast", 0, 10, 1000),
     ):
         assert not is_direct(work, RINGS, FAR)
-    assert not is_direct(WORK, RINGS, infos(("10.0.0.1", "a"), ("10.0.0.1", "a")))
     assert not is_direct(WORK, (m.Ring((1, 2, 3), 1),), (*FAR, *infos(("10.0.0.3", "c"))))
     assert not is_direct(WORK, (), FAR[:1])
+
+
+def test_two_on_one_machine_need_no_ring_for_what_fits_the_caches() -> None:
+    assert is_direct(WORK, RINGS, NEAR)
+    assert is_direct(m.Work("all_reduce", 0, 10, DIRECT_NEAR_MAX), RINGS, NEAR)
+    for work in (
+        m.Work("all_reduce", 0, 10, DIRECT_NEAR_MAX + 1),
+        m.Work("all_reduce", 0, 10, 0, algorithm=4),
+        m.Work("broadcast", 0, 10, 1000),
+    ):
+        assert not is_direct(work, RINGS, NEAR)
 
 
 @pytest.fixture

@@ -159,3 +159,29 @@ def test_a_command_wakes_whoever_waits_and_no_one_else() -> None:
     finally:
         waiter.close()
         inbox.end()
+
+
+def test_the_master_does_its_chores_now_and_then_and_not_for_each_vote(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A pass of its loop for each frame, and none to look whether sending hid the next one."""
+    monkeypatch.setattr("pccl.runtime.limits.MASTER_CHORES_S", 1000.0)
+    chores, waits = [], []
+    do, wait = Server._do_chores, Waiter.wait
+    monkeypatch.setattr(Server, "_do_chores", lambda *args: (chores.append(1), do(*args))[1])
+    server = Server("127.0.0.1", 0, Config())
+    with ExitStack() as stack:
+        stack.enter_context(serving(server))
+        peer = stack.enter_context(speaker(zmq.DEALER, server.port))
+        peer.send(m.encode(HELLO))
+        assert isinstance(welcome(peer), m.Welcome)
+        peer.send(m.encode(m.StartVote(1, 0, WORK)))
+        while not isinstance(welcome(peer), m.CallError):  # the rest of the welcome
+            pass
+        monkeypatch.setattr(Waiter, "wait", lambda *args: (waits.append(1), wait(*args))[1])
+        before = len(chores)
+        for call in range(100):  # alone in its group, so that each vote is answered at once
+            peer.send(m.encode(m.StartVote(2 + call, 0, WORK)))
+            assert isinstance(welcome(peer), m.CallError)
+        assert len(waits) <= 110
+        assert len(chores) - before <= 10

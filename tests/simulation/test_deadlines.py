@@ -172,3 +172,15 @@ def test_ticks_are_recorded_from_the_first_grace_on() -> None:
     recorder.matters(Received(b"1", m.PendingVote(1, False, False, 2, 0)), False, [])
     assert recorder.matters(Tick(2.0), False, [])
     assert not recorder.matters(Tick(3.0), False, [])
+
+
+def test_the_master_watches_the_time_while_somebody_may_be_late() -> None:
+    """Then a tick follows each message; votes on collectives alone need none (server.py)."""
+    hall = hall_of(0, 0, 0)
+    hall.say(b"3", m.StartVote(2, 0, m.Work("all_reduce", 0, 10, 1000)))
+    assert not hall.master.watches_time
+    arrive(hall, b"1", b"2")
+    assert hall.master.watches_time
+    pass_time(hall, 101.0)
+    pass_time(hall, 102.0)
+    assert here(hall.master) == [1, 2] and not hall.master.watches_time

@@ -304,6 +304,11 @@ class Master:
         """Seconds after the last `tick` until another one will drop peers that are late."""
         return self._deadlines.left_s
 
+    @property
+    def watches_time(self) -> bool:
+        """Whether it needs a `tick` after each message, and not only now and then."""
+        return self._restart is not None or self.run.voting.open.get(PENDING) is not None
+
     def _postponed(self, conn: bytes, event: Callable[[], list[Effect]]) -> bool:
         """Keeps a message that arrives during a recovery for later, within limits."""
         if self._restart is None:

@@ -216,6 +216,11 @@ class Connections:
             self._shut(fd, partial(self._is_of, fd, conn))
 
     @property
+    def mourns(self) -> bool:
+        """Whether there are lost connections to be buried."""
+        return bool(self._lost or self._unreachable)
+
+    @property
     def crowded(self) -> bool:
         """Whether there are connections to close at once."""
         return bool(self._surplus)

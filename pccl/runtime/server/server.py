@@ -45,6 +45,13 @@ log = logging.getLogger("pccl")
 BATCH = 100  # messages read before lost connections are handled, even if more wait
 
 
+def _nothing() -> None:
+    """What the wait for messages calls."""
+
+
+_ONLY_MESSAGES = [_nothing]
+
+
 def _router(
     context: zmq.Context[zmq.Socket[bytes]], config: Config, *, ipv6: bool
 ) -> zmq.Socket[bytes]:
@@ -116,6 +123,7 @@ class Server:
         self._journal: Scribe | None = None
         self._events: EventLog | None = None
         self._stop = False
+        self._chores_due_s = 0.0
         self._inquiries = Inquiries(self._wake)
         self._noted: deque[tuple[float, str]] = deque(maxlen=limits.HTTP_EVENTS)  # and when
         self._sent = False  # since the router was last found empty
@@ -203,7 +211,7 @@ class Server:
         """Serves until `stop`, then closes everything: the port can be bound again at once."""
         waiter = self._waiter
         waiter.add(self._wake_in, self._woken)
-        waiter.add(self._router, lambda: None)  # the loop reads it anyway
+        waiter.add(self._router, _nothing)  # the loop reads it anyway
         waiter.add(self._connections.monitor, self._connections.read_monitor)
         if (zap := self._zap) is not None:
             waiter.add(zap.socket, lambda: zap.answer(self._allows))
@@ -212,24 +220,17 @@ class Server:
             while not self._stop:
                 wait_s = self._patience_s(drained)
                 reads = waiter.wait(wait_s)
-                self._master.now_s = time.monotonic()
-                self._pauses.feel(wait_s)
+                now_s = self._master.now_s = time.monotonic()
+                only_messages = reads == _ONLY_MESSAGES and now_s < self._chores_due_s
+                if not only_messages:
+                    self._pauses.feel(wait_s)
                 for read in reads:
                     read()
                 if self._connections.flooded:
                     self._connections.read_monitor()
-                drained = self._read_batch()
-                self._flush()
-                if self._faltered:
-                    why, self._faltered = self._faltered, ""
-                    self._begin_anew(why)
-                now_s = time.monotonic()
-                self._bury(now_s, drained)
-                self._connections.cut(now_s, drained)
-                self._dialler.tick(now_s)
-                self._perform(self._feed(inputs.Tick(now_s - self._pauses.total_s)))
-                self._flush()
-                self._inquiries.answer(self._status)
+                drained = self._converse()
+                if not (only_messages and drained and self._may_put_off_chores):
+                    self._do_chores(drained)
             if self._journal is None:  # with a journal it is expected to come back
                 self._perform(self._feed(inputs.Farewell()))
                 self._flush()
@@ -242,6 +243,38 @@ class Server:
         finally:
             self._stop = True
             self.close()
+
+    def _converse(self) -> bool:
+        """Reads messages and sends what follows from them. Whether none is left.
+
+        Sending may consume the notice of the next one, so that it reads once more after it.
+        """
+        drained = self._read_batch()
+        self._flush()
+        if drained and self._sent and not self._faltered:
+            drained = self._read_batch()
+            self._flush()
+        return drained
+
+    @property
+    def _may_put_off_chores(self) -> bool:
+        """Whether nothing but votes is going on: they are most of the work of a master, and each
+        would pay for the chores, which cost as much as a vote."""
+        return not (self._faltered or self._connections.mourns or self._master.watches_time)
+
+    def _do_chores(self, drained: bool) -> None:
+        """Does whatever is due, besides messages."""
+        if self._faltered:
+            why, self._faltered = self._faltered, ""
+            self._begin_anew(why)
+        now_s = time.monotonic()
+        self._chores_due_s = now_s + limits.MASTER_CHORES_S
+        self._bury(now_s, drained)
+        self._connections.cut(now_s, drained)
+        self._dialler.tick(now_s)
+        self._perform(self._feed(inputs.Tick(now_s - self._pauses.total_s)))
+        self._flush()
+        self._inquiries.answer(self._status)
 
     def _patience_s(self, drained: bool) -> float:
         connections = self._connections
