@@ -64,6 +64,15 @@
  * key `dialler`, or as user "dial" with the password `dialler`. An engine without keys and without
  * `dialler` lets everybody in.
  *
+ * MEETING POINTS
+ *
+ * A neighbour to whom nobody can connect, because it is behind NAT, connects itself: PUSH and PULL
+ * both connect to a meeting point, which joins the two connections of each lane and then knows
+ * nothing but bytes. It speaks SOCKS 5 (RFC 1928), as libzmq does (ZMQ_SOCKS_PROXY); the endpoint
+ * of the order is the destination that they ask for, by which it knows who belongs together. It has
+ * the form of an IPv6 address: libzmq would look up a name, and let the engine wait. Who may connect is decided as ever, for the handshakes are those of PUSH and PULL. Such a neighbour
+ * counts as distant, and a stream to it has 8 lanes unless the order says otherwise.
+ *
  * COLLECTIVES AND THEIR OFFSETS
  *
  * A collective is over one or more arrays, its PARTS, which complete or fail together. They lie
@@ -442,7 +451,7 @@ enum pccl_order_kind {
     PCCL_OPEN_STREAM = 1, PCCL_CLOSE_STREAM = 2, PCCL_REGISTER = 3, PCCL_START = 4,
     PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERDICT = 8,
     PCCL_ALLOW = 9, PCCL_EXPECT = 10, PCCL_ADMIT = 11, PCCL_CONNECT_STREAM = 12,
-    PCCL_LOSE_STREAM = 13, PCCL_REMIND = 14, PCCL_TELL = 15
+    PCCL_LOSE_STREAM = 13, PCCL_REMIND = 14, PCCL_TELL = 15, PCCL_MEET = 16
 };
 
 /* Our place in a ring: its stream leads to the next position (THE RING). */
@@ -470,6 +479,9 @@ typedef struct pccl_end {
  *                 The host of a TCP endpoint must be an address: libzmq would look up a name in its
  *                 I/O thread, and move nothing meanwhile. libzmq reports nothing when it gets no
  *                 socket for a lane, so the caller sets each stream a deadline for its STREAM_UP.
+ *                 via: empty, or the `address:port` of a meeting point (MEETING POINTS).
+ *   MEET          lanes, endpoint, via: the PULL socket connects to a sender there. The sender
+ *                 notices when that fails, and tells; we need not.
  *   CLOSE_STREAM  stream. What is queued there is dropped; ops that use it get FAILED.
  *   LOSE_STREAM   stream, endpoint: a text that says why. The same, but with a STREAM_LOST event
  *                 (PCCL_EREACH) with that text.
@@ -530,6 +542,7 @@ typedef struct pccl_order {
     uint32_t lanes;
     uint32_t hwm;
     char endpoint[256];
+    char via[128];
     char curve_server[48];           /* zero-terminated */
     uint64_t op;
     uint32_t op_kind;
@@ -632,6 +645,19 @@ uint64_t pccl_engine_dropped(const pccl_engine *engine);
  * ops that are not settled, terminates the context (the caller's own sockets in it must be closed
  * before) and frees the engine. NULL is allowed. No thread may be in it. */
 void pccl_engine_free(pccl_engine *engine);
+
+/* ---- pumps ---- */
+
+/* Two connections that are to be joined: descriptors, non-blocking ones, which belong to the pump
+ * from then on. */
+typedef struct pccl_joint {
+    int64_t fd[2];
+} pccl_joint;
+
+/* Joins the connections of every pccl_joint that is read from the connection `control`, until that
+ * one is closed by the other side: then all are closed. 0, or PCCL_ENOMEM or PCCL_EZMQ (the system
+ * gives no more) at once. */
+int pccl_pump_run(int64_t control);
 
 /* cdef end */
 

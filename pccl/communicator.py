@@ -87,6 +87,7 @@ class Communicator(Exchanges, Closing):
         team_size: how many they are.
         port_range: "FIRST-LAST", a range of TCP ports; this peer listens for bulk data on one of
             them. None: PCCL_PORT_RANGE; if that is unset, any port.
+        outgoing_only: nobody can connect to this peer, as behind NAT. Or set PCCL_OUTGOING_ONLY=1.
         connect_timeout: seconds for which `connect` tries to reach a master that is not up yet, in
             any number of attempts. None: PCCL_CONNECT_TIMEOUT_S; if that is unset, `n_attempts` of
             `connect` applies.
@@ -105,6 +106,7 @@ class Communicator(Exchanges, Closing):
         security: Security | str | os.PathLike[str] | None = None,
         advertise: str | None = None,
         port_range: str | None = None,
+        outgoing_only: bool = False,
         connect_timeout: float | None = None,
         team: int = 0,
         team_size: int = 0,
@@ -131,6 +133,8 @@ class Communicator(Exchanges, Closing):
             self._settings["advertise"] = parse_advertised(advertise, "advertise")
         if port_range is not None:
             self._settings["ports"] = parse_ports(port_range, "port_range")
+        if outgoing_only:
+            self._settings["outgoing"] = True
         Deadline(connect_timeout, "connect_timeout")  # is it one?
         self._connect_timeout = connect_timeout
         self._membership = Membership()

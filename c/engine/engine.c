@@ -296,6 +296,9 @@ static void obey(pccl_engine *engine, const pccl_order *order)
     case PCCL_CLOSE_STREAM:
         streams_order_close(&engine->streams, order);
         break;
+    case PCCL_MEET:
+        engine->dropped += !stream_meet(engine->events.zmq, engine->pull, order);
+        break;
     case PCCL_EXPECT:
         zap_order_expect(&engine->zap, order);
         break;

@@ -32,6 +32,7 @@ enum {
     DISTANT_CHUNK = 1 << 16, /* bytes: all wait for what a slow lane still has to send */
     LANES_UNKNOWN = 8,       /* where the round trip is not known */
     LANES_MAX = 16,          /* more make no link faster and share it less evenly */
+    LANES_MEETING = 8,       /* both sides must know how many: before the round trip is known */
     LANE_US = 7000           /* of round trip for each more lane: see choose_lanes() */
 };
 
@@ -99,11 +100,12 @@ static int set_curve_client(struct stream *stream, const pccl_order *order)
 static int set_options(struct stream *stream, const pccl_order *order)
 {
     const pccl_options *options = stream->streams->options;
+    const char *where = order->via[0] != '\0' ? order->via : order->endpoint;
     int failed = set_option(stream, ZMQ_LINGER, 0);
     failed |= set_option(stream, ZMQ_IMMEDIATE, 1);
     failed |= set_option(stream, ZMQ_RECONNECT_IVL, -1);
     failed |= set_option(stream, ZMQ_SNDHWM, (int)order->hwm);
-    failed |= set_option(stream, ZMQ_IPV6, strchr(order->endpoint, '[') != NULL);
+    failed |= set_option(stream, ZMQ_IPV6, strchr(where, '[') != NULL);
     failed |= set_option(stream, ZMQ_CONNECT_TIMEOUT, (int)options->connect_timeout_ms);
     failed |= set_option(stream, ZMQ_HANDSHAKE_IVL, (int)options->connect_timeout_ms);
     if (options->curve_secret[0] != '\0')
@@ -112,6 +114,9 @@ static int set_options(struct stream *stream, const pccl_order *order)
         failed |= set_plain_client(stream, order);
     if (options->heartbeat_ms > 0)
         failed |= set_option(stream, ZMQ_TCP_MAXRT, tcp_unheard_ms(options->heartbeat_timeout_ms));
+    if (order->via[0] != '\0')
+        failed |= table(stream)->setsockopt(stream->push, ZMQ_SOCKS_PROXY, order->via,
+                                            strlen(order->via));
     return failed;
 }
 
@@ -147,6 +152,11 @@ static int open_sockets(struct stream *stream, const pccl_order *order)
     return 0;
 }
 
+static uint32_t lanes_ordered(const pccl_order *order)
+{
+    return order->lanes != 0 ? order->lanes : LANES_MEETING;
+}
+
 void streams_order_open(struct streams *streams, const pccl_order *order)
 {
     struct stream *stream = calloc(1, sizeof *stream);
@@ -170,10 +180,12 @@ void streams_order_connect(struct streams *streams, const pccl_order *order)
         return;
     }
     stream->peer = order->peer;
-    stream->automatic = order->lanes == 0;
-    stream->lanes = stream->automatic ? 1 : order->lanes;
+    stream->distant = order->via[0] != '\0';
+    stream->automatic = order->lanes == 0 && !stream->distant;
+    stream->lanes = stream->automatic ? 1 : lanes_ordered(order);
     memcpy(stream->endpoint, order->endpoint, sizeof stream->endpoint);
-    if (order->hwm == 0 || memchr(order->endpoint, 0, sizeof order->endpoint) == NULL) {
+    if (order->hwm == 0 || memchr(order->endpoint, 0, sizeof order->endpoint) == NULL
+        || memchr(order->via, 0, sizeof order->via) == NULL) {
         stream_lose(stream, PCCL_EINVAL, "a stream needs a high-water mark and an endpoint");
     } else if (open_sockets(stream, order) < 0) {
         int error = table(stream)->errno_();
@@ -255,6 +267,23 @@ void stream_free(struct stream *stream)
 {
     assert(!stream_pending(stream));
     free(stream);
+}
+
+/* A connection ends with its sender's, and its place with it: that is why none is ever repaired. */
+bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_order *order)
+{
+    uint32_t lane, lanes = lanes_ordered(order);
+    int never = -1, ipv6 = order->via[0] == '[';
+    if (memchr(order->endpoint, 0, sizeof order->endpoint) == NULL
+        || memchr(order->via, 0, sizeof order->via) == NULL || order->via[0] == '\0'
+        || zmq->setsockopt(pull, ZMQ_RECONNECT_IVL, &never, sizeof never) < 0
+        || zmq->setsockopt(pull, ZMQ_IPV6, &ipv6, sizeof ipv6) < 0
+        || zmq->setsockopt(pull, ZMQ_SOCKS_PROXY, order->via, strlen(order->via)) < 0)
+        return false;
+    for (lane = 0; lane < lanes; lane++)
+        if (zmq->connect(pull, order->endpoint) < 0)
+            return false;
+    return true;
 }
 
 /* ---- monitors ---- */

@@ -69,6 +69,9 @@ void streams_order_connect(struct streams *streams, const pccl_order *order);
 void streams_order_lose(struct streams *streams, const pccl_order *order);
 void streams_order_close(struct streams *streams, const pccl_order *order);
 
+/* MEET: the receiver's side of a stream to which nobody can connect. False: it cannot. */
+bool stream_meet(const pccl_zmq *zmq, void *pull, const pccl_order *order);
+
 /* The open stream of that number, or NULL. */
 struct stream *streams_find(struct streams *streams, uint32_t number);
 

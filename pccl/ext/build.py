@@ -13,7 +13,7 @@ from pathlib import Path
 from cffi import FFI
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("kernels", "zmq", "engine")  # of c/; c/test is none of the extension
+FOLDERS = ("kernels", "zmq", "net", "engine")  # of c/; c/test is none of the extension
 
 # Called by C through the function table where libzmq's own symbols are out of reach
 # (pccl.ext.tables).
@@ -92,6 +92,7 @@ def builder() -> FFI:
         include_dirs=["c"],
         extra_compile_args=compile_args,
         extra_link_args=link_args,
+        libraries=["ws2_32"] if sysconfig.get_platform().startswith("win") else [],
     )
     return made
 

@@ -1,4 +1,9 @@
-"""Whether peers can reach a newcomer: conclusions from the master's dial. Pure functions.
+"""Whether peers can reach each other, and how. Pure functions.
+
+A newcomer says whether it can be reached. One that cannot (it is `outgoing`: behind NAT) connects
+to others, and they do not connect to it: a stream to it has a meeting point, at its sender, to
+which it connects on the master's word. If the sender cannot be reached either, the two are *apart*.
+They can meet at a third peer only, which relays if its operator wants that.
 
 The master dials a newcomer once, at the address that others would use. If it reaches the newcomer,
 they most likely can. If not, that proves nothing about peers on the same machine, which need no
@@ -9,7 +14,7 @@ the newcomer is admitted with a warning; if its neighbours cannot reach it eithe
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from pccl.protocol import messages as m
@@ -31,6 +36,43 @@ class Placed(Protocol):
 def local(one: Placed, other: Placed) -> bool:
     """Whether two peers reach each other without a network."""
     return bool(one.ipc and other.ipc) and one.machine == other.machine
+
+
+def apart(one: m.PeerInfo, other: m.PeerInfo) -> bool:
+    """Whether neither of two peers can connect to the other."""
+    return one.outgoing and other.outgoing and not local(one, other)
+
+
+def meeting(
+    sender: m.PeerInfo, receiver: m.PeerInfo, meet: m.Meet, relays: Sequence[m.PeerInfo]
+) -> list[tuple[m.PeerInfo, m.MasterMessage]]:
+    """What follows when a sender asks that its receiver connects: who must be told what.
+
+    Args:
+        sender: it asks.
+        receiver: it is `outgoing`.
+        meet: what it asks.
+        relays: the peers that relay.
+    """
+    token, lanes = meet.token, meet.lanes
+    if meet.port:
+        return [(receiver, m.Come(sender, token, sender.host, meet.port, lanes))]
+    if not relays:
+        return [(sender, m.Met(token, why=severed(sender, receiver)))]
+    relay = relays[(sender.peer + receiver.peer) % len(relays)]
+    come = m.Come(sender, token, relay.host, relay.relay, lanes)
+    relaying = m.Relay(token, sender, receiver)
+    return [(relay, relaying), (receiver, come), (sender, m.Met(token, relay))]
+
+
+def severed(one: m.PeerInfo, other: m.PeerInfo) -> str:
+    """The error for two peers that are apart, if none relays."""
+    return (
+        f"{one} and {other} only dial out (PCCL_OUTGOING_ONLY), so neither can connect to the "
+        "other, and no peer of the run relays for them: have more peers join that can be reached, "
+        "let the port of one of the two through its firewall or NAT (PCCL_PORT_RANGE, "
+        "PCCL_ADVERTISE), or set PCCL_RELAY=1 on a peer that both reach"
+    )
 
 
 def matters(info: m.PeerInfo, seen: str, group: Iterable[m.PeerInfo]) -> bool:
@@ -78,6 +120,11 @@ def warning(info: m.PeerInfo, why: str) -> str:
 
 def cure(info: m.PeerInfo) -> str:
     """What to do about a peer that cannot be reached."""
+    if info.outgoing:
+        return (
+            "it only dials out (PCCL_OUTGOING_ONLY): let the ports of those that it must reach "
+            "through their firewalls (PCCL_PORT_RANGE)"
+        )
     try:
         loopback = ipaddress.ip_address(info.host).is_loopback
     except ValueError:
@@ -89,5 +136,6 @@ def cure(info: m.PeerInfo) -> str:
         )
     return (
         "let its port through the firewall; behind NAT, forward ports to it and set "
-        "PCCL_PORT_RANGE to them and PCCL_ADVERTISE to the address that the others see"
+        "PCCL_PORT_RANGE to them and PCCL_ADVERTISE to the address that the others see, or set "
+        "PCCL_OUTGOING_ONLY=1 where that is impossible"
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 
+from pccl.protocol import reach
 from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.messages import PeerInfo, Ring, Work
 from pccl.protocol.topology import hops
@@ -64,17 +65,60 @@ def plan_rings(
 
     The chosen rings may contain peers that have left, and lack newcomers. `peers` are in the order
     of acceptance, which breaks ties, so every call gives the same plan. An order with a barred hop
-    is changed if that makes it cheaper.
+    is changed if that makes it cheaper; peers that are apart are barred from being neighbours.
     """
     if len(peers) < 2:
         return ()
+    outgoing = {peer.peer: peer for peer in peers if peer.outgoing}
+
+    def barred(hop: Hop) -> bool:
+        one, other = outgoing.get(hop[0]), outgoing.get(hop[1])
+        return one is not None and other is not None and reach.apart(one, other)
+
+    def price(hop: Hop) -> int:
+        return max(cost(hop), BARRED) if barred(hop) else cost(hop)
+
     weights: Counter[tuple[int, ...]] = Counter()
     for ring in chosen or (Ring((), 1),):
         order = _order(peers, ring.order)
-        if any(cost(hop) >= BARRED for hop in hops(order)):
-            order = _cheaper(order, cost)
+        if outgoing:
+            order = _spread(order, outgoing.keys(), barred)
+        if any(price(hop) >= BARRED for hop in hops(order)):
+            order = _cheaper(order, price)
         weights[order] += ring.weight
     return tuple(Ring(order, weight) for order, weight in weights.items())
+
+
+def _spread(
+    order: Sequence[int], outgoing: Collection[int], barred: Callable[[Hop], bool]
+) -> tuple[int, ...]:
+    """The order with as few barred hops as possible, and otherwise as it was; rank 0 stays.
+
+    Args:
+        order: of a ring.
+        outgoing: those peers to which nobody can connect.
+        barred: whether a hop is between two of these that are apart.
+    """
+    blocks: list[list[int]] = []  # of outgoing peers of a machine; the others, each by itself
+    for number in order:
+        before = blocks[-1][-1] if blocks else -1
+        if number in outgoing and before in outgoing and not barred((before, number)):
+            blocks[-1].append(number)
+        else:
+            blocks.append([number])
+    kept: list[list[int]] = []
+    moved: deque[list[int]] = deque()
+    for block in blocks:
+        clash = kept and barred((kept[-1][-1], block[0]))
+        (moved if clash else kept).append(block)
+    if len(kept) > 1 and barred((kept[-1][-1], kept[0][0])):
+        moved.append(kept.pop())
+    spread: list[int] = []
+    for block, after in zip(kept, [*kept[1:], kept[0]], strict=True):
+        spread += block
+        if moved and block[-1] not in outgoing and after[0] not in outgoing:
+            spread += moved.popleft()
+    return (*spread, *(number for block in moved for number in block))
 
 
 def uses(rings: Sequence[Ring], barred: Collection[Hop]) -> bool:

@@ -67,6 +67,8 @@ class Config:
         sync_mbits: the most Mbit/s at which a peer sends shared state to others; None: no limit.
         lanes: connections to a neighbour on another machine, unless the Communicator sets
             p2p_connection_pool_size; 0: chosen by the round trip.
+        outgoing: whether nobody can connect to this peer, as behind NAT: it connects to others.
+        relay: whether this peer joins streams of others that cannot connect to each other.
         inline_bytes: the largest all-reduce whose data travels with the votes and is reduced by the
             master. It takes one round trip to the master, and none around the ring.
     """
@@ -82,6 +84,8 @@ class Config:
     straggler_s: float | None = None
     sync_mbits: int | None = None
     lanes: int = 0
+    outgoing: bool = False
+    relay: bool = False
     inline_bytes: int = 65536
 
     def __post_init__(self) -> None:
@@ -96,6 +100,8 @@ class Config:
                 f"PCCL_HEARTBEAT_MS is {self.heartbeat_ms}, and PCCL_HEARTBEAT_TIMEOUT_MS "
                 f"{self.heartbeat_timeout_ms}: the time-out must be longer, several times at best"
             )
+        if self.outgoing and self.relay:
+            raise ValueError("PCCL_OUTGOING_ONLY and PCCL_RELAY: nobody reaches this peer's relay")
 
     @staticmethod
     def from_env(env: Mapping[str, str] = os.environ) -> Config:
@@ -114,6 +120,8 @@ class Config:
             advertise=parse_advertised(env.get("PCCL_ADVERTISE", ""), "PCCL_ADVERTISE"),
             ports=parse_ports(env.get("PCCL_PORT_RANGE", ""), "PCCL_PORT_RANGE"),
             ipc=transport == "auto",
+            outgoing=_switch(env, "PCCL_OUTGOING_ONLY"),
+            relay=_switch(env, "PCCL_RELAY"),
             **numbers,
         )
 
@@ -124,6 +132,13 @@ def _number(env: Mapping[str, str], name: str, least: int, most: int) -> int:
     if not plain or not least <= int(text) <= most:
         raise ValueError(f"{name} is {text!r}: it must be a whole number from {least} to {most}")
     return int(text)
+
+
+def _switch(env: Mapping[str, str], name: str) -> bool:
+    text = env.get(name, "0")
+    if text not in ("0", "1"):
+        raise ValueError(f"{name} is {text!r}: it may be 0 or 1")
+    return text == "1"
 
 
 def machine_id() -> str:

@@ -53,11 +53,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_tell)
 
 
-def let_go(port: int, path: str, others: Collection[Address]) -> None:
+def let_go(ports: Collection[int], path: str, others: Collection[Address]) -> None:
     """Closes, in a forked child, the sockets of the parent's peer.
 
     Args:
-        port: the TCP port on which the parent listens and accepts connections.
+        ports: the TCP ports on which the parent listens and accepts connections.
         path: the same for ipc.
         others: the addresses to which it has connected.
     """
@@ -69,7 +69,7 @@ def let_go(port: int, path: str, others: Collection[Address]) -> None:
             if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
                 found = socket.socket(fileno=descriptor)
                 try:
-                    ours = _is_one(found, port, path, others)
+                    ours = _is_one(found, ports, path, others)
                 except OSError:
                     ours = False
                 if ours:
@@ -78,10 +78,12 @@ def let_go(port: int, path: str, others: Collection[Address]) -> None:
                     found.detach()
 
 
-def _is_one(found: socket.socket, port: int, path: str, others: Collection[Address]) -> bool:
+def _is_one(
+    found: socket.socket, ports: Collection[int], path: str, others: Collection[Address]
+) -> bool:
     here = found.getsockname()
     if isinstance(here, tuple):
-        if here[1] == port and found.type == socket.SOCK_STREAM:
+        if here[1] in ports and found.type == socket.SOCK_STREAM:
             return True
     elif path and here == path:
         return True

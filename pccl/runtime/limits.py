@@ -32,6 +32,8 @@ EXAMINATION_S = 10.0  # for all of `pccl doctor MASTER`; the master may take DIA
 NAME_KEPT_S = 30.0  # for which the addresses of a name are cached
 NAME_RETRY_S = 0.5  # between look-ups of a name: a failure may be temporary
 STREAMS_REFUSED_MAX = 3  # streams in a row without a socket for them: then the membership ends
+GUESTS_MAX = 1024  # at a meeting point, not joined yet; the oldest is sent away beyond that
+MEETING_LANES = 8  # both sides must know how many, before the round trip is known
 STREAM_LATE_S = 1.0  # after libzmq's own time limit, which comes first because it says more
 
 # ---- shared state and measurements ----

@@ -98,6 +98,19 @@ class FakeEngine:
         self.told.append(("lose", number, why))
 
 
+class FakeMeetings:
+    """Notes who is asked to come to this peer; without a port of its own, the master says where."""
+
+    def __init__(self) -> None:
+        self.asked: list[m.PeerInfo] = []
+        self.port = 0
+        self.visited: set[tuple[str, int]] = set()
+
+    def ask(self, to: m.PeerInfo, lanes: int) -> tuple[str, str]:
+        self.asked.append(to)
+        return "ab" * 16, f"127.0.0.1:{self.port}" if self.port else ""
+
+
 class Desk:
     """Streams over an engine that only notes, and the commands that wait for their thread."""
 
@@ -105,12 +118,14 @@ class Desk:
         self.engine = FakeEngine()
         self.posted: queue.Queue[Callable[[], None]] = queue.Queue()
         self.resolver = Resolver(self.posted.put)
+        self.meetings = FakeMeetings()
         self.streams = Streams(
             self.engine,  # type: ignore[arg-type]
             self.resolver,
             Config(handshake_timeout_s=limit_s),
             0,
             lambda info: info.machine == "here",
+            self.meetings,  # type: ignore[arg-type]
         )
 
     def work(self) -> None:

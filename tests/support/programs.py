@@ -94,6 +94,8 @@ class Script:
     cut_from: tuple[int, ...] = ()  # peers of the scenario that it can open none to
     dialled: str | None = ""  # what comes of the master's dial to it
     team: int = 0  # with whom it joins and is lost; 0: nobody
+    outgoing: bool = False  # nobody can open a stream to it, and it says so
+    relay: bool = False  # two of these can meet at it
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ def draw(seed: int) -> Scenario:
         walled, *links = _links(rng)
         scripts.append(Script(rng.randrange(groups), chosen, walled, age, *links))
     scripts = _in_teams(scripts, random.Random(f"teams of {seed}"))
+    scripts = _behind_nat(scripts, random.Random(f"NAT of {seed}"))
     joins = [i for i in range(1, len(scripts)) if rng.random() < 0.4]
     events = [Event(rng.randint(0, 60), "join", i) for i in joins]
     for _ in range(rng.choice([0, 0, 1, 2, 4, 8])):
@@ -171,6 +174,18 @@ def _in_teams(scripts: list[Script], rng: random.Random) -> list[Script]:
         return scripts
     count = rng.randint(1, 3)
     return [replace(script, team=rng.choice([0, *range(1, count + 1)])) for script in scripts]
+
+
+def _behind_nat(scripts: list[Script], rng: random.Random) -> list[Script]:
+    """The same, some of them behind NAT; perhaps others relay for these."""
+    if rng.random() < 0.7:
+        return scripts
+    relays = rng.choice([0.0, 0.3])
+    hidden = [rng.random() < 0.5 for _ in scripts]
+    return [
+        replace(script, outgoing=out, relay=not out and rng.random() < relays)
+        for script, out in zip(scripts, hidden, strict=True)
+    ]
 
 
 def _links(rng: random.Random) -> tuple[bool, bool, tuple[int, ...], str | None]:
@@ -347,7 +362,13 @@ class Play(Siege):
             return
         script = self.scenario.peers[index]
         size = sum(one.team == script.team for one in self.scenario.peers) if script.team else 0
-        peer = self.add(group=script.group, team=script.team, team_size=size)
+        peer = self.add(
+            group=script.group,
+            team=script.team,
+            team_size=size,
+            outgoing=script.outgoing,
+            relay=script.relay,
+        )
         peer.walled, peer.caged, peer.dialled = script.walled, script.caged, script.dialled
         peer.content = (script.revision, peer.content[1])
         Facade(peer, script.threads, self)
@@ -374,7 +395,7 @@ class Play(Siege):
             or self.incarnation
             or self.members_max
             or any(p.left or not p.alive or p.machine.over or p.severed for p in others)
-            or any(p.walled or p.caged or p.cut_from for p in others)
+            or any(p.walled or p.caged or p.cut_from or p.outgoing for p in others)
             or any(p.machine.number and not self.master.knows(p.conn) for p in others)
         )
 
@@ -492,6 +513,10 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
             changed.append(replace(script, caged=False))
         if script.cut_from:
             changed.append(replace(script, cut_from=()))
+        if script.outgoing:
+            changed.append(replace(script, outgoing=False))
+        if script.relay:
+            changed.append(replace(script, relay=False))
         if script.team:
             changed.append(replace(script, team=0))
         for one in changed:
@@ -563,6 +588,8 @@ def describe(scenario: Scenario) -> str:
             wall = ", which nobody can reach" if script.walled else ""
             wall += ", which can reach nobody" if script.caged else ""
             wall += f", which cannot reach {script.cut_from}" if script.cut_from else ""
+            wall += ", which connects itself" if script.outgoing else ""
+            wall += ", which relays" if script.relay else ""
             wall += f", of team {script.team}" if script.team else ""
             lines.append(f"peer {i} of group {script.group}{wall}: {told or 'nothing'}")
     lines += [f"after {e.wait} steps: {e.what} {e.blow or e.peer}" for e in scenario.events]

@@ -16,6 +16,7 @@ from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
+    Arrange,
     CloseStream,
     CommitOp,
     Effect,
@@ -104,6 +105,9 @@ class SimPeer:
     caged: bool = False  # it can open a stream to nobody
     cut_from: set[int] = field(default_factory=set)  # names of those that it cannot open one to
     dialled: str | None = ""  # what comes of the master's dial to it
+    outgoing: bool = False  # nobody can open a stream to it, and it says so
+    relay: bool = False  # two of these can meet at it
+    tokens: dict[int, str] = field(default_factory=dict)  # by stream: of meetings
     content: tuple[int, str] = (0, "")  # revision and content of the shared state
     plan: m.SyncPlan | None = None
     probe: int = 0  # the seq of the one under way
@@ -370,9 +374,14 @@ class SimPeer:
                 case OpenStream(stream, to):
                     assert stream not in self.streams
                     self.streams[stream] = to
+                    if to.outgoing:
+                        self.meet(stream, to)
+                case Arrange(message):
+                    self.run.meetings.arranged(self, message)
                 case CloseStream(stream):
                     del self.streams[stream]
                     self.lost.discard(stream)
+                    self.tokens.pop(stream, None)
                     self.carried.pop(stream, None)
                 case Store(call, data):
                     assert data in self.run.combined
@@ -398,6 +407,19 @@ class SimPeer:
                         self.staged = self.plan.digests[0].decode()
                     self.perform(self.machine.fetched(seq, ok, why))
 
+    def meet(self, stream: int, to: m.PeerInfo) -> None:
+        """A stream to a peer that connects itself, at this one if that is possible."""
+        token = self.tokens[stream] = self.run.meetings.asked(self)
+        port = 0 if self.outgoing else 7
+        self.perform(self.machine.meet(m.Meet(to.peer, token, port, 1)))
+
+    def missed(self, op: SimOp) -> tuple[m.PeerInfo, ...]:
+        """Those to whom an op has streams, and who will not come."""
+        tokens = ((self.streams.get(stream), self.tokens.get(stream)) for stream in op.streams)
+        return tuple(
+            to for to, token in tokens if to and token and self.run.meetings.is_void(token)
+        )
+
     def answered(self, call: int, end: End) -> None:
         assert call not in self.answers
         assert call not in self.ops, "answered while the engine refers to its memory"
@@ -416,6 +438,7 @@ class SimPeer:
         gone = {self.streams[stream].peer for stream in op.streams if stream in self.lost}
         ends = [self.streams[stream] for stream in op.streams]
         op.walled = tuple(to for to in ends if self.run.blocked(self, to.peer))
+        self.run.meetings.needs(key, (self.tokens[n] for n in numbers if n in self.tokens))
         if op.kind == "collective":
             if op.walled:
                 self.run.cut_to[key] = set()
@@ -466,7 +489,7 @@ class SimPeer:
         return choices
 
     def can_complete(self, op: SimOp) -> bool:
-        if not op.seq or op.complete:
+        if not op.seq or op.complete or not self.run.meetings.has_all(op.seq):
             return False
         if op.kind == "collective":
             allowed = self.run.cut_to.get(op.seq)
@@ -479,7 +502,7 @@ class SimPeer:
     def can_fail(self, op: SimOp) -> bool:
         if not op.seq or op.complete or op.kind == "serve":
             return False
-        if op.walled or op.broken:
+        if op.walled or op.broken or self.missed(op):
             return True
         if op.kind == "fetch":
             # the master hears of a death, too, before a peer has tried three times
@@ -503,7 +526,7 @@ class SimPeer:
     def fail(self, number: int) -> None:
         op = self.ops[number]
         self.run.say(f"the engine of peer {self.name} loses a stream of {op.seq}")
-        walls, op.walled = op.walled, ()
+        walls, op.walled = (*op.walled, *self.missed(op)), ()
         for wall in walls:
             self.tries[wall.peer] += 1
             # the master hears of a death, too, before a peer has tried three times

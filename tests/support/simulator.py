@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any
 
+from simmeet import SimMeetings
 from simpeer import Key, Program, SimPeer, Tag, Thread, brief
 
 from pccl.protocol import messages as m
@@ -102,6 +103,7 @@ class Run:
         self.convictions: dict[int, tuple[int, bool]] = {}
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
+        self.meetings = SimMeetings(self)
         self.starters: dict[Key, set[int]] = {}  # the peers whose engines started it
         self.completed: dict[Key, set[int]] = {}  # the peers that hold the whole result
         self.cut_to: dict[Key, set[int]] = {}  # the only peers that can still complete it
@@ -154,13 +156,22 @@ class Run:
 
     # ---- what befalls it ----
 
-    def add(self, *programs: Program, group: int = 0, team: int = 0, team_size: int = 0) -> SimPeer:
+    def add(
+        self,
+        *programs: Program,
+        group: int = 0,
+        team: int = 0,
+        team_size: int = 0,
+        outgoing: bool = False,
+        relay: bool = False,
+    ) -> SimPeer:
         """One more peer joins and runs its programs, a thread each, once it is accepted."""
         name = len(self.peers) + 1
         peer = SimPeer(name, b"c%d" % name, self, group, team, programs)
         self.peers.append(peer)
-        place = ("", 1000 + name, "", f"m{name}", b"", "", "", team, team_size)
-        hello = m.Hello(m.PROTOCOL_VERSION, "1", group, *place)
+        peer.outgoing, peer.relay = outgoing, relay
+        place = ("", 1000 + name, "", f"m{name}", b"", "", "", team, team_size, False)
+        hello = m.Hello(m.PROTOCOL_VERSION, "1", group, *place, outgoing, 7 if relay else 0)
 
         def whole() -> Thread:
             end = yield from peer.join(hello)
@@ -267,7 +278,12 @@ class Run:
     def blocked(self, peer: SimPeer, number: int) -> bool:
         """Whether a peer can open no stream to another one."""
         return any(
-            peer.caged or other.walled or not other.alive or other.name in peer.cut_from
+            peer.caged
+            or other.walled
+            or not other.alive
+            or other.name in peer.cut_from
+            or (other.outgoing and other.caged)
+            or (other.outgoing and peer.outgoing and not any(p.relay for p in self.peers))
             for other in self.peers
             if other.machine.number == number and other is not peer
         )

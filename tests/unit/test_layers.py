@@ -12,6 +12,7 @@ C = Path(__file__).resolve().parents[2] / "c"
 FOLDERS = {  # and the folders that they may use; all use pccl.h
     "kernels": {"kernels"},
     "zmq": {"zmq"},
+    "net": {"net"},
     "engine": {"zmq", "engine"},
 }
 FILES = [path for folder in FOLDERS for path in sorted((C / folder).iterdir())]

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.effects import AbortOp, CloseStream, CommitOp, Fail, Send, StartTransfer
+from pccl.protocol.peer.effects import (
+    AbortOp,
+    Arrange,
+    CloseStream,
+    CommitOp,
+    Fail,
+    Send,
+    StartTransfer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,4 +110,5 @@ Effect: TypeAlias = (
     | Answered
     | News
     | Over
+    | Arrange
 )

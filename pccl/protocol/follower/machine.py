@@ -23,6 +23,7 @@ from pccl.protocol.follower.chain import stale, way
 from pccl.protocol.follower.shelf import SEQ, Shelf, nonce_of
 from pccl.protocol.peer.effects import (
     AbortOp,
+    Arrange,
     CloseStream,
     CommitOp,
     End,
@@ -96,6 +97,8 @@ class Follower:
             m.Source: self._sourced,
             m.Serve: lambda one: self._shelf.serve(one),
             m.Served: self._served,
+            m.Come: lambda one: self._do(Arrange(one)),
+            m.Met: lambda one: self._do(Arrange(one)),
             m.Published: lambda one: self._answered(one.call, ""),
             m.CallError: lambda one: self._answered(one.call, one.why),
         }
@@ -135,6 +138,10 @@ class Follower:
         self._tidy()
         self._say_holds()
         return self._take()
+
+    def meet(self, meet: m.Meet) -> list[effects.Effect]:
+        """A stream leads to an associate to which this one cannot connect."""
+        return self._take(Send(meet)) if self._connected else self._take()
 
     def leave(self, why: str) -> list[effects.Effect]:
         """Leaves."""

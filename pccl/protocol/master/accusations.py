@@ -52,7 +52,10 @@ class Accusations:
         if accused == number or unreached.epoch > group.epoch:
             return
         if group.blame.accuse(number, accused, unreached.epoch, plain(unreached.why)):
-            self._outbox.do(Dial(other.info, other.dial))
+            if other.info.outgoing:  # which no dial can reach
+                group.blame.dialled(accused, None)
+            else:
+                self._outbox.do(Dial(other.info, other.dial))
         self._judge(group_number)
 
     def dialled(self, number: int, why: str | None) -> None:

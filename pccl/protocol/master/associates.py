@@ -19,7 +19,9 @@ from heapq import heappop, heappush
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.protocol import reach
 from pccl.protocol.master.effects import Drop, Send
+from pccl.protocol.master.meetings import Meetings
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox, plain
 from pccl.protocol.master.shelf import Shelf
@@ -59,14 +61,16 @@ class Associates:
 
     Args:
         numbers: make their nonces.
+        meetings: know the peers that relay.
         outbox: collects effects.
 
     Attributes:
         shelf: what can be had.
     """
 
-    def __init__(self, numbers: Numbers, outbox: Outbox) -> None:
-        self._numbers, self._outbox, self.shelf = numbers, outbox, Shelf()
+    def __init__(self, numbers: Numbers, meetings: Meetings, outbox: Outbox) -> None:
+        self._numbers, self._meetings = numbers, meetings
+        self._outbox, self.shelf = outbox, Shelf()
         self._all: dict[int, Associate] = {}
         self._by_conn: dict[bytes, int] = {}
         self._seeking: dict[int, None] = {}  # those that wait for a holder
@@ -151,6 +155,8 @@ class Associates:
                 self._seek(one, message)
             case m.Got(rate):
                 self._got(one, rate)
+            case m.Meet():
+                self._meet(one, message)
             case m.Slow():
                 one.slow = True
                 self._assign()
@@ -218,6 +224,17 @@ class Associates:
         self._seeking.pop(one.info.peer, None)
         self._assign()
 
+    def _meet(self, one: Associate, meet: m.Meet) -> None:
+        receiver = self._all.get(meet.peer)
+        if receiver is None:
+            return  # it has gone meanwhile
+        relays = self._meetings.relays
+        for to, message in reach.meeting(one.info, receiver.info, meet, relays):
+            if to.peer in self._all:
+                self._say(self._all[to.peer], message)
+            else:
+                self._outbox.send(to.peer, message)
+
     # ---- who fetches from whom ----
 
     def _part(self, one: Associate) -> None:
@@ -244,10 +261,16 @@ class Associates:
                 free[key] = [*map(self._all.__getitem__, self.shelf.holders(key))]
             places = self._places(key)
             free[key] = [holder for holder in free[key] if self._taken(holder) < places]
-            fit = [each for each in free[key] if each.info.peer not in one.seek.avoid]
+            fit = [each for each in free[key] if self._fits(one, each)]
             if fit:
                 best = max(fit, key=lambda holder: self._merit(one, holder))
                 self._send_to(one, best, key)
+
+    def _fits(self, one: Associate, holder: Associate) -> bool:
+        """Whether it may fetch from a holder."""
+        assert one.seek is not None
+        apart = reach.apart(one.info, holder.info) and not self._meetings.relays
+        return holder.info.peer not in one.seek.avoid and not apart
 
     def _send_to(self, one: Associate, holder: Associate, key: tuple[int, int]) -> None:
         number = one.info.peer

@@ -9,6 +9,7 @@ from typing import TypeAlias
 from pccl.protocol import messages as m
 from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.groups import Groups
+from pccl.protocol.master.meetings import Meetings
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox, plain
@@ -42,6 +43,7 @@ class Collectives:
         membership: Membership,
         numbers: Numbers,
         groups: Groups,
+        meetings: Meetings,
         table: CollectiveTable,
         outbox: Outbox,
         dismissals: Dismissals,
@@ -49,7 +51,7 @@ class Collectives:
         combine: Combine,
     ) -> None:
         self._membership, self._numbers = membership, numbers
-        self._groups, self._table = groups, table
+        self._groups, self._meetings, self._table = groups, meetings, table
         self._outbox, self._dismissals = outbox, dismissals
         self._tally, self._combine = tally, combine
         # by group: seqs and sizes of results that some peer may lack
@@ -86,6 +88,9 @@ class Collectives:
         if why:
             self._outbox.fail_all(round_, Result.INVALID_ARGUMENT, why, m.Cause.MISMATCH)
             return
+        if data is None and (why := self._meetings.broken(group.planned)):
+            self._outbox.fail_all(round_, Result.RANK_CONNECTION_FAILED, why)
+            return
         seq, epoch = self._numbers.take_seq(), group.epoch
         since_s = next(reversed(round_.votes.values())).since_s
         self._tally.started(group_number)
@@ -112,9 +117,11 @@ class Collectives:
     def pair(self, round_: Round[object]) -> None:
         """Both peers of a send have voted."""
         group_number = round_.id.group
-        assert group_number is not None
+        assert group_number is not None and round_.id.pair is not None
+        if why := self._meetings.severed([round_.id.pair]):
+            self._outbox.fail_all(round_, Result.RANK_CONNECTION_FAILED, why)
+            return
         seq, epoch = self._numbers.take_seq(), self._groups[group_number].epoch
-        assert round_.id.pair is not None
         title = round_.describe(round_.id.pair[0])
         running = Running(seq, group_number, set(round_.votes), title, paired=True)
         last = next(reversed(round_.votes.values()))

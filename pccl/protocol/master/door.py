@@ -15,7 +15,8 @@ IPC_MAX = 100  # characters of a socket's path
 def newcomer(hello: m.Hello, host: str) -> m.PeerInfo:
     """A peer without a number; `host` is the address that the master sees."""
     address = (hello.host or host, hello.port, hello.ipc, hello.machine, hello.curve)
-    return m.PeerInfo(0, hello.group, *address, hello.team, hello.team_size)
+    team = hello.team, hello.team_size
+    return m.PeerInfo(0, hello.group, *address, *team, hello.outgoing, hello.relay)
 
 
 def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:
@@ -41,6 +42,8 @@ def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None
         return f"it asks to be reached at {info.host!r}, which is no host (PCCL_ADVERTISE)"
     if info.curve and not KEY.fullmatch(info.curve):
         return f"its key is {info.curve!r}, which is no key"
+    if info.outgoing and info.relay:
+        return "it only dials out (PCCL_OUTGOING_ONLY), and so cannot relay (PCCL_RELAY)"
     if len(info.ipc) > IPC_MAX or not (info.ipc + info.machine).isprintable():
         return f"it listens at {info.ipc!r} on machine {info.machine!r}, which cannot be"
     return ""

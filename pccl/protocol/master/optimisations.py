@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from itertools import permutations
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.groups import Groups
 from pccl.protocol.master.history import History
+from pccl.protocol.master.meetings import Meetings
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox
@@ -47,11 +49,12 @@ class Optimisations:
         numbers: Numbers,
         history: History,
         groups: Groups,
+        meetings: Meetings,
         outbox: Outbox,
         dismissals: Dismissals,
     ) -> None:
         self._membership, self._numbers = membership, numbers
-        self._history, self._groups = history, groups
+        self._history, self._groups, self._meetings = history, groups, meetings
         self._outbox, self._dismissals = outbox, dismissals
         self.current: Optimisation | None = None
 
@@ -68,7 +71,13 @@ class Optimisations:
         """What is measured of a group: all links, or of many peers what tells their sites."""
         infos = {number: self._membership.info(number) for number in numbers}
         if len(numbers) <= ALL_MAX:
-            return Everything(numbers, lambda a, b: reach.local(infos[a], infos[b]))
+            relayed = bool(self._meetings.relays)
+
+            def unmeasured(a: int, b: int) -> bool:
+                one, other = infos[a], infos[b]
+                return reach.local(one, other) or (reach.apart(one, other) and not relayed)
+
+            return Everything(numbers, unmeasured)
         machines: dict[object, list[int]] = {}
         for number, info in infos.items():
             machines.setdefault(info.machine if info.ipc else number, []).append(number)
@@ -171,7 +180,9 @@ class Optimisations:
         for hop, link in measured.items():
             if link.rate:
                 group.blame.measured(*hop)
-        measured |= dict.fromkeys(group.blame.blocked, Link(0, 0))
+        pairs = permutations(infos.values(), 2)
+        avoided = [(one.peer, other.peer) for one, other in pairs if reach.apart(one, other)]
+        measured |= dict.fromkeys([*group.blame.blocked, *avoided], Link(0, 0))
 
         def local(a: int, b: int) -> bool:
             return reach.local(infos[a], infos[b])

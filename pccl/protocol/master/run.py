@@ -12,6 +12,7 @@ from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.effects import Drop, Forget, Remember
 from pccl.protocol.master.groups import Groups
 from pccl.protocol.master.history import History
+from pccl.protocol.master.meetings import Meetings
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.nonces import Nonces
 from pccl.protocol.master.numbers import Numbers
@@ -46,12 +47,14 @@ class Run:
         self.outbox = Outbox(self.membership.peers)
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
         self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
+        self.meetings = Meetings(self.membership, self.outbox)
         self.table = CollectiveTable()
         self.tally = Tally()
         self.collectives = Collectives(
             self.membership,
             self.numbers,
             self.groups,
+            self.meetings,
             self.table,
             self.outbox,
             self.dismissals,
@@ -63,6 +66,7 @@ class Run:
             self.numbers,
             self.history,
             self.groups,
+            self.meetings,
             self.outbox,
             self.dismissals,
         )
@@ -77,7 +81,7 @@ class Run:
             self.dismissals,
             self.synchronisations.under_way,
         )
-        self.associates = Associates(self.numbers, self.outbox)
+        self.associates = Associates(self.numbers, self.meetings, self.outbox)
         self.voting = Voting(
             self.membership, self.table, self.outbox, self.dismissals, self._commit
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.election import Decision, Rejection, Transfer, elect
 from pccl.protocol.master.groups import Groups
 from pccl.protocol.master.history import History
+from pccl.protocol.master.meetings import Meetings
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox
@@ -49,13 +50,14 @@ class Synchronisations:
         numbers: Numbers,
         history: History,
         groups: Groups,
+        meetings: Meetings,
         outbox: Outbox,
         dismissals: Dismissals,
         tally: Tally,
     ) -> None:
         self._membership, self._numbers = membership, numbers
         self._tally = tally
-        self._history, self._groups = history, groups
+        self._history, self._groups, self._meetings = history, groups, meetings
         self._outbox, self._dismissals = outbox, dismissals
         self._current: dict[int, Sync] = {}  # by group
 
@@ -113,6 +115,11 @@ class Synchronisations:
         if decision.kicks:  # elects among the others
             self._dismissals.dismiss_all(decision.kicks, Result.INVALID_ARGUMENT)
             return
+        transfers, why = self._possible(decision.transfers)
+        if why:
+            self._fail(sync, Result.RANK_CONNECTION_FAILED, why)
+            return
+        decision = replace(decision, transfers=transfers)
         sync.revision, sync.refused = decision.revision, decision.refused
         sync.transfers, sync.fetching = decision.transfers, set(decision.transfers)
         sync.progress.clear()
@@ -121,6 +128,18 @@ class Synchronisations:
             self._send_plans(sync, decision)
         if not sync.fetching:
             self._end(sync)
+
+    def _possible(self, planned: Mapping[int, Transfer]) -> tuple[Mapping[int, Transfer], str]:
+        """The transfers without holders from which a receiver cannot fetch; and why one has none
+        left, if so."""
+        transfers = {}
+        for number, transfer in planned.items():
+            whys = {one: self._meetings.severed([(one, number)]) for one in transfer.holders}
+            holders = tuple(one for one, why in whys.items() if not why)
+            if whys and not holders:
+                return planned, next(iter(whys.values()))
+            transfers[number] = replace(transfer, holders=holders)
+        return transfers, ""
 
     def _send_plans(self, sync: Sync, decision: Decision) -> None:
         nonce = self._numbers.nonce_of_call(sync.seq)

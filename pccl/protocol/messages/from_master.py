@@ -13,12 +13,14 @@ from pccl.protocol.messages.values import (
     Data,
     Divergence,
     Done,
+    Lanes,
     Name,
     Packages,
     PeerInfo,
     Rings,
     Small,
     Text,
+    Token,
     World,
 )
 
@@ -229,6 +231,33 @@ class Waiting(Struct, array_like=True, frozen=True, tag=83):
     why: Text
 
 
+class Come(Struct, array_like=True, frozen=True, tag=84):
+    """The peer must connect to a stream of `sender`, `lanes` times; see Meet."""
+
+    sender: PeerInfo
+    token: Token
+    host: Name
+    port: U16
+    lanes: Lanes
+
+
+class Met(Struct, array_like=True, frozen=True, tag=85):
+    """The answer to a Meet without a port: where the two meet, which is at `relay`; or `why` they
+    cannot."""
+
+    token: Token
+    relay: PeerInfo | None = None
+    why: Text = ""
+
+
+class Relay(Struct, array_like=True, frozen=True, tag=86):
+    """The peer must join the connections of these two that name the token; see Meet."""
+
+    token: Token
+    sender: PeerInfo
+    receiver: PeerInfo
+
+
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
     """The peer is dropped from the run."""
 
@@ -299,6 +328,9 @@ MasterMessage: TypeAlias = (
     | Report
     | Probe
     | OptimizeResult
+    | Come
+    | Met
+    | Relay
     | Published
     | Available
     | Source

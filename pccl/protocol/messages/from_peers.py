@@ -14,6 +14,7 @@ from pccl.protocol.messages.values import (
     Data,
     Differences,
     Done,
+    Lanes,
     Name,
     Offer,
     Open,
@@ -25,6 +26,7 @@ from pccl.protocol.messages.values import (
     Rows,
     Small,
     Text,
+    Token,
     Work,
 )
 
@@ -36,6 +38,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     password with which the master may dial the peer. `team` and `team_size`: as in `PeerInfo`.
 
     An `associate` is no peer: it publishes or follows weights, and has no part in any round.
+    `outgoing` and `relay`: as in `PeerInfo`.
     """
 
     protocol: U32
@@ -51,6 +54,8 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     team: U64 = 0
     team_size: U16 = 0
     associate: bool = False
+    outgoing: bool = False
+    relay: U16 = 0
 
 
 class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
@@ -164,6 +169,19 @@ class Unreached(Struct, array_like=True, frozen=True, tag=11):
     peer: U64
     epoch: U32
     why: Text = ""
+
+
+class Meet(Struct, array_like=True, frozen=True, tag=19):
+    """Asks that the `outgoing` peer `peer` connects to a stream from this peer, `lanes` times.
+
+    They meet at `port` of this peer; 0: it is `outgoing` itself. By the `token` the meeting point
+    knows who belongs together.
+    """
+
+    peer: U64
+    token: Token
+    port: U16
+    lanes: Lanes
 
 
 class Stalled(Struct, array_like=True, frozen=True, tag=15):
@@ -281,6 +299,7 @@ PeerMessage: TypeAlias = (
     | Leave
     | Withdraw
     | Unreached
+    | Meet
     | Stalled
     | Examine
     | OptimizeVote

@@ -170,6 +170,13 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
+class Arrange:
+    """The master says where this peer meets another one, or where two others meet."""
+
+    message: m.Come | m.Met | m.Relay
+
+
+@dataclass(frozen=True, slots=True)
 class Waits:
     """Log what a long call waits for."""
 
@@ -192,6 +199,7 @@ Effect: TypeAlias = (
     | Follow
     | Measure
     | Fetched
+    | Arrange
     | Waits
 )
 

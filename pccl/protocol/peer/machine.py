@@ -35,7 +35,7 @@ import msgspec
 from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import ENTERING, NO_ROWS, Collective, Rows, State
 from pccl.protocol.peer.collectives import Collectives
-from pccl.protocol.peer.effects import Answer, Effect, Fail, Fault, Waits
+from pccl.protocol.peer.effects import Answer, Arrange, Effect, Fail, Fault, Waits
 from pccl.protocol.peer.failures import GONE, WHY_MAX, abandoned, refused, timed_out
 from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
 from pccl.protocol.peer.knowledge import NO_PLAN, NO_WORLD, Knowledge
@@ -87,6 +87,7 @@ class Peer:
             m.TopologyResult: self.votes.topology,
             m.PendingResult: self.votes.pending,
             m.Waiting: lambda message: self._outbox.do(Waits(message.call, message.why)),
+            **dict.fromkeys((m.Come, m.Met, m.Relay), self._arranged),
             m.SyncPlan: self._syncs.planned,
             m.SyncResult: self._syncs.synced,
             m.Probe: self._optimisations.probed,
@@ -457,6 +458,15 @@ class Peer:
         if transfer is None or not transfer.optimises:
             self._outbox.say(m.Unreached(info.peer, self.plan.epoch, why[:WHY_MAX]))
         return self._outbox.take()
+
+    def meet(self, meet: m.Meet) -> list[Effect]:
+        """A stream leads to a peer to which this one cannot connect. An `Arrange` may follow."""
+        if self.over is None:
+            self._outbox.say(meet)
+        return self._outbox.take()
+
+    def _arranged(self, message: m.Come | m.Met | m.Relay) -> None:
+        self._outbox.do(Arrange(message))
 
     # ---- the connection to the master ----
 

@@ -39,6 +39,7 @@ from pccl.runtime.client.engine import (
 )
 from pccl.runtime.client.identity import Identity
 from pccl.runtime.client.inbox import Inbox
+from pccl.runtime.client.meetings import Meetings
 from pccl.runtime.client.ops import TRANSFER_BYTES
 from pccl.runtime.client.parcel import ENTRIES, Incoming, Parcel
 from pccl.runtime.client.streams import Refused, Streams
@@ -117,13 +118,26 @@ class Associate:
             ports=config.ports,
             stopped=lambda: self._inbox.post(self._read_engine),
         )
+        self._resolver = Resolver(self._inbox.post)
+        try:
+            self._meetings = Meetings(
+                self._engine, self._resolver, config, everywhere(address), self._say_meet
+            )
+        except BaseException:
+            self._engine.close()
+            raise
         said = hello(self._engine.port, self._engine.ipc if config.ipc else "")
         self._hello = msgspec.structs.replace(
-            said, curve=self._identity.curve, dial=self._identity.token, associate=True
+            said,
+            curve=self._identity.curve,
+            dial=self._identity.token,
+            associate=True,
+            outgoing=config.outgoing,
         )
         self._machine = Follower(self._hello, follows, relays, keeper.fits)
-        self._resolver = Resolver(self._inbox.post)
-        self._streams = Streams(self._engine, self._resolver, config, 0, self._local)
+        self._streams = Streams(
+            self._engine, self._resolver, config, 0, self._local, self._meetings
+        )
         self._master = MasterConnection(
             host, port, config, self._identity, self._machine, self._waiter, self._resolver
         )
@@ -160,12 +174,16 @@ class Associate:
             self._jobs.put(None)
             self._context.destroy(linger=0)
             self._waiter.close()
+            self._meetings.close()
             self._engine.close()
             self._inbox.end()
             if isinstance(error, RuntimeError):
                 raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
             raise
         self._inbox.post(lambda: self._perform(self._machine.join()))
+
+    def _say_meet(self, meet: m.Meet) -> None:
+        self._perform(self._machine.meet(meet))
 
     def _local(self, info: m.PeerInfo) -> bool:
         return reach.local(self._hello, info)
@@ -204,7 +222,7 @@ class Associate:
         self._forked = True
         self._inbox.forked()
         others = {*self._streams.ends, (self._master.address, self._master.port)}
-        forks.let_go(self._engine.port, self._engine.ipc, others)
+        forks.let_go({self._engine.port, self._meetings.port}, self._engine.ipc, others)
 
     def close(self, why: str) -> None:
         """Leaves; returns when nothing refers to any memory any more. Idempotent."""
@@ -371,6 +389,8 @@ class Associate:
                 self._streams.open(stream, to, nonce)
             case common.CloseStream(stream):
                 self._streams.close(stream)
+            case common.Arrange(message):
+                self._streams.arranged(message)
             case effects.Offer(op, package):
                 self._offer(op, self._parcels[package.key])
             case effects.Gather(op, package):
@@ -439,6 +459,7 @@ class Associate:
             last.callback(self._memory.clear)
             last.callback(self._waiter.close)
             last.callback(self._context.term)
+            last.callback(self._meetings.close)
             last.callback(self._engine.close)
             last.callback(self._streams.clear)
             last.callback(self._resolver.forget)

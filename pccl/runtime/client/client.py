@@ -30,6 +30,7 @@ from pccl.runtime.client.engine_events import EngineEvents
 from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.identity import Identity
 from pccl.runtime.client.inbox import Inbox
+from pccl.runtime.client.meetings import Meetings
 from pccl.runtime.client.memory import Operands, Pieces, Pool
 from pccl.runtime.client.pending import PendingCalls
 from pccl.runtime.client.performer import Performer
@@ -85,11 +86,15 @@ class Client:
         self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
         self._working = threading.RLock()  # its holder uses the connection to the master
         self._inbox = Inbox()
-        self._engine, self._hello = self._make_engine(address, hello, config)
+        self._engine = self._make_engine(address, config)
         self.figures = Figures(lambda: self._engine.cpu_s)
         self._pending = PendingCalls(self.figures)
         self._resolver = Resolver(self._inbox.post)
-        self._streams = Streams(self._engine, self._resolver, config, pool_size, self._local)
+        self._meetings = self._make_meetings(address, config)
+        self._hello = self._introduce(hello, config)
+        self._streams = Streams(
+            self._engine, self._resolver, config, pool_size, self._local, self._meetings
+        )
         self._waiter = Waiter()
         self._master = MasterConnection(
             host, port, config, self._identity, self._peer, self._waiter, self._resolver
@@ -116,6 +121,7 @@ class Client:
             self._connect(address)
         except BaseException:
             self._waiter.close()
+            self._meetings.close()
             self._engine.close()
             self._inbox.end()
             raise
@@ -135,13 +141,8 @@ class Client:
                 raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
             raise
 
-    def _make_engine(
-        self,
-        address: str,
-        hello: Callable[[int, str], m.Hello],
-        config: Config,
-    ) -> tuple[Engine, m.Hello]:
-        """A listening engine, and this peer's Hello."""
+    def _make_engine(self, address: str, config: Config) -> Engine:
+        """A listening engine."""
         options = EngineOptions(
             heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
         )
@@ -149,15 +150,30 @@ class Client:
         def stopped() -> None:
             self._inbox.post(lambda: self._events.read())
 
-        engine = Engine(
-            self._identity.guard(options),
-            host=everywhere(address),
-            ports=config.ports,
-            stopped=stopped,
+        host = everywhere(address)
+        guarded = self._identity.guard(options)
+        return Engine(guarded, host=host, ports=config.ports, stopped=stopped)
+
+    def _make_meetings(self, address: str, config: Config) -> Meetings:
+        def say(meet: m.Meet) -> None:
+            self._perform(self._peer.meet(meet))
+
+        try:
+            return Meetings(self._engine, self._resolver, config, everywhere(address), say)
+        except BaseException:
+            self._engine.close()
+            raise
+
+    def _introduce(self, hello: Callable[[int, str], m.Hello], config: Config) -> m.Hello:
+        """This peer's first message."""
+        said = hello(self._engine.port, self._engine.ipc if config.ipc else "")
+        return msgspec.structs.replace(
+            said,
+            curve=self._identity.curve,
+            dial=self._identity.token,
+            outgoing=config.outgoing,
+            relay=self._meetings.port,
         )
-        said = hello(engine.port, engine.ipc if config.ipc else "")
-        own = self._identity
-        return engine, msgspec.structs.replace(said, curve=own.curve, dial=own.token)
 
     def _local(self, info: m.PeerInfo) -> bool:
         return reach.local(self._hello, info)
@@ -215,7 +231,7 @@ class Client:
         self._forked = True
         self._inbox.forked()
         others = {*self._streams.ends, (self._master.address, self._master.port)}
-        forks.let_go(self._engine.port, self._engine.ipc, others)
+        forks.let_go({self._engine.port, self._meetings.port}, self._engine.ipc, others)
 
     @property
     def backend(self) -> str:
@@ -534,6 +550,7 @@ class Client:
             last.callback(self._pending.memory.clear)
             last.callback(self._waiter.close)
             last.callback(self._context.term)
+            last.callback(self._meetings.close)
             last.callback(self._engine.close)  # restores and releases what is not settled
             last.callback(self._streams.clear)
             last.callback(self._resolver.forget)

@@ -308,6 +308,7 @@ class Engine:
         peer: int = 0,
         nonce: int = 0,
         curve_server: str = "",
+        via: str = "",
     ) -> None:
         """Connects an open stream `lanes` times to a neighbour's engine.
 
@@ -321,6 +322,8 @@ class Engine:
             peer: the neighbour's number.
             nonce: of the epoch; the neighbour admits us by it if there are no keys.
             curve_server: the neighbour's public key, if this engine has keys.
+            via: `address:port` of the meeting point where the neighbour connects, too; empty: it is
+                reached at the endpoint.
 
         Raises:
             ValueError: the endpoint is too long.
@@ -331,6 +334,19 @@ class Engine:
         order = self._blank_order(lib.PCCL_CONNECT_STREAM)
         order.stream, order.lanes, order.hwm, order.endpoint = stream, lanes, hwm, encoded
         order.curve_server, order.peer, order.nonce = curve_server.encode(), peer, nonce
+        order.via = via.encode()
+        self._send()
+
+    def meet(self, endpoint: str, via: str, lanes: int) -> None:
+        """Connects to a sender that cannot connect to this engine, at a meeting point.
+
+        Args:
+            endpoint: by which the meeting point knows whom.
+            via: its `address:port`, a numeric address.
+            lanes: as the sender has them.
+        """
+        order = self._blank_order(lib.PCCL_MEET)
+        order.endpoint, order.via, order.lanes = endpoint.encode(), via.encode(), lanes
         self._send()
 
     def close_stream(self, stream: int) -> None:

@@ -60,6 +60,7 @@ class Performer:
             effects.Store: self._store,
             effects.OpenStream: self._open_stream,
             effects.CloseStream: lambda effect: streams.close(effect.stream),
+            effects.Arrange: lambda effect: streams.arranged(effect.message),
             effects.Answer: pending.answer,
             effects.Fail: pending.answer,
             effects.Follow: pending.note,

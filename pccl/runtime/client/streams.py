@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pccl.protocol import messages as m
 from pccl.runtime import limits
 from pccl.runtime.client.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
+from pccl.runtime.client.meeting import SENDS
+from pccl.runtime.client.meetings import Meetings, destination
 from pccl.runtime.config import Config, high_water_mark, lanes
 from pccl.runtime.forks import Address
 from pccl.runtime.resolve import Found, Resolver
@@ -37,6 +39,8 @@ class _Stream:
     retry_s: float = 0.0  # when to resolve the name again
     why: str = ""  # why the name could not be resolved
     refused: bool = False  # whether the system provides no socket for it
+    token: str = ""  # of the meeting, if the peer is met
+    via: str = ""  # where, once it is known
 
 
 class Refused(Exception):
@@ -52,6 +56,7 @@ class Streams:
         config: timings and limits.
         pool_size: lanes to each neighbour; 0: chosen by the engine.
         local: whether a peer is on this machine.
+        meetings: with peers to which nobody can connect.
     """
 
     def __init__(
@@ -61,9 +66,10 @@ class Streams:
         config: Config,
         pool_size: int,
         local: Callable[[m.PeerInfo], bool],
+        meetings: Meetings,
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
-        self._pool_size, self._local = pool_size, local
+        self._pool_size, self._local, self._meetings = pool_size, local, meetings
         self._limit_s = config.handshake_timeout_s
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # those that are not connected yet
@@ -79,13 +85,17 @@ class Streams:
     @property
     def ends(self) -> list[Address]:
         """The remote addresses, as the sockets report them."""
-        endpoints = [one.endpoint.partition("://") for one in self._open.values() if one.endpoint]
-        return [rest if scheme == "ipc" else _host_and_port(rest) for scheme, _, rest in endpoints]
+        direct = [one.endpoint for one in self._open.values() if one.endpoint and not one.via]
+        endpoints = [endpoint.partition("://") for endpoint in direct]
+        ends = [rest if scheme == "ipc" else _host_and_port(rest) for scheme, _, rest in endpoints]
+        met = {_host_and_port(one.via) for one in self._open.values() if one.via}
+        return [*ends, *met, *self._meetings.visited]
 
     @property
     def neighbours(self) -> list[tuple[m.PeerInfo, tuple[str, int]]]:
         """The peers to which streams lead by TCP, and where; from any thread."""
-        open_ = [(one.to, one.endpoint.partition("tcp://")[2]) for one in [*self._open.values()]]
+        direct = [one for one in [*self._open.values()] if not one.via]
+        open_ = [(one.to, one.endpoint.partition("tcp://")[2]) for one in direct]
         return [(to, _host_and_port(rest)) for to, rest in open_ if rest]
 
     @property
@@ -107,6 +117,8 @@ class Streams:
         self._engine.open_stream(number)
         if self._uses_ipc(to):
             self._connect(number, one, f"ipc://{to.ipc}")
+        elif to.outgoing:
+            self._meet(number, one)
         else:
             self._find(number, one)
 
@@ -190,25 +202,83 @@ class Streams:
         else:
             one.retry_s = time.monotonic() + limits.NAME_RETRY_S
 
-    def _connect(self, number: int, one: _Stream, endpoint: str) -> None:
+    # ---- peers to which nobody can connect ----
+
+    def arranged(self, message: m.Come | m.Met | m.Relay) -> None:
+        """The master has arranged a meeting."""
+        if isinstance(message, m.Come):
+            self._meetings.come(message)
+        elif isinstance(message, m.Relay):
+            self._meetings.relay(message)
+        else:
+            self._met(message)
+
+    def _meet(self, number: int, one: _Stream) -> None:
+        try:
+            one.token, via = self._meetings.ask(one.to, self._lanes_met)
+        except OSError as error:
+            one.why, one.refused = f"cannot listen for {one.to}: {error}", True
+            return  # `tick` abandons it
+        if via:
+            self._connect(number, one, destination(one.token, SENDS), via)
+
+    def _met(self, met: m.Met) -> None:
+        """The answer to a peer that cannot be reached itself."""
+        found = [number for number, one in self._waiting.items() if one.token == met.token]
+        for number in found:
+            if met.relay is None:
+                del self._waiting[number]
+                self._engine.lose_stream(number, met.why)
+            else:
+                self._go_by(number, met.relay)
+
+    def _go_by(self, number: int, relay: m.PeerInfo) -> None:
+        def resolved(found: Found) -> None:
+            one = self._waiting.get(number)
+            if one is None:
+                return  # the stream was closed or abandoned meanwhile
+            one.why = found.why
+            if found.address:
+                log.warning("the stream to %s goes by way of %s, which relays", one.to, relay)
+                via = address_text(found.address, relay.relay)
+                self._connect(number, one, destination(one.token, SENDS), via)
+
+        self._resolver.find(relay.host, resolved)
+
+    @property
+    def _lanes_met(self) -> int:
+        return lanes(False, self._pool_size, self._config) or limits.MEETING_LANES
+
+    def _connect(self, number: int, one: _Stream, endpoint: str, via: str = "") -> None:
+        one.via = via
         one.endpoint, one.due_s = endpoint, time.monotonic() + self._limit_s + limits.STREAM_LATE_S
         local = self._local(one.to)
         self._engine.connect_stream(
             number,
             endpoint,
-            lanes=lanes(local, self._pool_size, self._config),
+            lanes=self._lanes_met if via else lanes(local, self._pool_size, self._config),
             hwm=high_water_mark(local),
             peer=one.to.peer,
             nonce=one.nonce,
             curve_server=one.to.curve,
+            via=via,
         )
 
     def _problem(self, one: _Stream) -> str:
         """The reason to abandon a stream."""
+        limit_s = self._limit_s + limits.STREAM_LATE_S
+        if one.via:
+            port = one.via.rpartition(":")[2]
+            where = f"at port {port} of this one" if self._meetings.port == int(port) else "there"
+            return (
+                f"{one.to} only dials out, and it did not come to {one.via} within {limit_s:.3g} s:"
+                f" it must be able to connect {where} (PCCL_PORT_RANGE sets which port that is)"
+            )
+        if one.token and not one.why:
+            return f"the master did not say within {limit_s:.3g} s where to meet {one.to}"
         if one.endpoint:
             shortage = _shortage()
             one.refused = bool(shortage)
-            limit_s = self._limit_s + limits.STREAM_LATE_S
             return f"no lane to {one.endpoint} stood within {limit_s:.3g} s{shortage}"
         if one.why:
             return f"{one.why} (tried for {self._limit_s:.3g} s)"

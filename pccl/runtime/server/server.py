@@ -491,6 +491,8 @@ class Server:
         """Dials a peer that may join; refuses others without a dial."""
         if self._master.knows(conn) or self._master.objection(hello, host):
             return self._feed(inputs.Hello(conn, hello, host))
+        if hello.outgoing:  # which no dial can reach
+            return self._feed(inputs.Hello(conn, hello, host))
         target = Target(hello.host or host, hello.port, hello.curve, hello.dial)
         self._dial(conn, target, lambda why: self._feed(inputs.Hello(conn, hello, host, why or "")))
         return []

@@ -1,0 +1,117 @@
+"""Peers to which nobody can connect take part in everything, by connecting themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from cluster import Cluster, grow, in_threads
+
+import pccl
+
+NOWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): nobody can connect to it
+
+
+class Mixed(Cluster):
+    """Peers of which the `outgoing` ones can be reached nowhere; none is near another one."""
+
+    def __init__(self, outgoing: list[bool]) -> None:
+        self.master = pccl.MasterNode("127.0.0.1:0")
+        self.master.run()
+        self.comms = []
+        try:
+            for hidden in outgoing:
+                self.add(hidden)
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, hidden: bool, group: int = 0) -> pccl.Communicator:
+        advertise = NOWHERE if hidden else None
+        comm = pccl.Communicator(
+            self.master.address, group, advertise=advertise, outgoing_only=hidden
+        )
+        size = len(self.comms) + 1
+        in_threads([comm.connect, *(lambda c=c: grow(c, size) for c in self.comms)])  # type: ignore[misc]
+        self.comms.append(comm)
+        return comm
+
+
+@pytest.fixture(autouse=True)
+def _by_tcp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
+    yield
+
+
+def reduced(comm: pccl.Communicator, index: int, size: int) -> bool:
+    data = np.full(100_000, index, np.float32)
+    comm.all_reduce(data, op=pccl.ReduceOp.SUM)
+    return bool((data == size * (size - 1) // 2).all())
+
+
+def synchronised(comm: pccl.Communicator, index: int) -> bool:
+    state = np.full(50_000, 7 if index == 0 else 0, np.float32)
+    shared = pccl.SharedState([pccl.TensorInfo.from_numpy(state, "x")])
+    shared.revision = int(index == 0)
+    comm.sync_shared_state(shared)
+    return bool((state == 7).all())
+
+
+def test_peers_behind_nat_take_part_in_everything() -> None:
+    """They came last, one after the other: the ring does not leave them side by side."""
+    with Mixed([False, False, True, True]) as cluster:
+
+        def work(index: int, comm: pccl.Communicator) -> bool:
+            done = reduced(comm, index, 4) and synchronised(comm, index)
+            word = np.zeros(3, np.float32)
+            if comm.rank == 0:
+                comm.send(word + 5, 1)
+            elif comm.rank == 1:
+                comm.recv(word, 0)
+                done &= (word == 5).all()
+            return done
+
+        assert all(cluster.each(work))
+        hidden = [NOWHERE in name for name in cluster.comms[0].peers]
+        assert hidden == [False, True, False, True]
+
+
+def test_two_behind_nat_get_an_error_that_names_both() -> None:
+    with Mixed([True, True]) as cluster:
+
+        def work(index: int, comm: pccl.Communicator) -> str:
+            with pytest.raises(pccl.PCCLError, match="only dial out") as caught:
+                reduced(comm, index, 2)
+            with pytest.raises(pccl.PCCLError, match="only dial out"):
+                synchronised(comm, index)
+            return str(caught.value)
+
+        for text in cluster.each(work):
+            assert "peer 1" in text and "peer 2" in text and "PCCL_RELAY=1" in text
+
+
+@pytest.mark.parametrize("keys", [False, True])
+def test_a_peer_that_wants_to_relays_between_two(
+    keys: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Mixed([True, True]) as cluster:
+        monkeypatch.setenv("PCCL_RELAY", "1")
+        cluster.add(False, group=1)  # it has no other part in it
+        assert all(cluster.each(lambda i, comm: i == 2 or reduced(comm, i, 2)))
+        assert all(cluster.each(lambda i, comm: i == 2 or synchronised(comm, i)))
+    assert "this peer relays from peer 1" in caplog.text
+    assert "goes by way of peer 3" in caplog.text
+
+
+@pytest.mark.slow
+def test_the_rings_are_optimised_around_them() -> None:
+    with Mixed([False, False, True, True]) as cluster:
+
+        def work(index: int, comm: pccl.Communicator) -> bool:
+            comm.optimize_topology()
+            return reduced(comm, index, 4)
+
+        assert all(cluster.each(work))
+        hidden = [NOWHERE in name for name in cluster.comms[0].peers]
+        assert hidden == [False, True, False, True]
