@@ -70,7 +70,8 @@
  * both connect to a meeting point, which joins the two connections of each lane and then knows
  * nothing but bytes. It speaks SOCKS 5 (RFC 1928), as libzmq does (ZMQ_SOCKS_PROXY); the endpoint
  * of the order is the destination that they ask for, by which it knows who belongs together. It has
- * the form of an IPv6 address: libzmq would look up a name, and let the engine wait. Who may connect is decided as ever, for the handshakes are those of PUSH and PULL. Such a neighbour
+ * the form of an IPv6 address: libzmq would look up a name, and let the engine wait. Who may
+ * connect is decided as ever, for the handshakes are those of PUSH and PULL. Such a neighbour
  * counts as distant, and a stream to it has 8 lanes unless the order says otherwise.
  *
  * COLLECTIVES AND THEIR OFFSETS

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import mutations_of_associates
 import mutations_of_deadlines
+import mutations_of_meetings
 import mutations_of_pairs
 import mutations_of_runs
 from mutations import MUTANTS as MUTANTS_OF_CALLS
@@ -30,6 +31,7 @@ MUTANTS = [
     *mutations_of_runs.MUTANTS,
     *mutations_of_deadlines.MUTANTS,
     *mutations_of_associates.MUTANTS,
+    *mutations_of_meetings.MUTANTS,
 ]
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_FAILURE = """
@@ -44,6 +46,7 @@ import test_epochs
 import test_ghosts
 import test_hostile
 import test_master_rules
+import test_meetings
 import test_pairs
 import test_recovery
 import test_reenact
@@ -58,7 +61,7 @@ modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
     test_status, test_epochs, test_rows, test_pairs,
     test_reenact, test_teams, test_deadlines, test_tally, test_survey,
-    test_associates,
+    test_associates, test_meetings,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)

@@ -22,7 +22,7 @@ MUTANTS = [
     ),
     Mutant(
         "a receiver is not sent to holders that it avoids",
-        "each.info.peer not in one.seek.avoid",
+        "holder.info.peer not in one.seek.avoid",
         "True",
     ),
     Mutant(

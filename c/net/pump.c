@@ -1,7 +1,7 @@
 /* pump.c - see pccl.h, PUMPS: what comes from one connection goes to the other one, until one of
- * the two ends. It runs in a thread of its own, as the engine does, and for the same reason: it must
- * not wait for the interpreter. What it has in memory is bounded: from a connection whose bytes the
- * other one does not take nothing more is read. */
+ * the two ends. It runs in a thread of its own, as the engine does, and for the same reason: it
+ * must not wait for the interpreter. What it has in memory is bounded: from a connection whose
+ * bytes the other one does not take nothing more is read. */
 #if defined __linux__
 #define _GNU_SOURCE
 #elif defined __APPLE__

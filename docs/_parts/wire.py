@@ -113,6 +113,10 @@ def _type(hint: Any) -> str:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         inner, meta = args[0], args[1]
+        if meta.pattern is not None:
+            return f"{_type(inner)} like `{meta.pattern}`"
+        if meta.ge is not None:
+            return f"{_type(inner)}, {meta.ge} to {meta.le}"
         return f"{_type(inner)}, at most {meta.max_length:,}"
     if origin is tuple and args[-1] is Ellipsis:
         return f"array of {_type(args[0])}"

@@ -50,11 +50,13 @@ def meeting(
 
     Args:
         sender: it asks.
-        receiver: it is `outgoing`.
+        receiver: of its stream.
         meet: what it asks.
         relays: the peers that relay.
     """
     token, lanes = meet.token, meet.lanes
+    if not receiver.outgoing:
+        return []  # it goes nowhere on the word of a peer that could come itself
     if meet.port:
         return [(receiver, m.Come(sender, token, sender.host, meet.port, lanes))]
     if not relays:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cluster import Cluster, grow, in_threads
 
 import pccl
+from pccl.cli.main import main
 
 NOWHERE = "192.0.2.1"  # an address for documentation (RFC 5737): nobody can connect to it
 
@@ -39,9 +40,8 @@ class Mixed(Cluster):
 
 
 @pytest.fixture(autouse=True)
-def _by_tcp(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _by_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
-    yield
 
 
 def reduced(comm: pccl.Communicator, index: int, size: int) -> bool:
@@ -93,8 +93,14 @@ def test_two_behind_nat_get_an_error_that_names_both() -> None:
 
 @pytest.mark.parametrize("keys", [False, True])
 def test_a_peer_that_wants_to_relays_between_two(
-    keys: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keys: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
+    if keys:
+        assert main(["keys", str(tmp_path / "keys")]) == 0
+        monkeypatch.setenv("PCCL_CURVE_DIR", str(tmp_path / "keys"))
     with Mixed([True, True]) as cluster:
         monkeypatch.setenv("PCCL_RELAY", "1")
         cluster.add(False, group=1)  # it has no other part in it

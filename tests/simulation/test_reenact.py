@@ -102,6 +102,7 @@ def test_of_ticks_those_are_recorded_that_change_anything() -> None:
 def test_every_secret_of_a_message_is_known() -> None:
     """The fields that the veil must replace: a new one of such a name or type comes here, too."""
     secret = {"run", "nonce", "curve", "dial", "password", "data", "small", "info", "known"}
+    secret |= {"token", "sender", "receiver", "relay"}
     found = {
         (message.__name__, field.name)
         for union in (m.PeerMessage, m.MasterMessage)
@@ -132,6 +133,16 @@ def test_every_secret_of_a_message_is_known() -> None:
         ("SyncPlan", "nonce"),
         ("Missed", "small"),
         ("Probe", "nonce"),
+        ("Hello", "relay"),  # a port
+        ("Meet", "token"),
+        ("Come", "sender"),
+        ("Come", "token"),
+        ("Met", "token"),
+        ("Met", "relay"),
+        ("Relay", "token"),
+        ("Relay", "sender"),
+        ("Relay", "receiver"),
+        ("Served", "receiver"),  # a number
     }
 
 

@@ -364,10 +364,8 @@ class Play(Siege):
         size = sum(one.team == script.team for one in self.scenario.peers) if script.team else 0
         peer = self.add(
             group=script.group,
-            team=script.team,
-            team_size=size,
-            outgoing=script.outgoing,
-            relay=script.relay,
+            team=(script.team, size),
+            nat=(script.outgoing, script.relay),
         )
         peer.walled, peer.caged, peer.dialled = script.walled, script.caged, script.dialled
         peer.content = (script.revision, peer.content[1])

@@ -21,6 +21,11 @@ class SimMeetings:
         self._refused: set[str] = set()
         self._needed: dict[Key, set[str]] = {}  # by call
 
+    def are_severed(self, sender: SimPeer, receiver: SimPeer) -> bool:
+        """Whether neither can connect to the other, or the one who must cannot connect at all."""
+        relayed = any(peer.relay for peer in self._run.peers)
+        return receiver.outgoing and (receiver.caged or (sender.outgoing and not relayed))
+
     def asked(self, sender: SimPeer) -> str:
         """A sender has something for a peer that connects itself. Returns the token."""
         token = f"{len(self._wanted):032x}"

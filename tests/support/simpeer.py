@@ -105,8 +105,8 @@ class SimPeer:
     caged: bool = False  # it can open a stream to nobody
     cut_from: set[int] = field(default_factory=set)  # names of those that it cannot open one to
     dialled: str | None = ""  # what comes of the master's dial to it
-    outgoing: bool = False  # nobody can open a stream to it, and it says so
-    relay: bool = False  # two of these can meet at it
+    # whether nobody can open a stream to it, and it says so; whether two of these can meet at it
+    nat: tuple[bool, bool] = (False, False)
     tokens: dict[int, str] = field(default_factory=dict)  # by stream: of meetings
     content: tuple[int, str] = (0, "")  # revision and content of the shared state
     plan: m.SyncPlan | None = None
@@ -116,6 +116,14 @@ class SimPeer:
     failed_fetches: int = 0
     tries: Counter[int] = field(default_factory=Counter)  # to reach peers that it cannot
     conversation: Conversation = field(default_factory=Conversation)
+
+    @property
+    def outgoing(self) -> bool:
+        return self.nat[0]
+
+    @property
+    def relay(self) -> bool:
+        return self.nat[1]
 
     # ---- threads ----
 

@@ -160,18 +160,15 @@ class Run:
         self,
         *programs: Program,
         group: int = 0,
-        team: int = 0,
-        team_size: int = 0,
-        outgoing: bool = False,
-        relay: bool = False,
+        team: tuple[int, int] = (0, 0),
+        nat: tuple[bool, bool] = (False, False),
     ) -> SimPeer:
         """One more peer joins and runs its programs, a thread each, once it is accepted."""
         name = len(self.peers) + 1
-        peer = SimPeer(name, b"c%d" % name, self, group, team, programs)
+        peer = SimPeer(name, b"c%d" % name, self, group, team[0], programs, nat=nat)
         self.peers.append(peer)
-        peer.outgoing, peer.relay = outgoing, relay
-        place = ("", 1000 + name, "", f"m{name}", b"", "", "", team, team_size, False)
-        hello = m.Hello(m.PROTOCOL_VERSION, "1", group, *place, outgoing, 7 if relay else 0)
+        place = ("", 1000 + name, "", f"m{name}", b"", "", "", *team, False, nat[0], 7 * nat[1])
+        hello = m.Hello(m.PROTOCOL_VERSION, "1", group, *place)
 
         def whole() -> Thread:
             end = yield from peer.join(hello)
@@ -282,8 +279,7 @@ class Run:
             or other.walled
             or not other.alive
             or other.name in peer.cut_from
-            or (other.outgoing and other.caged)
-            or (other.outgoing and peer.outgoing and not any(p.relay for p in self.peers))
+            or self.meetings.are_severed(peer, other)
             for other in self.peers
             if other.machine.number == number and other is not peer
         )

@@ -16,6 +16,7 @@ from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.effects import Dial, Effect, Note, Send
 from pccl.protocol.master.groups import Groups
 from pccl.protocol.master.history import History
+from pccl.protocol.master.meetings import Meetings
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.nonces import Nonces
 from pccl.protocol.master.numbers import Numbers
@@ -66,6 +67,7 @@ class Table:
         self.history = History()
         self.outbox = Outbox(self.membership.peers)
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
+        self.meetings = Meetings(self.membership, self.outbox)
         self.gone: dict[int, str] = {}
         self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
         self.running, self.tally = CollectiveTable(), Tally()
@@ -80,6 +82,7 @@ class Table:
             self.membership,
             self.numbers,
             self.groups,
+            self.meetings,
             self.running,
             self.outbox,
             self.dismissals,
@@ -96,6 +99,7 @@ class Table:
             self.numbers,
             self.history,
             self.groups,
+            self.meetings,
             self.outbox,
             self.dismissals,
             self.tally,
@@ -300,6 +304,7 @@ def test_an_optimisation_measures_links_and_installs_rings() -> None:
         table.numbers,
         table.history,
         table.groups,
+        table.meetings,
         table.outbox,
         table.dismissals,
     )

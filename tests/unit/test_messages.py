@@ -13,6 +13,7 @@ from pccl.calls import operands
 from pccl.protocol import messages as m
 
 INFO = m.PeerInfo(3, 1, "10.0.0.2", 4000, "/tmp/x", "abc")
+TOKEN = "0123456789abcdef" * 2
 ENTRY = m.Entry("w", 10, 12, False, b"\1\2")
 PARTS = (m.Part(10, 6, "w", "2x3/1,2"), m.Part(3, 1))
 PACKAGE = m.Package(3, 2, b"c" * 16, 9, b"h" * 16, 1 << 40, b"b" * 16)
@@ -43,6 +44,9 @@ FROM_PEER: list[m.PeerMessage] = [
     m.SyncVote(8, m.Offer(4, 0, (ENTRY,))),
     m.FetchedVote(11, False, "digest"),
     m.Leave(),
+    m.Meet(3, TOKEN, 4001, 8),
+    m.Hello(1, "0.1.0", 0, "", 4000, "", "", b"", outgoing=True),
+    m.Hello(1, "0.1.0", 0, "", 4000, "", "", b"", relay=4001),
     m.Withdraw(7),
     m.OptimizeVote(5),
     m.Measured(12, 62_500_000, 1500),
@@ -84,6 +88,10 @@ FROM_MASTER: list[m.MasterMessage] = [
     m.SyncResult(8, 4, 3, 11),
     m.CallError(8, 3, "no"),
     m.Kicked(4, "out of turn"),
+    m.Come(INFO, TOKEN, "10.0.0.1", 4001, 8),
+    m.Met(TOKEN, INFO),
+    m.Met(TOKEN, why="nobody relays"),
+    m.Relay(TOKEN, INFO, INFO),
     m.Resumed(m.Done()),
     m.Probe(5, 12, (2, 3), 1 << 63),
     m.OptimizeResult(5, 3),

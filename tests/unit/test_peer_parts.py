@@ -228,7 +228,14 @@ def test_every_message_of_the_master_concerns_a_part() -> None:
     follower = Follower(hello, True, True, lambda package: True)._by_type
     concerned = handlers.keys() | follower.keys()
     assert concerned == {*typing.get_args(m.MasterMessage)} - {m.Report}
-    assert handlers.keys() & follower.keys() == {m.Welcome, m.Refused, m.Kicked, m.CallError}
+    assert handlers.keys() & follower.keys() == {
+        m.Welcome,
+        m.Refused,
+        m.Kicked,
+        m.CallError,
+        m.Come,
+        m.Met,
+    }
     assert takes_what_it_is_given(handlers)
 
 

@@ -61,15 +61,16 @@ class Associates:
 
     Args:
         numbers: make their nonces.
-        meetings: know the peers that relay.
+        meetings: of peers, of which some relay for associates, too.
         outbox: collects effects.
 
     Attributes:
         shelf: what can be had.
+        meetings: as given.
     """
 
     def __init__(self, numbers: Numbers, meetings: Meetings, outbox: Outbox) -> None:
-        self._numbers, self._meetings = numbers, meetings
+        self._numbers, self.meetings = numbers, meetings
         self._outbox, self.shelf = outbox, Shelf()
         self._all: dict[int, Associate] = {}
         self._by_conn: dict[bytes, int] = {}
@@ -228,7 +229,7 @@ class Associates:
         receiver = self._all.get(meet.peer)
         if receiver is None:
             return  # it has gone meanwhile
-        relays = self._meetings.relays
+        relays = self.meetings.relays
         for to, message in reach.meeting(one.info, receiver.info, meet, relays):
             if to.peer in self._all:
                 self._say(self._all[to.peer], message)
@@ -269,8 +270,8 @@ class Associates:
     def _fits(self, one: Associate, holder: Associate) -> bool:
         """Whether it may fetch from a holder."""
         assert one.seek is not None
-        apart = reach.apart(one.info, holder.info) and not self._meetings.relays
-        return holder.info.peer not in one.seek.avoid and not apart
+        apart = reach.apart(one.info, holder.info) and not self.meetings.relays
+        return not apart and holder.info.peer not in one.seek.avoid
 
     def _send_to(self, one: Associate, holder: Associate, key: tuple[int, int]) -> None:
         number = one.info.peer

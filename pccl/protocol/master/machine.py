@@ -131,7 +131,7 @@ class Master:
             m.FetchedVote: self.run.synchronisations.fetched,
             m.Measured: self.run.optimisations.measured,
             m.Unreached: self.run.accusations.unreached,
-            m.Meet: self.run.meetings.meet,
+            m.Meet: self.run.associates.meetings.meet,
             m.Stalled: self._stalled,
             m.Withdraw: lambda number, one: self.run.withdraw(number, one.call, one.seq),
         }

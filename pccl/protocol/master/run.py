@@ -47,14 +47,14 @@ class Run:
         self.outbox = Outbox(self.membership.peers)
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
         self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
-        self.meetings = Meetings(self.membership, self.outbox)
+        meetings = Meetings(self.membership, self.outbox)
         self.table = CollectiveTable()
         self.tally = Tally()
         self.collectives = Collectives(
             self.membership,
             self.numbers,
             self.groups,
-            self.meetings,
+            meetings,
             self.table,
             self.outbox,
             self.dismissals,
@@ -66,7 +66,7 @@ class Run:
             self.numbers,
             self.history,
             self.groups,
-            self.meetings,
+            meetings,
             self.outbox,
             self.dismissals,
         )
@@ -81,7 +81,7 @@ class Run:
             self.dismissals,
             self.synchronisations.under_way,
         )
-        self.associates = Associates(self.numbers, self.meetings, self.outbox)
+        self.associates = Associates(self.numbers, meetings, self.outbox)
         self.voting = Voting(
             self.membership, self.table, self.outbox, self.dismissals, self._commit
         )

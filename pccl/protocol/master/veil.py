@@ -41,6 +41,8 @@ class Veil:
         match event:
             case inputs.Received(_, m.StartVote() as vote) if vote.data is not None:
                 return replace(event, message=replace(vote, data=b""))
+            case inputs.Received(_, m.Meet() as meet):
+                return replace(event, message=replace(meet, token=self._token(meet.token)))
             case inputs.Hello(_, hello):
                 safe = replace(hello, curve=self._curve(hello.curve), dial="")
                 return replace(event, message=safe)
@@ -82,6 +84,14 @@ class Veil:
                 return replace(message, holder=self._info(info), nonce=0)
             case m.Serve(receiver=info):
                 return replace(message, receiver=self._info(info), nonce=0)
+            case m.Come(sender=info, token=token):
+                return replace(message, sender=self._info(info), token=self._token(token))
+            case m.Met(token=token, relay=relay):
+                relay = None if relay is None else self._info(relay)
+                return replace(message, token=self._token(token), relay=relay)
+            case m.Relay(token, sender, receiver):
+                one, other = self._infos((sender, receiver))
+                return m.Relay(self._token(token), one, other)
             case m.Admitted(run=run):
                 return replace(message, run=self.run(run))
             case m.Missed(small=small):
@@ -117,6 +127,11 @@ class Veil:
         if self._key is None or not KEY.fullmatch(key):
             return key
         return self._hash(b"key " + key.encode(), len(key) // 2).hex()
+
+    def _token(self, token: str) -> str:
+        if self._key is None:
+            return token
+        return self._hash(b"token " + token.encode(), len(token) // 2).hex()
 
     def _hash(self, what: bytes, nbytes: int) -> bytes:
         assert self._key is not None

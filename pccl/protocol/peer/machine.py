@@ -87,7 +87,7 @@ class Peer:
             m.TopologyResult: self.votes.topology,
             m.PendingResult: self.votes.pending,
             m.Waiting: lambda message: self._outbox.do(Waits(message.call, message.why)),
-            **dict.fromkeys((m.Come, m.Met, m.Relay), self._arranged),
+            **dict.fromkeys((m.Come, m.Met, m.Relay), lambda one: self._outbox.do(Arrange(one))),
             m.SyncPlan: self._syncs.planned,
             m.SyncResult: self._syncs.synced,
             m.Probe: self._optimisations.probed,
@@ -464,9 +464,6 @@ class Peer:
         if self.over is None:
             self._outbox.say(meet)
         return self._outbox.take()
-
-    def _arranged(self, message: m.Come | m.Met | m.Relay) -> None:
-        self._outbox.do(Arrange(message))
 
     # ---- the connection to the master ----
 
