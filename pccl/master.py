@@ -54,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the run can be watched over HTTP, read-only; without HOST by this machine only "
         "(default: nowhere)",
     )
+    parser.add_argument(
+        "--no-dial-back",
+        dest="dial_back",
+        action="store_false",
+        help="do not check whether peers can be reached, by dialling them: for a master whose "
+        "network is not that of the peers",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,6 +76,7 @@ def run(args: argparse.Namespace) -> int:
             on_journal_error=args.on_journal_error,
             event_log=args.event_log,
             http=args.http,
+            dial_back=args.dial_back,
         )
         serve_until_signal(master)
     except (PCCLError, ValueError, AssertionError) as error:  # the last two: of a malformed setting

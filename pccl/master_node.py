@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import NoReturn
@@ -58,6 +59,8 @@ class MasterNode:
         http: `host:port`, or a port of this machine only, at which the run can be watched over HTTP
             (see `http_address`); port 0 takes a free port. Everything is read-only, and nothing is
             encrypted. None: nowhere.
+        dial_back: whether to dial newcomers, and peers that others cannot reach, to find out who
+            can be reached. False: where the master's network is not that of the peers.
 
     Raises:
         AssertionError: `listen_address` has no colon.
@@ -74,7 +77,9 @@ class MasterNode:
         on_journal_error: str = "continue",
         event_log: str | os.PathLike[str] | None = None,
         http: str | int | None = None,
+        dial_back: bool = True,
     ) -> None:
+        self._dial_back = dial_back
         self._on_journal_error = OnError(on_journal_error)
         self._state = None if state is None else Path(state)
         self._event_log = None if event_log is None else Path(event_log)
@@ -158,7 +163,7 @@ class MasterNode:
         server = Server(
             self._host,
             self._port,
-            Config.from_env(),
+            replace(Config.from_env(), dial_back=self._dial_back),
             security,
             self._state,
             self._on_journal_error,

@@ -226,7 +226,8 @@ def _versions(found: Examination) -> Finding:
 
 def _reached(found: Examination) -> Finding:
     if not found.report.dialled:
-        fact = f"the master has not tried {found.address}: it resolves no names, and dials seldom"
+        why = "it resolves no names, dials seldom, or not at all (--no-dial-back)"
+        fact = f"the master has not tried {found.address}: {why}"
         cure = "set PCCL_ADVERTISE to an address, or ask again in a minute"
         return Finding("own port", fact, Verdict.HINT, cure)
     if not found.report.unreached:

@@ -69,6 +69,7 @@ class Config:
             p2p_connection_pool_size; 0: chosen by the round trip.
         outgoing: whether nobody can connect to this peer, as behind NAT: it connects to others.
         relay: whether this peer joins streams of others that cannot connect to each other.
+        dial_back: whether the master checks that it can reach a peer, by dialling it.
         inline_bytes: the largest all-reduce whose data travels with the votes and is reduced by the
             master. It takes one round trip to the master, and none around the ring.
     """
@@ -86,6 +87,7 @@ class Config:
     lanes: int = 0
     outgoing: bool = False
     relay: bool = False
+    dial_back: bool = True
     inline_bytes: int = 65536
 
     def __post_init__(self) -> None:

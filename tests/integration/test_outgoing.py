@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cluster import Cluster, grow, in_threads
+from errors_page import listed
 
 import pccl
 from pccl.cli.main import main
@@ -89,6 +90,7 @@ def test_two_behind_nat_get_an_error_that_names_both() -> None:
 
         for text in cluster.each(work):
             assert "peer 1" in text and "peer 2" in text and "PCCL_RELAY=1" in text
+            listed(f"PCCLError: {text}")
 
 
 @pytest.mark.parametrize("keys", [False, True])
@@ -108,6 +110,13 @@ def test_a_peer_that_wants_to_relays_between_two(
         assert all(cluster.each(lambda i, comm: i == 2 or synchronised(comm, i)))
     assert "this peer relays from peer 1" in caplog.text
     assert "goes by way of peer 3" in caplog.text
+
+
+def test_a_master_that_does_not_dial_lets_everybody_in(caplog: pytest.LogCaptureFixture) -> None:
+    with pccl.MasterNode("127.0.0.1:0", dial_back=False) as master:
+        with pccl.Communicator(master.address, advertise="8.8.8.8") as comm:
+            assert comm.world_size == 1
+        assert "cannot be reached" not in caplog.text
 
 
 @pytest.mark.slow

@@ -31,7 +31,6 @@ VERSION, CONNECT, IPV6 = 5, 1, 4  # of SOCKS
 REQUEST_BYTES = 22  # with an IPv6 address, in which the token is, and a port
 WELCOME = bytes((VERSION, 0))  # no further proof is asked for
 JOINED = bytes((VERSION, 0, 0, 1, 0, 0, 0, 0, 0, 0))
-SAID_MAX = 1024  # bytes of a guest before it is joined: greeting and request are shorter
 UNSENT_BYTES = 1 << 17  # as in c/engine/tcp.c, with the reasons
 UNSENT_OPTION, PACING_OPTION = getattr(socket, "TCP_NOTSENT_LOWAT", 25), 47
 _JOINT = struct.Struct("@qq")  # a pccl_joint
@@ -57,11 +56,11 @@ class _Guest:
             OSError, _Invalid: it is to be sent away.
         """
         try:
-            data = self.connection.recv(SAID_MAX)
+            data = self.connection.recv(limits.GUEST_BYTES)
         except BlockingIOError:
             return False
         self.said += data
-        if not data or self.place is not None or len(self.said) > SAID_MAX:
+        if not data or self.place is not None or len(self.said) > limits.GUEST_BYTES:
             raise _Invalid
         if not self.greeted and self._greeting():
             self.greeted = True

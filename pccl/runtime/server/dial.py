@@ -76,11 +76,18 @@ class Dialler:
         waiter: wakes the thread that uses this.
         context: for handshakes.
         keys: the master's keys, if the run has keys.
+        allowed: whether any dial may be made.
     """
 
     def __init__(
-        self, waiter: Waiter, context: zmq.Context[zmq.Socket[bytes]], keys: KeyPair | None = None
+        self,
+        waiter: Waiter,
+        context: zmq.Context[zmq.Socket[bytes]],
+        keys: KeyPair | None = None,
+        *,
+        allowed: bool = True,
     ) -> None:
+        self._allowed = allowed
         self._waiter, self._context, self._keys = waiter, context, keys
         self._dials: set[_Dial] = set()
         self._spent: dict[str, tuple[float, float]] = {}  # by asker: how much, as of when
@@ -102,7 +109,8 @@ class Dialler:
         """
         told = asker in (None, target.host)
         if (
-            not (asker is None or is_address(target.host))
+            not self._allowed
+            or not (asker is None or is_address(target.host))
             or not self._provable(target)
             or len(self._dials) >= limits.DIALS_MAX
             or not self._afford(asker, OWN_COST if told else OTHER_COST, now_s)

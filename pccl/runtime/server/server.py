@@ -169,7 +169,7 @@ class Server:
             self._zap = Zap(self._context)
             opened.callback(self._zap.close)
             secure_server(self._router, keys)
-        self._dialler = Dialler(self._waiter, self._context, keys)
+        self._dialler = Dialler(self._waiter, self._context, keys, allowed=config.dial_back)
         opened.callback(self._dialler.close)
         bracketed = f"[{host}]" if ":" in host else host
         try:
