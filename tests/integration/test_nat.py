@@ -19,7 +19,7 @@ PEER = """
 import sys
 import numpy as np
 import pccl
-size = int(sys.argv[1])
+size, holds = int(sys.argv[1]), sys.argv[2] == "1"
 with pccl.Communicator("10.79.0.1:48148") as comm:
     while comm.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE) < size:
         if comm.are_peers_pending():
