@@ -27,9 +27,9 @@ with pccl.Communicator("10.79.0.1:48148") as comm:
     data = np.ones(1 << 20, np.float32)
     try:
         comm.all_reduce(data, op=pccl.ReduceOp.SUM)
-        state = np.full(1 << 20, 7 if comm.rank == 0 else 0, np.float32)
+        state = np.full(1 << 20, 7 if holds else 0, np.float32)
         shared = pccl.SharedState([pccl.TensorInfo.from_numpy(state, "x")])
-        shared.revision = int(comm.rank == 0)
+        shared.revision = int(holds)
         comm.sync_shared_state(shared)
         assert (data == size).all() and (state == 7).all()
         print("done")
@@ -121,7 +121,8 @@ def started(host: str, *words: str, **settings: str) -> subprocess.Popen[str]:
 def outcome(hosts: dict[str, dict[str, str]]) -> list[str]:
     """What a peer on each host says."""
     peers = [
-        started(host, "-c", PEER, str(len(hosts)), **settings) for host, settings in hosts.items()
+        started(host, "-c", PEER, str(len(hosts)), str(int(host == "a")), **settings)
+        for host, settings in hosts.items()
     ]
     said = []
     for peer in peers:
