@@ -18,7 +18,7 @@ from typing import NoReturn
 from pccl.errors import PCCLError, PCCLTimeoutError, error_for, not_picklable
 from pccl.protocol.master import Status
 from pccl.runtime.config import Config
-from pccl.runtime.room import NoRoomError, require_room
+from pccl.runtime.room import NoRoomError, no_room, require_room
 from pccl.runtime.server.eventfile import EventLogError
 from pccl.runtime.server.journal import JournalError
 from pccl.runtime.server.scribe import OnError
@@ -144,6 +144,9 @@ class MasterNode:
         except (JournalError, EventLogError) as error:
             raise error_for(Result.INVALID_USAGE, "MasterNode.run", str(error)) from None
         except OSError as error:
+            if lacking := no_room(error):  # there was room when it looked
+                why = str(lacking)
+                raise error_for(Result.INTERNAL_ERROR, "MasterNode.run", why) from None
             why = error.strerror or str(error)
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 why += ": does another master run there? Try another port, or 0"

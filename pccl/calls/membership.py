@@ -15,7 +15,7 @@ from pccl.runtime.client.call import Call, Note
 from pccl.runtime.client.client import Client
 from pccl.runtime.config import Config
 from pccl.runtime.forks import FORKED
-from pccl.runtime.room import NoRoomError, require_room
+from pccl.runtime.room import NoRoomError, no_room, require_room
 from pccl.runtime.uninterrupted import aside
 from pccl.types import Result
 
@@ -77,6 +77,8 @@ class Membership:
             try:
                 return make(address)
             except OSError as error:
+                if lacking := no_room(error):  # there was room when it looked
+                    raise error_for(Result.INTERNAL_ERROR, "connect", str(lacking)) from None
                 cure = ": choose a wider PCCL_PORT_RANGE (port_range=)" if config.ports else ""
                 why = f"for bulk data this peer {error.strerror or error}{cure}"
                 raise error_for(Result.INVALID_USAGE, "connect", why) from None

@@ -6,6 +6,7 @@ first gives an error that can be caught.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 
@@ -14,8 +15,19 @@ DESCRIPTORS = 64
 THREADS = 8  # a peer's, with libzmq's own
 
 
+_LACKING = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EAGAIN}
+
+
 class NoRoomError(Exception):
     """The system does not provide enough descriptors or threads."""
+
+
+def no_room(error: OSError) -> NoRoomError | None:
+    """What to raise instead, if the system lacks descriptors, threads or memory all the same."""
+    if error.errno not in _LACKING:
+        return None
+    said = error.strerror or str(error)
+    return NoRoomError(f"{said}: raise this process's limits (ulimit -n), or close files")
 
 
 def require_room() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import zmq
 
 import pccl
 from pccl.runtime import room
@@ -52,6 +54,24 @@ def test_too_few_descriptors_are_an_error(what: str, free: int) -> None:
         assert "ulimit -n" in ended.stdout
     else:
         assert ended.stdout in ("connected\n", "serves\n")
+
+
+@pytest.mark.parametrize("what", ["peer", "master"])
+def test_descriptors_that_are_taken_after_it_has_looked_are_an_error_of_the_system(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object, **__: object) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        comm, node = pccl.Communicator(master.address), pccl.MasterNode("127.0.0.1:0")
+        with monkeypatch.context() as patched, pytest.raises(pccl.PCCLError) as raised:
+            patched.setattr(zmq.Context, "socket", none)
+            comm.connect() if what == "peer" else node.run()
+        assert raised.value.result == pccl.Result.INTERNAL_ERROR
+        assert "Too many open files: raise this process's limits" in str(raised.value)
+        comm.connect()  # it has left nothing behind
+        comm.close()
 
 
 def test_too_few_threads_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,63 +108,63 @@ class Associate:
     ) -> None:
         self._keeper, self._config = keeper, config
         self._identity = Identity.of(security)
-        self._inbox, self._waiter = Inbox(), Waiter()
-        options = EngineOptions(
-            heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
-        )
-        self._engine = Engine(
-            self._identity.guard(options),
-            host=everywhere(address),
-            ports=config.ports,
-            stopped=lambda: self._inbox.post(self._read_engine),
-        )
-        self._resolver = Resolver(self._inbox.post)
-        try:
+        with contextlib.ExitStack() as opened:  # what a start that fails closes
+            self._inbox = Inbox()
+            opened.callback(self._inbox.end)
+            self._waiter = Waiter()
+            opened.callback(self._waiter.close)
+            options = EngineOptions(
+                heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
+            )
+            self._engine = Engine(
+                self._identity.guard(options),
+                host=everywhere(address),
+                ports=config.ports,
+                stopped=lambda: self._inbox.post(self._read_engine),
+            )
+            opened.callback(self._engine.close)
+            self._resolver = Resolver(self._inbox.post)
             self._meetings = Meetings(
                 self._engine, self._resolver, config, everywhere(address), self._say_meet
             )
-        except BaseException:
-            self._engine.close()
-            raise
-        said = hello(self._engine.port, self._engine.ipc if config.ipc else "")
-        self._hello = msgspec.structs.replace(
-            said,
-            curve=self._identity.curve,
-            dial=self._identity.token,
-            associate=True,
-            outgoing=config.outgoing,
-        )
-        self._machine = Follower(self._hello, follows, relays, keeper.fits)
-        self._streams = Streams(
-            self._engine, self._resolver, config, 0, self._local, self._meetings
-        )
-        self._master = MasterConnection(
-            host, port, config, self._identity, self._machine, self._waiter, self._resolver
-        )
-        self._parcels: dict[tuple[int, int], Parcel] = {}
-        self._incoming: dict[tuple[int, int], Incoming] = {}
-        self._memory: dict[int, object] = {}  # that the engine refers to, by op
-        self._answers: dict[int, queue.SimpleQueue[str]] = {}
-        self._pace = _Pace()
-        self._calls = 0
-        self._again_at: float | None = None  # when to seek again
-        self._leaving = self._sent = self._forked = False
-        # how the attempt to be registered has ended: None, or why it failed
-        self.welcome: queue.SimpleQueue[common.Fail | None] = queue.SimpleQueue()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pccl-associate", daemon=True)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._worker = threading.Thread(target=self._work_in, name="pccl-weights", daemon=True)
-        forks.watch(self)
-        self._begin(address)
+            opened.callback(self._meetings.close)
+            said = hello(self._engine.port, self._engine.ipc if config.ipc else "")
+            self._hello = msgspec.structs.replace(
+                said,
+                curve=self._identity.curve,
+                dial=self._identity.token,
+                associate=True,
+                outgoing=config.outgoing,
+            )
+            self._machine = Follower(self._hello, follows, relays, keeper.fits)
+            self._streams = Streams(
+                self._engine, self._resolver, config, 0, self._local, self._meetings
+            )
+            self._master = MasterConnection(
+                host, port, config, self._identity, self._machine, self._waiter, self._resolver
+            )
+            self._parcels: dict[tuple[int, int], Parcel] = {}
+            self._incoming: dict[tuple[int, int], Incoming] = {}
+            self._memory: dict[int, object] = {}  # that the engine refers to, by op
+            self._answers: dict[int, queue.SimpleQueue[str]] = {}
+            self._pace = _Pace()
+            self._calls = 0
+            self._again_at: float | None = None  # when to seek again
+            self._leaving = self._sent = self._forked = False
+            # how the attempt to be registered has ended: None, or why it failed
+            self.welcome: queue.SimpleQueue[common.Fail | None] = queue.SimpleQueue()
+            self._ended = threading.Event()
+            self._thread = threading.Thread(target=self._run, name="pccl-associate", daemon=True)
+            self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+            self._worker = threading.Thread(target=self._work_in, name="pccl-weights", daemon=True)
+            forks.watch(self)
+            self._begin(address)
+            opened.pop_all()
 
     def _begin(self, address: str) -> None:
         try:
             self._context = zmq.Context()
         except zmq.ZMQError as error:
-            self._waiter.close()
-            self._engine.close()
-            self._inbox.end()
             raise OSError(error.errno, f"cannot begin: {error}") from None
         try:
             self._master.begin(self._context, address, self._read_master, self._perform)
@@ -173,10 +173,6 @@ class Associate:
         except BaseException as error:
             self._jobs.put(None)
             self._context.destroy(linger=0)
-            self._waiter.close()
-            self._meetings.close()
-            self._engine.close()
-            self._inbox.end()
             if isinstance(error, RuntimeError):
                 raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
             raise

@@ -85,46 +85,45 @@ class Client:
         self._leaving = self._failed = False
         self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
         self._working = threading.RLock()  # its holder uses the connection to the master
-        self._inbox = Inbox()
-        self._engine = self._make_engine(address, config)
-        self.figures = Figures(lambda: self._engine.cpu_s)
-        self._pending = PendingCalls(self.figures)
-        self._resolver = Resolver(self._inbox.post)
-        self._meetings = self._make_meetings(address, config)
-        self._hello = self._introduce(hello, config)
-        self._streams = Streams(
-            self._engine, self._resolver, config, pool_size, self._local, self._meetings
-        )
-        self._waiter = Waiter()
-        self._master = MasterConnection(
-            host, port, config, self._identity, self._peer, self._waiter, self._resolver
-        )
-        self._performer = Performer(
-            self._peer,
-            self._engine,
-            self._streams,
-            self._master,
-            self._pending,
-            self._local,
-            self.figures,
-        )
-        self._perform = self._performer.perform
-        self._events = EngineEvents(
-            self._engine, self._peer, self._streams, self._pending, self._perform, self.figures
-        )
-        self._engine.together = True
-        self._progress = Progress(self._engine, self._peer)
-        self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
-        self._forked = False
-        forks.watch(self)
-        try:
+        with contextlib.ExitStack() as opened:  # what a start that fails closes
+            self._inbox = Inbox()
+            opened.callback(self._inbox.end)
+            self._engine = self._make_engine(address, config)
+            opened.callback(self._engine.close)
+            self.figures = Figures(lambda: self._engine.cpu_s)
+            self._pending = PendingCalls(self.figures)
+            self._resolver = Resolver(self._inbox.post)
+            self._meetings = self._make_meetings(address, config)
+            opened.callback(self._meetings.close)
+            self._hello = self._introduce(hello, config)
+            self._streams = Streams(
+                self._engine, self._resolver, config, pool_size, self._local, self._meetings
+            )
+            self._waiter = Waiter()
+            opened.callback(self._waiter.close)
+            self._master = MasterConnection(
+                host, port, config, self._identity, self._peer, self._waiter, self._resolver
+            )
+            self._performer = Performer(
+                self._peer,
+                self._engine,
+                self._streams,
+                self._master,
+                self._pending,
+                self._local,
+                self.figures,
+            )
+            self._perform = self._performer.perform
+            self._events = EngineEvents(
+                self._engine, self._peer, self._streams, self._pending, self._perform, self.figures
+            )
+            self._engine.together = True
+            self._progress = Progress(self._engine, self._peer)
+            self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
+            self._forked = False
+            forks.watch(self)
             self._connect(address)
-        except BaseException:
-            self._waiter.close()
-            self._meetings.close()
-            self._engine.close()
-            self._inbox.end()
-            raise
+            opened.pop_all()
 
     def _connect(self, address: str) -> None:
         """Opens the first connection to the master, and starts the control thread."""
@@ -158,11 +157,7 @@ class Client:
         def say(meet: m.Meet) -> None:
             self._perform(self._peer.meet(meet))
 
-        try:
-            return Meetings(self._engine, self._resolver, config, everywhere(address), say)
-        except BaseException:
-            self._engine.close()
-            raise
+        return Meetings(self._engine, self._resolver, config, everywhere(address), say)
 
     def _introduce(self, hello: Callable[[int, str], m.Hello], config: Config) -> m.Hello:
         """This peer's first message."""
