@@ -140,6 +140,15 @@
  * Several rings divide a slice in their order: the first begins at 0, each other where the one
  * before it ends, and the last ends where the slice does. Shares begin at multiples of Q.
  *
+ * GRADUALLY
+ *
+ * An ALL_REDUCE whose REGISTER has a `step` may begin before its memory is filled: nothing of send
+ * is read before a READY order says that the contribution is there. What comes for other places
+ * waits, counts like forwards, and keeps own chunks back meanwhile. The offsets are cut into steps; when the last element of a step
+ * of recv holds the result, a WRITTEN event says so, and nobody writes there any more, unless
+ * ABORT. So a caller whose arrays are elsewhere, as on a GPU, copies both ways meanwhile. (Where
+ * there is one member alone, there are no WRITTEN events.)
+ *
  * EXCHANGES
  *
  * An EXCHANGE moves ROWS between members: of each array, each member has a number of rows for each
@@ -452,7 +461,8 @@ enum pccl_order_kind {
     PCCL_OPEN_STREAM = 1, PCCL_CLOSE_STREAM = 2, PCCL_REGISTER = 3, PCCL_START = 4,
     PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERDICT = 8,
     PCCL_ALLOW = 9, PCCL_EXPECT = 10, PCCL_ADMIT = 11, PCCL_CONNECT_STREAM = 12,
-    PCCL_LOSE_STREAM = 13, PCCL_REMIND = 14, PCCL_TELL = 15, PCCL_MEET = 16
+    PCCL_LOSE_STREAM = 13, PCCL_REMIND = 14, PCCL_TELL = 15, PCCL_MEET = 16,
+    PCCL_READY = 17
 };
 
 /* Our place in a ring: its stream leads to the next position (THE RING). */
@@ -495,6 +505,7 @@ typedef struct pccl_end {
  *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: slices of the larger buffers),
  *                 parts, n_parts, an array that stays valid until SETTLED. ALL_GATHER: recv_rows,
  *                 the rows of each rank's slice, which are read at once; NULL: slices are alike.
+ *                 ALL_REDUCE: step, 0 or the offsets of a step, in whole quanta (GRADUALLY).
  *                 EXCHANGE: members, parts, n_parts, an array; send_rows and recv_rows, the numbers
  *                 of rows for each rank and from each (NULL: none). They are read at once.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
@@ -532,6 +543,8 @@ typedef struct pccl_end {
  *                 fetched again; if one holder gave all of it, that one is asked no more, and its
  *                 stream is closed with a STREAM_LOST event. A FETCH is COMPLETE when every leaf is
  *                 good.
+ *   READY         op, a COLLECTIVE with a step; offset, length (in offsets, both whole quanta): send
+ *                 holds the contribution there. Each offset once, and none after an ABORT is needed.
  *   TELL          op: a PROGRESS event follows if it has been started and is not COMPLETE, FAILED
  *                 or ended. A SERVE has none.
  *   COMMIT        op. It must be COMPLETE; SERVE: at any time.
@@ -561,6 +574,9 @@ typedef struct pccl_order {
     const uint64_t *send_rows;
     const uint64_t *recv_rows;
     uint64_t limit;
+    uint64_t step;
+    uint64_t offset;
+    uint64_t length;
     uint32_t n_parts;
     uint32_t n_pieces;
     uint32_t members;
@@ -583,7 +599,8 @@ enum pccl_event_kind {
     PCCL_STREAM_LOST = 4,    /* stream: closed, but not by CLOSE_STREAM; text says why */
     PCCL_LEAF = 5,           /* op: this leaf of that piece is here, for its VERDICT */
     PCCL_STREAM_UP = 6,      /* stream: its first lane stands */
-    PCCL_PROGRESS = 7        /* op: how far it is */
+    PCCL_PROGRESS = 7,       /* op: how far it is */
+    PCCL_WRITTEN = 8         /* op: a step of recv holds the result */
 };
 
 typedef struct pccl_event {
@@ -597,7 +614,7 @@ typedef struct pccl_event {
     uint64_t seq;            /* of the op's last START */
     uint32_t piece;
     uint32_t leaf;
-    uint64_t done;           /* PROGRESS: thousandths, below 1000 */
+    uint64_t done;           /* PROGRESS: thousandths, below 1000; WRITTEN: which step, from 0 on */
     char text[160];          /* zero-terminated */
 } pccl_event;
 

@@ -11,6 +11,7 @@
 
 #include "engine/collective.h"
 #include "engine/direct.h"
+#include "engine/gradual.h"
 #include "engine/parts.h"
 #include "engine/quanta.h"
 #include "engine/ring.h"
@@ -140,6 +141,10 @@ enum turn chunk_send(struct flow *flow)
     struct wire_header header = own_header(ring, length);
     enum turn made;
     assert(op->started && length > 0);
+    if (!gradual_is_ready(collective, ring->cursor, length))
+        return TURN_OVER;            /* chunk_obey() asks for the next one */
+    if (op->ops->n_held > 0 && op->ops->n_spread == 0)
+        return TURN_BLOCKED;         /* or the ring would fill up: all would wait for room */
     made = build_own(ring, part, &packet, &header);
     if (made == TURN_FAILED)
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
@@ -369,6 +374,23 @@ static int apply(struct collective *collective, const struct wire_header *chunk,
     return PCCL_OK;
 }
 
+/* Whether a chunk is to be reduced with our contribution. */
+static bool is_partial(const struct wire_header *chunk)
+{
+    return is_direct(chunk) || chunk->hop + 1u < chunk->members;
+}
+
+/* Keeps a chunk until our contribution is there. */
+static void hold(struct collective *collective, struct packet **packet)
+{
+    struct op *op = &collective->op;
+    op_forward(op, NULL, &collective->held, packet);
+    if (op->failed)
+        return;
+    collective->n_held++;
+    op->ops->n_held++;
+}
+
 void chunk_take(struct op *op, const struct wire_header *chunk, struct packet **packet)
 {
     struct collective *collective = collective_of(op);
@@ -382,6 +404,10 @@ void chunk_take(struct op *op, const struct wire_header *chunk, struct packet **
         op_fail(op, PCCL_EPROTO, "%s", why);
         return;
     }
+    if (is_partial(chunk) && !gradual_is_ready(collective, chunk->offset, chunk->length)) {
+        hold(collective, packet);
+        return;
+    }
     op->rx_bytes += bytes;
     if (apply(collective, chunk, *packet) != PCCL_OK) {
         op_fail(op, PCCL_ENOMEM, "no memory for a message or for what ABORT restores");
@@ -390,6 +416,47 @@ void chunk_take(struct op *op, const struct wire_header *chunk, struct packet **
     if (!is_last_hop(collective, chunk))
         op_forward(op, op->started ? op->flows[chunk->ring]->stream : NULL, &collective->early,
                    packet);
+    if (is_direct(chunk) || chunk->hop + 2u >= chunk->members)
+        gradual_tell(collective, chunk->offset, chunk->length);
     if (!op->failed && collective_is_complete(collective))
         op_complete(op);
+}
+
+/* Takes the chunks that have waited; those that still must wait once more. It can free the op, when
+ * the last of them was what it lacked. */
+static void take_held(struct op *op)
+{
+    const pccl_zmq *zmq = op->source.zmq;
+    struct packets *held = &collective_of(op)->held;
+    struct packet *packet;
+    uint32_t n = collective_of(op)->n_held;
+    while (n-- > 0 && (packet = packets_take(held)) != NULL) {
+        struct wire_header header;
+        bool valid = wire_decode(&header, packet_header(zmq, packet));
+        assert(valid);
+        (void)valid;
+        packet_unawait(packet);
+        collective_of(op)->n_held--;
+        op->ops->n_held--;
+        chunk_take(op, &header, &packet);
+        packet_free(zmq, packet);
+    }
+}
+
+void chunk_obey(struct op *op, const pccl_order *order)
+{
+    struct collective *collective = collective_of(op);
+    uint32_t i;
+    if (order->kind != PCCL_READY || !gradual_allow(collective, order))
+        return;
+    for (i = 0; i < op->n_flows; i++)
+        if (collective_ring(collective, i)->cursor < collective_ring(collective, i)->end)
+            flow_request_turn(op->flows[i]);
+    if (collective->unready == 0 && op->started
+        && collective_ring(collective, 0)->place.members == 1) {
+        collective_conclude_alone(collective);
+        op_complete(op);
+        return;
+    }
+    take_held(op);
 }

@@ -8,5 +8,6 @@
 /* For struct op_kind. */
 void chunk_take(struct op *op, const struct wire_header *header, struct packet **packet);
 enum turn chunk_send(struct flow *flow);
+void chunk_obey(struct op *op, const pccl_order *order);
 
 #endif

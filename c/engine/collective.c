@@ -29,7 +29,8 @@ static const struct shape shapes[] = {
 
 bool collective_is_complete(const struct collective *collective)
 {
-    return collective->op.started && collective->done == collective->wanted;
+    return collective->op.started && collective->done == collective->wanted
+        && collective->unready == 0;
 }
 
 /* ---- where things lie ---- */
@@ -107,6 +108,10 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
         return false;
     if (order->recv_rows != NULL && !shape->gathers)
         return false;
+    collective->step = order->step;
+    if (order->step > 0
+        && (order->collective != PCCL_ALL_REDUCE || order->step % PCCL_QUANTUM != 0))
+        return false;
     return collective->parts.send_slices > 0 && collective->parts.recv_slices > 0
         && order->members <= PCCL_PEERS_MAX && order->redop <= PCCL_MIN
         && order->n_parts <= PCCL_PARTS_MAX;
@@ -116,7 +121,7 @@ void collective_enter(struct op *op, const pccl_order *order)
 {
     struct collective *collective = collective_of(op);
     struct parts *parts = &collective->parts;
-    size_t given, written;
+    size_t given, written, ready;
     const char *why;
     if (!take_shape(collective, order)) {
         op_fail(op, PCCL_EINVAL, "unknown collective or operation, or an impossible number");
@@ -141,13 +146,16 @@ void collective_enter(struct op *op, const pccl_order *order)
     }
     given = quanta_words(quanta_of(parts->span * parts->send_slices));
     written = quanta_words(quanta_of(parts->span * parts->recv_slices));
-    collective->given_set = calloc(given + written + 1, sizeof(uint64_t));
+    ready = collective->step > 0 ? given : 0;
+    collective->given_set = calloc(given + written + ready + 1, sizeof(uint64_t));
     if (collective->given_set == NULL) {
         op_fail(op, PCCL_ENOMEM, "no memory to keep account of %llu elements",
                 (unsigned long long)parts->total);
         return;
     }
     collective->written_set = collective->given_set + given;
+    collective->ready_set = collective->written_set + written;
+    collective->unready = collective->step > 0 ? quanta_of(parts->span) : 0;
 }
 
 /* ---- what ABORT restores ---- */
@@ -185,8 +193,13 @@ void collective_tell(const struct op *op, uint64_t *done, uint64_t *wanted)
 
 void collective_drop(struct op *op, struct flow *flow)
 {
-    if (flow == NULL)
-        packets_drop(op->source.zmq, &collective_of(op)->early, NULL);
+    struct collective *collective = collective_of(op);
+    if (flow != NULL)
+        return;
+    packets_drop(op->source.zmq, &collective->early, NULL);
+    packets_drop(op->source.zmq, &collective->held, NULL);
+    op->ops->n_held -= collective->n_held;
+    collective->n_held = 0;
 }
 
 void collective_lose(struct op *op, const struct stream *stream)
@@ -197,7 +210,7 @@ void collective_lose(struct op *op, const struct stream *stream)
 void collective_free(struct op *op)
 {
     struct collective *collective = collective_of(op);
-    assert(collective->early.head == NULL);
+    assert(collective->early.head == NULL && collective->held.head == NULL);
     if (op->started && collective->is_spread)
         op->ops->n_spread--;
     undo_close(&collective->undo, &op->ops->spare);
@@ -378,6 +391,12 @@ static const char *check_start(const struct collective *collective, const pccl_o
     return NULL;
 }
 
+void collective_conclude_alone(struct collective *collective)
+{
+    if (collective->unready == 0)
+        parts_copy(&collective->parts);
+}
+
 void collective_start(struct op *op, const pccl_order *order)
 {
     struct collective *collective = collective_of(op);
@@ -405,7 +424,7 @@ void collective_start(struct op *op, const pccl_order *order)
     collective->direct = order->direct != 0;
     collective->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
     if (order->rings[0].members == 1)
-        parts_copy(&collective->parts);  /* our own contribution is the result */
+        collective_conclude_alone(collective);
     else
         collective->wanted = count_wanted(collective, &order->rings[0]);
     release_early(collective);

@@ -29,6 +29,11 @@ struct collective {
     uint64_t done, wanted;   /* elements given and written, and how many there are */
     uint64_t *given_set;     /* quanta of send that have been given: our contribution */
     uint64_t *written_set;   /* quanta of recv that hold the result */
+    uint64_t step;           /* offsets that WRITTEN tells of; 0: it is not gradual (gradual.h) */
+    uint64_t *ready_set;     /* if it is: quanta of send that hold the contribution, */
+    uint64_t unready;        /* how many do not yet, */
+    struct packets held;     /* and the chunks that came for those */
+    uint32_t n_held;
     struct undo undo;        /* what recv held in those quanta, where ABORT must restore it */
     struct packets early;    /* to be sent on once START names the stream */
     bool claimed;            /* early chunks have fixed seq and nonce */
@@ -60,6 +65,9 @@ void collective_drop(struct op *op, struct flow *flow);
 void collective_lose(struct op *op, const struct stream *stream);
 void collective_end(struct op *op, bool keep);
 void collective_free(struct op *op);
+
+/* Makes our own contribution the result: there is no other member. */
+void collective_conclude_alone(struct collective *collective);
 
 /* Whether all that there is to give is given and all of recv is written: then no chunk will come
  * any more. */

@@ -17,6 +17,7 @@
  * serve       SERVE: answers requests for pieces
  * fetch       FETCH: requests pieces
  * collective  COLLECTIVE: which elements are done, the start
+ * gradual     collectives whose memory is filled, and read, while they run
  * direct      what two members send each other instead of around a ring
  * chunk       the chunks of a collective: sent, judged, reduced or stored, sent on
  * exchange    EXCHANGE: rows from member to member
@@ -314,6 +315,7 @@ static void obey(pccl_engine *engine, const pccl_order *order)
     case PCCL_VERDICT:
     case PCCL_ALLOW:
     case PCCL_REMIND:
+    case PCCL_READY:
         ops_obey(&engine->ops, order);
         break;
     case PCCL_TELL:

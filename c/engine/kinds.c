@@ -15,6 +15,7 @@ static const struct op_kind kinds[] = {
         .enter = collective_enter,
         .start = collective_start,
         .tell = collective_tell,
+        .obey = chunk_obey,
         .take = chunk_take,
         .send = chunk_send,
         .drop = collective_drop,

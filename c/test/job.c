@@ -120,6 +120,8 @@ static void make_part(struct job *job, int who, int k)
         put_element(job->part[k].dtype, job->given[who][k] + j * width,
                     1 + (unsigned)(j * 7 + (unsigned)who * 3 + j / 5 + (unsigned)k) % 2);
     memcpy(send, job->given[who][k], bytes);
+    if (job->step > 0)
+        memset(send, 0x5a, bytes);
     part->send = send;
     part->recv = recv;
     part->count = job->part[k].count;
@@ -270,11 +272,27 @@ void job_register(struct peers *peers, int who, const struct job *job)
     order.tag = job->tag;
     order.min_seq = job->seq - 1;
     order.redop = (uint32_t)job->redop;
+    order.step = job->step;
     order.format = (uint32_t)job->format;
     order.parts = job->parts[who];
     order.n_parts = (uint32_t)job->n_parts;
     order.members = (uint32_t)job->n;
     order.recv_rows = job->unlike ? job->rows : NULL;
+    peers_order(peers, who, &order);
+}
+
+void job_fill(struct peers *peers, int who, const struct job *job, uint64_t from, uint64_t to)
+{
+    size_t width = pccl_dtype_size(job->part[0].dtype), begin = (size_t)from * width;
+    size_t bytes = send_bytes(job, 0, who), end = (size_t)to * width;
+    pccl_order order = {0};
+    if (begin < bytes)
+        memcpy((unsigned char *)job->parts[who][0].send + begin, job->given[who][0] + begin,
+               (end < bytes ? end : bytes) - begin);
+    order.kind = PCCL_READY;
+    order.op = job->op;
+    order.offset = from;
+    order.length = to - from;
     peers_order(peers, who, &order);
 }
 

@@ -13,6 +13,7 @@ struct job {
     uint32_t root;
     bool in_place, direct;
     uint32_t chunk_bytes;
+    uint64_t step;                           /* not 0: send is filled by job_fill() */
     int n_parts;                             /* 0: one of this type and count */
     struct { int dtype; uint64_t count; } part[TEST_PARTS_MAX];
     int dtype;
@@ -37,6 +38,9 @@ void job_register(struct peers *peers, int who, const struct job *job);
 
 /* Makes `n` engines in one ring of two lanes, all of which know of the job. */
 void job_open_ring(struct peers *peers, const struct job *job, int n, uint64_t seed);
+
+/* Puts a peer's contribution into its memory between two offsets of its only part, and says so. */
+void job_fill(struct peers *peers, int who, const struct job *job, uint64_t from, uint64_t to);
 
 /* START in one ring over stream 1; with `rings` 2 in another one over stream 2 as well, in the
  * opposite direction. */

@@ -1,0 +1,162 @@
+/* test_gradual.c - all-reduces whose memory is filled while they run: nothing is read before it is
+ * there, and what is written is told, once, when it is. */
+#include "check.h"
+#include "job.h"
+
+#include <string.h>
+
+enum { STEP = 256, STEPS_MAX = 64 };
+
+struct told {
+    int times[STEPS_MAX];
+    int n;
+};
+
+/* Reads the events that a peer has had since `from`: at each WRITTEN that step must be right. */
+static void hear(const struct peers *peers, const struct job *job, int who, struct told *told)
+{
+    const size_t width = pccl_dtype_size(job->part[0].dtype);
+    const unsigned char *recv = job->parts[who][0].recv;
+    const size_t bytes = (size_t)job->part[0].count * width;
+    for (; told->n < peers->peer[who].n_events; told->n++) {
+        const pccl_event *event = &peers->peer[who].events[told->n];
+        size_t from, to;
+        if (event->kind != PCCL_WRITTEN || !CHECK(event->done < STEPS_MAX))
+            continue;
+        told->times[event->done]++;
+        from = (size_t)event->done * STEP * width;
+        to = from + STEP * width < bytes ? from + STEP * width : bytes;
+        CHECK(memcmp(recv + from, job->expected[who][0] + from, to - from) == 0);
+    }
+}
+
+static void hear_all(struct peers *peers, const struct job *job, struct told *told)
+{
+    int i;
+    peers_run(peers);
+    for (i = 0; i < peers->n; i++)
+        hear(peers, job, i, &told[i]);
+}
+
+/* Fills the memory of all in an order that the seed gives, some before START, some after; the ends
+ * that the seed names are late. */
+static void test_any_order(void)
+{
+    static const uint64_t counts[] = {1, 200, 256, 1000, 5003};
+    static struct peers peers;
+    pccl_options options = peers_options();
+    uint64_t seed, k, steps;
+    int i, n;
+    for (seed = 1; seed <= 120; seed++) {
+        struct job job = job_plain(counts[seed % 5], seed % 2);
+        struct told told[TEST_PEERS_MAX] = {{{0}, 0}};
+        n = 1 + (int)(seed % 4);
+        job.step = STEP;
+        job.direct = n == 2 && seed % 3 == 0;
+        job.dtype = seed % 7 < 5 ? PCCL_F32 : PCCL_F64;
+        job.format = seed % 8 < 5 ? PCCL_UNQUANTIZED : PCCL_BLOCK_8;
+        job.chunk_bytes = seed % 3 ? 700 : 4096;
+        job_make(&job, n);
+        steps = (job.span + STEP - 1) / STEP;
+        peers_open(&peers, n, &options, seed);
+        if (n > 1)
+            peers_connect_ring(&peers, 2, 2);
+        for (i = 0; i < n; i++)
+            job_register(&peers, i, &job);
+        for (k = 0; k < steps + 1; k++)
+            for (i = 0; i < n; i++) {
+                uint64_t turn = (k + (uint64_t)i * seed) % (steps + 1);
+                uint64_t step = seed % 2 ? steps - turn : turn - 1;
+                uint64_t end = (step + 1) * STEP < job.span ? (step + 1) * STEP : job.span;
+                if (turn == 0)
+                    job_start(&peers, i, &job);
+                else
+                    job_fill(&peers, i, &job, step * STEP, end);
+                if (seed % 4)
+                    hear_all(&peers, &job, told);
+                if (k < steps)
+                    CHECK(peers_count(&peers, i, PCCL_COMPLETE, job.op) == 0);
+            }
+        hear_all(&peers, &job, told);
+        if (!CHECK(job_is_right(&peers, &job)))
+            for (i = 0; i < n; i++)
+                fprintf(stderr, "  seed %lu peer %d: %d complete, %s, %d\n", (unsigned long)seed, i, peers_count(&peers, i, PCCL_COMPLETE, job.op), peers_event(&peers, i, PCCL_FAILED, job.op) ? peers_event(&peers, i, PCCL_FAILED, job.op)->text : "", job_has_result(&job, i));
+        for (i = 0; i < n && n > 1; i++)
+            for (k = 0; k < steps; k++)
+                CHECK(told[i].times[k] == 1);
+        CHECK(job_commit(&peers, &job));
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+/* Who is not ready holds what comes, and others do not wait for ever: an abort releases all of it,
+ * and restores what was written. */
+static void test_abort(void)
+{
+    static struct peers peers;
+    uint64_t seed;
+    int i;
+    for (seed = 1; seed <= 20; seed++) {
+        struct job job = job_plain(5003, seed % 2);
+        uint64_t some = STEP * (seed % 5);
+        job.step = STEP;
+        job.direct = seed % 4 < 2;
+        job.chunk_bytes = 700;
+        job_make(&job, 2);
+        job_open_ring(&peers, &job, 2, seed);
+        job_start_all(&peers, &job);
+        job_fill(&peers, 0, &job, 0, job.span);
+        if (some > 0)
+            job_fill(&peers, 1, &job, 0, some);
+        peers_run(&peers);
+        for (i = 0; i < 2; i++) {
+            CHECK(peers_count(&peers, i, PCCL_COMPLETE, job.op) == 0);
+            CHECK(peers_count(&peers, i, PCCL_FAILED, job.op) == 0);
+            peers_end(&peers, i, PCCL_ABORT, job.op);
+        }
+        peers_run(&peers);
+        CHECK(memcmp(job.parts[0][0].send, job.given[0][0], 5003 * sizeof(float)) == 0);
+        CHECK(memcmp(job.parts[1][0].send, job.given[1][0], (size_t)some * sizeof(float)) == 0);
+        for (i = 0; i < 2; i++)
+            CHECK(peers_count(&peers, i, PCCL_SETTLED, job.op) == 1);
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+static void test_impossible(void)
+{
+    static const uint64_t wrong[][2] = {{0, 0}, {1, 64}, {64, 1}, {0, 1088}, {1024, 64},
+                                        {UINT64_MAX - 63, 64}, {64, UINT64_MAX - 63}};
+    static struct peers peers;
+    size_t i;
+    for (i = 0; i < sizeof wrong / sizeof wrong[0] + 3; i++) {
+        struct job job = job_plain(1000, false);
+        pccl_order order = {0};
+        order.kind = PCCL_READY;
+        order.op = job.op;
+        order.length = 64;
+        job.step = i == 7 ? 100 : i == 8 ? 0 : STEP;
+        job.what = i == 9 ? PCCL_REDUCE : PCCL_ALL_REDUCE;
+        if (i < 7) {
+            order.offset = wrong[i][0];
+            order.length = wrong[i][1];
+        }
+        job_make(&job, 2);
+        job_open_ring(&peers, &job, 2, 1);
+        peers_order(&peers, 0, &order);
+        peers_run(&peers);
+        CHECK(peers_event(&peers, 0, PCCL_FAILED, job.op)->status == PCCL_EINVAL);
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+int main(void)
+{
+    test_any_order();
+    test_abort();
+    test_impossible();
+    return check_report("gradual");
+}
