@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pccl.errors import UnsupportedError
@@ -46,6 +47,11 @@ class Cuda:
         self._torch: Any = importlib.import_module("torch")
         self._used: set[torch.device] = set()
 
+    def pipe(self, buffers: Sequence[Buffer]) -> Pipe:
+        """Copies on streams of their own, after all work on this thread's current streams."""
+        memory = {(each.address, each.nbytes): self._bytes(each) for each in buffers}
+        return Pipe(self._torch, memory)
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Pinned memory, uninitialised."""
         made: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
@@ -82,6 +88,46 @@ class Cuda:
             why = f"the memory at {buffer.address:#x} is not on the current CUDA device"
             raise UnsupportedError(Result.INVALID_ARGUMENT, "cuda", why)
         return made
+
+
+class Pipe:
+    """A `runtime.client.devices.Pipe`: on each device, a stream for each direction.
+
+    Args:
+        torch: the module.
+        memory: the bytes of each buffer, by its address and size.
+    """
+
+    def __init__(self, torch: Any, memory: dict[tuple[int, int], torch.Tensor]) -> None:
+        self._torch, self._memory = torch, memory
+        self._streams: dict[object, tuple[Any, Any]] = {}
+        for device in {each.device for each in memory.values()}:
+            queued = torch.cuda.current_stream(device).record_event()
+            self._streams[device] = pair = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            for stream in pair:
+                stream.wait_event(queued)
+
+    def read(self, piece: Any) -> Any:
+        """Begins to copy a piece from its device; the event that it is there."""
+        on_device, on_host = self._ends(piece)
+        return self._copy(on_host, on_device, self._streams[on_device.device][0])
+
+    def write(self, piece: Any) -> Any:
+        """Begins to copy a piece to its device; the event that it is there."""
+        on_device, on_host = self._ends(piece)
+        return self._copy(on_device, on_host, self._streams[on_device.device][1])
+
+    def _ends(self, piece: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        part = slice(piece.begin, piece.end)
+        whole = piece.buffer.address, piece.buffer.nbytes
+        return self._memory[whole][part], piece.host[part]
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, stream: Any) -> Any:
+        with self._torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            done = self._torch.cuda.Event(blocking=True)
+            done.record(stream)
+        return done
 
 
 class _Stretch:

@@ -22,7 +22,7 @@ from pccl.errors import (
 from pccl.protocol.peer import effects
 from pccl.runtime.client.call import Deadline, End
 from pccl.runtime.client.client import Client
-from pccl.runtime.client.devices import on_host
+from pccl.runtime.client.copies import Copies, on_host
 from pccl.runtime.client.memory import Operands
 from pccl.runtime.forks import FORKED
 from pccl.runtime.uninterrupted import aside
@@ -71,7 +71,7 @@ class Launch:
         self.call = client.call()
         self.end: End | None = None
         self.over = False
-        self._bring_back: Callable[[], None] | None = None
+        self._copies: Copies | None = None
         self._lock = threading.Lock()
 
     def begin(self, work: Operands, stuck: bool = False) -> None:
@@ -83,8 +83,12 @@ class Launch:
         """
         for tag in self._tags:
             self._standing.enter(self._name, self.call, work.place(tag))
-        work, self._bring_back = on_host(work)
+        work, self._copies = on_host(work, self._client.plan, self._client.number)
+        if self._copies is not None:
+            self._copies.begin()
         self._client.collective(self.call, self._tags[0], work, stuck)
+        if self._copies is not None:
+            self._copies.go_on(self._client, self.call)
 
     def finish(self, deadline: Deadline) -> End:
         """Waits for the answer. Several threads may."""
@@ -107,8 +111,8 @@ class Launch:
 
     @property
     def finishes_slowly(self) -> bool:
-        """Whether `finish` must still copy the result to a device."""
-        return self.end is None and self._bring_back is not None
+        """Whether `finish` must still wait for copies to a device."""
+        return self.end is None and self._copies is not None and not self._copies.are_settled
 
     def hear(self, ended: Callable[[], None]) -> None:
         """Calls `ended`, in a thread of pccl, when `finish` would return without waiting."""
@@ -120,14 +124,16 @@ class Launch:
         if isinstance(end, effects.Fail):
             if end.result is Result.RANK_CONNECTION_LOST:
                 self._ranks.lose(self._client.plan, self._client.number)
-        elif self._bring_back is not None:
-            aside(self._bring_back)
+        if self._copies is not None:
+            self._copies.settle()
 
     def let_go(self) -> None:
         """Ends the collective after an exception in its caller, and frees its tag. Idempotent."""
         try:
             self.over = True
             self._client.let_go(self.call)
+            if self._copies is not None and self._client.over is not FORKED:
+                aside(self._copies.let_go)
         finally:
             self._standing.leave(self.call)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +18,13 @@ from pccl import cuda
 from pccl.calls import operands
 from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
-from pccl.runtime.client.devices import HostView, on_host
+from pccl.protocol.peer import effects
+from pccl.protocol.peer.knowledge import NO_PLAN
+from pccl.runtime.client import copies
+from pccl.runtime.client.call import Call, End
+from pccl.runtime.client.client import Client
+from pccl.runtime.client.copies import on_host
+from pccl.runtime.client.devices import HostView, Piece
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.tensors.arrays import Buffer
 
@@ -27,20 +37,60 @@ class Host:
         return self.bytes.ctypes.data
 
 
+class Copy:
+    """One that a stream of the stand-in makes when those before it are made, and it may."""
+
+    def __init__(
+        self,
+        kind: str,
+        piece: Piece,
+        work: Callable[[], object],
+        number: int,
+        fails: Callable[[Copy], bool],
+    ) -> None:
+        self.kind, self.piece, self.work, self.fails = kind, piece, work, fails
+        self.number = number  # of reads of that buffer
+        self.done = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(30), f"the {self.kind} of byte {self.piece.begin} is not made"
+        if self.fails(self):
+            raise RuntimeError("the device is lost")
+
+
 class Gpu:
-    """A device whose addresses no host can touch, and whose copies are not done before `wait`."""
+    """A device whose addresses no host can touch, and whose copies are not done before `wait`.
+
+    Those of a pipe are made by threads, in the order of each of its two streams, when `may` lets
+    them.
+
+    Attributes:
+        made: the copies of pipes, in the order in which they were made.
+        may: whether a copy may be made now, given those that were made.
+        fails: whether one fails.
+    """
 
     def __init__(self) -> None:
         self._memory: dict[int, np.ndarray] = {}
         self._begun: list[Callable[[], object]] = []
         self.read_addresses: list[int] = []
         self.written_addresses: list[int] = []
+        self.may: Callable[[Copy], bool] = lambda copy: True
+        self.fails: Callable[[Copy], bool] = lambda copy: False
+        self.made: list[Copy] = []
+        self.changed = threading.Condition()
+
+    def pipe(self, buffers: Sequence[Buffer]) -> GpuPipe:
+        return GpuPipe(self)
 
     def hold(self, content: np.ndarray) -> int:
         """The address of a copy of the content: where a buffer begins that is read or written."""
         address = (1 << 60) + (len(self._memory) << 40)
         self._memory[address] = content.copy().view(np.uint8)
         return address
+
+    def memory(self, buffer: Buffer) -> np.ndarray:
+        return self._memory[buffer.address]
 
     def content(self, address: int) -> np.ndarray:
         return self._memory[address]
@@ -63,6 +113,46 @@ class Gpu:
         for copy in self._begun:
             copy()
         self._begun.clear()
+
+
+class GpuPipe:
+    """Two streams, each of which makes its copies in their order."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.copies = {kind: queue.SimpleQueue[Copy]() for kind in ("read", "write")}
+        self.turns = {kind: threading.Lock() for kind in self.copies}
+
+    def read(self, piece: Piece) -> Copy:
+        host, part = piece.host, slice(piece.begin, piece.end)
+        assert isinstance(host, Host)
+        source = self.gpu.memory(piece.buffer)
+        self.gpu.read_addresses.append(piece.buffer.address)
+        return self.begin("read", piece, lambda: np.copyto(host.bytes[part], source[part]))
+
+    def write(self, piece: Piece) -> Copy:
+        host, part = piece.host, slice(piece.begin, piece.end)
+        assert isinstance(host, Host)
+        target = self.gpu.memory(piece.buffer)
+        self.gpu.written_addresses.append(piece.buffer.address)
+        return self.begin("write", piece, lambda: np.copyto(target[part], host.bytes[part]))
+
+    def begin(self, kind: str, piece: Piece, work: Callable[[], object]) -> Copy:
+        number = self.gpu.read_addresses.count(piece.buffer.address)
+        copy = Copy(kind, piece, work, number, self.gpu.fails)
+        self.copies[kind].put(copy)
+        threading.Thread(target=self.make_next, args=(kind,), daemon=True).start()
+        return copy
+
+    def make_next(self, kind: str) -> None:
+        gpu = self.gpu
+        with self.turns[kind], gpu.changed:
+            copy = self.copies[kind].get()
+            gpu.changed.wait_for(lambda: gpu.may(copy), 30)
+            copy.work()
+            gpu.made.append(copy)
+            copy.done.set()
+            gpu.changed.notify_all()
 
 
 @pytest.fixture
@@ -110,6 +200,22 @@ def test_a_view_copies_what_is_elsewhere_and_back_what_has_changed(gpu: Gpu) -> 
     assert list(gpu.content(there[1])) == [9] * 4
 
 
+class Ended:
+    """A client whose calls have ended so."""
+
+    def __init__(self, end: End) -> None:
+        self.end = end
+
+    def ready(self, call: Call, offset: int, length: int) -> None:
+        raise AssertionError("it is told of steps that nobody waits for")
+
+    def withdraw(self, call: Call, why: str) -> None:
+        raise AssertionError(why)
+
+    def hear(self, call: Call, told: Callable[[End], None]) -> None:
+        told(self.end)
+
+
 def test_who_only_gives_or_only_receives(gpu: Gpu) -> None:
     """What is given is read and what is received is written, and there is nothing in its place."""
     float_, cuda_ = pccl.DataType.FLOAT, pccl.DeviceType.CUDA
@@ -123,14 +229,16 @@ def test_who_only_gives_or_only_receives(gpu: Gpu) -> None:
         (Operand(nothing, got, 4), ((), (1, 0)), [], [got.address]),
     ):
         gpu.read_addresses.clear()
-        work, bring_back = on_host(Operands(send, (operand,), *rows, pair=(3, 4)))
+        work, copied = on_host(Operands(send, (operand,), *rows, pair=(3, 4)), NO_PLAN, 1)
         assert (work.send_rows, work.recv_rows, work.pair) == (*rows, (3, 4))
         assert [bool(each.address) for each in (work.each[0].send, work.each[0].recv)] == [
             bool(reads),
             bool(writes),
         ]
-        assert bring_back is not None
-        bring_back()
+        assert copied is not None
+        copied.begin()
+        copied.go_on(Ended(effects.Answer(1, None)), Call(1))
+        copied.settle()
         assert (gpu.read_addresses, gpu.written_addresses) == (reads, writes)
 
 
@@ -248,6 +356,196 @@ def test_a_collective_that_fails_writes_nothing(gpu: Gpu) -> None:
         with pytest.raises(pccl.PCCLTimeoutError):
             cluster.comms[0]._launcher.run("all_reduce", work, 0, 0.05)
     assert gpu.written_addresses == []
+
+
+STEPS, SMALL = 8, 1 << 16  # elements of a step in these tests: as many as a chunk has
+
+
+@dataclass
+class Pair:
+    """Two peers of which each has an array of several steps on the device, which holds ones."""
+
+    gpu: Gpu
+    cluster: Cluster
+    sends: list[int]
+    recvs: list[int]
+
+    def work(self, index: int) -> Operands:
+        count = STEPS * SMALL
+        each = on_gpu(self.sends[index], count), on_gpu(self.recvs[index], count)
+        return operands.of_buffers(*each, pccl.ReduceOp.SUM, None)
+
+    def run(self, index: int, comm: pccl.Communicator) -> None:
+        comm._launcher.run("all_reduce", self.work(index), 0, None)
+
+    def launch(self, index: int) -> pccl.AsyncReduceHandle:
+        return self.cluster.comms[index]._launcher.launch("all_reduce", self.work(index), 0)
+
+    def reads(self, index: int) -> int:
+        """How many steps of a peer have been read."""
+        return self.count("read", self.sends[index])
+
+    def writes(self, index: int) -> int:
+        return self.count("write", self.recvs[index])
+
+    def count(self, kind: str, address: int) -> int:
+        made = [copy for copy in self.gpu.made if copy.kind == kind]
+        return sum(copy.piece.buffer.address == address for copy in made)
+
+    def hold_the_last_read(self, until: Callable[[int], bool]) -> None:
+        """The last step of each peer's array is read when that is so for it."""
+
+        def may(copy: Copy) -> bool:
+            if copy.kind == "write" or copy.piece.buffer.address not in self.sends:
+                return True
+            index = self.sends.index(copy.piece.buffer.address)
+            return self.reads(index) % STEPS < STEPS - 1 or until(index)
+
+        self.gpu.may = may
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        with self.gpu.changed:
+            assert self.gpu.changed.wait_for(condition, 30)
+
+    def holds(self, number: int) -> bool:
+        """Whether the results of both are that number."""
+        return all((self.gpu.content(a).view(np.float32) == number).all() for a in self.recvs)
+
+
+@pytest.fixture
+def both(
+    gpu: Gpu, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    monkeypatch.setattr(copies, "STEP", SMALL)
+    sends = [gpu.hold(np.ones(STEPS * SMALL, np.float32)) for _ in range(2)]
+    in_place = getattr(request, "param", True)
+    recvs = sends if in_place else [gpu.hold(np.zeros(STEPS * SMALL, np.float32)) for _ in "ab"]
+    with Cluster(2) as cluster:
+        yield Pair(gpu, cluster, sends, recvs)
+
+
+@pytest.mark.parametrize("both", [True, False], indirect=True)
+def test_all_three_go_on_at_the_same_time(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step is read from the device when the first ones have been reduced and written to
+    it; and none is voted for before it has been reached."""
+    read = []
+    collective = Client.collective
+
+    def watched(self: Client, *args: Any) -> None:
+        comms = [comm._membership.client("test") for comm in both.cluster.comms]
+        read.append(both.reads(comms.index(self)))
+        collective(self, *args)
+
+    monkeypatch.setattr(Client, "collective", watched)
+    both.hold_the_last_read(until=both.writes)
+    both.cluster.each(both.run)
+    assert both.holds(2)
+    assert len(read) == 2 and all(0 < n < STEPS for n in read)
+    for index in range(2):
+        assert (both.reads(index), both.writes(index)) == (STEPS, STEPS)
+
+
+def test_what_was_written_is_taken_back_if_the_call_fails(both: Pair) -> None:
+    ended: list[int] = []
+    both.hold_the_last_read(until=lambda index: len(ended) == 2)
+    handles = [both.launch(index) for index in range(2)]
+
+    def tell() -> None:
+        with both.gpu.changed:
+            ended.append(1)
+            both.gpu.changed.notify_all()
+
+    for handle in handles:
+        handle.add_done_callback(tell)
+    both.wait_for(lambda: both.writes(0) > 0 and both.writes(1) > 0)
+    assert not both.holds(1)
+    assert not handles[0].wait(timeout=0)[0]
+    assert not handles[1].wait()[0]
+    assert both.holds(1)
+    both.gpu.may = lambda copy: True
+    both.cluster.each(both.run)
+    assert both.holds(2)
+
+
+def test_the_result_comes_although_nobody_awaits_it(both: Pair) -> None:
+    for index in range(2):
+        both.launch(index)  # and the handle is dropped
+    both.wait_for(lambda: both.writes(0) == both.writes(1) == STEPS)
+    assert both.holds(2)
+
+
+def test_a_device_that_fails_ends_the_call(both: Pair) -> None:
+    """Not when the first step cannot be read: then it does not begin."""
+    bad = both.sends[1]
+    both.gpu.fails = lambda copy: copy.piece.buffer.address == bad and copy.number == STEPS // 2
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        with pytest.raises(RuntimeError if index else pccl.PCCLError, match="device"):
+            both.run(index, comm)
+
+    both.cluster.each(job)
+    both.gpu.fails = lambda copy: False
+    assert both.holds(1)
+    both.cluster.each(both.run)
+    assert both.holds(2)
+
+
+def test_an_exception_before_the_launch(both: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read any more when it has left, and the tag is free."""
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Client, "collective", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            both.launch(0)
+    assert both.reads(0) == STEPS
+    both.cluster.each(both.run)
+    assert both.holds(2)
+
+
+def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several, one of them twice, one on the host, one empty: each byte is read once, and written
+    once, in the step in which its offset is."""
+    monkeypatch.setattr(copies, "STEP", 128)
+    dtypes = [pccl.DataType.DOUBLE, FLOAT, pccl.DataType.UINT8, FLOAT, pccl.DataType.DOUBLE]
+    counts, ours = [300, 5, 1000, 0, 300], np.zeros(5, np.float32)
+    there = [gpu.hold(np.zeros(8 * max(n, 1), np.uint8)) for n in counts]
+    there[4] = there[0]
+    buffers = [
+        Buffer.at(at, n, dtype, None, pccl.DeviceType.CUDA)
+        for at, n, dtype in zip(there, counts, dtypes, strict=True)
+    ]
+    buffers[1] = Buffer.of(ours)
+    parts = tuple(m.Part(each.dtype.value, each.count) for each in buffers)
+    work = m.Work("all_reduce", 0, dtypes[0].value, sum(counts), parts=parts)
+    each = tuple(Operand(one, one, one.count) for one in buffers)
+    moved, copied = on_host(Operands(work, each), NO_PLAN, 1)
+    assert copied is not None and moved.gradual is not None
+    assert [one.send.device_type for one in moved.each] == [pccl.DeviceType.CPU] * 5
+    begins = [0, 320, 384, 1408, 1408]
+    seen: dict[int, list[int]] = {0: [], 2: [], 4: []}
+    for step in copied._steps:
+        assert step.end - step.begin == 128 or step.end == 1728
+        assert step.reads == step.writes
+        for one in step.reads:
+            index = next(i for i in seen if moved.each[i].send.address == one.host.data_ptr())
+            size = dtypes[index].itemsize
+            assert step.begin <= begins[index] + one.begin // size
+            assert begins[index] + (one.end - 1) // size < step.end
+            seen[index] += range(one.begin, one.end)
+    assert seen == {i: [*range(counts[i] * dtypes[i].itemsize)] for i in seen}
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_what_is_sent_first_is_read_first(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "STEP", 64)
+    infos = tuple(m.PeerInfo(i, 0, "10.0.0.1", 1, "", "a") for i in (5, 6, 7))
+    plan = m.Plan(1, infos, (m.Ring((5, 6, 7), 1),), 0)
+    found = [*copies._order(m.Work("all_reduce", 0, 10, 64 * 9), plan, 5 + position)]
+    segments = [(position - i) % 3 for i in range(3)]
+    assert found == [3 * segment + i for segment in segments for i in range(3)]
 
 
 @pytest.mark.skipif(cuda.is_available(), reason="there is a GPU")

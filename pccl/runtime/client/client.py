@@ -287,6 +287,10 @@ class Client:
                     return
         self._inbox.signal()
 
+    def ready(self, call: Call, offset: int, length: int) -> None:
+        """Says that a gradual collective's input is in its memory between these offsets."""
+        self._inbox.post(lambda: self._engine.ready(call.number, offset, length))
+
     def sync(self, call: Call, offer: m.Offer, pieces: Pieces, owner: object) -> None:
         """Enters a synchronisation. Notes before the answer: Plan, Leaf, Fetched, in any number."""
         pool = Pool(pieces, len(offer.entries), owner, limit=self.serve_limit)

@@ -1,17 +1,16 @@
-"""Copies between device memory and host memory, which is all that hashing and the engine can use.
+"""Devices, and their memory as host memory, which is all that hashing and the engine can use.
 
 Device memory is copied to the host before use, and changed content is copied back afterwards. This
-needs host memory of the same size, pinned so that the device can read and write it directly.
+needs host memory of the same size, pinned so that the device can read and write it directly. Shared
+state is copied as a whole here; copies.py has the arrays of collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterable, Sequence
 from typing import Protocol
 
 from pccl import cuda
-from pccl.runtime.client.memory import Operand, Operands
 from pccl.tensors.arrays import Buffer
 from pccl.types import DeviceType
 
@@ -23,8 +22,49 @@ class HostMemory(Protocol):
         """Its address."""
 
 
+class Mark(Protocol):
+    """A copy that has begun."""
+
+    def synchronize(self) -> None:
+        """Returns when it is complete."""
+
+
+class Piece(Protocol):
+    """The bytes begin <= i < end of a buffer on a device, and of its copy on the host."""
+
+    @property
+    def buffer(self) -> Buffer:
+        """The buffer."""
+
+    @property
+    def host(self) -> HostMemory:
+        """Its copy."""
+
+    @property
+    def begin(self) -> int:
+        """The first byte."""
+
+    @property
+    def end(self) -> int:
+        """The byte after the last one."""
+
+
+class Pipe(Protocol):
+    """Copies in both directions at once, in each one after the other."""
+
+    def read(self, piece: Piece) -> Mark:
+        """Begins to copy from the device."""
+
+    def write(self, piece: Piece) -> Mark:
+        """Begins to copy to the device."""
+
+
 class Device(Protocol):
     """Copies between host memory and one kind of device; copies are complete after `wait`."""
+
+    def pipe(self, buffers: Sequence[Buffer]) -> Pipe:
+        """Copies of these buffers, after all work that this thread has queued for the device now,
+        and independent of what it queues later."""
 
     def allocate(self, nbytes: int) -> HostMemory:
         """Host memory."""
@@ -83,40 +123,3 @@ class HostView:
             if index in self._copies:
                 self._device.write(self._buffers[index], self._copies[index])
         self._device.wait()
-
-
-def on_host(work: Operands) -> tuple[Operands, Callable[[], None] | None]:
-    """The same collective over host memory, and a function that copies the result to its device.
-
-    The function is None if all arrays are in host memory already.
-
-    Raises:
-        UnsupportedError: an array is on a device that does not exist.
-    """
-    buffers = [buffer for operand in work.each for buffer in (operand.send, operand.recv)]
-    if all(buffer.device_type is DeviceType.CPU for buffer in buffers):
-        return work, None
-    seen: list[Buffer] = []
-    results: list[int] = []
-    pairs: list[tuple[int, int]] = []  # of an operand: indices into `seen`
-    for operand in work.each:
-        first = len(seen)
-        if operand.send.address == operand.recv.address or operand.send.overlaps(operand.recv):
-            seen.append(max(operand.send, operand.recv, key=lambda buffer: buffer.nbytes))
-        else:
-            seen += [operand.send, operand.recv]
-        pairs.append((first, len(seen) - 1))
-        results.append(len(seen) - 1)
-    apart = {recv for send, recv in pairs if send != recv}
-    view = HostView(seen, apart)
-
-    def moved(buffer: Buffer, index: int) -> Buffer:
-        address = view.address(index) + buffer.address - seen[index].address
-        owner = view, buffer.owner
-        return replace(buffer, address=address, owner=owner, device_type=DeviceType.CPU)
-
-    each = tuple(
-        Operand(moved(operand.send, send), moved(operand.recv, recv), operand.count)
-        for operand, (send, recv) in zip(work.each, pairs, strict=True)
-    )
-    return replace(work, each=each), lambda: view.write_back(results)

@@ -34,6 +34,7 @@ SETTLED: int = lib.PCCL_SETTLED
 STREAM_LOST: int = lib.PCCL_STREAM_LOST
 STREAM_UP: int = lib.PCCL_STREAM_UP
 PROGRESS: int = lib.PCCL_PROGRESS
+WRITTEN: int = lib.PCCL_WRITTEN
 LEAF: int = lib.PCCL_LEAF
 STARVED: int = lib.PCCL_ESTREAM  # status of a FAILED fetch that can be started again
 NO_MEMORY: int = lib.PCCL_ENOMEM  # status of FAILED
@@ -104,7 +105,7 @@ class Event(NamedTuple):
     """An event of the engine.
 
     Attributes:
-        kind: COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP, LEAF or PROGRESS.
+        kind: COMPLETE, FAILED, SETTLED, STREAM_LOST, STREAM_UP, LEAF, PROGRESS or WRITTEN.
         status: 0 or one of c/pccl.h's negative error numbers.
         op: number of the op, except for STREAM_LOST and STREAM_UP.
         stream: number of the stream, for STREAM_LOST and STREAM_UP; FAILED: the stream that `text`
@@ -115,7 +116,7 @@ class Event(NamedTuple):
         seq: sequence number of the op's last start.
         piece: LEAF: number of the piece.
         leaf: LEAF: index in the piece.
-        done: PROGRESS: how far the op is, in thousandths.
+        done: PROGRESS: how far the op is, in thousandths. WRITTEN: the number of the step.
         text: FAILED, STREAM_LOST: the reason.
     """
 
@@ -392,6 +393,7 @@ class Engine:
         parts: Sequence[Part],
         format: int = 0,
         rows: Sequence[int] = (),
+        step: int = 0,
     ) -> None:
         """Registers a collective. The buffers belong to the engine until the op is settled.
 
@@ -407,8 +409,11 @@ class Engine:
             format: how they are quantized, a pccl_format; 0: they are not.
             rows: of an all_gather with slices that differ, the rows of each rank's; the `count` of
                 a part is that of a row then.
+            step: of an all_reduce, whose memory is filled meanwhile (`ready`): offsets after which
+                a WRITTEN event tells of the result; 0: it is filled.
         """
         order = self._register(lib.PCCL_COLLECTIVE, op, run, tag, min_seq)
+        order.step = step
         order.collective, order.redop, order.members = COLLECTIVES[what], redop, members
         order.format = format
         if rows:
@@ -580,6 +585,12 @@ class Engine:
     def allow(self, op: int, nbytes: int) -> None:
         """Lets a limited serve op send about `nbytes` more."""
         self._blank_order(lib.PCCL_ALLOW, op).limit = nbytes
+        self._send()
+
+    def ready(self, op: int, offset: int, length: int) -> None:
+        """Says that the input of a collective with a step is there, between these offsets."""
+        order = self._blank_order(lib.PCCL_READY, op)
+        order.offset, order.length = offset, length
         self._send()
 
     def tell(self, op: int) -> None:

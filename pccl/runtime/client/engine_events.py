@@ -17,11 +17,12 @@ from pccl.runtime.client.engine import (
     SETTLED,
     STARVED,
     STREAM_UP,
+    WRITTEN,
     Engine,
     Event,
 )
 from pccl.runtime.client.figures import Figures
-from pccl.runtime.client.memory import Pool
+from pccl.runtime.client.memory import Operands, Pool
 from pccl.runtime.client.pending import PendingCalls
 from pccl.runtime.client.streams import Streams
 
@@ -76,6 +77,9 @@ class EngineEvents:
             elif event.kind == LEAF:
                 self._leaf(Leaf(event.op, event.piece, event.leaf))
                 continue
+            elif event.kind == WRITTEN:
+                self._written(event)
+                continue
             elif event.kind == SETTLED:
                 todo = self._peer.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
             elif event.kind == STREAM_UP:
@@ -100,6 +104,11 @@ class EngineEvents:
             self._perform(self._peer.unreached(to, event.text))
         why = f"its connection to {to}: {event.text}"
         self._perform(self._peer.stream_lost(event.stream, why))
+
+    def _written(self, event: Event) -> None:
+        memory = self._pending.memory.get(event.op)
+        if isinstance(memory, Operands) and memory.gradual is not None:
+            memory.gradual.written(event.done)
 
     def _leaf(self, leaf: Leaf) -> None:
         memory = self._pending.memory.get(leaf.op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccl.protocol import messages as m
@@ -25,12 +26,26 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
+class Gradual:
+    """Host memory that is filled, and read, while the collective runs (c/pccl.h, GRADUALLY).
+
+    Attributes:
+        step: the offsets of a step.
+        written: called by the control thread for each step that holds the result.
+    """
+
+    step: int
+    written: Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Operands:
     """The arrays of a collective; keeps them alive until the engine has released them.
 
     In an exchange, `send_rows` and `recv_rows` are the rows that each array has for each rank, and
     from each; empty: none. `uneven`: other peers cannot know these numbers.
     `pair`: the peers of a send, the one that sends first.
+    `gradual`: None if the memory holds the contribution.
     """
 
     work: m.Work
@@ -39,6 +54,7 @@ class Operands:
     recv_rows: tuple[int, ...] = ()
     uneven: bool = False
     pair: tuple[int, ...] = ()
+    gradual: Gradual | None = None
 
     def place(self, tag: int) -> int | str:
         """What no two calls of a peer have at the same time."""

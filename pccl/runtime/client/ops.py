@@ -32,6 +32,7 @@ def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool
             parts=_parts(memory),
             format=wire_format(memory.work),
             rows=memory.work.rows,
+            step=memory.gradual.step if memory.gradual is not None else 0,
             **ids,
         )
     elif memory.reader is None:
