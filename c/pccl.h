@@ -144,10 +144,10 @@
  *
  * An ALL_REDUCE whose REGISTER has a `step` may begin before its memory is filled: nothing of send
  * is read before a READY order says that the contribution is there. What comes for other places
- * waits, counts like forwards, and keeps own chunks back meanwhile. The offsets are cut into steps; when the last element of a step
- * of recv holds the result, a WRITTEN event says so, and nobody writes there any more, unless
- * ABORT. So a caller whose arrays are elsewhere, as on a GPU, copies both ways meanwhile. (Where
- * there is one member alone, there are no WRITTEN events.)
+ * waits, counts like forwards, and keeps own chunks back meanwhile. The offsets are cut into steps;
+ * when the last element of a step of recv holds the result, a WRITTEN event says so, and nobody
+ * writes there any more, unless by ABORT. So a caller whose arrays are elsewhere, as on a GPU,
+ * copies both ways meanwhile. (Where there is one member alone, there are no WRITTEN events.)
  *
  * EXCHANGES
  *
@@ -543,8 +543,8 @@ typedef struct pccl_end {
  *                 fetched again; if one holder gave all of it, that one is asked no more, and its
  *                 stream is closed with a STREAM_LOST event. A FETCH is COMPLETE when every leaf is
  *                 good.
- *   READY         op, a COLLECTIVE with a step; offset, length (in offsets, both whole quanta): send
- *                 holds the contribution there. Each offset once, and none after an ABORT is needed.
+ *   READY         op, a COLLECTIVE with a step; offset, length (both in whole quanta): send holds
+ *                 the contribution there. Each offset once; in vain after COMMIT or ABORT.
  *   TELL          op: a PROGRESS event follows if it has been started and is not COMPLETE, FAILED
  *                 or ended. A SERVE has none.
  *   COMMIT        op. It must be COMPLETE; SERVE: at any time.

@@ -16,7 +16,7 @@ bool gradual_allow(struct collective *collective, const pccl_order *order)
     if (collective->step == 0 || order->offset % PCCL_QUANTUM != 0
         || order->length % PCCL_QUANTUM != 0 || n == 0 || from >= all || n > all - from
         || quanta_any(collective->ready_set, from, from + n)) {
-        op_fail(&collective->op, PCCL_EINVAL, "READY for offsets that were ready, or are not there");
+        op_fail(&collective->op, PCCL_EINVAL, "READY for offsets that were, or do not exist");
         return false;
     }
     quanta_add(collective->ready_set, from, from + n);

@@ -87,7 +87,7 @@ struct ops {
     struct op *living, *ending;
     struct op *by_id[INDEX_BUCKETS], *by_tag[INDEX_BUCKETS];
     struct backlog backlog;  /* packets that wait to be sent on */
-    uint32_t n_held;         /* chunks that wait for READY; while there are any, no own ones enter */
+    uint32_t n_held;         /* chunks that wait for READY: no own ones enter meanwhile */
     uint32_t n_spread;       /* ops over several neighbours; while there are any, no limit holds */
     uint64_t dropped;        /* messages that were of use to no op */
     struct undo spare;       /* of an earlier op, for the next one that needs an undo buffer */
