@@ -477,7 +477,8 @@ def test_the_result_comes_although_nobody_awaits_it(both: Pair) -> None:
 def test_a_device_that_fails_ends_the_call(both: Pair) -> None:
     """Not when the first step cannot be read: then it does not begin."""
     bad = both.sends[1]
-    both.gpu.fails = lambda copy: copy.piece.buffer.address == bad and copy.number == STEPS // 2
+    both.gpu.fails = lambda copy: copy.piece.buffer.address == bad and copy.number == STEPS
+    both.hold_the_last_read(until=both.writes)  # it fails when both have started
 
     def job(index: int, comm: pccl.Communicator) -> None:
         with pytest.raises(RuntimeError if index else pccl.PCCLError) as caught:
@@ -486,6 +487,7 @@ def test_a_device_that_fails_ends_the_call(both: Pair) -> None:
 
     both.cluster.each(job)
     both.gpu.fails = lambda copy: False
+    both.gpu.may = lambda copy: True
     assert both.holds(1)
     both.cluster.each(both.run)
     assert both.holds(2)
