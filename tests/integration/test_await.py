@@ -99,14 +99,22 @@ def test_a_loop_that_is_closed_before_the_end(
 def test_a_copy_to_a_device_does_not_hold_up_the_loop(pair: list[pccl.Communicator]) -> None:
     copying, released = threading.Event(), threading.Event()
 
-    def bring_back() -> None:
-        copying.set()
-        assert released.wait(PATIENCE_S)
+    class Slow:
+        """Copies that last until they are released."""
+
+        are_settled = False
+
+        def settle(self) -> None:
+            copying.set()
+            assert released.wait(PATIENCE_S)
+
+        def let_go(self) -> None:
+            released.set()
 
     async def work() -> None:
         ours = launch(pair[0], 1)
         assert ours._launch is not None
-        ours._launch._bring_back = bring_back
+        ours._launch._copies = Slow()  # type: ignore[assignment]
         theirs = launch(pair[1], 2)
         task = asyncio.ensure_future(ours)
         assert await asyncio.to_thread(copying.wait, PATIENCE_S)
