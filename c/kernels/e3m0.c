@@ -86,7 +86,7 @@ static PCCL_INLINE void encode_block(unsigned char *out, const unsigned char *in
         out[HEADER + i] = (unsigned char)code_of(bits_at(in, i), scale);
 }
 
-PCCL_CLONES
+PCCL_FEW_CLONES
 void pccl_e3m0_encode(void *out, const float *in, size_t n)
 {
     unsigned char *to = out;
@@ -144,13 +144,13 @@ static PCCL_INLINE void decode(float *out, const void *in, size_t n, bool adds)
         decode_block(to, from, n, adds);
 }
 
-PCCL_CLONES
+PCCL_FEW_CLONES
 void pccl_e3m0_decode(float *out, const void *in, size_t n)
 {
     decode(out, in, n, false);
 }
 
-PCCL_CLONES
+PCCL_FEW_CLONES
 void pccl_e3m0_add(float *out, const void *in, size_t n)
 {
     decode(out, in, n, true);

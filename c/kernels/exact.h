@@ -44,7 +44,7 @@
 #ifndef PCCL_CLONES
 #define PCCL_CLONES
 #endif
-#ifndef PCCL_FEW_CLONES      /* for what is large and seldom used */
+#ifndef PCCL_FEW_CLONES      /* for what is seldom used, or waits for memory anyway */
 #define PCCL_FEW_CLONES
 #endif
 

@@ -33,7 +33,7 @@ static inline void outer_step(float *theta, float *v, const float *g, size_t n, 
     }
 }
 
-PCCL_CLONES
+PCCL_FEW_CLONES
 void pccl_outer_sgd(float *theta, float *v, const float *g, size_t n, float lr, float mu,
                     int nesterov)
 {
@@ -43,7 +43,7 @@ void pccl_outer_sgd(float *theta, float *v, const float *g, size_t n, float lr, 
         outer_step(theta, v, g, n, lr, mu, 0);
 }
 
-PCCL_CLONES
+PCCL_FEW_CLONES
 void pccl_divide_f32(float *x, size_t n, uint32_t divisor)
 {
     size_t i;
@@ -51,7 +51,7 @@ void pccl_divide_f32(float *x, size_t n, uint32_t divisor)
         store(x, i, load(x, i) / (float)divisor);
 }
 
-PCCL_CLONES
+PCCL_FEW_CLONES
 void pccl_subtract_f32(float *out, const float *a, const float *b, size_t n)
 {
     size_t i;

@@ -114,7 +114,7 @@ static PCCL_INLINE int32_t find_bound(const int32_t *magnitude, size_t n, size_t
 
 /* Writes the k of largest magnitude of a chunk of n elements, in the order of their places. Most
  * LANES elements in sequence have none of them, which is seen without a branch for each. */
-PCCL_CLONES
+PCCL_FEW_CLONES
 static void keep_largest(const unsigned char *in, size_t n, size_t k, float *value,
                          uint16_t *place)
 {
@@ -177,7 +177,7 @@ static void write_chunk(unsigned char *out, const uint16_t *place, const unsigne
         codes[i / 4] = (unsigned char)(codes[i / 4] | code[i] << i % 4 * 2);
 }
 
-PCCL_CLONES
+PCCL_FEW_CLONES
 static void measure(const float *value, size_t n, float *level, unsigned char *code)
 {
     levels_measure(value, n, level, code);

@@ -95,13 +95,13 @@ static PCCL_INLINE void decode(float *out, const void *in, size_t n, bool adds)
         decode_block(to, from, n, adds);
 }
 
-PCCL_CLONES
+PCCL_FEW_CLONES
 void pccl_stat2_decode(float *out, const void *in, size_t n)
 {
     decode(out, in, n, false);
 }
 
-PCCL_CLONES
+PCCL_FEW_CLONES
 void pccl_stat2_add(float *out, const void *in, size_t n)
 {
     decode(out, in, n, true);
