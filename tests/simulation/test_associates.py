@@ -170,27 +170,27 @@ def test_a_lost_relay_costs_its_receivers_only_time() -> None:
     assert late.machine.version == 2, "who is left has all of it"
 
 
-def test_a_holder_that_lies_is_avoided_and_its_victim_goes_on() -> None:
-    hub = Hub(7)
+def with_a_liar(seed: int) -> tuple[Hub, Node, Node]:
+    """A publisher of a version, and one that has fetched it and lies from now on."""
+    hub = Hub(seed)
     publisher = hub.add(follows=False)
     liar = hub.add()
     hub.settle()
     hub.publish(publisher, 1, 0)
     hub.settle()
     liar.lies = True
+    return hub, publisher, liar
+
+
+def test_a_holder_that_lies_is_avoided_and_its_victim_goes_on() -> None:
+    hub, _, _ = with_a_liar(7)
     victims = [hub.add() for _ in range(4)]
     hub.settle()
     assert [node.machine.version for node in victims] == [1] * 4
 
 
 def test_when_all_that_is_left_lies_nothing_is_believed() -> None:
-    hub = Hub(8)
-    publisher = hub.add(follows=False)
-    liar = hub.add()
-    hub.settle()
-    hub.publish(publisher, 1, 0)
-    hub.settle()
-    liar.lies = True
+    hub, publisher, liar = with_a_liar(8)
     hub.kill(publisher)
     liar.machine._follows = False  # it keeps offering what it has
     victim = hub.add()
