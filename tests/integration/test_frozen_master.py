@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from cluster import gather, in_threads
 from processes import Master
 from puppets import Puppet, gathered, together
+from waiting import wait_until
 
+import pccl
+from pccl.protocol.master import recovery
 from pccl.runtime.server.pulse import Pulse
+from pccl.runtime.server.server import Server
 
 BEATS = {"PCCL_HEARTBEAT_MS": "200", "PCCL_HEARTBEAT_TIMEOUT_MS": "1000"}
 
@@ -87,3 +95,87 @@ def test_a_master_that_was_stopped_goes_on_with_all_its_peers(
         for puppet in puppets:
             puppet.kill()
         master.kill()
+
+
+class Nap:
+    """Pauses of a server at one moment of its loop, in which connections break and peers come back.
+
+    Args:
+        server: whose pauses are known by a clock that is set by hand from now on.
+        moment: the method of the server that begins with a pause.
+    """
+
+    def __init__(self, server: Server, moment: str) -> None:
+        self._server = server
+        self._clock = Clock()
+        self._pauses: list[list[int]] = []
+        self._napped = False
+        server._pauses._pulse = Pulse(0.1, [self._clock])
+        original = getattr(server, moment)
+
+        def interrupted(*args: object) -> object:
+            if self._pauses and all(map(self._conn, self._pauses[0])):
+                self._sleep(self._pauses.pop(0))
+            return original(*args)
+
+        setattr(server, moment, interrupted)
+
+    def plan(self, *pauses: list[int]) -> None:
+        """Of each pause: the peers whose connections break, when all of them are there."""
+        self._pauses = [*pauses]
+        self._server._wake()
+
+    @property
+    def over(self) -> bool:
+        """Whether there will be no other pause."""
+        return not self._pauses
+
+    def _conn(self, peer: int) -> bytes | None:
+        """The connection of a peer or, after the first pause, of one that has come back."""
+        master = self._server._master
+        if not self._napped:
+            return master.peers[peer].conn
+        back = master._restart.recovery.back if master._restart else {}
+        return back[peer].conn if peer in back else None
+
+    def _sleep(self, peers: list[int]) -> None:
+        began_s = time.monotonic()
+        for peer in peers:
+            conn = self._conn(peer)
+            assert conn is not None
+            with socket.socket(fileno=os.dup(self._server._connections.senders[conn].fd)) as one:
+                one.shutdown(socket.SHUT_RDWR)
+        assert self._server._router.poll(20_000), "nobody came back"
+        self._napped = True
+        self._clock.now_s += max(0.2, time.monotonic() - began_s)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no dup of a socket there")
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "_read_router",
+        "_bury",
+        pytest.param("_converse", marks=pytest.mark.slow),
+        pytest.param("_flush", marks=pytest.mark.slow),
+        pytest.param("_do_chores", marks=pytest.mark.slow),
+    ],
+)
+def test_a_pause_at_any_moment_costs_no_peer(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second pause comes while the master waits for the third peer, which never comes back."""
+    monkeypatch.setattr(recovery, "WAIT_S", 0.5)
+    with pccl.MasterNode("127.0.0.1:0") as master, contextlib.ExitStack() as opened:
+        *comms, gone = [pccl.Communicator(master.address) for _ in range(3)]
+        for one in [*comms, gone]:
+            opened.callback(one.close)
+        in_threads([lambda one=one: gather(one, 3) for one in [*comms, gone]])
+        numbers = sorted(one._membership.seen("a test").number for one in comms)
+        gone._membership.seen("a test")._resolver.find = lambda *_: None
+        assert master._service is not None
+        nap = Nap(master._service.server, moment)
+        nap.plan([numbers[0], gone._membership.seen("a test").number], [numbers[0]])
+        wait_until(lambda: nap.over)
+        wait_until(lambda: not master._service.server._master.recovering)
+        assert [peer.peer for peer in master.status().peers] == numbers
+        in_threads([one.update_topology for one in comms])
+        assert [one.world_size for one in comms] == [2, 2]

@@ -356,6 +356,10 @@ class Master:
         peer = self.peers.get(resume.info.peer)
         return peer is not None and peer.accepted and resume.run == self.run.number
 
+    def back_on(self, resume: m.Resume) -> bytes | None:
+        """The connection on which a peer that comes back has come back already, in a recovery."""
+        return None if self._restart is None else self._restart.recovery.conn_of(resume)
+
     def reborn(self) -> tuple[Journal | None, list[Effect]]:
         """The journal for a new master when all connections of this one are lost, and effects to
         perform first. None: no run is known."""

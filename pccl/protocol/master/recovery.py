@@ -170,6 +170,11 @@ class Recovery:
         """Whether a peer has come back on this connection."""
         return conn in self._conns
 
+    def conn_of(self, resume: m.Resume) -> bytes | None:
+        """The connection on which this peer has come back already, if it has."""
+        found = self._back.get(resume.run, {}).get(resume.info.peer)
+        return None if found is None else found.conn
+
     def again(self, incarnation: int, next_peer: int) -> Journal | None:
         """The journal for another restart; None if there is no journal."""
         if self._run is None:

@@ -148,6 +148,10 @@ class Connections:
         """Sending to it has failed."""
         self._unreachable.add(conn)
 
+    def has_lost(self, conn: bytes) -> bool:
+        """Whether it is lost, and not buried yet."""
+        return conn in self._lost or conn in self._unreachable
+
     def take_lost(self, drained: bool) -> list[bytes]:
         """The lost connections that are to be buried now.
 

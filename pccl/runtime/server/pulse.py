@@ -57,8 +57,9 @@ class Pauses:
         self._woke_s: float | None = None  # the end of the latest pause
         self.total_s = 0.0
 
-    def feel(self, waited_s: float) -> None:
-        """To be called after each wait, which should have lasted at most `waited_s`."""
+    def feel(self, waited_s: float = 0.0) -> None:
+        """To be called after each wait, which should have lasted at most `waited_s`, and before
+        whatever depends on pauses: they come at any moment."""
         paused_s = self._pulse.beat(waited_s)
         if paused_s:
             log.warning(

@@ -267,12 +267,12 @@ class Server:
         if self._faltered:
             why, self._faltered = self._faltered, ""
             self._begin_anew(why)
-        now_s = time.monotonic()
+        now_s, awake_s = time.monotonic(), self._awake_s()
         self._chores_due_s = now_s + limits.MASTER_CHORES_S
         self._bury(now_s, drained)
         self._connections.cut(now_s, drained)
-        self._dialler.tick(now_s)
-        self._perform(self._feed(inputs.Tick(now_s - self._pauses.total_s)))
+        self._dialler.tick(awake_s)
+        self._perform(self._feed(inputs.Tick(awake_s)))
         self._flush()
         self._inquiries.answer(self._status)
 
@@ -302,6 +302,12 @@ class Server:
         return replace(status, peers=tuple(peers), events=tuple(events))
 
     # ---- pauses ----
+
+    def _awake_s(self) -> float:
+        """The time for which this process has run, by a clock that never counts its pauses."""
+        now_s = time.monotonic()
+        self._pauses.feel()
+        return now_s - self._pauses.total_s
 
     def _new_master(
         self,
@@ -445,7 +451,7 @@ class Server:
             for data in held:
                 self._deliver(conn, data)
 
-        self._dialler.dial(target, time.monotonic(), then, self._connections.senders[conn].host)
+        self._dialler.dial(target, self._awake_s(), then, self._connections.senders[conn].host)
 
     def _dial_peer(self, info: m.PeerInfo, password: str) -> None:
         """Dials a peer that another peer cannot reach."""
@@ -454,7 +460,7 @@ class Server:
         def then(unreached: str | None) -> None:
             self._perform(self._feed(inputs.Dialled(info.peer, unreached)))
 
-        self._dialler.dial(target, time.monotonic(), then)
+        self._dialler.dial(target, self._awake_s(), then)
 
     def _hear(self, conn: bytes, data: bytes | None) -> list[effects.Effect]:
         """Decodes a message and returns its effects."""
@@ -479,12 +485,7 @@ class Server:
             )
             return []
         if isinstance(message, m.Resume):
-            if self._master.deserted(message):
-                self._begin_anew("all peers were lost, and now they come back")
-            elif self._pauses.woke_lately and self._master.misses(message):
-                self._begin_anew("connections broke while it did not run")
-            host = self._connections.senders[conn].host
-            return self._feed(inputs.Resume(conn, message, host))
+            return self._hear_resume(conn, message)
         return self._feed(inputs.Received(conn, message))
 
     def _hear_hello(self, conn: bytes, hello: m.Hello, host: str) -> list[effects.Effect]:
@@ -496,6 +497,18 @@ class Server:
         target = Target(hello.host or host, hello.port, hello.curve, hello.dial)
         self._dial(conn, target, lambda why: self._feed(inputs.Hello(conn, hello, host, why or "")))
         return []
+
+    def _hear_resume(self, conn: bytes, resume: m.Resume) -> list[effects.Effect]:
+        """A peer comes back: its connection broke, which may be this master's fault."""
+        self._pauses.feel()
+        if self._master.deserted(resume):
+            self._begin_anew("all peers were lost, and now they come back")
+        elif self._pauses.woke_lately and self._master.misses(resume):
+            self._begin_anew("connections broke while it did not run")
+        earlier = self._master.back_on(resume)
+        if earlier is not None and self._connections.has_lost(earlier):  # and it is not buried yet
+            self._perform(self._feed(inputs.Disconnected((earlier,), self._why_lost)))
+        return self._feed(inputs.Resume(conn, resume, self._connections.senders[conn].host))
 
     # ---- effects ----
 
