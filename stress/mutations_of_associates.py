@@ -76,6 +76,11 @@ MUTANTS = [
         "        pass",
     ),
     Mutant(
+        "the status says which version an associate has",
+        "        one.version = holds.version\n",
+        "",
+    ),
+    Mutant(
         "associates are no peers",
         "        elif hello.associate:\n",
         "        elif False:\n",

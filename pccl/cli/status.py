@@ -1,7 +1,7 @@
 """`pccl status`: prints once what the master of a run shows at its HTTP port.
 
-For whom each call waits comes first; then come the groups, and the peers with the calls that they
-stand in.
+For whom each call waits comes first; then come the groups, the peers with the calls that they stand
+in, and the weights that are published, with who follows them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,29 @@ import msgspec
 
 from pccl.cli.arguments import http_port
 from pccl.protocol.master import Status
-from pccl.protocol.master.status import GroupStatus, PeerStatus, RingStatus
+from pccl.protocol.master.status import (
+    AssociateStatus,
+    GroupStatus,
+    PeerStatus,
+    RingStatus,
+    WeightsStatus,
+)
 from pccl.support.text import address_text
 
 PATIENCE_S = 10.0
 EVENTS_MAX = 5
 BYTES_MAX = 64 << 20  # of an answer; that of a run of 1,000 peers is 0.5 MB
 OK = 200
+ASSOCIATE = (  # what is told of one
+    "associate",
+    "address",
+    "has",
+    "published",
+    "fetches",
+    "from",
+    "gives to",
+    "last fetched at",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -130,7 +146,38 @@ def _lines(status: Status) -> Iterator[str]:
         heads = ("peer", "address", "group", "is", "for", "last heard", "heartbeat", "stands in")
         yield ""
         yield from _table(heads, map(_peer, status.peers))
+    if status.weights is not None:
+        yield ""
+        yield from _weights(status.weights)
     yield from _events(status)
+
+
+def _weights(weights: WeightsStatus) -> Iterator[str]:
+    """How far those are that follow, and who fetches from whom."""
+    have = (
+        f"{count} with {f'version {version}' if version else 'none'}"
+        for version, count in sorted(weights.followers.items(), reverse=True)
+    )
+    followers = ", ".join(have) or "nobody follows"
+    yield f"weights: {f'version {weights.version}' if weights.version else 'none yet'}; {followers}"
+    if weights.associates:
+        yield from _table(ASSOCIATE, map(_associate, weights.associates))
+    if weights.associates_left_out:
+        yield f"and {weights.associates_left_out} more"
+
+
+def _associate(one: AssociateStatus) -> Sequence[str]:
+    source = "" if one.seeks is None else "nobody yet" if one.source is None else str(one.source)
+    return (
+        str(one.associate),
+        address_text(one.host, one.port),
+        str(one.version or ""),
+        str(one.published or ""),
+        str(one.seeks or ""),
+        source + (", slowly" if one.slow else ""),
+        ", ".join(map(str, one.receivers)),
+        "" if one.rate is None else f"{one.rate * 8e-6:.0f} Mbit/s",
+    )
 
 
 def _events(status: Status) -> Iterator[str]:

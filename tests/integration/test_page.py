@@ -18,7 +18,7 @@ from hall import WORK, Hall
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
-from pccl.protocol.master.status import EventStatus
+from pccl.protocol.master.status import AssociateStatus, EventStatus, WeightsStatus
 from pccl.runtime import limits
 from pccl.runtime.server import page
 from pccl.runtime.server.web import Web
@@ -107,6 +107,25 @@ def test_it_says_why_a_run_stands_still(tmp_path: Path) -> None:
     happened = ["7.0 s ago: the latest", "20.0 s ago: the first"]
     assert re.findall(r'<li class="">(.*?)</li>', text) == happened
     assert ">slowest link 3 → 1: 40 Mbit/s<" in text
+
+
+@pytest.mark.slow
+@in_a_browser
+def test_it_says_who_follows_the_weights(tmp_path: Path) -> None:
+    publisher = AssociateStatus(1, "10.0.0.9", 41, 12, 12, None, None, False, None, (3,))
+    subscriber = AssociateStatus(3, "fd00::3", 41, 11, None, 12, 1, True, 12_300_000, ())
+    weights = WeightsStatus(12, {11: 1, 12: 2}, (publisher, subscriber), 2)
+    with shown(msgspec.structs.replace(a_run(), weights=weights)) as address:
+        text = seen(address, tmp_path).split('id="weights"')[1].split("</section>")[0]
+    assert text.startswith(">") and ">version 12 · 2 with version 12 · 1 with version 11<" in text
+    rows = [re.findall(r">([^<]*)</td>", row) for row in text.split("<tbody")[1].split("<tr ")[1:]]
+    assert rows == [
+        ["1", "10.0.0.9:41", "12", "12", "", "", "", "3"],
+        ["3", "[fd00::3]:41", "11", "", "12", "1, slowly", "98 Mbit/s", ""],
+        [],
+    ]
+    with shown(a_run()) as address:
+        assert '<section id="weights" hidden="">' in seen(address, tmp_path)
 
 
 @pytest.mark.slow

@@ -23,7 +23,8 @@ from pccl.cli import status as command
 from pccl.cli import top
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
-from pccl.protocol.master.status import WAITS_MAX
+from pccl.protocol.master.status import WAITS_MAX, AssociateStatus, WeightsStatus
+from pccl.runtime.server.metrics import exposition
 
 
 @contextmanager
@@ -125,6 +126,42 @@ def test_how_far_a_collective_is_and_what_failures_have_cost() -> None:
     assert lines[2].endswith(" must finish it; peer 2 has 35.5 % of it")
     assert lines[5].split()[4:7] == ["1", "50.0", "%"]
     assert lines[-1].endswith(f" 0.2 s ago  {CALL}, running, 5.0 s, 36 %")
+
+
+WEIGHTS = WeightsStatus(
+    12,
+    {0: 1, 11: 1, 12: 2},
+    (
+        AssociateStatus(1, "10.0.0.9", 4001, 12, 12, None, None, False, None, (3,)),
+        AssociateStatus(3, "10.0.0.11", 4001, 11, None, 12, 1, True, 12_300_000, ()),
+        AssociateStatus(4, "fd00::4", 4001, 0, None, 12, None, False, None, ()),
+    ),
+    2,
+)
+
+
+def test_who_publishes_weights_and_who_follows() -> None:
+    status = msgspec.structs.replace(Hall(0).master.status(), weights=WEIGHTS)
+    assert printed(status)[1:] == [
+        "",
+        "weights: version 12; 2 with version 12, 1 with version 11, 1 with none",
+        "associate  address         has  published  fetches  from        gives to  last fetched at",
+        "1          10.0.0.9:4001   12   12                              3",
+        "3          10.0.0.11:4001  11              12       1, slowly             98 Mbit/s",
+        "4          [fd00::4]:4001                  12       nobody yet",
+        "and 2 more",
+    ]
+    none = msgspec.structs.replace(status, weights=WeightsStatus(0, {}, (), 0))
+    assert printed(none)[2:] == ["weights: none yet; nobody follows"]
+    metrics = exposition(status)
+    for line in (
+        "pccl_weights_version 12",
+        'pccl_weights_followers{has="newest"} 2',
+        'pccl_weights_followers{has="older"} 1',
+        'pccl_weights_followers{has="none"} 1',
+    ):
+        assert f"{line}\n" in metrics
+    assert "pccl_weights_version 0\n" in exposition(Hall(0).master.status())
 
 
 def test_a_master_with_very_much_or_nothing_to_show() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 from associates import Hub, Node, package
 
 from pccl.protocol import messages as m
 from pccl.protocol.follower.chain import KEPT_MAX, stale, way
+from pccl.protocol.master import Status, status
 from pccl.protocol.master.associates import FIRST, PLACES, PLACES_SMALL
+from pccl.protocol.master.status import AssociateStatus, WeightsStatus
 from pccl.types import Result
 
 
@@ -272,6 +275,71 @@ def test_a_publication_whose_answer_was_lost_is_not_made_twice() -> None:
     assert publisher.answers[call] == "" and nodes[0].machine.version == 2
 
 
+def weights(hub: Hub) -> WeightsStatus:
+    """What the master shows of them, as it arrives at whoever has asked."""
+    shown = hub.master.status()
+    assert msgspec.json.decode(msgspec.json.encode(shown), type=Status) == shown
+    assert shown.weights is not None
+    return shown.weights
+
+
+def test_the_status_says_who_has_what_and_who_fetches_from_whom() -> None:
+    hub = Hub(20)
+    assert hub.master.status().weights is None
+    publisher, nodes = waiting(hub, PLACES + 1)
+    shown = weights(hub)
+    assert (shown.version, shown.followers, shown.associates_left_out) == (1, {0: PLACES + 1}, 0)
+    by_name = {one.port - 1000: one for one in shown.associates}
+    giver, served = by_name.pop(publisher.name), []
+    for one in by_name.values():
+        assert (one.version, one.published, one.seeks, one.slow) == (0, None, 1, False)
+        assert one.source in (None, giver.associate)
+        served += [one.associate] if one.source else []
+    assert len(served) == PLACES
+    assert giver == AssociateStatus(
+        giver.associate, "10.0.0.1", 1001, 1, 1, None, None, False, None, giver.receivers
+    )
+    assert {*giver.receivers} == {*served}
+    hub.perform(hub.master.received(nodes[0].conn, m.Slow()))
+    now = {one.port - 1000: one for one in weights(hub).associates}
+    assert [name for name, one in now.items() if one.slow] == [nodes[0].name]
+    assert all(now[node.name].source == giver.associate for node in nodes)
+    hub.settle()
+    shown = weights(hub)
+    assert shown.followers == {1: PLACES + 1}
+    assert all(not (one.receivers or one.seeks or one.source) for one in shown.associates)
+    assert all(one.rate or one.published for one in shown.associates)
+    hub.publish(publisher, 2, 1)
+    hub.kill(nodes[0])
+    hub.settle()
+    assert weights(hub).followers == {2: PLACES}
+    for node in (publisher, *nodes[1:]):
+        hub.kill(node)
+    assert weights(hub) == WeightsStatus(2, {}, (), 0), "the version has been"
+
+
+def test_another_master_knows_what_they_have_and_not_who_has_published_it() -> None:
+    hub = Hub(21)
+    publisher, _ = waiting(hub, 2)
+    hub.settle()
+    hub.begin()
+    hub.settle()
+    assert weights(hub).followers == {1: 3}
+    hub.publish(publisher, 2, 1)
+    hub.settle()
+    assert weights(hub).followers == {2: 2}
+    assert {one.published for one in weights(hub).associates} == {None, 2}
+
+
+def test_of_many_associates_the_first_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "ASSOCIATES_MAX", 2)
+    hub = Hub(22)
+    waiting(hub, 3)
+    shown = weights(hub)
+    assert [one.associate for one in shown.associates] == [1, 2] and shown.associates_left_out == 2
+    assert shown.followers == {0: 3}
+
+
 def test_an_associate_that_votes_is_dropped() -> None:
     for message in (m.TopologyVote(1), m.PendingVote(1), m.Inquire(1)):
         hub = Hub(14)
@@ -360,9 +428,12 @@ def story(seed: int) -> None:
                 one.lies = not one.lies
     hub.publish(publisher, version + 1, 0)
     hub.settle()
+    shown = {one.associate: one for one in weights(hub).associates}
+    assert shown[publisher.number - FIRST].published == version + 1
     for node in hub.living:
         if node.machine.over is None and node is not publisher:  # else it must begin anew
             assert node.machine.version == version + 1, f"node {node.name}"
+            assert shown[node.number - FIRST].version == version + 1, f"node {node.name}"
 
 
 @pytest.mark.parametrize("first", range(0, 60, 30))

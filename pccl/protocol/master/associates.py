@@ -50,6 +50,8 @@ class Associate:
     rates: dict[int, int] = field(default_factory=dict)  # likewise, by holder
     given: int = 0  # the rate at which it has served last
     receivers: dict[int, None] = field(default_factory=dict)
+    version: int = 0  # of the weights that it has, as it last said
+    published: int = 0  # the newest version that it has published; 0: none
 
     def __str__(self) -> str:
         where = address_text(self.info.host, self.info.port)
@@ -179,6 +181,7 @@ class Associates:
             return
         before = self.shelf.packages
         self.shelf.add(number, packages)
+        one.version = one.published = packages[0].version
         self._outbox.note(f"{one} published version {packages[0].version} of the weights")
         self._say(one, m.Published(publish.call))
         self._tell_if_changed(before)
@@ -200,6 +203,7 @@ class Associates:
         for package in self.shelf.set(one.info.peer, holds.packages):
             self._outbox.note(f"{one} holds another version {package.version} than the others")
         self.shelf.head = max(self.shelf.head, holds.version)
+        one.version = holds.version
         for number in list(one.receivers):
             receiver = self._all[number]
             seek = receiver.seek

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from msgspec import Struct
 
 from pccl.protocol.kinds import CollectiveKind
+from pccl.protocol.master.associates import FIRST, Associates
 from pccl.protocol.master.explain import (
     ADMITTING,
     admitting,
@@ -38,6 +39,7 @@ from pccl.version import __version__
 WAITS_MAX = 32  # rounds that are shown, and collectives that run
 CALLS_MAX = 4  # of one peer
 MISSING_MAX = 32  # peers that are named where many are waited for
+ASSOCIATES_MAX = 256  # that are shown
 
 
 class Phase(StrEnum):
@@ -196,6 +198,50 @@ class EventStatus(Struct, frozen=True):
     text: str
 
 
+class AssociateStatus(Struct, frozen=True):
+    """A process that publishes or follows weights, as the master last heard of it.
+
+    Attributes:
+        associate: its number.
+        host: where others reach it.
+        port: likewise.
+        version: of the weights that it has; 0: it has none.
+        published: the newest version that it has published to this master; null: none.
+        seeks: the version that it fetches, or waits for somebody to fetch from; null: none.
+        source: the number of the one from which it fetches; null: from nobody.
+        slow: whether it has taken so long that its source serves another one in its place.
+        rate: bytes per second of its last fetch; null: it has fetched nothing.
+        receivers: the numbers of those that fetch from it.
+    """
+
+    associate: int
+    host: str
+    port: int
+    version: int
+    published: int | None
+    seeks: int | None
+    source: int | None
+    slow: bool
+    rate: int | None
+    receivers: tuple[int, ...]
+
+
+class WeightsStatus(Struct, frozen=True):
+    """The weights that are published beside the run.
+
+    Attributes:
+        version: the newest one that was ever published; 0: none was.
+        followers: by the version that they have, how many processes have published nothing.
+        associates: all that publish or follow; of many the first ones.
+        associates_left_out: how many more there are.
+    """
+
+    version: int
+    followers: dict[int, int]
+    associates: tuple[AssociateStatus, ...]
+    associates_left_out: int
+
+
 class Status(Struct, frozen=True):
     """A run, as its master knows it.
 
@@ -210,6 +256,7 @@ class Status(Struct, frozen=True):
         counts: of what has happened.
         events: what has happened lately, the latest last: peers that came and went, and why, rings
             that were chosen, calls that could never meet.
+        weights: that are published beside the run; null: nobody publishes or follows any.
     """
 
     version: str
@@ -221,6 +268,7 @@ class Status(Struct, frozen=True):
     waits_left_out: int
     counts: Counts
     events: tuple[EventStatus, ...] = ()
+    weights: WeightsStatus | None = None
 
 
 class _Waits:
@@ -332,6 +380,7 @@ def snapshot(run: Run, now_s: float, awaited: Sequence[int] | None) -> Status:
         waits=tuple(waits.found),
         waits_left_out=sum(max(0, len(of) - WAITS_MAX) for of in (run.voting.open, run.table)),
         counts=_counts(run),
+        weights=_weights(run.associates),
     )
 
 
@@ -393,3 +442,27 @@ def _groups(run: Run, now_s: float) -> Iterator[GroupStatus]:
 
 def _ring(ring: Ring, rates: Mapping[tuple[int, int], int]) -> RingStatus:
     return RingStatus(ring.order, ring.weight, tuple(map(rates.get, hops(ring.order))))
+
+
+def _weights(associates: Associates) -> WeightsStatus | None:
+    everybody, version = associates.all.values(), associates.shelf.head
+    if not (everybody or version):
+        return None
+    followers = Counter(one.version for one in everybody if not one.published)
+    shown = tuple(
+        AssociateStatus(
+            one.info.peer - FIRST,
+            one.info.host,
+            one.info.port,
+            one.version,
+            one.published or None,
+            None if one.seek is None else one.seek.version,
+            one.holder - FIRST if one.holder else None,
+            one.slow,
+            one.rate or None,
+            tuple(number - FIRST for number in one.receivers),
+        )
+        for one in islice(everybody, ASSOCIATES_MAX)
+    )
+    left_out = len(everybody) - len(shown)
+    return WeightsStatus(version, dict(sorted(followers.items())), shown, left_out)

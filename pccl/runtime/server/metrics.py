@@ -33,6 +33,7 @@ def _lines(status: Status) -> Iterator[str]:
     yield from _bandwidth(status)
     yield from _links(status)
     yield from _waits(status)
+    yield from _weights(status)
     yield from _counts(status)
     yield from _bytes(status)
     yield from _durations(status)
@@ -87,6 +88,18 @@ def _waits(status: Status) -> Iterator[str]:
         longest[wait.phase] = max(longest[wait.phase], wait.waited_s)
     text = "For how long the longest of these waits has lasted."
     yield from _metric("longest_wait_seconds", "gauge", text, longest, label="phase")
+
+
+def _weights(status: Status) -> Iterator[str]:
+    weights = status.weights
+    newest = 0 if weights is None else weights.version
+    text = "The newest version of the weights that was published."
+    yield from _metric("weights_version", "gauge", text, {"": newest})
+    has = dict.fromkeys(("newest", "older", "none"), 0)
+    for version, count in () if weights is None else weights.followers.items():
+        has["none" if not version else "older" if version < newest else "newest"] += count
+    text = "Processes that have published no weights, by the version that they have."
+    yield from _metric("weights_followers", "gauge", text, has, label="has")
 
 
 def _counts(status: Status) -> Iterator[str]:
