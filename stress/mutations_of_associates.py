@@ -12,7 +12,7 @@ MUTANTS = [
     ),
     Mutant(
         "for what is small a holder has more places",
-        "return PLACES_SMALL if self.shelf.size(key) < SMALL_BYTES else PLACES",
+        "return PLACES_SMALL if self.catalogue.size(key) < SMALL_BYTES else PLACES",
         "return PLACES",
     ),
     Mutant(
@@ -47,7 +47,7 @@ MUTANTS = [
     ),
     Mutant(
         "a lost associate holds nothing any more",
-        "        for _ in self.shelf.set(number, ()):\n            raise AssertionError",
+        "        for _ in self.catalogue.set(number, ()):\n            raise AssertionError",
         "        for _ in ():\n            raise AssertionError",
     ),
     Mutant(
@@ -62,7 +62,7 @@ MUTANTS = [
     ),
     Mutant(
         "a publication that is said again is answered again",
-        "        if all(self.shelf.has(package, number) for package in packages):",
+        "        if all(self.catalogue.has(package, number) for package in packages):",
         "        if False:",
     ),
     Mutant(
@@ -72,7 +72,7 @@ MUTANTS = [
     ),
     Mutant(
         "what is held tells another master the newest version",
-        "        self.shelf.head = max(self.shelf.head, holds.version)",
+        "        self.catalogue.head = max(self.catalogue.head, holds.version)",
         "        pass",
     ),
     Mutant(

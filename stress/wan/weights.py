@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -89,7 +90,7 @@ def publish(address: str, folder: Path, seconds: float, whole: bool) -> None:
     json.dump(told, sys.stdout)
 
 
-def follow(address: str, folder: Path, patience: float) -> None:
+def follow(address: str, folder: Path, followers: int, patience: float) -> None:
     files = sorted(folder.glob("*.npz"))
     parameters = {name: np.zeros_like(array) for name, array in np.load(files[0]).items()}
     done: dict[int, float] = {}
@@ -99,7 +100,12 @@ def follow(address: str, folder: Path, patience: float) -> None:
             done[subscriber.swap()] = time.monotonic()
         last = np.load(files[-1])
         assert all((parameters[name] == last[name]).all() for name in parameters)
-        time.sleep(1)  # others may be fetching from this one
+        (folder / f"{os.getpid()}.done").touch()
+        give_up_s = time.monotonic() + patience
+        while len([*folder.glob("*.done")]) < followers:  # others may be fetching from this one
+            if time.monotonic() > give_up_s:
+                raise SystemExit(f"not all had the last version within {patience:g} s")
+            time.sleep(0.05)
     json.dump(done, sys.stdout)
 
 
@@ -111,6 +117,8 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         str(Path(__file__).resolve()),
         "--folder",
         str(folder),
+        "--followers",
+        str(args.followers),
         "--seconds",
         str(args.seconds),
     ]
@@ -164,7 +172,7 @@ def main() -> None:
     if args.role == "publish":
         publish(args.address, Path(args.folder), args.seconds, args.whole)
     elif args.role == "follow":
-        follow(args.address, Path(args.folder), args.timeout)
+        follow(args.address, Path(args.folder), args.followers, args.timeout)
     else:
         with tempfile.TemporaryDirectory() as folder:
             made = trained(args.versions, args.learning_rate, args.width)

@@ -229,7 +229,7 @@ def test_what_contradicts_what_others_hold_is_not_offered() -> None:
     hub = Hub(10)
     publisher, nodes = waiting(hub, 1)
     hub.settle()
-    shelf = hub.master.run.associates.shelf
+    shelf = hub.master.run.associates.catalogue
     wrong = package(1, 0, b"another")
     hub.perform(hub.master.received(nodes[0].conn, m.Holds((wrong,), 1)))
     assert [*shelf.holders((1, 0))] == [publisher.number]
@@ -256,7 +256,7 @@ def test_associates_tell_another_master_what_they_hold() -> None:
     hub.begin()
     late = hub.add()
     hub.settle()
-    assert hub.master.run.associates.shelf.head == 1
+    assert hub.master.run.associates.catalogue.head == 1
     assert late.machine.version == 1
     call = hub.publish(publisher, 2, 1)
     hub.settle()
@@ -371,7 +371,7 @@ def test_a_version_that_nobody_holds_any_more_is_not_published_again() -> None:
     hub.kill(publisher)
     hub.begin()
     hub.settle()
-    assert node.machine.version == hub.master.run.associates.shelf.head == 7
+    assert node.machine.version == hub.master.run.associates.catalogue.head == 7
 
 
 def test_a_peer_that_publishes_is_dropped() -> None:
@@ -416,7 +416,7 @@ def story(seed: int) -> None:
             hub.kill(publisher)
             publisher, published = hub.add(follows=False), 0
             hub.settle()
-            version = max(version, hub.master.run.associates.shelf.head)
+            version = max(version, hub.master.run.associates.catalogue.head)
         elif deed < 0.9:
             while any(not node.number for node in hub.living):  # they would have to begin anew
                 hub.step()

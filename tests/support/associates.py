@@ -257,7 +257,7 @@ class Hub:
                 receiver = desk.all[each]
                 assert receiver.holder == number and receiver.seek is not None
                 key = receiver.seek.version, receiver.seek.base
-                assert number in self.master.run.associates.shelf.holders(key), (
+                assert number in self.master.run.associates.catalogue.holders(key), (
                     "it has no more of it"
                 )
                 assert number not in receiver.seek.avoid

@@ -688,9 +688,10 @@ class Run:
 
 def remembered(master: Master) -> dict[str, int]:
     """How much a master has in each of its tables, but for those who may come back, and counts."""
+    catalogue = master.run.associates.catalogue
     return {
         f"{part}.{name.lstrip('_')}": len(table)
-        for part, owner in (*vars(master.run).items(), ("shelf", master.run.associates.shelf))
+        for part, owner in (*vars(master.run).items(), ("catalogue", catalogue))
         if hasattr(owner, "__dict__") and part != "tally"
         for name, table in vars(owner).items()
         if isinstance(table, dict | list | set | OpenRounds) and name != "_lost"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -117,14 +118,14 @@ class Director:
             self.stage.start_master()
             for _ in range(self.schedule.copies):
                 self.stage.start()
-            self._until(lambda: len(self.watch.accepted) >= self.schedule.copies, "has begun")
+            self._until(
+                lambda: len(self.watch.accepted) >= self.schedule.copies, "has begun", self._bound_s
+            )
             chronicle.faults_s = time.monotonic()
             for fault in self.schedule.faults:
                 if not self._wait_for(fault):
                     break
-            self._until(
-                lambda: time.monotonic() > chronicle.faults_s + self.schedule.seconds, "", 1e9
-            )
+            self._until(lambda: time.monotonic() > chronicle.faults_s + self.schedule.seconds)
             self._calm()
         finally:
             self._undo_all()
@@ -181,15 +182,15 @@ class Director:
         self._told(None)
         time.sleep(TICK_S)
 
-    def _until(self, so: Callable[[], bool], what: str, seconds: float | None = None) -> bool:
-        """Ticks until something is so; or the run is over."""
-        give_up_s = time.monotonic() + (self._bound_s if seconds is None else seconds)
+    def _until(self, so: Callable[[], bool], what: str = "", seconds: float = math.inf) -> bool:
+        """Ticks until something is so; or the run is over, which it is if that takes too long."""
+        give_up_s = time.monotonic() + seconds
         while not so():
             if self.over():
                 return False
             if time.monotonic() > give_up_s:
                 self.chronicle.violations.append(
-                    f"{seconds or self._bound_s:g} s passed until the run {what}: it has "
+                    f"{seconds:g} s passed until the run {what}: it has "
                     f"{len(self.watch.accepted)} peers, of {len(self.stage.alive())} copies"
                 )
                 return False
@@ -199,16 +200,14 @@ class Director:
     def _wait_for(self, fault: Fault) -> bool:
         """Until the fault is due and its moment has come; then it happens."""
         due_s = self.chronicle.faults_s + fault.at_s
-        if not self._until(lambda: time.monotonic() >= due_s, "", 1e9):
+        if not self._until(lambda: time.monotonic() >= due_s):
             return False
         moments, came = self.watch.moments, ""
         if fault.moment:
             latest_s = time.monotonic() + MOMENT_MAX_S
             before_s = moments.get(fault.moment, 0.0)
             self._until(
-                lambda: moments.get(fault.moment, 0.0) != before_s or time.monotonic() > latest_s,
-                "",
-                1e9,
+                lambda: moments.get(fault.moment, 0.0) != before_s or time.monotonic() > latest_s
             )
             came = fault.moment if moments.get(fault.moment, 0.0) != before_s else ""
         if self.over():
@@ -230,7 +229,7 @@ class Director:
             alive = len(self.stage.alive())
             return len(self.watch.accepted) == alive and self.watch.last_s > calm_s
 
-        self._until(together, "has recovered after the last fault")
+        self._until(together, "has recovered after the last fault", self._bound_s)
 
     # ---- faults ----
 

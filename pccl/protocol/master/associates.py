@@ -20,11 +20,11 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
+from pccl.protocol.master.catalogue import Catalogue
 from pccl.protocol.master.effects import Drop, Send
 from pccl.protocol.master.meetings import Meetings
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox, plain
-from pccl.protocol.master.shelf import Shelf
 from pccl.support.text import address_text
 from pccl.types import Result
 
@@ -67,13 +67,13 @@ class Associates:
         outbox: collects effects.
 
     Attributes:
-        shelf: what can be had.
+        catalogue: what can be had.
         meetings: as given.
     """
 
     def __init__(self, numbers: Numbers, meetings: Meetings, outbox: Outbox) -> None:
         self._numbers, self.meetings = numbers, meetings
-        self._outbox, self.shelf = outbox, Shelf()
+        self._outbox, self.catalogue = outbox, Catalogue()
         self._all: dict[int, Associate] = {}
         self._by_conn: dict[bytes, int] = {}
         self._seeking: dict[int, None] = {}  # those that wait for a holder
@@ -104,13 +104,13 @@ class Associates:
         one = Associate(conn, msgspec.structs.replace(info, peer=number), nonce, slot)
         self._all[number], self._by_conn[conn] = one, number
         self._say(one, m.Welcome(number, plain(warning), nonce))
-        self._say(one, m.Available(self.shelf.packages, self.shelf.head))
+        self._say(one, m.Available(self.catalogue.packages, self.catalogue.head))
         self._outbox.note(f"{one} registered")
 
     def lose(self, conns: Iterable[bytes], why: str) -> None:
         """Connections are lost, some of which may be those of associates."""
         lost = [self._all[self._by_conn[conn]] for conn in conns if conn in self._by_conn]
-        before = self.shelf.packages if lost else ()
+        before = self.catalogue.packages if lost else ()
         for one in lost:
             self._remove(one, why)
         if lost:
@@ -140,7 +140,7 @@ class Associates:
             self._slots = 0
         for other in self._all.values():
             other.rates.pop(number, None)
-        for _ in self.shelf.set(number, ()):
+        for _ in self.catalogue.set(number, ()):
             raise AssertionError("nothing contradicts nothing")
         self._outbox.note(f"{one}: {why}; {len(self._all)} associates remain")
 
@@ -171,7 +171,7 @@ class Associates:
 
     def _publish(self, one: Associate, publish: m.Publish) -> None:
         number, packages = one.info.peer, publish.packages
-        if all(self.shelf.has(package, number) for package in packages):
+        if all(self.catalogue.has(package, number) for package in packages):
             self._say(one, m.Published(publish.call))  # again, as the first answer was lost
             return
         why = self._objection(packages)
@@ -179,8 +179,8 @@ class Associates:
             result = Result.INVALID_USAGE.value
             self._say(one, m.CallError(publish.call, result, plain(why)))
             return
-        before = self.shelf.packages
-        self.shelf.add(number, packages)
+        before = self.catalogue.packages
+        self.catalogue.add(number, packages)
         one.version = one.published = packages[0].version
         self._outbox.note(f"{one} published version {packages[0].version} of the weights")
         self._say(one, m.Published(publish.call))
@@ -189,7 +189,7 @@ class Associates:
 
     def _objection(self, packages: tuple[m.Package, ...]) -> str:
         """Why these cannot be the next version; empty if they can."""
-        head, version = self.shelf.head, packages[0].version
+        head, version = self.catalogue.head, packages[0].version
         if any(package.base not in (0, head) for package in packages):
             return f"another process has published version {head} of the weights meanwhile"
         if version <= head:
@@ -199,15 +199,15 @@ class Associates:
         return ""
 
     def _holds(self, one: Associate, holds: m.Holds) -> None:
-        before = self.shelf.packages
-        for package in self.shelf.set(one.info.peer, holds.packages):
+        before = self.catalogue.packages
+        for package in self.catalogue.set(one.info.peer, holds.packages):
             self._outbox.note(f"{one} holds another version {package.version} than the others")
-        self.shelf.head = max(self.shelf.head, holds.version)
+        self.catalogue.head = max(self.catalogue.head, holds.version)
         one.version = holds.version
         for number in list(one.receivers):
             receiver = self._all[number]
-            seek = receiver.seek
-            if seek is None or one.info.peer not in self.shelf.holders((seek.version, seek.base)):
+            key = None if receiver.seek is None else (receiver.seek.version, receiver.seek.base)
+            if key is None or one.info.peer not in self.catalogue.holders(key):
                 self._part(receiver)
                 self._wait_again(receiver)
         self._tell_if_changed(before)
@@ -263,7 +263,7 @@ class Associates:
             assert one.seek is not None
             key = one.seek.version, one.seek.base
             if key not in free:
-                free[key] = [*map(self._all.__getitem__, self.shelf.holders(key))]
+                free[key] = [*map(self._all.__getitem__, self.catalogue.holders(key))]
             places = self._places(key)
             free[key] = [holder for holder in free[key] if self._taken(holder) < places]
             fit = [each for each in free[key] if self._fits(one, each)]
@@ -292,7 +292,7 @@ class Associates:
 
     def _places(self, key: tuple[int, int]) -> int:
         """How many may fetch a package from one holder."""
-        return PLACES_SMALL if self.shelf.size(key) < SMALL_BYTES else PLACES
+        return PLACES_SMALL if self.catalogue.size(key) < SMALL_BYTES else PLACES
 
     def _taken(self, holder: Associate) -> int:
         """Its places that are taken: receivers that are slow have none."""
@@ -302,9 +302,9 @@ class Associates:
 
     def _tell_if_changed(self, before: tuple[m.Package, ...]) -> None:
         """Tells all what can be had, unless it is as before."""
-        now = self.shelf.packages
+        now = self.catalogue.packages
         if now != before:
-            message = m.Available(now, self.shelf.head)
+            message = m.Available(now, self.catalogue.head)
             for one in self._all.values():
                 self._say(one, message)
 

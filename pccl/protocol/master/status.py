@@ -445,7 +445,7 @@ def _ring(ring: Ring, rates: Mapping[tuple[int, int], int]) -> RingStatus:
 
 
 def _weights(associates: Associates) -> WeightsStatus | None:
-    everybody, version = associates.all.values(), associates.shelf.head
+    everybody, version = associates.all.values(), associates.catalogue.head
     if not (everybody or version):
         return None
     followers = Counter(one.version for one in everybody if not one.published)

@@ -9,7 +9,7 @@ from pccl.protocol import messages as m
 Key = tuple[int, int]
 
 
-class Shelf:
+class Catalogue:
     """The packages that associates hold.
 
     Attributes:
