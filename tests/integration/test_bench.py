@@ -42,7 +42,7 @@ def rows(output: str) -> list[list[str]]:
     return [line.split() for line in output.splitlines() if not line.startswith("#")]
 
 
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("transport", ["auto", pytest.param("tcp", marks=pytest.mark.slow)])
 def test_all_reduce_prints_the_table_of_nccl_tests(tmp_path: Path, transport: str) -> None:
     file = tmp_path / "results.json"
     ended = bench(
@@ -194,7 +194,10 @@ def test_digest(tmp_path: Path) -> None:
     assert float(row[-1]) > 0 < float(row[-2])
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "uint8"])
+@pytest.mark.parametrize(
+    "quantization",
+    ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "uint8"))],
+)
 def test_quantized_elements_are_near(tmp_path: Path, quantization: str) -> None:
     ended = bench(
         *("all_reduce", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0, "--peers", 3),

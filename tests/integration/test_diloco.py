@@ -474,7 +474,7 @@ def test_the_example_ends_with_the_same_bits_whatever_the_threads(
     address: str, watch: Callable[..., Process], options: list[str]
 ) -> None:
     command = [sys.executable, str(EXAMPLE), "--master-address", address, *options]
-    command += ["--steps", "10", "--inner-steps", "10"]
+    command += ["--steps", "3", "--inner-steps", "4"]
 
     def peer(n: int) -> Process:
         words = [*command, "--seed", str(n)]

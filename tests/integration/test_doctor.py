@@ -15,6 +15,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Master
 from pccl.protocol.master.effects import Effect, Send
 from pccl.protocol.reach import cure, matters
+from pccl.runtime import limits
 
 
 def doctor(*words: str) -> tuple[int, str]:
@@ -50,6 +51,7 @@ def test_a_master_that_reaches_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_master_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PCCL_ADVERTISE", "240.0.0.1")
+    monkeypatch.setattr(limits, "DIAL_S", 0.2)  # of the master, which is in this process
     with pccl.MasterNode("127.0.0.1:0") as master:
         code, text = doctor(master.address)
     assert code == 1

@@ -279,7 +279,7 @@ engine.close()
 """
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("lanes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_neighbour_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: int) -> None:
     """Its own successor may be slow: heartbeats must not wait behind what it has not taken."""
     (peer,) = make(1, heartbeat_ms=100, heartbeat_timeout_ms=400)

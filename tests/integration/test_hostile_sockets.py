@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import random
@@ -76,7 +77,14 @@ def reduce_until(stop: threading.Event, index: int, comm: pccl.Communicator) -> 
             return steps
 
 
-@pytest.mark.parametrize("target", ["master", "engine", "engine, by a member"])
+@pytest.mark.parametrize(
+    ("target", "backend"),
+    [
+        ("master", "libzmq"),  # which has no engine
+        *itertools.product(["engine", "engine, by a member"], ["libzmq", "pyzmq"]),
+    ],
+    indirect=["backend"],
+)
 def test_two_peers_reduce_on_while_strangers_send_garbage(target: str, backend: str) -> None:
     with Cluster(2) as cluster:
         stop = threading.Event()

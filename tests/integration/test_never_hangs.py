@@ -102,22 +102,6 @@ def test_several_groups_and_one_peer_lost_in_a_reduce(start: Start) -> None:
     assert survivors[0].call("world") == [4, 2, 2, 2]
 
 
-def test_an_unreachable_newcomer(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PCCL_INLINE_BYTES", "0")  # small arrays would need no streams
-    puppets = gathered(start, [0, 0])
-    assert together(puppets, "all_reduce") == [2.0, 2.0]
-    newcomer = start(PCCL_ADVERTISE="240.0.0.1", PCCL_TRANSPORT="tcp")
-    newcomer.begin("connect")
-    for puppet in puppets:
-        puppet.begin("gather", size=3)
-    assert [puppet.value() for puppet in (*puppets, newcomer)] == [None] * 3
-    newcomer.begin("insist", value=4.0)
-    assert together(puppets, "insist", value=1.0) == [2.0, 2.0]
-    answer = newcomer.end()
-    assert answer["error"] == "KickedError"
-    assert "could not reach" in answer["text"] and "240.0.0.1:" in answer["text"]
-
-
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
 def test_a_frozen_peer(monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
     for name, text in (("PCCL_HEARTBEAT_MS", "200"), ("PCCL_HEARTBEAT_TIMEOUT_MS", "1000")):

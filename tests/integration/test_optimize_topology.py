@@ -75,7 +75,7 @@ def test_the_ring_that_was_chosen_is_the_one_that_is_used(
         assert ring(newcomer) == [number for number in orders[0] if number != gone] + [5]
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 4])
 def test_several_rings_share_out_the_data(slow_pairs: set[frozenset[int]], size: int) -> None:
     rng = np.random.default_rng(size)
     with Cluster(size) as cluster:

@@ -682,16 +682,15 @@ class Run:
                     break
         else:
             raise AssertionError("the run does not come to rest")
-        waiting = [p.name for p in self.peers if p.alive and p.threads]
-        assert not waiting, f"peers {waiting} wait for ever"
+        assert not (waiting := [p.name for p in self.peers if p.alive and p.threads]), waiting
 
 
 def remembered(master: Master) -> dict[str, int]:
     """How much a master has in each of its tables, but for those who may come back, and counts."""
-    catalogue = master.run.associates.catalogue
+    more = {"catalogue": master.run.associates.catalogue}
     return {
         f"{part}.{name.lstrip('_')}": len(table)
-        for part, owner in (*vars(master.run).items(), ("catalogue", catalogue))
+        for part, owner in (vars(master.run) | more).items()
         if hasattr(owner, "__dict__") and part != "tally"
         for name, table in vars(owner).items()
         if isinstance(table, dict | list | set | OpenRounds) and name != "_lost"
