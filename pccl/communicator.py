@@ -78,8 +78,9 @@ class Communicator(Exchanges, Closing):
         p2p_connection_pool_size: connections (lanes) to each neighbour; 0: chosen automatically.
         security: the directory of keys (see `pccl keys`), which turns encryption on. None:
             PCCL_CURVE_DIR; if that is unset, nothing is encrypted.
-        advertise: the host at which other peers reach this one. None: PCCL_ADVERTISE; if that is
-            unset, the address that the master sees.
+        advertise: the host at which other peers reach this one, or several: "a,b". None:
+            PCCL_ADVERTISE; if that is unset, the address that the master sees, and those from which
+            this machine speaks to the world by IPv4 and IPv6.
         team: peers that are of no use without each other, such as the processes of one replica of a
             sharded model: any number, the same for all of them and for no others. They are admitted
             together, and if one is lost, the others are dropped. `pccl.torch.communicator` makes

@@ -85,4 +85,34 @@ MUTANTS = (
         "        return not apart and ",
         "        return ",
     ),
+    Mutant(
+        "a loopback address leads to peers of the same machine only",
+        "    return tuple(host for host in to.hosts if _confined(host) == near) or to.hosts\n",
+        "    return to.hosts\n",
+    ),
+    Mutant(
+        "each host of a newcomer is checked",
+        "    for host in info.hosts:\n        if not HOST",
+        "    for host in info.hosts[:1]:\n        if not HOST",
+    ),
+    Mutant(
+        "those behind one NAT may reach each other where the master does not",
+        "not all(local(info, other) or _behind_one(info, other) for other in group)\n",
+        "not all(local(info, other) for other in group)\n",
+    ),
+    Mutant(
+        "that the master lacks a way to an address proves nothing",
+        "    if any(at == first or _same_for_all(at) for at in untried):\n",
+        "    if False:\n",
+    ),
+    Mutant(
+        "a peer is met at any of the sender's hosts",
+        "sender.host, meet.port, lanes, sender.others))]\n",
+        "sender.host, meet.port, lanes))]\n",
+    ),
+    Mutant(
+        "two are met at any of the relay's hosts",
+        "relay.host, relay.relay, lanes, relay.others)\n",
+        "relay.host, relay.relay, lanes)\n",
+    ),
 )

@@ -1,11 +1,12 @@
 """Whether peers can reach each other, and how. Pure functions.
 
-A newcomer says whether it can be reached. One that cannot (it is `outgoing`: behind NAT) connects
-to others, and they do not connect to it: a stream to it has a meeting point, at its sender, to
-which it connects on the master's word. If the sender cannot be reached either, the two are *apart*.
-They can meet at a third peer only, which relays if its operator wants that.
+A newcomer says at which hosts others may reach it, or that it cannot be reached. Then (it is
+`outgoing`: behind NAT) it connects to others, and they do not connect to it: a stream to it has a
+meeting point, at its sender, to which it connects on the master's word. If the sender cannot be
+reached either, the two are *apart*. They can meet at a third peer only, which relays if its
+operator wants that.
 
-The master dials a newcomer once, at the address that others would use. If it reaches the newcomer,
+The master dials a newcomer once, at the hosts that others would use. If it reaches the newcomer,
 they most likely can. If not, that proves nothing about peers on the same machine, which need no
 network, or about an address in a private network that the master may not belong to. In these cases
 the newcomer is admitted with a warning; if its neighbours cannot reach it either, it is dropped.
@@ -14,7 +15,7 @@ the newcomer is admitted with a warning; if its neighbours cannot reach it eithe
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from pccl.protocol import messages as m
@@ -38,6 +39,16 @@ def local(one: Placed, other: Placed) -> bool:
     return bool(one.ipc and other.ipc) and one.machine == other.machine
 
 
+def ways(to: m.PeerInfo, machine: str) -> tuple[str, ...]:
+    """The hosts at which a peer of this machine may reach another one.
+
+    A loopback or link-local address leads to a peer of the same machine. To others it means another
+    machine, so it is tried only if there is nothing else.
+    """
+    near = to.machine == machine
+    return tuple(host for host in to.hosts if _confined(host) == near) or to.hosts
+
+
 def apart(one: m.PeerInfo, other: m.PeerInfo) -> bool:
     """Whether neither of two peers can connect to the other."""
     return one.outgoing and other.outgoing and not local(one, other)
@@ -58,11 +69,11 @@ def meeting(
     if not receiver.outgoing:
         return []  # it goes nowhere on the word of a peer that could come itself
     if meet.port:
-        return [(receiver, m.Come(sender, token, sender.host, meet.port, lanes))]
+        return [(receiver, m.Come(sender, token, sender.host, meet.port, lanes, sender.others))]
     if not relays:
         return [(sender, m.Met(token, why=severed(sender, receiver)))]
     relay = relays[(sender.peer + receiver.peer) % len(relays)]
-    come = m.Come(sender, token, relay.host, relay.relay, lanes)
+    come = m.Come(sender, token, relay.host, relay.relay, lanes, relay.others)
     relaying = m.Relay(token, sender, receiver)
     return [(relay, relaying), (receiver, come), (sender, m.Met(token, relay))]
 
@@ -85,17 +96,49 @@ def matters(info: m.PeerInfo, seen: str, group: Iterable[m.PeerInfo]) -> bool:
         seen: its address as the master sees it.
         group: the other peers of its group.
     """
-    return _judged(info.host, seen) and not all(local(info, other) for other in group)
+    judged = info.host == seen or _same_for_all(info.host)
+    return judged and not all(local(info, other) or _behind_one(info, other) for other in group)
 
 
-def _judged(host: str, seen: str) -> bool:
-    """Whether the master's view of an address counts for others."""
-    if host == seen:
-        return True
+def _behind_one(one: m.PeerInfo, other: m.PeerInfo) -> bool:
+    """Whether two peers are behind the same NAT, so that they reach each other in its network."""
+    return bool(one.host == other.host and one.others and other.others)
+
+
+def concluded(answers: Mapping[str, str | None]) -> str | None:
+    """What a master knows that has dialled the hosts of a peer: as what it knows of one host.
+
+    Args:
+        answers: by host, "" where it has reached the peer, else why not; None: no dial was made.
+            Without one to the first host, or to an address that is the same for all (IPv6, of which
+            the master may have none), others may reach what the master does not.
+    """
+    first = next(iter(answers))
+    if "" in answers.values():
+        return ""
+    untried = [at for at, why in answers.items() if why is None]
+    if any(at == first or _same_for_all(at) for at in untried):
+        return None
+    if len(answers) == 1:
+        return answers[first]
+    return "; ".join(f"{at}: {why or 'it could not be tried'}" for at, why in answers.items())
+
+
+def _same_for_all(host: str) -> bool:
+    """Whether an address means the same machine to all."""
     try:
         return ipaddress.ip_address(host).is_global
     except ValueError:
         return False  # a name, which others may resolve differently
+
+
+def _confined(host: str) -> bool:
+    """Whether an address has a meaning on its own machine or cable only."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_link_local
 
 
 # What to do about a peer that reaches no other.
@@ -107,17 +150,21 @@ EGRESS = (
 
 def refusal(info: m.PeerInfo, why: str) -> str:
     """The error for a newcomer that must be refused."""
-    where = address_text(info.host, info.port)
-    return f"it cannot be reached at {where}, where the master has tried ({why}): {cure(info)}"
+    return (
+        f"it cannot be reached at {_where(info)}, where the master has tried ({why}): {cure(info)}"
+    )
 
 
 def warning(info: m.PeerInfo, why: str) -> str:
     """The warning for a newcomer that is admitted nevertheless."""
-    where = address_text(info.host, info.port)
     return (
-        f"this peer cannot be reached at {where}, where the master has tried ({why}). If peers on "
-        f"other machines are to come: {cure(info)}"
+        f"this peer cannot be reached at {_where(info)}, where the master has tried ({why}). If "
+        f"peers on other machines are to come: {cure(info)}"
     )
+
+
+def _where(info: m.PeerInfo) -> str:
+    return " or ".join(address_text(host, info.port) for host in info.hosts)
 
 
 def cure(info: m.PeerInfo) -> str:
@@ -127,11 +174,7 @@ def cure(info: m.PeerInfo) -> str:
             "it only dials out (PCCL_OUTGOING_ONLY): let the ports of those that it must reach "
             "through their firewalls (PCCL_PORT_RANGE)"
         )
-    try:
-        loopback = ipaddress.ip_address(info.host).is_loopback
-    except ValueError:
-        loopback = False
-    if loopback:
+    if all(_confined(host) for host in info.hosts):
         return (
             f"{info.host} means another machine to each of them: connect to the master by an "
             "address that all can reach, or set PCCL_ADVERTISE to this machine's"

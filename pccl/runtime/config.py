@@ -52,8 +52,8 @@ class Config:
     """Settings of one peer or master.
 
     Attributes:
-        advertise: the host at which other peers reach this one; empty: the address that the master
-            sees.
+        advertise: the host at which other peers reach this one, or several: "a,b"; empty: the
+            address that the master sees, and `further_hosts`.
         ports: a peer listens for bulk data on one of them; empty: on any.
         ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
         heartbeat_ms: heartbeat interval of every connection.

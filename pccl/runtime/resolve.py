@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pccl.runtime import limits
+from pccl.runtime.config import Config
+from pccl.runtime.race import first_to_answer
 
 log = logging.getLogger("pccl")
 
@@ -28,6 +30,7 @@ class Found(NamedTuple):
 
 
 Then = Callable[[Found], None]
+WORLD = "192.0.2.1", "2001:db8::1"  # addresses for documentation, to which default routes lead
 
 
 def is_address(host: str) -> bool:
@@ -40,12 +43,40 @@ def is_address(host: str) -> bool:
 
 
 def everywhere(address: str) -> str:
-    """The wildcard address to listen on: of IPv6 if the master is reached by IPv6.
+    """The wildcard address to listen on: that of IPv6 is one of IPv4 too, where a system has both.
 
     Args:
         address: the master's address.
     """
-    return "::" if ":" in address else "0.0.0.0"
+    return "::" if ":" in address or socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def further_hosts(config: Config, address: str) -> tuple[str, ...]:
+    """Where a peer may be reached besides its first host.
+
+    If it is not told, it says from where its connections come: those to the master, and those to
+    the rest of the world by IPv4 and by IPv6. The kernel knows that, and nothing is sent.
+
+    Args:
+        config: what it is told.
+        address: the master's address.
+    """
+    if config.advertise or config.outgoing:
+        return tuple(config.advertise.split(",")[1:])
+    return tuple(dict.fromkeys(filter(None, map(_source, (address, *WORLD)))))
+
+
+def _source(destination: str) -> str:
+    """The address from which this machine speaks to another one; "" if others cannot use it."""
+    family = socket.AF_INET6 if ":" in destination else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((destination, 9))
+            source = str(probe.getsockname()[0])
+    except OSError:
+        return ""  # there is no way to that network
+    known = ipaddress.ip_address(source.partition("%")[0])
+    return "" if known.is_loopback or known.is_link_local or known.is_unspecified else source
 
 
 def asked(host: str) -> queue.SimpleQueue[list[str] | OSError]:
@@ -117,6 +148,34 @@ def _look_up(host: str) -> list[str] | OSError:
     return list(dict.fromkeys(str(each[4][0]) for each in by_family))
 
 
+class Ways(NamedTuple):
+    """Hosts of a peer, the port that it has at all of them, and whether it greets there."""
+
+    hosts: tuple[str, ...]
+    port: int
+    greets: bool = True
+
+    def first(self, but: dict[str, str], limit_s: float) -> tuple[str, dict[str, str]]:
+        """The first address that answers, and why others do not; takes up to `limit_s`.
+
+        Args:
+            but: what is left out, if anything else is there.
+            limit_s: for everything.
+        """
+        until_s, failed = time.monotonic() + limit_s, dict[str, str]()
+        found: dict[str, None] = {}
+        for host in self.hosts:
+            result = [host] if is_address(host) else _look_up(host)
+            if isinstance(result, OSError):
+                failed[host] = str(result)
+            else:
+                found.update(dict.fromkeys(result))
+        left_s = max(limit_s / 2, until_s - time.monotonic())  # look-ups may have taken long
+        tried = [address for address in found if address not in but] or [*found]
+        address, whys = first_to_answer(tried, self.port, left_s, self.greets)
+        return address, {**but, **failed, **whys}
+
+
 class _Known(NamedTuple):
     addresses: list[str]
     until_s: float
@@ -133,6 +192,9 @@ class Resolver:
         self._post = post
         self._known: dict[str, _Known] = {}
         self._asked: dict[str, list[Then]] = {}  # look-ups in progress, and their callbacks
+        self._working: dict[Ways, str] = {}  # the address that has answered
+        self._useless: dict[Ways, dict[str, str]] = {}  # addresses that did not work, and why
+        self._raced: dict[Ways, list[Then]] = {}  # what is being found out, and the callbacks
 
     def find(self, host: str, then: Then) -> None:
         """Calls `then` with the address of a host: at once if it is known."""
@@ -150,6 +212,44 @@ class Resolver:
             except OSError as error:
                 self._tell(host, error)
 
+    def reach(self, ways: Ways, limit_s: float, then: Then) -> None:
+        """Calls `then` with an address at which a peer answers: at once if there is one only."""
+        if len(ways.hosts) == 1:
+            self.find(ways.hosts[0], then)
+        elif ways in self._working:
+            then(Found(self._working[ways]))
+        elif ways in self._raced:
+            self._raced[ways].append(then)
+        else:
+            self._raced[ways] = [then]
+            but = self._useless.get(ways, {})
+            try:
+                _in_thread(lambda: self._race(ways, but, limit_s))
+            except OSError as error:
+                self._tell_of(ways, "", {"": str(error)})
+
+    def _race(self, ways: Ways, but: dict[str, str], limit_s: float) -> None:
+        address, whys = ways.first(but, limit_s)
+        self._post(lambda: self._tell_of(ways, address, whys))
+
+    def _tell_of(self, ways: Ways, address: str, whys: dict[str, str]) -> None:
+        self._useless[ways] = whys if address else {}  # next time all have another chance
+        if address:
+            self._useless[ways].pop(address, None)
+            self._working[ways] = address
+            log.info("of %s, %s answers first (%s)", ways.hosts, address, whys)
+        why = "; ".join(f"{at}: {said}" if at else said for at, said in whys.items())
+        for then in self._raced.pop(ways, []):
+            then(Found(address, "" if address else why))
+
+    def useless(self, ways: Ways, why: str) -> None:
+        """A connection to the address found last has failed: the next time, another one is tried
+        first, if there is any."""
+        self.failed(ways.hosts[0])
+        address = self._working.pop(ways, "")
+        if address:
+            self._useless[ways][address] = why
+
     def failed(self, host: str) -> None:
         """Nobody answers at the latest address: the next look-up returns another, if any."""
         known = self._known.get(host)
@@ -159,6 +259,7 @@ class Resolver:
     def forget(self) -> None:
         """Drops all callbacks."""
         self._asked.clear()
+        self._raced.clear()
 
     def _work(self, host: str) -> None:
         result = _look_up(host)

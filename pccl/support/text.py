@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
+ADVERTISED_MAX = 8  # hosts at which a peer says that it may be reached
 KEY = re.compile(r"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")  # of CURVE, in Z85
 
 
@@ -55,16 +56,24 @@ def duration_text(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def parse_advertised(host: str, what: str) -> str:
-    """A host, or "", that `what` names. Raises ValueError for anything else, as one with a port."""
-    try:
-        ipaddress.ip_address(host or "::")
-    except ValueError:
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", host):
-            raise ValueError(
-                f"{what} is {host!r}: it must be an address or a name, without brackets or a port"
-            ) from None
-    return host
+def parse_advertised(hosts: str, what: str) -> str:
+    """A host or several, as in `a,b`, or "", that `what` names.
+
+    Raises:
+        ValueError: it is anything else, such as one with a port, or there are too many.
+    """
+    for host in hosts.split(",") if hosts else ():
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", host):
+                raise ValueError(
+                    f"{what} is {hosts!r}: it must be an address or a name, without brackets or a "
+                    "port, or several with commas between them"
+                ) from None
+    if hosts.count(",") >= ADVERTISED_MAX:
+        raise ValueError(f"{what} is {hosts!r}: it may name {ADVERTISED_MAX} hosts at most")
+    return hosts
 
 
 def parse_ports(text: str, what: str) -> range:

@@ -9,7 +9,9 @@ import pytest
 from cluster import grow, in_threads
 
 import pccl
+from pccl.runtime import limits
 from pccl.runtime.config import Config
+from pccl.runtime.resolve import further_hosts
 from pccl.support.text import parse_advertised, parse_ports
 
 
@@ -31,9 +33,18 @@ def test_no_ranges_of_ports(text: str) -> None:
 
 
 def test_hosts_to_advertise() -> None:
-    for host in ("", "10.0.0.1", "fe80::1", "a.host-name.example"):
+    for host in ("", "10.0.0.1", "fe80::1", "a.host-name.example", "a.name,10.0.0.1,fd00::1"):
         assert parse_advertised(host, "x") == host
-    for host in ("10.0.0.1:50000", "[::1]", "a host", "tcp://x"):
+    for host in (
+        "10.0.0.1:50000",
+        "[::1]",
+        "a host",
+        "tcp://x",
+        "a,",
+        ",a",
+        "a,[::1]",
+        "a" + 8 * ",a",
+    ):
         with pytest.raises(ValueError, match="advertise is"):
             pccl.Communicator("127.0.0.1:1", advertise=host)
         with pytest.raises(ValueError, match="PCCL_ADVERTISE is"):
@@ -77,12 +88,86 @@ def test_what_the_arguments_say_comes_before_the_environment(
             comm.close()
 
 
-@pytest.mark.parametrize("listen", ["[::1]:0", "[::]:0"])
-def test_ipv6(listen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def all_reduced(comms: list[pccl.Communicator]) -> bool:
+    comms[0].connect()
+    for size, comm in enumerate(comms[1:], 2):
+        admit = [lambda c=c, n=size: grow(c, n) for c in comms[: size - 1]]  # type: ignore[misc]
+        in_threads([comm.connect, *admit])
+    arrays = [np.full(100_000, 1.0) for _ in comms]
+    jobs = [lambda a=a, c=c: c.all_reduce(a, op="sum") for a, c in zip(arrays, comms, strict=True)]  # type: ignore[misc]
+    in_threads(jobs)
+    return all((array == len(comms)).all() for array in arrays)
+
+
+def test_a_dead_address_that_is_announced_first_costs_nobody_his_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is one of a cable that this machine does not have."""
+    monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
+    monkeypatch.setenv("PCCL_ADVERTISE", "169.254.255.254,127.0.0.1")
+    monkeypatch.setattr(limits, "DIAL_S", 0.3)
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        comms = [pccl.Communicator(master.address) for _ in range(2)]
+        assert all_reduced(comms)
+        assert all("169.254.255.254:" in peer for peer in comms[0].peers)
+        for comm in comms:
+            comm.close()
+
+
+def needs_ipv6() -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError as error:
         pytest.skip(f"no IPv6 here: {error}")
+
+
+def test_peers_that_speak_ipv4_and_ipv6_in_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master listens for both."""
+    needs_ipv6()
+    monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
+    with pccl.MasterNode("[::]:0") as master:
+        port = master.address.rpartition(":")[2]
+        comms = [
+            pccl.Communicator(f"{host}:{port}") for host in ("127.0.0.1", "[::1]", "127.0.0.1")
+        ]
+        assert all_reduced(comms)
+        assert ["[::1]" in peer for peer in comms[0].peers].count(True) == 1
+        for comm in comms:
+            comm.close()
+
+
+def test_a_peer_says_from_where_it_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = {"10.0.0.1": "10.0.0.7", "192.0.2.1": "192.168.1.7", "2001:db8::1": "fe80::7%eth0"}
+    sources |= {"fd00::1": "fd00::7", "127.0.0.1": "127.0.0.1"}
+
+    class Probe:
+        def __init__(self, *_: object) -> None: ...
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def connect(self, to: tuple[str, int]) -> None:
+            if to[0] not in sources:
+                raise OSError("no route")
+            self.to = to[0]
+
+        def getsockname(self) -> tuple[str, int]:
+            return sources[self.to], 1
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert further_hosts(Config(), "10.0.0.1") == ("10.0.0.7", "192.168.1.7")
+    assert further_hosts(Config(), "127.0.0.1") == ("192.168.1.7",)
+    sources["2001:db8::1"] = "fd00::7"
+    assert further_hosts(Config(), "fd00::1") == ("fd00::7", "192.168.1.7")
+    assert further_hosts(Config(advertise="a"), "10.0.0.1") == ()
+    assert further_hosts(Config(advertise="a,b,c"), "10.0.0.1") == ("b", "c")
+    sources.clear()
+    assert further_hosts(Config(), "10.0.0.1") == ()
+
+
+@pytest.mark.parametrize("listen", ["[::1]:0", "[::]:0"])
+def test_ipv6(listen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    needs_ipv6()
     monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
     with pccl.MasterNode(listen) as master:
         comms = [pccl.Communicator(master.address) for _ in range(2)]

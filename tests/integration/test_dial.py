@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import zmq
@@ -20,7 +21,15 @@ from pccl.runtime import limits, resolve
 from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.config import Config
 from pccl.runtime.curve import new_keys
-from pccl.runtime.server.dial import ANOTHER, ASKER_MAX, OTHER_COST, UNTOLD, Dialler, Target
+from pccl.runtime.server.dial import (
+    ANOTHER,
+    ASKER_MAX,
+    OTHER_COST,
+    UNTOLD,
+    Dialler,
+    Target,
+    dial_hosts,
+)
 from pccl.runtime.server.server import Server
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair
@@ -205,6 +214,54 @@ def test_the_master_itself_dials_names_and_counts_only_what_proves_something(
     assert caller.dial(Target("slow.name", engine.port, token=TOKEN), None) is None
     answer.set()
     engine.close()
+
+
+def test_a_peer_with_several_hosts_is_reached_at_any(caller: Caller) -> None:
+    engine = Engine(EngineOptions(dialler=TOKEN.encode()), host=LOCAL)
+    begun: list[str] = []
+    real = caller.dialler.dial
+
+    def dial(target: Target, *rest: Any) -> None:
+        begun.append(target.host)
+        real(target, *rest)
+
+    caller.dialler.dial = dial  # type: ignore[method-assign]
+
+    def answer(*hosts: str, asker: str | None = None) -> str | None:
+        said: list[str | None] = []
+        target = Target("", engine.port, token=TOKEN)
+        dial_hosts(caller.dialler, hosts, target, time.monotonic, said.append, asker)
+        wait_until(lambda: caller.step() or bool(said))
+        wait_until(lambda: caller.step() or not caller.dialler.busy)
+        assert len(said) == 1
+        return said[0]
+
+    assert answer(LOCAL, "127.0.0.8") == "" and begun == [LOCAL], "that is enough"
+    assert answer("127.0.0.9", LOCAL, "127.0.0.8", "127.0.0.7") == ""
+    refused = "connection refused: nothing listens at that port"
+    both = f"127.0.0.9: {refused}; 127.0.0.8: {refused}"
+    assert answer("127.0.0.9", "127.0.0.8") == both
+    assert answer("127.0.0.9") == refused
+    engine.close()
+
+
+def test_what_is_not_the_askers_own_host_stays_untold(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "DIAL_S", 0.05)
+    said: list[str | None] = []
+    target = Target("", 1, token=TOKEN)
+    dial_hosts(caller.dialler, (LOCAL, "127.0.0.9"), target, time.monotonic, said.append, LOCAL)
+    wait_until(lambda: caller.step() or bool(said))
+    assert said[0] is not None and said[0].endswith(f"127.0.0.9: {UNTOLD}")
+
+
+def test_a_master_without_ipv6_says_nothing_of_it(
+    caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: errno.ENETUNREACH)
+    assert caller.dial(Target("2001:db8::7", 1, token=TOKEN), None) is None
+    assert caller.dial(Target("10.0.0.7", 1, token=TOKEN), None) is not None
 
 
 def test_dials_are_bounded(caller: Caller, monkeypatch: pytest.MonkeyPatch) -> None:

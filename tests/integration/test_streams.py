@@ -18,6 +18,7 @@ import pytest
 import zmq
 from cluster import Cluster, in_threads
 from errors_page import listed
+from msgspec.structs import replace
 from processes import Master
 from waiting import wait_until
 
@@ -30,6 +31,7 @@ from pccl.runtime.client import engine as engine_module
 from pccl.runtime.client import streams
 from pccl.runtime.client.dealer import Dealer
 from pccl.runtime.client.engine import (
+    ANOTHER,
     FAILED,
     REFUSED,
     STARVED,
@@ -38,7 +40,7 @@ from pccl.runtime.client.engine import (
     Event,
 )
 from pccl.runtime.client.streams import Refused, Streams
-from pccl.runtime.config import Config
+from pccl.runtime.config import Config, machine_id
 from pccl.runtime.resolve import Found, Resolver
 
 COUNT = 100_000  # elements: too many to travel with the votes
@@ -163,6 +165,97 @@ def test_an_address_is_connected_at_once_and_given_up_when_no_lane_stands() -> N
     desk.streams.close(1)
     assert desk.streams.lost(lost(1)) == (None, False)
     assert desk.streams.why(failed(1)) == "its connection to a neighbour: refused"
+
+
+class Listeners:
+    """Addresses of this machine at one port: some greet as engines do, some are silent."""
+
+    def __init__(self, **said: bytes) -> None:
+        self.servers: list[socket.socket] = []
+        self.port = 0
+        self._open: list[socket.socket] = []
+        for last, words in said.items():
+            server = socket.create_server((f"127.0.0.{last[1:]}", self.port))
+            self.port = server.getsockname()[1]
+            self.servers.append(server)
+            threading.Thread(target=self._serve, args=(server, words), daemon=True).start()
+
+    def _serve(self, server: socket.socket, words: bytes) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection = server.accept()[0]
+                self._open.append(connection)
+                connection.sendall(words)
+
+    def __enter__(self) -> Listeners:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in [*self.servers, *self._open]:
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # it wakes the thread that accepts
+            each.close()
+
+
+def several(port: int, *last: int) -> m.PeerInfo:
+    """A peer at addresses of this machine, which is taken for another one's."""
+    first, *others = [f"127.0.0.{number}" for number in last]
+    return m.PeerInfo(8, 0, first, port, "", machine_id(), others=tuple(others))
+
+
+def test_the_first_host_that_greets_is_taken_and_remembered() -> None:
+    with Listeners(_2=b"", _3=b"SSH-2.0", _4=b"\xff\x00") as there:
+        desk = Desk(limit_s=20)
+        info = several(there.port, 2, 9, 3, 4)  # silent, refuses, is no peer
+        desk.streams.open(1, info, 5)
+        desk.streams.open(2, info, 5)
+        assert desk.engine.told == [("open", 1), ("open", 2)]
+        desk.work()
+        found = f"tcp://127.0.0.4:{there.port}"
+        assert desk.engine.told[2:] == [("connect", 1, found), ("connect", 2, found)]
+        desk.streams.open(3, info, 5)
+        assert desk.engine.told[-1] == ("connect", 3, found), "without another attempt"
+        assert desk.streams.neighbours[0] == (info, ("127.0.0.4", there.port))
+
+
+def test_a_host_where_another_process_greets_costs_nobody_his_place() -> None:
+    with Listeners(_2=b"\xff", _3=b"\xff") as there:
+        desk = Desk(limit_s=20)
+        info = several(there.port, 2, 3)
+        for number, last in ((1, 2), (2, 3)):
+            desk.streams.open(number, info, 5)
+            desk.work()
+            assert desk.engine.told[-1] == ("connect", number, f"tcp://127.0.0.{last}:{there.port}")
+            if number == 1:
+                assert desk.streams.lost(lost(1, ANOTHER)) == (info, False)
+        desk.streams.up(2)
+        desk.streams.open(3, info, 5)
+        assert desk.engine.told[-1][2] == f"tcp://127.0.0.3:{there.port}"
+
+
+def test_a_peer_that_answers_nowhere_is_given_up_with_all_that_was_tried() -> None:
+    with Listeners(_2=b"") as there:
+        desk = Desk()
+        info = several(there.port, 2, 3)
+        desk.streams.open(1, info, 5)
+        why = desk.wait()
+        for word in ("127.0.0.2: no answer within 0.2 s", "127.0.0.3: Connection refused"):
+            assert word in why
+        assert desk.streams.lost(lost(1)) == (info, False), "it may be a moment's trouble"
+        assert desk.streams.text(lost(1)) == why, "the engine repeats less of it"
+        desk.streams.open(2, info, 5)
+        desk.wait()
+        assert desk.streams.lost(lost(2)) == (info, True)
+
+
+def test_hosts_may_be_names(names: Names) -> None:
+    with Listeners(_2=b"\xff") as there:
+        desk = Desk(limit_s=20)
+        names.addresses = ["::1", "127.0.0.3", "127.0.0.2"]
+        info = replace(several(there.port, 9), others=("peer.example",))
+        desk.streams.open(1, info, 5)
+        desk.work()
+        assert desk.engine.told[-1] == ("connect", 1, f"tcp://127.0.0.2:{there.port}")
 
 
 def test_what_is_up_is_not_given_up() -> None:

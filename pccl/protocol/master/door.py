@@ -14,9 +14,15 @@ IPC_MAX = 100  # characters of a socket's path
 
 def newcomer(hello: m.Hello, host: str) -> m.PeerInfo:
     """A peer without a number; `host` is the address that the master sees."""
-    address = (hello.host or host, hello.port, hello.ipc, hello.machine, hello.curve)
-    team = hello.team, hello.team_size
-    return m.PeerInfo(0, hello.group, *address, *team, hello.outgoing, hello.relay)
+    first, *others = hosts(hello, host)
+    address = (first, hello.port, hello.ipc, hello.machine, hello.curve)
+    rest = hello.team, hello.team_size, hello.outgoing, hello.relay, tuple(others)
+    return m.PeerInfo(0, hello.group, *address, *rest)
+
+
+def hosts(said: m.Hello | m.Examine, seen: str) -> tuple[str, ...]:
+    """Where a peer may be reached: that is where the master sees it, unless it names a host."""
+    return tuple(dict.fromkeys((said.host or seen, *said.others)))
 
 
 def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:
@@ -38,8 +44,9 @@ def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None
             "self-test gave other bits), so results could not be bit-identical: rebuild pccl, "
             "compare `pccl doctor`"
         )
-    if not HOST.fullmatch(info.host):
-        return f"it asks to be reached at {info.host!r}, which is no host (PCCL_ADVERTISE)"
+    for host in info.hosts:
+        if not HOST.fullmatch(host):
+            return f"it asks to be reached at {host!r}, which is no host (PCCL_ADVERTISE)"
     if info.curve and not KEY.fullmatch(info.curve):
         return f"its key is {info.curve!r}, which is no key"
     if info.outgoing and info.relay:

@@ -13,6 +13,7 @@ from pccl.protocol.messages.values import (
     Data,
     Divergence,
     Done,
+    Hosts,
     Lanes,
     Name,
     Packages,
@@ -232,13 +233,19 @@ class Waiting(Struct, array_like=True, frozen=True, tag=83):
 
 
 class Come(Struct, array_like=True, frozen=True, tag=84):
-    """The peer must connect to a stream of `sender`, `lanes` times; see Meet."""
+    """The peer must connect to a stream of `sender`, `lanes` times, at a host; see Meet."""
 
     sender: PeerInfo
     token: Token
     host: Name
     port: U16
     lanes: Lanes
+    others: Hosts = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All hosts at which the two may meet."""
+        return self.host, *self.others
 
 
 class Met(Struct, array_like=True, frozen=True, tag=85):

@@ -14,6 +14,7 @@ from pccl.protocol.messages.values import (
     Data,
     Differences,
     Done,
+    Hosts,
     Lanes,
     Name,
     Offer,
@@ -38,7 +39,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     password with which the master may dial the peer. `team` and `team_size`: as in `PeerInfo`.
 
     An `associate` is no peer: it publishes or follows weights, and has no part in any round.
-    `outgoing` and `relay`: as in `PeerInfo`.
+    `outgoing`, `relay` and `others`: as in `PeerInfo`.
     """
 
     protocol: U32
@@ -56,6 +57,7 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
     associate: bool = False
     outgoing: bool = False
     relay: U16 = 0
+    others: Hosts = ()
 
 
 class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
@@ -206,6 +208,7 @@ class Examine(Struct, array_like=True, frozen=True, tag=12):
     port: U16
     curve: Name = ""
     dial: Name = ""
+    others: Hosts = ()
 
 
 class OptimizeVote(Struct, array_like=True, frozen=True, tag=13):

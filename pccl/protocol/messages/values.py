@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from pccl.protocol import wording
 from pccl.protocol.kinds import CollectiveKind
-from pccl.support.text import address_text
+from pccl.support.text import ADVERTISED_MAX, address_text
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
@@ -36,6 +36,7 @@ Version = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Hash = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Text = Annotated[str, Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+Hosts = Annotated[tuple[Name, ...], Meta(max_length=ADVERTISED_MAX - 1)]
 Token = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Lanes = Annotated[int, Meta(ge=1, le=256)]
 Data = Annotated[bytes, Meta(max_length=INLINE_BYTES_MAX)]
@@ -59,7 +60,8 @@ class PeerInfo(Struct, array_like=True, frozen=True):
     `curve` is the public key by which they authenticate each other; empty without encryption.
     `team` names the peers that it joins together with, `team_size` of them with itself; 0: none.
     `outgoing`: nobody can connect to it, as behind NAT; it connects itself. `relay` is the port at
-    which it joins the connections of two such peers; 0: it does not.
+    which it joins the connections of two such peers; 0: it does not. `others` are further hosts at
+    which it may be reached, at the same port.
     """
 
     peer: U64
@@ -73,6 +75,12 @@ class PeerInfo(Struct, array_like=True, frozen=True):
     team_size: U16 = 0
     outgoing: bool = False
     relay: U16 = 0
+    others: Hosts = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All hosts at which it may be reached."""
+        return self.host, *self.others
 
     def __str__(self) -> str:
         return f"peer {self.peer} ({address_text(self.host, self.port)})"

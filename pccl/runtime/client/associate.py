@@ -45,7 +45,7 @@ from pccl.runtime.client.parcel import ENTRIES, Incoming, Parcel
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
-from pccl.runtime.resolve import Resolver, everywhere
+from pccl.runtime.resolve import Resolver, everywhere, further_hosts
 from pccl.runtime.waiter import Waiter
 from pccl.security import Security
 from pccl.types import Result
@@ -135,6 +135,7 @@ class Associate:
                 dial=self._identity.token,
                 associate=True,
                 outgoing=config.outgoing,
+                others=further_hosts(config, address),
             )
             self._machine = Follower(self._hello, follows, relays, keeper.fits)
             self._streams = Streams(

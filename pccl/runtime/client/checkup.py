@@ -14,7 +14,7 @@ from pccl.runtime.client.dealer import Dealer, DealerEvent
 from pccl.runtime.client.engine import Engine, EngineOptions
 from pccl.runtime.client.identity import Identity
 from pccl.runtime.config import Config
-from pccl.runtime.resolve import everywhere, reachable
+from pccl.runtime.resolve import everywhere, further_hosts, reachable
 from pccl.security import Security
 from pccl.support.text import address_text
 from pccl.types import Result
@@ -27,7 +27,7 @@ class Examination:
 
     Attributes:
         report: the master's report.
-        address: `host:port` at which the master has tried to reach this machine.
+        address: `host:port`, or several, at which the master has tried to reach this machine.
         round_trip_s: round trip to the master, from TCP's handshake.
         clock_s: how far this machine's clock is ahead of the master's, within half a round trip.
     """
@@ -56,6 +56,7 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
     round_trip_s = time.monotonic() - began_s
     identity = Identity.of(security)
     options = identity.guard(EngineOptions())
+    first, others = config.advertise.partition(",")[0], further_hosts(config, address)
     engine = Engine(options, host=everywhere(address), ports=config.ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
@@ -64,10 +65,11 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
             ask = m.Examine(
                 m.PROTOCOL_VERSION,
                 __version__,
-                config.advertise,
+                first,
                 engine.port,
                 identity.curve,
                 identity.token,
+                others,
             )
             dealer.say(ask)
             dealer.flush()
@@ -77,7 +79,8 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
     finally:
         context.term()
         engine.close()
-    address = address_text(config.advertise or report.host, engine.port)
+    tried = dict.fromkeys((first or report.host, *others))
+    address = " or ".join(address_text(each, engine.port) for each in tried)
     clock_s = time.time() - report.unix_s - round_trip_s / 2
     return Examination(report, address, round_trip_s, clock_s)
 

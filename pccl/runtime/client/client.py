@@ -38,7 +38,7 @@ from pccl.runtime.client.progress import Progress
 from pccl.runtime.client.shortcut import Shortcut
 from pccl.runtime.client.streams import Refused, Streams
 from pccl.runtime.config import Config
-from pccl.runtime.resolve import Resolver, everywhere
+from pccl.runtime.resolve import Resolver, everywhere, further_hosts
 from pccl.runtime.uninterrupted import insist
 from pccl.runtime.waiter import Waiter
 from pccl.security import Security
@@ -95,7 +95,7 @@ class Client:
             self._resolver = Resolver(self._inbox.post)
             self._meetings = self._make_meetings(address, config)
             opened.callback(self._meetings.close)
-            self._hello = self._introduce(hello, config)
+            self._hello = self._introduce(hello, config, address)
             self._streams = Streams(
                 self._engine, self._resolver, config, pool_size, self._local, self._meetings
             )
@@ -159,7 +159,9 @@ class Client:
 
         return Meetings(self._engine, self._resolver, config, everywhere(address), say)
 
-    def _introduce(self, hello: Callable[[int, str], m.Hello], config: Config) -> m.Hello:
+    def _introduce(
+        self, hello: Callable[[int, str], m.Hello], config: Config, address: str
+    ) -> m.Hello:
         """This peer's first message."""
         said = hello(self._engine.port, self._engine.ipc if config.ipc else "")
         return msgspec.structs.replace(
@@ -167,6 +169,7 @@ class Client:
             curve=self._identity.curve,
             dial=self._identity.token,
             outgoing=config.outgoing,
+            others=further_hosts(config, address),
             relay=self._meetings.port,
         )
 

@@ -97,12 +97,13 @@ class EngineEvents:
 
     def _stream_lost(self, event: Event) -> None:
         to, unreached = self._streams.lost(event)
-        log.info("peer %d: its connection to %s: %s", self._peer.number, to, event.text)
+        text = self._streams.text(event)
+        log.info("peer %d: its connection to %s: %s", self._peer.number, to, text)
         if to is None:
             return
         if unreached:
-            self._perform(self._peer.unreached(to, event.text))
-        why = f"its connection to {to}: {event.text}"
+            self._perform(self._peer.unreached(to, text))
+        why = f"its connection to {to}: {text}"
         self._perform(self._peer.stream_lost(event.stream, why))
 
     def _written(self, event: Event) -> None:

@@ -11,7 +11,7 @@ from pccl.runtime import limits
 from pccl.runtime.client.engine import Engine
 from pccl.runtime.client.meeting import TAKES, MeetingPoint
 from pccl.runtime.config import Config
-from pccl.runtime.resolve import Found, Resolver
+from pccl.runtime.resolve import Found, Resolver, Ways
 from pccl.support.text import address_text
 
 log = logging.getLogger("pccl")
@@ -93,13 +93,16 @@ class Meetings:
 
         def found(it: Found) -> None:
             if not it.address:
-                log.warning("%s cannot be met at %s: %s", come.sender, come.host, it.why)
+                log.warning(
+                    "%s cannot be met at %s: %s", come.sender, " or ".join(come.hosts), it.why
+                )
                 return
             self._visited.add((it.address, come.port))
             via = address_text(it.address, come.port)
             self._engine.meet(destination(come.token, TAKES), via, come.lanes)
 
-        self._resolver.find(come.host, found)
+        ways = Ways(come.hosts, come.port, greets=False)
+        self._resolver.reach(ways, self._config.handshake_timeout_s, found)
 
     def relay(self, relay: m.Relay) -> None:
         """The master says that two others meet here."""

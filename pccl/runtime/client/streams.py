@@ -16,13 +16,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccl.protocol import messages as m
+from pccl.protocol import reach
 from pccl.runtime import limits
 from pccl.runtime.client.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
 from pccl.runtime.client.meeting import SENDS
 from pccl.runtime.client.meetings import Meetings, destination
-from pccl.runtime.config import Config, high_water_mark, lanes
+from pccl.runtime.config import Config, high_water_mark, lanes, machine_id
 from pccl.runtime.forks import Address
-from pccl.runtime.resolve import Found, Resolver
+from pccl.runtime.resolve import Found, Resolver, Ways, is_address
 from pccl.support.text import address_text
 
 log = logging.getLogger("pccl")
@@ -41,6 +42,8 @@ class _Stream:
     refused: bool = False  # whether the system provides no socket for it
     token: str = ""  # of the meeting, if the peer is met
     via: str = ""  # where, once it is known
+    ways: Ways | None = None  # of which the resolver chooses
+    said: str = ""  # why it was lost, if that is longer than what the engine repeats
 
 
 class Refused(Exception):
@@ -70,7 +73,7 @@ class Streams:
     ) -> None:
         self._engine, self._resolver, self._config = engine, resolver, config
         self._pool_size, self._local, self._meetings = pool_size, local, meetings
-        self._limit_s = config.handshake_timeout_s
+        self._limit_s, self._machine = config.handshake_timeout_s, machine_id()
         self._open: dict[int, _Stream] = {}
         self._waiting: dict[int, _Stream] = {}  # those that are not connected yet
         self._without_ipc: set[int] = set()  # neighbours on this machine, reached by TCP instead
@@ -160,18 +163,25 @@ class Streams:
         if one.endpoint.startswith("ipc:"):
             self._do_without_ipc(one.to, event.text)
             return one.to, False  # the next stream shows whether it can be reached
-        self._resolver.failed(one.to.host)
+        if one.ways is not None:
+            self._resolver.useless(one.ways, event.text)
         if time.monotonic() < one.due_s and one.to.peer not in self._doubted:
             self._doubted.add(one.to.peer)
             return one.to, False
         return one.to, True
+
+    def text(self, event: Event) -> str:
+        """Why a stream was lost."""
+        one = self._open.get(event.stream)
+        return (one and one.said) or event.text
 
     def why(self, event: Event) -> str:
         """Why an op has failed; if a stream is the reason, the peer at its other end is named."""
         if not event.stream:
             return event.text
         one = self._open.get(event.stream)
-        return f"its connection to {'a neighbour' if one is None else one.to}: {event.text}"
+        whom = "a neighbour" if one is None else one.to
+        return f"its connection to {whom}: {self.text(event)}"
 
     def tick(self) -> None:
         """Abandons overdue streams, and tries again to resolve names."""
@@ -190,7 +200,10 @@ class Streams:
         self._waiting.clear()
 
     def _find(self, number: int, one: _Stream) -> None:
-        self._resolver.find(one.to.host, lambda found: self._found(number, found))
+        if one.ways is None:
+            one.ways = Ways(reach.ways(one.to, self._machine), one.to.port)
+            one.due_s += limits.STREAM_LATE_S if len(one.ways.hosts) > 1 else 0.0
+        self._resolver.reach(one.ways, self._limit_s, lambda found: self._found(number, found))
 
     def _found(self, number: int, found: Found) -> None:
         one = self._waiting.get(number)
@@ -199,8 +212,12 @@ class Streams:
         one.why = found.why
         if found.address:
             self._connect(number, one, f"tcp://{address_text(found.address, one.to.port)}")
-        else:
+        elif not all(map(is_address, one.ways.hosts if one.ways else ())):  # it may resolve soon
             one.retry_s = time.monotonic() + limits.NAME_RETRY_S
+        else:
+            del self._waiting[number]
+            one.said = f"no address of it answers at port {one.to.port} ({found.why})"
+            self._engine.lose_stream(number, one.said)
 
     # ---- peers to which nobody can connect ----
 
@@ -243,7 +260,9 @@ class Streams:
                 via = address_text(found.address, relay.relay)
                 self._connect(number, one, destination(one.token, SENDS), via)
 
-        self._resolver.find(relay.host, resolved)
+        ways = Ways(reach.ways(relay, self._machine), relay.relay, greets=False)
+        self._waiting[number].ways = ways
+        self._resolver.reach(ways, self._limit_s, resolved)
 
     @property
     def _lanes_met(self) -> int:
@@ -282,7 +301,8 @@ class Streams:
             return f"no lane to {one.endpoint} stood within {limit_s:.3g} s{shortage}"
         if one.why:
             return f"{one.why} (tried for {self._limit_s:.3g} s)"
-        return f"the name {one.to.host} did not resolve within {self._limit_s:.3g} s"
+        hosts = " or ".join(one.to.hosts)
+        return f"the name {hosts} did not resolve within {self._limit_s:.3g} s"
 
     # ---- the same machine ----
 

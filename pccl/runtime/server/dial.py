@@ -1,5 +1,8 @@
 """Dials peers back to check that they can be reached, without ever blocking.
 
+A peer may have several hosts. If it is not reached at the first one, the others are dialled, all at
+once.
+
 A dial has two steps. A ZeroMQ socket that accepts a connection sends its greeting first. So a dial
 connects, reads the first byte, and sends nothing to a service that does not greet. Then it does the
 handshake of a stream, with the peer's password or key, which only the peer itself knows. This
@@ -18,20 +21,22 @@ import errno
 import queue
 import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from pccl.protocol import reach
 from pccl.runtime import limits
 from pccl.runtime.curve import secure_client
+from pccl.runtime.race import GREETING
 from pccl.runtime.resolve import asked, is_address
 from pccl.runtime.waiter import Waiter, readable
 from pccl.security import KeyPair
 from pccl.support.text import KEY, address_text
 
-GREETING = b"\xff"  # the first byte of ZMTP
 NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK, errno.ENOTCONN)
 ANOTHER = "another process answers there: check the port forwarding"
 UNTOLD = "it has not proven that it is there"
@@ -139,6 +144,11 @@ class Dialler:
             return
         dial.plain.setblocking(False)
         number = dial.plain.connect_ex(address)
+        if number == errno.ENETUNREACH and ":" in host:  # the master has no IPv6
+            dial.plain.close()
+            dial.plain = None
+            self._give_up(dial)
+            return
         self._waiter.add(dial.plain, lambda: self._read_greeting(dial))
         if number not in (0, errno.EINPROGRESS, errno.EWOULDBLOCK):
             self._end(dial, _text(number))
@@ -281,6 +291,46 @@ class Dialler:
     def _forget(self, dial: _Dial) -> None:
         self._hang_up(dial)
         self._dials.remove(dial)
+
+
+def dial_hosts(
+    dialler: Dialler,
+    hosts: Sequence[str],
+    target: Target,
+    clock: Callable[[], float],
+    then: Then,
+    asker: str | None = None,
+) -> None:
+    """Dials a peer at its first host; if that fails, at all others. `then` is called once.
+
+    Args:
+        dialler: makes the dials.
+        hosts: of the peer.
+        target: without its host.
+        clock: the monotonic clock, in seconds.
+        then: as of `Dialler.dial`.
+        asker: likewise.
+    """
+    answers: dict[str, str | None] = dict.fromkeys(hosts)
+    left = [*answers]
+
+    def answered(host: str, why: str | None) -> None:
+        if not left:
+            return  # it was reached at another host
+        answers[host] = why
+        left.remove(host)
+        if why == "":
+            left.clear()
+        if not left:
+            then(reach.concluded(answers))
+        elif host == hosts[0]:
+            for other in [*left]:
+                begin(other)
+
+    def begin(host: str) -> None:
+        dialler.dial(target._replace(host=host), clock(), partial(answered, host), asker)
+
+    begin(hosts[0])
 
 
 def _text(number: int) -> str:

@@ -25,13 +25,14 @@ from pccl.ext.drain import Drain
 from pccl.ext.mail import RouterMail
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, Status, effects, inputs
+from pccl.protocol.master.door import hosts
 from pccl.protocol.master.status import EventStatus
 from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
 from pccl.runtime.inline import combine
 from pccl.runtime.server.connections import Connections
-from pccl.runtime.server.dial import Dialler, Target
+from pccl.runtime.server.dial import Dialler, Target, dial_hosts
 from pccl.runtime.server.eventlog import EventLog
 from pccl.runtime.server.inquiries import Inquiries
 from pccl.runtime.server.journal import JournalError
@@ -438,7 +439,10 @@ class Server:
         self._perform(todo)
 
     def _dial(
-        self, conn: bytes, target: Target, event: Callable[[str | None], list[effects.Effect]]
+        self,
+        conn: bytes,
+        said: m.Hello | m.Examine,
+        event: Callable[[str | None], list[effects.Effect]],
     ) -> None:
         """Dials a connection's peer back, then has `event` handle its message."""
         self._arriving[conn] = []
@@ -451,16 +455,18 @@ class Server:
             for data in held:
                 self._deliver(conn, data)
 
-        self._dialler.dial(target, self._awake_s(), then, self._connections.senders[conn].host)
+        seen = self._connections.senders[conn].host
+        target = Target("", said.port, said.curve, said.dial)
+        dial_hosts(self._dialler, hosts(said, seen), target, self._awake_s, then, seen)
 
     def _dial_peer(self, info: m.PeerInfo, password: str) -> None:
         """Dials a peer that another peer cannot reach."""
-        target = Target(info.host, info.port, info.curve, password)
+        target = Target("", info.port, info.curve, password)
 
         def then(unreached: str | None) -> None:
             self._perform(self._feed(inputs.Dialled(info.peer, unreached)))
 
-        self._dialler.dial(target, self._awake_s(), then)
+        dial_hosts(self._dialler, info.hosts, target, self._awake_s, then)
 
     def _hear(self, conn: bytes, data: bytes | None) -> list[effects.Effect]:
         """Decodes a message and returns its effects."""
@@ -477,10 +483,9 @@ class Server:
             return self._hear_hello(conn, message, self._connections.senders[conn].host)
         if isinstance(message, m.Examine):
             host = self._connections.senders[conn].host
-            target = Target(message.host or host, message.port, message.curve, message.dial)
             self._dial(
                 conn,
-                target,
+                message,
                 lambda why: self._feed(inputs.Examine(conn, host, why, time.time())),
             )
             return []
@@ -494,8 +499,7 @@ class Server:
             return self._feed(inputs.Hello(conn, hello, host))
         if hello.outgoing:  # which no dial can reach
             return self._feed(inputs.Hello(conn, hello, host))
-        target = Target(hello.host or host, hello.port, hello.curve, hello.dial)
-        self._dial(conn, target, lambda why: self._feed(inputs.Hello(conn, hello, host, why or "")))
+        self._dial(conn, hello, lambda why: self._feed(inputs.Hello(conn, hello, host, why or "")))
         return []
 
     def _hear_resume(self, conn: bytes, resume: m.Resume) -> list[effects.Effect]:
