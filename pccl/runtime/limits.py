@@ -31,6 +31,7 @@ LAST_WORDS_MS = 1000  # for a Leave to be sent
 EXAMINATION_S = 10.0  # for all of `pccl doctor MASTER`; the master may take DIAL_S to dial back
 NAME_KEPT_S = 30.0  # for which the addresses of a name are cached
 NAME_RETRY_S = 0.5  # between look-ups of a name: a failure may be temporary
+STAGGER_S = 0.25  # until the next address of a peer is tried, too, as RFC 8305 recommends
 STREAMS_REFUSED_MAX = 3  # streams in a row without a socket for them: then the membership ends
 GUESTS_MAX = 1024  # at a meeting point, not joined yet; the oldest is sent away beyond that
 GUEST_BYTES = 1024  # that it may say before it is joined: greeting and request are shorter

@@ -14,7 +14,8 @@ import socket
 import time
 from collections.abc import Sequence
 
-STAGGER_S = 0.25  # between two attempts, unless the one before has failed already
+from pccl.runtime import limits
+
 GREETING = b"\xff"  # the first byte of ZMTP
 BEGUN = (0, errno.EINPROGRESS, errno.EWOULDBLOCK)
 NOT_YET = (errno.EAGAIN, errno.EWOULDBLOCK)
@@ -31,7 +32,7 @@ def first_to_answer(
         limit_s: for everything.
         greets: whether who listens there is to greet; else a connection is enough.
     """
-    race = _Race(port, greets, min(STAGGER_S, limit_s / (1 + len(addresses))))
+    race = _Race(port, greets, min(limits.STAGGER_S, limit_s / (1 + len(addresses))))
     try:
         return race.run(list(addresses), time.monotonic() + limit_s), race.failed
     finally:

@@ -433,7 +433,7 @@ def test_a_newcomer_behind_nat(
     master, translator = gateway
     direct = "127.0.0.1:" + master.address.rpartition(":")[2]
     puppets = stage(direct, [0], PCCL_TRANSPORT="tcp")
-    newcomer = lone(translator.address, PCCL_TRANSPORT="tcp")
+    newcomer = lone(translator.address, PCCL_TRANSPORT="tcp", PUPPET_IPV4="1")
     newcomer.begin("connect")
     where = r"it cannot be reached at \[::1\]:\d+, where the master has tried \(connection refused"
     says(newcomer.end(), "KickedError", "RANK_CONNECTION_FAILED", where, SECONDS, "PCCL_ADVERTISE")

@@ -252,7 +252,7 @@ def test_hosts_may_be_names(names: Names) -> None:
     with Listeners(_2=b"\xff") as there:
         desk = Desk(limit_s=20)
         names.addresses = ["::1", "127.0.0.3", "127.0.0.2"]
-        info = replace(several(there.port, 9), others=("peer.example",))
+        info = replace(NAME, port=there.port, others=("other.example",))
         desk.streams.open(1, info, 5)
         desk.work()
         assert desk.engine.told[-1] == ("connect", 1, f"tcp://127.0.0.2:{there.port}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from typing import Any
@@ -18,6 +19,7 @@ from waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m
+from pccl.runtime import resolve
 from pccl.runtime.client.call import Call
 from pccl.runtime.client.streams import Streams
 
@@ -160,6 +162,9 @@ def cage() -> None:
 def main() -> None:
     if "PUPPET_CAGED" in os.environ:
         cage()
+    if "PUPPET_IPV4" in os.environ:  # where this machine is seen by IPv6, nothing listens then
+        socket.has_dualstack_ipv6 = lambda: False
+        resolve.WORLD = ()
     puppet = Puppet(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     for line in sys.stdin:
         what, arguments = json.loads(line)
