@@ -43,6 +43,7 @@ import test_associates
 import test_blame
 import test_deadlines
 import test_epochs
+import test_failures
 import test_ghosts
 import test_hostile
 import test_hosts
@@ -62,7 +63,7 @@ modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
     test_status, test_epochs, test_rows, test_pairs,
     test_reenact, test_teams, test_deadlines, test_tally, test_survey,
-    test_associates, test_meetings, test_hosts,
+    test_associates, test_meetings, test_hosts, test_failures,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)

@@ -37,8 +37,8 @@ MUTANTS = [
     ),
     Mutant(
         "who is told of a start that it had missed is told once",
-        "        self.knowledge.heard(refusal.seq)",
-        "        pass",
+        "        self.knowledge.fails(failure)\n        transfer",
+        "        transfer",
     ),
     Mutant(
         "a link that is measured again, with all others, does not change",

@@ -127,8 +127,8 @@ MUTANTS = [
     ),
     Mutant(
         "a restarted master knows a send from a collective",
-        "kind = Kind.START if was.pair is None else Kind.PAIR",
-        "kind = Kind.START",
+        "was.tag, was.pair or ()",
+        "was.tag, ()",
     ),
     Mutant(
         "a restarted master commits a send only if both are back",

@@ -276,6 +276,53 @@ MUTANTS = [
         "vote.payload",
     ),
     Mutant(
+        "a restarted master is told of what has failed for all",
+        "            tuple(known.failures),\n",
+        "            (),\n",
+    ),
+    Mutant(
+        "a restarted master tells of a failure those that have missed it",
+        "        yield failure.seq, number, m.Failed(failure)\n    lost",
+        "        yield from ()\n    lost",
+    ),
+    Mutant(
+        "a restarted master tells nobody of a failure again",
+        "        if resumes[number].last_seq < failure.seq\n",
+        "        if True\n",
+    ),
+    Mutant(
+        "what has failed in a group is nothing to others",
+        "        and (failure.is_run_wide or resumes[number].info.group == group)\n",
+        "",
+    ),
+    Mutant(
+        "what has failed before it joined is nothing to a newcomer",
+        "            known.heard(admitted.heard)\n",
+        "",
+    ),
+    Mutant(
+        "what was missed is told in order",
+        "sorted(_lacked(before), key=lambda one: one[:2])",
+        "_lacked(before)",
+    ),
+    Mutant(
+        "what other groups may not have heard of is kept",
+        "if one.seq > seq or one.is_run_wide]",
+        "if one.seq > seq]",
+    ),
+    Mutant(
+        "an abort does not show that all have heard of its start",
+        "        if finished.ok:\n"
+        "            if not one.pair:  # all members have voted that they have it\n",
+        "        if not one.pair:\n            self._knowledge.all_heard(finished.seq)\n"
+        "        if finished.ok:\n            if False:\n",
+    ),
+    Mutant(
+        "nobody is told of a failure that cannot be",
+        "        and all(_is_failure(one, resume.last_seq) for one in resume.failed)\n",
+        "",
+    ),
+    Mutant(
         "a restarted master is told of what may have been overwritten",
         "one.vote.offer.overwritten(one.overwritten))",
         "one.vote.offer)",

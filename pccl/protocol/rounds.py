@@ -128,6 +128,11 @@ class Round(Generic[T]):
         """Whether all voters prefer to wait until a peer is pending."""
         return self.id == PENDING and all(vote.payload for vote in self.votes.values())
 
+    @property
+    def calls(self) -> dict[int, int]:
+        """The calls of the voters."""
+        return {number: vote.call for number, vote in self.votes.items()}
+
     def describe(self, peer: int) -> str:
         """A peer's call, in words."""
         payload = self.votes[peer].payload

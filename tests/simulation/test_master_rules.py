@@ -389,22 +389,6 @@ def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
     assert reduce(second.seq, first.seq).stable == first.seq
 
 
-def test_who_was_told_of_a_start_that_it_had_missed_knows_of_it() -> None:
-    machine = Peer()
-    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
-    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
-    known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
-    for told in (m.Welcome(1), known, m.Admitted(7, m.Done())):
-        machine.received(told)
-    machine.collective(2, 0, WORK)
-    machine.received(m.CallError(2, Result.RANK_CONNECTION_LOST.value, "a restart", 0, 9))
-    machine.disconnected("the next restart")
-    (again,) = machine.reconnected()
-    assert isinstance(again, Send)
-    assert isinstance(again.message, m.Resume)
-    assert again.message.last_seq == 9
-
-
 def test_why_an_engine_refused_a_collective_is_what_the_others_hear() -> None:
     machine = Peer()
     machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))

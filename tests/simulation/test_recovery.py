@@ -5,44 +5,15 @@ from __future__ import annotations
 import sys
 
 import pytest
-from hall import WORK, Hall, resume
+from hall import WORK, Hall, Ward, infos, resume
 
 from pccl.protocol import messages as m
-from pccl.protocol.master import Journal, Master, recovery
+from pccl.protocol.master import Journal, recovery
 from pccl.protocol.master.collectives import SMALL_BYTES_MAX
 from pccl.protocol.master.effects import Adopt, Remember
 from pccl.protocol.master.recovery import UNJOURNALED_WAIT_S, WAIT_S
-from pccl.runtime.inline import combine
 from pccl.runtime.limits import STRANGER_BYTES
 from pccl.types import Result
-
-
-def infos(*numbers: int) -> tuple[m.PeerInfo, ...]:
-    return tuple(m.PeerInfo(number, 0, "10.0.0.1", 1, "", "x") for number in numbers)
-
-
-class Ward(Hall):
-    """A master to which peers come back."""
-
-    def __init__(self, journal: Journal | None = None) -> None:
-        super().__init__(0)
-        self.master = Master(1, combine, journal=journal, secret=b"s")
-        self.now_s = 0.0
-
-    def back(self, conn: bytes, number: int, run: int, *known: int, **fields: object) -> None:
-        said = resume(number, run, known=infos(*(known or (number,))), **fields)
-        self.perform(self.master.resume(conn, said, "10.0.0.1"))
-
-    def wait(self, seconds: float) -> None:
-        for _ in range(11):
-            self.perform(self.master.tick(self.now_s))
-            self.now_s += seconds / 10
-
-    def refused(self, conn: bytes) -> m.Refused:
-        told = self.last(conn)
-        assert isinstance(told, m.Refused)
-        return told
-
 
 # ---- whom it believes ----
 

@@ -81,6 +81,7 @@ COLLECTIVE: Table = {
         "< Started, result": "reduced",
         "< Started, final": OVER,
         "< Missed": OVER,
+        "< Failed": OVER,
         "< CallError": OVER,
     },
     "reduced": {"> FinishVote yes": "complete"},
@@ -119,6 +120,7 @@ SYNCHRONISATION: Table = {
         "< SyncPlan": "moving",
         "< SyncResult": OVER,
         "< CallError": OVER,
+        "< Failed": OVER,
     },
     "moving": {
         "< SyncPlan": "moving",
@@ -128,6 +130,7 @@ SYNCHRONISATION: Table = {
         "> SyncVote": "voting",
         "< SyncResult": OVER,
         "< CallError": OVER,
+        "< Failed": OVER,
     },
 }
 
@@ -139,6 +142,7 @@ OPTIMISATION: Table = {
         "< Probe": "measuring",
         "< OptimizeResult": OVER,
         "< CallError": OVER,
+        "< Failed": OVER,
     },
     "measuring": {
         "< Probe": "measuring",
@@ -147,6 +151,7 @@ OPTIMISATION: Table = {
         "> OptimizeVote": "voting",
         "< OptimizeResult": OVER,
         "< CallError": OVER,
+        "< Failed": OVER,
     },
 }
 
@@ -176,7 +181,19 @@ class Talk:
 
     table: str
     state: str
-    tag: int = 0
+    place: tuple[int, ...] = ()
+
+
+def _is_of(talk: Talk, failure: m.Failure) -> bool:
+    """Whether a failure is that of this call."""
+    tables = {m.Called.SYNC: "synchronisation", m.Called.OPTIMIZE: "optimisation"}
+    if failure.called in tables:
+        return talk.table == tables[m.Called(failure.called)] and talk.state != OVER
+    return _waits_to_start(talk, (failure.tag, *failure.pair))
+
+
+def _waits_to_start(talk: Talk, place: tuple[int, ...]) -> bool:
+    return (talk.table, talk.state, talk.place) == ("collective", "voting", place)
 
 
 @dataclass
@@ -196,8 +213,8 @@ class Conversation:
             case m.TopologyVote(call) | m.PendingVote(call):
                 self._go(self.calls.setdefault(call, Talk("round", "outside")), "> Vote")
             case m.StartVote(call, tag):
-                tag = -1 if message.pair else tag  # it has tags of its own
-                talk = self.calls.setdefault(call, Talk("collective", "outside", tag))
+                place = (tag, *message.pair)  # a send has tags of its own
+                talk = self.calls.setdefault(call, Talk("collective", "outside", place))
                 self._go(talk, "> StartVote")
             case m.SyncVote(call):
                 talk = self.calls.setdefault(call, Talk("synchronisation", "outside"))
@@ -241,8 +258,12 @@ class Conversation:
                 self._go(self.by_seq[seq], f"< {name} {'yes' if ok else 'no'}")
             case m.Missed(small):  # the call that it is about has lost its number with the master
                 for talk in self.calls.values():
-                    if (talk.table, talk.state, talk.tag) == ("collective", "voting", small.tag):
+                    if _waits_to_start(talk, (small.tag,)):
                         self._go(talk, "< Missed")
+            case m.Failed(failure):
+                for talk in self.calls.values():
+                    if _is_of(talk, failure):
+                        self._go(talk, "< Failed")
             case m.SyncPlan(call, seq):
                 self.by_seq[seq] = self.calls[call]
                 self._go(self.calls[call], "< SyncPlan")

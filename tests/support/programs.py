@@ -329,8 +329,6 @@ class Facade:
         return OTHER_WORK[call.variant - 1] if call.variant else WORK
 
     def _check(self, end: End) -> None:
-        if isinstance(end, Fail) and end.result is Result.RANK_CONNECTION_FAILED:
-            self.play.refused = True
         if self.lawful and isinstance(end, Fail) and not self.play.forgetful:
             assert end.fault is not Fault.MISMATCH, end
         if isinstance(end, Fail) and not self.play.given_up:
@@ -350,7 +348,6 @@ class Play(Siege):
         if scenario.graces:
             self.graces = [None, *(Grace(n, s) for n in (1, 2) for s in (0.0, 0.05, 2.0))]
         self.given_up = False  # whether any caller has ever given up
-        self.refused = False  # whether a call has failed because two peers are apart
         self.positions: dict[tuple[int, int], int] = {}  # in lawful calls, after an admission
         self._of: dict[int, SimPeer] = {}  # peers by their number in the scenario
         self._events = list(reversed(scenario.events))
@@ -383,10 +380,9 @@ class Play(Siege):
         """Whether a restarted master may not know what some peers have been told.
 
         That a peer was given up: without a journal, when of its group nobody else is back in time.
-        That a call was refused because two peers are apart: it begins again for who missed that.
         """
         severed = not self.journaled and any(p.severed for p in self.peers)
-        return bool(self.incarnation) and (severed or self.refused)
+        return bool(self.incarnation) and severed
 
     def lossy(self, group: int) -> bool:
         """Whether a collective of the group may have lost a peer, or its data."""

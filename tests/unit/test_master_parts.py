@@ -65,7 +65,7 @@ class Table:
         self.membership = accepted(*[0] * peers)
         self.numbers = Numbers(Nonces(b"secret"))
         self.history = History()
-        self.outbox = Outbox(self.membership.peers)
+        self.outbox = Outbox(self.membership.peers, self.numbers)
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
         self.meetings = Meetings(self.membership, self.outbox)
         self.gone: dict[int, str] = {}
@@ -115,7 +115,7 @@ class Table:
 
 
 def test_the_outbox_keeps_effects_in_order_until_they_are_taken() -> None:
-    outbox = Outbox(accepted(0).peers)
+    outbox = Outbox(accepted(0).peers, Numbers(Nonces(b"secret")))
     outbox.note("first\n" + "x" * 2 * WHY_MAX)
     outbox.send(1, m.Missed(m.Small(1, 2, (1,), b"")))
     outbox.fail(1, 5, Result.INVALID_USAGE, "why")

@@ -17,6 +17,7 @@ TOKEN = "0123456789abcdef" * 2
 ENTRY = m.Entry("w", 10, 12, False, b"\1\2")
 PARTS = (m.Part(10, 6, "w", "2x3/1,2"), m.Part(3, 1))
 PACKAGE = m.Package(3, 2, b"c" * 16, 9, b"h" * 16, 1 << 40, b"b" * 16)
+FAILURE = m.Failure(9, m.Called.COLLECTIVE, 7, (1, 2), 6, "they are apart", 0)
 FROM_PEER: list[m.PeerMessage] = [
     m.Hello(1, "0.1.0", 0, "", 4000, "", "", b"", associate=True),
     m.Publish(4, (PACKAGE,)),
@@ -63,6 +64,7 @@ FROM_PEER: list[m.PeerMessage] = [
         (m.Open(9, (1, 2), None), m.Open(8, (1, 2), False)),
         ((7, True),),
         rings=(m.Ring((2, 1), 1),),
+        failed=(FAILURE,),
     ),
 ]
 FROM_MASTER: list[m.MasterMessage] = [
@@ -87,6 +89,8 @@ FROM_MASTER: list[m.MasterMessage] = [
     m.SyncPlan(8, 11, (2,), (1,), (0,), (b"\1",), nonce=1 << 63),
     m.SyncResult(8, 4, 3, 11),
     m.CallError(8, 3, "no"),
+    m.CallError(8, 3, "no", 1, 9, m.Called.COLLECTIVE, 7, (1, 2)),
+    m.Failed(FAILURE),
     m.Kicked(4, "out of turn"),
     m.Come(INFO, TOKEN, "10.0.0.1", 4001, 8),
     m.Met(TOKEN, INFO),

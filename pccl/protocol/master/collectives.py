@@ -64,17 +64,18 @@ class Collectives:
         """All members of a group have voted to start a collective."""
         group_number = round_.id.group
         assert group_number is not None
+        failing = round_.calls, round_.id
         # peers that know they are alone do not vote: the others have just left
         if len(round_.votes) == 1:
             lost = "; ".join(round_.lost) or "the others left before it voted"
             why = f"this peer is alone in its group: {lost}"
-            self._outbox.fail_all(round_, Result.RANK_CONNECTION_LOST, why)
+            self._outbox.fail_all(*failing, Result.RANK_CONNECTION_LOST, why)
             return
         work = next(iter(round_.votes.values())).payload
         assert isinstance(work, m.Work)
         if work.members not in (0, len(round_.votes)):
             why = outdated(round_, len(round_.votes))
-            self._outbox.fail_all(round_, Result.RANK_CONNECTION_LOST, why)
+            self._outbox.fail_all(*failing, Result.RANK_CONNECTION_LOST, why)
             return
         data = self._combined(work, round_)
         if data is None:
@@ -82,14 +83,14 @@ class Collectives:
         group = self._groups[group_number]
         if work.ring not in (0, checksum(group.planned[0].order)):
             why = outdated(round_, len(round_.votes))
-            self._outbox.fail_all(round_, Result.RANK_CONNECTION_LOST, why)
+            self._outbox.fail_all(*failing, Result.RANK_CONNECTION_LOST, why)
             return
         why = self._misfit(round_, group.planned)
         if why:
-            self._outbox.fail_all(round_, Result.INVALID_ARGUMENT, why, m.Cause.MISMATCH)
+            self._outbox.fail_all(*failing, Result.INVALID_ARGUMENT, why, m.Cause.MISMATCH)
             return
         if data is None and (why := self._meetings.broken(group.planned)):
-            self._outbox.fail_all(round_, Result.RANK_CONNECTION_FAILED, why)
+            self._outbox.fail_all(*failing, Result.RANK_CONNECTION_FAILED, why)
             return
         seq, epoch = self._numbers.take_seq(), group.epoch
         since_s = next(reversed(round_.votes.values())).since_s
@@ -119,7 +120,8 @@ class Collectives:
         group_number = round_.id.group
         assert group_number is not None and round_.id.pair is not None
         if why := self._meetings.severed([round_.id.pair]):
-            self._outbox.fail_all(round_, Result.RANK_CONNECTION_FAILED, why)
+            failed = Result.RANK_CONNECTION_FAILED
+            self._outbox.fail_all(round_.calls, round_.id, failed, why)
             return
         seq, epoch = self._numbers.take_seq(), self._groups[group_number].epoch
         title = round_.describe(round_.id.pair[0])

@@ -15,7 +15,7 @@ from pccl.protocol.master.meetings import Meetings
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox
-from pccl.protocol.rounds import WITHDRAWN, Kind, Round
+from pccl.protocol.rounds import WITHDRAWN, Kind, Round, RoundId
 from pccl.protocol.survey import ALL_MAX, Everything, Schedule, Slot, Survey, tour
 from pccl.protocol.topology import Link, Links, best_rings, seconds, slowest
 from pccl.types import Result
@@ -155,9 +155,8 @@ class Optimisations:
             return False
         self.current = None
         why = f"{self._membership.info(number)} waited no longer"
-        for one, its_call in optimisation.calls.items():
-            result = WITHDRAWN[Kind.OPTIMIZE]
-            self._outbox.fail(one, its_call, result, why, m.Cause.TIMEOUT)
+        round_, result = RoundId(Kind.OPTIMIZE, None), WITHDRAWN[Kind.OPTIMIZE]
+        self._outbox.fail_all(optimisation.calls, round_, result, why, m.Cause.TIMEOUT)
         return True
 
     def _end(self, optimisation: Optimisation) -> None:

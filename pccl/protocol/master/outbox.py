@@ -7,10 +7,19 @@ from collections.abc import Callable, Mapping
 from pccl.protocol import messages as m
 from pccl.protocol.master.effects import Effect, Note, Send
 from pccl.protocol.master.membership import PeerRecord
-from pccl.protocol.rounds import Round
+from pccl.protocol.master.numbers import Numbers
+from pccl.protocol.rounds import Kind, Round, RoundId
 from pccl.types import Result
 
 WHY_MAX = 2000  # characters of a text that quotes peers; a message holds 4096
+
+
+CALLED = {
+    Kind.START: m.Called.COLLECTIVE,
+    Kind.PAIR: m.Called.COLLECTIVE,
+    Kind.SYNC: m.Called.SYNC,
+    Kind.OPTIMIZE: m.Called.OPTIMIZE,
+}
 
 
 def plain(text: str) -> str:
@@ -25,10 +34,11 @@ class Outbox:
 
     Args:
         peers: the registered peers, by number.
+        numbers: of what all members are told.
     """
 
-    def __init__(self, peers: Mapping[int, PeerRecord]) -> None:
-        self._peers = peers
+    def __init__(self, peers: Mapping[int, PeerRecord], numbers: Numbers) -> None:
+        self._peers, self._numbers = peers, numbers
         self._effects: list[Effect] = []
 
     def send(self, number: int, message: m.MasterMessage) -> None:
@@ -41,23 +51,36 @@ class Outbox:
             self.send(number, make(vote.call))
 
     def fail(
+        self, number: int, call: int, result: Result, why: str, cause: m.Cause = m.Cause.OTHER
+    ) -> None:
+        """Tells a peer that its call failed before anything happened."""
+        self.send(number, m.CallError(call, result.value, plain(why), cause))
+
+    def fail_voters(
+        self, round_: Round[object], result: Result, why: str, cause: m.Cause = m.Cause.OTHER
+    ) -> None:
+        """Tells those that have voted so far that their calls have failed; others may vote anew."""
+        for number, call in round_.calls.items():
+            self.fail(number, call, result, why, cause)
+
+    def fail_all(
         self,
-        number: int,
-        call: int,
+        calls: Mapping[int, int],
+        round_: RoundId,
         result: Result,
         why: str,
         cause: m.Cause = m.Cause.OTHER,
-        seq: int = 0,
     ) -> None:
-        """Tells a peer that its call failed before anything happened."""
-        self.send(number, m.CallError(call, result.value, plain(why), cause, seq))
+        """Tells all members, by their calls, that a round in which all had voted has failed.
 
-    def fail_all(
-        self, round_: Round[object], result: Result, why: str, cause: m.Cause = m.Cause.OTHER
-    ) -> None:
-        """Tells all voters of a round that their calls have failed."""
-        for number, vote in round_.votes.items():
-            self.fail(number, vote.call, result, why, cause)
+        This is an outcome, and has a number: those that have heard of it tell a restarted master,
+        which tells the others. Else these would wait for those that have gone on.
+        """
+        seq, called = self._numbers.take_seq(), CALLED[round_.kind]
+        tag, pair, why = round_.tag or 0, round_.pair or (), plain(why)
+        for number, call in calls.items():
+            error = m.CallError(call, result.value, why, cause, seq, called, tag, pair)
+            self.send(number, error)
 
     def note(self, text: str) -> None:
         """Logs a text, which may quote peers."""

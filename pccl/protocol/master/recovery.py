@@ -6,6 +6,8 @@ cannot matter to any survivor:
 - A collective whose outcome some peer knows has that outcome. In any other, members that hold the
   result have voted yes, members that gave up or never heard of its start have voted no, and members
   that are still working are interrupted.
+- A call that all had made, and that some peer knows to have failed, has failed: a peer that waits
+  in it has only missed that.
 - A round whose result some peer knows is over: a peer that waits in it has only missed the result
   (each result carries the number of its round). A round whose result no peer knows begins anew.
 - The group's revision is that of the latest synchronisation whose result some peer knows.
@@ -53,6 +55,8 @@ INCARNATION_SHIFT = 32  # sequence numbers of an incarnation of the master begin
 EPOCH_SHIFT = 16  # and epochs too: no returning peer may know the last ones
 ALL_HELD_MAX = 1 << 31  # bytes, about, of all returning peers' messages
 HELD_MAX = 1 << 28  # bytes, about, of the messages that name other runs than most do
+_RESULTS = frozenset(result.value for result in Result)
+_CALLED = frozenset(m.Called)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class Before:
     groups: dict[int, GroupBefore]
     collectives: dict[int, Unresolved]
     missed: list[tuple[int, m.Small]]
+    failed: list[tuple[int, m.Failure]]
     topology: int
     pendings: int
     were_pending: bool
@@ -128,11 +133,22 @@ def plausible(resume: m.Resume) -> bool:
         and resume.epoch < INCARNATION_MAX << EPOCH_SHIFT
         and weights < WEIGHTS_MAX
         and all(len({*one.members}) == 2 for one in resume.open if one.paired)
+        and all(_is_failure(one, resume.last_seq) for one in resume.failed)
         and len(known) == len(resume.known)
         and resume.info.peer in known
         and all(
             len(ring.order) == len(known) == len({*ring.order} & known) for ring in resume.rings
         )
+    )
+
+
+def _is_failure(failure: m.Failure, last_seq: int) -> bool:
+    """Whether a peer may have been told of such a failure, so that others can be."""
+    return (
+        failure.seq <= last_seq
+        and failure.result in _RESULTS
+        and failure.called in _CALLED
+        and len(failure.pair) in (0, 2)
     )
 
 
@@ -257,6 +273,7 @@ def weight(resume: m.Resume) -> int:
     numbers += sum(len(one.members) for one in resume.small)
     numbers += sum(len(ring.order) for ring in resume.rings)
     data = sum(len(small.data) for small in resume.small)
+    data += sum(200 + 4 * len(failure.why) for failure in resume.failed)
     return 1000 + 400 * len(resume.known) + 200 * len(resume.finished) + 40 * numbers + data
 
 
@@ -269,6 +286,7 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
         _groups(resumes),
         _collectives(resumes),
         _missed(resumes),
+        _failed(resumes),
         topology=max(resume.done.topology for resume in resumes.values()),
         pendings=asked.pending,
         were_pending=asked.were_pending,
@@ -293,6 +311,21 @@ def _missed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Small]]:
         for _, (group, small) in sorted(found.items())
         for number in sorted(set(small.members) & resumes.keys())
         if resumes[number].last_seq < small.seq and resumes[number].info.group == group
+    ]
+
+
+def _failed(resumes: Mapping[int, m.Resume]) -> list[tuple[int, m.Failure]]:
+    """Failures that some peers know and others lack: which to tell whom, in order."""
+    found: dict[int, tuple[int, m.Failure]] = {}
+    for resume in resumes.values():
+        for failure in resume.failed:
+            found.setdefault(failure.seq, (resume.info.group, failure))
+    return [
+        (number, failure)
+        for _, (group, failure) in sorted(found.items())
+        for number in sorted(set(failure.pair) & resumes.keys() if failure.pair else resumes)
+        if resumes[number].last_seq < failure.seq
+        and (failure.is_run_wide or resumes[number].info.group == group)
     ]
 
 

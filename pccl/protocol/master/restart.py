@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.effects import Adopt, Effect, Remember
 from pccl.protocol.master.recovery import Back, Before, Recovery, Unresolved
 from pccl.protocol.master.run import Run
 from pccl.protocol.master.table import Running
-from pccl.protocol.master.voting import PendingRejection
-from pccl.protocol.rounds import Kind, RoundId
 from pccl.types import Result
 
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; peers send two
@@ -77,19 +75,30 @@ def restore(run: Run, before: Before, back: Mapping[int, Back], now_s: float) ->
         run.outbox.send(number, m.Admitted(run.number, run.history.done(info.group)))
     for seq in sorted(before.collectives):
         _resolve(run, seq, before.collectives[seq], now_s)
-    for number, small in before.missed:
-        run.outbox.send(number, m.Missed(small))
+    for _, number, message in sorted(_lacked(before), key=lambda one: one[:2]):
+        run.outbox.send(number, message)
     for number, peer in membership.peers.items():
         run.outbox.send(number, m.Resumed(run.history.done(peer.info.group)))
 
 
+def _lacked(before: Before) -> Iterator[tuple[int, int, m.MasterMessage]]:
+    """What some peers know and others lack: its seq, whom to tell, and what.
+
+    Who hears of a seq must have heard of all before it: the next restart relies on that.
+    """
+    for number, small in before.missed:
+        yield small.seq, number, m.Missed(small)
+    for number, failure in before.failed:
+        yield failure.seq, number, m.Failed(failure)
+    lost = Result.RANK_CONNECTION_LOST.value
+    for seq, was in before.collectives.items():
+        called = m.Called.COLLECTIVE, was.tag, was.pair or ()
+        for number in was.unheard:  # its vote to start is void, as it is for the others
+            failure = m.Failure(seq, *called, lost, RESTARTED, m.Cause.OTHER)
+            yield seq, number, m.Failed(failure)
+
+
 def _resolve(run: Run, seq: int, was: Unresolved, now_s: float) -> None:
-    kind = Kind.START if was.pair is None else Kind.PAIR
-    start = frozenset((RoundId(kind, was.group, was.tag, was.pair),))
-    lost = Result.RANK_CONNECTION_LOST
-    for number in sorted(was.unheard):  # its vote to start is void, as it is for the others
-        rejection = PendingRejection(start, lost, RESTARTED, m.Cause.OTHER, seq)
-        run.voting.reject_later(number, rejection)
     if was.outcome is None:
         running = Running(seq, was.group, was.members, f"collective {seq}", was.votes)
         running.since_s = now_s

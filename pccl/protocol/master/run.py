@@ -44,7 +44,7 @@ class Run:
         self.membership = Membership(1 if journal is None else journal.next_peer)
         self.numbers = Numbers(Nonces(secret), 0 if journal is None else journal.incarnation)
         self.history = History()
-        self.outbox = Outbox(self.membership.peers)
+        self.outbox = Outbox(self.membership.peers, self.numbers)
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
         self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
         meetings = Meetings(self.membership, self.outbox)
@@ -125,7 +125,8 @@ class Run:
         for number in fresh:
             info = self.membership.info(number)
             self.outbox.do(Remember(info))
-            self.outbox.send(number, m.Admitted(self.number, self.history.done(info.group)))
+            done = self.history.done(info.group)
+            self.outbox.send(number, m.Admitted(self.number, done, heard))
             self.outbox.note(f"{info} accepted")
 
     def publish_world(self) -> None:

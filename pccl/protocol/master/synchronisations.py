@@ -15,7 +15,7 @@ from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox
 from pccl.protocol.master.tally import SIZES, Tally
-from pccl.protocol.rounds import WITHDRAWN, Kind, Round, Vote
+from pccl.protocol.rounds import WITHDRAWN, Kind, Round, RoundId, Vote
 from pccl.types import Result
 
 STALLS_MAX = 8  # serving connections that break, in one synchronisation
@@ -250,8 +250,8 @@ class Synchronisations:
     def _fail(self, sync: Sync, result: Result, why: str, cause: m.Cause = m.Cause.OTHER) -> None:
         """Gives a synchronisation up for all; only memory of who was behind has changed."""
         del self._current[sync.group]
-        for number, vote in sync.members.items():
-            self._outbox.fail(number, vote.call, result, why, cause)
+        calls = {number: vote.call for number, vote in sync.members.items()}
+        self._outbox.fail_all(calls, RoundId(Kind.SYNC, sync.group), result, why, cause)
 
     def _end(self, sync: Sync) -> None:
         """All receivers have what they were to fetch."""

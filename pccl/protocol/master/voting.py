@@ -43,16 +43,12 @@ def held(payload: m.Work | m.Offer, rows: Rows | None = None, data: bytes | None
 
 @dataclass(frozen=True, slots=True)
 class PendingRejection:
-    """The error that a peer gets, once, if it enters one of these rounds after their end.
-
-    `seq` is that of a collective that started without this peer's knowledge.
-    """
+    """The error that a peer gets, once, if it enters one of these rounds after their end."""
 
     rounds: frozenset[RoundId]
     result: Result
     why: str
     cause: m.Cause
-    seq: int = 0
 
 
 class Voting:
@@ -173,7 +169,7 @@ class Voting:
         if titles:
             self.open.close(round_)
             why = "lost " + "; ".join(titles)
-            self._outbox.fail_all(round_, Result.RANK_CONNECTION_LOST, why)
+            self._outbox.fail_voters(round_, Result.RANK_CONNECTION_LOST, why)
 
     # ---- votes that can never meet ----
 
@@ -190,7 +186,7 @@ class Voting:
         if asked.sees_others_than(requested):
             self.open.close(round_)
             why = outdated(round_, self._membership.size(round_.id.group))
-            self._outbox.fail_all(round_, Result.RANK_CONNECTION_LOST, why)
+            self._outbox.fail_voters(round_, Result.RANK_CONNECTION_LOST, why)
             return True
         if asked == requested and alike:
             why = "some say how many rows they give and take, and some do not: "
@@ -235,7 +231,7 @@ class Voting:
         voters = {number for round_ in rounds for number in round_.votes}
         for round_ in rounds:
             self.open.close(round_)
-            self._outbox.fail_all(round_, result, why, m.Cause.MISMATCH)
+            self._outbox.fail_voters(round_, result, why, m.Cause.MISMATCH)
             for number in self._members(round_):
                 if number not in voters:
                     self.reject_later(number, rejection)
@@ -252,5 +248,5 @@ class Voting:
         found = next((one for one in pending if round_id in one.rounds), None)
         if found is not None:
             pending.remove(found)
-            self._outbox.fail(number, vote.call, found.result, found.why, found.cause, found.seq)
+            self._outbox.fail(number, vote.call, found.result, found.why, found.cause)
         return found is not None

@@ -6,7 +6,8 @@ appended field has a default. `Hello` carries the protocol version and is the fi
 peer.
 
 A `call` is a number a peer gives to one of its API calls; answers name it. A `seq` is a number the
-master gives to one committed collective or synchronisation; it never repeats within a run. A
+master gives to one committed collective or synchronisation, or to one that fails for all before it
+begins; it never repeats within a run. A
 `nonce` is one that nobody else can guess: bulk data carries that of its call.
 """
 
@@ -23,6 +24,7 @@ from pccl.protocol.messages.from_master import (
     Available,
     CallError,
     Come,
+    Failed,
     Finished,
     Interrupt,
     Kicked,
@@ -93,6 +95,7 @@ from pccl.protocol.messages.values import (
     U16,
     U32,
     U64,
+    Called,
     Cause,
     Data,
     Difference,
@@ -100,6 +103,7 @@ from pccl.protocol.messages.values import (
     Divergence,
     Done,
     Entry,
+    Failure,
     Name,
     Offer,
     Open,
@@ -135,6 +139,7 @@ __all__ = [
     "Admitted",
     "Available",
     "CallError",
+    "Called",
     "Cause",
     "CollectiveKind",
     "Come",
@@ -145,6 +150,8 @@ __all__ = [
     "Done",
     "Entry",
     "Examine",
+    "Failed",
+    "Failure",
     "FetchedVote",
     "FinishVote",
     "Finished",

@@ -13,10 +13,12 @@ from pccl.protocol.messages.values import (
     Data,
     Divergence,
     Done,
+    Failure,
     Hosts,
     Lanes,
     Name,
     Packages,
+    Pair,
     PeerInfo,
     Rings,
     Small,
@@ -65,7 +67,8 @@ class WorldSizes(Struct, array_like=True, frozen=True, tag=67):
 
 
 class Admitted(Struct, array_like=True, frozen=True, tag=68):
-    """A pending peer is accepted into `run`. `done` counts the rounds before its time.
+    """A pending peer is accepted into `run`. `done` counts the rounds before its time, to which
+    everything up to the seq `heard` belongs.
 
     The run's number distinguishes bulk data of other runs, and allows a peer to come back to a
     restarted master. So only members of the run are told.
@@ -73,6 +76,7 @@ class Admitted(Struct, array_like=True, frozen=True, tag=68):
 
     run: U64
     done: Done
+    heard: U64 = 0
 
 
 class TopologyResult(Struct, array_like=True, frozen=True, tag=69):
@@ -163,7 +167,8 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
 class CallError(Struct, array_like=True, frozen=True, tag=76):
     """A call failed before anything happened; `result` is a pccl.Result, `cause` a `Cause`.
 
-    `seq` is not 0 if the call had begun under an earlier master, which could not tell this peer.
+    `seq` is not 0 if all members had made the call, and all get this error: a restarted master must
+    know of it. `called`, `tag` and `pair` are as in Failure.
     """
 
     call: U64
@@ -171,6 +176,9 @@ class CallError(Struct, array_like=True, frozen=True, tag=76):
     why: Text
     cause: U16 = 0
     seq: U64 = 0
+    called: U16 = 0
+    tag: U64 = 0
+    pair: Pair = ()
 
 
 class Resumed(Struct, array_like=True, frozen=True, tag=78):
@@ -186,6 +194,12 @@ class Missed(Struct, array_like=True, frozen=True, tag=79):
     """A small collective in which the peer waits has committed, but the result was lost."""
 
     small: Small
+
+
+class Failed(Struct, array_like=True, frozen=True, tag=87):
+    """A call in which the peer waits has failed under an earlier master, which could not say so."""
+
+    failure: Failure
 
 
 class Report(Struct, array_like=True, frozen=True, tag=80):
@@ -332,6 +346,7 @@ MasterMessage: TypeAlias = (
     | Kicked
     | Resumed
     | Missed
+    | Failed
     | Report
     | Probe
     | OptimizeResult

@@ -14,6 +14,7 @@ from pccl.protocol.messages.values import (
     Data,
     Differences,
     Done,
+    Failure,
     Hosts,
     Lanes,
     Name,
@@ -234,7 +235,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
 
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
     known outcome (the latest ones: all peers know the older ones), `small` the results that others
-    may lack, `rings` those of the last Plan.
+    may lack, `rings` those of the last Plan, `failed` the latest failures that others may lack.
     """
 
     protocol: U32
@@ -251,6 +252,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     small: tuple[Small, ...] = ()
     rings: Rings = ()
     dial: Name = ""
+    failed: tuple[Failure, ...] = ()
 
 
 class Publish(Struct, array_like=True, frozen=True, tag=40):

@@ -54,6 +54,14 @@ class Cause(IntEnum):
     MEMORY = 4  # a peer ran out of it
 
 
+class Called(IntEnum):
+    """The kind of call that has failed for all who had made it; a send is a COLLECTIVE too."""
+
+    COLLECTIVE = 0
+    SYNC = 1
+    OPTIMIZE = 2
+
+
 class PeerInfo(Struct, array_like=True, frozen=True):
     """A peer and its addresses: `host`:`port`, and `ipc` on the same `machine`.
 
@@ -281,6 +289,26 @@ class Open(Struct, array_like=True, frozen=True):
     vote: bool | None
     tag: U64 = 0
     paired: bool = False
+
+
+class Failure(Struct, array_like=True, frozen=True):
+    """A call that all members had made, and that the master then refused, with the same error for
+    all. `called` is a `Called`; `tag` and `pair` are those of a collective; the rest as in
+    CallError.
+    """
+
+    seq: U64
+    called: U16
+    tag: U64
+    pair: Pair
+    result: U16
+    why: Text
+    cause: U16
+
+    @property
+    def is_run_wide(self) -> bool:
+        """Whether it concerns all groups."""
+        return self.called == Called.OPTIMIZE
 
 
 class Small(Struct, array_like=True, frozen=True):

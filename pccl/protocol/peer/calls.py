@@ -13,10 +13,6 @@ ENTERING = "while peers were still entering it"
 MOVING = "while its data was under way"
 CONFIRMING = "when its result was here, but not yet on all peers"
 
-# Messages arrive in order: a peer that has heard of the start of a collective has heard of all
-# outcomes before it. So others lack at most as many outcomes as collectives run at once.
-OUTCOMES_KEPT = 1024
-
 Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # for each rank, and from each
 NO_ROWS: Rows = ((), ())
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.calls import OUTCOMES_KEPT, Collective, Event, State
+from pccl.protocol.peer.calls import Collective, Event, State
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
@@ -37,7 +37,7 @@ from pccl.protocol.peer.effects import (
 )
 from pccl.protocol.peer.failures import GONE, WHY_MAX, failed, timed_out
 from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
-from pccl.protocol.peer.knowledge import Knowledge
+from pccl.protocol.peer.knowledge import OUTCOMES_KEPT, Knowledge
 from pccl.protocol.peer.outbox import Outbox
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.ring import RingPlace, is_direct, places
@@ -85,6 +85,11 @@ class Collectives:
     def get(self, call: int) -> Collective | None:
         """The collective of a call."""
         return self._by_call.get(call)
+
+    def waiting(self, tag: int, pair: tuple[int, ...]) -> int | None:
+        """The call that waits for its start round, of this tag, or of this send."""
+        found = (one for one in self._by_call.values() if one.unstarted)
+        return next((one.call for one in found if (one.tag, one.pair) == (tag, pair)), None)
 
     @property
     def started(self) -> dict[int, Collective]:
@@ -171,7 +176,8 @@ class Collectives:
         for one in list(self._by_call.values()):
             same = one.tag == small.tag and len(one.data or b"") == len(small.data)
             if same and one.unstarted and one.data is not None:
-                one.seq = self._knowledge.last_seq = small.seq
+                one.seq = small.seq
+                self._knowledge.heard(small.seq)
                 one.members = small.members
                 self._keep(one, small)
 
@@ -257,6 +263,8 @@ class Collectives:
             return
         self._outcomes.append((finished.seq, finished.ok))
         if finished.ok:
+            if not one.pair:  # all members have voted that they have it
+                self._knowledge.all_heard(finished.seq)
             one.outcome = True
             if one.parting is not None:
                 self._succeeded_without(one.call, one.title)

@@ -18,12 +18,12 @@ _FAULTS: dict[int, Fault] = {
 }
 
 
-def refused(refusal: m.CallError) -> Fail:
+def refused(call: int, refusal: m.CallError | m.Failure) -> Fail:
     """The failure of a call that the master refuses before anything has happened."""
     result = Result(refusal.result)
     lost = Fault.PEER_LOST if result is Result.RANK_CONNECTION_LOST else Fault.OTHER
     fault = _FAULTS.get(refusal.cause, lost)
-    return Fail(refusal.call, result, refusal.why, fault, ENTERING, fault is Fault.PEER_LOST)
+    return Fail(call, result, refusal.why, fault, ENTERING, fault is Fault.PEER_LOST)
 
 
 def failed(collective: Collective, told: m.Finished) -> Fail:

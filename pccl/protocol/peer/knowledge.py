@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,6 +12,11 @@ from pccl.protocol.peer.effects import Fail
 
 NO_PLAN = m.Plan(0, (), (), 0)
 NO_WORLD = m.World(0, 0, 0, 0)
+
+# Messages arrive in order: a peer that has heard of the start of a collective has heard of all
+# outcomes before it. So others lack at most as many outcomes as collectives run at once.
+OUTCOMES_KEPT = 1024
+FAILURE_CHARS_KEPT = 1 << 17  # of their texts: Resume must stay below what a stranger may say
 
 
 @dataclass(slots=True)
@@ -25,6 +31,7 @@ class Knowledge:
         world: the world sizes.
         last_seq: the greatest sequence number that it has heard of.
         done: the rounds whose results it knows.
+        failures: the latest calls that have failed for all members: others may not know it yet.
         over: why it is no longer in the run; None while it is.
     """
 
@@ -35,6 +42,7 @@ class Knowledge:
     world: m.World = NO_WORLD
     last_seq: int = 0
     done: m.Done = field(default_factory=m.Done)
+    failures: deque[m.Failure] = field(default_factory=lambda: deque(maxlen=OUTCOMES_KEPT))
     over: Fail | None = None
     _counted: m.Plan = NO_PLAN
     _members: tuple[int, ...] = ()
@@ -49,6 +57,19 @@ class Knowledge:
     def heard(self, seq: int) -> None:
         """Notes a sequence number."""
         self.last_seq = max(self.last_seq, seq)
+
+    def fails(self, failure: m.Failure) -> None:
+        """Notes a call that has failed for all members."""
+        self.heard(failure.seq)
+        self.failures.append(failure)
+        while sum(len(one.why) for one in self.failures) > FAILURE_CHARS_KEPT:
+            self.failures.popleft()
+
+    def all_heard(self, seq: int) -> None:
+        """All members of the group have heard of a seq, and so of all before it."""
+        if self.failures and self.failures[0].seq < seq:
+            left = [one for one in self.failures if one.seq > seq or one.is_run_wide]
+            self.failures = deque(left, OUTCOMES_KEPT)
 
     def learn(self, **results: object) -> None:
         """Notes rounds that have ended: changes fields of `done`."""

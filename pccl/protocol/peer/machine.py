@@ -80,6 +80,7 @@ class Peer:
             m.Finished: self.collectives.finish,
             m.Interrupt: self.collectives.interrupt,
             m.Missed: lambda message: self.collectives.missed(message.small),
+            m.Failed: lambda message: self._failed(message.failure),
             m.Welcome: self._welcomed,
             m.Admitted: self._admitted,
             m.Plan: self._planned,
@@ -352,6 +353,7 @@ class Peer:
         known = self.knowledge
         if not known.accepted:
             known.done = admitted.done
+            known.heard(admitted.heard)
         known.run, known.accepted = admitted.run, True
         if self._joining is not None:
             self._outbox.do(Answer(self._joining, None))
@@ -366,8 +368,27 @@ class Peer:
 
     def _refused(self, refusal: m.CallError) -> None:
         """A call failed before anything happened."""
-        call, fail = refusal.call, refused(refusal)
-        self.knowledge.heard(refusal.seq)  # else a later master would repeat it
+        if refusal.seq:
+            what = refusal.called, refusal.tag, refusal.pair
+            why = refusal.result, refusal.why, refusal.cause
+            self.knowledge.fails(m.Failure(refusal.seq, *what, *why))
+        self._refuse(refused(refusal.call, refusal))
+
+    def _failed(self, failure: m.Failure) -> None:
+        """A call has failed for all members under an earlier master."""
+        self.knowledge.fails(failure)
+        transfer = self.transfers.open
+        if failure.called == m.Called.COLLECTIVE:
+            call = self.collectives.waiting(failure.tag, failure.pair)
+        elif transfer is not None and transfer.optimises == (failure.called == m.Called.OPTIMIZE):
+            call = transfer.call
+        else:
+            call = None
+        if call is not None:
+            self._refuse(refused(call, failure))
+
+    def _refuse(self, fail: Fail) -> None:
+        call = fail.call
         transfer = self.transfers.current
         if call in self.votes:
             self.votes.refuse(fail)
@@ -502,6 +523,7 @@ class Peer:
             small,
             known.plan.rings,
             hello.dial,
+            tuple(known.failures),
         )
         self._outbox.introduce(resume)
         return self._outbox.take()

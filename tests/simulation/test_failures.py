@@ -1,0 +1,196 @@
+"""Calls that fail for all members: whoever missed it learns of it from a restarted master."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hall import ENTRY, OTHER, WORK, Hall, Ward, infos, resume
+
+from pccl.protocol import messages as m
+from pccl.protocol.master import Journal
+from pccl.protocol.master.collectives import SMALL_BYTES_MAX
+from pccl.protocol.master.outbox import WHY_MAX
+from pccl.protocol.peer import Peer
+from pccl.protocol.peer.effects import Fail, Fault, Send
+from pccl.protocol.peer.knowledge import OUTCOMES_KEPT
+from pccl.runtime.limits import STRANGER_BYTES
+from pccl.types import Result
+
+
+def failure(seq: int, **fields: object) -> m.Failure:
+    known = {"called": m.Called.COLLECTIVE, "tag": 7, "pair": (), "why": "apart", "cause": 0}
+    result = Result.RANK_CONNECTION_FAILED.value
+    return m.Failure(**{"seq": seq, "result": result, **known, **fields})  # type: ignore[arg-type]
+
+
+def told_of(ward: Ward, conn: bytes) -> list[int]:
+    """The seqs of what a peer is told to have missed, in order."""
+    told = ward.told[conn]
+    seqs = [
+        one.small.seq if isinstance(one, m.Missed) else one.failure.seq
+        for one in told
+        if isinstance(one, m.Missed | m.Failed)
+    ]
+    assert isinstance(told[-1], m.Resumed) or not seqs, "it votes anew before it knows"
+    return seqs
+
+
+def test_who_missed_a_failure_is_told_of_it_and_nobody_else() -> None:
+    ward = Ward(Journal(7, 1, 6, frozenset((1, 2, 3, 4, 5))))
+    failed = failure(9), failure(10, pair=(2, 5)), failure(11, pair=(2, 3))
+    for number in (1, 2, 3):
+        last, known = (11, failed) if number == 3 else (8, ())
+        ward.back(b"%d" % number, number, 7, 1, 2, 3, 5, last_seq=last, failed=known)
+    ward.back(b"5", 5, 7, 1, 2, 3, 5, last_seq=10)
+    other = msgspec.structs.replace(infos(4)[0], group=1)
+    ward.perform(
+        ward.master.resume(b"4", resume(4, 7, info=other, known=(other,), last_seq=2), "10.0.0.1")
+    )
+    assert not ward.master.recovering
+    assert {n: told_of(ward, b"%d" % n) for n in range(1, 6)} == {
+        1: [9],
+        2: [9, 10, 11],
+        3: [],
+        4: [],
+        5: [],
+    }
+    assert [one for one in ward.told[b"1"] if isinstance(one, m.Failed)] == [m.Failed(failed[0])]
+
+
+def test_what_has_failed_for_the_whole_run_is_told_to_all_groups() -> None:
+    ward = Ward(Journal(7, 1, 3, frozenset((1, 2))))
+    failed = (failure(3, called=m.Called.OPTIMIZE, tag=0),)
+    ward.back(b"1", 1, 7, last_seq=3, failed=failed)
+    other = msgspec.structs.replace(infos(2)[0], group=1)
+    ward.perform(
+        ward.master.resume(b"2", resume(2, 7, info=other, known=(other,), last_seq=2), "10.0.0.1")
+    )
+    assert told_of(ward, b"2") == [3]
+
+
+def test_what_was_missed_is_told_in_order() -> None:
+    """Who hears the last of it has heard all: the next restart relies on that."""
+    ward = Ward(Journal(7, 1, 3, frozenset((1, 2))))
+    small = m.Small(9, 1, (1, 2), b"data")
+    running = m.Open(10, (1, 2), True, 5)
+    failed = failure(8), failure(11)
+    known = {"failed": failed, "small": (small,), "open": (running,)}
+    ward.back(b"1", 1, 7, 1, 2, last_seq=11, **known)
+    ward.back(b"2", 2, 7, 1, 2, last_seq=7)
+    assert told_of(ward, b"2") == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("what", ["sync", "optimisation"])
+def test_a_call_that_one_takes_back_for_all_has_failed_for_all(what: str) -> None:
+    hall = Hall(2)
+    if what == "sync":
+        votes = [m.SyncVote(5, m.Offer(0, 0, (entry,))) for entry in (ENTRY, OTHER)]
+    else:
+        votes = [m.OptimizeVote(5)] * 2
+    for conn, vote in zip((b"1", b"2"), votes, strict=True):
+        hall.say(conn, vote)
+    hall.say(b"1", m.Withdraw(5))
+    errors = [hall.last(conn) for conn in (b"1", b"2")]
+    assert errors[0] == errors[1]
+    assert isinstance(errors[0], m.CallError) and errors[0].seq
+    assert errors[0].called == (m.Called.SYNC if what == "sync" else m.Called.OPTIMIZE)
+
+
+def test_a_failure_that_cannot_be_is_not_believed() -> None:
+    unlike = {"result": 999}, {"called": 9}, {"pair": (1,)}
+    for impossible in (failure(4), *(failure(3, **fields) for fields in unlike)):
+        ward = Ward()
+        ward.back(b"1", 1, 7, failed=(impossible,))
+        assert "impossible numbers" in ward.refused(b"1").why
+
+
+# ---- the peer ----
+
+
+def test_who_was_told_of_a_failure_tells_the_next_master() -> None:
+    machine = Peer()
+    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
+    known = m.Plan(1, infos, (m.Ring((1, 2), 1),), 0)
+    for told in (m.Welcome(1), known, m.Admitted(7, m.Done())):
+        machine.received(told)
+    machine.collective(2, 0, WORK)
+    lost, called = Result.RANK_CONNECTION_LOST.value, m.Called.COLLECTIVE
+    machine.received(m.CallError(2, lost, "first", 0, 9, called, 0))
+    machine.collective(3, 1, WORK)
+    machine.disconnected("a restart")
+    machine.reconnected()
+    second = m.Failure(10, called, 1, (), lost, "second", 0)
+    fails = [a for a in machine.received(m.Failed(second)) if isinstance(a, Fail)]
+    assert not fails, "the engine still knows its memory"
+    (fail,) = [a for a in machine.engine_settled(3, 0, 0) if isinstance(a, Fail)]
+    assert (fail.call, fail.why, fail.fault) == (3, "second", Fault.PEER_LOST)
+    machine.disconnected("the next restart")
+    (again,) = machine.reconnected()
+    assert isinstance(again, Send)
+    assert isinstance(again.message, m.Resume)
+    assert again.message.last_seq == 10
+    assert again.message.failed == (m.Failure(9, called, 0, (), lost, "first", 0), second)
+
+
+def test_what_has_failed_before_it_joined_is_nothing_to_a_newcomer() -> None:
+    hall = Hall(2)
+    for conn, tag in ((b"1", 7), (b"2", 7)):
+        hall.say(conn, m.StartVote(2, tag, msgspec.structs.replace(WORK, members=3)))
+    error = hall.last(b"1")
+    assert isinstance(error, m.CallError) and error.seq
+    assert (error.called, error.tag, error.pair) == (m.Called.COLLECTIVE, 7, ())
+    hall.join(b"3")
+    hall.everyone(m.TopologyVote(3))
+    (admitted,) = [told for told in hall.told[b"3"] if isinstance(told, m.Admitted)]
+    assert admitted.heard == error.seq
+    newcomer = Peer()
+    newcomer.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    for told in hall.told[b"3"]:
+        newcomer.received(told)
+    newcomer.disconnected("a restart")
+    (again,) = newcomer.reconnected()
+    assert isinstance(again, Send)
+    assert isinstance(again.message, m.Resume)
+    assert again.message.last_seq == error.seq
+
+
+def member() -> Peer:
+    """One of two peers, as far as it knows."""
+    machine, lost = Peer(), Result.RANK_CONNECTION_LOST.value
+    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    plan = m.Plan(1, infos(1, 2), (m.Ring((1, 2), 1),), 0)
+    for told in (m.Welcome(1), plan, m.Admitted(7, m.Done())):
+        machine.received(told)
+    for call, called in enumerate((m.Called.SYNC, m.Called.OPTIMIZE), 2):
+        machine.received(m.CallError(call, lost, "why", 0, call, called))
+    return machine
+
+
+def test_what_all_have_heard_of_is_told_to_no_other_master() -> None:
+    """Of a collective that has failed, some may have missed the start, and a failure before it."""
+    for ok, left in ((True, [3]), (False, [2, 3])):
+        machine = member()
+        machine.collective(9, 0, WORK)
+        machine.received(m.Started(9, 5, 1))
+        machine.received(m.Finished(5, ok))
+        machine.disconnected("a restart")
+        (again,) = machine.reconnected()
+        assert isinstance(again, Send) and isinstance(again.message, m.Resume)
+        assert [one.seq for one in again.message.failed] == left
+
+
+def test_after_a_thousand_failures_who_comes_back_says_no_more_than_a_stranger_may() -> None:
+    machine, why = member(), "\N{SNOWMAN}" * WHY_MAX
+    for call in range(10, 1100):
+        machine.received(m.CallError(call, 6, why, 0, call, m.Called.COLLECTIVE))
+    machine.disconnected("a restart")
+    (again,) = machine.reconnected()
+    assert isinstance(again, Send) and isinstance(again.message, m.Resume)
+    assert again.message.failed[-1].seq == 1099
+    assert len(m.encode(again.message)) + SMALL_BYTES_MAX < STRANGER_BYTES
+    for call in range(1100, 3000):
+        machine.received(m.CallError(call, 6, "", 0, call, m.Called.COLLECTIVE))
+    (again,) = machine.reconnected()
+    assert isinstance(again, Send) and isinstance(again.message, m.Resume)
+    assert len(again.message.failed) == OUTCOMES_KEPT
