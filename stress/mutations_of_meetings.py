@@ -115,4 +115,9 @@ MUTANTS = (
         "relay.host, relay.relay, lanes, relay.others)\n",
         "relay.host, relay.relay, lanes)\n",
     ),
+    Mutant(
+        "who has IPv4 alone and who has IPv6 alone are told so",
+        "        foreign = all(reach.foreign(info(one), info(other)) for one, other in links)\n",
+        "        foreign = False\n",
+    ),
 )

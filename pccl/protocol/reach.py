@@ -141,6 +141,24 @@ def _confined(host: str) -> bool:
     return address.is_loopback or address.is_link_local
 
 
+def foreign(one: m.PeerInfo, other: m.PeerInfo) -> bool:
+    """Whether two peers have no kind of address in common: the one IPv4 alone, the other IPv6."""
+    return {_kind(host) for host in one.hosts} ^ {_kind(host) for host in other.hosts} == {4, 6}
+
+
+def _kind(host: str) -> int:
+    """4, or 6; 0: it is a name, which may have addresses of both kinds."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).version
+    except ValueError:
+        return 0
+
+
+# What to do about two of these.
+BRIDGE = (
+    "one has IPv4 alone and the other IPv6 alone: give one of them an address of the other kind, or "
+    "connect both by a VPN"
+)
 # What to do about a peer that reaches no other.
 EGRESS = (
     "let its connections out through the firewall, to the ports of the other peers; to the master "

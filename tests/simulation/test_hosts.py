@@ -6,8 +6,9 @@ import pytest
 from hall import Hall
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.blame import Blame, Verdict
 from pccl.protocol.master.door import newcomer, refusal
-from pccl.protocol.reach import concluded, cure, matters, ways
+from pccl.protocol.reach import concluded, cure, foreign, matters, ways
 from pccl.protocol.reach import refusal as unreachable
 
 TOKEN = "ab" * 16
@@ -88,6 +89,20 @@ def test_whom_the_master_reaches_nowhere_those_behind_the_same_nat_may_reach() -
     assert matters(one, SEEN, [other, outside])
     assert matters(one, SEEN, [peer(SEEN, machine="b")]), "which says nothing of that network"
     assert matters(peer(SEEN), SEEN, [other])
+
+
+def test_who_has_ipv4_alone_and_who_has_ipv6_alone_are_told_so() -> None:
+    four, six, both = peer("10.0.0.1"), peer("fd00::1", "fe80::1%eth0"), peer("10.0.0.1", "fd00::1")
+    assert foreign(four, six) and foreign(six, four)
+    for other in (four, both, peer("a.name"), peer("10.0.0.2", "a.name")):
+        assert not foreign(four, other)
+        assert not foreign(other, peer("fd00::1", "a.name"))
+    for seen, told in ((four, "firewall"), (six, "one has IPv4 alone and the other IPv6 alone")):
+        infos = {1: four, 2: seen}
+        for guilty in infos:
+            blame = Blame()
+            blame.accuse(1, 2, 1, "refused")
+            assert told in blame.sentence(Verdict(guilty, ((1, 2),)), infos.__getitem__)
 
 
 def test_the_error_names_all_hosts() -> None:

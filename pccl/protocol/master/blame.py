@@ -171,17 +171,18 @@ class Blame:
         """Why a peer is dropped: the evidence, and the remedy. `info` knows peers by number."""
         guilty = info(verdict.guilty)
         links = verdict.links[:NAMES_MAX]
+        foreign = all(reach.foreign(info(one), info(other)) for one, other in links)
         if links[0][0] == verdict.guilty:
             whom = " or ".join(f"{info(link[1])} ({self.blocked[link]})" for link in links)
             theirs = all(self.dials.get(other) == "" for _, other in links)
             others = ", whom the master reaches" if theirs else ""
-            return f"{guilty} could not reach {whom}{others}: {reach.EGRESS}"
+            return f"{guilty} could not reach {whom}{others}: {reach.BRIDGE if foreign else reach.EGRESS}"
         told = [
             f"{info(link[0])} could not reach {guilty} ({self.blocked[link]})" for link in links
         ]
         if (dial := self.dials.get(verdict.guilty)) is not None:
             told.append(f"the master could not ({dial})" if dial else "the master could")
-        return f"{', '.join(told)}: {reach.cure(guilty)}"
+        return f"{', '.join(told)}: {reach.BRIDGE if foreign else reach.cure(guilty)}"
 
     def _worst(self, links: Set[Hop], proven: Collection[int]) -> Verdict | None:
         of, by = self._accusations()
