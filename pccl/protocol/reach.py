@@ -143,7 +143,8 @@ def _confined(host: str) -> bool:
 
 def foreign(one: m.PeerInfo, other: m.PeerInfo) -> bool:
     """Whether two peers have no kind of address in common: the one IPv4 alone, the other IPv6."""
-    return {_kind(host) for host in one.hosts} ^ {_kind(host) for host in other.hosts} == {4, 6}
+    kinds = [{_kind(host) for host in peer.hosts} for peer in (one, other)]
+    return kinds in ([{4}, {6}], [{6}, {4}])
 
 
 def _kind(host: str) -> int:
@@ -156,8 +157,8 @@ def _kind(host: str) -> int:
 
 # What to do about two of these.
 BRIDGE = (
-    "one has IPv4 alone and the other IPv6 alone: give one of them an address of the other kind, or "
-    "connect both by a VPN"
+    "one has IPv4 alone and the other IPv6 alone: give one of them an address of the other kind, "
+    "or connect both by a VPN"
 )
 # What to do about a peer that reaches no other.
 EGRESS = (

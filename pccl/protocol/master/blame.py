@@ -174,9 +174,10 @@ class Blame:
         foreign = all(reach.foreign(info(one), info(other)) for one, other in links)
         if links[0][0] == verdict.guilty:
             whom = " or ".join(f"{info(link[1])} ({self.blocked[link]})" for link in links)
+            cure = reach.BRIDGE if foreign else reach.EGRESS
             theirs = all(self.dials.get(other) == "" for _, other in links)
             others = ", whom the master reaches" if theirs else ""
-            return f"{guilty} could not reach {whom}{others}: {reach.BRIDGE if foreign else reach.EGRESS}"
+            return f"{guilty} could not reach {whom}{others}: {cure}"
         told = [
             f"{info(link[0])} could not reach {guilty} ({self.blocked[link]})" for link in links
         ]
