@@ -19,6 +19,7 @@ from pccl.cli.bench import data, options, state, table
 from pccl.cli.bench.peer import Measured
 from pccl.cli.bench.processes import BenchError, collect
 from pccl.cli.bench.ways import IN_PLACE, OUT_OF_PLACE, Trial
+from pccl.cli.main import main
 from pccl.types import DataType, ReduceOp
 
 SIZES = [4096, 16384, 65536]
@@ -141,12 +142,12 @@ def test_gloo_takes_turns(tmp_path: Path) -> None:
     assert float(row[15]) / float(row[5]) == pytest.approx(float(row[17]), abs=0.006)
 
 
-def test_kernels_are_right(tmp_path: Path) -> None:
-    ended = bench("kernels", "-b", "64K", "-e", "64K", "-n", 1, "-w", 0, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
+def test_kernels_are_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "kernels", "-b", "64K", "-e", "64K", "-n", "1", "-w", "0"]) == 0
+    printed = capsys.readouterr().out
     kernels = [f"{name}{kind}" for name in ("int8", "int4", "uint8") for kind in ("", "->", "+")]
     names = ["float", "double", "half", "bfloat16", *kernels]
-    assert [(row[1], row[-1]) for row in rows(ended.stdout)] == [(name, "0") for name in names]
+    assert [(row[1], row[-1]) for row in rows(printed)] == [(name, "0") for name in names]
 
 
 def test_peers_of_several_machines_print_one_table(tmp_path: Path) -> None:
@@ -186,10 +187,9 @@ def test_quantized_takes_turns_with_unquantized(tmp_path: Path) -> None:
     assert int(row[19]) < int(row[0]) / 3
 
 
-def test_digest(tmp_path: Path) -> None:
-    ended = bench("digest", "-b", "40M", "-e", "40M", "-n", 1, "-w", 0, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    (row,) = rows(ended.stdout)
+def test_digest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "digest", "-b", "40M", "-e", "40M", "-n", "1", "-w", "0"]) == 0
+    (row,) = rows(capsys.readouterr().out)
     assert row[0] == str(40 << 20)
     assert float(row[-1]) > 0 < float(row[-2])
 

@@ -130,11 +130,7 @@ def test_commands() -> None:
     for command in ([sys.executable, "-m", "pccl"], [str(scripts / "pccl")]):
         ended = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=50)
         assert ended.stdout == version
-    for command in (
-        [sys.executable, "-m", "pccl.master"],
-        [str(scripts / "pccl_master")],
-        [str(scripts / "pccl"), "master"],
-    ):
+    for command in ([sys.executable, "-m", "pccl.master"], [str(scripts / "pccl_master")]):
         ended = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=50)
         assert "--listen-address" in ended.stdout and "0.0.0.0:48148" in ended.stdout
 
