@@ -17,7 +17,7 @@ from pccl.protocol.master import Master
 from pccl.protocol.master.effects import Drop, Send
 from pccl.protocol.master.voting import held
 from pccl.protocol.master.work import fits
-from pccl.runtime.client import client as client_module
+from pccl.runtime.client.engine import Engine
 from pccl.runtime.inline import combine
 
 WORK = m.Work("all_reduce", 0, 10, 2)
@@ -163,7 +163,7 @@ def test_the_engine_has_no_part_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **options: object) -> None:
         raise AssertionError("the engine was asked")
 
-    monkeypatch.setattr(client_module.Engine, "register_collective", refuse)
+    monkeypatch.setattr(Engine, "register_collective", refuse)
     with Cluster(2) as cluster:
         sums = cluster.each(lambda _, comm: _sum_of_ones(comm, 4096))
         assert sums == [2.0, 2.0]

@@ -21,7 +21,7 @@ import pccl
 from pccl import weights
 from pccl.cli.main import main
 from pccl.protocol import messages as m
-from pccl.runtime.client import associate
+from pccl.runtime.client import endpoint
 from pccl.weights.publisher import DELTAS_MAX
 
 Parameters = dict[str, np.ndarray]
@@ -277,7 +277,7 @@ def test_without_descriptors_it_says_so_and_leaves_nothing_behind(
 
     before = set(threading.enumerate())
     lacking = SimpleNamespace(Context=no_context, ZMQError=zmq.ZMQError)
-    monkeypatch.setattr(associate, "zmq", lacking)
+    monkeypatch.setattr(endpoint, "zmq", lacking)
     with pytest.raises(OSError, match="cannot begin: ") as caught:
         publisher(parameters())
     assert caught.value.errno == errno.EMFILE

@@ -8,7 +8,6 @@ arrives, and hands whole packages to the caller's `Keeper`.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import queue
 import threading
@@ -16,15 +15,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-import msgspec
-import zmq
-
 from pccl.protocol import messages as m
-from pccl.protocol import reach
 from pccl.protocol.follower import Follower, effects
 from pccl.protocol.peer import effects as common
 from pccl.runtime import forks, limits
-from pccl.runtime.client.connection import MasterConnection
+from pccl.runtime.client.endpoint import Endpoint, Hello
 from pccl.runtime.client.engine import (
     COMPLETE,
     FAILED,
@@ -33,20 +28,13 @@ from pccl.runtime.client.engine import (
     SETTLED,
     STARVED,
     STREAM_UP,
-    Engine,
-    EngineOptions,
     Event,
 )
-from pccl.runtime.client.identity import Identity
-from pccl.runtime.client.inbox import Inbox
-from pccl.runtime.client.meetings import Meetings
 from pccl.runtime.client.ops import TRANSFER_BYTES
 from pccl.runtime.client.parcel import ENTRIES, Incoming, Parcel
-from pccl.runtime.client.streams import Refused, Streams
+from pccl.runtime.client.streams import Refused
 from pccl.runtime.config import Config, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
-from pccl.runtime.resolve import Resolver, everywhere, further_hosts
-from pccl.runtime.waiter import Waiter
 from pccl.security import Security
 from pccl.types import Result
 
@@ -98,7 +86,7 @@ class Associate:
         host: str,
         port: int,
         address: str,
-        hello: Callable[[int, str], m.Hello],
+        hello: Hello,
         config: Config,
         security: Security | None,
         keeper: Keeper,
@@ -106,44 +94,22 @@ class Associate:
         follows: bool,
         relays: bool,
     ) -> None:
-        self._keeper, self._config = keeper, config
-        self._identity = Identity.of(security)
+        self._keeper = keeper
+        self._endpoint = endpoint = Endpoint(
+            address,
+            config,
+            security,
+            lanes=0,
+            read_engine=self._read_engine,
+            say=lambda meet: self._perform(self._machine.meet(meet)),
+        )
         with contextlib.ExitStack() as opened:  # what a start that fails closes
-            self._inbox = Inbox()
-            opened.callback(self._inbox.end)
-            self._waiter = Waiter()
-            opened.callback(self._waiter.close)
-            options = EngineOptions(
-                heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
-            )
-            self._engine = Engine(
-                self._identity.guard(options),
-                host=everywhere(address),
-                ports=config.ports,
-                stopped=lambda: self._inbox.post(self._read_engine),
-            )
-            opened.callback(self._engine.close)
-            self._resolver = Resolver(self._inbox.post)
-            self._meetings = Meetings(
-                self._engine, self._resolver, config, everywhere(address), self._say_meet
-            )
-            opened.callback(self._meetings.close)
-            said = hello(self._engine.port, self._engine.ipc if config.ipc else "")
-            self._hello = msgspec.structs.replace(
-                said,
-                curve=self._identity.curve,
-                dial=self._identity.token,
-                associate=True,
-                outgoing=config.outgoing,
-                others=further_hosts(config, address),
-            )
-            self._machine = Follower(self._hello, follows, relays, keeper.fits)
-            self._streams = Streams(
-                self._engine, self._resolver, config, 0, self._local, self._meetings
-            )
-            self._master = MasterConnection(
-                host, port, config, self._identity, self._machine, self._waiter, self._resolver
-            )
+            opened.callback(endpoint.abandon)
+            self._inbox, self._waiter = endpoint.inbox, endpoint.waiter
+            self._engine, self._streams = endpoint.engine, endpoint.streams
+            said = endpoint.introduce(hello, associate=True)
+            self._machine = Follower(said, follows, relays, keeper.fits)
+            self._master = endpoint.reach(host, port, self._machine)
             self._parcels: dict[tuple[int, int], Parcel] = {}
             self._incoming: dict[tuple[int, int], Incoming] = {}
             self._memory: dict[int, object] = {}  # that the engine refers to, by op
@@ -158,32 +124,11 @@ class Associate:
             self._thread = threading.Thread(target=self._run, name="pccl-associate", daemon=True)
             self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             self._worker = threading.Thread(target=self._work_in, name="pccl-weights", daemon=True)
+            opened.callback(self._jobs.put, None)
             forks.watch(self)
-            self._begin(address)
+            endpoint.begin(self._read_master, self._perform, self._worker, self._thread)
             opened.pop_all()
-
-    def _begin(self, address: str) -> None:
-        try:
-            self._context = zmq.Context()
-        except zmq.ZMQError as error:
-            raise OSError(error.errno, f"cannot begin: {error}") from None
-        try:
-            self._master.begin(self._context, address, self._read_master, self._perform)
-            self._worker.start()
-            self._thread.start()
-        except BaseException as error:
-            self._jobs.put(None)
-            self._context.destroy(linger=0)
-            if isinstance(error, RuntimeError):
-                raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
-            raise
         self._inbox.post(lambda: self._perform(self._machine.join()))
-
-    def _say_meet(self, meet: m.Meet) -> None:
-        self._perform(self._machine.meet(meet))
-
-    def _local(self, info: m.PeerInfo) -> bool:
-        return reach.local(self._hello, info)
 
     # ---- called by user threads ----
 
@@ -217,9 +162,7 @@ class Associate:
     def forked(self) -> None:
         """Called in a forked child, which must not use the parent's associate."""
         self._forked = True
-        self._inbox.forked()
-        others = {*self._streams.ends, (self._master.address, self._master.port)}
-        forks.let_go({self._engine.port, self._meetings.port}, self._engine.ipc, others)
+        self._endpoint.forked()
 
     def close(self, why: str) -> None:
         """Leaves; returns when nothing refers to any memory any more. Idempotent."""
@@ -454,13 +397,7 @@ class Associate:
             last.callback(self._inbox.end)
             last.callback(self._jobs.put, None)
             last.callback(self._memory.clear)
-            last.callback(self._waiter.close)
-            last.callback(self._context.term)
-            last.callback(self._meetings.close)
-            last.callback(self._engine.close)
-            last.callback(self._streams.clear)
-            last.callback(self._resolver.forget)
-            last.callback(self._master.close)
+            last.callback(self._endpoint.close)
 
 
 class _Pace:

@@ -14,33 +14,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-import zmq
-
 from pccl.insight import Explanation, LinkFacts, explain
 from pccl.protocol import messages as m
-from pccl.protocol import reach
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.rounds import Grace
 from pccl.runtime import forks, limits, tcp
 from pccl.runtime.client.call import Call, End
-from pccl.runtime.client.connection import MasterConnection
-from pccl.runtime.client.engine import Engine, EngineOptions
+from pccl.runtime.client.endpoint import Endpoint, Hello
 from pccl.runtime.client.engine_events import EngineEvents
 from pccl.runtime.client.figures import Figures
-from pccl.runtime.client.identity import Identity
-from pccl.runtime.client.inbox import Inbox
-from pccl.runtime.client.meetings import Meetings
 from pccl.runtime.client.memory import Operands, Pieces, Pool
 from pccl.runtime.client.pending import PendingCalls
 from pccl.runtime.client.performer import Performer
 from pccl.runtime.client.progress import Progress
 from pccl.runtime.client.shortcut import Shortcut
-from pccl.runtime.client.streams import Refused, Streams
+from pccl.runtime.client.streams import Refused
 from pccl.runtime.config import Config
-from pccl.runtime.resolve import Resolver, everywhere, further_hosts
 from pccl.runtime.uninterrupted import insist
-from pccl.runtime.waiter import Waiter
 from pccl.security import Security
 from pccl.types import Result
 
@@ -72,45 +62,41 @@ class Client:
         host: str,
         port: int,
         address: str,
-        hello: Callable[[int, str], m.Hello],
+        hello: Hello,
         pool_size: int,
         config: Config,
         security: Security | None = None,
     ) -> None:
-        self._identity = Identity.of(security)
         self._config = config
         self._peer = Peer()
         self._numbers = itertools.count(1)
         self._ended = threading.Event()
-        self._leaving = self._failed = False
+        self._leaving = self._failed = self._forked = False
         self._withdrawing: dict[int, threading.Event] = {}  # calls that the master may still have
         self._working = threading.RLock()  # its holder uses the connection to the master
+        self._endpoint = endpoint = Endpoint(
+            address,
+            config,
+            security,
+            lanes=pool_size,
+            read_engine=lambda: self._events.read(),
+            say=lambda meet: self._perform(self._peer.meet(meet)),
+        )
         with contextlib.ExitStack() as opened:  # what a start that fails closes
-            self._inbox = Inbox()
-            opened.callback(self._inbox.end)
-            self._engine = self._make_engine(address, config)
-            opened.callback(self._engine.close)
+            opened.callback(endpoint.abandon)
+            self._inbox, self._waiter = endpoint.inbox, endpoint.waiter
+            self._engine, self._streams = endpoint.engine, endpoint.streams
+            self._master = endpoint.reach(host, port, self._peer)
+            self._hello = endpoint.introduce(hello, relay=endpoint.meetings.port)
             self.figures = Figures(lambda: self._engine.cpu_s)
             self._pending = PendingCalls(self.figures)
-            self._resolver = Resolver(self._inbox.post)
-            self._meetings = self._make_meetings(address, config)
-            opened.callback(self._meetings.close)
-            self._hello = self._introduce(hello, config, address)
-            self._streams = Streams(
-                self._engine, self._resolver, config, pool_size, self._local, self._meetings
-            )
-            self._waiter = Waiter()
-            opened.callback(self._waiter.close)
-            self._master = MasterConnection(
-                host, port, config, self._identity, self._peer, self._waiter, self._resolver
-            )
             self._performer = Performer(
                 self._peer,
                 self._engine,
                 self._streams,
                 self._master,
                 self._pending,
-                self._local,
+                endpoint.local,
                 self.figures,
             )
             self._perform = self._performer.perform
@@ -120,61 +106,9 @@ class Client:
             self._engine.together = True
             self._progress = Progress(self._engine, self._peer)
             self._thread = threading.Thread(target=self._run, name="pccl-control", daemon=True)
-            self._forked = False
             forks.watch(self)
-            self._connect(address)
+            endpoint.begin(self._read_master, self._perform, self._thread)
             opened.pop_all()
-
-    def _connect(self, address: str) -> None:
-        """Opens the first connection to the master, and starts the control thread."""
-        try:
-            self._context = zmq.Context()
-        except zmq.ZMQError as error:
-            raise OSError(error.errno, f"cannot begin: {error}") from None
-        try:
-            self._master.begin(self._context, address, self._read_master, self._perform)
-            self._thread.start()
-        except BaseException as error:
-            self._context.destroy(linger=0)
-            if isinstance(error, RuntimeError):
-                raise OSError(errno.EAGAIN, f"cannot begin: {error}") from None
-            raise
-
-    def _make_engine(self, address: str, config: Config) -> Engine:
-        """A listening engine."""
-        options = EngineOptions(
-            heartbeat_ms=config.heartbeat_ms, heartbeat_timeout_ms=config.heartbeat_timeout_ms
-        )
-
-        def stopped() -> None:
-            self._inbox.post(lambda: self._events.read())
-
-        host = everywhere(address)
-        guarded = self._identity.guard(options)
-        return Engine(guarded, host=host, ports=config.ports, stopped=stopped)
-
-    def _make_meetings(self, address: str, config: Config) -> Meetings:
-        def say(meet: m.Meet) -> None:
-            self._perform(self._peer.meet(meet))
-
-        return Meetings(self._engine, self._resolver, config, everywhere(address), say)
-
-    def _introduce(
-        self, hello: Callable[[int, str], m.Hello], config: Config, address: str
-    ) -> m.Hello:
-        """This peer's first message."""
-        said = hello(self._engine.port, self._engine.ipc if config.ipc else "")
-        return msgspec.structs.replace(
-            said,
-            curve=self._identity.curve,
-            dial=self._identity.token,
-            outgoing=config.outgoing,
-            others=further_hosts(config, address),
-            relay=self._meetings.port,
-        )
-
-    def _local(self, info: m.PeerInfo) -> bool:
-        return reach.local(self._hello, info)
 
     # ---- called by user threads ----
 
@@ -227,9 +161,7 @@ class Client:
     def forked(self) -> None:
         """Called in a forked child, which must not use the parent's peer."""
         self._forked = True
-        self._inbox.forked()
-        others = {*self._streams.ends, (self._master.address, self._master.port)}
-        forks.let_go({self._engine.port, self._meetings.port}, self._engine.ipc, others)
+        self._endpoint.forked()
 
     @property
     def backend(self) -> str:
@@ -550,10 +482,4 @@ class Client:
             last.callback(self._tell_withdrawn)
             last.callback(self._inbox.end)
             last.callback(self._pending.memory.clear)
-            last.callback(self._waiter.close)
-            last.callback(self._context.term)
-            last.callback(self._meetings.close)
-            last.callback(self._engine.close)  # restores and releases what is not settled
-            last.callback(self._streams.clear)
-            last.callback(self._resolver.forget)
-            last.callback(self._master.close)
+            last.callback(self._endpoint.close)
