@@ -289,7 +289,8 @@ def test_a_forwarding_that_leads_to_another_peer(
         join = Client.join
 
         def misled(client: Client, call: Call) -> None:
-            changed = {"host": "localhost", "port": port, "ipc": ""}  # not dialled: a name
+            name = {"host": "localhost", "others": ()}  # which is not dialled
+            changed = {**name, "port": port, "ipc": ""}
             client._hello = msgspec.structs.replace(client._hello, **changed)
             join(client, call)
 
