@@ -5,8 +5,9 @@
 It knows nothing of the library, and of the run only the diaries (diary.py). The rules: outcomes are
 the same for all who stay; a sum has each contribution of those who were in it once; the shared
 state of a revision is the same everywhere, and what all steps before make of it, so that none was
-lost or done twice; revisions never go back; no call takes too long, unless its caller was frozen;
-nobody is dropped without a reason; nobody grows. The exit code is 1 if any rule was broken.
+lost or done twice; revisions never go back, and the state begins anew only when all who held it are
+gone (eras.py); no call takes too long, unless its caller was frozen; nobody is dropped without a
+reason; nobody grows. The exit code is 1 if any rule was broken.
 """
 
 from __future__ import annotations
@@ -39,11 +40,13 @@ from diary import (
     read,
     workers,
 )
+from eras import Eras, Member
 
 KILLS = {"kill", "kill-all-but-one"}
 CUTS = {"cut", "cut-out", "cut-in", "reset"}
 STOPPING = KILLS | CUTS | {"freeze", "restart-master", "reset-link"}  # for which all must wait
 DROPPING = CUTS | {"freeze", "no-descriptors"}  # for which a worker may be dropped
+ENDING = {"reset-link"}  # for which a worker may leave the run, and join again
 SLEEPS = {"freeze": "end of freeze"}  # a worker's time stands still, until
 GROWTH_MAX = 20, 4, 48  # descriptors, threads, MiB: more is a leak
 VIOLATIONS_SHOWN = 20
@@ -73,21 +76,32 @@ class Call:
     """A call of a worker.
 
     Attributes:
-        group: of its membership.
+        member: its membership.
         stayed: whether the worker has ended a later call of the same membership.
     """
 
     worker: int
-    group: int
+    member: Member
     begin: Begin
     end: End | None = None
     stayed: bool = False
+
+    @property
+    def synchronised(self) -> bool:
+        """Whether its worker has held a shared state since."""
+        return self.begin.what == "sync" and self.end is not None and self.end.outcome == "done"
+
+    @property
+    def era(self) -> tuple[int, int]:
+        """The group, and the era of its shared state."""
+        return self.member.group, self.member.era
 
 
 @dataclass
 class Life:
     """What one worker has done."""
 
+    members: list[Member] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     outs: list[Out] = field(default_factory=list)
     sizes: list[Size] = field(default_factory=list)
@@ -126,6 +140,9 @@ class Checker:
         self._faults = [fault for fault in faults if isinstance(fault, Fault)]
         self._report = Report()
         self._lives = {worker: self._live(worker, diaries[worker]) for worker in sorted(diaries)}
+        members = [member for life in self._lives.values() for member in life.members]
+        eras = Eras(self._faults, KILLS, DROPPING | ENDING | rules.ending)
+        self._report.violations += eras.tell_apart(members)
 
     def check(self) -> Report:
         """Applies all rules."""
@@ -148,7 +165,8 @@ class Checker:
         life = Life()
         open_: dict[tuple[str, int], Call] = {}  # by what and tag
         ended: list[Call] = []  # of this membership, and not followed by another one yet
-        group = 0
+        member = Member(worker)
+        life.members.append(member)
         at_s = float("-inf")
         for entry in entries:
             if entry.at_s < at_s:
@@ -159,7 +177,7 @@ class Checker:
                     key = entry.what, entry.tag
                     if key in open_ or {what for what, _ in open_} - {entry.what}:
                         self._broken(f"worker {worker}: a call begins within another: {entry}")
-                    open_[key] = Call(worker, group, entry)
+                    open_[key] = Call(worker, member, entry)
                     life.calls.append(open_[key])
                 case End():
                     call = open_.pop((entry.what, entry.tag), None)
@@ -167,15 +185,20 @@ class Checker:
                         self._broken(f"worker {worker}: a call ends that has not begun: {entry}")
                         continue
                     call.end = entry
+                    if call.synchronised:
+                        member.syncs.append((call.begin, entry))
                     for one in ended:
                         assert one.end is not None
                         one.stayed = one.end.at_s <= call.begin.at_s
                     ended = [call, *(one for one in ended if not one.stayed)]
                 case Out():
                     life.outs.append(entry)
+                    member.over_s = min(member.over_s, entry.at_s)
                     open_, ended = {}, []
                 case Joined():
-                    open_, ended, group = {}, [], entry.group
+                    open_, ended = {}, []
+                    member = Member(worker, entry.group, entry.at_s)
+                    life.members.append(member)
                 case Size():
                     life.sizes.append(entry)
         return life
@@ -223,11 +246,10 @@ class Checker:
                 )
 
     def _check_revisions(self, worker: int, life: Life) -> None:
-        known = -1
-        group = -1
+        known, era = -1, (-1, -1)
         for call in life.calls:
-            if call.begin.what == "sync" and call.end is not None and call.end.outcome == "done":
-                known, group = (known if call.group == group else -1), call.group
+            if call.synchronised and call.end is not None:
+                known, era = (known if call.era == era else -1), call.era
                 if call.end.revision < known:
                     self._broken(
                         f"worker {worker}: revision {call.end.revision} follows revision {known}"
@@ -251,13 +273,13 @@ class Checker:
     # ---- the shared state ----
 
     def _check_states(self) -> None:
-        found: defaultdict[int, dict[int, tuple[str, int]]] = defaultdict(dict)
+        found: defaultdict[tuple[int, int], dict[int, tuple[str, int]]] = defaultdict(dict)
         for worker, life in self._lives.items():
             for call in life.calls:
                 end = call.end
-                if call.begin.what != "sync" or end is None or end.outcome != "done":
+                if not call.synchronised or end is None:
                     continue
-                digests = found[call.group]
+                digests = found[call.era]
                 digest, first = digests.setdefault(end.revision, (end.digest, worker))
                 if digest != end.digest:
                     self._broken(
@@ -265,7 +287,7 @@ class Checker:
                         f"{end.revision}"
                     )
         self._report.steps = sum(map(len, found.values()))
-        for group, digests in found.items():
+        for (group, _), digests in found.items():
             if self._rules.expected is not None and self._rules.expected(group, 0) is not None:
                 self._check_known(group, digests)
 
@@ -285,14 +307,14 @@ class Checker:
 
     # ---- reductions ----
 
-    def _reductions(self) -> dict[tuple[int, int, int, int], list[Call]]:
-        """The calls that met, by revision, attempt, group and tag."""
-        found: defaultdict[tuple[int, int, int, int], list[Call]] = defaultdict(list)
+    def _reductions(self) -> dict[tuple[int, ...], list[Call]]:
+        """The calls that met, by revision, attempt, group, era and tag."""
+        found: defaultdict[tuple[int, ...], list[Call]] = defaultdict(list)
         for life in self._lives.values():
             for call in life.calls:
                 if call.begin.what == "reduce":
                     begin = call.begin
-                    key = begin.revision, begin.attempt, call.group, begin.tag
+                    key = begin.revision, begin.attempt, *call.era, begin.tag
                     found[key].append(call)
         return found
 
@@ -350,12 +372,12 @@ class Checker:
 
     def _measure(self) -> None:
         """How fast it was, beside what it would have been without faults."""
-        reached: dict[tuple[int, int], float] = {}
+        reached: dict[tuple[int, ...], float] = {}
         for life in self._lives.values():
             for call in life.calls:
                 end = call.end
-                if call.begin.what == "sync" and end is not None and end.outcome == "done":
-                    key = call.group, end.revision
+                if call.synchronised and end is not None:
+                    key = *call.era, end.revision
                     reached[key] = min(reached.get(key, end.at_s), end.at_s)
         moments = sorted(reached.values())
         for fault in self._faults:

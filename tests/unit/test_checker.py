@@ -268,3 +268,133 @@ def test_a_worker_may_be_dropped_while_it_is_frozen() -> None:
     at_s = diaries[0][-1].at_s
     diaries[0][-1] = Out(at_s, "dropped", "its heartbeats stopped")
     assert violations(diaries, [*faults, Fault(at_s - 0.1, "freeze", 0)]) == []
+
+
+# ---- a state that begins anew ----
+
+
+def era(
+    workers: list[int], at_s: float, revisions: range, diaries: Diaries, joined: bool = True
+) -> float:
+    """What workers write who hold these revisions, one after the other; when they have."""
+    for worker in workers if joined else ():
+        diaries.setdefault(worker, []).append(Joined(at_s))
+    for revision in revisions:
+        digest = diary.digest_of(diary.buffer_of(sums(workers), 1))
+        for worker in workers:
+            gives = diary.contribution(worker)
+            diaries[worker] += [
+                Begin(at_s + 0.1, "sync", revision if revision > revisions[0] else 0),
+                End(at_s + 0.2, "done", revision, f"state {revision}"),
+                Begin(at_s + 0.3, "reduce", revision, 0, 1, gives),
+                End(
+                    at_s + 0.4, "done", revision, digest, sums(workers), len(workers), what="reduce"
+                ),
+            ]
+        at_s += 0.5
+    return at_s
+
+
+def leave(workers: list[int], at_s: float, diaries: Diaries) -> None:
+    for worker in workers:
+        diaries[worker].append(Out(at_s, "left"))
+
+
+def began_anew(diaries: Diaries, faults: list[Entry]) -> list[str]:
+    """All violations, which are of one kind."""
+    found = violations(diaries, faults)
+    assert all("began anew at revision" in text for text in found), found
+    return found
+
+
+def test_a_run_that_loses_all_who_hold_its_state_is_followed_by_another_one() -> None:
+    """Whether they were killed, have left, or were dropped when they were cut off."""
+    for ends in ("kill", "left", "dropped"):
+        diaries: Diaries = {}
+        over_s = era([0, 1], 1.0, range(3), diaries)
+        faults: list[Entry] = [Fault(over_s, "kill", 0), Fault(over_s, "kill", 1)]
+        if ends != "kill":
+            faults = [Fault(over_s, "cut", 0), Fault(over_s, "cut", 1)]
+            for worker in (0, 1):
+                diaries[worker].append(Out(over_s + 0.1, ends, "cut off"))
+        last_s = era([2, 3, 4], over_s + 0.2, range(5), diaries)
+        leave([2, 3, 4], last_s, diaries)
+        report = Checker(diaries, faults, RULES).check()
+        assert report.violations == []
+        assert report.steps == 3 + 5
+
+
+def test_a_worker_that_joins_again_may_hold_the_state_of_another_run() -> None:
+    diaries: Diaries = {}
+    over_s = era([0, 1], 1.0, range(3), diaries)
+    faults: list[Entry] = [Fault(over_s, "reset-link", worker) for worker in (0, 1)]
+    for worker in (0, 1):
+        diaries[worker].append(Out(over_s + 0.1, "cut off"))
+    last_s = era([0, 1], over_s + 0.2, range(2), diaries)
+    leave([0, 1], last_s, diaries)
+    assert violations(diaries, faults) == []
+
+
+def test_a_run_of_one_revision_is_told_from_the_next_one() -> None:
+    diaries: Diaries = {}
+    over_s = era([0, 1], 1.0, range(1), diaries)
+    faults: list[Entry] = [Fault(over_s, "kill", 0), Fault(over_s, "kill", 1)]
+    leave([2], era([2], over_s + 0.1, range(2), diaries), diaries)
+    report = Checker(diaries, faults, RULES).check()
+    assert report.violations == [] and report.steps == 1 + 2
+
+
+def test_a_run_that_begins_anew_while_others_hold_its_state_is_one_violation() -> None:
+    for goes_on in (True, False):
+        diaries: Diaries = {}
+        over_s = era([0, 1], 1.0, range(3), diaries)
+        last_s = era([2, 3], over_s, range(4), diaries)
+        if goes_on:
+            era([0, 1], over_s, range(3, 5), diaries, joined=False)
+        leave([0, 1, 2, 3], last_s + 1.0, diaries)
+        (found,) = began_anew(diaries, [])
+        assert "worker 2, while worker 0 held revision " in found
+        frozen: list[Entry] = [Fault(2.0, "freeze", worker) for worker in (0, 1)]
+        assert len(began_anew(diaries, frozen)) == goes_on, "who may be dropped, but was not"
+
+
+def test_a_newcomer_that_receives_an_old_state_is_found() -> None:
+    diaries: Diaries = {}
+    over_s = era([0, 1], 1.0, range(4), diaries)
+    diaries[2] = [
+        Joined(over_s),
+        Begin(over_s + 0.1, "sync", 0),
+        End(over_s + 0.2, "done", 2, "state 2"),
+    ]
+    leave([0, 1, 2], over_s + 1.0, diaries)
+    found = violations(diaries, [])
+    assert any("began anew at revision 2 with worker 2" in text for text in found)
+    assert any("nobody ever held the revisions [0, 1]" in text for text in found)
+
+
+def test_who_was_frozen_and_writes_late_is_of_the_run_that_it_was_in() -> None:
+    diaries: Diaries = {}
+    over_s = era([0, 1], 1.0, range(6), diaries)
+    diaries[2] = [
+        Joined(1.0),
+        Begin(1.1, "sync", 0),
+        End(over_s, "done", 0, "state 0"),
+        Out(over_s, "dropped", "its heartbeats stopped"),
+    ]
+    leave([0, 1], over_s, diaries)
+    faults: list[Entry] = [Fault(1.15, "freeze", 2), Fault(over_s, "end of freeze", 2)]
+    assert violations(diaries, faults) == []
+
+
+def test_what_is_wrong_in_a_run_is_found_after_it_has_begun_anew_too() -> None:
+    for mutate, said in (
+        (changed(3, reduced, world=2), "in a world of 2"),
+        (changed(3, lambda entry: not entry.sum, digest="another"), "different states of revision"),
+        (total_of(3, sums([2, 3])), "has different sums"),
+    ):
+        diaries: Diaries = {}
+        over_s = era([0, 1], 1.0, range(3), diaries)
+        faults: list[Entry] = [Fault(over_s, "kill", 0), Fault(over_s, "kill", 1)]
+        leave([2, 3, 4], era([2, 3, 4], over_s, range(3), diaries), diaries)
+        mutate(diaries, faults)  # type: ignore[operator]
+        assert any(said in text for text in violations(diaries, faults))
