@@ -140,6 +140,12 @@
  * Several rings divide a slice in their order: the first begins at 0, each other where the one
  * before it ends, and the last ends where the slice does. Shares begin at multiples of Q.
  *
+ * BEFORE START
+ *
+ * An op with an EARLY order sends copies of own chunks before START. Their receiver holds them, and
+ * changes no memory, until a START names the sender's op number as the `call` of that ring: see
+ * engine/stash.h. So an ABORT settles such an op at once.
+ *
  * GRADUALLY
  *
  * An ALL_REDUCE whose REGISTER has a `step` may begin before its memory is filled: nothing of send
@@ -172,11 +178,12 @@
  *     40 u16 segment (chunk), slot (request, data) or position of the sender (row)
  *     42 u16 hop (chunk; 65535: direct), position of the receiver (row), or of a request any
  *        number, which its data repeats
- *     44 u16 members   46 u16 0
+ *     44 u16 members   46 u16 1 if a chunk was sent before START, else 0
  *     48 u64 offset   56 u32 length   60 u32 piece (request, data) or number of the array (row)
  * Kinds: 1 chunk, 2 request, 3 data, 4 row. Fields that a kind does not use are 0. A chunk's offset
  * is one of its op's, and its length counts elements; those of a request and of data are bytes of a
- * piece, those of a row bytes of the rows for its receiver, and the offset a multiple of Q.
+ * piece, those of a row bytes of the rows for its receiver, and the offset a multiple of Q. The seq
+ * of a chunk that was sent before START is its sender's op number, its nonce that of the epoch.
  *
  * Messages of another run, of an unknown op, with a sequence number that the op cannot have, or
  * with another nonce than that of its START are stale or foreign: they are dropped and counted. A
@@ -459,27 +466,22 @@ typedef struct pccl_piece {
 
 enum pccl_order_kind {
     PCCL_OPEN_STREAM = 1, PCCL_CLOSE_STREAM = 2, PCCL_REGISTER = 3, PCCL_START = 4,
-    PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERDICT = 8,
-    PCCL_ALLOW = 9, PCCL_EXPECT = 10, PCCL_ADMIT = 11, PCCL_CONNECT_STREAM = 12,
-    PCCL_LOSE_STREAM = 13, PCCL_REMIND = 14, PCCL_TELL = 15, PCCL_MEET = 16,
-    PCCL_READY = 17
+    PCCL_COMMIT = 5, PCCL_ABORT = 6, PCCL_STOP = 7, PCCL_VERDICT = 8, PCCL_ALLOW = 9,
+    PCCL_EXPECT = 10, PCCL_ADMIT = 11, PCCL_CONNECT_STREAM = 12, PCCL_LOSE_STREAM = 13,
+    PCCL_REMIND = 14, PCCL_TELL = 15, PCCL_MEET = 16, PCCL_READY = 17, PCCL_EARLY = 18
 };
 
 /* Our place in a ring: its stream leads to the next position (THE RING). */
 typedef struct pccl_ring {
-    uint32_t stream;
-    uint32_t members;
-    uint32_t position;
-    uint32_t root;
+    uint32_t stream, members, position, root;
     const uint16_t *ranks;
-    uint64_t begin;      /* offsets */
-    uint64_t count;
+    uint64_t begin, count;   /* offsets */
+    uint64_t call;           /* START: our predecessor's op number; 0: it has sent nothing early */
 } pccl_ring;
 
 /* An end of a transfer: the requesters of a holder differ in their slots, below 65536. */
 typedef struct pccl_end {
-    uint32_t stream;
-    uint32_t slot;
+    uint32_t stream, slot;
 } pccl_end;
 
 /* One order. Which members count:
@@ -497,7 +499,8 @@ typedef struct pccl_end {
  *   LOSE_STREAM   stream, endpoint: a text that says why. The same, but with a STREAM_LOST event
  *                 (PCCL_EREACH) with that text.
  *   EXPECT        peer (our own number), nonce (of an epoch): who may connect by PLAIN. The nonce
- *                 of the previous EXPECT remains valid. Forgets the keys of all ADMITs.
+ *                 of the previous EXPECT remains valid. Forgets the keys of all ADMITs, and what
+ *                 came before START in an epoch with another nonce.
  *   ADMIT         curve_server: whoever has this public key may connect.
  *   REGISTER      op (a number that was never used before), op_kind, run, tag, min_seq: the op's
  *                 sequence number will be greater.
@@ -513,15 +516,17 @@ typedef struct pccl_end {
  *                 before the first ALLOW. FETCH: leaf_bytes, 0 or the size of the leaves into which
  *                 each piece is cut: a leaf that has arrived gives a LEAF event and waits for its
  *                 VERDICT.
+ *   EARLY         op, a COLLECTIVE, once, before its START: n_rings, rings, direct, chunk_bytes as
+ *                 START will say. Nothing happens if one of the streams is not open.
  *   START         op, seq, nonce (of the call, the same for all who take part);
  *                 COLLECTIVE, EXCHANGE and FETCH: chunk_bytes (of a message, in whole quanta, or in
  *                 whole blocks if it is quantized).
- *                 COLLECTIVE, EXCHANGE: n_rings, rings (THE RING), all with the same members.
- *                 COLLECTIVE: direct, whether its two members send each other everything.
- *                 BROADCAST, REDUCE: the position of the root in each. `ranks` are the ranks by
- *                 position, valid until SETTLED; NULL: the positions. A ring of one member needs no
- *                 stream. An EXCHANGE does not use begin and count; who has
- *                 nothing to send, and nothing to send on, needs no stream (0).
+ *                 COLLECTIVE, EXCHANGE: n_rings, rings (THE RING), all with the same members;
+ *                 `ranks` are the ranks by position, valid until SETTLED; NULL: the positions. A
+ *                 ring of one member needs no stream. COLLECTIVE: direct, whether its two members
+ *                 send each other everything. BROADCAST, REDUCE: the position of the root in each.
+ *                 EXCHANGE: begin and count are not used; who has nothing to send, and nothing to
+ *                 send on, needs no stream (0).
  *                 SERVE: n_ends, ends: the stream leads to a requester, which has that slot.
  *                 FETCH: n_ends, ends: the stream leads to a holder, where we have that slot.
  *                 SERVE and FETCH take any number of START orders, which add to each other; seq,

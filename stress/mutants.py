@@ -18,6 +18,7 @@ from pathlib import Path
 
 import mutations_of_associates
 import mutations_of_deadlines
+import mutations_of_early_data
 import mutations_of_meetings
 import mutations_of_pairs
 import mutations_of_runs
@@ -31,6 +32,7 @@ MUTANTS = [
     *mutations_of_runs.MUTANTS,
     *mutations_of_deadlines.MUTANTS,
     *mutations_of_associates.MUTANTS,
+    *mutations_of_early_data.MUTANTS,
     *mutations_of_meetings.MUTANTS,
 ]
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +44,7 @@ import programs
 import test_associates
 import test_blame
 import test_deadlines
+import test_early
 import test_epochs
 import test_failures
 import test_ghosts
@@ -63,7 +66,7 @@ modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
     test_status, test_epochs, test_rows, test_pairs,
     test_reenact, test_teams, test_deadlines, test_tally, test_survey,
-    test_associates, test_meetings, test_hosts, test_failures,
+    test_associates, test_meetings, test_hosts, test_failures, test_early,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)
@@ -79,6 +82,7 @@ for seed in range(int(sys.argv[1])):
         programs.play(programs.draw(seed))
         trainers.simulate(seed)
         test_associates.story(seed)
+        test_early.story(seed)
         hostile.siege(hostile.draw_script(random.Random(seed)), seed)
     except BaseException as error:
         print(f"seed {seed}: {type(error).__name__}: {error}".splitlines()[0][:90])

@@ -521,8 +521,8 @@ MUTANTS = [
     ),
     Mutant(
         "the shares of the rings are those of the plan, for all alike",
-        "position, *share, ranks.index(work.root), named)",
-        "position, *share, position, named)",
+        "position, *share, root, named, call)",
+        "position, *share, position, named, call)",
     ),
     Mutant(
         "each call has a nonce of its own",

@@ -16,20 +16,6 @@
 #include "engine/quanta.h"
 #include "engine/ring.h"
 
-static void count_given(struct collective *collective, uint64_t offset, uint64_t length)
-{
-    quanta_add(collective->given_set, offset / PCCL_QUANTUM, quanta_of(offset + length));
-    collective->done += length;
-}
-
-static void count_written(struct collective *collective, uint64_t offset, uint64_t length)
-{
-    uint64_t from, to;
-    parts_written(&collective->parts, offset, length, &from, &to);
-    quanta_add(collective->written_set, from, to);
-    collective->done += length;
-}
-
 /* The bytes that `n` elements of a part take in a message. */
 static uint64_t payload_bytes(const struct collective *collective, const struct part *part,
                               uint64_t n)
@@ -63,21 +49,6 @@ static uint64_t own_length(const struct ring *ring, const struct part *part)
     return length < chunk ? length : chunk;
 }
 
-/* Notes what we have sent: it is given, or it is part of the result. */
-static void note_sent(struct collective *collective, const struct part *part, uint64_t offset,
-                      uint64_t length)
-{
-    const unsigned char *from = part_send(&collective->parts, part, offset);
-    unsigned char *to = part_recv(&collective->parts, part, offset);
-    if (collective->shape.reduces) {
-        count_given(collective, offset, length);
-        return;
-    }
-    if (to != from)
-        memcpy(to, from, (size_t)length * part->width);
-    count_written(collective, offset, length);
-}
-
 /* Makes the message of a chunk of our own: TURN_OVER when it is made. */
 static enum turn build_own(struct ring *ring, const struct part *part, struct packet *packet,
                            const struct wire_header *header)
@@ -87,8 +58,9 @@ static enum turn build_own(struct ring *ring, const struct part *part, struct pa
     const unsigned char *own = part_send(&collective->parts, part, header->offset);
     uint64_t bytes = payload_bytes(collective, part, header->length);
     bool copies = direct_copies(collective, part);
+    bool whole = collective->format == PCCL_UNQUANTIZED && !copies;
     int status;
-    if (collective->format == PCCL_UNQUANTIZED && !copies) {
+    if (whole && op->started) {
         status = packet_build(&op->source, packet, header, own, bytes);
         return status == PCCL_OK ? TURN_OVER : TURN_FAILED;
     }
@@ -101,6 +73,10 @@ static enum turn build_own(struct ring *ring, const struct part *part, struct pa
     if (copies) {
         direct_write(collective, part, header->offset, header->length,
                      packet_payload(op->source.zmq, packet));
+        return TURN_OVER;
+    }
+    if (whole) {             /* before START nothing may refer to the memory of a call */
+        memcpy(packet_payload(op->source.zmq, packet), own, (size_t)bytes);
         return TURN_OVER;
     }
     status = pccl_quantize(collective->format, part->dtype,
@@ -127,7 +103,27 @@ static struct wire_header own_header(const struct ring *ring, uint64_t length)
     header.members = (uint16_t)members;
     header.length = (uint32_t)length;
     header.offset = ring->cursor;
+    if (!op->started) {
+        header.early = true;
+        header.seq = op->id;
+        header.nonce = op->epoch;
+    }
     return header;
+}
+
+/* Notes a chunk of our own that was sent. What was sent before START is noted at START. */
+static void note_sent(struct ring *ring, const struct part *part, uint64_t length)
+{
+    struct collective *collective = collective_of(op_of(&ring->flow));
+    uint64_t cost = stash_cost(payload_bytes(collective, part, length));
+    if (collective->op.started) {
+        collective_note_sent(collective, part, ring->cursor, length);
+    } else {
+        ring->lent += cost;
+        ring->flow.stream->early += cost;
+    }
+    ring->cursor += quanta_of(length) * PCCL_QUANTUM;
+    collective_skip(ring);
 }
 
 enum turn chunk_send(struct flow *flow)
@@ -139,10 +135,13 @@ enum turn chunk_send(struct flow *flow)
     uint64_t length = own_length(ring, part);
     struct packet packet = {0};
     struct wire_header header = own_header(ring, length);
+    uint64_t cost = stash_cost(payload_bytes(collective, part, length));
     enum turn made;
-    assert(op->started && length > 0);
+    assert(length > 0);
     if (!gradual_is_ready(collective, ring->cursor, length))
         return TURN_OVER;            /* chunk_obey() asks for the next one */
+    if (!op->started && stream_credit(flow->stream) < cost)
+        return TURN_OVER;            /* START gives it another one */
     if (op->ops->n_held > 0 && op->ops->n_spread == 0)
         return TURN_BLOCKED;         /* or the ring would fill up: all would wait for room */
     made = build_own(ring, part, &packet, &header);
@@ -154,9 +153,7 @@ enum turn chunk_send(struct flow *flow)
         packet_clear(op->source.zmq, &packet);
         return TURN_BLOCKED;
     }
-    note_sent(collective, part, ring->cursor, length);
-    ring->cursor += quanta_of(length) * PCCL_QUANTUM;
-    collective_skip(ring);
+    note_sent(ring, part, length);
     if (collective_is_complete(collective))
         op_complete(op);             /* cannot free it: it is still our turn */
     return ring->cursor < ring->end ? TURN_MORE : TURN_OVER;
@@ -251,6 +248,16 @@ static const char *check_place(const struct collective *collective, const struct
     return NULL;
 }
 
+/* Whether a chunk is of what we have sent before START, which others may have heard before us. */
+static bool was_sent_early(const struct collective *collective, const struct wire_header *chunk)
+{
+    const struct ring *ring;
+    if (collective->op.started || chunk->ring >= collective->op.n_flows)
+        return false;
+    ring = collective_ring(collective, chunk->ring);
+    return chunk->offset >= ring->first && chunk->offset + chunk->length <= ring->cursor;
+}
+
 /* Why a chunk may not come now, or NULL. */
 static const char *check_turn(const struct collective *collective, const struct wire_header *chunk)
 {
@@ -259,7 +266,7 @@ static const char *check_turn(const struct collective *collective, const struct 
     if (!final)
         return quanta_any(collective->given_set, from, to) ? "a chunk came twice" : NULL;
     if (collective->shape.reduces && !is_direct(chunk)
-        && !quanta_all(collective->given_set, from, to))
+        && !quanta_all(collective->given_set, from, to) && !was_sent_early(collective, chunk))
         return "a final chunk lacks our contribution";
     parts_written(&collective->parts, chunk->offset, chunk->length, &from, &to);
     return quanta_any(collective->written_set, from, to) ? "a chunk came twice" : NULL;
@@ -347,13 +354,13 @@ static int apply(struct collective *collective, const struct wire_header *chunk,
     const struct part *part = part_at(&collective->parts, chunk->offset);
     bool stored = chunk->hop + 2u >= chunk->members;
     if (chunk->hop + 1u < chunk->members)
-        count_given(collective, chunk->offset, chunk->length);
+        collective_count_given(collective, chunk->offset, chunk->length);
     if (stored
         && collective_save(collective, part, chunk->offset, chunk->length * part->width)
             != PCCL_OK)
         return PCCL_ENOMEM;
     if (stored)
-        count_written(collective, chunk->offset, chunk->length);
+        collective_count_written(collective, chunk->offset, chunk->length);
     if (is_direct(chunk)) {
         direct_reduce(collective, part, chunk, packet_payload(zmq, packet));
         return PCCL_OK;

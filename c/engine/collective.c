@@ -8,8 +8,10 @@
  * Where recv holds what ABORT must restore, the old bytes go into an undo buffer before they are
  * overwritten.
  *
- * Before START the place in the ring is not known. Early chunks are handled all the same: what they
- * say about the ring is kept as claims that START must confirm, and what is to be sent on waits. */
+ * Before START the place in the ring is not known. Chunks of those who have heard of the start are
+ * handled all the same: what they say about the ring is kept as claims that START must confirm, and
+ * what is to be sent on waits. EARLY says which place is expected, and only lets us send. What was
+ * sent then is noted at START, if that names the same streams; otherwise it is void with them. */
 #include "engine/collective.h"
 
 #include <assert.h>
@@ -86,6 +88,36 @@ bool collective_may_be_direct(const struct collective *collective, uint32_t memb
 {
     const struct shape *shape = &collective->shape;
     return members == 2 && shape->reduces && !shape->scatters && !shape->rooted;
+}
+
+/* ---- what is done ---- */
+
+void collective_count_given(struct collective *collective, uint64_t offset, uint64_t length)
+{
+    quanta_add(collective->given_set, offset / PCCL_QUANTUM, quanta_of(offset + length));
+    collective->done += length;
+}
+
+void collective_count_written(struct collective *collective, uint64_t offset, uint64_t length)
+{
+    uint64_t from, to;
+    parts_written(&collective->parts, offset, length, &from, &to);
+    quanta_add(collective->written_set, from, to);
+    collective->done += length;
+}
+
+void collective_note_sent(struct collective *collective, const struct part *part, uint64_t offset,
+                          uint64_t length)
+{
+    const unsigned char *from = part_send(&collective->parts, part, offset);
+    unsigned char *to = part_recv(&collective->parts, part, offset);
+    if (collective->shape.reduces) {
+        collective_count_given(collective, offset, length);
+        return;
+    }
+    if (to != from)
+        memcpy(to, from, (size_t)length * part->width);
+    collective_count_written(collective, offset, length);
 }
 
 /* ---- register ---- */
@@ -202,9 +234,11 @@ void collective_drop(struct op *op, struct flow *flow)
     collective->n_held = 0;
 }
 
+/* START may not need a stream on which EARLY has begun, and otherwise finds that it is lost. */
 void collective_lose(struct op *op, const struct stream *stream)
 {
-    op_fail_stream(op, stream->number, stream->text);
+    if (op->started)
+        op_fail_stream(op, stream->number, stream->text);
 }
 
 void collective_free(struct op *op)
@@ -322,9 +356,77 @@ static bool join_rings(struct collective *collective, const pccl_order *order)
             ring->end = ring->cursor;
         else if (!order->direct)
             collective_range(ring, first_segment(collective, place), &ring->cursor, &ring->end);
+        ring->first = ring->cursor;
         collective_skip(ring);
     }
+    collective->direct = order->direct != 0;
+    collective->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
     return true;
+}
+
+/* Whether START says of a ring what EARLY has said. */
+static bool is_same(const pccl_ring *a, const pccl_ring *b)
+{
+    uint32_t i;
+    if (a->stream != b->stream || a->members != b->members || a->position != b->position
+        || a->root != b->root || a->begin != b->begin || a->count != b->count)
+        return false;
+    for (i = 0; i < a->members; i++)
+        if (rank_at(a, i) != rank_at(b, i))
+            return false;
+    return true;
+}
+
+/* Goes on with the rings of EARLY, or fails the op. */
+static bool keep_rings(struct collective *collective, const pccl_order *order)
+{
+    struct op *op = &collective->op;
+    bool same = order->n_rings == op->n_flows && collective->direct == (order->direct != 0);
+    uint32_t i;
+    for (i = 0; same && i < op->n_flows; i++)
+        same = is_same(&collective_ring(collective, i)->place, &order->rings[i]);
+    if (!same) {
+        op_fail(op, PCCL_EINVAL, "START contradicts EARLY");
+        return false;
+    }
+    for (i = 0; i < op->n_flows; i++)
+        if (op->flows[i]->stream == NULL || op->flows[i]->stream->lost) {
+            op_fail_stream(op, order->rings[i].stream, "it is not open");
+            return false;
+        }
+    return true;
+}
+
+/* Makes the flows for START, or fails the op. */
+static bool enter_rings(struct collective *collective, const pccl_order *order)
+{
+    struct op *op = &collective->op;
+    if (op->n_flows > 0
+        && collective_ring(collective, 0)->place.stream == order->rings[0].stream)
+        return keep_rings(collective, order);
+    op_remove_flows(op);
+    collective->is_spread = false;
+    return join_rings(collective, order);
+}
+
+/* Notes what a ring has sent before START, and gives its credit back. */
+static void note_early(struct collective *collective, struct ring *ring)
+{
+    uint64_t sent = ring->cursor;
+    if (ring->lent == 0)
+        return;
+    ring->flow.stream->early -= ring->lent;
+    ring->lent = 0;
+    ring->cursor = ring->first;
+    for (collective_skip(ring); ring->cursor < sent; collective_skip(ring)) {
+        const struct part *part = part_at(&collective->parts, ring->cursor);
+        uint64_t length = part_left(&collective->parts, part, ring->cursor);
+        uint64_t most = (sent < ring->end ? sent : ring->end) - ring->cursor;
+        length = length < most ? length : most;
+        collective_note_sent(collective, part, ring->cursor, length);
+        ring->cursor += quanta_of(length) * PCCL_QUANTUM;
+    }
+    assert(ring->cursor == sent);
 }
 
 /* Whether an early chunk brought what we are to send from the beginning. */
@@ -333,8 +435,8 @@ static bool was_forestalled(const struct collective *collective)
     uint32_t i;
     for (i = 0; !collective->shape.reduces && i < collective->op.n_flows; i++) {
         const struct ring *ring = collective_ring(collective, i);
-        if (ring->cursor < ring->end
-            && quanta_any(collective->written_set, ring->cursor / PCCL_QUANTUM,
+        if (ring->first < ring->end
+            && quanta_any(collective->written_set, ring->first / PCCL_QUANTUM,
                           quanta_of(ring->end)))
             return true;
     }
@@ -397,6 +499,32 @@ void collective_conclude_alone(struct collective *collective)
         parts_copy(&collective->parts);
 }
 
+/* Queues the flows that have chunks to send. */
+static void request_turns(struct collective *collective)
+{
+    struct op *op = &collective->op;
+    uint32_t i;
+    for (i = 0; i < op->n_flows; i++)
+        if (collective_ring(collective, i)->cursor < collective_ring(collective, i)->end)
+            flow_request_turn(op->flows[i]);
+}
+
+void collective_early(struct op *op, const pccl_order *order)
+{
+    struct collective *collective = collective_of(op);
+    const char *why = check_start(collective, order);
+    uint32_t i;
+    if (why != NULL) {
+        op_fail(op, PCCL_EINVAL, "%s", why);
+        return;
+    }
+    for (i = 0; i < order->n_rings; i++)     /* if not, START says so */
+        if (streams_find(op->ops->streams, order->rings[i].stream) == NULL)
+            return;
+    if (join_rings(collective, order))
+        request_turns(collective);
+}
+
 void collective_start(struct op *op, const pccl_order *order)
 {
     struct collective *collective = collective_of(op);
@@ -411,7 +539,7 @@ void collective_start(struct op *op, const pccl_order *order)
         op_fail(op, PCCL_EPROTO, "%s", why);
         return;
     }
-    if (!join_rings(collective, order))
+    if (!enter_rings(collective, order))
         return;
     if (was_forestalled(collective) || was_mistaken(collective, &order->rings[0])) {
         op_fail(op, PCCL_EPROTO, "an early chunk is of what is ours to send, or not for us");
@@ -421,16 +549,14 @@ void collective_start(struct op *op, const pccl_order *order)
     op->started = true;
     op->seq = order->seq;
     op->nonce = order->nonce;
-    collective->direct = order->direct != 0;
-    collective->chunk = order->chunk_bytes < PCCL_CHUNK_MAX ? order->chunk_bytes : PCCL_CHUNK_MAX;
     if (order->rings[0].members == 1)
         collective_conclude_alone(collective);
     else
         collective->wanted = count_wanted(collective, &order->rings[0]);
-    release_early(collective);
     for (i = 0; i < op->n_flows; i++)
-        if (collective_ring(collective, i)->cursor < collective_ring(collective, i)->end)
-            flow_request_turn(op->flows[i]);
+        note_early(collective, collective_ring(collective, i));
+    release_early(collective);
+    request_turns(collective);
     if (collective_is_complete(collective))
         op_complete(op);
 }

@@ -44,7 +44,8 @@ struct collective {
 struct ring {
     struct flow flow;
     pccl_ring place;         /* ours in it */
-    uint64_t cursor, end;    /* what is left of our own chunks, offsets */
+    uint64_t first, cursor, end;     /* where our own chunks begin, what is left of them: offsets */
+    uint64_t lent;           /* what was sent before START counts so much in the stream's credit */
 };
 
 static inline struct collective *collective_of(struct op *op)
@@ -59,6 +60,7 @@ static inline struct ring *collective_ring(const struct collective *collective, 
 
 /* For struct op_kind. */
 void collective_enter(struct op *op, const pccl_order *order);
+void collective_early(struct op *op, const pccl_order *order);
 void collective_start(struct op *op, const pccl_order *order);
 void collective_tell(const struct op *op, uint64_t *done, uint64_t *wanted);
 void collective_drop(struct op *op, struct flow *flow);
@@ -72,6 +74,14 @@ void collective_conclude_alone(struct collective *collective);
 /* Whether all that there is to give is given and all of recv is written: then no chunk will come
  * any more. */
 bool collective_is_complete(const struct collective *collective);
+
+/* Counts elements as given; as written. */
+void collective_count_given(struct collective *collective, uint64_t offset, uint64_t length);
+void collective_count_written(struct collective *collective, uint64_t offset, uint64_t length);
+
+/* Notes what we have sent: it is given, or it is part of the result. */
+void collective_note_sent(struct collective *collective, const struct part *part, uint64_t offset,
+                          uint64_t length);
 
 /* Saves the bytes of recv at an offset, if ABORT must restore them: 0 or PCCL_ENOMEM. */
 int collective_save(struct collective *collective, const struct part *part, uint64_t offset,

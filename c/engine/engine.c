@@ -11,6 +11,7 @@
  * events      what the caller is told
  * zap         who may connect to the PULL socket
  * packet      messages of one or two frames, and references to the memory that they point into
+ * stash       chunks that came before START, held for it
  * stream      PUSH sockets, their lanes and monitors, and what is sent in which order
  * op          the life of an op of any kind
  * pieces      numbered pieces of memory
@@ -302,12 +303,16 @@ static void obey(pccl_engine *engine, const pccl_order *order)
         break;
     case PCCL_EXPECT:
         zap_order_expect(&engine->zap, order);
+        ops_expect(&engine->ops, order);
         break;
     case PCCL_ADMIT:
         zap_order_admit(&engine->zap, order);
         break;
     case PCCL_REGISTER:
         ops_register(&engine->ops, op_kind_numbered(order->op_kind), order);
+        break;
+    case PCCL_EARLY:
+        ops_early(&engine->ops, order);
         break;
     case PCCL_START:
         ops_start(&engine->ops, order);

@@ -13,6 +13,7 @@ static const struct op_kind kinds[] = {
         .bytes = sizeof(struct collective),
         .flow_bytes = sizeof(struct ring),
         .enter = collective_enter,
+        .early = collective_early,
         .start = collective_start,
         .tell = collective_tell,
         .obey = chunk_obey,

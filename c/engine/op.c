@@ -148,6 +148,20 @@ void op_forget_flows(struct op *op)
     }
 }
 
+static void free_flows(struct op *op)
+{
+    uint32_t i;
+    for (i = 0; i < op->n_flows; i++)
+        free(op->flows[i]);
+    op->n_flows = 0;
+}
+
+void op_remove_flows(struct op *op)
+{
+    op_forget_flows(op);
+    free_flows(op);
+}
+
 struct wire_header op_header(const struct op *op, enum wire_kind kind)
 {
     struct wire_header header = {0};
@@ -250,10 +264,43 @@ static bool is_current(const struct op *op, const struct wire_header *header)
     return header->seq == op->seq && header->nonce == op->nonce;
 }
 
+/* Gives an op a chunk that its sender has sent before START, as one of the op's call: so it is
+ * judged, and sent on, like all others. `op` may be NULL. */
+static void adopt(struct ops *ops, struct op *op, const struct wire_header *header,
+                  struct packet **packet)
+{
+    struct wire_header adopted = *header;
+    if (op == NULL || !op->started || op->failed || header->nonce != op->epoch) {
+        ops->dropped++;
+        return;
+    }
+    adopted.early = false;
+    adopted.seq = op->seq;
+    adopted.nonce = op->nonce;
+    wire_encode(&adopted, packet_header(op->source.zmq, *packet));
+    op->kind->take(op, &adopted, packet);
+}
+
+/* A chunk that its sender has sent before START: START says of which call it must be. That of any
+ * other call may be for the next START. */
+static void take_early(struct ops *ops, struct op *op, const struct wire_header *header,
+                       struct packet **packet)
+{
+    bool known = header->ring < PCCL_RINGS_MAX && header->seq > 0;
+    uint64_t call = known && op != NULL && op->started ? op->calls[header->ring] : 0;
+    if (known && header->seq == call)
+        adopt(ops, op, header, packet);
+    else if (!known
+             || !stash_hold(&ops->stash, header, packet, op != NULL && !op->started))
+        ops->dropped++;
+}
+
 void ops_take(struct ops *ops, struct op *op, const struct wire_header *header,
               struct packet **packet)
 {
-    if (op != NULL && !op->failed && is_current(op, header))
+    if (header->early)
+        take_early(ops, op, header, packet);
+    else if (op != NULL && !op->failed && is_current(op, header))
         op->kind->take(op, header, packet);
     else
         ops->dropped++;
@@ -287,14 +334,12 @@ void ops_lose_stream(struct ops *ops, struct stream *stream)
 
 static void free_op(struct op *op)
 {
-    uint32_t i;
     list_remove(op);
     unindex_id(op);
     unindex_tag(op);
     if (op->kind->free != NULL)
         op->kind->free(op);
-    for (i = 0; i < op->n_flows; i++)
-        free(op->flows[i]);
+    free_flows(op);
     free(op->flows);
     source_free(&op->source);
     free(op);
@@ -384,6 +429,7 @@ void ops_end(struct ops *ops, const pccl_order *order)
     op->ending = commit ? COMMITTED : ABORTED;
     list_add(&ops->ending, op);
     unindex_tag(op);
+    stash_await(&ops->stash, op->run, op->tag, false);
     if (!commit || op->kind->endless)
         silence(op);
     if (!commit && source_is_referred(&op->source))
@@ -401,6 +447,7 @@ void ops_free(struct ops *ops)
         end(op, false);
         free_op(op);
     }
+    stash_free(&ops->stash, ops->events->zmq);
     free(ops->spare.memory);
 }
 
@@ -455,6 +502,61 @@ void ops_register(struct ops *ops, const struct op_kind *kind, const pccl_order 
         kind->enter(op, order);
     if (op != NULL && !op->failed)
         index_tag(op);
+    if (kind != NULL && kind->early != NULL)
+        stash_await(&ops->stash, order->run, order->tag, true);
+}
+
+void ops_early(struct ops *ops, const pccl_order *order)
+{
+    struct op *op = find_by_id(ops, order->op);
+    if (op == NULL || !is_active(op) || op->started || op->kind->early == NULL)
+        return;
+    if (order->n_rings == 0 || order->n_rings > PCCL_RINGS_MAX || op->n_flows > 0) {
+        op_fail(op, PCCL_EINVAL, "EARLY twice, or with no ring or too many");
+        return;
+    }
+    op->epoch = ops->stash.nonce;
+    op->kind->early(op, order);
+}
+
+/* Gives an op that has just started, and may have completed, what was held for it. */
+static void take_stashed(struct ops *ops, const pccl_order *order, uint64_t run, uint64_t tag)
+{
+    struct wire_header call = {0}, header;
+    struct packet *packet;
+    uint32_t i;
+    call.run = run;
+    call.tag = tag;
+    call.nonce = ops->stash.nonce;
+    for (i = 0; i < order->n_rings; i++) {
+        call.ring = (uint8_t)i;
+        call.seq = order->rings[i].call;
+        while ((packet = stash_take(&ops->stash, &call)) != NULL) {
+            (void)wire_decode(&header, packet_header(ops->events->zmq, packet));
+            adopt(ops, find_by_id(ops, order->op), &header, &packet);
+            packet_free(ops->events->zmq, packet);
+        }
+        stash_forget(&ops->stash, ops->events->zmq, &call);
+    }
+    stash_await(&ops->stash, run, tag, false);
+}
+
+/* START of an op whose predecessors may have sent before it. */
+static void start_early(struct ops *ops, struct op *op, const pccl_order *order)
+{
+    uint64_t run = op->run, tag = op->tag;
+    bool lacks = false;
+    uint32_t i;
+    for (i = 0; i < order->n_rings; i++) {
+        op->calls[i] = order->rings[i].call;
+        lacks |= ops->stash.torn && op->calls[i] > 0;
+    }
+    op->epoch = ops->stash.nonce;
+    if (lacks)
+        op_fail(op, PCCL_ENOMEM, "no memory for a chunk that came before START");
+    else
+        op->kind->start(op, order);
+    take_stashed(ops, order, run, tag);
 }
 
 void ops_start(struct ops *ops, const pccl_order *order)
@@ -467,8 +569,15 @@ void ops_start(struct ops *ops, const pccl_order *order)
         op_fail(op, PCCL_EINVAL, "START with too many rings, or a sequence number that was used");
     else if (op->started && !op->kind->rounds)
         op_fail(op, PCCL_EINVAL, "started twice");
+    else if (op->kind->early != NULL)
+        start_early(ops, op, order);
     else
         op->kind->start(op, order);
+}
+
+void ops_expect(struct ops *ops, const pccl_order *order)
+{
+    stash_expect(&ops->stash, ops->events->zmq, order->nonce);
 }
 
 void ops_obey(struct ops *ops, const pccl_order *order)

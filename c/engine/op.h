@@ -10,6 +10,7 @@
 
 #include "engine/events.h"
 #include "engine/packet.h"
+#include "engine/stash.h"
 #include "engine/stream.h"
 #include "engine/undo.h"
 #include "engine/wire.h"
@@ -18,7 +19,7 @@ enum { INDEX_BUCKETS = 1024 };   /* thousands of ops may be outstanding: chains 
 
 struct op;
 
-/* What a kind of op does. `obey`, `drop`, `end` and `free` may be NULL: they do nothing. Only
+/* What a kind of op does. `early`, `obey`, `drop`, `end` and `free` may be NULL. Only
  * `drop`, `end` and `free` are called for an op that has failed or ended. */
 struct op_kind {
     enum wire_kind message;      /* that ops of this kind take */
@@ -33,6 +34,9 @@ struct op_kind {
     /* REGISTER and START: take over what the order says, or fail the op. */
     void (*enter)(struct op *op, const pccl_order *order);
     void (*start)(struct op *op, const pccl_order *order);
+
+    /* EARLY: may send what START is expected to ask for, or fails the op. */
+    void (*early)(struct op *op, const pccl_order *order);
 
     /* TELL: how much is done, and of how much. NULL: that cannot be said. */
     void (*tell)(const struct op *op, uint64_t *done, uint64_t *wanted);
@@ -70,6 +74,8 @@ struct op {
     uint64_t id, run, tag;
     uint64_t min_seq, seq;
     uint64_t nonce;          /* of the call, which no stranger can know */
+    uint64_t epoch;          /* the nonce of the epoch in which it has begun, if it has, */
+    uint64_t calls[PCCL_RINGS_MAX];  /* and of each ring the predecessor's call; 0: none */
     enum ending ending;
     bool by_tag;             /* in the index: messages find it */
     bool started, complete, failed;
@@ -89,21 +95,24 @@ struct ops {
     struct backlog backlog;  /* packets that wait to be sent on */
     uint32_t n_held;         /* chunks that wait for READY: no own ones enter meanwhile */
     uint32_t n_spread;       /* ops over several neighbours; while there are any, no limit holds */
+    struct stash stash;      /* chunks that came before START */
     uint64_t dropped;        /* messages that were of use to no op */
     struct undo spare;       /* of an earlier op, for the next one that needs an undo buffer */
 };
 
-/* REGISTER, START, TELL, COMMIT and ABORT, and the orders of one kind of op. */
+/* REGISTER, EARLY, START, TELL, COMMIT and ABORT, EXPECT, and the orders of one kind of op. */
 void ops_register(struct ops *ops, const struct op_kind *kind, const pccl_order *order);
+void ops_early(struct ops *ops, const pccl_order *order);
 void ops_start(struct ops *ops, const pccl_order *order);
 void ops_obey(struct ops *ops, const pccl_order *order);
 void ops_tell(const struct ops *ops, const pccl_order *order);
 void ops_end(struct ops *ops, const pccl_order *order);
+void ops_expect(struct ops *ops, const pccl_order *order);
 
 /* The op of this kind, run and tag, or NULL. */
 struct op *ops_find(const struct ops *ops, const struct op_kind *kind, uint64_t run, uint64_t tag);
 
-/* Gives a message to an op, or drops it if it is not of the op's call. `op` may be NULL. */
+/* Gives a message to an op, holds it for a START, or drops it. `op` may be NULL. */
 void ops_take(struct ops *ops, struct op *op, const struct wire_header *header,
               struct packet **packet);
 
@@ -143,6 +152,9 @@ struct flow *op_add_flow(struct op *op, struct stream *stream);
 
 /* Takes all flows off their streams, for another round with others; drops what they wait for. */
 void op_forget_flows(struct op *op);
+
+/* The same, and frees them. */
+void op_remove_flows(struct op *op);
 
 /* Sends a received message on: now if none waits before it and there is room, else later. Without a
  * stream it waits in `early`, for one to be known. Without memory the op fails. */

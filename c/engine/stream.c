@@ -22,6 +22,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/stash.h"
 #include "engine/tcp.h"
 #include "engine/zap.h"
 #include "zmq/zmqdefs.h"
@@ -30,6 +31,7 @@ enum {
     PUMP_BATCH = 16,         /* messages in one pass, so that receiving keeps its share */
     DISTANT_US = 1000,       /* a round trip this long is not that of a local network */
     DISTANT_CHUNK = 1 << 16, /* bytes: all wait for what a slow lane still has to send */
+    NEAR_CREDIT = 1 << 20,   /* bytes before START: a copy of more takes longer than the vote */
     LANES_UNKNOWN = 8,       /* where the round trip is not known */
     LANES_MAX = 16,          /* more make no link faster and share it less evenly */
     LANES_MEETING = 8,       /* both sides must know how many: before the round trip is known */
@@ -322,6 +324,12 @@ static void greet_lane(struct stream *stream, int fd)
 uint64_t stream_chunk(const struct stream *stream, uint64_t chunk)
 {
     return stream->distant && chunk > DISTANT_CHUNK ? DISTANT_CHUNK : chunk;
+}
+
+uint64_t stream_credit(const struct stream *stream)
+{
+    uint64_t most = stream->distant ? STASH_MAX : NEAR_CREDIT;
+    return stream->early < most ? most - stream->early : 0;
 }
 
 /* Whether a failed handshake shows that another process answers: it refuses because it is not whom

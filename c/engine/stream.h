@@ -43,6 +43,7 @@ struct stream {
     bool automatic;          /* more lanes are to come when the round trip is known */
     bool distant;            /* its round trip is not that of a local network */
     bool up;                 /* a lane has stood */
+    uint64_t early;          /* bytes (stash_cost) sent before START, of ops that have had none */
     void *push, *monitor;    /* NULL until CONNECT_STREAM */
     bool blocked;            /* the last send found no lane with room */
     bool lost;               /* to be closed at the end of the pass */
@@ -92,6 +93,9 @@ bool stream_has_room(struct stream *stream);
 
 /* Sends a message of `source` now, which empties the packet, or says BLOCKED and leaves it. */
 enum sent stream_send(struct stream *stream, struct source *source, struct packet *packet);
+
+/* How many more bytes may be sent before START. */
+uint64_t stream_credit(const struct stream *stream);
 
 /* Puts a flow in the turns of its stream, if it has one and is not there. Cannot fail. */
 void flow_request_turn(struct flow *flow);

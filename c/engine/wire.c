@@ -6,7 +6,7 @@ enum { WIRE_MAGIC = 0x4c434350, WIRE_VERSION = 2 };
 /* Byte offsets of the fields. */
 enum {
     AT_MAGIC = 0, AT_KIND = 4, AT_RING = 5, AT_VERSION = 6, AT_RUN = 8, AT_SEQ = 16, AT_TAG = 24,
-    AT_NONCE = 32, AT_SEGMENT = 40, AT_HOP = 42, AT_MEMBERS = 44, AT_ZERO = 46, AT_OFFSET = 48,
+    AT_NONCE = 32, AT_SEGMENT = 40, AT_HOP = 42, AT_MEMBERS = 44, AT_EARLY = 46, AT_OFFSET = 48,
     AT_LENGTH = 56, AT_PIECE = 60
 };
 
@@ -56,7 +56,7 @@ void wire_encode(const struct wire_header *header, unsigned char *bytes)
     put_u16(bytes + AT_SEGMENT, header->segment);
     put_u16(bytes + AT_HOP, header->hop);
     put_u16(bytes + AT_MEMBERS, header->members);
-    put_u16(bytes + AT_ZERO, 0);
+    put_u16(bytes + AT_EARLY, header->early);
     put_u64(bytes + AT_OFFSET, header->offset);
     put_u32(bytes + AT_LENGTH, header->length);
     put_u32(bytes + AT_PIECE, header->piece);
@@ -69,7 +69,7 @@ bool wire_decode(struct wire_header *header, const unsigned char *bytes)
         return false;
     if (kind < WIRE_CHUNK || kind > WIRE_ROW)
         return false;
-    if (get_u16(bytes + AT_ZERO) != 0)
+    if (get_u16(bytes + AT_EARLY) > (kind == WIRE_CHUNK))
         return false;
     header->kind = (enum wire_kind)kind;
     header->ring = bytes[AT_RING];
@@ -80,6 +80,7 @@ bool wire_decode(struct wire_header *header, const unsigned char *bytes)
     header->segment = get_u16(bytes + AT_SEGMENT);
     header->hop = get_u16(bytes + AT_HOP);
     header->members = get_u16(bytes + AT_MEMBERS);
+    header->early = get_u16(bytes + AT_EARLY) != 0;
     header->piece = get_u32(bytes + AT_PIECE);
     header->offset = get_u64(bytes + AT_OFFSET);
     header->length = get_u32(bytes + AT_LENGTH);

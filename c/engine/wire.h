@@ -17,6 +17,8 @@ struct wire_header {
                               * sender's position in a row */
     uint16_t hop;            /* of a chunk; the receiver's position in a row */
     uint16_t members;
+    bool early;              /* a chunk: sent before START. `seq` is the sender's call, and `nonce`
+                              * its epoch's */
     uint32_t piece;          /* the part of a row */
     uint32_t length;         /* elements of a chunk, else bytes */
     uint64_t run;

@@ -318,14 +318,16 @@ void job_start(struct peers *peers, int who, const struct job *job)
     job_start_rings(peers, who, job, 1);
 }
 
-void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings)
+/* START or EARLY. */
+static void begin(struct peers *peers, int who, const struct job *job, uint32_t rings,
+                  enum pccl_order_kind kind)
 {
     static const uint16_t backwards[TEST_PEERS_MAX][TEST_PEERS_MAX] = {
         {0}, {0}, {1, 0}, {2, 1, 0}, {3, 2, 1, 0}, {4, 3, 2, 1, 0}};
     uint32_t n = (uint32_t)job->n;
     pccl_order order = {0};
     assert(rings == 1 || n < 6);
-    order.kind = PCCL_START;
+    order.kind = kind;
     order.op = job->op;
     order.seq = job->seq;
     order.nonce = TEST_NONCE;
@@ -343,7 +345,35 @@ void job_start_rings(struct peers *peers, int who, const struct job *job, uint32
     order.rings[1].ranks = backwards[n % TEST_PEERS_MAX];
     order.rings[1].begin = order.rings[0].count;
     order.rings[1].count = job->span - order.rings[0].count;
+    if (job->early && kind == PCCL_START)
+        order.rings[0].call = order.rings[1].call = job->op;
     peers_order(peers, who, &order);
+}
+
+void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings)
+{
+    begin(peers, who, job, rings, PCCL_START);
+}
+
+void job_early(struct peers *peers, int who, const struct job *job, uint32_t rings)
+{
+    begin(peers, who, job, rings, PCCL_EARLY);
+}
+
+bool job_is_untouched(const struct job *job, int who)
+{
+    int k;
+    size_t j;
+    for (k = 0; k < job->n_parts; k++) {
+        const unsigned char *send = job->parts[who][k].send, *recv = job->parts[who][k].recv;
+        size_t sent = send_bytes(job, k, who);
+        if (memcmp(send, job->given[who][k], sent) != 0)
+            return false;
+        for (j = 0; (is_apart(job) || job->what == PCCL_ALL_GATHER) && j < recv_bytes(job, k); j++)
+            if (recv[j] != 0xee && (recv + j < send || recv + j >= send + sent))
+                return false;
+    }
+    return true;
 }
 
 bool job_has_result(const struct job *job, int who)

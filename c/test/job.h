@@ -12,6 +12,7 @@ struct job {
     int redop, format;
     uint32_t root;
     bool in_place, direct;
+    bool early;                              /* START says that the others may have sent before */
     uint32_t chunk_bytes;
     uint64_t step;                           /* not 0: send is filled by job_fill() */
     int n_parts;                             /* 0: one of this type and count */
@@ -48,11 +49,17 @@ void job_start(struct peers *peers, int who, const struct job *job);
 void job_start_all(struct peers *peers, const struct job *job);
 void job_start_rings(struct peers *peers, int who, const struct job *job, uint32_t rings);
 
+/* EARLY, in the same rings. */
+void job_early(struct peers *peers, int who, const struct job *job, uint32_t rings);
+
 /* Whether every peer holds the result, and send is as it was where it must be. */
 bool job_is_right(const struct peers *peers, const struct job *job);
 
 /* Whether the memory that an aborted op must leave unchanged is as it was. */
 bool job_is_restored(const struct job *job, int who);
+
+/* Whether no byte of the peer's memory has changed since job_make(). */
+bool job_is_untouched(const struct job *job, int who);
 
 /* Whether the peer's recv holds the result. */
 bool job_has_result(const struct job *job, int who);

@@ -39,7 +39,8 @@ static void hear_all(struct peers *peers, const struct job *job, struct told *to
 }
 
 /* Fills the memory of all, step by step, in an order that the seed gives: some is filled before
- * START, some after it. What is held until then does not fill the ring up. */
+ * START, some after it. What is held until then does not fill the ring up. Some begin before START:
+ * they send only what is there. */
 static void test_any_order(void)
 {
     static const uint64_t counts[] = {1, 200, 256, 1000, 5003};
@@ -56,13 +57,17 @@ static void test_any_order(void)
         job.dtype = seed % 7 < 5 ? PCCL_F32 : PCCL_F64;
         job.format = seed % 8 < 5 ? PCCL_UNQUANTIZED : PCCL_BLOCK_8;
         job.chunk_bytes = seed % 3 ? 700 : 4096;
+        job.early = seed % 5 < 3;
         job_make(&job, n);
         steps = (job.span + STEP - 1) / STEP;
         peers_open(&peers, n, &options, seed);
         if (n > 1)
             peers_connect_ring(&peers, 2, 2);
-        for (i = 0; i < n; i++)
+        for (i = 0; i < n; i++) {
             job_register(&peers, i, &job);
+            if (job.early && n > 1 && (seed + (uint64_t)i) % 3)
+                job_early(&peers, i, &job, 1);
+        }
         for (k = 0; k < steps + 1; k++)
             for (i = 0; i < n; i++) {
                 uint64_t turn = (k + (uint64_t)i * seed) % (steps + 1);
@@ -123,6 +128,38 @@ static void test_abort(void)
     }
 }
 
+/* Before START, too, nothing is sent that is not there. */
+static void test_early(void)
+{
+    static struct peers peers;
+    int filled;
+    for (filled = 0; filled < 3; filled++) {
+        struct job job = job_plain(16 * STEP, true);
+        pccl_options options = peers_options();
+        job.step = STEP;
+        job.direct = true;
+        job.early = true;
+        job.chunk_bytes = 64 * sizeof(float);
+        job_make(&job, 2);
+        peers_open(&peers, 2, &options, 1);
+        peers_connect_ring(&peers, 2, 100);
+        job_register(&peers, 0, &job);
+        job_early(&peers, 0, &job, 1);
+        if (filled == 1)
+            job_fill(&peers, 0, &job, 0, 3 * STEP);
+        if (filled == 2)
+            job_fill(&peers, 0, &job, STEP, 16 * STEP);
+        peers_run(&peers);
+        CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
+        peers_end(&peers, 0, PCCL_ABORT, job.op);
+        peers_run(&peers);
+        CHECK(peers_event(&peers, 0, PCCL_SETTLED, job.op)->tx_bytes
+              == (filled == 1 ? 3 * STEP * sizeof(float) : 0));
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
 static void test_impossible(void)
 {
     static const uint64_t wrong[][2] = {{0, 0}, {1, 64}, {64, 1}, {0, 1088}, {1024, 64},
@@ -155,6 +192,7 @@ int main(void)
 {
     test_any_order();
     test_abort();
+    test_early();
     test_impossible();
     return check_report("gradual");
 }

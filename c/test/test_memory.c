@@ -55,7 +55,8 @@ int __wrap_pccl_engine_step(pccl_engine *engine)
 
 /* The nth allocation of the engines fails: the op fails or the engine stops, or it was not
  * needed; an abort or the end of the engine gives the buffers back. */
-static bool run(int nth, enum pccl_collective what, bool in_place, int format, bool unlike)
+static bool run(int nth, enum pccl_collective what, bool in_place, int format, bool unlike,
+                bool early)
 {
     pccl_options options = peers_options();
     struct job job = job_plain(2000, in_place);
@@ -63,6 +64,7 @@ static bool run(int nth, enum pccl_collective what, bool in_place, int format, b
     job.what = what;
     job.format = format;
     job.unlike = unlike;
+    job.early = early;
     if (unlike)
         job.count = 500;
     for (i = 0; i < 3; i++)
@@ -72,10 +74,15 @@ static bool run(int nth, enum pccl_collective what, bool in_place, int format, b
     peers_connect_ring(&peers, 2, 1);
     for (i = 0; i < 3; i++) {
         job_register(&peers, i, &job);
-        job_start(&peers, i, &job);
+        if (early)
+            job_early(&peers, i, &job, 1);
     }
     failed = 0;
     fail_at = nth;
+    for (i = 0; early && i < 100; i++)
+        (void)peers_step(&peers);
+    for (i = 0; i < 3; i++)
+        job_start(&peers, i, &job);
     for (i = 0; i < 400; i++)
         (void)peers_step(&peers);
     fail_at = -1;
@@ -166,16 +173,20 @@ int main(void)
     for (what = PCCL_ALL_REDUCE; what <= PCCL_REDUCE; what++)
         for (in_place = 0; in_place < 2; in_place++) {
             nth = 0;
-            while (run(nth, (enum pccl_collective)what, in_place, PCCL_UNQUANTIZED, false))
+            while (run(nth, (enum pccl_collective)what, in_place, PCCL_UNQUANTIZED, false, false))
                 nth++;
             CHECK(nth > 20);
         }
     nth = 0;
-    while (run(nth, PCCL_ALL_REDUCE, true, PCCL_BLOCK_8, false))
+    while (run(nth, PCCL_ALL_REDUCE, true, PCCL_BLOCK_8, false, false))
         nth++;
     CHECK(nth > 20);
     nth = 0;
-    while (run(nth, PCCL_ALL_GATHER, true, PCCL_UNQUANTIZED, true))
+    while (run(nth, PCCL_ALL_GATHER, true, PCCL_UNQUANTIZED, true, false))
+        nth++;
+    CHECK(nth > 20);
+    nth = 0;
+    while (run(nth, PCCL_ALL_REDUCE, true, PCCL_UNQUANTIZED, false, true))
         nth++;
     CHECK(nth > 20);
     nth = 0;

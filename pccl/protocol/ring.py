@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 from pccl.protocol import reach
-from pccl.protocol.kinds import CollectiveKind
+from pccl.protocol.kinds import EXCHANGES, CollectiveKind
 from pccl.protocol.messages import PeerInfo, Ring, Work
 from pccl.protocol.topology import hops
 
@@ -37,6 +37,7 @@ class RingPlace:
         count: the number of offsets in the share.
         root: the position of the root, if the collective has one.
         ranks: the members' ranks by position; empty: they are the positions.
+        call: that of the predecessor, which may have sent before the start; 0: it has not.
     """
 
     stream: int
@@ -46,6 +47,7 @@ class RingPlace:
     count: int = 0
     root: int = 0
     ranks: tuple[int, ...] = ()
+    call: int = 0
 
 
 def checksum(order: Sequence[int]) -> int:
@@ -227,20 +229,36 @@ def is_direct(work: Work, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> b
 
 
 def places(
-    work: Work, rings: Sequence[Ring], number: int, streams: Sequence[int]
+    work: Work,
+    rings: Sequence[Ring],
+    number: int,
+    streams: Sequence[int],
+    calls: Sequence[int] = (),
 ) -> tuple[RingPlace, ...]:
-    """A peer's place in each ring of a collective; `streams` lead to its successors.
+    """A peer's place in each ring of a collective; `streams` lead to its successors, and `calls`
+    are those of its predecessors.
 
     A rank is a position in the first of the rings.
     """
     found: list[RingPlace] = []
     seats = _seats(tuple(rings), number)
-    for stream, share, seat in zip(streams, shares(span(work), rings), seats, strict=True):
-        position, ranks = seat
+    calls = calls or [0] * len(rings)
+    of_rings = zip(streams, shares(span(work), rings), seats, calls, strict=True)
+    for stream, share, (position, ranks), call in of_rings:
         named = ranks if found else ()
-        place = RingPlace(stream, len(ranks), position, *share, ranks.index(work.root), named)
+        root = ranks.index(work.root)
+        place = RingPlace(stream, len(ranks), position, *share, root, named, call)
         found.append(place)
     return tuple(found)
+
+
+def may_begin(work: Work, rings: Sequence[Ring]) -> bool:
+    """Whether a collective that starts on these rings can be begun before it starts: each member
+    has something of its own to send to its successor, and the caller knows its rank."""
+    if not rings or work.what in EXCHANGES or work.what == CollectiveKind.BARRIER:
+        return False
+    order = rings[0].order
+    return work.members in (0, len(order)) and work.ring in (0, checksum(order))
 
 
 @functools.lru_cache(maxsize=8)  # for all collectives under a plan, not for each

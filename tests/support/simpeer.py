@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from conversation import Conversation
+from early import Chunk
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
@@ -17,6 +18,7 @@ from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
     Arrange,
+    BeginOp,
     CloseStream,
     CommitOp,
     Effect,
@@ -64,6 +66,10 @@ class SimOp:
     streams: tuple[int, ...] = ()  # that it sends on
     broken: bool = False  # one of these was lost before it started
     deaf: set[int] = field(default_factory=set)  # serve: receivers that may lack something for ever
+    tag: tuple[int, int] = (0, 0)  # run and tag
+    sent: list[Chunk] = field(default_factory=list)  # before it started
+    calls: list[int] = field(default_factory=list)  # of its predecessors, by ring
+    nonce: int = 0  # of the epoch in which it has started
 
 
 @dataclass
@@ -116,6 +122,8 @@ class SimPeer:
     failed_fetches: int = 0
     tries: Counter[int] = field(default_factory=Counter)  # to reach peers that it cannot
     conversation: Conversation = field(default_factory=Conversation)
+    expects: int = 0  # the nonce of the epoch that its engine knows
+    stash: list[Chunk] = field(default_factory=list)  # held for collectives that have not started
 
     @property
     def outgoing(self) -> bool:
@@ -367,9 +375,11 @@ class SimPeer:
                 case Send(message):
                     self.conversation.said(message)
                     self.up.append(m.encode(message))
-                case RegisterOp(op):
+                case RegisterOp(op, run, tag):
                     assert op not in self.ops
-                    self.ops[op] = SimOp(self.kinds[op])
+                    self.ops[op] = SimOp(self.kinds[op], tag=(run, tag))
+                case BeginOp(op, rings):
+                    self.run.early.begin(self, op, self.ops[op], rings)
                 case StartOp(op, seq, _, parts, direct):
                     alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in parts]
                     way = ("the way", self.machine.run, seq)
@@ -388,6 +398,7 @@ class SimPeer:
                     self.run.meetings.arranged(self, message)
                 case CloseStream(stream):
                     del self.streams[stream]
+                    self.run.early.lose(self, stream)
                     self.lost.discard(stream)
                     self.tokens.pop(stream, None)
                     self.carried.pop(stream, None)
@@ -457,6 +468,7 @@ class SimPeer:
             if gone:
                 self.run.cut_to[key] = set()
             self.run.starters.setdefault(key, set()).add(self.name)
+            self.run.early.start(self, op, [each for each in parts if isinstance(each, RingPlace)])
         elif op.kind == "fetch":
             blocked = {info.peer for info in op.walled} | gone
             op.holders = tuple(to.peer for to in ends if to.peer not in blocked)
@@ -477,7 +489,9 @@ class SimPeer:
 
     def engine_choices(self) -> list[tuple[Callable[..., None], Any]]:
         """What the engine may do now."""
-        choices: list[tuple[Callable[..., None], Any]] = []
+        choices: list[tuple[Callable[..., None], Any]] = [
+            (self.arrive, chunk) for chunk in self.run.early.under_way if chunk.to is self
+        ]
         if self.probing:
             choices.append((self.measure, self.probing))
         if self.run.loss_rate:
@@ -502,7 +516,8 @@ class SimPeer:
         if op.kind == "collective":
             allowed = self.run.cut_to.get(op.seq)
             everyone = len(self.run.starters[op.seq]) == op.members
-            return everyone and (allowed is None or self.name in allowed)
+            whole = everyone and not self.run.early.lacking(op.seq)
+            return whole and (allowed is None or self.name in allowed)
         if op.kind != "fetch" or self.run.deafened(self.machine.number, op.seq):
             return False
         return any(self.run.serves(h, op.seq) for h in op.holders)
@@ -517,6 +532,9 @@ class SimPeer:
             tries = self.failed_fetches < 2 or not self.run.broken
             return tries and not any(self.run.lives(h) for h in op.holders)
         return self.run.random.random() < self.run.failure_rate
+
+    def arrive(self, chunk: Chunk) -> None:
+        self.run.early.arrive(self, chunk)
 
     def progress(self, number: int) -> None:
         self.perform(self.machine.engine_progress(number, self.run.random.randint(0, 999)))
@@ -557,6 +575,7 @@ class SimPeer:
         """
         self.run.say(f"peer {self.name} loses its stream {stream} to", self.streams[stream])
         self.lost.add(stream)
+        self.run.early.lose(self, stream)
         self.run.losses += 1
         for key in self.carried.get(stream, ()):
             self.run.cut(key)
@@ -602,6 +621,8 @@ class SimPeer:
         self.run.say(f"master -> peer {self.name}:", message)
         self.conversation.heard(message)
         self.run.check_told(self, message)
+        if isinstance(message, m.Plan):
+            self.run.early.expect(self, message.nonce)
         if isinstance(message, m.Started) and message.data is not None:
             self.run.completed.setdefault((self.machine.run, message.seq), set()).add(self.name)
         self.perform(self.machine.received(message))

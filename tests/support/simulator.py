@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from early import Early
 from simmeet import SimMeetings
 from simpeer import Key, Program, SimPeer, Tag, Thread, brief
+from watched import Watched
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
-from pccl.protocol.master.blame import Verdict
 from pccl.protocol.master.effects import Adopt, Dial, Drop, Effect, Forget, Note, Remember, Send
-from pccl.protocol.master.recovery import GIVEN_UP, Before
-from pccl.protocol.master.restart import Restart
+from pccl.protocol.master.recovery import GIVEN_UP
 from pccl.protocol.master.status import CALLS_MAX, Phase
 from pccl.protocol.peer.effects import Answer
 from pccl.protocol.rounds import PENDING, Grace, OpenRounds
@@ -34,50 +34,6 @@ from pccl.protocol.rounds import PENDING, Grace, OpenRounds
 # who stands in one of these can enter no other call (said anew: the protocol's rules are checked)
 EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
 RUN_WIDE = {"update_topology", "are_peers_pending", "optimize_topology"}
-
-
-class Watched(Master):
-    """A master that lets itself be watched when it judges, and when shared state is gone.
-
-    Attributes:
-        convicted: told of a peer that has to go, its group's size, and whether that synchronises.
-        bereft: told of a group whose shared state is gone; None: all groups have lost theirs.
-    """
-
-    convicted: Callable[[int, tuple[int, bool]], None]
-    bereft: Callable[[int | None], None]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        dismissals, history = self.run.dismissals, self.run.history
-        self._convict, self._lose, self._restore = dismissals.convict, history.lose, history.restore
-        dismissals.convict = self._watch_convict
-        history.lose, history.restore = self._watch_lose, self._watch_restore
-        self._restored = False
-
-    def _watch_convict(self, group: int, verdict: Verdict) -> None:
-        size, synchronises = self.run.membership.size(group), self.run.synchronisations.under_way
-        self.convicted(verdict.guilty, (size, synchronises(group)))
-        self._convict(group, verdict)
-
-    def _watch_lose(self, group: int, numbers: Set[int]) -> bool:
-        gone = self._lose(group, numbers)
-        if gone:
-            self.bereft(group)
-        return gone
-
-    def _watch_restore(self, before: Before) -> None:
-        self._restore(before)
-        self._restored = True
-        for group, was in before.groups.items():
-            if not was.holders:
-                self.bereft(group)
-
-    def _go_on(self, restart: Restart) -> None:
-        self._restored = False
-        super()._go_on(restart)
-        if not self._restored:  # nobody came back
-            self.bereft(None)
 
 
 class Run:
@@ -104,6 +60,7 @@ class Run:
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
         self.meetings = SimMeetings(self)
+        self.early = Early(self)
         self.starters: dict[Key, set[int]] = {}  # the peers whose engines started it
         self.completed: dict[Key, set[int]] = {}  # the peers that hold the whole result
         self.cut_to: dict[Key, set[int]] = {}  # the only peers that can still complete it
@@ -185,6 +142,7 @@ class Run:
         peer.alive = False
         for _ in range(self.random.randint(0, len(peer.up))):
             peer.up.pop()
+        self.early.lose(peer)
         for op in peer.ops.values():
             self.cut(op.seq)
         if peer.connection == "up":
@@ -538,6 +496,9 @@ class Run:
                     peer = self._by_conn(conn)
                     if peer.conn == conn and peer.connection != "down":  # else it is one of before
                         peer.down.append(m.encode(message))
+                    if isinstance(message, m.Started) and message.data is None:
+                        key = peer.machine.run, message.seq
+                        self.early.calls[key][peer.machine.number] = message.call
                 case Drop(conn):
                     self.dropped.add(conn)
                 case Remember(info):

@@ -15,7 +15,7 @@ from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox, plain
 from pccl.protocol.master.table import CollectiveTable, Running
 from pccl.protocol.master.tally import Reason, Tally
-from pccl.protocol.master.work import goes_around, misfit, outdated
+from pccl.protocol.master.work import goes_around, misfit, outdated, predecessors
 from pccl.protocol.ring import checksum
 from pccl.protocol.rounds import Round
 from pccl.types import Result
@@ -111,9 +111,11 @@ class Collectives:
             self._tally.ended(group_number, work, len(round_.votes), since_s)
         # without a part for the engine, no nonce is needed
         nonce = self._numbers.nonce_of_call(seq) if data is None else 0
-        self._outbox.answer(
-            round_, lambda call: m.Started(call, seq, epoch, data, final, stable, nonce)
-        )
+        calls = predecessors(round_, group.planned) if data is None else {}
+        for number, vote in round_.votes.items():
+            before = tuple(calls.get(number, ()))
+            started = m.Started(vote.call, seq, epoch, data, final, stable, nonce, before)
+            self._outbox.send(number, started)
 
     def pair(self, round_: Round[object]) -> None:
         """Both peers of a send have voted."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol.kinds import INLINE, CollectiveKind
 from pccl.protocol.rounds import Round
+from pccl.protocol.topology import hops
 from pccl.types import DataType, ReduceOp
 
 Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # for each rank, and from each
@@ -60,6 +62,15 @@ def misfit(rows: Sequence[Rows]) -> tuple[int, int] | None:
             pairs = enumerate(zip(gives, taken[rank], strict=True))
             return rank, next(other for other, (given, took) in pairs if given != took)
     return None
+
+
+def predecessors(round_: Round[object], rings: Sequence[m.Ring]) -> defaultdict[int, list[int]]:
+    """For each member, the call of its predecessor in each ring."""
+    calls: defaultdict[int, list[int]] = defaultdict(list)
+    for ring in rings:
+        for before, number in hops(ring.order):
+            calls[number].append(round_.votes[before].call)
+    return calls
 
 
 def outdated(round_: Round[object], size: int) -> str:

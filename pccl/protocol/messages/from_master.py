@@ -10,6 +10,7 @@ from pccl.protocol.messages.values import (
     U16,
     U32,
     U64,
+    Calls,
     Data,
     Divergence,
     Done,
@@ -99,6 +100,9 @@ class Started(Struct, array_like=True, frozen=True, tag=71):
 
     If the contributions came with the votes, `data` is the result; if it is `final`, the collective
     has committed. All peers have all results up to `stable`.
+
+    `calls`: of each ring, the call of this peer's predecessor, which may have sent data before it
+    heard of the start.
     """
 
     call: U64
@@ -108,6 +112,7 @@ class Started(Struct, array_like=True, frozen=True, tag=71):
     final: bool = False
     stable: U64 = 0
     nonce: U64 = 0
+    calls: Calls = ()
 
 
 class Interrupt(Struct, array_like=True, frozen=True, tag=72):

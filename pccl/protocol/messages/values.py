@@ -13,7 +13,7 @@ from pccl.protocol import wording
 from pccl.protocol.kinds import CollectiveKind
 from pccl.support.text import ADVERTISED_MAX, address_text
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
@@ -132,6 +132,7 @@ class Ring(Struct, array_like=True, frozen=True):
     weight: Weight
 
 
+Calls = Annotated[tuple[U64, ...], Meta(max_length=RINGS_MAX)]  # of each ring one
 Rings = Annotated[tuple[Ring, ...], Meta(max_length=RINGS_MAX)]
 
 

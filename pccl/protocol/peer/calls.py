@@ -85,6 +85,7 @@ class Collective:
     broken: str = ""  # why it could not start here
     stalled: bool = False  # the master knows that others may lack data from this peer
     stream: int = 0  # of a send: that on which it sends
+    epoch: int = 0  # in which it has started, if it goes around the rings
     tx_bytes: int = 0
     rx_bytes: int = 0
 

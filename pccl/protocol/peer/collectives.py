@@ -27,6 +27,7 @@ from pccl.protocol.peer.calls import Collective, Event, State
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
+    BeginOp,
     CommitOp,
     Fail,
     Fault,
@@ -40,7 +41,7 @@ from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
 from pccl.protocol.peer.knowledge import OUTCOMES_KEPT, Knowledge
 from pccl.protocol.peer.outbox import Outbox
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.ring import RingPlace, is_direct, places
+from pccl.protocol.ring import RingPlace, is_direct, may_begin, places
 from pccl.protocol.rounds import WITHDRAWN, Kind
 
 OTHER = m.Cause.OTHER
@@ -111,8 +112,23 @@ class Collectives:
             if one.pair:
                 tag = tag_of_send(tag, one.pair)
             self._outbox.do(RegisterOp(one.call, run, tag, self._knowledge.last_seq))
+            self._begin(one)
         if not said:
             self._outbox.say(one.vote(self._knowledge.last_seq))
+
+    def _begin(self, one: Collective) -> None:
+        """Lets the engine send on the rings in force, on which the collective probably starts."""
+        if self._streams.ready and may_begin(one.work, self._knowledge.plan.rings):
+            self._outbox.do(BeginOp(one.call, *self._way(one)))
+
+    def _way(
+        self, one: Collective, calls: tuple[int, ...] = ()
+    ) -> tuple[tuple[RingPlace, ...], bool]:
+        """This peer's place in each ring of the plan, and whether two members need no ring."""
+        plan, number = self._knowledge.plan, self._knowledge.number
+        parts = places(one.work, plan.rings, number, self._streams.ring, calls)
+        direct = is_direct(one.work, plan.rings, plan.peers)
+        return parts, direct
 
     def start(self, started: m.Started) -> None:
         """The master says that all members have voted."""
@@ -146,11 +162,9 @@ class Collectives:
         if one.pair:
             self._start_send(one, started)
             return
+        one.epoch = started.epoch
         self._streams.renew(started.epoch)
-        plan, number = self._knowledge.plan, self._knowledge.number
-        parts = places(one.work, plan.rings, number, self._streams.ring)
-        direct = is_direct(one.work, plan.rings, plan.peers)
-        self._outbox.do(StartOp(one.call, seq, started.nonce, parts, direct))
+        self._outbox.do(StartOp(one.call, seq, started.nonce, *self._way(one, started.calls)))
 
     def _start_send(self, one: Collective, started: m.Started) -> None:
         """The data of a send goes directly from one to the other: a ring of two, of which only one
@@ -262,6 +276,8 @@ class Collectives:
         if one is None:
             return
         self._outcomes.append((finished.seq, finished.ok))
+        if one.epoch:
+            self._streams.proven = one.epoch if finished.ok else 0
         if finished.ok:
             if not one.pair:  # all members have voted that they have it
                 self._knowledge.all_heard(finished.seq)

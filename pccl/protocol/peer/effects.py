@@ -48,6 +48,18 @@ class StartOp:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginOp:
+    """Send what the registered op of a collective may send before it starts; otherwise as StartOp.
+
+    If it then starts on other streams, what was sent is void.
+    """
+
+    op: int
+    rings: tuple[RingPlace, ...]
+    direct: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """A stream on which one end of a transfer sends, and the receiver's slot at the holders.
 
@@ -188,6 +200,7 @@ Effect: TypeAlias = (
     Send
     | OpenStream
     | CloseStream
+    | BeginOp
     | StartOp
     | StartTransfer
     | RegisterOp

@@ -3,6 +3,10 @@
 The rings' streams belong to an epoch. The first collective of a new epoch closes the old ones and
 opens new ones; nothing in an old epoch still needs them, because an epoch ends only when no
 collective is running or all are interrupted.
+
+When a collective has committed in an epoch, all members have streams of that epoch. From then on a
+peer may send to its successors before the master has said that a collective starts: they hold it
+until they hear that it does, and drop it if the epoch ends instead.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ class Streams:
     Attributes:
         ring: to this peer's successors, one for each ring of `epoch`.
         epoch: their epoch.
+        proven: the epoch of the last collective that has committed; 0: the last one has failed.
     """
 
     def __init__(self, knowledge: Knowledge, outbox: Outbox) -> None:
         self._knowledge, self._outbox = knowledge, outbox
         self._next = 1
         self.ring: tuple[int, ...] = ()
-        self.epoch = 0
+        self.epoch = self.proven = 0
         self._direct: dict[int, int] = {}  # of sends, by peer
         self._lost: set[int] = set()  # of these, until they are closed
 
@@ -53,6 +58,11 @@ class Streams:
         infos = {info.peer: info for info in plan.peers}
         to = successors(plan.rings, self._knowledge.number)
         self.ring, self.epoch = tuple(self.open(infos[n]) for n in to), epoch
+
+    @property
+    def ready(self) -> bool:
+        """Whether the successors hold what is sent to them before a collective starts."""
+        return bool(self.ring) and self.epoch == self.proven == self._knowledge.plan.epoch
 
     # ---- of sends ----
 

@@ -533,14 +533,26 @@ class Engine:
             rings: this peer's place in each ring, at most PCCL_RINGS_MAX.
             direct: whether its two members send each other everything.
         """
-        order = self._start(op, seq, nonce, chunk_bytes)
+        self._enter_rings(self._start(op, seq, nonce, chunk_bytes), rings, direct)
+
+    def begin(
+        self, op: int, *, chunk_bytes: int, rings: Sequence[RingPlace], direct: bool = False
+    ) -> None:
+        """Lets a registered collective send before its start, which will probably say the same;
+        arguments as of `start`."""
+        order = self._blank_order(lib.PCCL_EARLY, op)
+        order.chunk_bytes = chunk_bytes
+        self._enter_rings(order, rings, direct)
+
+    def _enter_rings(self, order: Any, rings: Sequence[RingPlace], direct: bool) -> None:
         order.direct = direct
         order.n_rings = len(rings)
         for place, ring in zip(order.rings, rings, strict=False):
             place.stream, place.members, place.position = ring.stream, ring.members, ring.position
             place.begin, place.count, place.root = ring.begin, ring.count, ring.root
+            place.call = ring.call
             if ring.ranks:
-                place.ranks = self._keep(op, ffi.new("uint16_t[]", ring.ranks))
+                place.ranks = self._keep(order.op, ffi.new("uint16_t[]", ring.ranks))
         self._send()
 
     def start_transfer(

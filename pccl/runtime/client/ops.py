@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pccl.protocol.kinds import EXCHANGES, CollectiveKind
 from pccl.protocol.peer import effects
+from pccl.protocol.ring import RingPlace
 from pccl.runtime.client.engine import Engine, Part
 from pccl.runtime.client.memory import Operands, Pool
 from pccl.runtime.config import MIB, chunk_bytes
@@ -71,13 +72,23 @@ def start(
             ends=effect.ends,
         )
         return
-    assert isinstance(memory, Operands), "a ring moves the operands of a collective"
-    members = effect.rings[0].members if effect.rings else 1
     engine.start(
         effect.op,
         seq=effect.seq,
         nonce=effect.nonce,
-        chunk_bytes=chunk_bytes(memory.nbytes, members, local, bool(memory.work.algorithm)),
+        chunk_bytes=_chunk_bytes(effect.rings, memory, local),
         rings=effect.rings,
         direct=effect.direct,
     )
+
+
+def begin(engine: Engine, effect: effects.BeginOp, memory: Operands | Pool, local: bool) -> None:
+    """Lets a registered op send before it starts. `local`: as above."""
+    size = _chunk_bytes(effect.rings, memory, local)
+    engine.begin(effect.op, chunk_bytes=size, rings=effect.rings, direct=effect.direct)
+
+
+def _chunk_bytes(rings: tuple[RingPlace, ...], memory: Operands | Pool, local: bool) -> int:
+    assert isinstance(memory, Operands), "a ring moves the operands of a collective"
+    members = rings[0].members if rings else 1
+    return chunk_bytes(memory.nbytes, members, local, bool(memory.work.algorithm))

@@ -53,6 +53,7 @@ class Performer:
         self._perform_by_type: dict[type, Callable[..., None]] = {
             effects.Send: lambda effect: master.dealer.say(effect.message),
             effects.RegisterOp: self._register,
+            effects.BeginOp: self._begin,
             effects.StartOp: self._start,
             effects.StartTransfer: self._start,
             effects.CommitOp: lambda effect: engine.commit(effect.op),
@@ -85,6 +86,9 @@ class Performer:
 
     def _register(self, effect: effects.RegisterOp) -> None:
         ops.register(self._engine, effect, self._pending.memory[effect.op])
+
+    def _begin(self, effect: effects.BeginOp) -> None:
+        ops.begin(self._engine, effect, self._pending.memory[effect.op], self._all_local())
 
     def _start(self, effect: effects.StartOp | effects.StartTransfer) -> None:
         memory = self._pending.memory[effect.op]

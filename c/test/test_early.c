@@ -1,0 +1,643 @@
+/* test_early.c - what is sent before START: held by its receiver, never applied before the START
+ * that names its call, void with its epoch, within a credit. */
+#include "check.h"
+#include "job.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "engine/stash.h"
+#include "engine/wire.h"
+
+static struct peers peers;
+
+static void expect_nonce(int who, uint64_t nonce)
+{
+    pccl_order order = {0};
+    order.kind = PCCL_EXPECT;
+    order.peer = (uint64_t)who + 1;
+    order.nonce = nonce;
+    peers_order(&peers, who, &order);
+}
+
+static void close_stream(int who, uint32_t stream)
+{
+    pccl_order order = {0};
+    order.kind = PCCL_CLOSE_STREAM;
+    order.stream = stream;
+    peers_order(&peers, who, &order);
+}
+
+/* Steps a random number of times. */
+static void step_some(void)
+{
+    uint32_t steps = fake_random(12);
+    while (steps-- > 0)
+        (void)peers_step(&peers);
+}
+
+static struct job draw(uint64_t seed, int *n)
+{
+    struct job job = job_plain(seed % 9 * 170 + seed % 3, seed % 2);
+    job.what = (enum pccl_collective)(PCCL_ALL_REDUCE + seed % 5);
+    job.early = true;
+    job.chunk_bytes = seed % 3 ? 4096 : 256;
+    *n = 2 + (int)(seed / 5 % 4);
+    job.root = (uint32_t)(seed % (uint64_t)*n);
+    if (job.what != PCCL_ALL_GATHER && job.what != PCCL_BROADCAST && seed % 4 == 0)
+        job.format = PCCL_BLOCK_8;
+    job.direct = job.what == PCCL_ALL_REDUCE && *n == 2;
+    if (seed % 7 == 0 && job.format == PCCL_UNQUANTIZED) {
+        job.n_parts = 3;
+        job.part[0].dtype = PCCL_F32;
+        job.part[0].count = 100 + seed % 200;
+        job.part[1].dtype = PCCL_I16;
+        job.part[1].count = seed % 3;
+        job.part[2].dtype = PCCL_F64;
+        job.part[2].count = 333;
+    }
+    return job;
+}
+
+/* Every collective, in one ring and in two. Each peer registers, sends early (or not) and starts
+ * after any number of steps. Until the first START no byte of anybody's memory changes. */
+static void test_orders_of_events(void)
+{
+    pccl_options options = peers_options();
+    uint64_t seed, dropped = 0;
+    for (seed = 1; seed <= 400; seed++) {
+        int n, i;
+        struct job job = draw(seed, &n);
+        uint32_t rings = n > 2 && seed % 11 < 4 && job.format == PCCL_UNQUANTIZED ? 2 : 1;
+        job_make(&job, n);
+        peers_open(&peers, n, &options, seed);
+        peers_connect_ring(&peers, 2, 2);
+        for (i = 0; i < n && rings == 2; i++)
+            peers_stream(&peers, i, (i + n - 1) % n, 2, 1, 2);
+        if (seed % 5)
+            fake_refuse(20);
+        for (i = 0; i < n; i++) {
+            job_register(&peers, i, &job);
+            if (fake_random(4))
+                job_early(&peers, i, &job, rings);
+            step_some();
+        }
+        if (seed % 2)
+            peers_run(&peers);
+        for (i = 0; i < n; i++)
+            CHECK(job_is_untouched(&job, i) && peers.peer[i].n_events == 0);
+        for (i = 0; i < n; i++) {
+            job_start_rings(&peers, (i + (int)seed) % n, &job, rings);
+            step_some();
+            if (seed % 3 == 0)
+                peers_run(&peers);
+        }
+        peers_run(&peers);
+        if (!CHECK(job_is_right(&peers, &job)))
+            fprintf(stderr, "  seed %d\n", (int)seed);
+        CHECK(job_commit(&peers, &job));
+        for (i = 0; i < n; i++)
+            dropped += pccl_engine_dropped(peers.peer[i].engine);
+        peers_close(&peers);
+        job_free(&job);
+    }
+    CHECK(dropped == 0);
+}
+
+/* A job of `n` peers of which peer 0 has sent what it may. */
+static struct job sent_early(int n, uint64_t count, bool joined)
+{
+    pccl_options options = peers_options();
+    struct job job = job_plain(count, true);
+    int i;
+    job.early = true;
+    job_make(&job, n);
+    peers_open(&peers, n, &options, 1);
+    for (i = 0; i < n; i++)
+        expect_nonce(i, 5);
+    peers_connect_ring(&peers, 2, 100);
+    for (i = 0; i < n; i++)
+        if (i == 0 || joined)
+            job_register(&peers, i, &job);
+    job_early(&peers, 0, &job, 1);
+    peers_run(&peers);
+    return job;
+}
+
+static void finish(struct job *job)
+{
+    int i;
+    for (i = 0; i < peers.n; i++)
+        job_start(&peers, i, job);
+    peers_run(&peers);
+    CHECK(job_is_right(&peers, job));
+    CHECK(job_commit(&peers, job));
+}
+
+/* What came before REGISTER is there at START; nothing is dropped. */
+static void test_not_joined(void)
+{
+    struct job job = sent_early(2, 3000, false);
+    CHECK(job_is_untouched(&job, 1));
+    job_register(&peers, 1, &job);
+    job_start(&peers, 1, &job);
+    peers_run(&peers);
+    CHECK(peers_event(&peers, 1, PCCL_FAILED, job.op) == NULL);
+    CHECK(!job_is_untouched(&job, 1));       /* it had all it needs of peer 0's first half */
+    job_start(&peers, 0, &job);
+    peers_run(&peers);
+    CHECK(job_is_right(&peers, &job));
+    CHECK(job_commit(&peers, &job));
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
+    peers_close(&peers);
+    job_free(&job);
+}
+
+/* A vote is taken back: the memory is the caller's at once, though chunks are still under way, and
+ * no stream is closed. The next call for the tag is not mistaken for it. */
+static void test_taken_back(void)
+{
+    int stalled;
+    for (stalled = 0; stalled < 2; stalled++) {
+        pccl_options options = peers_options();
+        struct job job = job_plain(3000, true), next;
+        size_t j;
+        job.early = true;
+        job_make(&job, 2);
+        peers_open(&peers, 2, &options, 1);
+        peers_connect_ring(&peers, 1, 100);
+        peers_run(&peers);
+        if (stalled)
+            fake_stall(peers.peer[1].endpoint, true);
+        job_register(&peers, 0, &job);
+        job_early(&peers, 0, &job, 1);
+        peers_run(&peers);
+        peers_end(&peers, 0, PCCL_ABORT, job.op);
+        (void)peers_step(&peers);
+        CHECK(peers_count(&peers, 0, PCCL_SETTLED, job.op) == 1);
+        CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1) == 0);
+        CHECK(job_is_untouched(&job, 0));
+        for (j = 0; j < 3000 * sizeof(float); j++)   /* the caller's own use of it */
+            ((unsigned char *)job.parts[0][0].recv)[j] = 0x55;
+        if (stalled)
+            fake_stall(peers.peer[1].endpoint, false);
+        peers_run(&peers);
+        next = job_plain(3000, true);
+        next.early = true;
+        next.op = 2;
+        job_make(&next, 2);
+        job_register(&peers, 0, &next);
+        job_register(&peers, 1, &next);
+        job_early(&peers, 0, &next, 1);
+        finish(&next);
+        peers_close(&peers);
+        job_free(&next);
+        job_free(&job);
+    }
+}
+
+/* The receiver takes its vote back and votes again: the sender's call still starts with that. */
+static void test_receiver_votes_anew(void)
+{
+    struct job job = sent_early(2, 3000, true), again = job;
+    pccl_order start = {0};
+    peers_end(&peers, 1, PCCL_ABORT, job.op);
+    again.op = 9;
+    job_register(&peers, 1, &again);
+    start.kind = PCCL_START;
+    start.op = 9;
+    start.seq = job.seq;
+    start.nonce = TEST_NONCE;
+    start.chunk_bytes = job.chunk_bytes;
+    start.n_rings = 1;
+    start.rings[0].stream = 1;
+    start.rings[0].members = 2;
+    start.rings[0].position = 1;
+    start.rings[0].count = job.span;
+    start.rings[0].call = job.op;
+    peers_order(&peers, 1, &start);
+    job_start(&peers, 0, &job);
+    peers_run(&peers);
+    CHECK(peers_count(&peers, 0, PCCL_COMPLETE, job.op) == 1);
+    CHECK(peers_count(&peers, 1, PCCL_COMPLETE, 9) == 1);
+    CHECK(job_has_result(&job, 0) && job_has_result(&job, 1));
+    peers_close(&peers);
+    job_free(&job);
+}
+
+/* Another epoch: what was sent early is void with its streams, on both sides. */
+static void test_another_epoch(void)
+{
+    int variant;
+    for (variant = 0; variant < 3; variant++) {
+        struct job job = sent_early(3, 5000, variant != 1);
+        int i;
+        if (variant == 2) {          /* its chunks come when the receiver knows of the next one */
+            expect_nonce(1, 6);
+            (void)peers_step(&peers);
+        }
+        for (i = 0; i < 3; i++) {
+            expect_nonce(i, 6);
+            close_stream(i, 1);
+            peers_stream(&peers, i, (i + 2) % 3, 2, 2, 100);
+            if (i > 0 && variant == 1)
+                job_register(&peers, i, &job);
+        }
+        for (i = 0; i < 3; i++) {
+            pccl_order start = {0};
+            start.kind = PCCL_START;
+            start.op = job.op;
+            start.seq = job.seq;
+            start.nonce = TEST_NONCE;
+            start.chunk_bytes = job.chunk_bytes;
+            start.n_rings = 1;
+            start.rings[0].stream = 2;
+            start.rings[0].members = 3;
+            start.rings[0].position = 2 - (uint32_t)i;
+            start.rings[0].count = job.span;
+            start.rings[0].call = job.op;
+            peers_order(&peers, i, &start);
+        }
+        peers_run(&peers);
+        CHECK(job_is_right(&peers, &job));
+        CHECK(job_commit(&peers, &job));
+        CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 0);
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+/* A stream that is lost before START fails only the START that needs it. */
+static void test_lost_stream(void)
+{
+    int cut_late;
+    for (cut_late = 0; cut_late < 2; cut_late++) {
+        struct job job = sent_early(2, 3000, true);
+        CHECK(fake_cut(peers.peer[1].endpoint));
+        if (!cut_late)
+            peers_run(&peers);
+        CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 0);
+        job_start(&peers, 0, &job);
+        peers_run(&peers);
+        CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 1);
+        CHECK(peers_event(&peers, 0, PCCL_FAILED, job.op)->status == PCCL_ESTREAM);
+        CHECK(job_abort(&peers, &job));
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+/* What was sent before START, as it counts at the sender: by the chunks of a stream of 4 KiB. */
+static uint64_t sent_bytes(int who, uint64_t op)
+{
+    const pccl_event *event;
+    peers_end(&peers, who, PCCL_ABORT, op);
+    peers_run(&peers);
+    event = peers_event(&peers, who, PCCL_SETTLED, op);
+    return event != NULL ? event->tx_bytes : 0;
+}
+
+/* No more than the credit is sent before START; START gives it back, ABORT does not. */
+static void test_credit(void)
+{
+    enum { COUNT = 1 << 21, CREDIT = 1 << 20 };
+    pccl_options options = peers_options();
+    struct job jobs[4];
+    uint64_t first;
+    int j;
+    peers_open(&peers, 2, &options, 1);
+    peers_connect_ring(&peers, 2, 4000);
+    for (j = 0; j < 4; j++) {
+        jobs[j] = job_plain(COUNT, true);
+        jobs[j].early = true;
+        jobs[j].op = 1 + (uint64_t)j;
+        jobs[j].tag = 100 + (uint64_t)j;
+        jobs[j].seq = 10 + (uint64_t)j;
+        jobs[j].chunk_bytes = 65536;
+        job_make(&jobs[j], 2);
+        job_register(&peers, 0, &jobs[j]);
+    }
+    job_early(&peers, 0, &jobs[0], 1);
+    peers_run(&peers);
+    job_register(&peers, 1, &jobs[0]);
+    job_start(&peers, 0, &jobs[0]);
+    job_start(&peers, 1, &jobs[0]);
+    peers_run(&peers);
+    CHECK(job_is_right(&peers, &jobs[0]));
+    CHECK(job_commit(&peers, &jobs[0]));
+    job_early(&peers, 0, &jobs[1], 1);
+    peers_run(&peers);
+    first = sent_bytes(0, jobs[1].op);
+    CHECK(first > CREDIT / 2 && first <= CREDIT);
+    job_early(&peers, 0, &jobs[2], 1);
+    peers_run(&peers);
+    CHECK(sent_bytes(0, jobs[2].op) == 0);
+    CHECK(pccl_engine_dropped(peers.peer[1].engine) == 0);
+    job_register(&peers, 1, &jobs[3]);
+    job_early(&peers, 0, &jobs[3], 1);       /* without credit it goes as ever */
+    job_start(&peers, 0, &jobs[3]);
+    job_start(&peers, 1, &jobs[3]);
+    peers_run(&peers);
+    CHECK(job_is_right(&peers, &jobs[3]));
+    CHECK(job_commit(&peers, &jobs[3]));
+    peers_close(&peers);
+    for (j = 0; j < 4; j++)
+        job_free(&jobs[j]);
+}
+
+/* What START has taken counts no more: calls may begin again and again. */
+static void test_again(void)
+{
+    enum { COUNT = 1 << 19, TIMES = 20 };    /* more in all than a receiver holds */
+    pccl_options options = peers_options();
+    uint64_t sent = 0;
+    int j;
+    peers_open(&peers, 2, &options, 1);
+    peers_connect_ring(&peers, 2, 4000);
+    for (j = 1; j <= TIMES; j++) {
+        struct job job = job_plain(COUNT, true);
+        job.early = true;
+        job.op = (uint64_t)j;
+        job.tag = (uint64_t)j;
+        job.seq = 10 + (uint64_t)j;
+        job.chunk_bytes = 65536;
+        job_make(&job, 2);
+        job_register(&peers, 0, &job);
+        job_early(&peers, 0, &job, 1);
+        peers_run(&peers);
+        job_register(&peers, 1, &job);
+        finish(&job);
+        sent += COUNT / 2 * sizeof(float);
+        job_free(&job);
+    }
+    CHECK(sent > STASH_MAX && pccl_engine_dropped(peers.peer[1].engine) == 0);
+    peers_close(&peers);
+}
+
+static struct wire_header early_chunk(uint64_t call)
+{
+    struct wire_header header = {0};
+    header.kind = WIRE_CHUNK;
+    header.early = true;
+    header.members = 2;
+    header.run = TEST_RUN;
+    header.tag = 101;
+    header.seq = call;
+    header.length = 64;
+    return header;
+}
+
+static void inject(int who, const struct wire_header *header, size_t payload)
+{
+    unsigned char *bytes = calloc(1, WIRE_HEADER_BYTES + payload);
+    if (bytes == NULL)
+        abort();
+    wire_encode(header, bytes);
+    fake_inject(peers.peer[who].endpoint, bytes, WIRE_HEADER_BYTES + payload, NULL, 0);
+    free(bytes);
+}
+
+/* More than an honest sender sends is dropped, for a tag that is joined and for one that is not. */
+static void test_flood(void)
+{
+    enum { MESSAGE = 1 << 20 };
+    int joined, i;
+    for (joined = 0; joined < 2; joined++) {
+        pccl_options options = peers_options();
+        struct job job = job_plain(1000, true);
+        struct wire_header again = early_chunk(1);
+        const uint64_t limit = joined ? 31 : 15;     /* each costs a little more than its bytes */
+        job_make(&job, 2);
+        peers_open(&peers, 2, &options, 1);
+        if (joined)
+            job_register(&peers, 0, &job);
+        for (i = 0; i < 40; i++) {
+            struct wire_header header = early_chunk(1 + (uint64_t)i % 3);
+            header.tag += joined ? 0 : (uint64_t)i % 5;
+            inject(0, &header, MESSAGE);
+            peers_run(&peers);
+        }
+        CHECK(pccl_engine_dropped(peers.peer[0].engine) == 40 - limit);
+        CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 0);
+        CHECK(job_is_untouched(&job, 0));
+        expect_nonce(0, 9);
+        peers_run(&peers);
+        again.tag = 500;
+        again.nonce = 9;
+        inject(0, &again, MESSAGE);
+        peers_run(&peers);
+        CHECK(pccl_engine_dropped(peers.peer[0].engine) == 40 - limit);
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+/* What came for a tag before it was joined counts apart once it is, and again like the rest when
+ * the vote is taken back. */
+static void test_joined_later(void)
+{
+    enum { MESSAGE = 1 << 20, HELD = 15 };       /* so many are less than a receiver holds */
+    pccl_options options = peers_options();
+    struct job job = job_plain(1000, true);
+    struct wire_header header = early_chunk(1);
+    int i;
+    job_make(&job, 2);
+    peers_open(&peers, 2, &options, 1);
+    for (i = 0; i < 2 * HELD; i++) {
+        if (i == HELD)
+            job_register(&peers, 0, &job);
+        header.tag = i < HELD ? job.tag : job.tag + 1;
+        inject(0, &header, MESSAGE);
+        peers_run(&peers);
+    }
+    CHECK(pccl_engine_dropped(peers.peer[0].engine) == 0);
+    peers_end(&peers, 0, PCCL_ABORT, job.op);
+    header.tag = job.tag + 2;
+    peers_run(&peers);
+    inject(0, &header, 64);
+    peers_run(&peers);
+    CHECK(pccl_engine_dropped(peers.peer[0].engine) == 1);
+    peers_close(&peers);
+    job_free(&job);
+}
+
+/* Which chunks a START takes. */
+static void test_which_call(void)
+{
+    static const struct { uint64_t call, nonce, ring, tag; bool taken; int dropped; } cases[] = {
+        {1, 0, 0, 101, true, 0},     /* job_start() names call 1 */
+        {0, 0, 0, 101, false, 1},    /* no call */
+        {2, 0, 0, 101, false, 0},    /* may start later */
+        {1, 4, 0, 101, false, 1},    /* another epoch */
+        {1, 0, 1, 101, false, 0},    /* another ring */
+        {1, 0, 9, 101, false, 1},    /* no ring */
+        {1, 0, 0, 102, false, 0},    /* another tag */
+    };
+    size_t i;
+    int late;
+    for (i = 0; i < sizeof cases / sizeof cases[0]; i++)
+        for (late = 0; late < 2; late++) {
+            pccl_options options = peers_options();
+            struct job job = job_plain(128, true);
+            struct wire_header header = early_chunk(cases[i].call);
+            job.early = true;
+            job_make(&job, 2);
+            peers_open(&peers, 2, &options, 1);
+            peers_connect_ring(&peers, 1, 4);
+            job_register(&peers, 0, &job);
+            header.segment = 1;
+            header.offset = 64;
+            header.nonce = cases[i].nonce;
+            header.ring = (uint8_t)cases[i].ring;
+            header.tag = cases[i].tag;
+            peers_run(&peers);
+            if (late)
+                job_start(&peers, 0, &job);
+            peers_run(&peers);
+            inject(0, &header, 64 * sizeof(float));
+            peers_run(&peers);
+            CHECK(late || job_is_untouched(&job, 0));
+            CHECK(pccl_engine_dropped(peers.peer[0].engine) == (uint64_t)cases[i].dropped);
+            if (!late)
+                job_start(&peers, 0, &job);
+            peers_run(&peers);
+            CHECK(job_is_untouched(&job, 0));    /* it adds nothing but zeros */
+            peers_end(&peers, 0, PCCL_ABORT, job.op);
+            peers_run(&peers);
+            CHECK((peers_event(&peers, 0, PCCL_SETTLED, job.op)->rx_bytes > 0) == cases[i].taken);
+            CHECK(pccl_engine_dropped(peers.peer[0].engine) == (uint64_t)cases[i].dropped);
+            peers_close(&peers);
+            job_free(&job);
+        }
+}
+
+/* Each peer has a number of its own for the call. */
+static void test_own_numbers(void)
+{
+    enum { N = 3 };
+    pccl_options options = peers_options();
+    struct job job = job_plain(3000, true), mine[N];
+    int i;
+    job_make(&job, N);
+    peers_open(&peers, N, &options, 1);
+    peers_connect_ring(&peers, 2, 100);
+    for (i = 0; i < N; i++) {
+        mine[i] = job;
+        mine[i].op = 10 + (uint64_t)i;
+        job_register(&peers, i, &mine[i]);
+        job_early(&peers, i, &mine[i], 1);
+    }
+    peers_run(&peers);
+    for (i = 0; i < N; i++) {
+        pccl_order start = {0};
+        start.kind = PCCL_START;
+        start.op = mine[i].op;
+        start.seq = job.seq;
+        start.nonce = TEST_NONCE;
+        start.chunk_bytes = job.chunk_bytes;
+        start.n_rings = 1;
+        start.rings[0].stream = 1;
+        start.rings[0].members = N;
+        start.rings[0].position = (uint32_t)i;
+        start.rings[0].count = job.span;
+        start.rings[0].call = 10 + (uint64_t)(i + N - 1) % N;
+        peers_order(&peers, i, &start);
+        peers_run(&peers);
+    }
+    for (i = 0; i < N; i++) {
+        CHECK(pccl_engine_dropped(peers.peer[i].engine) == 0);
+        CHECK(peers_count(&peers, i, PCCL_COMPLETE, mine[i].op) == 1 && job_has_result(&job, i));
+    }
+    peers_close(&peers);
+    job_free(&job);
+}
+
+/* A packet of so many bytes in the stash, or not: whether it was held. */
+static bool hold(struct stash *stash, uint64_t call, uint64_t tag, size_t bytes, bool awaited)
+{
+    struct wire_header header = early_chunk(call);
+    struct packet *packet = packet_new();
+    struct source source = {0};
+    bool held;
+    source.zmq = fake_table();
+    header.tag = tag;
+    CHECK(packet_reserve(&source, packet, &header, bytes) == PCCL_OK);
+    held = stash_hold(stash, &header, &packet, awaited);
+    packet_free(fake_table(), packet);
+    return held;
+}
+
+static bool has(struct stash *stash, uint64_t call)
+{
+    struct wire_header header = early_chunk(call);
+    struct packet *packet = stash_take(stash, &header);
+    if (packet == NULL)
+        return false;
+    packet_free(fake_table(), packet);
+    return true;
+}
+
+/* What START frees, and what counts together. */
+static void test_stash(void)
+{
+    enum { NEARLY_ALL = STASH_MAX - 2 * STASH_COST };
+    struct stash stash = {0};
+    struct wire_header header = early_chunk(5);
+    fake_reset(1);
+    CHECK(hold(&stash, 4, 101, 10, false) && hold(&stash, 5, 101, 10, false));
+    CHECK(hold(&stash, 6, 101, 10, false) && hold(&stash, 4, 102, 10, false));
+    CHECK(has(&stash, 5));
+    stash_forget(&stash, fake_table(), &header);
+    CHECK(!has(&stash, 4) && !has(&stash, 5) && has(&stash, 6));
+    stash_free(&stash, fake_table());
+    CHECK(hold(&stash, 1, 101, NEARLY_ALL, false) && !hold(&stash, 1, 102, 8192, false));
+    stash_await(&stash, TEST_RUN, 101, true);    /* its sender may have begun another one */
+    CHECK(hold(&stash, 1, 102, NEARLY_ALL, false) && !hold(&stash, 1, 103, 8192, false));
+    CHECK(hold(&stash, 2, 101, NEARLY_ALL, true) && !hold(&stash, 2, 101, 16384, true));
+    stash_await(&stash, TEST_RUN, 101, false);
+    stash_expect(&stash, fake_table(), 0);
+    CHECK(has(&stash, 1));
+    stash_expect(&stash, fake_table(), 1);
+    CHECK(stash.first == NULL);
+}
+
+/* EARLY twice, with impossible rings, or contradicted by START. */
+static void test_wrong_orders(void)
+{
+    int variant;
+    for (variant = 0; variant < 4; variant++) {
+        struct job job = sent_early(2, 3000, true), other = job;
+        other.direct = variant == 3;
+        switch (variant) {
+        case 0: job_early(&peers, 0, &job, 1); break;
+        case 1: other.span -= 64; job_early(&peers, 1, &other, 1); break;
+        case 2: other.n = 1; job_early(&peers, 1, &other, 1); break;
+        case 3: job_start(&peers, 0, &other); break;
+        }
+        peers_run(&peers);
+        CHECK(peers_count(&peers, variant % 3 != 0, PCCL_FAILED, job.op) == 1);
+        CHECK(peers_event(&peers, variant % 3 != 0, PCCL_FAILED, job.op)->status == PCCL_EINVAL);
+        CHECK(job_abort(&peers, &job));
+        peers_close(&peers);
+        job_free(&job);
+    }
+}
+
+int main(void)
+{
+    test_orders_of_events();
+    test_not_joined();
+    test_taken_back();
+    test_receiver_votes_anew();
+    test_another_epoch();
+    test_lost_stream();
+    test_credit();
+    test_again();
+    test_flood();
+    test_joined_later();
+    test_which_call();
+    test_own_numbers();
+    test_stash();
+    test_wrong_orders();
+    return check_report("early");
+}
