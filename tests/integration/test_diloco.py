@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
+import runpy
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -473,13 +473,11 @@ def watch() -> Iterator[Callable[..., Process]]:
 def test_the_example_ends_with_the_same_bits_whatever_the_threads(
     address: str, watch: Callable[..., Process], options: list[str]
 ) -> None:
-    command = [sys.executable, str(EXAMPLE), "--master-address", address, *options]
-    command += ["--steps", "3", "--inner-steps", "4"]
+    words = ["--master-address", address, *options, "--steps", "3", "--inner-steps", "4"]
 
-    def peer(n: int) -> Process:
-        words = [*command, "--seed", str(n)]
-        env = {**os.environ, "OMP_NUM_THREADS": str(n)}
-        return watch(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env))
+    def peer(threads: int) -> Process:
+        own = [*words, "--seed", str(threads)]
+        return watch(scripts.start(__file__, "example", threads, *own))
 
     peers = [peer(1), peer(2)]
     ours, theirs = (peer.last_line() for peer in peers)
@@ -517,5 +515,16 @@ def train_until_replaced(address: str, role: str, threads: str) -> None:
         print(diloco.state_digest(), flush=True)
 
 
+def run_example(threads: str, *words: str) -> None:
+    """The example, as its own file is run."""
+    torch.set_num_threads(int(threads))
+    sys.argv[:] = [str(EXAMPLE), *words]
+    sys.path.insert(0, str(EXAMPLE.parent))
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
 if __name__ == "__main__":
-    train_until_replaced(*sys.argv[1:])
+    if sys.argv[1] == "example":
+        run_example(*sys.argv[2:])
+    else:
+        train_until_replaced(*sys.argv[1:])
