@@ -242,13 +242,16 @@ class Resolver:
         for then in self._raced.pop(ways, []):
             then(Found(address, "" if address else why))
 
-    def useless(self, ways: Ways, why: str) -> None:
+    def useless(self, ways: Ways, why: str) -> str:
         """A connection to the address found last has failed: the next time, another one is tried
-        first, if there is any."""
+        first, if there is any. Returns why, and why others were not found before it."""
         self.failed(ways.hosts[0])
         address = self._working.pop(ways, "")
-        if address:
-            self._useless[ways][address] = why
+        if not address:
+            return why
+        others = {at: said for at, said in self._useless[ways].items() if at != address}
+        self._useless[ways][address] = why
+        return "; ".join([why, *(f"{at}: {said}" for at, said in others.items())])
 
     def failed(self, host: str) -> None:
         """Nobody answers at the latest address: the next look-up returns another, if any."""

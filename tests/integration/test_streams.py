@@ -228,9 +228,12 @@ def test_a_host_where_another_process_greets_costs_nobody_his_place() -> None:
             assert desk.engine.told[-1] == ("connect", number, f"tcp://127.0.0.{last}:{there.port}")
             if number == 1:
                 assert desk.streams.lost(lost(1, ANOTHER)) == (info, False)
+                assert desk.streams.text(lost(1)) == "refused"
         desk.streams.up(2)
         desk.streams.open(3, info, 5)
         assert desk.engine.told[-1][2] == f"tcp://127.0.0.3:{there.port}"
+        assert desk.streams.lost(lost(3)) == (info, False)
+        assert desk.streams.text(lost(3)) == "refused; 127.0.0.2: refused"
 
 
 def test_a_peer_that_answers_nowhere_is_given_up_with_all_that_was_tried() -> None:

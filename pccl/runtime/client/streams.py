@@ -164,7 +164,7 @@ class Streams:
             self._do_without_ipc(one.to, event.text)
             return one.to, False  # the next stream shows whether it can be reached
         if one.ways is not None:
-            self._resolver.useless(one.ways, event.text)
+            one.said = self._resolver.useless(one.ways, self.text(event))
         if time.monotonic() < one.due_s and one.to.peer not in self._doubted:
             self._doubted.add(one.to.peer)
             return one.to, False
