@@ -100,7 +100,8 @@ static bool is_full(const struct half *half)
     return half->begin < half->end;
 }
 
-/* Moves what there is to move from fd[from]. Whether both connections still stand. */
+/* Moves what there is to move from fd[from]. Whether there may be more to move, either way: what
+ * came from a connection that has ended is still for the other one. */
 static bool move(struct joint *joint, int from)
 {
     struct half *half = joint->half[from];
@@ -108,8 +109,10 @@ static bool move(struct joint *joint, int from)
     if (!is_full(half) && !joint->ended)
         read = read_half(joint->fd[from], half);
     joint->ended |= read == ENDED;
-    if (is_full(half) && write_half(joint->fd[1 - from], half) == ENDED)
-        return false;
+    if (is_full(half) && write_half(joint->fd[1 - from], half) == ENDED) {
+        half->begin = half->end;
+        joint->ended = true;
+    }
     return !joint->ended || is_full(joint->half[0]) || is_full(joint->half[1]);
 }
 
@@ -179,7 +182,11 @@ static int listen_control(struct pump *pump)
     if (got == 0 || pump->heard < sizeof pump->next)
         return got > 0;
     pump->heard = 0;
-    return join(pump) == PCCL_OK ? 1 : PCCL_ENOMEM;
+    if (join(pump) == PCCL_OK)
+        return 1;
+    (void)close_socket((descriptor)pump->next.fd[0]);
+    (void)close_socket((descriptor)pump->next.fd[1]);
+    return PCCL_ENOMEM;
 }
 
 static void move_all(struct pump *pump)
