@@ -114,9 +114,9 @@ DEFINE_FLOAT(f64, uint64_t, int64_t, double, f64_from_bits, f64_to_bits, 64, 0x7
     }                                                                                              \
     break
 
-#define DEFINE_KERNEL(type, storage)                                                               \
-    PCCL_CLONES static void reduce_##type(int redop, unsigned char *out, const unsigned char *a,   \
-                                          const unsigned char *b, size_t n, uint32_t divisor)      \
+#define DEFINE_KERNEL(clones, type, storage)                                                       \
+    clones static void reduce_##type(int redop, unsigned char *out, const unsigned char *a,        \
+                                     const unsigned char *b, size_t n, uint32_t divisor)           \
     {                                                                                              \
         size_t i;                                                                                  \
         switch (redop) {                                                                           \
@@ -129,18 +129,18 @@ DEFINE_FLOAT(f64, uint64_t, int64_t, double, f64_from_bits, f64_to_bits, 64, 0x7
         }                                                                                          \
     }
 
-DEFINE_KERNEL(u8, uint8_t)
-DEFINE_KERNEL(i8, int8_t)
-DEFINE_KERNEL(i16, int16_t)
-DEFINE_KERNEL(u16, uint16_t)
-DEFINE_KERNEL(u32, uint32_t)
-DEFINE_KERNEL(i32, int32_t)
-DEFINE_KERNEL(u64, uint64_t)
-DEFINE_KERNEL(i64, int64_t)
-DEFINE_KERNEL(f16, uint16_t)
-DEFINE_KERNEL(bf16, uint16_t)
-DEFINE_KERNEL(f32, uint32_t)
-DEFINE_KERNEL(f64, uint64_t)
+DEFINE_KERNEL(PCCL_FEW_CLONES, u8, uint8_t)
+DEFINE_KERNEL(PCCL_FEW_CLONES, i8, int8_t)
+DEFINE_KERNEL(PCCL_FEW_CLONES, i16, int16_t)
+DEFINE_KERNEL(PCCL_FEW_CLONES, u16, uint16_t)
+DEFINE_KERNEL(PCCL_FEW_CLONES, u32, uint32_t)
+DEFINE_KERNEL(PCCL_FEW_CLONES, i32, int32_t)
+DEFINE_KERNEL(PCCL_FEW_CLONES, u64, uint64_t)
+DEFINE_KERNEL(PCCL_FEW_CLONES, i64, int64_t)
+DEFINE_KERNEL(PCCL_CLONES, f16, uint16_t)
+DEFINE_KERNEL(PCCL_CLONES, bf16, uint16_t)
+DEFINE_KERNEL(PCCL_CLONES, f32, uint32_t)
+DEFINE_KERNEL(PCCL_FEW_CLONES, f64, uint64_t)
 
 /* ---- the types, in the order of pccl_dtype ---- */
 
