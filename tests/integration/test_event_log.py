@@ -167,6 +167,17 @@ def test_a_log_is_continued_behind_a_torn_line(path: Path) -> None:
     assert not first.torn and "rejec" in first.why
 
 
+@pytest.mark.parametrize("torn", [b"{", b"{\n", b'{"type":"pccl ev\n'])
+def test_a_log_is_continued_behind_a_torn_head(path: Path, torn: bytes) -> None:
+    path.write_bytes(torn)
+    for _ in range(2):
+        with opened(path) as (log, master):
+            log.feed(master, EVENT)
+    assert kinds(path) == ["Damaged"] + ["Head", "Line", "Line"] * 2
+    damaged = items(path)[0]
+    assert isinstance(damaged, Damaged) and damaged.torn
+
+
 def test_files_are_rotated_and_the_oldest_removed(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +206,7 @@ class Disk(FileIO):
 
     def write(self, data: object) -> int:
         view = memoryview(data)  # type: ignore[arg-type]
-        if not Disk.full or self.tell() == 0:  # overwriting needs no room
+        if not Disk.full or self.tell() < os.fstat(self.fileno()).st_size:  # it overwrites
             return super().write(view)
         Disk.said += 1
         if len(view) > 10:
@@ -259,6 +270,22 @@ def test_a_disk_that_is_full_for_a_moment_costs_no_line(
     assert log.messages[-1].endswith("it lacks nothing")
 
 
+def test_a_disk_that_is_full_when_a_file_begins_leaves_no_half_head(
+    path: Path, disk: type[Disk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(path) as (events, master):
+        wait_until(lambda: not events._waiting)
+        monkeypatch.setattr(limits, "EVENT_LOG_BYTES", 10)  # the next line begins another file
+        disk.full = True
+        events.feed(master, EVENT)
+        wait_until(lambda: disk.said > 5)
+        assert path.read_bytes() == b""
+    disk.full = False
+    with opened(path):  # by the next master
+        pass
+    assert kinds(path) == ["Head", "Line"] * 2
+
+
 @pytest.mark.skipif(os.name == "nt", reason="no file in use can be removed there")
 def test_a_log_that_is_removed_begins_anew(path: Path) -> None:
     with opened(path) as (events, master):
@@ -279,8 +306,9 @@ def test_what_cannot_be_a_log_is_refused(path: Path) -> None:
 
     with opened(path):
         refused(f"another master .process {os.getpid()}. uses it")
-    path.write_text("something else", encoding="utf-8")
-    refused("it is no event log of a master, but some other file")
+    for text in ("something else", "{\nsomething else", '{"other": "JSON"}\n', "\n"):
+        path.write_text(text, encoding="utf-8")
+        refused("it is no event log of a master, but some other file")
     path.unlink()
     path.mkdir()
     refused("cannot be used: ")

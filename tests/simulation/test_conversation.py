@@ -15,6 +15,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.calls import TRANSITIONS, Collective, Event, State
 from pccl.protocol.peer.effects import Effect, Send
+from pccl.types import Result
 
 SEEDS_MAX = 4000
 
@@ -92,24 +93,32 @@ def arrivals() -> Iterator[SimPeer]:
         yield back
 
 
-def cut_off(script: str) -> conversation.Conversation:
-    """What happens to a peer whose collective runs, while its master dies and comes back."""
-    machine, talk = Peer(), conversation.Conversation()
+class Belonging:
+    """A peer of a run of two, without a simulated master: it is told what the test says."""
 
-    def perform(actions: list[Effect]) -> None:
+    def __init__(self) -> None:
+        self.machine, self.talk = Peer(), conversation.Conversation()
+        infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
+        hello = m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b"")
+        self.perform(self.machine.join(1, hello))
+        self.hear(m.Welcome(1))
+        self.hear(m.Plan(1, infos, (m.Ring((1, 2), 1),), 0))
+        self.hear(m.Admitted(7, m.Done()))
+
+    def perform(self, actions: list[Effect]) -> None:
         for action in actions:
             if isinstance(action, Send):
-                talk.said(action.message)
+                self.talk.said(action.message)
 
-    def hear(message: m.MasterMessage) -> None:
-        talk.heard(message)
-        perform(machine.received(message))
+    def hear(self, message: m.MasterMessage) -> None:
+        self.talk.heard(message)
+        self.perform(self.machine.received(message))
 
-    infos = tuple(m.PeerInfo(number, 0, "h", number, "", "") for number in (1, 2))
-    perform(machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b"")))
-    hear(m.Welcome(1))
-    hear(m.Plan(1, infos, (m.Ring((1, 2), 1),), 0))
-    hear(m.Admitted(7, m.Done()))
+
+def cut_off(script: str) -> set[conversation.Line]:
+    """What happens to a peer whose collective runs, while its master dies and comes back."""
+    one = Belonging()
+    machine, perform, hear = one.machine, one.perform, one.hear
     perform(machine.collective(2, 0, m.Work("all_reduce", 0, 10, 1)))
     hear(m.Started(2, 1, 1))
     happens: dict[str, Callable[[], None]] = {
@@ -123,15 +132,32 @@ def cut_off(script: str) -> conversation.Conversation:
     for word in script.split():
         happens[word]()
     perform(machine.leave("done"))
-    return talk
+    return one.talk.used
+
+
+def failed_meanwhile(called: m.Called) -> set[conversation.Line]:
+    """What happens to a peer whose call has failed under a master that died before it said so."""
+    one = Belonging()
+    if called == m.Called.SYNC:
+        one.perform(one.machine.sync(2, 3, m.Offer(0, 0, ())))
+    else:
+        one.perform(one.machine.optimize(2, 3))
+    one.perform(one.machine.disconnected("the master died"))
+    one.perform(one.machine.reconnected())
+    lost = Result.RANK_CONNECTION_LOST.value
+    one.hear(m.Failed(m.Failure(9, called, 0, (), lost, "it was withdrawn", 0)))
+    one.perform(one.machine.leave("done"))
+    return one.talk.used
 
 
 def used() -> Iterator[set[conversation.Line]]:
     """The lines that happen: in what is rare, then in one simulated run after the other."""
-    yield cut_off("lost failed back").used
-    yield cut_off("lost back interrupt lost back").used
-    yield cut_off("lost back held interrupt lost back").used
-    yield cut_off("lost back held interrupt resumed").used
+    yield cut_off("lost failed back")
+    yield cut_off("lost back interrupt lost back")
+    yield cut_off("lost back held interrupt lost back")
+    yield cut_off("lost back held interrupt resumed")
+    yield failed_meanwhile(m.Called.SYNC)
+    yield failed_meanwhile(m.Called.OPTIMIZE)
     for peer in arrivals():
         yield peer.conversation.used
     for run in runs():

@@ -160,6 +160,7 @@ class EventFile:
             self._missing = 0
             self._append(_head_line(self._head))
         except BaseException:
+            self._cut()
             self._shut()
             raise
 
@@ -235,10 +236,14 @@ def _is_log(path: Path) -> bool:
     """Whether the file is an event log, empty, or not there. Raises OSError."""
     try:
         with path.open("rb") as file:
-            start = file.read(len(HEAD_START))
+            first, second = file.readline(HEAD_BYTES), file.readline(HEAD_BYTES)
     except FileNotFoundError:
         return True
-    return start in (b"", HEAD_START)
+    if not first or first.startswith(HEAD_START):
+        return True
+    head = first.rstrip(b"\n")  # its master may have ended while it wrote this
+    begun = second[: len(HEAD_START)]
+    return bool(head) and HEAD_START.startswith(head) and HEAD_START.startswith(begun)
 
 
 def _identity(path: Path) -> tuple[int, int]:
