@@ -170,7 +170,7 @@ def test_a_pause_at_any_moment_costs_no_peer(moment: str, monkeypatch: pytest.Mo
             opened.callback(one.close)
         in_threads([lambda one=one: gather(one, 3) for one in [*comms, gone]])
         numbers = sorted(one._membership.seen("a test").number for one in comms)
-        gone._membership.seen("a test")._resolver.find = lambda *_: None
+        gone._membership.seen("a test")._endpoint.resolver.find = lambda *_: None
         assert master._service is not None
         nap = Nap(master._service.server, moment)
         nap.plan([numbers[0], gone._membership.seen("a test").number], [numbers[0]])
