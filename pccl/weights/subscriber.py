@@ -13,6 +13,7 @@ from pccl.errors import not_picklable
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 from pccl.runtime import limits
+from pccl.runtime.client.call import Quiet
 from pccl.runtime.client.parcel import Parcel
 from pccl.security import Security
 from pccl.support.closing import Closing
@@ -29,6 +30,12 @@ from pccl.weights.tensors import (
 )
 
 log = logging.getLogger("pccl")
+
+# What to do if those who have a version cannot serve it to one that only dials out.
+HINT = (
+    "; this subscriber only dials out (PCCL_OUTGOING_ONLY): one that has the version must be "
+    "reachable, or a peer of the run relay (PCCL_RELAY=1)"
+)
 
 
 class Subscriber(Closing):
@@ -73,6 +80,7 @@ class Subscriber(Closing):
         connect_timeout: float | None = None,
     ) -> None:
         options = Options(master, security, advertise, port_range, connect_timeout)
+        self._outgoing = options.config.outgoing
         self._stage = _Stage(Tensors(parameters, writable=True), relay)
         self._associate = associate(options, self._stage, "Subscriber", follows=True, relays=relay)
 
@@ -106,7 +114,7 @@ class Subscriber(Closing):
             MasterLostError, KickedError: this subscriber has ended, and there will be none.
             PCCLError: INVALID_ARGUMENT: what is published does not fit these parameters.
         """
-        stage = self._stage
+        stage, quiet = self._stage, Quiet()
         until_s = math.inf if timeout is None else time.monotonic() + timeout
         with stage.changed:
             while stage.version <= (stage.swapped if newer_than is None else newer_than):
@@ -115,10 +123,12 @@ class Subscriber(Closing):
                 left_s = until_s - time.monotonic()
                 if left_s <= 0:
                     assert timeout is not None
-                    why = f"version {stage.version} is staged, and no newer one has come"
-                    if stage.latest > stage.version:
-                        why += f", although {stage.latest} was published,"
-                    raise timed_out("wait", timeout, why)
+                    raise timed_out("wait", timeout, stage.lacks)
+                if quiet.is_over:
+                    hint = HINT if self._outgoing and stage.latest > stage.version else ""
+                    log.warning(
+                        "weights: waiting for %.0f s: %s%s", quiet.seconds, stage.lacks, hint
+                    )
                 stage.changed.wait(min(left_s, limits.SLICE_S))
             return stage.version
 
@@ -160,6 +170,12 @@ class _Stage:
         self._available: tuple[m.Package, ...] = ()
         self.version = self.swapped = self.latest = 0
         self.failure: Fail | None = None
+
+    @property
+    def lacks(self) -> str:
+        """What `wait` waits for, in words."""
+        newer = f" ({self.latest} was published)" if self.latest > self.version else ""
+        return f"version {self.version} is staged, and no newer one has come{newer}"
 
     def swap(self) -> int:
         with self.changed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import logging
 import pickle
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ import pccl
 from pccl import weights
 from pccl.cli.main import main
 from pccl.protocol import messages as m
+from pccl.runtime import limits
 from pccl.runtime.client import endpoint
 from pccl.weights.publisher import DELTAS_MAX
 
@@ -200,13 +202,31 @@ def test_a_holder_of_wrong_data_is_not_believed(publisher: Publish, follow: Foll
     liar._associate._parcels[1, 0].body[5 << 19] ^= 1
     trainer.close()
     victim = follow(own)
-    with fails(pccl.PCCLTimeoutError, "although 1 was published"):
+    with fails(pccl.PCCLTimeoutError, r"\(1 was published\)"):
         victim.wait(timeout=0.5)
     assert victim.staged == 0 and same(own, blank())
     honest = publisher(source)
     honest.publish()
     swapped(victim, 2)
     assert same(own, source)
+
+
+def test_who_waits_for_holders_that_it_cannot_meet_says_so(
+    publisher: Publish,
+    follow: Follow,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
+    monkeypatch.setattr(limits, "QUIET_S", 0.1)
+    monkeypatch.setenv("PCCL_OUTGOING_ONLY", "1")
+    monkeypatch.setenv("PCCL_TRANSPORT", "tcp")
+    source = publisher(parameters())
+    source.publish()
+    with fails(pccl.PCCLTimeoutError, r"no newer one has come \(1 was published\) within 1 s"):
+        follow(blank()).wait(timeout=1.0)
+    (said, *_) = [text for text in caplog.messages if "waiting for" in text]
+    assert "(1 was published)" in said and "PCCL_RELAY=1" in said
 
 
 def test_a_base_that_has_changed_is_found_out_and_replaced(
