@@ -356,8 +356,9 @@ class Run:
 
     @property
     def overrun(self) -> bool:
-        """Whether there may be as many strangers as peers, who name another run."""
-        return False
+        """Whether as many strangers or peers may name another run: a newcomer that came before the
+        peers to a restarted master without a journal has begun one, until the next restart."""
+        return self.incarnation > 1 and not self.journaled
 
     def may_go(self, peer: SimPeer) -> bool:
         """Whether a peer may be the one that goes because peers cannot reach each other.
