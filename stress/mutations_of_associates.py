@@ -56,6 +56,11 @@ MUTANTS = [
         "        if version < 0:\n            return f",
     ),
     Mutant(
+        "the packages of a version lead to the same content",
+        "        if len(names) < len(packages) or len(contents) > 1:\n",
+        "        if False:\n",
+    ),
+    Mutant(
         "differences follow the newest version",
         "if any(package.base not in (0, head) for package in packages)",
         "if any(package.base < 0 for package in packages)",

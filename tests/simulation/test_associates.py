@@ -225,6 +225,20 @@ def test_of_two_publishers_one_is_refused_and_goes_on_with_a_whole_version() -> 
     assert subscriber.machine.version == 2
 
 
+def test_packages_of_one_version_that_contradict_each_other_are_refused() -> None:
+    hub = Hub(19)
+    publisher, node = hub.add(follows=False), hub.add()
+    hub.settle()
+    hub.publish(publisher, 1, 0)
+    hub.settle()
+    whole, unlike = package(2, 0, b"this"), package(2, 1, b"that")
+    for packages in ((whole, unlike), (whole, package(2, 0, b"that")), (whole, whole)):
+        (answer, *_) = hub.master.received(publisher.conn, m.Publish(9, packages))
+        told = getattr(answer, "message", None)
+        assert isinstance(told, m.CallError) and "lead to different content" in told.why
+    assert hub.master.run.associates.catalogue.head == node.machine.version == 1
+
+
 def test_what_contradicts_what_others_hold_is_not_offered() -> None:
     hub = Hub(10)
     publisher, nodes = waiting(hub, 1)

@@ -196,6 +196,9 @@ class Associates:
             return f"version {version} is not newer than version {head}, which was published before"
         if any(package.version != version for package in packages):
             return "one version has one number"
+        names, contents = {one.key for one in packages}, {one.content for one in packages}
+        if len(names) < len(packages) or len(contents) > 1:
+            return "the packages of one version lead to different content"
         return ""
 
     def _holds(self, one: Associate, holds: m.Holds) -> None:
