@@ -206,7 +206,7 @@ def introduced(group: int, team: tuple[int, int], config: Config) -> Callable[[i
             m.PROTOCOL_VERSION,
             __version__,
             group,
-            config.advertise.partition(",")[0],
+            config.first_host,
             port,
             ipc,
             machine_id(),

@@ -52,8 +52,8 @@ class Config:
     """Settings of one peer or master.
 
     Attributes:
-        advertise: the host at which other peers reach this one, or several: "a,b"; empty: the
-            address that the master sees, and `further_hosts`.
+        advertise: the hosts at which other peers reach this one; empty: the address that the master
+            sees, and `further_hosts`.
         ports: a peer listens for bulk data on one of them; empty: on any.
         ipc: whether neighbours on the same machine use ipc:// instead of tcp://.
         heartbeat_ms: heartbeat interval of every connection.
@@ -74,7 +74,7 @@ class Config:
             master. It takes one round trip to the master, and none around the ring.
     """
 
-    advertise: str = ""
+    advertise: tuple[str, ...] = ()
     ports: range = range(0)
     ipc: bool = True
     heartbeat_ms: int = 1000
@@ -89,6 +89,11 @@ class Config:
     relay: bool = False
     dial_back: bool = True
     inline_bytes: int = 65536
+
+    @property
+    def first_host(self) -> str:
+        """The first host at which other peers reach this one; "": as the master sees it."""
+        return self.advertise[0] if self.advertise else ""
 
     def __post_init__(self) -> None:
         """Raises ValueError if a number is out of range, or two contradict each other."""

@@ -62,7 +62,7 @@ def further_hosts(config: Config, address: str) -> tuple[str, ...]:
         address: the master's address.
     """
     if config.advertise or config.outgoing:
-        return tuple(config.advertise.split(",")[1:])
+        return config.advertise[1:]
     return tuple(dict.fromkeys(filter(None, map(_source, (address, *WORLD)))))
 
 

@@ -56,23 +56,24 @@ def duration_text(seconds: float) -> str:
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def parse_advertised(hosts: str, what: str) -> str:
-    """A host or several, as in `a,b`, or "", that `what` names.
+def parse_advertised(text: str, what: str) -> tuple[str, ...]:
+    """The hosts of `a,b`, of which `what` is the source; none of "".
 
     Raises:
         ValueError: it is anything else, such as one with a port, or there are too many.
     """
-    for host in hosts.split(",") if hosts else ():
+    hosts = tuple(text.split(",")) if text else ()
+    for host in hosts:
         try:
             ipaddress.ip_address(host)
         except ValueError:
             if not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", host):
                 raise ValueError(
-                    f"{what} is {hosts!r}: it must be an address or a name, without brackets or a "
+                    f"{what} is {text!r}: it must be an address or a name, without brackets or a "
                     "port, or several with commas between them"
                 ) from None
-    if hosts.count(",") >= ADVERTISED_MAX:
-        raise ValueError(f"{what} is {hosts!r}: it may name {ADVERTISED_MAX} hosts at most")
+    if len(hosts) > ADVERTISED_MAX:
+        raise ValueError(f"{what} is {text!r}: it may name {ADVERTISED_MAX} hosts at most")
     return hosts
 
 

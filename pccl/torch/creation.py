@@ -150,7 +150,7 @@ def _join_the_first(store: Any, size: int, *, timeout: timedelta, rank: int) -> 
 
 def _own_host(store: Any) -> str:
     """Where other members reach the process of rank 0: where its store is."""
-    given = Config.from_env().advertise.partition(",")[0]
+    given = Config.from_env().first_host
     while not given and isinstance(store, PrefixStore):
         store = store.underlying_store
     if not given and isinstance(store, TCPStore):

@@ -97,8 +97,7 @@ def _attempt(
     config = options.config
 
     def hello(port: int, ipc: str) -> m.Hello:
-        host, _, _ = config.advertise.partition(",")
-        words = m.PROTOCOL_VERSION, __version__, 0, host, port, ipc, machine_id(), b""
+        words = m.PROTOCOL_VERSION, __version__, 0, config.first_host, port, ipc, machine_id(), b""
         return m.Hello(*words)
 
     left_s = max(0.01, min(until_s - time.monotonic(), config.handshake_timeout_s))

@@ -33,8 +33,10 @@ def test_no_ranges_of_ports(text: str) -> None:
 
 
 def test_hosts_to_advertise() -> None:
-    for host in ("", "10.0.0.1", "fe80::1", "a.host-name.example", "a.name,10.0.0.1,fd00::1"):
-        assert parse_advertised(host, "x") == host
+    assert parse_advertised("", "x") == ()
+    for host in ("10.0.0.1", "fe80::1", "a.host-name.example"):
+        assert parse_advertised(host, "x") == (host,)
+    assert parse_advertised("a.name,10.0.0.1,fd00::1", "x") == ("a.name", "10.0.0.1", "fd00::1")
     for host in (
         "10.0.0.1:50000",
         "[::1]",
@@ -159,8 +161,8 @@ def test_a_peer_says_from_where_it_speaks(monkeypatch: pytest.MonkeyPatch) -> No
     assert further_hosts(Config(), "127.0.0.1") == ("192.168.1.7",)
     sources["2001:db8::1"] = "fd00::7"
     assert further_hosts(Config(), "fd00::1") == ("fd00::7", "192.168.1.7")
-    assert further_hosts(Config(advertise="a"), "10.0.0.1") == ()
-    assert further_hosts(Config(advertise="a,b,c"), "10.0.0.1") == ("b", "c")
+    assert further_hosts(Config(advertise=("a",)), "10.0.0.1") == ()
+    assert further_hosts(Config(advertise=("a", "b", "c")), "10.0.0.1") == ("b", "c")
     sources.clear()
     assert further_hosts(Config(), "10.0.0.1") == ()
 

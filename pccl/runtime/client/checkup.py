@@ -56,7 +56,7 @@ def examine(host: str, port: int, config: Config, security: Security | None) -> 
     round_trip_s = time.monotonic() - began_s
     identity = Identity.of(security)
     options = identity.guard(EngineOptions())
-    first, others = config.advertise.partition(",")[0], further_hosts(config, address)
+    first, others = config.first_host, further_hosts(config, address)
     engine = Engine(options, host=everywhere(address), ports=config.ports)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
