@@ -499,6 +499,15 @@ void collective_conclude_alone(struct collective *collective)
         parts_copy(&collective->parts);
 }
 
+/* Whether it can start as START or EARLY says; if not, the op fails. */
+static bool can_start(struct collective *collective, const pccl_order *order)
+{
+    const char *why = check_start(collective, order);
+    if (why != NULL)
+        op_fail(&collective->op, PCCL_EINVAL, "%s", why);
+    return why == NULL;
+}
+
 /* Queues the flows that have chunks to send. */
 static void request_turns(struct collective *collective)
 {
@@ -512,12 +521,9 @@ static void request_turns(struct collective *collective)
 void collective_early(struct op *op, const pccl_order *order)
 {
     struct collective *collective = collective_of(op);
-    const char *why = check_start(collective, order);
     uint32_t i;
-    if (why != NULL) {
-        op_fail(op, PCCL_EINVAL, "%s", why);
+    if (!can_start(collective, order))
         return;
-    }
     for (i = 0; i < order->n_rings; i++)     /* if not, START says so */
         if (streams_find(op->ops->streams, order->rings[i].stream) == NULL)
             return;
@@ -528,12 +534,10 @@ void collective_early(struct op *op, const pccl_order *order)
 void collective_start(struct op *op, const pccl_order *order)
 {
     struct collective *collective = collective_of(op);
-    const char *why = check_start(collective, order);
+    const char *why;
     uint32_t i;
-    if (why != NULL) {
-        op_fail(op, PCCL_EINVAL, "%s", why);
+    if (!can_start(collective, order))
         return;
-    }
     why = check_claims(collective, order);
     if (why != NULL) {
         op_fail(op, PCCL_EPROTO, "%s", why);
