@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from queue import Empty
 
 from pccl.calls.launch import error_of
 from pccl.errors import PCCLTimeoutError, error_for
@@ -180,10 +179,9 @@ def _attempt(
         call = client.call()
         client.join(call)
         limit_s = patience.of(limits.WELCOME_S)
-        try:
-            note = call.next(limit_s)
-        except Empty:
-            raise _Unreachable(f"no answer within {limit_s:.3g} s") from None
+        note = call.next(limit_s)
+        if note is None:
+            raise _Unreachable(f"no answer within {limit_s:.3g} s")
         if isinstance(note, m.Welcome):
             log.info("registered as peer %d; waiting to be admitted", note.peer)
             note = patience.admission(client, call)

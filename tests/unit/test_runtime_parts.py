@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from pccl.protocol.peer.effects import Answer, Fail, Fetched
-from pccl.runtime.client.call import Call
+from pccl.runtime import limits
+from pccl.runtime.client.call import Call, Deadline
 from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.memory import Pool
 from pccl.runtime.client.pending import PendingCalls
@@ -50,6 +51,21 @@ def test_no_call_is_left_without_an_answer() -> None:
     (late,) = made(pending, 3)
     pending.fail_all(None)
     assert isinstance(late.end, Fail) and late.end.call == 3
+
+
+def test_what_interrupts_a_long_wait_comes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not as "during handling of the above exception, another exception occurred"."""
+
+    class Interrupted:
+        def inquire(self, call: Call) -> None:
+            raise KeyboardInterrupt
+
+        withdraw = None
+
+    monkeypatch.setattr(limits, "QUIET_S", 0.0)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        Deadline(None).next(Interrupted(), Call(1))  # type: ignore[arg-type]
+    assert caught.value.__context__ is None
 
 
 def test_a_pause_counts_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,25 +93,20 @@ class Call:
         while self.end is not None and self.hearers:
             self.hearers.pop()(self.end)
 
-    def next(self, timeout_s: float | None = None) -> Note:
-        """The next note; after the end, always the last one.
-
-        Raises:
-            queue.Empty: no note came in that time.
-        """
+    def next(self, timeout_s: float | None = None) -> Note | None:
+        """The next note, or None if none comes in that time; after the end, always the last one."""
         at = None if timeout_s is None else time.monotonic() + timeout_s
         while True:  # in slices: a signal that arrives just before a wait does not interrupt it
             left_s = limits.SLICE_S if at is None else min(limits.SLICE_S, at - time.monotonic())
+            note: Note | None
             try:
                 note = self._notes.get(timeout=max(0.0, left_s))
-            except queue.Empty:
-                if self.end is not None:
-                    return self.end
-                if left_s < limits.SLICE_S:
-                    raise
+            except queue.Empty:  # nothing is done here: what interrupts it would name it as well
+                note = self.end
             else:
                 if note is self.end:
                     self._notes.put(note)  # other threads may wait for the end too
+            if note is not None or left_s < limits.SLICE_S:
                 return note
 
     @property
@@ -185,10 +180,10 @@ class Deadline:
             until = [limits.QUIET_S, due - time.monotonic()]
             if self._at is not None and self._late is not call:
                 until.append(self._at - time.monotonic())
-            try:
-                return call.next(max(0.0, min(until)))
-            except queue.Empty:
-                self._notice(client, call)
+            note = call.next(max(0.0, min(until)))
+            if note is not None:
+                return note
+            self._notice(client, call)
             if time.monotonic() >= due:
                 return None
 
