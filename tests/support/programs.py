@@ -315,6 +315,8 @@ class Facade:
         if call.tag % 2:
             text = f"of peer {peer.name} at {revision}"
         advance = {1: 0, 3: 5}.get(call.variant, 1)  # the same again, or too much, is an error
+        if not advance and text != peer.content[1]:
+            self.play.disown(peer)
         peer.content = (revision + advance, text)
         wanted = 2 + call.tag % 2 if call.what == "begin" else 0
         end = yield from peer.sync("y" if call.variant == 2 else "x", min_peers=wanted)

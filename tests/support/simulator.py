@@ -379,12 +379,22 @@ class Run:
 
     def check_content(self, peer: SimPeer) -> None:
         """Whoever is at a revision holds the same content."""
-        revision, content = peer.content
         if self.master.knows(peer.conn):  # else the run may have gone on without it
-            history = self.history.setdefault(peer.group, 0)
-            self.agree(
-                ("content", self.master.run.number, peer.group, history, revision), content, peer
-            )
+            self.agree(self._revision(peer), peer.content[1], peer)
+
+    def disown(self, peer: SimPeer) -> None:
+        """A program changes the content of the revision at which its peer is, against the rules.
+
+        If it is the only holder, this becomes the revision's content.
+        """
+        if (what := self._revision(peer)) in self.told:
+            content, peers = self.told[what]
+            self.told[what] = content, [other for other in peers if other is not peer]
+
+    def _revision(self, peer: SimPeer) -> object:
+        """Names the revision of the shared state at which a peer is."""
+        history = self.history.setdefault(peer.group, 0)
+        return "content", self.master.run.number, peer.group, history, peer.content[0]
 
     def check_waiting(self) -> None:
         """Nothing is under way: whoever waits must wait for somebody who may still come."""
