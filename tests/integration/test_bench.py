@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cluster import Cluster
 
 import pccl
-from pccl.cli.bench import data, options, state, table
-from pccl.cli.bench.peer import Measured
+from pccl.cli.bench import data, options, places, state, table
+from pccl.cli.bench.peer import Job, Measured, measure
 from pccl.cli.bench.processes import BenchError, collect
 from pccl.cli.bench.ways import IN_PLACE, OUT_OF_PLACE, Trial
 from pccl.cli.main import main
@@ -108,18 +110,19 @@ def test_all_to_all_is_never_in_place(tmp_path: Path) -> None:
     assert row[-1] == str(96 << 10)  # a row for the next peer, and two with twice as far to go
 
 
+class Alone:
+    rank, world_size = 1, 3
+
+    def nothing(self, *arrays: object, **settings: object) -> None:
+        pass
+
+    all_reduce = all_gather = reduce_scatter = broadcast = all_to_all = nothing
+    all_reduce_async = all_gather_async = reduce_scatter_async = broadcast_async = nothing
+    all_to_all_async = nothing
+
+
 def test_what_comes_out_wrong_is_counted() -> None:
     """Each collective's check, on results that no other peer has had a part in."""
-
-    class Alone:
-        rank, world_size = 1, 3
-
-        def nothing(self, *arrays: object, **settings: object) -> None:
-            pass
-
-        all_reduce = all_gather = reduce_scatter = broadcast = all_to_all = nothing
-        all_reduce_async = all_gather_async = reduce_scatter_async = broadcast_async = nothing
-        all_to_all_async = nothing
 
     for what in table.FACTORS:
         trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000)  # type: ignore[arg-type]
@@ -140,6 +143,84 @@ def test_gloo_takes_turns(tmp_path: Path) -> None:
     assert row[8] == row[12] == "0"
     assert len(row) == 20
     assert float(row[15]) / float(row[5]) == pytest.approx(float(row[17]), abs=0.006)
+
+
+@pytest.mark.parametrize("what", table.FACTORS)
+def test_tensors_of_a_device_are_measured_as_arrays_are(what: str) -> None:
+    """Torch's CPU stands in for a GPU: tensors are filled, measured, verified, as on one."""
+    pytest.importorskip("torch")
+    dtype = DataType.BFLOAT16 if what == "all_reduce" else DataType.FLOAT
+    job = Job(what, 2, (10_000,), dtype, ReduceOp.SUM, 1, 0, check=True)
+
+    def one(index: int, comm: pccl.Communicator) -> Measured:
+        return measure(comm, job, 10_000, places.Device("cpu"))
+
+    with Cluster(2) as cluster:
+        for measured in cluster.each(one):
+            assert set(measured.wrong.values()) == {0}
+            assert measured.wrong.keys() == measured.times_s.keys() == measured.sent.keys()
+
+
+def test_what_is_wrong_on_a_device_is_counted() -> None:
+    pytest.importorskip("torch")
+    place = places.Device("cpu")
+    for what in table.FACTORS:
+        trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000, None, place)  # type: ignore[arg-type]
+        for way in trial.ways(None).values():
+            assert trial.check(way) > 4000
+
+
+def test_a_missing_gpu_is_told_with_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch = pytest.importorskip("torch")
+
+    def told(*words: str) -> str:
+        assert main(["bench", *words]) == 2
+        return capsys.readouterr().err
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "cuda", None)
+        assert "--device cuda needs torch built with CUDA" in told("broadcast", "--device", "cuda")
+        patch.setattr(torch.version, "cuda", "13.0")
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        ways_to_ask = ([], ["--against", "gloo"], ["--against", "nccl"], ["-d", "bfloat16"])
+        for words in ways_to_ask:
+            assert "CUDA 13.0, but finds none" in told("all_reduce", "--device", "cuda", *words)
+    with monkeypatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None)
+        assert "--device cuda needs torch, built with CUDA: pip" in places.missing("cuda")
+    monkeypatch.setattr(places, "missing", lambda device: "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    nccl = "--device", "cuda", "--against", "nccl"
+    assert "is built without nccl" in told("all_reduce", *nccl)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert "there are 1, for --peers 2" in told("all_reduce", *nccl)
+    assert "nccl has no uint32" in told("all_reduce", *nccl, "-d", "uint32")
+    gloo = "--device", "cuda", "--against", "gloo"
+    assert "gloo has no all_gather of GPU memory" in told("all_gather", *gloo)
+
+
+def test_processes_share_gpus_if_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(places, "Device", str)
+    found = [places.of_process("cuda", number) for number in range(3)]
+    assert found == ["cuda:0", "cuda:1", "cuda:0"]
+    assert isinstance(places.of_process("cpu", 3), places.Host)
+
+
+@pytest.mark.skipif(not pccl.cuda.is_available(), reason="torch finds no CUDA device here")
+def test_tensors_on_cuda_are_measured(tmp_path: Path) -> None:
+    import torch
+
+    other = "nccl" if torch.cuda.device_count() > 1 else "gloo"
+    words = "all_reduce", "-b", "4M", "-e", "16M", "-f", 4, "-n", 2, "--device", "cuda"
+    ended = bench(*words, "--against", other, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert torch.cuda.get_device_name() in ended.stdout
+    assert [(row[8], row[12]) for row in rows(ended.stdout)] == [("0", "0")] * 2
 
 
 def test_kernels_are_right(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,6 +309,7 @@ def test_far_elements_are_counted() -> None:
         (["--against", "gloo", "-d", "uint32"], "gloo has no uint32"),
         (["--against", "gloo", "-o", "avg"], "gloo has no avg"),
         (["--against", "gloo", "--master", "x"], "leave out --master"),
+        (["--against", "nccl"], "nccl moves GPU memory only: say --device cuda, too"),
         (["--against", "unquantized"], "needs --quantize"),
         (["--against", "pieces", "-b", "16"], "16 elements or more"),
         (["--quantize", "int8", "-o", "max"], "sums and means"),

@@ -4,9 +4,11 @@ Prints the table of nccl-tests: time is the median over the iterations of the me
 algbw is the size over the time, and busbw = algbw * 2 (n-1) / n for all-reduce, (n-1) / n for
 all-gather and reduce-scatter, whose size is that of the larger buffer, and all-to-all, which is
 never in place, and algbw for broadcast, which always is; wire is the bytes that a peer sends.
-`--against` alternates with torch.distributed over gloo, with pccl without `--quantize`, or with the
-same all-reduce as 16 smaller ones that are under way at once (`pieces`), iteration by iteration, in
-the same processes on the same memory, and prints the ratio of the speeds.
+`--against` alternates with torch.distributed over gloo or nccl, with pccl without `--quantize`, or
+with the same all-reduce as 16 smaller ones that are under way at once (`pieces`), iteration by
+iteration, in the same processes on the same memory, and prints the ratio of the speeds.
+
+`--device cuda` measures tensors in GPU memory: process i has GPU i of its machine, or shares one.
 
 Between machines: start `pccl master` on one, and this command with the same arguments and
 `--master HOST` once for each of the `--peers`, anywhere. All of them print the table.
@@ -25,11 +27,11 @@ from pathlib import Path
 
 import pccl
 from pccl.cli.arguments import whole_number
-from pccl.cli.bench import machines, options, table
+from pccl.cli.bench import machines, options, places, table
 from pccl.cli.bench.peer import Job, Measured, serve
 from pccl.cli.bench.processes import BenchError, collect, processes
 from pccl.cli.bench.table import FACTORS, blocks
-from pccl.cli.bench.ways import OTHERS, PIECES, PIECES_OF_ALL, REDUCING
+from pccl.cli.bench.ways import GLOO, NCCL, OTHERS, PIECES, PIECES_OF_ALL, REDUCING, TORCH
 from pccl.types import DataType, ReduceOp
 
 _DTYPES = {  # by nccl-tests' names
@@ -47,7 +49,8 @@ _DTYPES = {  # by nccl-tests' names
 _OPS = {op.name.lower(): op for op in ReduceOp}
 NAMES = tuple(FACTORS)
 _FLOATS = ("half", "float", "double", "bfloat16")
-_NOT_IN_GLOO = {"uint32", "uint64", "avg"}
+_NOT_IN = {GLOO: {"uint32", "uint64", "avg"}, NCCL: {"uint32", "uint64"}}
+_OF_GLOO_ON_GPUS = ("all_reduce", "broadcast")  # https://docs.pytorch.org/docs/stable/distributed
 
 
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
@@ -87,6 +90,12 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument(
         "--against", choices=OTHERS, help="measure this in turns with it, on this machine"
     )
+    parser.add_argument(
+        "--device",
+        choices=places.DEVICES,
+        default="cpu",
+        help="where the arrays lie; cuda: tensors of torch (%(default)s)",
+    )
     options.add_json(parser)
 
 
@@ -112,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
         against=args.against,
         quantization=args.quantize,
         lanes=args.lanes,
+        device=args.device,
     )
     print(f"{_title(job, args.master)}\n{table.head(job.against)}", flush=True)
     rows = []
@@ -133,14 +143,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _problem(args: argparse.Namespace) -> str:
     dtype = _DTYPES[args.datatype]
-    needs_torch = args.against == "gloo" or dtype is DataType.BFLOAT16
-    if needs_torch and importlib.util.find_spec("torch") is None:
-        return "torch not found; pip install torch brings what bfloat16 and --against gloo need"
-    for asked in (args.datatype, args.op):
-        if args.against == "gloo" and asked in _NOT_IN_GLOO:
-            return f"gloo has no {asked}"
-    if args.master and args.against == "gloo":
-        return "--against gloo measures processes of this machine: leave out --master"
+    if args.against in TORCH:
+        problem = _problem_with_torch(args)
+    elif dtype is DataType.BFLOAT16 and importlib.util.find_spec("torch") is None:
+        problem = "torch not found; pip install torch brings bfloat16"
+    else:
+        problem = places.missing(args.device)
+    if problem:
+        return problem
     if args.against == "unquantized" and not args.quantize:
         return "--against unquantized needs --quantize"
     least = _DTYPES[args.datatype].itemsize * PIECES_OF_ALL
@@ -154,10 +164,38 @@ def _problem(args: argparse.Namespace) -> str:
     return ""
 
 
+def _problem_with_torch(args: argparse.Namespace) -> str:
+    """Why torch.distributed cannot take its turns."""
+    if importlib.util.find_spec("torch") is None:
+        return f"torch not found; pip install torch brings what --against {args.against} needs"
+    if args.master:
+        return f"--against {args.against} measures processes of this machine: leave out --master"
+    for asked in (args.datatype, args.op):
+        if asked in _NOT_IN[args.against]:
+            return f"{args.against} has no {asked}"
+    if args.against == NCCL and args.device != "cuda":
+        return "nccl moves GPU memory only: say --device cuda, too"
+    missing = places.missing(args.device)
+    if missing or args.device == "cpu":
+        return missing
+    if args.against == NCCL:
+        import torch
+
+        if not torch.distributed.is_nccl_available():
+            return f"torch {torch.__version__} is built without nccl"
+        if torch.cuda.device_count() < args.peers:
+            gpus = torch.cuda.device_count()
+            return f"nccl needs a GPU for each process: there are {gpus}, for --peers {args.peers}"
+    elif args.measurement not in _OF_GLOO_ON_GPUS:
+        return f"gloo has no {args.measurement} of GPU memory: only {', '.join(_OF_GLOO_ON_GPUS)}"
+    return ""
+
+
 def _title(job: Job, master: str | None) -> str:
     where = f"by the master {master}" if master else f"on {os.cpu_count()} cores"
     return (
-        f"# pccl {pccl.__version__} bench {job.what}: {job.peers} processes {where}, "
+        f"# pccl {pccl.__version__} bench {job.what}: {job.peers} processes {where}"
+        f"{places.described(job.device)}, "
         f"transport {os.environ.get('PCCL_TRANSPORT', 'auto')}, lanes {job.lanes or 'auto'}\n"
         f"# medians of {job.iterations} iterations after {job.warmups} warm-ups"
         + (f", quantized to {job.quantization}" if job.quantization else "")
@@ -170,7 +208,9 @@ def _measured(job: Job) -> Iterator[list[Measured]]:
     with (
         tempfile.TemporaryDirectory(prefix="pccl-bench-") as scratch,
         pccl.MasterNode("127.0.0.1:0") as master,
-        processes(job.peers, serve, job, master.address, Path(scratch, "gloo").as_uri()) as results,
+        processes(
+            job.peers, serve, job, master.address, Path(scratch, "torch").as_uri()
+        ) as results,
     ):
         for _ in job.counts:
             yield collect(results)

@@ -1,16 +1,19 @@
 """One peer of `pccl bench --master`: measures with processes on other machines.
 
 Each process runs the same command. They meet at the master, and exchange their measurements by a
-collective, so that all print the same table.
+collective, so that all print the same table. With `--device cuda`, LOCAL_RANK says which GPU of its
+machine a process uses; by default the first one.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import numpy as np
 
 import pccl
+from pccl.cli.bench import places
 from pccl.cli.bench.peer import Job, Measured, join, measure
 
 
@@ -23,9 +26,10 @@ def measured(master: str, job: Job) -> Iterator[list[Measured]]:
     Raises:
         PCCLError: the master cannot be reached, a peer was lost, or others measure something else.
     """
+    place = places.of_process(job.device, int(os.environ.get("LOCAL_RANK", "0")))
     with join(master, job) as comm:
         for count in job.counts:
-            yield _exchange(comm, measure(comm, job, count))
+            yield _exchange(comm, measure(comm, job, count, place))
 
 
 def _exchange(comm: pccl.Communicator, own: Measured) -> list[Measured]:

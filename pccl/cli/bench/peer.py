@@ -15,11 +15,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import pccl
-from pccl.cli.bench import ways
+from pccl.cli.bench import places, ways
 from pccl.cli.bench.processes import follow_parent
 from pccl.types import DataType, ReduceOp
 
-_GLOO_TIMEOUT = timedelta(seconds=60)
+_TORCH_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Job:
         quantization: as `Communicator.all_reduce` takes it.
         against: what takes its turns too, of `ways.OTHERS`.
         lanes: connections to the next peer; 0: as pccl chooses.
+        device: where the arrays lie, of `places.DEVICES`.
     """
 
     what: str
@@ -47,6 +48,7 @@ class Job:
     against: str | None = None
     quantization: str | None = None
     lanes: int = 0
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Measured:
     Attributes:
         times_s: seconds of each timed iteration, by way.
         wrong: wrong elements by way; empty when not checked.
-        sent: bytes that the peer sends in a call, by way; none of gloo.
+        sent: bytes that the peer sends in a call, by way; none of torch's.
     """
 
     times_s: dict[str, list[float]]
@@ -69,14 +71,15 @@ def serve(number: int, job: Job, address: str, store: str, results: Connection) 
 
     Args:
         address: of the master.
-        store: URL of a file in which gloo's processes find each other.
+        store: URL of a file in which torch's processes find each other.
         results: gets a `Measured` for each size, or why there is none, as text.
     """
     follow_parent()
     try:
-        with _gloo(job, number, store), join(address, job) as comm:
+        place = places.of_process(job.device, number)
+        with _torch(job, number, store), join(address, job) as comm:
             for count in job.counts:
-                results.send(measure(comm, job, count))
+                results.send(measure(comm, job, count, place))
     except pccl.PCCLError as error:
         results.send(str(error))
 
@@ -90,14 +93,14 @@ def join(address: str, job: Job) -> Iterator[pccl.Communicator]:
 
 
 @contextmanager
-def _gloo(job: Job, number: int, store: str) -> Iterator[None]:
-    if job.against != ways.GLOO:
+def _torch(job: Job, number: int, store: str) -> Iterator[None]:
+    if job.against not in ways.TORCH:
         yield
         return
     import torch.distributed as dist
 
     dist.init_process_group(
-        "gloo", init_method=store, timeout=_GLOO_TIMEOUT, rank=number, world_size=job.peers
+        job.against, init_method=store, timeout=_TORCH_TIMEOUT, rank=number, world_size=job.peers
     )
     try:
         yield
@@ -105,20 +108,21 @@ def _gloo(job: Job, number: int, store: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def measure(comm: pccl.Communicator, job: Job, count: int) -> Measured:
-    """One size, of `count` elements."""
-    trial = ways.Trial(comm, job.what, job.dtype, job.op, count, job.quantization)
+def measure(comm: pccl.Communicator, job: Job, count: int, place: places.Place) -> Measured:
+    """One size, of `count` elements, whose arrays lie there."""
+    trial = ways.Trial(comm, job.what, job.dtype, job.op, count, job.quantization, place)
     found = trial.ways(job.against)
     times_s: dict[str, list[float]] = {name: [] for name in found}
     for iteration in range(job.warmups + job.iterations):
         for name, way in found.items():
             way.meet()
+            place.finish()
             began = time.perf_counter()
             way.run()
             elapsed = time.perf_counter() - began
             if iteration >= job.warmups:
                 times_s[name].append(elapsed)
-    ours = {name: way for name, way in found.items() if name != ways.GLOO}
+    ours = {name: way for name, way in found.items() if name not in ways.TORCH}
     sent = {name: way.sent() for name, way in ours.items()}
     wrong = {name: trial.check(way) for name, way in ours.items()} if job.check else {}
     return Measured(times_s, wrong, sent)

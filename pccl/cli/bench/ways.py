@@ -12,14 +12,18 @@ import numpy as np
 
 import pccl
 from pccl.cli.bench import data
+from pccl.cli.bench.places import Host, Place
+from pccl.tensors.arrays import Array
 from pccl.types import DataType, ReduceOp
 
 OUT_OF_PLACE = "out_of_place"
 IN_PLACE = "in_place"
 GLOO = "gloo"
+NCCL = "nccl"
+TORCH = (GLOO, NCCL)  # of torch.distributed
 UNQUANTIZED = "unquantized"
 PIECES = "pieces"
-OTHERS = (GLOO, UNQUANTIZED, PIECES)  # what pccl may be measured against
+OTHERS = (*TORCH, UNQUANTIZED, PIECES)  # what pccl may be measured against
 PIECES_OF_ALL = 16
 REDUCING = ("all_reduce", "reduce_scatter")
 
@@ -35,7 +39,7 @@ class Way:
         run: what is timed.
         sent: does it once more; the bytes that this peer sent.
         reset: gives the buffers known contents.
-        result: where the result is.
+        result: the result, on the host.
         quantization: of the result; None: it is exact.
     """
 
@@ -43,7 +47,7 @@ class Way:
     run: Callable[[], object]
     sent: Callable[[], int]
     reset: Callable[[], None]
-    result: data.Bits
+    result: Callable[[], data.Bits]
     quantization: str | None = None
 
 
@@ -57,6 +61,7 @@ class Trial:
         op: if it reduces.
         count: elements of the smaller buffer.
         quantization: as `Communicator.all_reduce` takes it.
+        place: where its arrays lie; None: in host memory.
     """
 
     def __init__(
@@ -67,15 +72,16 @@ class Trial:
         op: ReduceOp,
         count: int,
         quantization: str | None = None,
+        place: Place | None = None,
     ) -> None:
-        self._quantization = quantization
+        self._quantization, self._place = quantization, place or Host()
         self._comm, self._what, self._dtype, self._op = comm, what, dtype, op
         self._rank, self._peers, self._count = comm.rank, comm.world_size, count
         send = count * (self._peers if what in ("reduce_scatter", "all_to_all") else 1)
         recv = count * (self._peers if what in ("all_gather", "all_to_all") else 1)
         self._content = data.tiled(data.contribution(dtype, op, self._rank), send)
-        self._send = self._content.copy()
-        self._recv = np.zeros(recv, self._send.dtype)
+        self._send: Any = self._place.put(self._content, dtype)
+        self._recv: Any = self._place.put(np.zeros(recv, self._content.dtype), dtype)
 
     def ways(self, against: str | None) -> dict[str, Way]:
         """All of them by name, and one of OTHERS."""
@@ -84,8 +90,8 @@ class Trial:
             found[OUT_OF_PLACE] = self._way(self._send, self._recv, self._quantization)
         if self._what != "all_to_all":
             found[IN_PLACE] = self._in_place()
-        if against == GLOO:
-            found[GLOO] = self._gloo()
+        if against in TORCH:
+            found[against] = self._torch()
         elif against == UNQUANTIZED:
             found[UNQUANTIZED] = self._way(self._send, self._recv, None)
         elif against == PIECES:
@@ -96,23 +102,23 @@ class Trial:
         """Does it once more, from known contents, and counts the wrong elements."""
         way.reset()
         way.run()
-        count, size = self._count, self._peers
+        result, count, size = way.result(), self._count, self._peers
         if self._what == "all_gather":
-            rows = way.result.reshape(size, count)
+            rows = result.reshape(size, count)
             return sum(data.count_wrong(rows[r], self._brought(r)) for r in range(size))
         if self._what == "all_to_all":  # what others have for us begins somewhere in their table
-            rows, at = way.result.reshape(size, count), -(self._rank * count % data.PERIOD)
+            rows, at = result.reshape(size, count), -(self._rank * count % data.PERIOD)
             brought = (np.roll(self._brought(r), at) for r in range(size))
             return sum(data.count_wrong(*each) for each in zip(rows, brought, strict=True))
         if self._what == "broadcast":
-            return data.count_wrong(way.result, self._brought(0))
+            return data.count_wrong(result, self._brought(0))
         table = data.expected(self._dtype, self._op, size)
         if self._what == "reduce_scatter":  # our part begins somewhere in the table
             table = np.roll(table, -(self._rank * count % data.PERIOD))
         if way.quantization is None:
-            return data.count_wrong(way.result, table)
+            return data.count_wrong(result, table)
         distance = data.error_max(self._dtype, self._op, size, way.quantization)
-        return data.count_far(way.result, table, self._dtype, distance)
+        return data.count_far(result, table, self._dtype, distance)
 
     def _brought(self, rank: int) -> data.Bits:
         return data.contribution(self._dtype, self._op, rank)
@@ -125,35 +131,35 @@ class Trial:
             return self._way(self._send, self._send[own], self._quantization)
         return self._way(self._recv, self._recv, self._quantization)
 
-    def _way(self, send: data.Bits, recv: data.Bits, quantization: str | None) -> Way:
-        one = np.zeros(1, np.float32)
+    def _way(self, send: Array, recv: Array, quantization: str | None) -> Way:
+        one, place = np.zeros(1, np.float32), self._place
 
         def meet() -> None:
             self._comm.all_reduce(one, op=ReduceOp.MAX)
 
         def reset() -> None:
-            np.invert(recv.view(np.uint8), out=recv.view(np.uint8))  # right in no element
-            send[:] = self._content
+            held = place.bits(recv)
+            place.fill(recv, np.invert(held.view(np.uint8)).view(held.dtype))  # right in no element
+            place.fill(send, self._content)
 
-        source, target = (data.as_array(bits, self._dtype) for bits in (send, recv))
-        arrays = (target,) if self._what == "broadcast" else (source, target)
+        arrays = (recv,) if self._what == "broadcast" else (send, recv)
         how: dict[str, Any] = {"tag": _TAG}
         if self._what in REDUCING:
             how |= {"op": self._op, "quantization": quantization}
         run = partial(getattr(self._comm, self._what), *arrays, **how)
         launch = partial(getattr(self._comm, f"{self._what}_async"), *arrays, **how)
-        return Way(meet, run, lambda: launch().wait()[2].tx_bytes, reset, recv, quantization)
+        result = partial(place.bits, recv)
+        return Way(meet, run, lambda: launch().wait()[2].tx_bytes, reset, result, quantization)
 
     def _pieces(self, whole: Way) -> Way:
         """The same all-reduce as PIECES_OF_ALL smaller ones, all under way at once."""
-        source, target = (data.as_array(bits, self._dtype) for bits in (self._send, self._recv))
         bounds = [self._count * i // PIECES_OF_ALL for i in range(PIECES_OF_ALL + 1)]
 
         def run() -> int:
             handles = [
                 self._comm.all_reduce_async(
-                    source[begin:end],
-                    target[begin:end],
+                    self._send[begin:end],
+                    self._recv[begin:end],
                     op=self._op,
                     tag=_TAG + i,
                     quantization=self._quantization,
@@ -168,16 +174,15 @@ class Trial:
 
         return replace(whole, run=run, sent=run)
 
-    def _gloo(self) -> Way:
+    def _torch(self) -> Way:
         import torch
         import torch.distributed as dist
 
-        send, recv = (
-            torch.as_tensor(data.as_array(bits, self._dtype)) for bits in (self._send, self._recv)
-        )
-        one = torch.zeros(1)
+        send, recv = torch.as_tensor(self._send), torch.as_tensor(self._recv)
+        one = torch.zeros(1, device=recv.device)
         op = {
             ReduceOp.SUM: dist.ReduceOp.SUM,
+            ReduceOp.AVG: dist.ReduceOp.AVG,
             ReduceOp.PROD: dist.ReduceOp.PRODUCT,
             ReduceOp.MAX: dist.ReduceOp.MAX,
             ReduceOp.MIN: dist.ReduceOp.MIN,
@@ -189,5 +194,14 @@ class Trial:
             "broadcast": lambda: dist.broadcast(recv, 0),
             "all_to_all": lambda: dist.all_to_all_single(recv, send),
         }
-        meet = partial(dist.all_reduce, one)
-        return Way(meet, calls[self._what], lambda: 0, lambda: None, self._recv)
+
+        def finished(call: Callable[[], object]) -> Callable[[], None]:
+            def run() -> None:
+                call()
+                self._place.finish()  # nccl's calls return when they are queued
+
+            return run
+
+        meet = finished(lambda: dist.all_reduce(one))
+        run = finished(calls[self._what])
+        return Way(meet, run, lambda: 0, lambda: None, partial(self._place.bits, self._recv))
