@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -208,3 +210,32 @@ def test_a_time_out_leaves_the_array_alone() -> None:
             cluster.comms[0].all_reduce(array, array, op=pccl.ReduceOp.SUM, timeout=0.1)
         np.testing.assert_array_equal(array, np.ones(10))
         assert cluster.each(lambda _, comm: _sum_of_ones(comm, 10)) == [2.0, 2.0]
+
+
+FAULTS = """
+import resource, pccl
+
+def faults(rounds=20, nbytes=1 << 20):
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    for _ in range(rounds):
+        bytes(nbytes).replace(b"\\0", b"\\1")
+    return (resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before) / rounds
+
+before = faults()
+with pccl.MasterNode("127.0.0.1:0"):
+    for _ in range(1000):  # its thread may still have to begin
+        if (after := faults(1)) < 10:
+            break
+    print(before, after)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a property of glibc")
+def test_a_master_takes_no_new_memory_for_each_round() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True, timeout=60
+    )
+    before, after = map(float, done.stdout.split())
+    if before < 100:
+        pytest.skip("this allocator keeps its memory anyway")
+    assert after < 10

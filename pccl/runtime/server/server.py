@@ -30,7 +30,7 @@ from pccl.protocol.master.status import EventStatus
 from pccl.runtime import limits
 from pccl.runtime.config import Config
 from pccl.runtime.curve import Zap, require_curve, secure_server
-from pccl.runtime.inline import combine
+from pccl.runtime.inline import combine, keep_memory
 from pccl.runtime.server.connections import Connections
 from pccl.runtime.server.dial import Dialler, Target, dial_hosts
 from pccl.runtime.server.eventlog import EventLog
@@ -217,6 +217,7 @@ class Server:
         if (zap := self._zap) is not None:
             waiter.add(zap.socket, lambda: zap.answer(self._allows))
         drained = False
+        keep_memory()
         try:
             while not self._stop:
                 wait_s = self._patience_s(drained)
