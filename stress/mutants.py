@@ -56,6 +56,7 @@ import test_pairs
 import test_recovery
 import test_reenact
 import test_rows
+import test_small
 import test_status
 import test_survey
 import test_sync_rules
@@ -66,7 +67,7 @@ modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
     test_status, test_epochs, test_rows, test_pairs,
     test_reenact, test_teams, test_deadlines, test_tally, test_survey,
-    test_associates, test_meetings, test_hosts, test_failures, test_early,
+    test_associates, test_meetings, test_hosts, test_failures, test_early, test_small,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)

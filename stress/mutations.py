@@ -165,6 +165,16 @@ MUTANTS = [
         "work.members == 1",
     ),
     Mutant(
+        "a vote says how many members it goes by where that decides how the data travels",
+        "return replace(work, members=members), nbytes <= limit(members)",
+        "return work, nbytes <= limit(members)",
+    ),
+    Mutant(
+        "who does not say so is not merely out of date",
+        "return self.what == other.what and both and mine != theirs",
+        "return self.what == other.what and mine != theirs",
+    ),
+    Mutant(
         "peers that go by different ranks do not meet, and may try again",
         "if asked.sees_others_than(requested):",
         "if False:",

@@ -28,7 +28,7 @@ from pccl.types import Result
 T = TypeVar("T")
 
 OPEN_MAX = 4096  # rounds and collectives of one peer at the same time
-HELD_MAX = 64 << 20  # bytes, about, of one peer's waiting votes
+HELD_MAX = 128 << 20  # bytes, about, of one peer's waiting votes
 GRACE_MAX_S = 4_000_000  # which fit into 32 bits as milliseconds
 
 
@@ -202,7 +202,7 @@ class OpenRounds:
             return f"{OPEN_MAX} calls wait already"
         if self.held(peer) + vote.held > HELD_MAX:
             return (
-                "the lists of tensors of its calls that wait would take more than "
+                "the small arrays and lists of tensors of its calls that wait take more than "
                 f"{HELD_MAX >> 20} MiB of the master's memory: fewer calls at the same time, or "
                 "fewer and larger tensors"
             )

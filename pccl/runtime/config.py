@@ -71,7 +71,8 @@ class Config:
         relay: whether this peer joins streams of others that cannot connect to each other.
         dial_back: whether the master checks that it can reach a peer, by dialling it.
         inline_bytes: the largest all-reduce whose data travels with the votes and is reduced by the
-            master. It takes one round trip to the master, and none around the ring.
+            master; None: as `pccl.protocol.small` says. It takes one round trip to the master, and
+            none around the ring.
     """
 
     advertise: tuple[str, ...] = ()
@@ -88,7 +89,7 @@ class Config:
     outgoing: bool = False
     relay: bool = False
     dial_back: bool = True
-    inline_bytes: int = 65536
+    inline_bytes: int | None = None
 
     @property
     def first_host(self) -> str:

@@ -132,7 +132,7 @@ def test_one_peer_cannot_fill_the_master_with_lists_of_tensors() -> None:
     refused = hall.last(b"1")
     assert isinstance(refused, m.CallError)
     assert refused.result == Result.INVALID_USAGE.value
-    assert "64 MiB" in refused.why
+    assert "128 MiB" in refused.why
     hall.say(b"2", m.StartVote(9, 0, work))  # one ends, so another one can start
     hall.say(b"1", m.StartVote(99, 99, work))
     assert rounds.held(1) == len(rounds) * held(work) > HELD_MAX - held(work)

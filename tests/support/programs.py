@@ -51,6 +51,7 @@ EVENTS = (
 )
 RETRIES_MAX = 20
 STEPS_MAX = 20_000
+MIDDLING = 150_000  # bytes, which travel with the votes of three members and not of four
 CHECKPOINT = 1000  # a revision that no run comes to by itself
 OTHER_WORK = (
     m.Work("all_reduce", 0, 10, 999),
@@ -111,6 +112,7 @@ class Scenario:
     loss_rate: float = 0.0
     lawful: bool = False  # all peers make the same calls: nothing may ever fail to meet
     graces: bool = False  # callers of are_peers_pending do not wait for others without end
+    middling: bool = False  # how the data of "small" ones travels depends on the members
 
 
 # ---- scenarios from seeds ----
@@ -165,6 +167,7 @@ def draw(seed: int) -> Scenario:
         loss_rate=rng.choice([0.0, 0.0, 0.01, 0.05]),
         lawful=lawful,
         graces=rng.random() < 0.3,
+        middling=random.Random(f"sizes of {seed}").random() < 0.3,
     )
 
 
@@ -271,7 +274,9 @@ class Facade:
             case "launch":
                 handles.append((peer.launch(call.tag, self._work(call)), call.tag))
             case "small" if not call.variant:
-                self._check((yield from peer.all_reduce(call.tag, data=b"%8d" % call.tag)))
+                size = MIDDLING if self.play.scenario.middling else 8
+                data = b"%*d" % (size, call.tag)
+                self._check((yield from peer.all_reduce(call.tag, data=data)))
             case "all_reduce" | "small":
                 self._check((yield from peer.all_reduce(call.tag, self._work(call))))
             case "insist":

@@ -13,6 +13,7 @@ from conversation import Conversation
 from early import Chunk
 
 from pccl.protocol import messages as m
+from pccl.protocol import small
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.effects import (
     AbortOp,
@@ -238,7 +239,10 @@ class SimPeer:
         """With `data`, which must be the same for all peers, a small one of `len(data)` bytes."""
         call = self.number("collective")
         if data is not None:
-            work = m.Work("all_reduce", 0, 0, len(data))
+            members = len(self.machine.plan.peers)
+            asked = m.Work("all_reduce", 0, 0, len(data))
+            work, travels = small.enter(asked, len(data), members)
+            data = data if travels else None
         self.tags.add(tag)
         self.stuck |= {call} if stuck else set()
         actions = self.machine.collective(call, tag, work, data, stuck)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from pccl.protocol import messages as m
 from pccl.protocol.master.circles import circle
 from pccl.protocol.master.dismissals import Dismissals
@@ -191,7 +193,7 @@ class Voting:
         if asked == requested and alike:
             why = "some say how many rows they give and take, and some do not: "
             why += self._who([round_])
-        elif asked == requested:
+        elif replace(asked, members=0) == replace(requested, members=0):
             why = "PCCL_INLINE_BYTES is not the same for all: " + self._who([round_])
         else:
             why = "the peers do not ask for the same: " + self._who([round_])

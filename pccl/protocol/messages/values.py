@@ -13,12 +13,12 @@ from pccl.protocol import wording
 from pccl.protocol.kinds import CollectiveKind
 from pccl.support.text import ADVERTISED_MAX, address_text
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
 MEMBERS_MAX = 4096  # of a ring, as in c/pccl.h
-INLINE_BYTES_MAX = 65536  # of a contribution that travels with its vote
+INLINE_BYTES_MAX = 262144  # of a contribution that travels with its vote
 MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries
 ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name and layout
 PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
@@ -167,8 +167,9 @@ class Work(Struct, array_like=True, frozen=True):
     `algorithm` and `quantized` are values of QuantizationAlgorithm and, if that leaves a choice, of
     DataType. `count`: elements that each member gives; in a reduce_scatter or scatter, receives; in
     an all_to_all, those of a row. `root` is a rank. `members` is the size of the group as the
-    caller knows it if ranks matter, else 0. `parts` describe a list or dict of tensors; `count` and
-    `dtype` are 0 then. `layout`: as in Part. `rows`: of an all_gather to which members give
+    caller knows it if ranks matter, or if it decides how the data travels (small.py),
+    else 0. `parts` describe a list or dict of tensors; `count` and `dtype` are 0 then. `layout`: as
+    in Part. `rows`: of an all_gather to which members give
     different numbers of rows, these by rank; counts are those of a row then. `ring`: where ranks
     matter, the checksum of the order from which the caller has them; 0: it does not say.
     """
@@ -190,9 +191,10 @@ class Work(Struct, array_like=True, frozen=True):
         return wording.call(self)
 
     def sees_others_than(self, other: Work) -> bool:
-        """Whether both are the same call, by peers that differ on the ranks."""
+        """Whether both are the same call, by peers that differ on the ranks or on the members."""
         mine, theirs = (self.members, self.ring), (other.members, other.ring)
-        return self.what == other.what and mine != theirs
+        both = bool(self.members) == bool(other.members)
+        return self.what == other.what and both and mine != theirs
 
     def difference(self, other: Work) -> str:
         """A difference that the texts of both calls do not show; empty if there is none."""

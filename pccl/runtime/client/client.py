@@ -201,7 +201,7 @@ class Client:
 
     def collective(self, call: Call, tag: int, operands: Operands, stuck: bool = False) -> None:
         """Enters a collective. `stuck`: the caller makes no other call before the answer."""
-        work, data = operands.work, operands.inline(self._config.inline_bytes)
+        work, data = operands.vote(len(self.plan.peers), self._config.inline_bytes)
         shortcut = Shortcut()
 
         def begin(number: int) -> list[effects.Effect]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pccl.protocol import messages as m
-from pccl.protocol.kinds import INLINE
+from pccl.protocol import small
 from pccl.protocol.peer.calls import NO_ROWS, Rows
 from pccl.runtime.client.call import Call
 from pccl.runtime.inline import contribution
@@ -75,13 +75,19 @@ class Operands:
         recvs = (wire_bytes(self.work, each.recv.dtype, each.recv.count) for each in self.each)
         return max(sum(sends), sum(recvs))
 
-    def inline(self, limit: int) -> bytes | None:
-        """The contribution, if it travels with the vote because it is one small array."""
-        if self.work.what not in INLINE or self.work.parts:
-            return None
-        if sum(operand.send.nbytes for operand in self.each) > limit:
-            return None
-        return b"".join(contribution(operand.send) for operand in self.each)
+    def vote(self, members: int, limit: int | None) -> tuple[m.Work, bytes | None]:
+        """The work to vote for, and the contribution, if that travels with the vote because it is
+        one small array.
+
+        Args:
+            members: how many this peer knows.
+            limit: the most bytes; None: it depends on the members.
+        """
+        nbytes = sum(operand.send.nbytes for operand in self.each)
+        work, travels = small.enter(self.work, nbytes, members, limit)
+        if not travels:
+            return work, None
+        return work, b"".join(contribution(operand.send) for operand in self.each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,59 @@
+"""The master's rules of small collectives, whose data travels with the votes of few members."""
+
+from __future__ import annotations
+
+from hall import Hall
+
+from pccl.protocol import messages as m
+from pccl.protocol import small
+from pccl.types import Result
+
+BETWEEN = 50_000  # elements of fp32, which travel with the votes of two members and not of three
+DATA = bytes(4 * BETWEEN)
+WORK = m.Work("all_reduce", 0, 10, BETWEEN)
+
+
+def votes(hall: Hall, *works: m.Work) -> list[m.CallError]:
+    """What peers hear that vote for these."""
+    for number, work in enumerate(works, 1):
+        data = bytes(4 * work.count) if work.members != 3 else None
+        hall.say(b"%d" % number, m.StartVote(9, 0, work, data))
+    told = [hall.last(b"%d" % number) for number, _ in enumerate(works, 1)]
+    errors = [one for one in told if isinstance(one, m.CallError)]
+    assert len(errors) == len(works)
+    return errors
+
+
+def test_who_knows_other_members_may_try_again() -> None:
+    two, three = (small.enter(WORK, len(DATA), members)[0] for members in (2, 3))
+    for works in ((two, three), (three, two)):
+        for error in votes(Hall(2), *works):
+            lost = Result.RANK_CONNECTION_LOST.value
+            assert (error.result, error.cause) == (lost, m.Cause.OTHER)
+
+
+def test_who_votes_as_one_of_more_than_there_are_may_try_again() -> None:
+    """All have voted so, and then one was lost."""
+    hall = Hall(3)
+    work, travels = small.enter(WORK, len(DATA), 3)
+    assert not travels
+    for conn in (b"1", b"2"):
+        hall.say(conn, m.StartVote(9, 0, work))
+    hall.perform(hall.master.disconnected(b"3", "it is gone"))
+    for conn in (b"1", b"2"):
+        error = hall.last(conn)
+        assert isinstance(error, m.CallError)
+        assert error.result == Result.RANK_CONNECTION_LOST.value
+
+
+def test_who_does_not_say_how_many_members_it_knows_does_not_ask_for_the_same() -> None:
+    two = small.enter(WORK, len(DATA), 2)[0]
+    fewer = m.Work("all_reduce", 0, 10, 20)
+    for other, why in (
+        (WORK, "PCCL_INLINE_BYTES is not the same for all"),
+        (fewer, "the peers do not ask for the same"),
+    ):
+        for works in ((two, other), (other, two)):
+            for error in votes(Hall(2), *works):
+                assert error.cause == m.Cause.MISMATCH
+                assert why in error.why
