@@ -59,24 +59,34 @@ class Quantized:
         kernels.quantized_size(format, 1)  # is it one?
         self.format: kernels.Format = format
         self._group = group
-        self._residuals: dict[int, torch.Tensor] | None = {} if error_feedback else None
+        # by bucket, what quantization has added to its gradients: the error, with its sign changed
+        self._errors: dict[int, torch.Tensor] | None = {} if error_feedback else None
 
     def launch(self, bucket: GradBucket) -> Work:
         """Gathers the quantized bucket, and writes the mean over it."""
         gradient = bucket.buffer()
-        given = gradient.detach().to("cpu", torch.float32, copy=True)
-        residual = None if self._residuals is None else self._residuals.get(bucket.index())
-        if residual is not None and residual.numel() == given.numel():
-            kernels.add(given, given, residual)
+        given = gradient.detach().to("cpu", torch.float32)
+        error = self._correct(bucket.index(), given)
         payload = torch.empty(kernels.quantized_size(self.format, given.numel()), dtype=torch.uint8)
-        kernels.quantize(payload, given, self.format)
-        if self._residuals is not None:
-            kept = torch.empty_like(given)
-            kernels.dequantize(kept, payload, self.format)
-            kernels.subtract(kept, given, kept)
-            self._residuals[bucket.index()] = kept
+        kernels.quantize(payload, given if error is None else error, self.format)
         group = _group(self._group)
-        return group.run(group.tasks.quantized_mean(gradient, payload, self.format))
+        try:
+            return group.run(group.tasks.quantized_mean(gradient, payload, self.format))
+        finally:  # while the data is on its way
+            if error is not None:
+                error.neg_()
+                kernels.accumulate(error, payload, self.format)
+
+    def _correct(self, index: int, given: torch.Tensor) -> torch.Tensor | None:
+        """The gradient without the error of the last step, in the memory of that error: fresh
+        memory for each step takes as long to get as the data takes on a fast link."""
+        if self._errors is None:
+            return None
+        error = self._errors.get(index)
+        if error is None or error.numel() != given.numel():
+            error = self._errors[index] = torch.zeros_like(given)
+        kernels.subtract(error, given, error)
+        return error
 
 
 def quantized(state: Quantized, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

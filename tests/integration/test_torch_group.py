@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from waiting import wait_until
 
 import pccl
-from pccl.torch import ProcessGroup
+from pccl import kernels
+from pccl.torch import ProcessGroup, hooks
 
 T = TypeVar("T")
 
@@ -415,3 +416,42 @@ def test_a_backward_pass_survives_a_loss(three: Groups) -> None:
     three.all[0].communicator.close()
     found = three.each(lambda group: gradients(ready[id(group)], group.rank() + 1), 0)
     assert found[0] == found[1]
+
+
+class _Gathering:
+    """A group whose gather brings what this peer gives it, and the same again."""
+
+    def __init__(self) -> None:
+        self.payloads: list[torch.Tensor] = []
+        self.tasks = self
+
+    def quantized_mean(self, gradient: torch.Tensor, payload: torch.Tensor, _: str) -> torch.Tensor:
+        return payload
+
+    def run(self, payload: torch.Tensor) -> None:
+        self.payloads.append(payload.clone())
+
+
+@pytest.mark.parametrize("wire", ["int8", "int4", "e3m0", "2bit", "sparse"])
+def test_the_error_of_a_step_is_made_up_for_in_the_next(
+    wire: kernels.Format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose memory is that of all steps: fresh memory is slow."""
+    group, generator = _Gathering(), torch.Generator().manual_seed(3)
+    monkeypatch.setattr(hooks, "_group", lambda _: group)
+    state = hooks.Quantized(wire)
+    missing, places = torch.zeros(5000), set()
+    for step in range(4):
+        gradient = torch.randn(5000, generator=generator)
+        given, before = gradient + missing, gradient.clone()
+        state.launch(SimpleNamespace(buffer=lambda g=gradient: g, index=lambda: 7))
+        wanted = torch.empty(kernels.quantized_size(wire, 5000), dtype=torch.uint8)
+        kernels.quantize(wanted, given, wire)
+        assert torch.equal(group.payloads[step], wanted)
+        assert torch.equal(gradient, before)
+        decoded = torch.empty(5000)
+        kernels.dequantize(decoded, wanted, wire)
+        missing = given - decoded
+        assert state._errors is not None
+        places.add(state._errors[7].data_ptr())
+    assert len(places) == 1
