@@ -486,7 +486,7 @@ typedef struct pccl_end {
 
 /* One order. Which members count:
  *   OPEN_STREAM   stream (a number that was never used before). Ops can be started on it at once.
- *   CONNECT_STREAM  stream, an open one, once; lanes (0: as many as the round trip asks for), hwm
+ *   CONNECT_STREAM  stream, an open one, once; lanes (0: as many as the link asks for), hwm
  *                 (messages queued for each lane), endpoint, peer (its number); curve_server, the
  *                 neighbour's public key, if the engine has keys, else nonce, the epoch's.
  *                 The host of a TCP endpoint must be an address: libzmq would look up a name in its

@@ -6,6 +6,7 @@
  * quanta      which parts of a buffer have been handled
  * ring        the geometry of a ring
  * tcp         what the operating system is asked about a connection
+ * lanes       how much the connections of a stream hold, and when there are too few
  * undo        memory for what an op overwrites in place
  * parts       the arrays of a collective: what lies where, what ABORT restores
  * events      what the caller is told

@@ -3,11 +3,12 @@
  *
  * libzmq gives each message to a lane that has room, so a slow lane carries less and nobody waits
  * for it. A lane that is lost may have swallowed messages, so a stream that loses one is lost as a
- * whole and never repaired. The socket's monitor tells of that. Connect and handshake time-outs and
- * heartbeats are libzmq's, and the caller gives up streams that do not come up, so no clock is
- * needed here. The neighbour sends the heartbeats and says how long the next one may take
- * (engine.c): a ping of ours, or our answer, would queue behind everything that the neighbour has
- * not taken yet, which may take long if its own link is slow.
+ * whole and never repaired. The socket's monitor tells of that. Lanes that are opened later,
+ * because lanes.c asks for them, have carried nothing before they stand, and may fail to. Connect
+ * and handshake time-outs and heartbeats are libzmq's, and the caller gives up streams that do not
+ * come up, so no clock is needed here. The neighbour sends the heartbeats and says how long the
+ * next one may take (engine.c): a ping of ours, or our answer, would queue behind everything that
+ * the neighbour has not taken yet, which may take long if its own link is slow.
  *
  * Order of sending: first what was received and is to be sent on, then requests and data, then
  * first chunks of our own. The latter two are built only when it is their turn. After a send that
@@ -30,10 +31,9 @@
 enum {
     PUMP_BATCH = 16,         /* messages in one pass, so that receiving keeps its share */
     DISTANT_US = 1000,       /* a round trip this long is not that of a local network */
-    DISTANT_CHUNK = 1 << 16, /* bytes: all wait for what a slow lane still has to send */
     NEAR_CREDIT = 1 << 20,   /* bytes before START: a copy of more takes longer than the vote */
     LANES_UNKNOWN = 8,       /* where the round trip is not known */
-    LANES_MAX = 16,          /* more make no link faster and share it less evenly */
+    LANES_MAX = 16,          /* at first: more make a link that loses nothing no faster */
     LANES_MEETING = 8,       /* both sides must know how many: before the round trip is known */
     LANE_US = 7000           /* of round trip for each more lane: see choose_lanes() */
 };
@@ -300,30 +300,57 @@ static uint32_t choose_lanes(uint32_t round_trip_us)
     return lanes < LANES_MAX ? lanes : LANES_MAX;
 }
 
-/* Handles a lane whose connection stands. By now the descriptor may belong to another connection,
- * which is harmless: what is set there does not change what a connection carries. */
+/* Opens lanes until there are so many, if their number is ours to choose: 0, or -1 as connect. */
+static int open_lanes(struct stream *stream, uint32_t wanted)
+{
+    while (stream->automatic && stream->lanes < wanted) {
+        if (table(stream)->connect(stream->push, stream->endpoint) < 0)
+            return -1;
+        stream->lanes++;
+    }
+    return 0;
+}
+
+/* Handles a lane whose connection stands. By now, and later, the descriptor may belong to another
+ * connection, which is harmless: what is set there does not change what a connection carries. */
 static void greet_lane(struct stream *stream, int fd)
 {
-    const pccl_zmq *zmq = table(stream);
-    uint32_t round_trip_us = tcp_round_trip_us(fd), wanted = choose_lanes(round_trip_us);
+    uint32_t round_trip_us = tcp_round_trip_us(fd);
     if (round_trip_us >= DISTANT_US) {
         stream->distant = true;
         tcp_prepare_distant(fd);
+        lanes_add(&stream->running, fd);
     }
-    while (stream->automatic && stream->lanes < wanted) {
-        if (zmq->connect(stream->push, stream->endpoint) < 0) {
-            stream_lose(stream, PCCL_EZMQ, "cannot open one more lane: %.60s",
-                        strerror(zmq->errno_()));
-            return;
-        }
-        stream->lanes++;
-    }
-    stream->automatic = false;
+    if (!stream->measured && open_lanes(stream, choose_lanes(round_trip_us)) < 0)
+        stream_lose(stream, PCCL_EZMQ, "cannot open one more lane: %.60s",
+                    strerror(table(stream)->errno_()));
+    stream->measured = true;
 }
 
 uint64_t stream_chunk(const struct stream *stream, uint64_t chunk)
 {
-    return stream->distant && chunk > DISTANT_CHUNK ? DISTANT_CHUNK : chunk;
+    return stream->distant ? lanes_chunk(&stream->running, chunk) : chunk;
+}
+
+/* Looks at the lanes, which may show that more are needed. Where these cannot be opened, it goes on
+ * with those that there are. */
+static void tend_lanes(struct stream *stream)
+{
+    uint32_t more = lanes_look(&stream->running), had = stream->lanes;
+    if (more == 0 || stream->coming > 0)
+        return;
+    if (open_lanes(stream, had + more) < 0)
+        stream->automatic = false;
+    stream->coming = stream->lanes - had;
+}
+
+/* Handles a lane that does not come up while others carry everything: nothing was sent on it. */
+static void forgo_lane(struct stream *stream, uint16_t event)
+{
+    stream->coming--;
+    stream->lanes_failed++;
+    stream->denied += event != ZMQ_EVENT_CLOSED;
+    stream->automatic = false;
 }
 
 uint64_t stream_credit(const struct stream *stream)
@@ -341,6 +368,20 @@ static bool is_another(uint16_t event, int32_t value)
         || (event == ZMQ_EVENT_HANDSHAKE_FAILED_NO_DETAIL && value == EPIPE);
 }
 
+/* Handles a lane that does not come up, or is lost. */
+static void fail_lane(struct stream *stream, uint16_t event, int32_t value)
+{
+    if (is_another(event, value))
+        stream_lose(stream, PCCL_EOTHER, "another process answers at %.80s, not peer %llu: check "
+                    "the port forwarding", stream->endpoint, (unsigned long long)stream->peer);
+    else if (event != ZMQ_EVENT_CLOSED)
+        stream_lose(stream, stream->up ? PCCL_ESTREAM : PCCL_EREACH, "%s",
+                    event == ZMQ_EVENT_DISCONNECTED
+                    ? "a lane was disconnected" : "a lane could not be set up: handshake failed");
+    else if (++stream->lanes_failed == stream->lanes)   /* the others may still carry everything */
+        stream_lose(stream, PCCL_EREACH, "no lane could be connected: refused or timed out");
+}
+
 /* An event frame is a 16-bit event and a 32-bit value in native byte order; the endpoint follows
  * in a second frame. */
 static void handle_monitor(struct stream *stream, const unsigned char *data, size_t size)
@@ -351,19 +392,19 @@ static void handle_monitor(struct stream *stream, const unsigned char *data, siz
         return;
     memcpy(&event, data, sizeof event);
     memcpy(&value, data + sizeof event, sizeof value);
-    if (event == ZMQ_EVENT_CONNECTED)
+    if (event == ZMQ_EVENT_CONNECTED) {
         greet_lane(stream, value);
-    else if (event == ZMQ_EVENT_HANDSHAKE_SUCCEEDED)
+    } else if (event == ZMQ_EVENT_HANDSHAKE_SUCCEEDED) {
+        stream->coming -= stream->coming > 0;
         tell_up(stream);
-    else if (is_another(event, value))
-        stream_lose(stream, PCCL_EOTHER, "another process answers at %.80s, not peer %llu: check "
-                    "the port forwarding", stream->endpoint, (unsigned long long)stream->peer);
-    else if (event != ZMQ_EVENT_CLOSED)
-        stream_lose(stream, stream->up ? PCCL_ESTREAM : PCCL_EREACH, "%s",
-                    event == ZMQ_EVENT_DISCONNECTED
-                    ? "a lane was disconnected" : "a lane could not be set up: handshake failed");
-    else if (++stream->lanes_failed == stream->lanes)   /* the others may still carry everything */
-        stream_lose(stream, PCCL_EREACH, "no lane could be connected: refused or timed out");
+    } else if (event == ZMQ_EVENT_DISCONNECTED && stream->denied > 0) {
+        stream->denied--;
+        lanes_drop(&stream->running, value);
+    } else if (event != ZMQ_EVENT_DISCONNECTED && stream->coming > 0) {
+        forgo_lane(stream, event);
+    } else {
+        fail_lane(stream, event, value);
+    }
 }
 
 static bool listen_one(struct stream *stream)
@@ -428,6 +469,8 @@ enum sent stream_send(struct stream *stream, struct source *source, struct packe
         return BLOCKED;
     }
     source->tx_bytes += packet->bytes;
+    if (stream->running.n > 0 && lanes_count(&stream->running, packet->bytes))
+        tend_lanes(stream);
     packet_clear(zmq, packet);
     return SENT;
 }

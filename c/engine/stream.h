@@ -5,6 +5,7 @@
 #include <stdbool.h>
 
 #include "engine/events.h"
+#include "engine/lanes.h"
 #include "engine/packet.h"
 
 #if defined __GNUC__
@@ -40,7 +41,11 @@ struct stream {
     struct streams *streams;
     uint32_t number;
     uint32_t lanes, lanes_failed;
-    bool automatic;          /* more lanes are to come when the round trip is known */
+    uint32_t coming;         /* of those that were opened while it runs, those that do not stand */
+    uint32_t denied;         /* of these, those that are about to be disconnected */
+    bool automatic;          /* how many lanes is left to us */
+    bool measured;           /* by the round trip, which is known */
+    struct lanes running;    /* over a long link: those that stand */
     bool distant;            /* its round trip is not that of a local network */
     bool up;                 /* a lane has stood */
     uint64_t early;          /* bytes (stash_cost) sent before START, of ops that have had none */

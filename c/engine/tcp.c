@@ -20,11 +20,23 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
-
-enum { UNSENT_MAX = 1 << 17 };   /* bytes: some milliseconds of a fast link's share */
 #endif
 
 enum { UNHEARD = 6 };            /* heartbeat time-outs */
+
+#if defined __linux__
+/* The kernel's struct tcp_info as words of 32 bits: it only ever grows at its end, and not every
+ * libc declares all of it. */
+enum {
+    SEGMENT = 4,
+    UNACKED = 6,
+    ROUND_TRIP = 17,
+    WINDOW = 20,
+    UNSENT = 36,
+    LEAST_ROUND_TRIP = 37,
+    WORDS
+};
+#endif
 
 uint32_t tcp_round_trip_us(int fd)
 {
@@ -38,12 +50,38 @@ uint32_t tcp_round_trip_us(int fd)
     return 0;
 }
 
-void tcp_prepare_distant(int fd)
+bool tcp_look(int fd, struct tcp_state *state)
+{
+#if defined __linux__
+    uint32_t info[WORDS];
+    socklen_t size = sizeof info;
+    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0 && size == sizeof info) {
+        state->round_trip_us = info[ROUND_TRIP];
+        state->least_us = info[LEAST_ROUND_TRIP];
+        state->window = (uint64_t)info[WINDOW] * info[SEGMENT];
+        state->unacked = (uint64_t)info[UNACKED] * info[SEGMENT];
+        state->unsent = info[UNSENT];
+        return true;
+    }
+#endif
+    (void)fd;
+    (void)state;
+    return false;
+}
+
+void tcp_limit_unsent(int fd, uint32_t bytes)
 {
 #if defined TCP_NOTSENT_LOWAT
-    int unsent = UNSENT_MAX;
+    int unsent = (int)bytes;
     (void)setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
 #endif
+    (void)fd;
+    (void)bytes;
+}
+
+void tcp_prepare_distant(int fd)
+{
+    tcp_limit_unsent(fd, TCP_UNSENT_MAX);
 #if defined SO_MAX_PACING_RATE
     {                            /* any limit turns pacing on; this one is never reached */
         unsigned int rate = 0xfffffffe;

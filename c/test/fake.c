@@ -10,7 +10,7 @@
 
 #include "zmq/zmqdefs.h"
 
-enum { FRAMES_MAX = 4, SOCKETS_MAX = 256, LANES_MAX = 8, NAME_MAX_BYTES = 64, RELEASE_ONE_IN = 4 };
+enum { FRAMES_MAX = 4, SOCKETS_MAX = 256, LANES_MAX = 64, NAME_MAX_BYTES = 64, RELEASE_ONE_IN = 4 };
 
 struct message {
     struct message *next;
@@ -29,6 +29,7 @@ struct lane {
     struct socket *to;               /* NULL: not connected, or cut */
     char endpoint[NAME_MAX_BYTES];
     bool up, stalled;
+    int fd;
     struct queue queue;
 };
 
@@ -50,7 +51,7 @@ static struct {
     struct socket *sockets[SOCKETS_MAX];
     unsigned n_sockets, n_contexts, n_names;
     unsigned refuse_percent;
-    int fail_call, fail_second;
+    int fail_call, fail_second, deny, n_descriptors;
     int fail_step, step_error;
     bool step_failed;
     struct queue graveyard;          /* arrived, not yet released */
@@ -223,10 +224,10 @@ static struct socket *find_bound(const void *context, const char *name)
     return NULL;
 }
 
-static void notify(const struct socket *push, uint16_t event, const char *endpoint)
+static void notify(const struct socket *push, uint16_t event, const struct lane *lane)
 {
     unsigned char frame[6];
-    const int32_t value = -1;    /* libzmq has a file descriptor here; the fake has none */
+    const int32_t value = lane->fd;
     struct message *message;
     if (push->monitor == NULL || push->monitor->peer == NULL)
         return;
@@ -234,7 +235,7 @@ static void notify(const struct socket *push, uint16_t event, const char *endpoi
     memcpy(frame, &event, sizeof event);
     memcpy(frame + sizeof event, &value, sizeof value);
     add_frame(message, frame, sizeof frame);
-    add_frame(message, endpoint, strlen(endpoint));
+    add_frame(message, lane->endpoint, strlen(lane->endpoint));
     append(&push->monitor->peer->in, message);
 }
 
@@ -243,7 +244,7 @@ static void cut(struct socket *push, struct lane *lane)
     lane->up = false;
     lane->to = NULL;
     bury(&lane->queue);
-    notify(push, ZMQ_EVENT_DISCONNECTED, lane->endpoint);
+    notify(push, ZMQ_EVENT_DISCONNECTED, lane);
 }
 
 /* Cuts the lanes that lead to a socket. */
@@ -331,6 +332,7 @@ static int bind_socket(void *handle, const char *endpoint)
 static int connect_socket(void *handle, const char *endpoint)
 {
     struct socket *socket = handle, *to = find_bound(socket->context, endpoint);
+    struct lane *lane;
     if (fails_in_step())
         return -1;
     if (should_fail())
@@ -342,9 +344,11 @@ static int connect_socket(void *handle, const char *endpoint)
         return 0;
     }
     assert(socket->type == ZMQ_PUSH && socket->n_lanes < LANES_MAX);
-    socket->lanes[socket->n_lanes].to = to;
-    (void)snprintf(socket->lanes[socket->n_lanes++].endpoint, NAME_MAX_BYTES, "%s", endpoint);
-    notify(socket, to != NULL ? ZMQ_EVENT_CONNECTED : ZMQ_EVENT_CLOSED, endpoint);
+    lane = &socket->lanes[socket->n_lanes++];
+    lane->to = to;
+    lane->fd = FAKE_DESCRIPTOR + world.n_descriptors++;
+    (void)snprintf(lane->endpoint, NAME_MAX_BYTES, "%s", endpoint);
+    notify(socket, to != NULL ? ZMQ_EVENT_CONNECTED : ZMQ_EVENT_CLOSED, lane);
     return 0;
 }
 
@@ -550,14 +554,24 @@ bool fake_tick(void)
     for (i = 0; i < world.n_sockets; i++)
         for (j = 0; j < world.sockets[i]->n_lanes; j++) {
             struct lane *lane = &world.sockets[i]->lanes[j];
-            if (lane->to != NULL && !lane->up) {
+            if (lane->to != NULL && !lane->up && world.deny > 0) {
+                world.deny--;
+                notify(world.sockets[i], ZMQ_EVENT_HANDSHAKE_FAILED_AUTH, lane);
+                cut(world.sockets[i], lane);
+                waiting = true;
+            } else if (lane->to != NULL && !lane->up) {
                 lane->up = fake_random(2) == 0;
                 if (lane->up)
-                    notify(world.sockets[i], ZMQ_EVENT_HANDSHAKE_SUCCEEDED, lane->endpoint);
+                    notify(world.sockets[i], ZMQ_EVENT_HANDSHAKE_SUCCEEDED, lane);
                 waiting = true;
             }
         }
     return waiting || still.n > 0;
+}
+
+void fake_deny(int n)
+{
+    world.deny = n;
 }
 
 bool fake_cut(const char *endpoint)

@@ -34,6 +34,9 @@ bool fake_tick(void);
 /* Holds back what the first lane to the endpoint has, and gets from now on; or no more. */
 void fake_stall(const char *endpoint, bool stalled);
 
+/* The next n lanes that connect are turned away in their handshake. */
+void fake_deny(int n);
+
 /* Cuts a lane that leads to the endpoint and drops what is queued in it. False if there is none. */
 bool fake_cut(const char *endpoint);
 
@@ -55,6 +58,10 @@ void fake_fail_second_frame(int nth);
  * endpoint. */
 void fake_inject(const char *endpoint, const void *header, size_t header_bytes, const void *payload,
                  size_t payload_bytes);
+
+/* What the monitor tells as the descriptor of the nth lane that connects in a world: no process has
+ * so many open. */
+enum { FAKE_DESCRIPTOR = 1 << 20 };
 
 /* Lanes that stand. */
 unsigned fake_lanes(void);

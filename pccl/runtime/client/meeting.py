@@ -31,7 +31,7 @@ VERSION, CONNECT, IPV6 = 5, 1, 4  # of SOCKS
 REQUEST_BYTES = 22  # with an IPv6 address, in which the token is, and a port
 WELCOME = bytes((VERSION, 0))  # no further proof is asked for
 JOINED = bytes((VERSION, 0, 0, 1, 0, 0, 0, 0, 0, 0))
-UNSENT_BYTES = 1 << 17  # as in c/engine/tcp.c, with the reasons
+UNSENT_BYTES = 1 << 17  # as in c/engine/tcp.h; tcp.c has the reasons
 UNSENT_OPTION, PACING_OPTION = getattr(socket, "TCP_NOTSENT_LOWAT", 25), 47
 _JOINT = struct.Struct("@qq")  # a pccl_joint
 
