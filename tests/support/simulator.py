@@ -374,6 +374,8 @@ class Run:
         faulty = [p for p in group if p.walled or p.caged or not p.alive]
         undecided = any(p.dialled is None for p in (peer, *faulty))
         misled = any(p.walled and p.dialled == "" for p in faulty)
+        if peer.machine.number not in self.convictions:
+            return False  # it goes with another one of its team
         size, synchronised = self.convictions[peer.machine.number]
         return bool(faulty) and (undecided or misled) and (size < 3 or synchronised)
 
