@@ -282,7 +282,7 @@ engine.close()
 @pytest.mark.parametrize("lanes", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_neighbour_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: int) -> None:
     """Its own successor may be slow: heartbeats must not wait behind what it has not taken."""
-    (peer,) = make(1, heartbeat_ms=100, heartbeat_timeout_ms=400)
+    (peer,) = make(1, heartbeat_ms=100, heartbeat_timeout_ms=800)
     with subprocess.Popen(
         [sys.executable, "-c", ENGINE_THAT_TAKES_NOTHING_YET],
         stdin=subprocess.PIPE,
@@ -303,7 +303,7 @@ def test_a_neighbour_that_takes_nothing_for_long_is_not_lost(make: Make, lanes: 
         )
         for stream in (1, 2):
             peer.wait(STREAM_UP, stream)
-        assert not peer.engine.socket.poll(1500), peer.engine.events()
+        assert not peer.engine.socket.poll(2000), peer.engine.events()
         busy.stdin.write(b"\n")
         busy.stdin.flush()
         assert peer.wait(COMPLETE, 5).tx_bytes == x.nbytes
