@@ -119,7 +119,7 @@ def start_vote(draw: random.Random) -> m.StartVote:
 
 def offer(draw: random.Random) -> m.Offer:
     entry = m.Entry("x", 10, 4, False, draw.choice([b"init 0", b"init 1", b"bad", b"\xff" * 32]))
-    other = m.Entry(text(draw, 256), draw.randint(0, 65535), number(draw), True, b"")
+    other = m.Entry(text(draw, 256), draw.randint(0, 65535), number(draw), True, b"a")
     entries = draw.choice([(entry,), (entry,), (entry,), (), (other,), (entry, other)])
     return m.Offer(draw.choice([0, 1, 2, 3, 4, number(draw)]), draw.choice([0, 0, 1, 9]), entries)
 

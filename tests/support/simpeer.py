@@ -115,7 +115,7 @@ class SimPeer:
     # whether nobody can open a stream to it, and it says so; whether two of these can meet at it
     nat: tuple[bool, bool] = (False, False)
     tokens: dict[int, str] = field(default_factory=dict)  # by stream: of meetings
-    content: tuple[int, str] = (0, "")  # revision and content of the shared state
+    content: tuple[int, str] = (0, "new")  # revision and content of the shared state
     plan: m.SyncPlan | None = None
     probe: int = 0  # the seq of the one under way
     staged: str | None = None  # content fetched by that plan

@@ -202,13 +202,17 @@ class Work(Struct, array_like=True, frozen=True):
 
 
 class Entry(Struct, array_like=True, frozen=True):
-    """One tensor of the shared state, in an offer. `layout`: as in Part."""
+    """One tensor of the shared state, in an offer. `layout`: as in Part.
+
+    The master takes an empty `digest` for that of content that it does not know, so no peer may
+    offer one.
+    """
 
     name: Name
     dtype: U16
     count: U64
     any_content: bool
-    digest: Annotated[bytes, Meta(max_length=32)]
+    digest: Annotated[bytes, Meta(min_length=1, max_length=32)]
     layout: Text = ""
 
 
