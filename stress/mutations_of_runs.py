@@ -267,7 +267,7 @@ MUTANTS = [
     ),
     Mutant(
         "torn content is no candidate",
-        "return offer.strategy != RECEIVE_ONLY and not offer.torn",
+        "return offer.strategy != RECEIVE_ONLY and offer.whole",
         "return offer.strategy != RECEIVE_ONLY",
     ),
     Mutant(

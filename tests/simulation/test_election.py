@@ -371,6 +371,19 @@ def test_torn_content_is_not_elected_however_common() -> None:
         elect({1: torn(5, "a"), 2: torn(6, "a")}, 4, NOBODY)
 
 
+def test_content_that_is_not_known_equals_nothing() -> None:
+    """Else who was overwritten in part would count as whole beside one that gives no digest."""
+    overwritten = offer(5, "a").overwritten([0])
+    assert list(
+        elect({1: offer(5, ""), 2: overwritten, 3: offer(5, "c")}, 4, NOBODY).transfers
+    ) == [
+        1,
+        2,
+    ]
+    with pytest.raises(Rejection, match="nobody is left who offers a whole shared state"):
+        elect({1: offer(5, ""), 2: overwritten}, 4, NOBODY)
+
+
 def test_who_is_torn_receives_also_what_may_differ() -> None:
     offers = {1: offer(5, "a", any_content=True), 2: offer(5, "a", any_content=True)}
     late = structs.replace(offer(5, "b", any_content=True), torn=True)

@@ -135,14 +135,6 @@ def test_a_kind_of_collective_that_does_not_exist_is_refused(what: object) -> No
         m.decode_from_peer(vote)
 
 
-def test_no_peer_offers_the_digest_of_what_is_unknown() -> None:
-    """Else who was overwritten in part would count as equal to that peer, and as whole."""
-    offer = m.Offer(4, 0, (ENTRY,))
-    assert offer.overwritten([0]).entries[0].digest == b""
-    with pytest.raises(m.ProtocolError):
-        m.decode_from_peer(m.encode(m.SyncVote(8, offer.overwritten([0]))))
-
-
 def test_the_other_side_s_messages_are_refused() -> None:
     with pytest.raises(m.ProtocolError):
         m.decode_from_peer(m.encode(m.Resumed(m.Done())))

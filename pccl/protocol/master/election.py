@@ -140,7 +140,7 @@ def elect(
 
 def _stands(offer: Offer) -> bool:
     """Whether its content is a candidate."""
-    return offer.strategy != RECEIVE_ONLY and not offer.torn
+    return offer.strategy != RECEIVE_ONLY and offer.whole
 
 
 def _worthless(offer: Offer, revision: int, last: int | None, newcomer: bool) -> bool:
@@ -154,7 +154,7 @@ def _worthless(offer: Offer, revision: int, last: int | None, newcomer: bool) ->
 
 
 def _nobody_offers(offers: Mapping[int, Offer]) -> str:
-    if not any(offer.torn for offer in offers.values()):
+    if all(offer.whole for offer in offers.values()):
         return "all peers of the group are RECEIVE_ONLY: nobody offers a shared state"
     return (
         "nobody is left who offers a whole shared state: those who are left are torn (from whom "

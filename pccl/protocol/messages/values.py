@@ -204,15 +204,14 @@ class Work(Struct, array_like=True, frozen=True):
 class Entry(Struct, array_like=True, frozen=True):
     """One tensor of the shared state, in an offer. `layout`: as in Part.
 
-    The master takes an empty `digest` for that of content that it does not know, so no peer may
-    offer one.
+    An empty `digest` is that of content that is not known, which equals nothing.
     """
 
     name: Name
     dtype: U16
     count: U64
     any_content: bool
-    digest: Annotated[bytes, Meta(min_length=1, max_length=32)]
+    digest: Annotated[bytes, Meta(max_length=32)]
     layout: Text = ""
 
 
@@ -229,6 +228,11 @@ class Offer(Struct, array_like=True, frozen=True):
     strict: bool = False
     min_peers: U64 = 0
     torn: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its content is known."""
+        return not self.torn and all(entry.digest for entry in self.entries)
 
     def overwritten(self, entries: Collection[int]) -> Offer:
         """The offer of the same peer when these entries may have been overwritten since."""
