@@ -100,7 +100,7 @@ static PCCL_INLINE uint64_t bytes_of(const struct format *format, size_t real, u
 
 #define T(name) name##_f64
 #define REAL double
-#define CLONES PCCL_FEW_CLONES
+#define CLONES                  /* fp64 is seldom quantized, and a wheel is to stay small */
 #define WORD uint64_t
 #define INTEGER int64_t
 #define INFINITE 0x7ff0000000000000u
