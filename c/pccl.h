@@ -155,6 +155,12 @@
  * writes there any more, unless by ABORT. So a caller whose arrays are elsewhere, as on a GPU,
  * copies both ways meanwhile. (Where there is one member alone, there are no WRITTEN events.)
  *
+ * CODED. An ALL_REDUCE in the format BLOCK_8 may leave its result coded, for a caller who decodes
+ * it elsewhere, as on a GPU, to which a quarter of the bytes must go then. What recv gets is
+ * pccl_unpack()'s: of a ring the final bytes, of a DIRECT one what the other member has sent (the
+ * rest of the result is our own contribution, quantized likewise, and their sum), and nothing where
+ * there is one member alone. It overlaps send nowhere, so ABORT has nothing to restore.
+ *
  * EXCHANGES
  *
  * An EXCHANGE moves ROWS between members: of each array, each member has a number of rows for each
@@ -264,6 +270,12 @@ uint64_t pccl_quantized_size(int format, int dtype, uint64_t n);
  * all NaN. 0, or PCCL_EINVAL for an unknown format or elements that are no floats. */
 int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n);
 int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n);
+
+/* Separates the codes of `n` quantized elements from their steps: codes, one for each element, with
+ * room for whole quanta, and behind them, for each quantum, the step of its block. The first
+ * element is `begin`, in whole quanta, of `count` in all. BLOCK_8 only; else PCCL_EINVAL. */
+int pccl_unpack(int format, int dtype, void *out, uint64_t count, uint64_t begin, const void *in,
+                size_t n);
 
 /* The same, added to what out holds; a NaN stays one. */
 int pccl_dequantize_add(int format, int dtype, void *out, const void *in, size_t n);
@@ -508,7 +520,8 @@ typedef struct pccl_end {
  *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: slices of the larger buffers),
  *                 parts, n_parts, an array that stays valid until SETTLED. ALL_GATHER: recv_rows,
  *                 the rows of each rank's slice, which are read at once; NULL: slices are alike.
- *                 ALL_REDUCE: step, 0 or the offsets of a step, in whole quanta (GRADUALLY).
+ *                 ALL_REDUCE: step, 0 or the offsets of a step, in whole quanta (GRADUALLY);
+ *                 coded, whether recv is for pccl_unpack() (CODED).
  *                 EXCHANGE: members, parts, n_parts, an array; send_rows and recv_rows, the numbers
  *                 of rows for each rank and from each (NULL: none). They are read at once.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
@@ -592,6 +605,7 @@ typedef struct pccl_order {
     uint32_t good;
     uint32_t n_rings;
     uint32_t direct;
+    uint32_t coded;
     uint32_t n_ends;
     pccl_ring rings[8];
     pccl_end ends[8];

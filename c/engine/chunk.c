@@ -331,18 +331,19 @@ static void apply_quantized(struct collective *collective, const struct part *pa
 {
     const pccl_zmq *zmq = collective->op.source.zmq;
     unsigned char *in = packet_payload(zmq, packet);
-    unsigned char *out = part_recv(&collective->parts, part, chunk->offset);
-    bool last = chunk->hop + 2u == chunk->members;
-    uint32_t divisor = last ? chunk->members : 1;
-    int status;
-    if (chunk->hop + 2u <= chunk->members)
-        status = pccl_quantized_reduce(collective->format, part->dtype, collective->redop, in,
-                                       part_send(&collective->parts, part, chunk->offset),
-                                       chunk->length, divisor, last ? out : NULL);
-    else
-        status = pccl_dequantize(collective->format, part->dtype, out, in, chunk->length);
-    assert(status == PCCL_OK);
-    (void)status;
+    bool last = chunk->hop + 2u == chunk->members, partial = chunk->hop + 2u <= chunk->members;
+    if (partial) {
+        bool decodes = last && !collective->coded;
+        int status = pccl_quantized_reduce(
+            collective->format, part->dtype, collective->redop, in,
+            part_send(&collective->parts, part, chunk->offset), chunk->length,
+            last ? chunk->members : 1,
+            decodes ? part_recv(&collective->parts, part, chunk->offset) : NULL);
+        assert(status == PCCL_OK);
+        (void)status;
+    }
+    if (!partial || (last && collective->coded))
+        collective_store_quantized(collective, part, chunk->offset, chunk->length, in);
     next_hop(zmq, packet, chunk);
 }
 

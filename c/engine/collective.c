@@ -109,15 +109,31 @@ void collective_count_written(struct collective *collective, uint64_t offset, ui
 void collective_note_sent(struct collective *collective, const struct part *part, uint64_t offset,
                           uint64_t length)
 {
-    const unsigned char *from = part_send(&collective->parts, part, offset);
-    unsigned char *to = part_recv(&collective->parts, part, offset);
+    const unsigned char *from;
+    unsigned char *to;
     if (collective->shape.reduces) {
         collective_count_given(collective, offset, length);
         return;
     }
+    from = part_send(&collective->parts, part, offset);
+    to = part_recv(&collective->parts, part, offset);
     if (to != from)
         memcpy(to, from, (size_t)length * part->width);
     collective_count_written(collective, offset, length);
+}
+
+void collective_store_quantized(const struct collective *collective, const struct part *part,
+                                uint64_t offset, uint64_t length, const unsigned char *in)
+{
+    int status;
+    if (collective->coded)
+        status = pccl_unpack(collective->format, part->dtype, part->recv, part->count,
+                             offset - part->begin, in, (size_t)length);
+    else
+        status = pccl_dequantize(collective->format, part->dtype,
+                                 part_recv(&collective->parts, part, offset), in, (size_t)length);
+    assert(status == PCCL_OK);
+    (void)status;
 }
 
 /* ---- register ---- */
@@ -139,6 +155,11 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
         && (!shape->reduces || order->redop == PCCL_PROD || order->format > PCCL_ZERO_POINT_16))
         return false;
     if (order->recv_rows != NULL && !shape->gathers)
+        return false;
+    collective->coded = order->coded != 0;
+    collective->parts.coded = collective->coded;
+    if (collective->coded
+        && (order->collective != PCCL_ALL_REDUCE || order->format != PCCL_BLOCK_8))
         return false;
     collective->step = order->step;
     if (order->step > 0
@@ -495,7 +516,7 @@ static const char *check_start(const struct collective *collective, const pccl_o
 
 void collective_conclude_alone(struct collective *collective)
 {
-    if (collective->unready == 0)
+    if (collective->unready == 0 && !collective->coded)
         parts_copy(&collective->parts);
 }
 

@@ -93,16 +93,20 @@ static void reduce_quantized(const struct collective *collective, const struct p
 void direct_reduce(const struct collective *collective, const struct part *part,
                    const struct wire_header *chunk, const unsigned char *in)
 {
-    unsigned char *out = part_recv(&collective->parts, part, chunk->offset);
     const unsigned char *own = part_send(&collective->parts, part, chunk->offset);
     bool first = chunk->segment == 0;    /* the other one is, and its operand is on the left */
     int status;
+    if (collective->coded) {
+        collective_store_quantized(collective, part, chunk->offset, chunk->length, in);
+        return;
+    }
     if (collective->format != PCCL_UNQUANTIZED) {
         reduce_quantized(collective, part, chunk, in);
         return;
     }
-    status = pccl_reduce(part->dtype, collective->redop, out, first ? in : own, first ? own : in,
-                         chunk->length, 2);
+    status = pccl_reduce(part->dtype, collective->redop,
+                         part_recv(&collective->parts, part, chunk->offset), first ? in : own,
+                         first ? own : in, chunk->length, 2);
     assert(status == PCCL_OK);
     (void)status;
 }

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cluster import Cluster
+from device import Copy, Gpu
 
 import pccl
 from pccl import cuda
@@ -24,135 +23,9 @@ from pccl.runtime.client import copies
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.copies import on_host
-from pccl.runtime.client.devices import HostView, Piece
+from pccl.runtime.client.devices import HostView
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.tensors.arrays import Buffer
-
-
-class Host:
-    def __init__(self, nbytes: int) -> None:
-        self.bytes = np.full(nbytes, 0xEE, np.uint8)
-
-    def data_ptr(self) -> int:
-        return self.bytes.ctypes.data
-
-
-class Copy:
-    """One that a stream of the stand-in makes when those before it are made, and it may."""
-
-    def __init__(
-        self,
-        kind: str,
-        piece: Piece,
-        work: Callable[[], object],
-        number: int,
-        fails: Callable[[Copy], bool],
-    ) -> None:
-        self.kind, self.piece, self.work, self.fails = kind, piece, work, fails
-        self.number = number  # of reads of that buffer
-        self.done = threading.Event()
-
-    def synchronize(self) -> None:
-        assert self.done.wait(30), f"the {self.kind} of byte {self.piece.begin} is not made"
-        if self.fails(self):
-            raise RuntimeError("the device is lost")
-
-
-class Gpu:
-    """A device whose addresses no host can touch, and whose copies are not done before `wait`.
-
-    Those of a pipe are made by threads, in the order of each of its two streams, when `may` lets
-    them.
-
-    Attributes:
-        made: the copies of pipes, in the order in which they were made.
-        may: whether a copy may be made now, given those that were made.
-        fails: whether one fails.
-    """
-
-    def __init__(self) -> None:
-        self._memory: dict[int, np.ndarray] = {}
-        self._begun: list[Callable[[], object]] = []
-        self.read_addresses: list[int] = []
-        self.written_addresses: list[int] = []
-        self.may: Callable[[Copy], bool] = lambda copy: True
-        self.fails: Callable[[Copy], bool] = lambda copy: False
-        self.made: list[Copy] = []
-        self.changed = threading.Condition()
-
-    def pipe(self, buffers: Sequence[Buffer]) -> GpuPipe:
-        return GpuPipe(self)
-
-    def hold(self, content: np.ndarray) -> int:
-        """The address of a copy of the content: where a buffer begins that is read or written."""
-        address = (1 << 60) + (len(self._memory) << 40)
-        self._memory[address] = content.copy().view(np.uint8)
-        return address
-
-    def memory(self, buffer: Buffer) -> np.ndarray:
-        return self._memory[buffer.address]
-
-    def content(self, address: int) -> np.ndarray:
-        return self._memory[address]
-
-    def allocate(self, nbytes: int) -> Host:
-        return Host(nbytes)
-
-    def read(self, host: Host, buffer: Buffer) -> None:
-        self.read_addresses.append(buffer.address)
-        source = self._memory[buffer.address]
-        assert source.nbytes == buffer.nbytes == host.bytes.nbytes
-        self._begun.append(lambda: np.copyto(host.bytes, source))
-
-    def write(self, buffer: Buffer, host: Host) -> None:
-        self.written_addresses.append(buffer.address)
-        target = self._memory[buffer.address]
-        self._begun.append(lambda: np.copyto(target, host.bytes))
-
-    def wait(self) -> None:
-        for copy in self._begun:
-            copy()
-        self._begun.clear()
-
-
-class GpuPipe:
-    """Two streams, each of which makes its copies in their order."""
-
-    def __init__(self, gpu: Gpu) -> None:
-        self.gpu = gpu
-        self.copies = {kind: queue.SimpleQueue[Copy]() for kind in ("read", "write")}
-        self.turns = {kind: threading.Lock() for kind in self.copies}
-
-    def read(self, piece: Piece) -> Copy:
-        host, part = piece.host, slice(piece.begin, piece.end)
-        assert isinstance(host, Host)
-        source = self.gpu.memory(piece.buffer)
-        self.gpu.read_addresses.append(piece.buffer.address)
-        return self.begin("read", piece, lambda: np.copyto(host.bytes[part], source[part]))
-
-    def write(self, piece: Piece) -> Copy:
-        host, part = piece.host, slice(piece.begin, piece.end)
-        assert isinstance(host, Host)
-        target = self.gpu.memory(piece.buffer)
-        self.gpu.written_addresses.append(piece.buffer.address)
-        return self.begin("write", piece, lambda: np.copyto(target[part], host.bytes[part]))
-
-    def begin(self, kind: str, piece: Piece, work: Callable[[], object]) -> Copy:
-        number = self.gpu.read_addresses.count(piece.buffer.address)
-        copy = Copy(kind, piece, work, number, self.gpu.fails)
-        self.copies[kind].put(copy)
-        threading.Thread(target=self.make_next, args=(kind,), daemon=True).start()
-        return copy
-
-    def make_next(self, kind: str) -> None:
-        gpu = self.gpu
-        with self.turns[kind], gpu.changed:
-            copy = self.copies[kind].get()
-            gpu.changed.wait_for(lambda: gpu.may(copy), 30)
-            copy.work()
-            gpu.made.append(copy)
-            copy.done.set()
-            gpu.changed.notify_all()
 
 
 @pytest.fixture

@@ -1,0 +1,172 @@
+"""A stand-in of a device: memory that no host can touch; a test may hold its copies, or let them
+fail."""
+
+from __future__ import annotations
+
+import importlib
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import pccl
+from pccl.runtime.client.copies import Stretch
+from pccl.runtime.client.devices import Piece
+from pccl.tensors import coded
+from pccl.tensors.arrays import Buffer
+
+
+class Host:
+    def __init__(self, nbytes: int) -> None:
+        self.bytes = np.full(nbytes, 0xEE, np.uint8)
+
+    def data_ptr(self) -> int:
+        return self.bytes.ctypes.data
+
+
+class Copy:
+    """One that a stream of the stand-in makes when those before it are made, and it may."""
+
+    def __init__(
+        self,
+        kind: str,
+        piece: Piece,
+        work: Callable[[], object],
+        number: int,
+        fails: Callable[[Copy], bool],
+    ) -> None:
+        self.kind, self.piece, self.work, self.fails = kind, piece, work, fails
+        self.number = number  # of reads of that buffer
+        self.done = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.done.wait(30), f"the {self.kind} of byte {self.piece.begin} is not made"
+        if self.fails(self):
+            raise RuntimeError("the device is lost")
+
+
+class Gpu:
+    """A device whose addresses no host can touch, and whose copies are not done before `wait`.
+
+    Those of a pipe are made by threads, in the order of each of its two streams, when `may` lets
+    them.
+
+    Attributes:
+        made: the copies of pipes, in the order in which they were made.
+        may: whether a copy may be made now, given those that were made.
+        rooms: the addresses of what is written as codes.
+        fails: whether one fails.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[int, np.ndarray] = {}
+        self._begun: list[Callable[[], object]] = []
+        self.read_addresses: list[int] = []
+        self.written_addresses: list[int] = []
+        self.may: Callable[[Copy], bool] = lambda copy: True
+        self.fails: Callable[[Copy], bool] = lambda copy: False
+        self.made: list[Copy] = []
+        self.rooms: list[int] = []
+        self.changed = threading.Condition()
+
+    def pipe(self, buffers: Sequence[Buffer]) -> GpuPipe:
+        return GpuPipe(self)
+
+    def hold(self, content: np.ndarray) -> int:
+        """The address of a copy of the content: where a buffer begins that is read or written."""
+        address = (1 << 60) + (len(self._memory) << 40)
+        self._memory[address] = content.copy().view(np.uint8)
+        return address
+
+    def memory(self, buffer: Buffer) -> np.ndarray:
+        return self._memory[buffer.address]
+
+    def content(self, address: int) -> np.ndarray:
+        return self._memory[address]
+
+    def allocate(self, nbytes: int) -> Host:
+        return Host(nbytes)
+
+    def read(self, host: Host, buffer: Buffer) -> None:
+        self.read_addresses.append(buffer.address)
+        source = self._memory[buffer.address]
+        assert source.nbytes == buffer.nbytes == host.bytes.nbytes
+        self._begun.append(lambda: np.copyto(host.bytes, source))
+
+    def write(self, buffer: Buffer, host: Host) -> None:
+        self.written_addresses.append(buffer.address)
+        target = self._memory[buffer.address]
+        self._begun.append(lambda: np.copyto(target, host.bytes))
+
+    def wait(self) -> None:
+        for copy in self._begun:
+            copy()
+        self._begun.clear()
+
+
+class GpuPipe:
+    """Two streams, each of which makes its copies in their order."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.copies = {kind: queue.SimpleQueue[Copy]() for kind in ("read", "write")}
+        self.turns = {kind: threading.Lock() for kind in self.copies}
+
+    def read(self, piece: Piece) -> Copy:
+        host, part = piece.host, slice(piece.begin, piece.end)
+        assert isinstance(host, Host)
+        source = self.gpu.memory(piece.buffer)
+        self.gpu.read_addresses.append(piece.buffer.address)
+        return self.begin("read", piece, lambda: np.copyto(host.bytes[part], source[part]))
+
+    def write(self, piece: Piece) -> Copy:
+        host, part = piece.host, slice(piece.begin, piece.end)
+        assert isinstance(host, Host)
+        target = self.gpu.memory(piece.buffer)
+        self.gpu.written_addresses.append(piece.buffer.address)
+        return self.begin("write", piece, lambda: np.copyto(target[part], host.bytes[part]))
+
+    def room(self, nbytes: int, beside: Buffer) -> Buffer:
+        address = self.gpu.hold(np.full(nbytes, 0xEE, np.uint8))
+        self.gpu.rooms.append(address)
+        return Buffer.at(address, nbytes, pccl.DataType.UINT8, None, pccl.DeviceType.CUDA)
+
+    def decode(
+        self, room: Buffer, send: Buffer, recv: Buffer, direct: pccl.ReduceOp | None
+    ) -> Copy:
+        """As pccl.cuda does, with torch on the host."""
+        memory, own, out = map(self.tensor, (room, send, recv))
+
+        def work() -> None:
+            if direct is None:
+                coded.decode(memory, out, recv.dtype)
+            else:
+                coded.combine(memory, own, out, recv.dtype, direct)
+
+        piece = Stretch(recv, Host(0), 0, recv.nbytes)
+        return self.begin("decode", piece, work)
+
+    def tensor(self, buffer: Buffer) -> Any:
+        torch = importlib.import_module("torch")
+        memory = torch.from_numpy(self.gpu.memory(buffer)[: buffer.nbytes])
+        return memory.view(buffer.dtype.to_torch_dtype())
+
+    def begin(self, kind: str, piece: Piece, work: Callable[[], object]) -> Copy:
+        stream = "read" if kind == "read" else "write"
+        number = self.gpu.read_addresses.count(piece.buffer.address)
+        copy = Copy(kind, piece, work, number, self.gpu.fails)
+        self.copies[stream].put(copy)
+        threading.Thread(target=self.make_next, args=(stream,), daemon=True).start()
+        return copy
+
+    def make_next(self, kind: str) -> None:
+        gpu = self.gpu
+        with self.turns[kind], gpu.changed:
+            copy = self.copies[kind].get()
+            gpu.changed.wait_for(lambda: gpu.may(copy), 30)
+            copy.work()
+            gpu.made.append(copy)
+            copy.done.set()
+            gpu.changed.notify_all()
