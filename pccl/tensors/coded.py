@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK = 256  # elements
 QUANTUM = 64  # elements; each has a step
-PIECE = 1 << 22  # elements that are computed at a time: what is between takes some bytes for each
+PIECE = 1 << 20  # elements that are computed at a time: what is between takes some bytes for each
 _ZERO = 128  # the code of 0
 _CODES = 127  # codes on either side of it
 
