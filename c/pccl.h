@@ -154,12 +154,9 @@
  * when the last element of a step of recv holds the result, a WRITTEN event says so, and nobody
  * writes there any more, unless by ABORT. So a caller whose arrays are elsewhere, as on a GPU,
  * copies both ways meanwhile. (Where there is one member alone, there are no WRITTEN events.)
- *
- * CODED. An ALL_REDUCE in the format BLOCK_8 may leave its result coded, for a caller who decodes
- * it elsewhere, as on a GPU, to which a quarter of the bytes must go then. What recv gets is
- * pccl_unpack()'s: of a ring the final bytes, of a DIRECT one what the other member has sent (the
- * rest of the result is our own contribution, quantized likewise, and their sum), and nothing where
- * there is one member alone. It overlaps send nowhere, so ABORT has nothing to restore.
+ * In the format BLOCK_8 the result may be left CODED, for a caller who decodes it elsewhere: recv,
+ * which overlaps send nowhere, gets codes and steps (engine/codes.h). Of a ring they are final, of
+ * DIRECT the other member's contribution; where there is one member alone, there are none.
  *
  * EXCHANGES
  *
@@ -229,8 +226,7 @@ enum pccl_error {
 enum {
     PCCL_QUANTUM = 64,           /* elements; segments and chunks begin at its multiples */
     PCCL_CHUNK_MAX = 1 << 20,    /* bytes of a payload; larger messages end their connection */
-    PCCL_RINGS_MAX = 8,      /* of one order */
-    PCCL_ENDS_MAX = 8,       /* of one order */
+    PCCL_RINGS_MAX = 8, PCCL_ENDS_MAX = 8,   /* of one order */
     PCCL_PEERS_MAX = 4096,   /* members of one ring */
     PCCL_PARTS_MAX = 65536,  /* arrays of one collective */
     PCCL_ENDPOINT_MAX = 256,
@@ -270,12 +266,6 @@ uint64_t pccl_quantized_size(int format, int dtype, uint64_t n);
  * all NaN. 0, or PCCL_EINVAL for an unknown format or elements that are no floats. */
 int pccl_quantize(int format, int dtype, void *out, const void *in, size_t n);
 int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n);
-
-/* Separates the codes of `n` quantized elements from their steps: codes, one for each element, with
- * room for whole quanta, and behind them, for each quantum, the step of its block. The first
- * element is `begin`, in whole quanta, of `count` in all. BLOCK_8 only; else PCCL_EINVAL. */
-int pccl_unpack(int format, int dtype, void *out, uint64_t count, uint64_t begin, const void *in,
-                size_t n);
 
 /* The same, added to what out holds; a NaN stays one. */
 int pccl_dequantize_add(int format, int dtype, void *out, const void *in, size_t n);
@@ -520,8 +510,7 @@ typedef struct pccl_end {
  *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: slices of the larger buffers),
  *                 parts, n_parts, an array that stays valid until SETTLED. ALL_GATHER: recv_rows,
  *                 the rows of each rank's slice, which are read at once; NULL: slices are alike.
- *                 ALL_REDUCE: step, 0 or the offsets of a step, in whole quanta (GRADUALLY);
- *                 coded, whether recv is for pccl_unpack() (CODED).
+ *                 ALL_REDUCE: step, 0 or the offsets of a step, in whole quanta; coded (GRADUALLY).
  *                 EXCHANGE: members, parts, n_parts, an array; send_rows and recv_rows, the numbers
  *                 of rows for each rank and from each (NULL: none). They are read at once.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
@@ -600,12 +589,9 @@ typedef struct pccl_order {
     uint32_t members;
     uint32_t chunk_bytes;
     uint32_t leaf_bytes;
-    uint32_t piece;
-    uint32_t leaf;
-    uint32_t good;
+    uint32_t piece, leaf, good;
     uint32_t n_rings;
-    uint32_t direct;
-    uint32_t coded;
+    uint32_t direct, coded;
     uint32_t n_ends;
     pccl_ring rings[8];
     pccl_end ends[8];

@@ -18,6 +18,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/codes.h"
 #include "engine/quanta.h"
 #include "engine/ring.h"
 
@@ -126,12 +127,12 @@ void collective_store_quantized(const struct collective *collective, const struc
                                 uint64_t offset, uint64_t length, const unsigned char *in)
 {
     int status;
-    if (collective->coded)
-        status = pccl_unpack(collective->format, part->dtype, part->recv, part->count,
-                             offset - part->begin, in, (size_t)length);
-    else
-        status = pccl_dequantize(collective->format, part->dtype,
-                                 part_recv(&collective->parts, part, offset), in, (size_t)length);
+    if (collective->coded) {
+        codes_unpack(part->dtype, part->recv, part->count, offset - part->begin, in, length);
+        return;
+    }
+    status = pccl_dequantize(collective->format, part->dtype,
+                             part_recv(&collective->parts, part, offset), in, (size_t)length);
     assert(status == PCCL_OK);
     (void)status;
 }

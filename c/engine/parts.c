@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/codes.h"
 #include "engine/quanta.h"
 
 /* ---- where things lie ---- */
@@ -91,13 +92,6 @@ static bool is_slice_or_apart(const unsigned char *buffer, uint32_t slices,
     return *inside || part >= end || part + bytes <= buffer;
 }
 
-/* Bytes of what pccl_unpack() writes. */
-static size_t coded_bytes(const struct part *part)
-{
-    size_t real = part->dtype == PCCL_F64 ? sizeof(double) : sizeof(float);
-    return (size_t)quanta_of(part->count) * (PCCL_QUANTUM + real);
-}
-
 /* Why a part's buffers are impossible, or NULL. Notes whether ABORT must restore recv. */
 static const char *check_buffers(const struct parts *parts, struct part *part, bool gathers)
 {
@@ -110,7 +104,7 @@ static const char *check_buffers(const struct parts *parts, struct part *part, b
     if (parts->rows_at != NULL)      /* which slice is ours, only START says */
         return NULL;
     if (parts->coded)
-        return part->send + bytes <= part->recv || part->recv + coded_bytes(part) <= part->send
+        return part->send + bytes <= part->recv || part->recv + codes_bytes(part->dtype, part->count) <= part->send
             ? NULL : "the buffer for codes overlaps the other";
     if (gathers)
         apart = is_slice_or_apart(part->recv, parts->recv_slices, part->send, bytes, &inside);

@@ -262,30 +262,6 @@ int pccl_dequantize(int format, int dtype, void *out, const void *in, size_t n)
     return PCCL_OK;
 }
 
-int pccl_unpack(int format, int dtype, void *out, uint64_t count, uint64_t begin, const void *in,
-                size_t n)
-{
-    const struct format *how = find_format(format);
-    const struct type *type = find_type(dtype);
-    const unsigned char *from = in;
-    unsigned char *codes = out, *steps;
-    size_t m, quantum;
-    if (format != PCCL_BLOCK_8 || type == NULL || begin % PCCL_QUANTUM != 0)
-        return PCCL_EINVAL;
-    steps = codes + (count + PCCL_QUANTUM - 1) / PCCL_QUANTUM * PCCL_QUANTUM;
-    codes += begin;
-    steps += begin / PCCL_QUANTUM * type->number;
-    for (; n > 0; n -= m) {
-        m = n < how->block ? n : how->block;
-        for (quantum = 0; quantum < m; quantum += PCCL_QUANTUM, steps += type->number)
-            memcpy(steps, from, type->number);
-        memcpy(codes, from + type->number, m);
-        codes += m;
-        from += type->number + m;
-    }
-    return PCCL_OK;
-}
-
 int pccl_dequantize_add(int format, int dtype, void *out, const void *in, size_t n)
 {
     const struct format *how = find_format(format);

@@ -12,7 +12,7 @@ struct job {
     int redop, format;
     uint32_t root;
     bool in_place, direct;
-    bool coded;                              /* recv is for pccl_unpack(), and not verified here */
+    bool coded;                              /* recv is for codes.h, and not verified here */
     bool early;                              /* START says that the others may have sent before */
     uint32_t chunk_bytes;
     uint64_t step;                           /* not 0: send is filled by job_fill() */

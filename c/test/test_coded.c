@@ -3,6 +3,8 @@
 #include "check.h"
 #include "job.h"
 
+#include "engine/codes.h"
+
 #include <stdlib.h>
 #include <string.h>
 
@@ -10,11 +12,6 @@ enum { STEP = 256, COUNT_MAX = 5003, CODED_MAX = (COUNT_MAX + 63) / 64 * (64 + 8
 
 static unsigned char coded[TEST_PEERS_MAX][CODED_MAX + 1];
 static void *made[TEST_PEERS_MAX];   /* the job's own, in whose place these are */
-
-static size_t real_bytes(int dtype)
-{
-    return dtype == PCCL_F64 ? sizeof(double) : sizeof(float);
-}
 
 /* Where the codes end and the steps begin. */
 static size_t steps_at(const struct job *job)
@@ -50,13 +47,12 @@ static bool has_the_other(const struct job *job, int who)
 {
     unsigned char expected[CODED_MAX];
     unsigned char *data = malloc((size_t)pccl_quantized_size(job->format, job->dtype, job->count));
-    size_t bytes = steps_at(job) + steps_at(job) / 64 * real_bytes(job->dtype);
+    size_t bytes = codes_bytes(job->dtype, job->count);
     if (data == NULL)
         abort();
     memset(expected, 0xee, sizeof expected);
     (void)pccl_quantize(job->format, job->dtype, data, job->given[1 - who][0], job->count);
-    CHECK(pccl_unpack(job->format, job->dtype, expected, job->count, 0, data, job->count)
-          == PCCL_OK);
+    codes_unpack(job->dtype, expected, job->count, 0, data, job->count);
     free(data);
     return memcmp(coded[who], expected, bytes) == 0;
 }
@@ -114,7 +110,7 @@ static void test_results(void)
         for (i = 0; i < n; i++) {
             CHECK(peers_count(&peers, i, PCCL_COMPLETE, job.op) == 1);
             CHECK(job.direct ? has_the_other(&job, i) : is_coded_result(&job, i));
-            CHECK(coded[i][steps_at(&job) + steps_at(&job) / 64 * real_bytes(job.dtype)] == 0xee);
+            CHECK(coded[i][codes_bytes(job.dtype, job.count)] == 0xee);
             CHECK(peers_count(&peers, i, PCCL_WRITTEN, job.op) == (job.step > 0 ? (int)rows : 0));
             CHECK(job_is_restored(&job, i));
         }

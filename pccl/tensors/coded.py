@@ -10,7 +10,7 @@ to memory, so that none are contracted to a fused multiply-add. On a GPU,
   whole numbers are, too; what is smaller than half a step has the code of 0 either way;
 - a NaN is stored as an integer: arithmetic gives other NaNs on a GPU than on a CPU.
 
-What the engine leaves of an all-reduce (pccl_unpack() in c/pccl.h) are a code for each element,
+What the engine leaves of an all-reduce (c/engine/codes.h) are a code for each element,
 with room for whole quanta, and behind them, for each quantum of 64 elements, its block's step.
 """
 

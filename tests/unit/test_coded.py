@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,10 +38,13 @@ def quantized(words: Array, dtype: DataType) -> Array:
 
 
 def unpacked(data: Array, count: int, dtype: DataType) -> Array:
-    """The same with the codes apart from the steps."""
+    """The same with the codes apart from the steps, as c/engine/codes.h has them."""
+    real = coded.real(dtype).nbytes
     out = np.full(coded.coded_bytes(count, dtype), 0xEE, np.uint8)
-    whole = count, 0, pointer(data), count
-    assert lib.pccl_unpack(FORMAT, dtype.value, pointer(out), *whole) == 0
+    blocks = [data[at : at + real + 256] for at in range(0, data.size, real + 256)]
+    out[:count] = np.concatenate([block[real:] for block in blocks])
+    steps = np.repeat([block[:real] for block in blocks], 4, axis=0).reshape(-1)
+    out[coded.steps_at(count) :] = steps[: out.size - coded.steps_at(count)]
     return out
 
 
@@ -142,26 +144,6 @@ def test_every_half_and_every_code(dtype: DataType) -> None:
     out = tensor(np.zeros(count, np.uint16), dtype)
     coded.decode(torch.from_numpy(unpacked(data.reshape(-1), count, dtype)), out, dtype)
     np.testing.assert_array_equal(bits(out), dequantized(data.reshape(-1), count, dtype))
-
-
-def test_codes_are_unpacked_from_any_quantum_on() -> None:
-    """As chunks come: each begins blocks of its own."""
-    words, dtype = np.arange(1000, dtype=np.float32).view(np.uint32), DataType.FLOAT
-    out = np.full(coded.coded_bytes(1000, dtype), 0xEE, np.uint8)
-    expected = np.zeros(1000, np.uint32)
-    for begin, end in itertools.pairwise((0, 320, 384, 1000)):
-        part = words[begin:end].copy()
-        data = quantized(part, dtype)
-        where = 1000, begin, pointer(data), end - begin
-        assert lib.pccl_unpack(FORMAT, dtype.value, pointer(out), *where) == 0
-        expected[begin:end] = dequantized(data, end - begin, dtype)
-    found = tensor(np.zeros(1000, np.uint32), dtype)
-    coded.decode(torch.from_numpy(out), found, dtype)
-    np.testing.assert_array_equal(bits(found), expected)
-    impossible = [(lib.PCCL_BLOCK_4, DataType.FLOAT, 0), (FORMAT, DataType.INT8, 0)]
-    for format, other, begin in [*impossible, (FORMAT, dtype, 32)]:
-        where = 1000, begin, pointer(out), 1
-        assert lib.pccl_unpack(format, other.value, pointer(out), *where) == lib.PCCL_EINVAL
 
 
 class Watched(TorchFunctionMode):

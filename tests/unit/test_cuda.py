@@ -1,0 +1,124 @@
+"""What pccl asks of torch.cuda: on which streams, after what. Tensors of the CPU stand for those of
+a GPU, and what is queued is only noted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from pccl import cuda  # noqa: E402
+from pccl.runtime.client.copies import Stretch  # noqa: E402
+from pccl.tensors import coded  # noqa: E402
+from pccl.tensors.arrays import Buffer  # noqa: E402
+from pccl.types import DataType, ReduceOp  # noqa: E402
+
+
+class Stream:
+    """A stream that notes what it is given."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log = name, log
+
+    def record_event(self) -> str:
+        self._log.append(f"{self.name} is at e")
+        return "e"
+
+    def wait_event(self, event: str) -> None:
+        self._log.append(f"{self.name} waits for {event}")
+
+
+class Driver:
+    """Torch, whose CUDA has one device."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.using = "none"
+        self.made = 0
+        self.cuda = SimpleNamespace(
+            current_stream=lambda device: Stream("the caller's", self.log),
+            Stream=self.stream,
+            stream=self.within,
+            Event=self.event,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def stream(self, device: object) -> Stream:
+        self.made += 1
+        return Stream(f"stream {self.made}", self.log)
+
+    @contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        before, self.using = self.using, stream.name
+        yield
+        self.using = before
+
+    def event(self, blocking: bool) -> Any:
+        assert blocking  # whoever waits leaves the processor to others
+        return SimpleNamespace(record=lambda stream: self.log.append(f"{stream.name} has done it"))
+
+    def empty(self, *args: Any, **how: Any) -> Any:
+        self.log.append(f"{self.using} gets memory")
+        return torch.empty(*args, **how)
+
+
+class Piped:
+    """A pipe of two tensors, the contribution and the result, of 1000 elements."""
+
+    def __init__(self) -> None:
+        self.send, self.recv = torch.arange(1000.0), torch.zeros(1000)
+        self.buffers = [Buffer.of(self.send), Buffer.of(self.recv)]
+        self.driver = Driver()
+        memory = {
+            (buffer.address, buffer.nbytes): tensor.view(torch.uint8)
+            for buffer, tensor in zip(self.buffers, (self.send, self.recv), strict=True)
+        }
+        self.pipe = cuda.Pipe(self.driver, memory)
+
+    def quantized(self, host: Any) -> None:
+        """Ones and a step of 1, as the engine leaves them."""
+        host[: coded.steps_at(1000)] = 129
+        host[coded.steps_at(1000) :].view(torch.float32)[:] = 1.0
+
+
+@pytest.fixture
+def piped() -> Piped:
+    return Piped()
+
+
+def test_copies_begin_after_what_the_caller_has_queued(piped: Piped) -> None:
+    """And on streams of their own, one for each direction."""
+    waits = ["the caller's is at e", "stream 1 waits for e", "stream 2 waits for e"]
+    assert piped.driver.log == waits
+    send, recv = piped.buffers
+    host = torch.zeros(4000, dtype=torch.uint8)
+    piped.pipe.read(Stretch(send, host, 400, 800))
+    assert host[400:800].view(torch.float32).tolist() == [*range(100, 200)]
+    assert not host[:400].any() and not host[800:].any()
+    piped.pipe.write(Stretch(recv, host, 0, 800))
+    assert piped.recv.tolist() == [0] * 100 + [*range(100, 200)] + [0] * 800
+    assert piped.driver.log[3:] == ["stream 1 has done it", "stream 2 has done it"]
+
+
+def test_what_is_coded_is_decoded_behind_the_writes(piped: Piped) -> None:
+    send, recv = piped.buffers
+    nbytes = coded.coded_bytes(1000, DataType.FLOAT)
+    room = piped.pipe.room(nbytes, recv)
+    host = torch.zeros(nbytes, dtype=torch.uint8)
+    piped.quantized(host)
+    for low, high in coded.stretches(0, 1000, 1000, DataType.FLOAT):
+        piped.pipe.write(Stretch(room, host, low, high))
+    piped.pipe.decode(room, send, recv, None)
+    assert piped.recv.tolist() == [1] * 1000
+    piped.pipe.decode(room, send, recv, ReduceOp.MAX)
+    found = piped.recv.numpy()
+    assert (found[:2] == 1).all() and np.abs(found[2:] - np.arange(2, 1000)).max() < 4
+    assert piped.driver.log[3:] == ["stream 2 gets memory"] + ["stream 2 has done it"] * 4
