@@ -4,6 +4,7 @@
  *
  * wire        the header in front of every payload
  * quanta      which parts of a buffer have been handled
+ * codes       quantized elements, their codes apart from their steps
  * ring        the geometry of a ring
  * tcp         what the operating system is asked about a connection
  * lanes       how much the connections of a stream hold, and when there are too few

