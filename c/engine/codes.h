@@ -1,4 +1,4 @@
-/* codes.h - quantized elements with their codes apart from their steps, for who decodes them on a GPU.
+/* codes.h - quantized elements, their codes apart from their steps, for who decodes them on a GPU.
  *
  * What travels is blocks of 256 elements of PCCL_BLOCK_8 that begin wherever a segment does. Here
  * elements have fixed places: first a code for each, with room for whole quanta, then for each
