@@ -4,6 +4,7 @@ fail."""
 from __future__ import annotations
 
 import importlib
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -62,6 +63,7 @@ class Gpu:
 
     def __init__(self) -> None:
         self._memory: dict[int, np.ndarray] = {}
+        self._numbers = itertools.count()  # threads of several peers ask for memory
         self._begun: list[Callable[[], object]] = []
         self.read_addresses: list[int] = []
         self.written_addresses: list[int] = []
@@ -76,7 +78,7 @@ class Gpu:
 
     def hold(self, content: np.ndarray) -> int:
         """The address of a copy of the content: where a buffer begins that is read or written."""
-        address = (1 << 60) + (len(self._memory) << 40)
+        address = (1 << 60) + (next(self._numbers) << 40)
         self._memory[address] = content.copy().view(np.uint8)
         return address
 
