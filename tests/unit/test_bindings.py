@@ -114,7 +114,7 @@ def test_texts_that_both_know() -> None:
 
 def c_constant(name: str) -> int:
     """A constant of the engine that pccl.h does not declare."""
-    sources = "".join(path.read_text(encoding="utf-8") for path in (C / "engine").glob("*.c"))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (C / "engine").glob("*.[ch]"))
     (value,) = re.findall(rf"\b{name} = ([0-9 <]+)", sources)
     return int(eval(value, {"__builtins__": {}}))
 
@@ -125,8 +125,8 @@ def c_constant(name: str) -> int:
         ("docs/architecture.md", "a round trip of {} ms or more", {"DISTANT_US": 1000}),
         ("docs/architecture.md", "additional lane for each {} ms", {"LANE_US": 1000}),
         ("docs/architecture.md", "ms, up to {}", {"LANES_MAX": 1}),
-        ("docs/architecture.md", "in the kernel to {} KiB", {"UNSENT_MAX": 1024}),
-        ("docs/architecture.md", "have {} KiB there", {"DISTANT_CHUNK": 1024}),
+        ("docs/architecture.md", "in the kernel to {} KiB", {"TCP_UNSENT_MAX": 1024}),
+        ("docs/architecture.md", "have {} KiB there", {"LANES_CHUNK": 1024}),
         (
             "docs/tuning.md",
             "one additional lane for each {} ms, up to {}",
