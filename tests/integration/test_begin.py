@@ -145,6 +145,7 @@ def finish(comms: list[pccl.Communicator], first: Callable[[], bool], mine: np.n
     reduce(comms)
 
 
+@pytest.mark.slow
 def test_a_peer_is_killed_when_its_call_has_begun(begun: Counter[int]) -> None:
     """What it has sent is void: the others' result is theirs alone, and the same."""
     with Cluster(2) as cluster:

@@ -75,7 +75,10 @@ def test_all_reduce_prints_the_table_of_nccl_tests(tmp_path: Path, transport: st
             assert row[way]["wire"] == row["size"]
 
 
-@pytest.mark.parametrize(("what", "redop"), [("all_gather", "none"), ("reduce_scatter", "max")])
+@pytest.mark.parametrize(
+    ("what", "redop"),
+    [pytest.param("all_gather", "none", marks=pytest.mark.slow), ("reduce_scatter", "max")],
+)
 def test_gather_and_scatter_count_as_nccl_tests_do(tmp_path: Path, what: str, redop: str) -> None:
     file = tmp_path / "results.json"
     words = ["-o", "max"] if redop == "max" else []
@@ -130,6 +133,7 @@ def test_what_comes_out_wrong_is_counted() -> None:
             assert trial.check(way) > 4000
 
 
+@pytest.mark.slow
 def test_gloo_takes_turns(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     ended = bench(

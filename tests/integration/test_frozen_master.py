@@ -55,7 +55,7 @@ def test_a_pulse_tells_pauses_from_waiting() -> None:
 @pytest.mark.parametrize(
     ("journaled", "busy"),
     [
-        (True, True),
+        pytest.param(True, True, marks=pytest.mark.slow),
         (False, False),
         pytest.param(True, False, marks=pytest.mark.slow),
         pytest.param(False, True, marks=pytest.mark.slow),

@@ -191,7 +191,13 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("group", SAMPLE)
+LONG = {"connections", "descriptors"}  # several seconds each
+
+
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(group, marks=[pytest.mark.slow] if group in LONG else []) for group in SAMPLE],
+)
 @pytest.mark.timeout(300)
 def test_a_sample_of_calls_fails(stage: Stage, group: str) -> None:
     check(stage, SAMPLE[group])

@@ -72,6 +72,7 @@ def test_with_a_journal(team: Callable[[str, int], Worker], tmp_path: Path) -> N
 
 @ONE_BACKEND
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_without_a_journal(team: Callable[[str, int], Worker]) -> None:
     restart_again_and_again(team, None, times=2, pause_s=1.0)
 

@@ -63,6 +63,7 @@ def test_a_script_of_pypccl() -> None:
             assert "step 20, 2 peers\n" in peer.lines
 
 
+@pytest.mark.slow
 def test_a_script_of_torch_distributed() -> None:
     pytest.importorskip("torch")
     with peers_of("from_torch_distributed.py") as start:

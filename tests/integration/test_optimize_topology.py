@@ -51,6 +51,7 @@ def ring(comm: pccl.Communicator) -> list[int]:
     return [int(text.split()[1]) for text in comm.peers]
 
 
+@pytest.mark.slow
 def test_the_ring_that_was_chosen_is_the_one_that_is_used(
     slow_pairs: set[frozenset[int]],
 ) -> None:

@@ -172,6 +172,7 @@ def runs() -> Iterator[Run]:
         yield programs.play(programs.draw(seed))
 
 
+@pytest.mark.slow
 def test_every_line_of_the_tables_happens() -> None:
     missing = conversation.lines()
     for happened in used():
@@ -181,6 +182,7 @@ def test_every_line_of_the_tables_happens() -> None:
     assert not missing
 
 
+@pytest.mark.slow
 def test_every_transition_of_a_collective_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {(state, event) for state, events in TRANSITIONS.items() for event in events}
     move = Collective.move

@@ -207,6 +207,7 @@ def test_an_oversized_frame_is_refused_unread() -> None:
         m.opened(bytes.fromhex("9200") + bytes(m.MESSAGE_BYTES_MAX))
 
 
+@pytest.mark.slow
 def test_as_many_tensors_of_a_collective_as_fit_in_a_message() -> None:
     """What is accepted can be sent, of the longest names and numbers; the rest is an error."""
     rows = np.zeros((m.PARTS_MAX, 1), np.float32)
