@@ -36,15 +36,22 @@ enum {
     LEAST_ROUND_TRIP = 37,
     WORDS
 };
+
+/* Reads the first words of it. False: it has fewer, or it is no TCP connection. */
+static bool read_info(int fd, uint32_t *info, uint32_t words)
+{
+    const socklen_t whole = (socklen_t)(words * sizeof *info);
+    socklen_t size = whole;
+    return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0 && size == whole;
+}
 #endif
 
 uint32_t tcp_round_trip_us(int fd)
 {
 #if defined __linux__
-    struct tcp_info info = {0};
-    socklen_t size = sizeof info;
-    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0)
-        return info.tcpi_rtt;
+    uint32_t info[ROUND_TRIP + 1];
+    if (read_info(fd, info, ROUND_TRIP + 1))
+        return info[ROUND_TRIP];
 #endif
     (void)fd;
     return 0;
@@ -54,8 +61,7 @@ bool tcp_look(int fd, struct tcp_state *state)
 {
 #if defined __linux__
     uint32_t info[WORDS];
-    socklen_t size = sizeof info;
-    if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0 && size == sizeof info) {
+    if (read_info(fd, info, WORDS)) {
         state->round_trip_us = info[ROUND_TRIP];
         state->least_us = info[LEAST_ROUND_TRIP];
         state->window = (uint64_t)info[WINDOW] * info[SEGMENT];

@@ -374,12 +374,8 @@ def test_torn_content_is_not_elected_however_common() -> None:
 def test_content_that_is_not_known_equals_nothing() -> None:
     """Else who was overwritten in part would count as whole beside one that gives no digest."""
     overwritten = offer(5, "a").overwritten([0])
-    assert list(
-        elect({1: offer(5, ""), 2: overwritten, 3: offer(5, "c")}, 4, NOBODY).transfers
-    ) == [
-        1,
-        2,
-    ]
+    decision = elect({1: offer(5, ""), 2: overwritten, 3: offer(5, "c")}, 4, NOBODY)
+    assert list(decision.transfers) == [1, 2]
     with pytest.raises(Rejection, match="nobody is left who offers a whole shared state"):
         elect({1: offer(5, ""), 2: overwritten}, 4, NOBODY)
 

@@ -101,7 +101,7 @@ class Call:
             note: Note | None
             try:
                 note = self._notes.get(timeout=max(0.0, left_s))
-            except queue.Empty:  # nothing is done here: what interrupts it would name it as well
+            except queue.Empty:  # work in here would show this exception too if it failed
                 note = self.end
             else:
                 if note is self.end:
