@@ -14,8 +14,9 @@ from pccl.protocol.kinds import EXCHANGES, CollectiveKind
 from pccl.protocol.messages import PeerInfo, Ring, Work
 from pccl.protocol.topology import hops
 
-DIRECT_MAX = 1 << 24  # elements that two members send each other without a ring,
-DIRECT_NEAR_MAX = 1 << 18  # and on one machine: above, memory costs more than the second hop
+# Elements that two members on one machine send each other without a ring: of more, the additional
+# work of the processors costs more time than the second hop.
+DIRECT_NEAR_MAX = 1 << 18
 QUANTUM = 64  # elements; shares begin at its multiples, as segments and chunks do (c/pccl.h)
 BARRED = 1 << 20  # the cost of a hop that must be avoided at any price
 COSTLY_MAX = 4  # costly hops improved at the same time
@@ -216,16 +217,17 @@ def is_direct(work: Work, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> b
     """Whether two members send each other everything: as many bytes as around a ring, in one hop.
 
     Both know the work, the rings and the peers alike, so they decide alike. That costs memory
-    bandwidth, which is the limit on one machine and for large arrays, and saves half a round trip;
-    on one machine, three thread switches on each side.
-    What is quantized is then quantized once, and not once more after it was reduced.
+    bandwidth, which is the limit on one machine, and saves half a round trip, and another one where
+    one peer is ahead of the other; on one machine, three thread switches on each side. What is
+    quantized is then quantized once, and not once more after it was reduced.
     """
     if len(peers) != 2 or not rings:
         return False
-    apart = len({(peer.machine, peer.host) for peer in peers}) > 1
-    if work.what != CollectiveKind.ALL_REDUCE or (work.algorithm and not apart):
+    if work.what != CollectiveKind.ALL_REDUCE:
         return False
-    return span(work) <= (DIRECT_MAX if apart else DIRECT_NEAR_MAX)
+    if len({(peer.machine, peer.host) for peer in peers}) > 1:
+        return True
+    return not work.algorithm and span(work) <= DIRECT_NEAR_MAX
 
 
 def places(

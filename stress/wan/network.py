@@ -13,14 +13,10 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 QUEUE_MS = 50  # what may wait for a link, as time at its rate
-SYSCTLS = {  # the usual limits of a socket's buffers; wanem sets the others itself
-    "net.ipv4.tcp_wmem": "4096 16384 4194304",
-    "net.ipv4.tcp_rmem": "4096 131072 6291456",
-}
 _MTU = 1500
 _names = itertools.count()
 
@@ -33,14 +29,35 @@ class Link:
         mbit: rate of each direction, Mbit/s.
         rtt_ms: round-trip time.
         loss: percentage of packets lost at random.
+        buffers: most bytes in a socket's buffers, of what is sent and of what is received; the
+            values are those usual on Linux.
     """
 
     mbit: int
     rtt_ms: int
     loss: float = 0.0
+    buffers: tuple[int, int] = (4 << 20, 6 << 20)
 
     def __str__(self) -> str:
-        return f"{self.mbit} Mbit/s, {self.rtt_ms} ms, {self.loss:g} %"
+        return f"{self.mbit} Mbit/s, {self.rtt_ms} ms, {self.loss:.2g} %"
+
+    def scaled(self, factor: int) -> Link:
+        """With a fraction of the rate, and windows that are that fraction of this link's.
+
+        The average window of cubic goes with loss ** -0.75 (RFC 9438, section 5.1).
+        """
+        send, receive = (size // factor for size in self.buffers)
+        loss = self.loss * factor ** (4 / 3)
+        return replace(self, mbit=self.mbit // factor, loss=loss, buffers=(send, receive))
+
+    @property
+    def sysctls(self) -> dict[str, str]:
+        """The limits of sockets' buffers; wanem sets the others itself."""
+        send, receive = self.buffers
+        return {
+            "net.ipv4.tcp_wmem": f"4096 16384 {send}",
+            "net.ipv4.tcp_rmem": f"4096 131072 {receive}",
+        }
 
     def bound_s(self, nbytes: int) -> float:
         """The least time in which a peer sends `nbytes` and agrees with a distant master."""
@@ -121,7 +138,7 @@ def _wanem(
     config = {
         "hosts": list(hosts),
         "congestion": "cubic",
-        "sysctl": SYSCTLS,
+        "sysctl": link.sysctls,
         "default": {**values, "queue": f"{QUEUE_MS}ms"},
         "links": [
             *({"from": host, "to": "*", "rate": f"{mbit}mbit"} for host, mbit in slow.items()),
@@ -151,7 +168,7 @@ def _netem(link: Link, hosts: Sequence[str], slow: Mapping[str, int]) -> Iterato
             _ip("-n", name, "link", "set", "wan0", "up")
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", "wan0")
             _ip("-n", name, "route", "change", "10.78.0.0/24", "dev", "wan0", "congctl", "cubic")
-            for key, value in {**SYSCTLS, "net.ipv4.tcp_no_metrics_save": "1"}.items():
+            for key, value in {**link.sysctls, "net.ipv4.tcp_no_metrics_save": "1"}.items():
                 _run("ip", "netns", "exec", name, "sysctl", "-q", "-w", f"{key}={value}")
             mbit = slow.get(host, link.mbit)
             packets = (QUEUE_MS + link.rtt_ms) * mbit * 125 // _MTU
