@@ -3,18 +3,24 @@
     python stress/sharing.py [--iterations 7]
 
 One 64 MiB all-reduce takes turns with sixteen of 4 MiB at once, and with itself beside a thread
-that is busy in Python; a 4 KiB one is timed alone and beside one of 256 MiB; forty are launched in
-opposite orders. The exit code is 1 when a result is wrong.
+in each peer that is busy in Python, with Python's usual switch interval of 5 ms and with a shorter
+one; then beside as many busy processes, which take the processors but not Python's lock. A 4 KiB
+one is timed alone and beside one of 256 MiB; forty are launched in opposite orders. The exit code
+is 1 when a result is wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
 
@@ -98,6 +104,42 @@ def busy(stop: threading.Event) -> None:
             number += 1
 
 
+@contextlib.contextmanager
+def busy_thread(switch_s: float) -> Iterator[None]:
+    """A busy thread of this process, which gives Python's lock away after `switch_s`."""
+    usual_s = sys.getswitchinterval()
+    stop = threading.Event()
+    thread = threading.Thread(target=busy, args=(stop,))
+    sys.setswitchinterval(switch_s)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(usual_s)
+
+
+@contextlib.contextmanager
+def busy_process() -> Iterator[None]:
+    """A busy process; when this begins, it is."""
+    argv = [sys.executable, "-Sc", "print(flush=True)\nwhile True: pass"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+BESIDE: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "Python, 5 ms": partial(busy_thread, 5e-3),
+    "Python, 0.5 ms": partial(busy_thread, 5e-4),
+    "a busy process": busy_process,
+}
+
+
 def serve(number: int, address: str, iterations: int, report: Connection) -> None:
     """The life of one process; reports (all results right, times)."""
     x = np.arange(16 * MIB, dtype=np.float32) % 97
@@ -113,12 +155,9 @@ def serve(number: int, address: str, iterations: int, report: Connection) -> Non
             y[:] = 0
             peer.timed("16 x 4 MiB", lambda: peer.sixteen(x, y))
             right &= bool((y == 2 * x).all())
-            stop = threading.Event()
-            thread = threading.Thread(target=busy, args=(stop,))
-            thread.start()
-            peer.timed("64 MiB beside Python", lambda: peer.reduce(x, y, 1))
-            stop.set()
-            thread.join()
+            for name, busy_one in BESIDE.items():
+                with busy_one():
+                    peer.timed(f"64 MiB beside {name}", lambda: peer.reduce(x, y, 1))
             peer.timed("4 KiB", lambda: peer.reduce(x[:1024], y[:1024], 2))
             peer.timed("256 MiB with 4 KiB ones", lambda: peer.beside(large, result))
             peer.timed("256 MiB", lambda: peer.reduce(large, result, 3))
@@ -145,11 +184,11 @@ def main() -> int:
         reports = [end.recv() for end in ends]
         for process in processes:
             process.join()
-    print(f"{'2 peers, loopback':26}{'median':>10}{'min':>10}  ms")
+    print(f"{'2 peers, loopback':30}{'median':>10}{'min':>10}  ms")
     for name in reports[0][1]:
         times = [max(pair) for pair in zip(*(times[name] for _, times in reports), strict=True)]
         times = times[2 * len(times) // (2 + args.iterations) :]
-        print(f"{name:26}{1e3 * median(times):10.2f}{1e3 * min(times):10.2f}")
+        print(f"{name:30}{1e3 * median(times):10.2f}{1e3 * min(times):10.2f}")
     right = all(right for right, _ in reports)
     print("all results right, forty launched in opposite orders too" if right else "WRONG RESULTS")
     return 0 if right else 1
