@@ -419,10 +419,10 @@ int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail, uint32_t 
 /* Releases the messages. */
 void pccl_mail_drop(const pccl_zmq *zmq, pccl_mail *mail);
 
-/* Sends a copy of these bytes: 0, or a negative errno, -EAGAIN instead of waiting. */
+/* Sends a copy of these bytes, returns as pccl_send_now; -EAGAIN instead of waiting. */
 int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size);
 
-/* The same to one of the connections of a ROUTER. */
+/* Sends them to one of the connections of a ROUTER: 0 or a negative errno. */
 int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t to_size,
                       const void *data, size_t size);
 
@@ -684,15 +684,15 @@ int pccl_pump_run(int64_t control);
 
 /* cdef end */
 
+#if defined _WIN32
+typedef uintptr_t pccl_fd;
+#else
+typedef int pccl_fd;
+#endif
+
 struct pccl_pollitem {
     void *socket;
-#if defined _WIN64
-    unsigned long long fd;
-#elif defined _WIN32
-    unsigned int fd;
-#else
-    int fd;
-#endif
+    pccl_fd fd;
     short events;
     short revents;
 };

@@ -28,7 +28,12 @@
  *
  * One pass takes orders, receives a bounded batch, lets every stream send, settles ops, looks at
  * the monitors and closes lost streams. It never blocks; when a pass has moved nothing,
- * pccl_engine_run() waits in zmq_poll for whatever could change that. Nothing needs a clock.
+ * pccl_engine_run() waits for whatever could change that. Nothing needs a clock.
+ *
+ * It waits for the sockets' descriptors (ZMQ_FD): zmq_poll of the sockets themselves asks each one
+ * before and after, with two system calls each time. A descriptor tells of what has come since its
+ * socket was last asked, and every use of a socket may ask it. So each socket that is waited for
+ * has been found empty, or full, in the pass before, and not been used after that.
  *
  * Everything runs in the thread that is in pccl_engine_run(), except release() in packet.c, which
  * libzmq calls from its own threads and which touches nothing but an atomic counter.
@@ -77,8 +82,9 @@ struct pccl_engine {
     bool stopped;
     uint32_t passes;
     uint64_t dropped;        /* orders and messages that could not be read */
-    pccl_pollitem *items;
-    size_t items_room;
+    pccl_pollitem *items;    /* what is waited for, */
+    void **watched;          /* and the socket of each */
+    size_t items_room;       /* of both */
 };
 
 /* ---- creation ---- */
@@ -280,6 +286,7 @@ void pccl_engine_free(pccl_engine *engine)
     if (engine->inbox != NULL)
         packet_free(zmq, engine->inbox);
     free(engine->items);
+    free(engine->watched);
     free(engine);
 }
 
@@ -434,7 +441,9 @@ static bool receive(pccl_engine *engine)
 int pccl_engine_step(pccl_engine *engine)
 {
     struct stream *stream;
-    bool moved = take_orders(engine);
+    bool moved;
+    engine->events.emitted = false;
+    moved = take_orders(engine);
     if (engine->stopped)
         return 2;
     moved |= receive(engine);
@@ -446,57 +455,90 @@ int pccl_engine_step(pccl_engine *engine)
         moved |= zap_answer(&engine->zap);
     }
     moved |= close_lost_streams(engine);
+    moved |= engine->events.emitted;     /* on the socket of orders, of which more may be there */
     return engine->events.status < 0 ? engine->events.status : moved;
 }
 
-/* Makes room for `n` poll items: 0 or PCCL_ENOMEM. */
+/* Makes room to watch `n` sockets: 0 or PCCL_ENOMEM. */
 static int reserve_items(pccl_engine *engine, size_t n)
 {
     pccl_pollitem *items;
+    void **watched;
     if (n <= engine->items_room)
         return PCCL_OK;
     items = realloc(engine->items, 2 * n * sizeof *items);
-    if (items == NULL)
+    if (items != NULL)
+        engine->items = items;
+    watched = realloc(engine->watched, 2 * n * sizeof *watched);
+    if (watched != NULL)
+        engine->watched = watched;
+    if (items == NULL || watched == NULL)
         return PCCL_ENOMEM;
-    engine->items = items;
     engine->items_room = 2 * n;
     return PCCL_OK;
 }
 
-static void watch(pccl_engine *engine, int *n, void *socket, short events)
+/* Adds a socket to what is waited for. Whether it has a descriptor. */
+static bool watch(pccl_engine *engine, int *n, void *socket)
 {
-    pccl_pollitem *item = &engine->items[(*n)++];
+    pccl_pollitem *item = &engine->items[*n];
+    size_t size = sizeof item->fd;
     memset(item, 0, sizeof *item);
-    item->socket = socket;
-    item->events = events;
+    item->events = ZMQ_POLLIN;
+    engine->watched[(*n)++] = socket;
+    return engine->events.zmq->getsockopt(socket, ZMQ_FD, &item->fd, &size) == 0;
+}
+
+/* Adds all sockets to what is waited for: their number, or -1. */
+static int watch_all(pccl_engine *engine)
+{
+    struct stream *stream;
+    int n = 0;
+    bool all = watch(engine, &n, engine->events.socket);
+    if (engine->zap.socket != NULL)
+        all &= watch(engine, &n, engine->zap.socket);
+    if (has_room(engine))
+        all &= watch(engine, &n, engine->pull);
+    for (stream = engine->streams.first; stream != NULL; stream = stream->next) {
+        if (stream->push == NULL)
+            continue;
+        all &= watch(engine, &n, stream->monitor);
+        if (stream_pending(stream))
+            all &= watch(engine, &n, stream->push);
+    }
+    return all ? n : -1;
+}
+
+/* Has the sockets that have news take note of them: whether all did. */
+static bool take_note(pccl_engine *engine, int n)
+{
+    bool all = true;
+    int i, events;
+    for (i = 0; i < n; i++) {
+        size_t size = sizeof events;
+        if (engine->items[i].revents != 0)
+            all &= engine->events.zmq->getsockopt(engine->watched[i], ZMQ_EVENTS, &events, &size)
+                == 0;
+    }
+    return all;
 }
 
 /* Waits until there may be something to do: 0 or an error. */
 static int wait_for_work(pccl_engine *engine)
 {
     const pccl_zmq *zmq = engine->events.zmq;
+    long patience_ms = ops_await_release(&engine->ops) ? RELEASE_WAIT_MS : -1;
     struct stream *stream;
     size_t room = 3;
-    int n = 0;
+    int n;
     for (stream = engine->streams.first; stream != NULL; stream = stream->next)
         room += 2;
     if (reserve_items(engine, room) != PCCL_OK)
         return PCCL_ENOMEM;
-    watch(engine, &n, engine->events.socket, ZMQ_POLLIN);
-    if (engine->zap.socket != NULL)
-        watch(engine, &n, engine->zap.socket, ZMQ_POLLIN);
-    if (has_room(engine))
-        watch(engine, &n, engine->pull, ZMQ_POLLIN);
-    for (stream = engine->streams.first; stream != NULL; stream = stream->next) {
-        if (stream->push == NULL)
-            continue;
-        watch(engine, &n, stream->monitor, ZMQ_POLLIN);
-        if (stream_pending(stream))
-            watch(engine, &n, stream->push, ZMQ_POLLOUT);
-    }
-    if (zmq->poll(engine->items, n, ops_await_release(&engine->ops) ? RELEASE_WAIT_MS : -1) < 0) {
+    n = watch_all(engine);
+    if (n < 0 || zmq->poll(engine->items, n, patience_ms) < 0 || !take_note(engine, n)) {
         int error = zmq->errno_();
-        if (error != EINTR) {
+        if (n < 0 || error != EINTR) {
             engine->events.error = error;
             return PCCL_EZMQ;
         }

@@ -16,6 +16,7 @@ bool events_emit(struct events *events, const pccl_event *event)
 {
     const pccl_zmq *zmq = events->zmq;
     pccl_msg message;
+    events->emitted = true;
     if (zmq->msg_init_size(&message, sizeof *event) < 0) {
         events_stop(events, PCCL_ENOMEM);
         return false;

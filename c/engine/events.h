@@ -12,6 +12,7 @@ struct events {
     void *socket;            /* PAIR: orders come in, events go out. NULL until it is open */
     int status;              /* why the engine cannot go on, or 0 */
     int error;               /* errno of the last call of the table that failed */
+    bool emitted;            /* something, in this pass */
 };
 
 /* Sends an event to the caller; whether it was sent. If it was not, the engine stops. */

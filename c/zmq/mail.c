@@ -47,10 +47,14 @@ static int send_frame(const pccl_zmq *zmq, void *socket, pccl_msg *frame, int fl
 int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size)
 {
     pccl_msg message;
+    int got;
     if (zmq->msg_init_size(&message, size) < 0)
         return -ENOMEM;
     memcpy(zmq->msg_data(&message), data, size);
-    return send_frame(zmq, socket, &message, ZMQ_DONTWAIT);
+    got = send_frame(zmq, socket, &message, ZMQ_DONTWAIT);
+    if (got == 0)
+        got = pccl_mail_option(zmq, socket, ZMQ_EVENTS);
+    return got < 0 ? got : (got & ZMQ_POLLIN) != 0;
 }
 
 int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t to_size,

@@ -19,7 +19,8 @@ FOLDERS = ("kernels", "zmq", "net", "engine")  # of c/; c/test is none of the ex
 # (pccl.ext.tables).
 CALLBACKS = """
 void *memcpy(void *, const void *, size_t);
-struct pccl_pollitem { void *socket; short events; short revents; ...; };
+typedef int... pccl_fd;
+struct pccl_pollitem { void *socket; pccl_fd fd; short events; short revents; ...; };
 
 extern "Python" {
     void *pccl_py_ctx_new(void);

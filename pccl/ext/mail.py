@@ -68,8 +68,8 @@ class Mail:
         if self._socket.closed:
             raise zmq.ZMQError(zmq.ENOTSOCK)
 
-    def send(self, data: bytes) -> None:
-        """Sends a message.
+    def send(self, data: bytes) -> bool:
+        """Sends a message. Whether messages wait: this may have consumed the notice of them.
 
         Raises:
             zmq.Again: there is no room, or no connection.
@@ -77,9 +77,11 @@ class Mail:
         """
         if self._by_python:
             self._socket.send(data, zmq.DONTWAIT)
-            return
+            return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
         self._check_open()
-        _check(self._send(data, len(data)))
+        waiting = self._send(data, len(data))
+        _check(waiting)
+        return waiting > 0
 
     def take(self) -> list[bytes]:
         """All messages that wait; after this the socket has been found empty.

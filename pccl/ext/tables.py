@@ -284,11 +284,9 @@ def _socket_monitor(socket: Any, endpoint: Any, events: int) -> int:
 
 @_callback(-1)
 def _poll(items: Any, n: int, timeout_ms: int) -> int:
-    sockets = [_find(items[i].socket) for i in range(n)]
-    watched = [(socket, items[i].events) for i, socket in enumerate(sockets)]
-    ready = dict(zmq.zmq_poll(watched, timeout_ms))
-    for i, socket in enumerate(sockets):
-        items[i].revents = ready.get(socket, 0)
+    ready = dict(zmq.zmq_poll([(items[i].fd, items[i].events) for i in range(n)], timeout_ms))
+    for i in range(n):
+        items[i].revents = ready.get(items[i].fd, 0)
     return len(ready)
 
 

@@ -28,7 +28,7 @@ Cost = Callable[[Hop], int]
 
 @dataclass(frozen=True, slots=True)
 class RingPlace:
-    """A peer's place in one ring of a collective: the fields of a pccl_ring (c/pccl.h).
+    """A peer's place in one ring of a collective: fields of a pccl_ring (c/pccl.h).
 
     Attributes:
         stream: leads to the successor.
@@ -38,7 +38,6 @@ class RingPlace:
         count: the number of offsets in the share.
         root: the position of the root, if the collective has one.
         ranks: the members' ranks by position; empty: they are the positions.
-        call: that of the predecessor, which may have sent before the start; 0: it has not.
     """
 
     stream: int
@@ -48,7 +47,6 @@ class RingPlace:
     count: int = 0
     root: int = 0
     ranks: tuple[int, ...] = ()
-    call: int = 0
 
 
 def checksum(order: Sequence[int]) -> int:
@@ -192,6 +190,7 @@ def successors(rings: Sequence[Ring], number: int) -> tuple[int, ...]:
     return tuple(ring.order[(ring.order.index(number) + 1) % len(ring.order)] for ring in rings)
 
 
+@functools.lru_cache(maxsize=64)  # the same work comes again and again
 def span(work: Work) -> int:
     """The offsets of a collective's data: its tensors one after the other, in whole quanta.
 
@@ -230,27 +229,20 @@ def is_direct(work: Work, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> b
     return not work.algorithm and span(work) <= DIRECT_NEAR_MAX
 
 
+@functools.lru_cache(maxsize=64)  # the same work comes again and again under a plan
 def places(
-    work: Work,
-    rings: Sequence[Ring],
-    number: int,
-    streams: Sequence[int],
-    calls: Sequence[int] = (),
+    work: Work, rings: tuple[Ring, ...], number: int, streams: tuple[int, ...]
 ) -> tuple[RingPlace, ...]:
-    """A peer's place in each ring of a collective; `streams` lead to its successors, and `calls`
-    are those of its predecessors.
+    """A peer's place in each ring of a collective; `streams` lead to its successors.
 
     A rank is a position in the first of the rings.
     """
     found: list[RingPlace] = []
-    seats = _seats(tuple(rings), number)
-    calls = calls or [0] * len(rings)
-    of_rings = zip(streams, shares(span(work), rings), seats, calls, strict=True)
-    for stream, share, (position, ranks), call in of_rings:
+    of_rings = zip(streams, shares(span(work), rings), _seats(rings, number), strict=True)
+    for stream, share, (position, ranks) in of_rings:
         named = ranks if found else ()
         root = ranks.index(work.root)
-        place = RingPlace(stream, len(ranks), position, *share, root, named, call)
-        found.append(place)
+        found.append(RingPlace(stream, len(ranks), position, *share, root, named))
     return tuple(found)
 
 

@@ -182,4 +182,4 @@ def test_the_start_repeats_the_predecessors_calls_to_the_engine() -> None:
         for effect in peer.received(m.Started(2, 2, 1, nonce=2, calls=(77,)))
         if isinstance(effect, effects.StartOp)
     ]
-    assert [place.call for place in start.rings] == [77]
+    assert start.calls == (77,)

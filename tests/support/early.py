@@ -67,11 +67,11 @@ class Early:
                     self.under_way.append(chunk)
                     self.sent += 1
 
-    def start(self, peer: SimPeer, op: SimOp, rings: Sequence[RingPlace]) -> None:
+    def start(self, peer: SimPeer, op: SimOp, calls: Sequence[int]) -> None:
         """The engine goes on where it has begun, if it is on the same streams, and takes what its
         stash has of the calls that the start names."""
         assert op.seq is not None
-        op.calls, op.nonce = [place.call for place in rings], peer.expects
+        op.calls, op.nonce = [*calls], peer.expects
         if op.sent and op.sent[0].stream == op.streams[0]:
             self._needed[op.seq] |= {*op.sent}
         else:

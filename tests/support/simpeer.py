@@ -384,11 +384,11 @@ class SimPeer:
                     self.ops[op] = SimOp(self.kinds[op], tag=(run, tag))
                 case BeginOp(op, rings):
                     self.run.early.begin(self, op, self.ops[op], rings)
-                case StartOp(op, seq, _, parts, direct):
+                case StartOp(op, seq, _, parts, direct, calls):
                     alike = [(p.members, p.begin, p.count, p.root, p.ranks) for p in parts]
                     way = ("the way", self.machine.run, seq)
                     self.run.agree(way, (direct, alike), self)
-                    self.start(self.ops[op], seq, parts)
+                    self.start(self.ops[op], seq, parts, calls)
                 case StartTransfer(op, seq, _, parts):
                     self.start(self.ops[op], seq, parts)
                 case CommitOp(op) | AbortOp(op):
@@ -453,7 +453,13 @@ class SimPeer:
         if call in self.waiters:
             self.ready.append(self.waiters.pop(call))
 
-    def start(self, op: SimOp, seq: int, parts: Sequence[RingPlace | effects.End]) -> None:
+    def start(
+        self,
+        op: SimOp,
+        seq: int,
+        parts: Sequence[RingPlace | effects.End],
+        calls: Sequence[int] = (),
+    ) -> None:
         numbers = tuple(part.stream for part in parts if part.stream)  # 0: it sends nothing
         assert all(stream in self.streams for stream in numbers), "a stream that is not open"
         op.seq = key = (self.machine.run, seq)
@@ -472,7 +478,7 @@ class SimPeer:
             if gone:
                 self.run.cut_to[key] = set()
             self.run.starters.setdefault(key, set()).add(self.name)
-            self.run.early.start(self, op, [each for each in parts if isinstance(each, RingPlace)])
+            self.run.early.start(self, op, calls or [0] * len(parts))
         elif op.kind == "fetch":
             blocked = {info.peer for info in op.walled} | gone
             op.holders = tuple(to.peer for to in ends if to.peer not in blocked)

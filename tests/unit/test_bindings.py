@@ -189,7 +189,8 @@ def test_options_and_places_have_the_fields_of_their_structs() -> None:
     assert [field.name for field in dataclasses.fields(engine.EngineOptions)] == [
         *fields("pccl_options")
     ]
-    assert {field.name for field in dataclasses.fields(RingPlace)} == {*fields("pccl_ring")}
+    places = {field.name for field in dataclasses.fields(RingPlace)}
+    assert places == {*fields("pccl_ring")} - {"call"}  # which StartOp has
     assert {field.name for field in dataclasses.fields(End)} == {*fields("pccl_end")}
     assert {field.name for field in dataclasses.fields(engine.Part)} == {*fields("pccl_part")}
 

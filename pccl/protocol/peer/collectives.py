@@ -121,12 +121,10 @@ class Collectives:
         if self._streams.ready and may_begin(one.work, self._knowledge.plan.rings):
             self._outbox.do(BeginOp(one.call, *self._way(one)))
 
-    def _way(
-        self, one: Collective, calls: tuple[int, ...] = ()
-    ) -> tuple[tuple[RingPlace, ...], bool]:
+    def _way(self, one: Collective) -> tuple[tuple[RingPlace, ...], bool]:
         """This peer's place in each ring of the plan, and whether two members need no ring."""
         plan, number = self._knowledge.plan, self._knowledge.number
-        parts = places(one.work, plan.rings, number, self._streams.ring, calls)
+        parts = places(one.work, plan.rings, number, self._streams.ring)
         direct = is_direct(one.work, plan.rings, plan.peers)
         return parts, direct
 
@@ -164,7 +162,7 @@ class Collectives:
             return
         one.epoch = started.epoch
         self._streams.renew(started.epoch)
-        self._outbox.do(StartOp(one.call, seq, started.nonce, *self._way(one, started.calls)))
+        self._outbox.do(StartOp(one.call, seq, started.nonce, *self._way(one), started.calls))
 
     def _start_send(self, one: Collective, started: m.Started) -> None:
         """The data of a send goes directly from one to the other: a ring of two, of which only one

@@ -37,7 +37,8 @@ class CloseStream:
 class StartOp:
     """Start the registered op of a collective, on these rings.
 
-    `direct`: two members send each other everything instead.
+    `direct`: two members send each other everything instead. `calls`: that of the predecessor in
+    each ring, which may have sent before the start; empty: none has.
     """
 
     op: int
@@ -45,6 +46,7 @@ class StartOp:
     nonce: int
     rings: tuple[RingPlace, ...]
     direct: bool = False
+    calls: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,11 +215,13 @@ class Client:
             with self._working:
                 if shortcut.entered:
                     return
-                self._performer.sent = True
                 heard = None if self._pending.closed else self._peer.heard_if_free
-                vote = m.StartVote(call.number, tag, work, data, heard or 0, stuck)
-                if heard is not None and shortcut.send(self._master.dealer, m.encode(vote)):
-                    return
+                if heard is not None:
+                    vote = m.StartVote(call.number, tag, work, data, heard, stuck)
+                    before, self._performer.heard = self._performer.heard, True
+                    if shortcut.send(self._master.dealer, m.encode(vote)):
+                        self._performer.heard = before  # unless an exception comes in between
+                        return
         self._inbox.signal()
 
     def ready(self, call: Call, offset: int, length: int) -> None:
@@ -413,16 +415,16 @@ class Client:
             self._break_down(error)
 
     def _exchange(self) -> bool:
-        """Sends what there is to send, and reads what may have come. Whether anything was sent."""
+        """Sends what there is to send, and reads what has come. Whether anything was read."""
         performer = self._performer
         performer.flush()
-        said, performer.sent = performer.sent, False
-        ordered, performer.ordered = performer.ordered, False
-        if said:
+        heard, performer.heard = performer.heard, False
+        told, performer.told = performer.told, False
+        if heard:
             self._read_master()
-        if ordered:
+        if told:
             self._events.read()
-        return said or ordered
+        return heard or told
 
     def _break_down(self, error: BaseException) -> None:
         """Ends the membership after an internal error, with its reason."""
@@ -470,7 +472,7 @@ class Client:
         if self._streams.waits:
             self._streams.tick()
         self._master.tick()
-        self._performer.ordered |= self._progress.tick()
+        self._progress.tick()
 
     # ---- the end ----
 

@@ -128,8 +128,9 @@ class MasterConnection:
     @property
     def due_s(self) -> float | None:
         """When `tick` has something to do."""
-        due = [each for each in (self._retry_at, self._give_up_at or None) if each is not None]
-        return min(due, default=None)
+        if not self._give_up_at:
+            return None
+        return min(self._give_up_at, self._retry_at or self._give_up_at)
 
     def tick(self) -> None:
         """Does whatever is due."""

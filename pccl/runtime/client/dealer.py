@@ -97,14 +97,16 @@ class Dealer:
         """Keeps a message until `flush`, which sends those of one moment together."""
         self.unsent.append(m.encode(message))
 
-    def flush(self) -> None:
-        """Sends what was said."""
+    def flush(self) -> bool:
+        """Sends what was said. Whether there are messages to be heard now."""
         unsent, self.unsent = self.unsent, []
+        waiting = False
         try:
             for frame in m.frames(unsent):
-                self._mail.send(frame)
+                waiting = self._mail.send(frame)
         except zmq.Again:
-            pass  # the connection broke; its monitor knows why, and is read next
+            return True  # the connection broke; its monitor knows why, and is read next
+        return waiting
 
     def heard(self) -> Iterator[m.MasterMessage]:
         """All messages so far.

@@ -288,11 +288,12 @@ class Engine:
         if not self.together:
             self.flush()
 
-    def flush(self) -> None:
-        """Sends the orders that wait."""
+    def flush(self) -> bool:
+        """Sends the orders that wait. Whether there are events now."""
         unsent, self.unsent = self.unsent, []
-        if unsent and not self._closed:  # orders after the end concern nothing
-            self._mail.send(b"".join(unsent))
+        if not unsent or self._closed:  # orders after the end concern nothing
+            return False
+        return self._mail.send(b"".join(unsent))
 
     def open_stream(self, stream: int) -> None:
         """Opens a stream, so that ops can start on it; its number was never used before."""
@@ -524,6 +525,7 @@ class Engine:
         chunk_bytes: int,
         rings: Sequence[RingPlace],
         direct: bool = False,
+        calls: Sequence[int] = (),
     ) -> None:
         """Starts a registered collective.
 
@@ -534,8 +536,12 @@ class Engine:
             chunk_bytes: size of one message.
             rings: this peer's place in each ring, at most PCCL_RINGS_MAX.
             direct: whether its two members send each other everything.
+            calls: the predecessor's in each ring, which may have sent before; empty: none has.
         """
-        self._enter_rings(self._start(op, seq, nonce, chunk_bytes), rings, direct)
+        order = self._start(op, seq, nonce, chunk_bytes)
+        for place, call in zip(order.rings, calls, strict=False):
+            place.call = call
+        self._enter_rings(order, rings, direct)
 
     def begin(
         self, op: int, *, chunk_bytes: int, rings: Sequence[RingPlace], direct: bool = False
@@ -552,7 +558,6 @@ class Engine:
         for place, ring in zip(order.rings, rings, strict=False):
             place.stream, place.members, place.position = ring.stream, ring.members, ring.position
             place.begin, place.count, place.root = ring.begin, ring.count, ring.root
-            place.call = ring.call
             if ring.ranks:
                 place.ranks = self._keep(order.op, ffi.new("uint16_t[]", ring.ranks))
         self._send()

@@ -79,10 +79,10 @@ class Inbox:
 
     def carry_out(self) -> None:
         """Runs all queued commands."""
-        while True:
+        while self._commands:
             try:
                 command = self._commands.popleft()
-            except IndexError:
+            except IndexError:  # after the end, another thread may have come first
                 return
             command()
 

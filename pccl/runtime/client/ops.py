@@ -82,6 +82,7 @@ def start(
         chunk_bytes=_chunk_bytes(effect.rings, memory, local),
         rings=effect.rings,
         direct=effect.direct,
+        calls=effect.calls,
     )
 
 

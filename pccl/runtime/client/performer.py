@@ -30,9 +30,8 @@ class Performer:
         figures: count the collectives.
 
     Attributes:
-        sent: whether the connection to the master was used since messages were last read from it,
-            which may have consumed the notice of their arrival.
-        ordered: the same of the engine and its events.
+        heard: whether messages of the master may wait, of which no notice will come.
+        told: the same of the engine's events.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Performer:
         local: Callable[[m.PeerInfo], bool],
         figures: Figures,
     ) -> None:
-        self.sent = self.ordered = True
+        self.heard = self.told = True
         self._figures = figures
         self._peer, self._engine, self._streams = peer, engine, streams
         self._master, self._pending, self._local = master, pending, local
@@ -78,11 +77,9 @@ class Performer:
     def flush(self) -> None:
         """Sends all orders, and then all messages, which may depend on these."""
         if self._engine.unsent:
-            self._engine.flush()
-            self.ordered = True
+            self.told |= self._engine.flush()
         if self._master.dealer.unsent:
-            self._master.dealer.flush()
-            self.sent = True
+            self.heard |= self._master.dealer.flush()
 
     def _register(self, effect: effects.RegisterOp) -> None:
         ops.register(self._engine, effect, self._pending.memory[effect.op])

@@ -13,7 +13,7 @@ class Progress:
     """Asks about each op that is under way at two looks in a row.
 
     Attributes:
-        due_s: when to look next; None: nothing is under way.
+        due_s: when to look next; None: nothing was under way.
     """
 
     def __init__(self, engine: Engine, peer: Peer) -> None:
@@ -21,19 +21,15 @@ class Progress:
         self._before: set[int] = set()  # what was under way at the last look
         self.due_s: float | None = None
 
-    def tick(self) -> bool:
-        """Looks, if it is time to. Whether the engine was asked."""
-        if not self._peer.moves:
-            self.due_s = None
-            return False
+    def tick(self) -> None:
+        """Looks, if it is time to."""
         now_s = time.monotonic()
         if self.due_s is None:
-            self.due_s, self._before = now_s + limits.PROGRESS_LOOK_S, set(self._peer.moving)
-        if now_s < self.due_s:
-            return False
-        moving = set(self._peer.moving)
-        lasting, self._before = moving & self._before, moving
-        self.due_s = now_s + limits.PROGRESS_LOOK_S
-        for op in lasting:
-            self._engine.tell(op)
-        return bool(lasting)
+            if self._peer.moves:
+                self.due_s, self._before = now_s + limits.PROGRESS_LOOK_S, set(self._peer.moving)
+        elif now_s >= self.due_s:
+            moving = set(self._peer.moving)
+            for op in moving & self._before:
+                self._engine.tell(op)
+            self.due_s = now_s + limits.PROGRESS_LOOK_S if self._peer.moves else None
+            self._before = moving

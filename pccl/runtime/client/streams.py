@@ -104,6 +104,8 @@ class Streams:
     @property
     def due_s(self) -> float | None:
         """When `tick` must be called next; None: it need not be."""
+        if not self._waiting:
+            return None
         times = [t for each in self._waiting.values() for t in (each.due_s, each.retry_s) if t]
         return min(times, default=None)
 
