@@ -40,8 +40,9 @@ def main() -> int:
         address = f"{net.addresses['master']}:{PORT}"
         command = [sys.executable, "-m", "pccl"]
         master = net.popen("master", [*command, "master", "--listen-address", address])
-        command += ["bench", "ddp", "--peers", str(args.peers), "--master", address, *options]
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wan0", "OMP_NUM_THREADS": "1"}
+        command += ["bench", "ddp", "--peers", str(args.peers), "--master", address]
+        command += ["--threads", "1", *options]  # the hosts share this machine's cores
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wan0"}
         peers = []
         for host in hosts:
             first = host == hosts[0]

@@ -34,6 +34,7 @@ _NUMBERS = (  # name, default, meaning
     ("--width", 256, "its width"),
     ("--length", 64, "tokens of a sequence"),
     ("--batch", 4, "sequences of each process in each step"),
+    ("--bucket-mib", 25, "most MiB of gradients that are reduced together"),
 )
 
 
@@ -56,6 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"{meaning} (%(default)s)",
         )
+    parser.add_argument(
+        "--threads",
+        type=whole_number(1),
+        metavar="N",
+        help="torch's, in each process (this machine's cores divided among its processes)",
+    )
     options.add_json(parser)
 
 
@@ -74,9 +81,10 @@ def run(args: argparse.Namespace) -> int:
         args.width,
         args.length,
         args.batch,
+        args.bucket_mib,
         args.iters,
         args.warmup_iters,
-        max(1, (os.cpu_count() or 1) // here),
+        args.threads or max(1, (os.cpu_count() or 1) // here),
     )
     try:
         rows = _rows(_measured(job, args.master))
@@ -132,7 +140,8 @@ def _title(job: Job, address: str | None, rows: list[dict[str, Any]]) -> str:
     return (
         f"# pccl {pccl.__version__} bench ddp: {job.peers} processes {where}, transport "
         f"{os.environ.get('PCCL_TRANSPORT', 'auto')}\n# a GPT of {millions:.1f} million parameters "
-        f"({job.layers} layers, width {job.width}), {job.batch} x {job.length} tokens\n"
+        f"({job.layers} layers, width {job.width}), {job.batch} x {job.length} tokens, "
+        f"buckets of {job.bucket_mib} MiB\n"
         f"# medians (minima) of {job.iterations} steps after {job.warmups} warm-ups, in turns\n"
         f"#{'over':>12} {'ms a step':>20} {'steps/s':>9} {'of gloo':>8} {'loss':>8}  weights"
     )

@@ -33,6 +33,7 @@ class Job:
         wires: how gradients are quantized, beside those that are not.
         layers: of the model, whose width and length of context follow.
         batch: sequences of each peer in each step.
+        bucket_mib: most MiB of gradients that are reduced together.
         iterations: steps that are timed, of each way; before them, `warmups` that are not.
         threads: of torch, in each process.
     """
@@ -43,6 +44,7 @@ class Job:
     width: int
     length: int
     batch: int
+    bucket_mib: int
     iterations: int
     warmups: int
     threads: int
@@ -72,7 +74,9 @@ class Trainee:
         torch.manual_seed(0)
         model = GPT(job.layers, job.width, job.length)
         self.parameters = sum(p.numel() for p in model.parameters())
-        self._ddp = DistributedDataParallel(model, process_group=group)
+        self._ddp = DistributedDataParallel(
+            model, process_group=group, bucket_cap_mb=job.bucket_mib
+        )
         if wire is not None:
             state = hooks.Quantized(wire, group)  # type: ignore[arg-type]
             self._ddp.register_comm_hook(state, hooks.quantized)
