@@ -82,8 +82,9 @@ static void test_what_a_lane_holds_is_little_in_time(void)
     struct lanes lanes = make(3, WINDOW);
     tell(1, 10 * WINDOW);
     tell(2, WINDOW / 100);
+    told[0].state.round_trip_us *= 2;                /* a queue on the way is time, too */
     (void)lanes_look(&lanes);
-    CHECK(told[0].limit == WINDOW * 16 / 100);
+    CHECK(told[0].limit == WINDOW * 16 / 200);
     CHECK(told[1].limit == TCP_UNSENT_MAX);
     CHECK(told[2].limit == 1 << 14);
 }
@@ -111,6 +112,9 @@ static void test_chunks_are_as_large_as_lanes_are_fast(void)
         (void)lanes_look(&lanes);
         CHECK(lanes_chunk(&lanes, 1 << 20) == cases[i].chunk);
         CHECK(lanes_chunk(&lanes, 1000) == 1000);
+        told[2].known = told[3].known = false;       /* they may be as fast as the others */
+        (void)lanes_look(&lanes);
+        CHECK(lanes_chunk(&lanes, 1 << 20) == cases[i].chunk);
     }
 }
 
@@ -134,6 +138,23 @@ static void test_windows_that_are_held_down_ask_for_more_lanes(void)
     CHECK(lanes_look(&lanes) == 8);
     CHECK(look(&lanes, 4) == 0);
     CHECK(lanes_look(&lanes) == 8);
+}
+
+/* What only just counts: as full, as without a queue, as the same windows. */
+static void test_what_is_nearly_so_counts(void)
+{
+    struct lanes lanes = make(4, WINDOW);
+    int i;
+    told[0].state.unsent = 0;
+    for (i = 1; i < 4; i++)
+        told[i].state.unacked = WINDOW * 3 / 4;
+    told[1].state.round_trip_us = ROUND_TRIP_US * 9 / 8;
+    told[2].state.round_trip_us = ROUND_TRIP_US * 17 / 16;
+    for (i = 0; i < 5; i++) {
+        told[3].state.window = WINDOW + (i % 2 ? WINDOW / 3 : -WINDOW / 5) * (i > 0);
+        told[3].state.unacked = told[3].state.window;
+        CHECK(lanes_look(&lanes) == (i == 4 ? 2 : 0));
+    }
 }
 
 static void test_windows_that_still_change_ask_for_none(void)
@@ -183,7 +204,10 @@ static void test_limits(void)
     CHECK(look(&lanes, 5) == 1);
     lanes_add(&lanes, LANES_MOST);
     lanes_add(&lanes, LANES_MOST + 1);
+    tell(LANES_MOST, WINDOW);
+    tell(LANES_MOST + 1, WINDOW);
     CHECK(lanes.n == LANES_MOST && look(&lanes, 10) == 0);
+    CHECK(told[LANES_MOST].changes == 1 && told[LANES_MOST + 1].changes == 0);
     lanes = make(1, WINDOW);
     CHECK(look(&lanes, 5) == 1);
     lanes = make(4, (1 << 15) - 1);                  /* too small to recover well */
@@ -196,6 +220,9 @@ static void test_without_knowledge_nothing_changes(void)
     int i;
     told[2].known = false;
     CHECK(look(&lanes, 10) == 0);                    /* one is unknown: it may have room */
+    told[2].known = true;
+    told[2].state.round_trip_us = 0;                 /* nothing has been acknowledged yet */
+    CHECK(look(&lanes, 10) == 0 && told[2].changes == 0);
     for (i = 0; i < 4; i++)
         told[i].known = false;
     CHECK(look(&lanes, 10) == 0 && told[2].changes == 0);
@@ -211,6 +238,15 @@ static void test_a_lane_that_is_gone_is_left_alone(void)
     lanes_drop(&lanes, 1);
     (void)lanes_look(&lanes);
     CHECK(lanes.n == 2 && told[0].changes == 1 && told[1].changes == 0 && told[2].changes == 1);
+    tell(0, 2 * WINDOW);
+    (void)lanes_look(&lanes);
+    lanes_drop(&lanes, 0);                           /* the other one has its limit */
+    (void)lanes_look(&lanes);
+    CHECK(lanes.n == 1 && told[0].changes == 2 && told[2].changes == 1);
+    tell(3, WINDOW);
+    lanes_add(&lanes, 3);                            /* and this one none yet, where one was lost */
+    (void)lanes_look(&lanes);
+    CHECK(told[2].changes == 1 && told[3].changes == 1);
 }
 
 /* ---- streams ---- */
@@ -292,6 +328,7 @@ int main(void)
     test_chunks_are_as_large_as_lanes_are_fast();
     test_the_next_look_is_a_round_trip_later();
     test_windows_that_are_held_down_ask_for_more_lanes();
+    test_what_is_nearly_so_counts();
     test_windows_that_still_change_ask_for_none();
     test_a_full_link_asks_for_none();
     test_what_says_nothing_is_neither_for_nor_against();

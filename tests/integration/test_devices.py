@@ -25,6 +25,7 @@ from pccl.runtime.client.client import Client
 from pccl.runtime.client.copies import on_host
 from pccl.runtime.client.devices import HostView
 from pccl.runtime.client.memory import Operand, Operands
+from pccl.runtime.config import Config
 from pccl.tensors.arrays import Buffer
 
 
@@ -412,6 +413,31 @@ def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPat
             assert begins[index] + (one.end - 1) // size < step.end
             seen[index] += range(one.begin, one.end)
     assert seen == {i: [*range(counts[i] * dtypes[i].itemsize)] for i in seen}
+
+
+def test_what_is_read_gradually_never_travels_with_its_vote(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is sent before all of it is on the host, whatever PCCL_INLINE_BYTES says."""
+    small, there = pccl.DataType.UINT8, pccl.DeviceType.CUDA
+    least = copies.STEP + 1  # elements of the fewest bytes
+    monkeypatch.setenv("PCCL_INLINE_BYTES", str(least))
+    with pytest.raises(ValueError, match="PCCL_INLINE_BYTES"):
+        Config.from_env()
+
+    def voted(counts: list[int]) -> tuple[bool, bytes | None]:
+        """Whether it is gradual, and what travels with the vote at most."""
+        ends = [Buffer.at(gpu.hold(np.zeros(n, np.uint8)), n, small, None, there) for n in counts]
+        parts = tuple(m.Part(small.value, n) for n in counts) if len(counts) > 1 else ()
+        work = m.Work("all_reduce", 0, small.value, 0 if parts else counts[0], parts=parts)
+        each = tuple(Operand(end, end, end.count) for end in ends)
+        moved, _ = on_host(Operands(work, each), NO_PLAN, 1)
+        return moved.gradual is not None, moved.vote(2, m.INLINE_BYTES_MAX)[1]
+
+    assert voted([least]) == (True, None)
+    assert voted([m.INLINE_BYTES_MAX]) == (False, bytes(m.INLINE_BYTES_MAX))
+    monkeypatch.setattr(copies, "STEP", 64)  # of tiny arrays there may be many offsets in few bytes
+    assert voted([1, 1]) == (True, None)
 
 
 @pytest.mark.parametrize("position", range(3))

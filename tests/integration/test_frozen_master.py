@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cluster import gather, in_threads
@@ -18,7 +19,9 @@ from puppets import Puppet, gathered, together
 from waiting import wait_until
 
 import pccl
-from pccl.protocol.master import recovery
+from pccl.protocol.master import inputs, recovery
+from pccl.runtime.config import Config
+from pccl.runtime.server import server as server_module
 from pccl.runtime.server.pulse import Pulse
 from pccl.runtime.server.server import Server
 
@@ -95,6 +98,21 @@ def test_a_master_that_was_stopped_goes_on_with_all_its_peers(
         for puppet in puppets:
             puppet.kill()
         master.kill()
+
+
+def test_a_pause_before_the_chores_makes_nobody_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes after what the loop has felt of its wait: while messages are handled, say."""
+    clock, ticks = Clock(), list[inputs.Tick]()
+    server = Server("127.0.0.1", 0, Config())
+    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(server, "_feed", lambda event: ticks.append(event) or [])
+    server._pauses._pulse = Pulse(0.5, [clock])
+    with contextlib.closing(server):
+        for seconds in (0.0, 0.1, 100.0, 0.2):
+            clock.now_s += seconds
+            server._do_chores(True)
+    begin_s = ticks[0].now_s
+    assert [tick.now_s - begin_s for tick in ticks] == pytest.approx([0.0, 0.1, 0.1, 0.3])
 
 
 class Nap:

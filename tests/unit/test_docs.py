@@ -79,10 +79,3 @@ def test_the_parts_of_both_state_machines_are_those_of_the_code(machine: str) ->
     for module, part in named:
         found = importlib.import_module(f"pccl.protocol.{machine}.{module}")
         assert not part or found.__dict__[part].__module__ == found.__name__
-
-
-def test_the_files_that_contributing_names_exist() -> None:
-    named = re.findall(r"`([\w./]+/[\w.]+\.(?:py|c|h|toml|md))`", read(ROOT / "CONTRIBUTING.md"))
-    roots = [ROOT, ROOT / "pccl" / "protocol", ROOT / "pccl" / "runtime"]
-    assert len(named) > 20
-    assert not [one for one in named if not any((root / one).exists() for root in roots)]

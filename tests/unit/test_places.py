@@ -1,4 +1,4 @@
-"""The places in the code that the pages name exist, and the walks follow the calls."""
+"""The places that the pages and the code name exist, and the walks follow the calls."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 BASES = [ROOT, ROOT / "pccl" / "protocol"]  # to which paths are relative
 HOP = re.compile(r"^\d+\. `([\w./]+)` `([\w.]+)`", re.MULTILINE)
+SUFFIXES = "py|pyi|c|h|inc|md|toml|html"
 PATH = re.compile(r"[\w.*/-]+/[\w.*/-]*|[\w-]+\.(?:py|c|h|md|toml)")
 NAME = re.compile(r"[A-Za-z_][\w.]*")
 BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -120,6 +121,47 @@ def test_each_hop_is_called_by_one_before_it_on_its_thread(title: str) -> None:
             uncalled.append(str(hop))
         before.append(hop)
     assert not uncalled
+
+
+# ---- files ----
+
+FOLDERS = ["c", "pccl", "tests", "stress", "docs", "examples", ".ci"]
+OF_US = "|".join(map(re.escape, FOLDERS))
+WHOLE = re.compile(rf"(?<![\w/.:{{-])(?:{OF_US})/[\w./*-]*(?:\.(?:{SUFFIXES})\b|/(?=[`\s]))")
+BARE = re.compile(r"(?<![\w/.*<:}-])[a-z_]\w*\.(?:py|c|h)\b(?![(\w])")
+# of users, of other programs, and of what tests make up
+FOREIGN = {
+    *("test_it.py", "test_made.py", "_core.c", "sitecustomize.py"),
+    *("typing.py", "threading.py", "zmq.h"),
+}
+
+
+def texts() -> list[Path]:
+    """All that people wrote, but for the history."""
+    patterns = [f"{folder}/**/*.{{}}" for folder in FOLDERS] + ["*.{}"]
+    found = [
+        path
+        for pattern in patterns
+        for suffix in SUFFIXES.split("|")
+        for path in ROOT.glob(pattern.format(suffix))
+    ]
+    made = {"_build", "build", "CHANGELOG.md"}
+    return sorted(path for path in found if not made & {*path.relative_to(ROOT).parts})
+
+
+def test_files_that_are_named_exist() -> None:
+    """Of the repository, by their paths or names, on pages and in comments."""
+    everything = texts()
+    known = {path.name for path in everything} | FOREIGN
+    named, missing = 0, []
+    for path in everything:
+        text = re.sub(r"^#include <.*>$", "", read(path), flags=re.MULTILINE)
+        whole, bare = {*WHOLE.findall(text)}, {*BARE.findall(text)}
+        named += len(whole)
+        gone = {one for one in whole if not any(ROOT.glob(one.rstrip("/")))} | bare - known
+        missing += [f"{path.relative_to(ROOT)}: {one}" for one in sorted(gone)]
+    assert missing == []
+    assert named > 400 and len(everything) > 500
 
 
 # ---- CONTRIBUTING ----

@@ -37,7 +37,9 @@ from pccl.tensors import coded
 from pccl.tensors.arrays import Buffer
 from pccl.types import DeviceType, QuantizationAlgorithm, ReduceOp
 
-STEP = 1 << 20  # elements, in whole quanta: 4 MiB of float32
+# elements, in whole quanta: 4 MiB of float32. More than travel with a vote, which may be sent when
+# the first step of a gradual contribution is on the host
+STEP = 1 << 20
 
 
 class Caller(Protocol):
