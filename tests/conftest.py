@@ -23,6 +23,8 @@ from pccl.ext import tables
 settings.register_profile("pccl", deadline=None)  # speed is not what is tested
 settings.load_profile("pccl")
 
+# or each of the hundreds of processes that tests start compiles the package anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("PCCL_INLINE_BYTES", "16384")  # so that rings are tested with small arrays
 
 GRACE_S = 60.0  # for a test whose time is over, to end
