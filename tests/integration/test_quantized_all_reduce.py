@@ -99,16 +99,27 @@ def test_every_dtype_format_and_operation(cluster: Cluster) -> None:
     size = len(cluster.comms)
     counts = [0, 1, size - 1, size + 1, 1009]
     cases = [
-        *itertools.product(oracle.FLOATS, ["sum", "avg"], counts, ALL),
+        *itertools.product(oracle.FLOATS, ["sum", "avg"], counts, EACH),
         *itertools.product(oracle.FLOATS, ["max", "min"], [1009], EACH),
+        *itertools.product(["float32"], ["sum"], [1009], ALL),
     ]
     check(cluster, [(d, op, n, *options) for d, op, n, options in cases])
 
 
-def test_several_chunks_to_a_segment(cluster: Cluster) -> None:
-    size = len(cluster.comms)  # a chunk has 65,536 elements at most
+@pytest.mark.parametrize(
+    ("backend", "size"),
+    [
+        *(("libzmq", 2), ("libzmq", 3), ("pyzmq", 3)),
+        pytest.param("libzmq", 5, marks=pytest.mark.slow),
+        pytest.param("pyzmq", 5, marks=pytest.mark.slow),
+    ],
+    indirect=["backend"],
+)
+def test_several_chunks_to_a_segment(backend: str, size: int) -> None:
+    """A chunk has 65,536 elements at most."""
     cases = itertools.product(["float32"], ["avg", "max"], [66_001 * size], BEST)
-    check(cluster, [(d, op, n, *options) for d, op, n, options in cases])
+    with Cluster(size) as cluster:
+        check(cluster, [(d, op, n, *options) for d, op, n, options in cases])
 
 
 @pytest.mark.parametrize(

@@ -142,10 +142,10 @@ class SimPeer:
 
     def run_threads(self) -> bool:
         """Lets threads go on as far as they can; whether any could."""
-        late = [c for c, step in self.deadlines.items() if step <= self.run.steps]
+        late = self.deadlines and [c for c, at in self.deadlines.items() if at <= self.run.steps]
         for call in late:
             self.withdraw(call)
-        hurried = self.hurry(self.run.steps)
+        hurried = bool(self.patient) and self.hurry(self.run.steps)
         if self.standing and self.run.random.random() < 0.005:
             self.perform(self.machine.inquire(self.run.random.choice(list(self.standing))))
         if not self.ready:

@@ -34,6 +34,7 @@ from pccl.protocol.rounds import PENDING, Grace, OpenRounds
 # who stands in one of these can enter no other call (said anew: the protocol's rules are checked)
 EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
 RUN_WIDE = {"update_topology", "are_peers_pending", "optimize_topology"}
+INVERTED = bytes(byte ^ 255 for byte in range(256))
 
 
 class Run:
@@ -101,7 +102,7 @@ class Run:
         """The master's arithmetic. Peers that stand in different steps must not meet."""
         assert len(set(parts)) == 1, f"contributions of different steps were reduced: {parts}"
         assert len(parts[0]) == work.count
-        result = bytes(byte ^ 255 for byte in parts[0])
+        result = parts[0].translate(INVERTED)
         self.combined.add(result)
         return result
 

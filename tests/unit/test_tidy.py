@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,15 @@ def lines(path: Path) -> list[str]:
     return path.read_text(encoding="utf-8").splitlines()
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Name and number of lines of each function."""
     if path.suffix == ".py":
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 yield node.name, node.end_lineno - node.lineno + 1
@@ -113,7 +119,7 @@ def test_objects_of_the_protocol_collaborate_and_are_not_cut_across_files() -> N
     values = {"Struct", "Enum", "IntEnum", "StrEnum", "NamedTuple", "Generic", "Protocol"}
     found = []
     for path in (ROOT / "pccl" / "protocol").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ClassDef):
                 bases = {ast.unparse(base).partition("[")[0] for base in node.bases}
                 own = {
@@ -139,7 +145,7 @@ def test_no_object_reaches_into_another(package: str) -> None:
     reaches = [
         f"{name(path)}:{node.lineno}: {ast.unparse(node)}"
         for path in (ROOT / "pccl" / package).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
@@ -152,7 +158,7 @@ def test_no_object_reaches_into_another(package: str) -> None:
 def test_tests_import_what_they_share_from_support_and_not_from_each_other() -> None:
     shared = []
     for path in (ROOT / "tests").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ImportFrom):
                 modules = [node.module or ""]
             elif isinstance(node, ast.Import):
@@ -192,7 +198,7 @@ def test_examples_use_public_names_only() -> None:
 
     private = []
     for path in (ROOT / "examples").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ImportFrom) and node.module == "pccl":
                 names = {alias.name for alias in node.names} - {*pccl.__all__}
             elif isinstance(node, ast.ImportFrom | ast.Import):
