@@ -225,24 +225,6 @@ static void test_receiver_votes_anew(void)
     job_free(&job);
 }
 
-/* START in one ring of three over another stream than EARLY. */
-static void start_anew(int who, const struct job *job, uint32_t stream, uint32_t position)
-{
-    pccl_order start = {0};
-    start.kind = PCCL_START;
-    start.op = job->op;
-    start.seq = job->seq;
-    start.nonce = TEST_NONCE;
-    start.chunk_bytes = job->chunk_bytes;
-    start.n_rings = 1;
-    start.rings[0].stream = stream;
-    start.rings[0].members = 3;
-    start.rings[0].position = position;
-    start.rings[0].count = job->span;
-    start.rings[0].call = job->op;
-    peers_order(&peers, who, &start);
-}
-
 /* Another epoch: what was sent early is void with its streams, on both sides. */
 static void test_another_epoch(void)
 {
@@ -261,72 +243,27 @@ static void test_another_epoch(void)
             if (i > 0 && variant == 1)
                 job_register(&peers, i, &job);
         }
-        for (i = 0; i < 3; i++)
-            start_anew(i, &job, 2, 2 - (uint32_t)i);
+        for (i = 0; i < 3; i++) {
+            pccl_order start = {0};
+            start.kind = PCCL_START;
+            start.op = job.op;
+            start.seq = job.seq;
+            start.nonce = TEST_NONCE;
+            start.chunk_bytes = job.chunk_bytes;
+            start.n_rings = 1;
+            start.rings[0].stream = 2;
+            start.rings[0].members = 3;
+            start.rings[0].position = 2 - (uint32_t)i;
+            start.rings[0].count = job.span;
+            start.rings[0].call = job.op;
+            peers_order(&peers, i, &start);
+        }
         peers_run(&peers);
         CHECK(job_is_right(&peers, &job));
         CHECK(job_commit(&peers, &job));
         CHECK(peers_count(&peers, 0, PCCL_FAILED, job.op) == 0);
         peers_close(&peers);
         job_free(&job);
-    }
-}
-
-/* What several rings are allowed, so as not to block each other, ends with them: with an op, in
- * whatever state, and with the rings of EARLY if START has one ring. A member whose successor has
- * stalled receives no more than may wait then. */
-static void test_limits_hold_after_two_rings(void)
-{
-    enum { N = 3, CHUNK = 256 };
-    enum { COMMITTED, ABORTED, STARTED_IN_ONE, VARIANTS } variant;
-    for (variant = 0; variant < VARIANTS; variant++) {
-        pccl_options options = peers_options();
-        struct job two = job_plain(30000, true), one = two;
-        struct job *last = variant == STARTED_IN_ONE ? &two : &one;
-        uint64_t received;
-        int i;
-        two.early = one.early = true;
-        one.op = 2;
-        two.chunk_bytes = one.chunk_bytes = CHUNK;
-        job_make(&two, N);
-        job_make(&one, N);
-        peers_open(&peers, N, &options, 1);
-        peers_connect_ring(&peers, 2, 2);
-        for (i = 0; i < N; i++) {
-            peers_stream(&peers, i, (i + N - 1) % N, 2, 2, 2);
-            peers_stream(&peers, i, (i + 1) % N, 3, 1, 2);
-        }
-        for (i = 0; i < N; i++) {
-            job_register(&peers, i, &two);
-            job_early(&peers, i, &two, 2);
-        }
-        peers_run(&peers);
-        for (i = 0; i < N && variant == COMMITTED; i++)
-            job_start_rings(&peers, i, &two, 2);
-        peers_run(&peers);
-        for (i = 0; i < N && last == &one; i++) {
-            peers_end(&peers, i, variant == COMMITTED ? PCCL_COMMIT : PCCL_ABORT, two.op);
-            job_register(&peers, i, &one);
-        }
-        for (i = 0; i < N; i++) {
-            expect_nonce(i, 6);
-            close_stream(i, 1);
-            close_stream(i, 2);
-        }
-        peers_run(&peers);
-        fake_stall(peers.peer[2].endpoint, true);
-        for (i = 0; i < N; i++)
-            start_anew(i, last, 3, (uint32_t)i);
-        peers_run(&peers);
-        fake_stall(peers.peer[2].endpoint, false);
-        for (i = 0; i < N; i++)
-            peers_end(&peers, i, PCCL_ABORT, last->op);
-        peers_run(&peers);
-        received = peers_event(&peers, 1, PCCL_SETTLED, last->op)->rx_bytes;
-        CHECK(0 < received && received <= CHUNK * (options.forward_max + 8));
-        peers_close(&peers);
-        job_free(&two);
-        job_free(&one);
     }
 }
 
@@ -693,7 +630,6 @@ int main(void)
     test_taken_back();
     test_receiver_votes_anew();
     test_another_epoch();
-    test_limits_hold_after_two_rings();
     test_lost_stream();
     test_credit();
     test_again();
