@@ -69,6 +69,8 @@ class SharedStateSyncStrategy(Enum):
 class DataType(Enum):
     """Element types."""
 
+    __hash__ = object.__hash__  # each is one object; Enum hashes names, in Python
+
     UINT8 = 0
     INT8 = 1
     INT16 = 2

@@ -8,6 +8,8 @@ from enum import StrEnum
 class CollectiveKind(StrEnum):
     """What a collective does; the value is the API call's name."""
 
+    __hash__ = str.__hash__  # that of the text to which it is equal; Enum hashes names, in Python
+
     ALL_REDUCE = "all_reduce"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"

@@ -224,7 +224,8 @@ def is_direct(work: Work, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> b
         return False
     if work.what != CollectiveKind.ALL_REDUCE:
         return False
-    if len({(peer.machine, peer.host) for peer in peers}) > 1:
+    one, other = peers
+    if (one.machine, one.host) != (other.machine, other.host):
         return True
     return not work.algorithm and span(work) <= DIRECT_NEAR_MAX
 

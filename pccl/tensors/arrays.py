@@ -257,6 +257,6 @@ def pair(send: Array, recv: Array) -> tuple[Buffer, Buffer]:
             f"they must lie alike, as do send and {'torch' if is_torch(send) else 'numpy'}"
             ".empty_like(send)"
         )
-    if source.overlaps(target) and source.address != target.address:
+    if source.address != target.address and source.overlaps(target):
         raise ValueError("send and recv overlap in part: pass the same array, or separate ones")
     return source, target

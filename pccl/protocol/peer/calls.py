@@ -20,6 +20,8 @@ NO_ROWS: Rows = ((), ())
 class State(Enum):
     """A state of a collective; the value describes it."""
 
+    __hash__ = object.__hash__  # each is one object; Enum hashes names, in Python
+
     VOTING = "registered with the engine, start vote sent"
     RUNNING = "the master said Started; the engine works"
     COMPLETE = "this peer holds the whole result, and has voted so"
@@ -28,6 +30,8 @@ class State(Enum):
 
 class Event(Enum):
     """An event of a collective; the value describes it."""
+
+    __hash__ = object.__hash__
 
     STARTED = "Started"
     RESULT = "Started, with a result that is not final"

@@ -388,7 +388,8 @@ class Client:
                 with self._working:
                     self._work(ready)
                 self._pending.tell()
-                self._tell_withdrawn()
+                if self._withdrawing:
+                    self._tell_withdrawn()
         except BaseException as error:  # of any kind: waiting callers need an answer
             self._break_down(error)
         with self._working:

@@ -76,9 +76,11 @@ class Operands:
     @property
     def nbytes(self) -> int:
         """Bytes that are reduced, or gathered, as they go over the wire."""
-        sends = (wire_bytes(self.work, each.send.dtype, each.send.count) for each in self.each)
-        recvs = (wire_bytes(self.work, each.recv.dtype, each.recv.count) for each in self.each)
-        return max(sum(sends), sum(recvs))
+        sent = received = 0
+        for each in self.each:
+            sent += wire_bytes(self.work, each.send.dtype, each.send.count)
+            received += wire_bytes(self.work, each.recv.dtype, each.recv.count)
+        return max(sent, received)
 
     def vote(self, members: int, limit: int | None) -> tuple[m.Work, bytes | None]:
         """The work to vote for, and the contribution, if that travels with the vote because it is
