@@ -32,13 +32,13 @@ MUTANTS = [
     ),
     Mutant(
         "a vote for a send names two peers, and its voter among them",
-        "paired = len(vote.pair) == 2 and len({*vote.pair}) == 2 and number in vote.pair",
-        "paired = True",
+        "return len(vote.pair) == 2 and len({*vote.pair}) == 2 and number in vote.pair",
+        "return True",
     ),
     Mutant(
         "no other vote names any",
-        "return paired if vote.work.what == CollectiveKind.SEND else not vote.pair",
-        "return paired if vote.work.what == CollectiveKind.SEND else True",
+        "return not vote.pair",
+        "return True",
     ),
     Mutant(
         "the loss of a third, or a failed collective, interrupts no send",

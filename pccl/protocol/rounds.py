@@ -17,7 +17,6 @@ round, which belongs to the same group, or to the whole run like the first.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -25,6 +24,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from pccl.types import Result
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 OPEN_MAX = 4096  # rounds and collectives of one peer at the same time
@@ -135,12 +135,16 @@ class Round(Generic[T]):
 
     def describe(self, peer: int) -> str:
         """A peer's call, in words."""
-        payload = self.votes[peer].payload
-        if self.id.pair is not None:
-            return paired(str(payload), self.id.pair, peer, self.id.tag)
-        if self.id.kind is Kind.START:
-            return f"{payload} with tag {self.id.tag}"
-        return f"{self.id.kind.value}()"
+        return described(self.id, self.votes[peer].payload, peer)
+
+
+def described(round_id: RoundId, payload: object, peer: int) -> str:
+    """A peer's call that asks for this in a round, in words."""
+    if round_id.pair is not None:
+        return paired(str(payload), round_id.pair, peer, round_id.tag)
+    if round_id.kind is Kind.START:
+        return f"{payload} with tag {round_id.tag}"
+    return f"{round_id.kind.value}()"
 
 
 def paired(send: str, pair: tuple[int, int], peer: int, tag: int | None) -> str:
@@ -157,23 +161,32 @@ class _Voter:
 
     group: int
     rounds: dict[RoundId, Round[object]] = field(default_factory=dict)
-    kinds: Counter[Kind] = field(default_factory=Counter)
+    kinds: dict[Kind, int] = field(default_factory=dict)  # how many of them
     held: int = 0
+
+
+def _add(counts: dict[K, int], key: K, change: int) -> None:
+    """Changes a count; there are none of 0. A Counter calls Python for each key it lacks."""
+    count = counts.get(key, 0) + change
+    if count:
+        counts[key] = count
+    else:
+        del counts[key]
 
 
 class OpenRounds:
     """The rounds in which peers wait.
 
     The indices keep the cost of a vote independent of the number of peers and rounds: whether any
-    voter stands in the way is decided by comparing two counters.
+    voter stands in the way is decided by comparing two counts.
     """
 
     def __init__(self) -> None:
         self._rounds: dict[RoundId, Round[object]] = {}
         self._voters: dict[int, _Voter] = {}
         # votes of each kind by the peers of a group; under None, by all
-        self._waiting: Counter[tuple[int | None, Kind]] = Counter()
-        self._stuck: dict[int, Counter[RoundId]] = {}  # by group: how many peers in which rounds
+        self._waiting: dict[tuple[int | None, Kind], int] = {}
+        self._stuck: dict[int, dict[RoundId, int]] = {}  # by group: how many peers in which rounds
 
     def __iter__(self) -> Iterator[Round[object]]:
         return iter(list(self._rounds.values()))
@@ -210,16 +223,20 @@ class OpenRounds:
 
     def vote(self, peer: int, group: int, round_id: RoundId, vote: Vote[object]) -> Round[object]:
         """A peer enters a round, which is opened if necessary. It must not be in it already."""
-        round_ = self._rounds.setdefault(round_id, Round(round_id))
+        round_ = self._rounds.get(round_id)
+        if round_ is None:
+            round_ = self._rounds[round_id] = Round(round_id)
         assert peer not in round_.votes
         round_.votes[peer] = vote
         round_.has_grace |= vote.grace is not None
-        voter = self._voters.setdefault(peer, _Voter(group))
+        voter = self._voters.get(peer)
+        if voter is None:
+            voter = self._voters[peer] = _Voter(group)
         voter.rounds[round_id] = round_
         voter.held += vote.held
         self._count(voter, round_id.kind, 1)
         if vote.stuck and round_id.pair is None:
-            self._stuck.setdefault(group, Counter())[round_id] += 1
+            _add(self._stuck.setdefault(group, {}), round_id, 1)
         return round_
 
     def take_back(self, peer: int, round_: Round[object]) -> None:
@@ -232,7 +249,7 @@ class OpenRounds:
     @property
     def any_pair(self) -> bool:
         """Whether any peer waits in a PAIR."""
-        return self._waiting[None, Kind.PAIR] > 0
+        return (None, Kind.PAIR) in self._waiting
 
     def hurry(self, peer: int, call: int) -> Round[object] | None:
         """A peer is no longer patient. Returns the round in which that call waits."""
@@ -261,7 +278,7 @@ class OpenRounds:
             if kind is Kind.PAIR:
                 continue
             scope = None if mine.id.group is None and kind in RUN_WIDE else voter.group
-            if self._waiting[scope, kind] > voter.kinds[kind]:
+            if self._waiting.get((scope, kind), 0) > voter.kinds.get(kind, 0):
                 return next(
                     other
                     for other in self._rounds.values()
@@ -290,9 +307,7 @@ class OpenRounds:
         voter = self._voters[peer]
         if round_.votes[peer].stuck and round_.id.pair is None:
             stuck = self._stuck[voter.group]
-            stuck[round_.id] -= 1
-            if not stuck[round_.id]:
-                del stuck[round_.id]
+            _add(stuck, round_.id, -1)
             if not stuck:
                 del self._stuck[voter.group]
         del voter.rounds[round_.id]
@@ -302,8 +317,6 @@ class OpenRounds:
             del self._voters[peer]
 
     def _count(self, voter: _Voter, kind: Kind, change: int) -> None:
-        voter.kinds[kind] += change
-        for scope in (voter.group, None):
-            self._waiting[scope, kind] += change
-            if not self._waiting[scope, kind]:
-                del self._waiting[scope, kind]
+        _add(voter.kinds, kind, change)
+        _add(self._waiting, (voter.group, kind), change)
+        _add(self._waiting, (None, kind), change)

@@ -183,13 +183,13 @@ def test_a_history_ends_with_its_last_holder() -> None:
 
 def test_the_table_counts_what_each_peer_stands_in() -> None:
     table = CollectiveTable()
-    one, other = Running(1, 0, {1, 2}, "one"), Running(2, 5, {3}, "other")
+    one, other = Running(1, 0, {1, 2}), Running(2, 5, {3})
     table.add(one)
     table.add(other)
     assert table.running(1) == table.running(3) == 1 and len(table) == 2
     assert list(table.waits()) == []
     one.votes[1] = True
-    assert list(table.waits()) == [(1, {2}, "one")]
+    assert list(table.waits()) == [(1, {2}, "collective 1")]
     assert table.lose(0, [1]) == [one]
     assert one.members == {2} and not one.votes
     table.remove(one, True)

@@ -64,33 +64,32 @@ class Collectives:
         """All members of a group have voted to start a collective."""
         group_number = round_.id.group
         assert group_number is not None
-        failing = round_.calls, round_.id
         # peers that know they are alone do not vote: the others have just left
         if len(round_.votes) == 1:
             lost = "; ".join(round_.lost) or "the others left before it voted"
             why = f"this peer is alone in its group: {lost}"
-            self._outbox.fail_all(*failing, Result.RANK_CONNECTION_LOST, why)
+            self._refuse(round_, Result.RANK_CONNECTION_LOST, why)
             return
         work = next(iter(round_.votes.values())).payload
         assert isinstance(work, m.Work)
         if work.members not in (0, len(round_.votes)):
             why = outdated(round_, len(round_.votes))
-            self._outbox.fail_all(*failing, Result.RANK_CONNECTION_LOST, why)
+            self._refuse(round_, Result.RANK_CONNECTION_LOST, why)
             return
         data = self._combined(work, round_)
         if data is None:
             self._groups.repair(group_number)
         group = self._groups[group_number]
-        if work.ring not in (0, checksum(group.planned[0].order)):
+        if work.ring and work.ring != checksum(group.planned[0].order):
             why = outdated(round_, len(round_.votes))
-            self._outbox.fail_all(*failing, Result.RANK_CONNECTION_LOST, why)
+            self._refuse(round_, Result.RANK_CONNECTION_LOST, why)
             return
         why = self._misfit(round_, group.planned)
         if why:
-            self._outbox.fail_all(*failing, Result.INVALID_ARGUMENT, why, m.Cause.MISMATCH)
+            self._refuse(round_, Result.INVALID_ARGUMENT, why, m.Cause.MISMATCH)
             return
         if data is None and (why := self._meetings.broken(group.planned)):
-            self._outbox.fail_all(*failing, Result.RANK_CONNECTION_FAILED, why)
+            self._refuse(round_, Result.RANK_CONNECTION_FAILED, why)
             return
         seq, epoch = self._numbers.take_seq(), group.epoch
         since_s = next(reversed(round_.votes.values())).since_s
@@ -99,8 +98,7 @@ class Collectives:
         if data is not None:
             stable, final = self._deliver(group_number, seq, len(data), round_)
         if not final:
-            title = round_.describe(next(iter(round_.votes)))
-            running = Running(seq, group_number, set(round_.votes), title)
+            running = Running(seq, group_number, set(round_.votes), began_as=round_.id)
             running.since_s, running.work, running.size = since_s, work, len(round_.votes)
             even = all(vote.rows is None for vote in round_.votes.values())
             if data is None and even and goes_around(work):
@@ -112,9 +110,12 @@ class Collectives:
         # without a part for the engine, no nonce is needed
         nonce = self._numbers.nonce_of_call(seq) if data is None else 0
         calls = predecessors(round_, group.planned) if data is None else {}
+        started: m.Started | None = None
         for number, vote in round_.votes.items():
             before = tuple(calls.get(number, ()))
-            started = m.Started(vote.call, seq, epoch, data, final, stable, nonce, before)
+            # most often all make the same calls: then all get the same message
+            if started is None or (started.call, started.calls) != (vote.call, before):
+                started = m.Started(vote.call, seq, epoch, data, final, stable, nonce, before)
             self._outbox.send(number, started)
 
     def pair(self, round_: Round[object]) -> None:
@@ -123,11 +124,10 @@ class Collectives:
         assert group_number is not None and round_.id.pair is not None
         if why := self._meetings.severed([round_.id.pair]):
             failed = Result.RANK_CONNECTION_FAILED
-            self._outbox.fail_all(round_.calls, round_.id, failed, why)
+            self._refuse(round_, failed, why)
             return
         seq, epoch = self._numbers.take_seq(), self._groups[group_number].epoch
-        title = round_.describe(round_.id.pair[0])
-        running = Running(seq, group_number, set(round_.votes), title, paired=True)
+        running = Running(seq, group_number, set(round_.votes), began_as=round_.id, paired=True)
         last = next(reversed(round_.votes.values()))
         assert isinstance(last.payload, m.Work)
         running.since_s, running.work, running.size = last.since_s, last.payload, 2
@@ -135,10 +135,18 @@ class Collectives:
         nonce = self._numbers.nonce_of_call(seq)
         self._outbox.answer(round_, lambda call: m.Started(call, seq, epoch, nonce=nonce))
 
+    def _refuse(
+        self, round_: Round[object], result: Result, why: str, cause: m.Cause = m.Cause.OTHER
+    ) -> None:
+        """All members have voted, in vain."""
+        self._outbox.fail_all(round_.calls, round_.id, result, why, cause)
+
     def _misfit(self, round_: Round[object], rings: tuple[m.Ring, ...]) -> str:
         """Why the rows that members give do not fit those that others take; empty if they do."""
         votes = round_.votes
         order = [number for number in rings[0].order if votes[number].rows is not None]
+        if not order:
+            return ""
         rows = [vote.rows for vote in map(votes.__getitem__, order) if vote.rows is not None]
         found = misfit(rows)
         if found is None:

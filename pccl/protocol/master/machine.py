@@ -100,6 +100,7 @@ class Master:
 
     Attributes:
         run: the state of the run.
+        peers: all registered peers, by number.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Master:
     ) -> None:
         self.run = Run(run, combine, journal, secret)
         self._members, self._outbox = self.run.membership, self.run.outbox
+        self.peers: Mapping[int, PeerRecord] = self._members.peers
         self._stragglers = Stragglers(straggler_s)
         self._deadlines = Deadlines(self._members)
         self._restart: Restart | None = None
@@ -144,11 +146,6 @@ class Master:
     @now_s.setter
     def now_s(self, now_s: float) -> None:
         self.run.tally.now_s = now_s
-
-    @property
-    def peers(self) -> Mapping[int, PeerRecord]:
-        """All registered peers, by number."""
-        return self._members.peers
 
     def status(self) -> Status:
         """A snapshot of the run, as of `now_s`."""

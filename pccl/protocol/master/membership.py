@@ -32,6 +32,7 @@ class Membership:
     """The peers of a run. A peer is pending from `register` to `accept`; then it is accepted.
 
     Attributes:
+        peers: all registered peers by number, in the order of registration.
         teams: which peers join and are lost together.
 
     Args:
@@ -39,7 +40,8 @@ class Membership:
     """
 
     def __init__(self, next_number: int = 1) -> None:
-        self._peers: dict[int, PeerRecord] = {}  # in the order of registration
+        self._peers: dict[int, PeerRecord] = {}
+        self.peers: Mapping[int, PeerRecord] = self._peers
         self._numbers: dict[bytes, int] = {}  # by connection
         self._accepted: dict[int | None, dict[int, None]] = {}  # by group; None: all, in order
         # accepted peers whose connections broke since any accepted peer was last heard
@@ -49,11 +51,6 @@ class Membership:
         self.next_number = next_number
 
     # ---- queries ----
-
-    @property
-    def peers(self) -> Mapping[int, PeerRecord]:
-        """All registered peers by number, in the order of registration."""
-        return self._peers
 
     def at(self, conn: bytes) -> int | None:
         """The number of the peer on a connection, if there is one."""

@@ -100,7 +100,7 @@ def _lacked(before: Before) -> Iterator[tuple[int, int, m.MasterMessage]]:
 
 def _resolve(run: Run, seq: int, was: Unresolved, now_s: float) -> None:
     if was.outcome is None:
-        running = Running(seq, was.group, was.members, f"collective {seq}", was.votes)
+        running = Running(seq, was.group, was.members, was.votes)
         running.since_s = now_s
         running.paired = was.pair is not None
         run.collectives.resolve(running, RESTARTED)

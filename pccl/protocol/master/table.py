@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.tally import Reason
+from pccl.protocol.rounds import RoundId, described
 
 
 @dataclass(slots=True)
@@ -16,8 +17,8 @@ class Running:
     seq: int
     group: int
     members: set[int]
-    title: str
     votes: dict[int, bool] = field(default_factory=dict)
+    began_as: RoundId | None = None  # the round; unknown of one from before a restart
     around: tuple[int, tuple[m.Ring, ...]] | None = None  # its epoch and rings
     why: str = ""
     cause: m.Cause = m.Cause.OTHER
@@ -28,6 +29,14 @@ class Running:
     reason: Reason = Reason.LINK  # if it is interrupted
     interrupted_s: float = 0.0  # and when
     progress: dict[int, int] = field(default_factory=dict)  # thousandths, by member
+
+    @property
+    def title(self) -> str:
+        """Its call, in words."""
+        if self.began_as is None:
+            return f"collective {self.seq}"
+        giver, _ = self.began_as.pair or (0, 0)
+        return described(self.began_as, self.work, giver)
 
     @property
     def missing(self) -> set[int]:

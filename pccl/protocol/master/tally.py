@@ -148,7 +148,10 @@ class Tally:
 
     def course(self, group: int) -> Course:
         """How the collectives of a group went."""
-        return self._courses.setdefault(group, Course())
+        course = self._courses.get(group)
+        if course is None:
+            course = self._courses[group] = Course()
+        return course
 
     def forget(self, group: int) -> None:
         """A group is empty."""
@@ -187,17 +190,20 @@ class Tally:
 
 def size(work: m.Work) -> int:
     """Bytes that each member gives, before quantization; of some collectives, receives."""
-    parts = work.parts or (m.Part(work.dtype, work.count),)
-    return sum(SIZES.get(part.dtype, 0) * part.count for part in parts)
+    if not work.parts:
+        return SIZES.get(work.dtype, 0) * work.count
+    return sum(SIZES.get(part.dtype, 0) * part.count for part in work.parts)
 
 
 def factor(what: CollectiveKind, members: int) -> float:
     """Bytes that a link of the ring carries for each that a member gives, as nccl-tests counts
     them; 0 for what does not go around the ring."""
-    return {
-        CollectiveKind.ALL_REDUCE: 2 * (members - 1) / members,
-        CollectiveKind.REDUCE_SCATTER: float(members - 1),
-        CollectiveKind.ALL_GATHER: float(members - 1),
-        CollectiveKind.BROADCAST: 1.0,
-        CollectiveKind.REDUCE: 1.0,
-    }.get(what, 0.0)
+    match what:
+        case CollectiveKind.ALL_REDUCE:
+            return 2 * (members - 1) / members
+        case CollectiveKind.REDUCE_SCATTER | CollectiveKind.ALL_GATHER:
+            return float(members - 1)
+        case CollectiveKind.BROADCAST | CollectiveKind.REDUCE:
+            return 1.0
+        case _:
+            return 0.0

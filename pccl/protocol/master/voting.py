@@ -35,12 +35,18 @@ Commit: TypeAlias = Callable[[Round[object]], None]
 def held(payload: m.Work | m.Offer, rows: Rows | None = None, data: bytes | None = None) -> int:
     """The bytes, about, that a vote takes in memory: many times its size in a message."""
     parts = payload.parts if isinstance(payload, m.Work) else payload.entries
+    own = len(payload.rows) if isinstance(payload, m.Work) else 0
+    numbers = own + sum(map(len, rows)) if rows else own
+    return _listed(parts) + ROW_BYTES * numbers + len(data or b"")
+
+
+def _listed(parts: Sequence[m.Part] | Sequence[m.Entry]) -> int:
+    """The same of a list of tensors, which most votes do not have."""
+    if not parts:
+        return 0
     texts = sum(len(part.name) + len(part.layout) for part in parts)
     width = 1 if all(part.name.isascii() and part.layout.isascii() for part in parts) else 4
-    own = len(payload.rows) if isinstance(payload, m.Work) else 0
-    numbers = own + sum(map(len, rows or ()))
-    listed = PART_BYTES * len(parts) + width * texts + ROW_BYTES * numbers
-    return listed + len(data or b"")
+    return PART_BYTES * len(parts) + width * texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ class Voting:
         if (
             round_ is not None
             and len(round_.votes) == self._size(round_)
-            and (self._membership.any_pending or not round_.is_patient)
+            and (not round_.is_patient or self._membership.any_pending)
         ):
             self.open.close(round_)
             self._commit(round_)
@@ -203,6 +209,8 @@ class Voting:
 
     def _conflict(self, number: int, mine: Round[object]) -> bool:
         """Fails two rounds that wait for each other's voters, and so can never commit."""
+        if len(self.open) == 1:
+            return False
         rounds = [mine, self.open.in_the_way(number, mine)]
         if rounds[1] is None and self.open.any_pair:
             rounds = [*circle(number, self.open, self.absent)]

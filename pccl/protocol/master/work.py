@@ -50,8 +50,9 @@ def are_rows(work: m.Work, rows: Rows) -> bool:
 
 def is_pair(number: int, vote: m.StartVote) -> bool:
     """Whether a peer's vote names two peers if it is for a send, and only then: it and another."""
-    paired = len(vote.pair) == 2 and len({*vote.pair}) == 2 and number in vote.pair
-    return paired if vote.work.what == CollectiveKind.SEND else not vote.pair
+    if vote.work.what != CollectiveKind.SEND:
+        return not vote.pair
+    return len(vote.pair) == 2 and len({*vote.pair}) == 2 and number in vote.pair
 
 
 def misfit(rows: Sequence[Rows]) -> tuple[int, int] | None:
