@@ -373,6 +373,8 @@ typedef struct pccl_zmq {
     void *(*msg_data)(pccl_msg *msg);
     size_t (*msg_size)(const pccl_msg *msg);
     int (*msg_more)(const pccl_msg *msg);
+    int (*msg_get)(const pccl_msg *msg, int property);
+    const char *(*msg_gets)(const pccl_msg *msg, const char *property);
     int (*errno_)(void);
     void *(*atomic_counter_new)(void);
     int (*atomic_counter_inc)(void *counter);
@@ -389,17 +391,12 @@ int pccl_send_now(const pccl_zmq *table, void *socket, const void *data, size_t 
                   int32_t *sent);
 
 /* For a table without libzmq: fills in the msg_ and atomic_counter_ members, except msg_send and
- * msg_recv, with messages that are plain blocks of memory. They may be used by one thread at a
- * time only. */
+ * msg_recv, with messages that are plain blocks of memory, without properties. They may be used by
+ * one thread at a time only. */
 void pccl_plain_fill(pccl_zmq *table);
 
 /* Says of a plain message whether another frame follows it: for the msg_recv of such a table. */
 void pccl_plain_set_more(pccl_msg *msg, int more);
-
-/* Receives and drops the remaining frames of a message of which one has been received. libzmq
- * bounds the size of a frame but not their number, so there may be millions. Returns how many there
- * were; ends early where a frame cannot be received. */
-int64_t pccl_drain(const pccl_zmq *zmq, void *socket);
 
 /* Received messages: their bytes, which are valid until the next call with the same mail. Begins as
  * all zeros. */
@@ -416,6 +413,11 @@ typedef struct pccl_mail {
  * waits. */
 int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail, uint32_t most);
 
+/* Receives the next message of a ROUTER: the name of its connection, and its first frame. Others,
+ * of which there may be millions (libzmq bounds only their sizes), are dropped. Returns 1, or 2 if
+ * there were any; 0: no message waits; or a negative errno. */
+int pccl_mail_take_from(const pccl_zmq *zmq, void *router, pccl_mail *mail);
+
 /* Releases the messages. */
 void pccl_mail_drop(const pccl_zmq *zmq, pccl_mail *mail);
 
@@ -425,9 +427,6 @@ int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t s
 /* Sends them to one of the connections of a ROUTER: 0 or a negative errno. */
 int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t to_size,
                       const void *data, size_t size);
-
-/* The value of a socket's option that is an int, at least 0; or a negative errno. */
-int pccl_mail_option(const pccl_zmq *zmq, void *socket, int option);
 
 /* ---- orders and events ---- */
 

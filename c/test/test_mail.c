@@ -37,6 +37,13 @@ int main(void)
     CHECK(mail.n == 0);
     pccl_mail_drop(zmq, &mail);
     CHECK(pccl_mail_take(zmq, pull, &mail, PCCL_MAIL_MAX) == 0);
+    CHECK(pccl_mail_take_from(zmq, pull, &mail) == 0);
+    fake_inject(endpoint, "name", 4, "text", 4);
+    fake_inject(endpoint, "name", 4, "x", 1);
+    CHECK(pccl_mail_take_from(zmq, pull, &mail) == 1 && mail.n == 2);
+    CHECK(mail.size[0] == 4 && mail.size[1] == 4 && memcmp(mail.data[1], "text", 4) == 0);
+    CHECK(pccl_mail_take_from(zmq, pull, &mail) == 1 && mail.size[1] == 1);
+    CHECK(pccl_mail_take_from(zmq, pull, &mail) == 0 && mail.n == 0);
     CHECK(zmq->connect(push, endpoint) == 0);
     while (pccl_mail_send(zmq, push, text, sizeof text) == -EAGAIN)
         CHECK(fake_tick());

@@ -31,6 +31,29 @@ int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail, uint32_t 
     return (int)mail->n;
 }
 
+/* Drops the remaining frames of a message of which one has been received. */
+static void drop_rest(const pccl_zmq *zmq, void *socket)
+{
+    int more = 1;
+    while (more) {
+        pccl_msg frame;
+        zmq->msg_init(&frame);
+        more = zmq->msg_recv(&frame, socket, ZMQ_DONTWAIT) >= 0 && zmq->msg_more(&frame);
+        (void)zmq->msg_close(&frame);
+    }
+}
+
+int pccl_mail_take_from(const pccl_zmq *zmq, void *router, pccl_mail *mail)
+{
+    int n = pccl_mail_take(zmq, router, mail, 2);
+    if (n < 2)
+        return n < 0 ? n : 0;
+    if (!zmq->msg_more(&mail->message[1]))
+        return 1;
+    drop_rest(zmq, router);
+    return 2;
+}
+
 /* Sends a frame, or releases it: 0 or a negative errno. */
 static int send_frame(const pccl_zmq *zmq, void *socket, pccl_msg *frame, int flags)
 {
@@ -47,14 +70,15 @@ static int send_frame(const pccl_zmq *zmq, void *socket, pccl_msg *frame, int fl
 int pccl_mail_send(const pccl_zmq *zmq, void *socket, const void *data, size_t size)
 {
     pccl_msg message;
-    int got;
+    int error, events = 0;
+    size_t width = sizeof events;
     if (zmq->msg_init_size(&message, size) < 0)
         return -ENOMEM;
     memcpy(zmq->msg_data(&message), data, size);
-    got = send_frame(zmq, socket, &message, ZMQ_DONTWAIT);
-    if (got == 0)
-        got = pccl_mail_option(zmq, socket, ZMQ_EVENTS);
-    return got < 0 ? got : (got & ZMQ_POLLIN) != 0;
+    error = send_frame(zmq, socket, &message, ZMQ_DONTWAIT);
+    if (error == 0 && zmq->getsockopt(socket, ZMQ_EVENTS, &events, &width) < 0)
+        error = -zmq->errno_();
+    return error < 0 ? error : (events & ZMQ_POLLIN) != 0;
 }
 
 int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t to_size,
@@ -75,11 +99,4 @@ int pccl_mail_send_to(const pccl_zmq *zmq, void *router, const void *to, size_t 
         return send_frame(zmq, router, &message, ZMQ_DONTWAIT);
     (void)zmq->msg_close(&message);
     return error;
-}
-
-int pccl_mail_option(const pccl_zmq *zmq, void *socket, int option)
-{
-    int value = 0;
-    size_t size = sizeof value;
-    return zmq->getsockopt(socket, option, &value, &size) < 0 ? -zmq->errno_() : value;
 }

@@ -88,6 +88,20 @@ static int msg_more(const pccl_msg *msg)
     return load(msg).more;
 }
 
+static int msg_get(const pccl_msg *msg, int property)
+{
+    (void)msg;
+    (void)property;
+    return -1;
+}
+
+static const char *msg_gets(const pccl_msg *msg, const char *property)
+{
+    (void)msg;
+    (void)property;
+    return NULL;
+}
+
 static void *counter_new(void)
 {
     return calloc(1, sizeof(int));
@@ -124,6 +138,8 @@ void pccl_plain_fill(pccl_zmq *table)
     table->msg_data = msg_data;
     table->msg_size = msg_size;
     table->msg_more = msg_more;
+    table->msg_get = msg_get;
+    table->msg_gets = msg_gets;
     table->atomic_counter_new = counter_new;
     table->atomic_counter_inc = counter_inc;
     table->atomic_counter_dec = counter_dec;

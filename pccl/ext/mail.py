@@ -18,7 +18,6 @@ import zmq
 from pccl.ext import ffi, lib
 from pccl.ext.tables import load
 
-_EVENTS, _POLLIN, _RCVMORE = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.RCVMORE)
 KEPT_BYTES = 1 << 16  # released with the next call; more at once
 
 
@@ -40,12 +39,10 @@ def _check(error: int) -> None:
         raise zmq.ZMQError(-error)
 
 
-def _receiver(socket: zmq.Socket[bytes], most: int) -> tuple[Any, Callable[[], int]]:
-    """Memory for so many messages, and the function that receives them into it."""
+def _memory() -> Any:
+    """Memory for received messages."""
     table = load().table
-    mail = ffi.gc(ffi.new("pccl_mail *"), lambda mail: lib.pccl_mail_drop(table, mail))
-    take = _locked("pccl_mail_take", socket, ctypes.c_void_p, ctypes.c_uint32)
-    return mail, partial(take, _address(mail), most)
+    return ffi.gc(ffi.new("pccl_mail *"), lambda mail: lib.pccl_mail_drop(table, mail))
 
 
 class Mail:
@@ -60,7 +57,9 @@ class Mail:
         self._socket = socket
         self._by_python = backend.name != "libzmq"  # that backend calls back into Python
         self._table = backend.table
-        self._mail, self._receive = _receiver(socket, lib.PCCL_MAIL_MAX)
+        self._mail = _memory()
+        take = _locked("pccl_mail_take", socket, ctypes.c_void_p, ctypes.c_uint32)
+        self._receive = partial(take, _address(self._mail), lib.PCCL_MAIL_MAX)
         self._send = _locked("pccl_mail_send", socket, ctypes.c_char_p, ctypes.c_size_t)
 
     def _check_open(self) -> None:
@@ -109,7 +108,7 @@ class Mail:
 
 
 class RouterMail:
-    """What comes from the connections of a ROUTER, frame by frame, and goes to them.
+    """What comes from the connections of a ROUTER, and goes to them.
 
     Args:
         router: outlives this object.
@@ -121,41 +120,49 @@ class RouterMail:
         self._by_python = backend.name != "libzmq"
         bytes_ = (ctypes.c_char_p, ctypes.c_size_t)
         self._send = _locked("pccl_mail_send_to", router, *bytes_, *bytes_)
-        self._option = _locked("pccl_mail_option", router, ctypes.c_int)
-        self._mail, self._receive = _receiver(router, 1)
+        self._mail = _memory()
+        take = _locked("pccl_mail_take_from", router, ctypes.c_void_p)
+        self._receive = partial(take, _address(self._mail))
+        self._frame = zmq.Frame()  # the last one, by Python
 
-    @property
-    def readable(self) -> bool:
-        """Whether a message can be received."""
+    def take(self) -> tuple[bytes, bytes | None] | None:
+        """The next message: the name of its connection, and its bytes; None in place of these if it
+        has several frames, and instead of all if there is no message."""
         if self._by_python:
-            return bool(int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
-        events = self._option(_EVENTS)
-        _check(events)
-        return bool(events & _POLLIN)
+            return self._take_by_python()
+        frames = self._receive()
+        if frames <= 0:
+            _check(frames)
+            return None
+        data, size = self._mail.data, self._mail.size
+        name = bytes(ffi.buffer(data[0], size[0]))
+        return name, bytes(ffi.buffer(data[1], size[1])) if frames == 1 else None
 
-    def receive(self) -> bytes:
-        """The next frame.
+    def _take_by_python(self) -> tuple[bytes, bytes | None] | None:
+        if not int(self._router.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+            return None
+        name = self._router.recv(zmq.DONTWAIT)
+        self._frame = self._router.recv(zmq.DONTWAIT, copy=False)
+        if not self._frame.more:
+            return name, self._frame.bytes
+        while self._router.getsockopt(zmq.RCVMORE):
+            self._router.recv(zmq.DONTWAIT)
+        return name, None
 
-        Raises:
-            zmq.Again: there is none.
-        """
+    def origin(self) -> tuple[int, str] | None:
+        """The descriptor from which the message came that was taken last, and the address at its
+        other end; None if they are unknown, because it speaks ZMTP 1 or 2, or random bytes."""
         if self._by_python:
-            return self._router.recv(zmq.DONTWAIT)
-        n = self._receive()
-        _check(n)
-        if not n:
-            raise zmq.Again
-        frame = bytes(ffi.buffer(self._mail.data[0], self._mail.size[0]))
-        if len(frame) > KEPT_BYTES:
-            lib.pccl_mail_drop(self._table, self._mail)
-        return frame
-
-    @property
-    def more(self) -> bool:
-        """Whether the frame that was received last is followed by another one of its message."""
-        if self._by_python:
-            return bool(self._router.getsockopt(zmq.RCVMORE))
-        return self._option(_RCVMORE) > 0
+            try:
+                return int(self._frame.get(zmq.SRCFD)), str(self._frame.get("Peer-Address"))
+            except zmq.ZMQError:
+                return None
+        message = ffi.addressof(self._mail.message[1])
+        descriptor = self._table.msg_get(message, zmq.SRCFD)
+        address = self._table.msg_gets(message, b"Peer-Address")
+        if descriptor < 0 or not address:
+            return None
+        return descriptor, ffi.string(address).decode()
 
     def send(self, to: bytes, data: bytes) -> None:
         """Sends a message to a connection.
@@ -168,5 +175,5 @@ class RouterMail:
             payload = zmq.Frame(data, copy=True)  # before the first part: it may lack memory
             self._router.send(to, zmq.SNDMORE | zmq.DONTWAIT)
             self._router.send(payload, zmq.DONTWAIT, copy=False)
-        else:
-            _check(self._send(to, len(to), data, len(data)))
+        elif error := self._send(to, len(to), data, len(data)):
+            _check(error)

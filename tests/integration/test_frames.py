@@ -57,7 +57,7 @@ def test_the_master_answers_many_votes_with_one_frame_for_each_peer() -> None:
             assert [each.call for each in started] == [2 + tag for tag in range(TAGS)]
             seqs = [each.seq for each in started]
         for peer in peers:
-            for each in m.frames(m.encode(m.FinishVote(seq, True)) for seq in seqs):
+            for each in m.frames([m.encode(m.FinishVote(seq, True)) for seq in seqs]):
                 peer.send(each)
         for peer in peers:
             assert frame(peer) == [m.Finished(seq, True) for seq in seqs]

@@ -20,7 +20,6 @@ from waiting import wait_until
 from zmtp import READY_DEALER, framed, shake_hands
 
 import pccl
-from pccl.ext.drain import Drain
 from pccl.protocol import messages as m
 from pccl.runtime import descriptors, limits
 from pccl.runtime.config import Config
@@ -194,23 +193,6 @@ def test_a_message_of_many_frames_is_dropped_with_its_connection() -> None:
         honest.send(m.encode(HELLO))
         assert isinstance(welcome(honest), m.Welcome)
         wait_until(lambda: server.peers == 1)
-
-
-def test_many_frames_are_dropped_and_the_next_message_stays(backend: str) -> None:
-    drain = Drain()
-    with (
-        zmq.Context() as context,
-        context.socket(zmq.PAIR) as here,
-        context.socket(zmq.PAIR) as there,
-    ):
-        here.bind("inproc://frames")
-        there.connect("inproc://frames")
-        there.send_multipart([b"x"] * 1000)
-        there.send(b"next")
-        assert here.recv() == b"x"
-        assert drain(here) == 999
-        assert here.recv() == b"next"
-        assert not here.getsockopt(zmq.RCVMORE)
 
 
 def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ A frame of several is the array [SEVERAL, [message, ...]].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -27,8 +27,10 @@ _several: msgspec.msgpack.Decoder[tuple[int, list[msgspec.Raw]]]
 _several = msgspec.msgpack.Decoder(tuple[int, _Raws])
 
 
-def frames(messages: Iterable[bytes]) -> list[bytes]:
+def frames(messages: Sequence[bytes]) -> Sequence[bytes]:
     """Encoded messages, in as few frames as they fit into."""
+    if len(messages) == 1:
+        return messages
     made: list[bytes] = []
     together: list[bytes] = []
     nbytes = 0

@@ -119,15 +119,14 @@ class Connections:
                 self._guard.gone(value)
         self.flooded = True
 
-    def learn(self, conn: bytes, frame: zmq.Frame) -> bool:
-        """Identifies a connection by its first message. False if that is impossible."""
+    def learn(self, conn: bytes, origin: tuple[int, str] | None) -> bool:
+        """Identifies a connection by its first message, which came from this descriptor and
+        address. False if that is impossible."""
         self.read_monitor()
-        try:
-            fd = int(frame.get(zmq.SRCFD))
-            host = str(frame.get("Peer-Address")).removeprefix("::ffff:")  # IPv4 seen by IPv6
-        except zmq.ZMQError:  # it speaks ZMTP 1 or 2, or sends random bytes
+        if origin is None:
             log.debug("master: connection %s is of no known kind", conn.hex())
             return False
+        fd, host = origin[0], origin[1].removeprefix("::ffff:")  # IPv4 seen by IPv6
         earlier = self._conn_of.get(fd)
         if earlier is not None:
             self._lost.append(earlier)

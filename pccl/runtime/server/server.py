@@ -21,7 +21,6 @@ import zmq
 from msgspec.structs import replace
 
 from pccl.errors import PCCLError
-from pccl.ext.drain import Drain
 from pccl.ext.mail import RouterMail
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, Status, effects, inputs
@@ -153,7 +152,6 @@ class Server:
     def _open(self, host: str, port: int, config: Config, keys: KeyPair | None) -> None:
         """Opens everything that takes descriptors, which may run out."""
         opened = self._opened
-        self._drain = Drain()
         self._waiter = Waiter()
         opened.callback(self._waiter.close)
         self._connections = Connections(opened)
@@ -216,23 +214,24 @@ class Server:
         waiter.add(self._connections.monitor, self._connections.read_monitor)
         if (zap := self._zap) is not None:
             waiter.add(zap.socket, lambda: zap.answer(self._allows))
-        drained = False
+        wait_s = 0.0
         keep_memory()
         try:
             while not self._stop:
-                wait_s = self._patience_s(drained)
                 reads = waiter.wait(wait_s)
                 now_s = self._master.now_s = time.monotonic()
-                only_messages = reads == _ONLY_MESSAGES and now_s < self._chores_due_s
-                if not only_messages:
+                if reads != _ONLY_MESSAGES:
+                    self._chores_due_s = now_s
+                if now_s >= self._chores_due_s:
                     self._pauses.feel(wait_s)
                 for read in reads:
                     read()
                 if self._connections.flooded:
                     self._connections.read_monitor()
                 drained = self._converse()
-                if not (only_messages and drained and self._may_put_off_chores):
+                if now_s >= self._chores_due_s or not (drained and self._may_put_off_chores):
                     self._do_chores(drained)
+                    wait_s = self._patience_s(drained)
             if self._journal is None:  # with a journal it is expected to come back
                 self._perform(self._feed(inputs.Farewell()))
                 self._flush()
@@ -247,22 +246,31 @@ class Server:
             self.close()
 
     def _converse(self) -> bool:
-        """Reads messages and sends what follows from them. Whether none is left.
+        """Reads messages, and sends what follows from each. Whether none is left.
 
-        Sending may consume the notice of the next one, so that it reads once more after it.
+        Sending may consume the notice of the next one, so it comes before the next is looked for.
         """
-        drained = self._read_batch()
-        self._flush()
-        if drained and self._sent and not self._faltered:
-            drained = self._read_batch()
+        read = 0
+        while read < BATCH:
+            messages = self._read_router()
+            if not messages:
+                return True
+            read += messages
             self._flush()
-        return drained
+        return False
 
     @property
     def _may_put_off_chores(self) -> bool:
         """Whether nothing but votes is going on: they are most of the work of a master, and each
-        would pay for the chores, which cost as much as a vote."""
-        return not (self._faltered or self._connections.mourns or self._master.watches_time)
+        would pay for the chores, which cost as much as a vote. Then no limit of time is near."""
+        connections = self._connections
+        return not (
+            self._faltered
+            or connections.mourns
+            or connections.busy
+            or self._dialler.busy
+            or self._master.watches_time
+        )
 
     def _do_chores(self, drained: bool) -> None:
         """Does whatever is due, besides messages."""
@@ -372,43 +380,26 @@ class Server:
         if drained:
             self._connections.forget_buried(now_s)
 
-    def _read_batch(self) -> bool:
-        """Reads messages that have arrived. Whether none is left."""
-        read = 0
-        while read < BATCH:
-            messages = self._read_router()
-            if not messages:
-                return True
-            read += messages
-        return False
-
     def _read_router(self) -> int:
         """Reads a frame. Returns the number of its messages; 0: there is none."""
-        self._sent = False
-        if not self._mail.readable:
+        taken = self._mail.take()
+        if taken is None:
+            self._sent = False
             return 0
-        conn = self._mail.receive()
+        conn, data = taken
         connections = self._connections
-        if conn in connections.senders:
-            data = self._mail.receive()
-        else:  # only a Frame knows its sender, and it is slower
-            frame = self._router.recv(copy=False)
-            data = frame.bytes
-            if not connections.is_buried(conn) and not connections.learn(conn, frame):
-                self._drop_rest()
+        if conn not in connections.senders:
+            self._chores_due_s = 0.0
+            if not connections.is_buried(conn) and not connections.learn(conn, self._mail.origin()):
                 return 1
         messages: Sequence[bytes | None] = (None,)
-        if not self._drop_rest():
+        if data is not None:
             with contextlib.suppress(m.ProtocolError):
                 messages = m.opened(data)
         connections.heard(conn)
         for message in messages:
             self._deliver(conn, message)
         return len(messages)
-
-    def _drop_rest(self) -> int:
-        """Drops the frames after the first one. Returns their number; valid messages have none."""
-        return self._drain(self._router) if self._mail.more else 0
 
     def _deliver(self, conn: bytes, data: bytes | None) -> None:
         """Handles a message, unless its connection is dropped or still being dialled back.
@@ -417,10 +408,11 @@ class Server:
         """
         if not self._connections.is_heard(conn):
             return
-        if conn not in self._arriving:
+        held = self._arriving.get(conn)
+        if held is None:
             self._guarded(conn, lambda: self._hear(conn, data))
-        elif len(self._arriving[conn]) < limits.ARRIVING_MAX:
-            self._arriving[conn].append(data)
+        elif len(held) < limits.ARRIVING_MAX:
+            held.append(data)
         else:
             del self._arriving[conn]
             why = "it said too much before it was welcome"
@@ -556,6 +548,8 @@ class Server:
 
         Changes to which that refers have been written to the journal by now.
         """
+        if not self._unsent:
+            return
         unsent, self._unsent = self._unsent, {}
         for conn, messages in unsent.items():
             for frame in m.frames(messages):
