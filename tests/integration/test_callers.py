@@ -220,18 +220,18 @@ def test_limits_hold_while_the_master_is_away() -> None:
         state = pccl.SharedState.from_tensors({"x": np.ones(10)})
 
         def wait(handle: pccl.AsyncReduceHandle) -> None:
-            assert not handle.wait(timeout=0.3)[0]
+            assert not handle.wait(timeout=0.1)[0]
             assert handle.error is not None
             raise handle.error
 
         for call in (
             *(functools.partial(wait, handle) for handle in early),
-            lambda: comms[0].all_reduce(small, op="sum", timeout=0.3),
-            lambda: comms[0].all_reduce(large, op="sum", timeout=0.3),
-            lambda: comms[0].update_topology(timeout=0.3),
-            lambda: comms[0].are_peers_pending(timeout=0.3),
-            lambda: comms[0].optimize_topology(timeout=0.3),
-            lambda: comms[0].sync_shared_state(state, timeout=0.3),
+            lambda: comms[0].all_reduce(small, op="sum", timeout=0.1),
+            lambda: comms[0].all_reduce(large, op="sum", timeout=0.1),
+            lambda: comms[0].update_topology(timeout=0.1),
+            lambda: comms[0].are_peers_pending(timeout=0.1),
+            lambda: comms[0].optimize_topology(timeout=0.1),
+            lambda: comms[0].sync_shared_state(state, timeout=0.1),
         ):
             began_s = time.monotonic()
             with pytest.raises(pccl.PCCLTimeoutError):

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 import pccl
+from pccl import master
+from pccl.cli import main as cli
 from pccl.runtime import limits
 from pccl.runtime.config import RANGES, Config
 
@@ -82,16 +84,27 @@ def test_a_peer_and_a_master_refuse_to_start(monkeypatch: pytest.MonkeyPatch) ->
         ([], "PCCL_HEARTBEAT_MS is '0'"),
     ],
 )
-@pytest.mark.parametrize("command", [["pccl.master"], ["pccl", "master"]])
 def test_the_command_says_it_in_a_line(
-    command: list[str], options: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+    options: list[str],
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("PCCL_HEARTBEAT_MS", "0")
-    words = [sys.executable, "-m", *command, *options]
+    for command, words in ((master.main, options), (cli.main, ["master", *options])):
+        status, said = command(words), capfd.readouterr().err
+        assert (status, said.count("\n")) == (1, 1), said
+        assert said.startswith("pccl master: ") and says in said
+
+
+@pytest.mark.parametrize("command", [["pccl.master"], ["pccl", "master"]])
+def test_the_process_says_it_and_ends(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PCCL_HEARTBEAT_MS", "0")
+    words = [sys.executable, "-m", *command]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=Path.home())
     assert ended.returncode == 1
     assert ended.stderr.startswith("pccl master: ") and ended.stderr.count("\n") == 1, ended.stderr
-    assert says in ended.stderr
+    assert "PCCL_HEARTBEAT_MS is '0'" in ended.stderr
 
 
 def test_fixed_timings_and_limits_stand_in_one_place() -> None:
