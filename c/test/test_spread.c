@@ -2,10 +2,33 @@
  * block each other; what comes after it may not. */
 #include "check.h"
 #include "job.h"
+#include "trade.h"
 
 enum { N = 3, CHUNK = 256 };
 
 static struct peers peers;
+
+/* Streams 1 and 3 to the next peer, and 2 to the one before. */
+static void open_streams(const pccl_options *options)
+{
+    int i;
+    peers_open(&peers, N, options, 1);
+    peers_connect_ring(&peers, 2, 2);
+    for (i = 0; i < N; i++) {
+        peers_stream(&peers, i, (i + N - 1) % N, 2, 2, 2);
+        peers_stream(&peers, i, (i + 1) % N, 3, 1, 2);
+    }
+}
+
+static struct job make(uint64_t op)
+{
+    struct job job = job_plain(30000, true);
+    job.early = true;
+    job.chunk_bytes = CHUNK;
+    job.op = op;
+    job_make(&job, N);
+    return job;
+}
 
 /* The next epoch: streams 1 and 2 are closed. */
 static void begin_epoch(void)
@@ -41,11 +64,13 @@ static void start_on_third(int who, const struct job *job)
     peers_order(&peers, who, &start);
 }
 
-/* What peer 1 receives of a job in one ring whose successor there has stalled. */
-static uint64_t received_when_stalled(const struct job *job)
+/* Whether peer 1 receives no more of a job in one ring, where its successor has stalled, than may
+ * wait to be sent on. */
+static bool is_limited(const struct job *job, const pccl_options *options)
 {
     const pccl_event *event;
     int i;
+    begin_epoch();
     fake_stall(peers.peer[2].endpoint, true);
     for (i = 0; i < N; i++)
         start_on_third(i, job);
@@ -55,30 +80,21 @@ static uint64_t received_when_stalled(const struct job *job)
         peers_end(&peers, i, PCCL_ABORT, job->op);
     peers_run(&peers);
     event = peers_event(&peers, 1, PCCL_SETTLED, job->op);
-    return event != NULL ? event->rx_bytes : 0;
+    return event != NULL && 0 < event->rx_bytes
+        && event->rx_bytes <= CHUNK * (options->forward_max + 8);
 }
 
 /* EARLY in two rings. Then the op succeeds in them, or ends before START, and another one starts in
  * one ring; or it starts itself in one ring, of the next epoch. */
-static void test_what_one_ring_receives_is_limited_again(void)
+static void test_after_a_collective(void)
 {
     enum { COMMITTED, ABORTED, STARTED_IN_ONE, VARIANTS } variant;
     for (variant = 0; variant < VARIANTS; variant++) {
         pccl_options options = peers_options();
-        struct job two = job_plain(30000, true), one = two;
-        bool goes_on = variant == STARTED_IN_ONE;
-        uint64_t received;
+        struct job two = make(1), one = make(2);
         int i;
-        two.early = one.early = true;
-        two.chunk_bytes = one.chunk_bytes = CHUNK;
-        one.op = 2;
-        job_make(&two, N);
-        job_make(&one, N);
-        peers_open(&peers, N, &options, 1);
-        peers_connect_ring(&peers, 2, 2);
+        open_streams(&options);
         for (i = 0; i < N; i++) {
-            peers_stream(&peers, i, (i + N - 1) % N, 2, 2, 2);
-            peers_stream(&peers, i, (i + 1) % N, 3, 1, 2);
             job_register(&peers, i, &two);
             job_early(&peers, i, &two, 2);
         }
@@ -86,21 +102,42 @@ static void test_what_one_ring_receives_is_limited_again(void)
         for (i = 0; i < N && variant == COMMITTED; i++)
             job_start_rings(&peers, i, &two, 2);
         peers_run(&peers);
-        for (i = 0; i < N && !goes_on; i++) {
+        for (i = 0; i < N && variant != STARTED_IN_ONE; i++) {
             peers_end(&peers, i, variant == COMMITTED ? PCCL_COMMIT : PCCL_ABORT, two.op);
             job_register(&peers, i, &one);
         }
-        begin_epoch();
-        received = received_when_stalled(goes_on ? &two : &one);
-        CHECK(0 < received && received <= CHUNK * (options.forward_max + 8));
+        CHECK(is_limited(variant == STARTED_IN_ONE ? &two : &one, &options));
         peers_close(&peers);
         job_free(&two);
         job_free(&one);
     }
 }
 
+static void test_after_an_exchange(void)
+{
+    pccl_options options = peers_options();
+    struct trade trade = trade_plain(ALL_TO_ALL, 1000, false);
+    struct job one = make(2);
+    int i;
+    trade_make(&trade, N, 1);
+    open_streams(&options);
+    for (i = 0; i < N; i++) {
+        trade_register(&peers, i, &trade);
+        job_register(&peers, i, &one);
+    }
+    for (i = 0; i < N; i++)
+        trade_start(&peers, i, &trade, 2);
+    peers_run(&peers);
+    CHECK(trade_is_right(&peers, &trade) && trade_end(&peers, PCCL_COMMIT));
+    CHECK(is_limited(&one, &options));
+    peers_close(&peers);
+    trade_free(&trade);
+    job_free(&one);
+}
+
 int main(void)
 {
-    test_what_one_ring_receives_is_limited_again();
+    test_after_a_collective();
+    test_after_an_exchange();
     return check_report("spread");
 }
