@@ -531,8 +531,8 @@ MUTANTS = [
     ),
     Mutant(
         "the shares of the rings are those of the plan, for all alike",
-        "position, *share, root, named, call)",
-        "position, *share, position, named, call)",
+        "position, *share, root, named))",
+        "position, *share, position, named))",
     ),
     Mutant(
         "each call has a nonce of its own",

@@ -16,9 +16,9 @@ MUTANTS = [
         "before = ()",
     ),
     Mutant(
-        "each ring's place names the predecessor's call",
-        "place = RingPlace(stream, len(ranks), position, *share, root, named, call)",
-        "place = RingPlace(stream, len(ranks), position, *share, root, named)",
+        "the engine is told the predecessors' calls",
+        "started.nonce, *self._way(one), started.calls)",
+        "started.nonce, *self._way(one))",
     ),
     Mutant(
         "nothing is sent early before a collective of the epoch has committed",
