@@ -82,6 +82,7 @@ class Operation:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._handle: Handle | None = None
+        self._is_followed = False
         self._future: Future[None] | None = None
         self._under_way: set[Operation] = set()
 
@@ -110,8 +111,9 @@ class Operation:
     def follow(self) -> None:
         """Has the pool end it when its collective has ended, whether anybody waits or not."""
         handle = self._handle
-        if handle is not None:
-            handle.add_done_callback(lambda: POOL.run(self.drive))
+        if handle is not None and not self._is_followed:
+            self._is_followed = True
+            handle.add_done_callback(lambda: POOL.run(self._drive_and_tell))
 
     def future(self) -> Future[None]:
         """A future that is complete when it has ended, also if it has failed."""
@@ -148,11 +150,23 @@ class Operation:
 
     def drive(self, timeout_s: float | None = None) -> None:
         """Brings it to its end; afterwards `error` says how."""
+        future = self._end(timeout_s)
+        if future is not None:  # its callbacks may wait for others, and the caller does not
+            POOL.run(lambda: future.set_result(None))
+
+    def _drive_and_tell(self) -> None:
+        """The same, in a thread of the pool, which the callbacks may keep."""
+        future = self._end(None)
+        if future is not None:
+            future.set_result(None)
+
+    def _end(self, timeout_s: float | None) -> Future[None] | None:
+        """Brings it to its end, unless another thread has; the future that is to be told."""
         if self._ended.is_set():
-            return
+            return None
         with self._lock:
             if self._ended.is_set():
-                return
+                return None
             try:
                 self._conclude(timeout_s)
             except Exception as error:
@@ -165,8 +179,7 @@ class Operation:
                 self._ended.set()
                 self._under_way.discard(self)
                 future = self._future
-        if future is not None:  # its callbacks may wait for others: never in a thread that drives
-            POOL.run(lambda: future.set_result(None))
+        return future
 
     def _conclude(self, timeout_s: float | None) -> None:
         while self._handle is not None:

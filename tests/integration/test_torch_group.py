@@ -20,6 +20,7 @@ from waiting import wait_until
 import pccl
 from pccl import kernels
 from pccl.torch import ProcessGroup, hooks
+from pccl.torch.callbacks import POOL
 
 T = TypeVar("T")
 
@@ -279,6 +280,23 @@ def test_many_are_under_way_at_once_and_callbacks_may_wait_for_others(two: Group
         return sum(sums) + group.allreduce([torch.ones(10)]).get_future().then(more).wait()
 
     assert two.each(job) == [20 * 20000.0 + 40.0] * 2
+
+
+def test_one_thread_ends_a_collective_and_tells_its_future(
+    two: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each switch of threads costs a busy processor more than the rest of it."""
+    jobs: list[Callable[[], None]] = []
+    run = POOL.run
+
+    def counted(job: Callable[[], None]) -> None:
+        jobs.append(job)
+        run(job)
+
+    monkeypatch.setattr(POOL, "run", counted)
+    told = two.each(lambda group: group.allreduce([torch.ones(9)]).get_future().wait()[0].tolist())
+    assert told == [[2.0] * 9] * 2
+    assert len(jobs) == 2  # one on each peer
 
 
 def test_all_reduce_goes_on_without_the_lost_and_other_collectives_say_who(three: Groups) -> None:
