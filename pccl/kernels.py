@@ -6,7 +6,8 @@ unless a function says otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import xxhash
@@ -23,6 +24,8 @@ Format = Literal["int8", "int4", "e3m0", "2bit", "sparse"]  # of quantized numbe
 
 _BLOCKS: dict[Format, int] = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4}
 _PAYLOADS: dict[Format, str] = {"e3m0": "e3m0", "2bit": "stat2", "sparse": "sparse"}  # in pccl.h
+
+_STRIP = 1 << 16  # numbers: whole blocks of every format, which stay in a core's own cache
 
 
 def subtract(out: Array, a: Array, b: Array) -> None:
@@ -93,10 +96,38 @@ def quantize(out: Array, values: Array, format: Format) -> None:
     """
     data, numbers = Buffer.of(out, writable=True), Buffer.of(values)
     _check_quantized(data, numbers, format)
-    if format in _PAYLOADS:
-        _of_payload(format, "encode")(_bytes(data), _pointer(numbers), numbers.count)
-        return
-    lib.pccl_quantize(*_codec(format), _bytes(data), _bytes(numbers), numbers.count)
+    _writer(format)(_bytes(data), _pointer(numbers), numbers.count)
+
+
+def quantize_with_feedback(out: Array, error: Array, values: Array, format: Format) -> None:
+    """Quantizes numbers without the error of the last time, and writes that of this time.
+
+    out = Q(values - error), then error = out - (values - error): the same as with `subtract`,
+    `quantize` and `dequantize`, in a single pass over memory.
+
+    Args:
+        out: `quantized_size` elements of uint8, which are overwritten.
+        error: what quantization has added to the numbers of the last time; it is overwritten.
+        values: float32 numbers.
+        format: how they are quantized.
+
+    Raises:
+        ValueError, AssertionError: as for `quantize`.
+    """
+    kept, numbers = _floats(written=[error], read=[values])
+    data = Buffer.of(out, writable=True)
+    for each in (kept, numbers):
+        _check_quantized(data, each, format)
+    if kept.overlaps(numbers):
+        raise ValueError("the arrays overlap")
+    to, corrected, given = _bytes(data), _pointer(kept), _pointer(numbers)
+    read = ffi.new("float[]", min(_STRIP, numbers.count))
+    encode, decode = _writer(format), _reader(format, "decode")
+    for at, code, n in _strips(format, numbers.count):
+        lib.pccl_subtract_f32(corrected + at, given + at, corrected + at, n)
+        encode(to + code, corrected + at, n)
+        decode(read, to + code, n)
+        lib.pccl_subtract_f32(corrected + at, read, corrected + at, n)
 
 
 def dequantize(out: Array, data: Array, format: Format) -> None:
@@ -118,12 +149,8 @@ def dequantize(out: Array, data: Array, format: Format) -> None:
 def _read(out: Array, data: Array, format: Format, how: Literal["decode", "add"]) -> None:
     numbers, given = Buffer.of(out, writable=True), Buffer.of(data)
     _check_quantized(given, numbers, format)
-    if format in _PAYLOADS:
-        if _of_payload(format, how)(_pointer(numbers), _bytes(given), numbers.count):
-            raise ValueError(f"{given} are not bytes of numbers quantized as {format}")
-        return
-    read = lib.pccl_dequantize if how == "decode" else lib.pccl_dequantize_add
-    read(*_codec(format), _bytes(numbers), _bytes(given), numbers.count)
+    if _reader(format, how)(_pointer(numbers), _bytes(given), numbers.count):
+        raise _malformed(given, format)
 
 
 def accumulate(out: Array, data: Array, format: Format) -> None:
@@ -140,6 +167,32 @@ def accumulate(out: Array, data: Array, format: Format) -> None:
         ValueError, AssertionError: as for `dequantize`.
     """
     _read(out, data, format, "add")
+
+
+def mean(out: Array, payloads: Sequence[Array], format: Format) -> None:
+    """The mean of several quantized arrays, summed in their order.
+
+    The same as `dequantize` of the first, `accumulate` of the others, and `divide`, in a single
+    pass over memory.
+
+    Args:
+        out: float32 numbers, which are overwritten.
+        payloads: what `quantize` has written of so many numbers; at least one.
+        format: how they are quantized.
+
+    Raises:
+        ValueError, AssertionError: as for `dequantize`.
+    """
+    numbers, rows = Buffer.of(out, writable=True), [Buffer.of(each) for each in payloads]
+    _check_divisor(len(rows))
+    for row in rows:
+        _check_quantized(row, numbers, format)
+    decode, add, to = _reader(format, "decode"), _reader(format, "add"), _pointer(numbers)
+    for at, code, n in _strips(format, numbers.count):
+        for read, row in zip((decode, *[add] * (len(rows) - 1)), rows, strict=True):
+            if read(to + at, _bytes(row) + code, n):
+                raise _malformed(row, format)
+        lib.pccl_divide_f32(to + at, n, len(rows))
 
 
 def divide(out: Array, divisor: int) -> None:
@@ -251,8 +304,30 @@ def _check_quantized(data: Buffer, numbers: Buffer, format: Format) -> None:
         raise ValueError("the arrays overlap")
 
 
-def _codec(format: Format) -> tuple[int, int]:
-    return _BLOCKS[format], DataType.FLOAT.value
+def _malformed(data: Buffer, format: Format) -> ValueError:
+    return ValueError(f"{data} are not bytes of numbers quantized as {format}")
+
+
+def _strips(format: Format, count: int) -> Iterator[tuple[int, int, int]]:
+    """Parts of an array: the place of each, that of its bytes, and its numbers."""
+    size = quantized_size(format, _STRIP)
+    for number, at in enumerate(range(0, count, _STRIP)):
+        yield at, number * size, min(_STRIP, count - at)
+
+
+def _writer(format: Format) -> Callable[[CData, CData, int], object]:
+    """Encodes: (data, numbers, how many)."""
+    if format in _PAYLOADS:
+        return partial(_of_payload(format, "encode"))
+    return partial(lib.pccl_quantize, _BLOCKS[format], DataType.FLOAT.value)
+
+
+def _reader(format: Format, how: Literal["decode", "add"]) -> Callable[[CData, CData, int], object]:
+    """Decodes, or adds: (numbers, data, how many); its result is true if the data is invalid."""
+    if format in _PAYLOADS:
+        return partial(_of_payload(format, how))
+    read = lib.pccl_dequantize if how == "decode" else lib.pccl_dequantize_add
+    return partial(read, _BLOCKS[format], DataType.FLOAT.value)
 
 
 def _of_payload(format: Format, what: str) -> Any:
@@ -261,7 +336,7 @@ def _of_payload(format: Format, what: str) -> Any:
 
 
 def _bytes(buffer: Buffer) -> CData:
-    return ffi.cast("void *", buffer.address)
+    return ffi.cast("unsigned char *", buffer.address)
 
 
 def _pointer(buffer: Buffer) -> CData:

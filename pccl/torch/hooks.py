@@ -66,27 +66,16 @@ class Quantized:
         """Gathers the quantized bucket, and writes the mean over it."""
         gradient = bucket.buffer()
         given = gradient.detach().to("cpu", torch.float32)
-        error = self._correct(bucket.index(), given)
         payload = torch.empty(kernels.quantized_size(self.format, given.numel()), dtype=torch.uint8)
-        kernels.quantize(payload, given if error is None else error, self.format)
-        group = _group(self._group)
-        try:
-            return group.run(group.tasks.quantized_mean(gradient, payload, self.format))
-        finally:  # while the data is on its way
-            if error is not None:
-                error.neg_()
-                kernels.accumulate(error, payload, self.format)
-
-    def _correct(self, index: int, given: torch.Tensor) -> torch.Tensor | None:
-        """The gradient without the error of the last step, in the memory of that error: fresh
-        memory for each step takes as long to get as the data takes on a fast link."""
         if self._errors is None:
-            return None
-        error = self._errors.get(index)
-        if error is None or error.numel() != given.numel():
-            error = self._errors[index] = torch.zeros_like(given)
-        kernels.subtract(error, given, error)
-        return error
+            kernels.quantize(payload, given, self.format)
+        else:
+            error = self._errors.get(bucket.index())
+            if error is None or error.numel() != given.numel():
+                error = self._errors[bucket.index()] = torch.zeros_like(given)
+            kernels.quantize_with_feedback(payload, error, given, self.format)
+        group = _group(self._group)
+        return group.run(group.tasks.quantized_mean(gradient, payload, self.format))
 
 
 def quantized(state: Quantized, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

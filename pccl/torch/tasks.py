@@ -106,10 +106,7 @@ class Tasks:
             straight = whole.is_cpu and whole.dtype == torch.float32
             straight &= format != "sparse"  # which may turn out to be invalid: it changes nothing
             mean = whole if straight else torch.empty(whole.numel(), dtype=torch.float32)
-            kernels.dequantize(mean, rows[0], format)
-            for row in rows[1:]:
-                kernels.accumulate(mean, row, format)
-            kernels.divide(mean, len(rows))
+            kernels.mean(mean, list(rows), format)
             if straight:
                 put(target, mean)
             else:

@@ -186,3 +186,45 @@ def test_arrays_that_do_not_fit_are_refused(format: kernels.Format) -> None:
         kernels.dequantize(values, data[1:], format)
     with pytest.raises(ValueError, match="is not float32"):
         kernels.quantize(data, values.astype(np.float64), format)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "int8", "int4"])
+@pytest.mark.parametrize("n", [0, 1, 4097, 65_536, 140_001])
+def test_passes_that_are_one_have_the_bits_of_several(format: kernels.Format, n: int) -> None:
+    rows: list[Array] = []
+    errors = samples(n, 1)
+    for seed in range(3):
+        values, kept = samples(n, 2 + seed), errors.copy()
+        corrected = values - kept
+        wanted = np.zeros(kernels.quantized_size(format, n), np.uint8)
+        kernels.quantize(wanted, corrected, format)
+        data = np.zeros_like(wanted)
+        kernels.quantize_with_feedback(data, kept, values, format)
+        assert data.tobytes() == wanted.tobytes()
+        read = np.zeros_like(values)
+        kernels.dequantize(read, data, format)
+        assert kept.tobytes() == (read - corrected).tobytes()
+        rows.append(data)
+    wanted = np.zeros(n, np.float32)
+    kernels.dequantize(wanted, rows[0], format)
+    for row in rows[1:]:
+        kernels.accumulate(wanted, row, format)
+    kernels.divide(wanted, 3)
+    mean = np.zeros_like(wanted)
+    kernels.mean(mean, rows, format)
+    assert mean.tobytes() == wanted.tobytes()
+
+
+def test_a_mean_and_a_feedback_refuse_what_does_not_fit() -> None:
+    values, error = np.zeros(64, np.float32), np.zeros(64, np.float32)
+    data = np.zeros(kernels.quantized_size("sparse", 64), np.uint8)
+    with pytest.raises(ValueError, match="divisor is 0"):
+        kernels.mean(values, [], "sparse")
+    with pytest.raises(ValueError, match="are not bytes of numbers"):
+        kernels.mean(values, [np.full_like(data, 0xFF)], "sparse")
+    with pytest.raises(ValueError, match="overlap"):
+        kernels.quantize_with_feedback(data, error, error, "sparse")
+    with pytest.raises(ValueError, match="differ in size"):
+        kernels.quantize_with_feedback(data, error[:63], values, "sparse")
+    with pytest.raises(ValueError, match="takes"):
+        kernels.quantize_with_feedback(data[1:], error, values, "sparse")
