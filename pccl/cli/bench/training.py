@@ -1,7 +1,8 @@
 """One process of `pccl bench ddp`: trains the same model over several backends, in turns.
 
-The step of one way follows that of another one, each after an untimed all-reduce of one element
-over the same group: so all peers begin together, and other load on the machine affects all alike.
+The step of one way follows that of another one, in an order that is reversed in every second
+iteration, each after an untimed all-reduce of one element over the same group: so all peers begin
+together, and other load on the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ def _measure(job: Job, gloo: Any) -> Measured:
     for iteration in range(job.warmups + job.iterations):
         size = job.batch, job.length + 1
         tokens = torch.randint(VOCABULARY, size, generator=generator).sort(1).values
-        for name, way in ways.items():
+        back = iteration % 2 == 1  # no way always follows the same one, and what that leaves
+        for name, way in sorted(ways.items(), reverse=back):
             way.meet()
             began = time.perf_counter()
             way.step(tokens)
