@@ -28,13 +28,17 @@ static const uint32_t BYTE_ORDER_MARK = 0x01020304;
 /* The bytes of `n` words of `width` bytes, least byte first. Appends what fits, and counts all. */
 static void sink_write(sink *to, const void *data, size_t n, size_t width)
 {
-    unsigned char first;
+    const size_t size = n * width, room = to->used < to->size ? to->size - to->used : 0;
+    const size_t fits = size < room ? size : room;
     const unsigned char *bytes = data;
+    unsigned char first;
     size_t i;
     memcpy(&first, &BYTE_ORDER_MARK, 1);
-    for (i = 0; i < n * width; i++, to->used++)
-        if (to->used < to->size)
-            to->out[to->used] = bytes[first == 1 ? i / width * width + width - 1 - i % width : i];
+    if (fits > 0 && first != 1)
+        memcpy(to->out + to->used, bytes, fits);
+    for (i = 0; i < fits && first == 1; i++)
+        to->out[to->used + i] = bytes[i / width * width + width - 1 - i % width];
+    to->used += size;
 }
 
 /* The i-th of a fixed sequence of well mixed words (splitmix64). */

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from pccl.runtime import limits
 from pccl.runtime.config import Config
-from pccl.runtime.race import first_to_answer
+from pccl.runtime.race import destination, first_to_answer
 
 log = logging.getLogger("pccl")
 
@@ -123,11 +123,19 @@ def reachable(host: str, port: int, limit_s: float) -> str:
     for untried, address in zip(range(len(found), 0, -1), found, strict=True):
         share_s = max(0.001, (until_s - time.monotonic()) / untried)
         try:
-            with socket.create_connection((address, port), share_s):
-                return address
+            _try_connecting(address, port, share_s)
+            return address
         except OSError as error:
             problem = error
     raise problem
+
+
+def _try_connecting(address: str, port: int, limit_s: float) -> None:
+    """Raises OSError if a connection to a numeric address fails, or takes longer."""
+    family, kind, _, _, where = destination(address, port)
+    with socket.socket(family, kind) as connection:
+        connection.settimeout(limit_s)
+        connection.connect(where)
 
 
 def _in_thread(work: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ first gives an error that can be caught.
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import threading
@@ -59,20 +60,23 @@ def _require_descriptors() -> None:
 
 
 def _require_threads() -> None:
-    go = threading.Event()
-    started: list[threading.Thread] = []
+    go, ended, started = threading.Event(), threading.Semaphore(0), 0
+
+    def wait() -> None:
+        go.wait()
+        ended.release()
+
     try:
         for _ in range(THREADS):
-            thread = threading.Thread(target=go.wait, daemon=True)
-            thread.start()
-            started.append(thread)
+            _thread.start_new_thread(wait, ())  # Thread.start() would wait for each to run
+            started += 1
     except RuntimeError:
         why = (
-            f"it needs {THREADS} threads, and this process can have {len(started)} more: raise "
+            f"it needs {THREADS} threads, and this process can have {started} more: raise "
             "its limits of processes and of memory (ulimit -u, or those of the container)"
         )
         raise NoRoomError(why) from None
     finally:
         go.set()
-        for thread in started:
-            thread.join()
+        for _ in range(started):
+            ended.acquire()

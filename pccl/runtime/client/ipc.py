@@ -68,9 +68,11 @@ def _make() -> tuple[Path, FileLock] | None:
 def _remove_abandoned() -> None:
     """Removes the directories of this user's processes that were killed, as far as that works."""
     with contextlib.suppress(OSError):
-        for entry in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            if entry.lstat().st_uid == os.getuid():
-                _remove_if_abandoned(entry)
+        with os.scandir(tempfile.gettempdir()) as entries:
+            for entry in entries:
+                mine = entry.name.startswith(PREFIX) and entry.stat(follow_symlinks=False)
+                if mine and mine.st_uid == os.getuid():
+                    _remove_if_abandoned(Path(entry.path))
 
 
 def _remove_if_abandoned(directory: Path) -> None:
