@@ -295,8 +295,9 @@ def test_quantized_elements_are_near(tmp_path: Path, quantization: str) -> None:
     assert row[8] == row[12] == "0"
 
 
-def test_one_call_takes_turns_with_many_at_once(tmp_path: Path) -> None:
-    in_turns(tmp_path, "1000400", "--against", "pieces")
+@pytest.mark.parametrize("many", ["pieces", "tensors"])
+def test_one_call_takes_turns_with_many_at_once(tmp_path: Path, many: str) -> None:
+    in_turns(tmp_path, "1000400", "--against", many)
 
 
 def test_far_elements_are_counted() -> None:
@@ -316,6 +317,7 @@ def test_far_elements_are_counted() -> None:
         (["--against", "nccl"], "nccl moves GPU memory only: say --device cuda, too"),
         (["--against", "unquantized"], "needs --quantize"),
         (["--against", "pieces", "-b", "16"], "16 elements or more"),
+        (["--against", "tensors", "-b", "64K"], "37598 elements or more"),
         (["--quantize", "int8", "-o", "max"], "sums and means"),
         (["--quantize", "int4", "-d", "int32"], "sums and means"),
         (["-b", "8K", "-e", "4K"], "-b no more than -e"),

@@ -5,7 +5,8 @@ algbw is the size over the time, and busbw = algbw * 2 (n-1) / n for all-reduce,
 all-gather and reduce-scatter, whose size is that of the larger buffer, and all-to-all, which is
 never in place, and algbw for broadcast, which always is; wire is the bytes that a peer sends.
 `--against` alternates with torch.distributed over gloo or nccl, with pccl without `--quantize`, or
-with the same all-reduce as 16 smaller ones that are under way at once (`pieces`), iteration by
+with the same all-reduce as 16 smaller ones that are under way at once (`pieces`), or as one list of
+148 tensors like those of a GPT in `all_reduce_multiple_with_retry` (`tensors`), iteration by
 iteration, in the same processes on the same memory, and prints the ratio of the speeds.
 
 `--device cuda` measures tensors in GPU memory: process i has GPU i of its machine, or shares one.
@@ -31,7 +32,17 @@ from pccl.cli.bench import machines, options, places, table
 from pccl.cli.bench.peer import Job, Measured, serve
 from pccl.cli.bench.processes import BenchError, collect, processes
 from pccl.cli.bench.table import FACTORS, blocks
-from pccl.cli.bench.ways import GLOO, NCCL, OTHERS, PIECES, PIECES_OF_ALL, REDUCING, TORCH
+from pccl.cli.bench.ways import (
+    GLOO,
+    GPT,
+    NCCL,
+    OTHERS,
+    PIECES,
+    PIECES_OF_ALL,
+    REDUCING,
+    TENSORS,
+    TORCH,
+)
 from pccl.types import DataType, ReduceOp
 
 _DTYPES = {  # by nccl-tests' names
@@ -153,9 +164,10 @@ def _problem(args: argparse.Namespace) -> str:
         return problem
     if args.against == "unquantized" and not args.quantize:
         return "--against unquantized needs --quantize"
-    least = _DTYPES[args.datatype].itemsize * PIECES_OF_ALL
-    if args.against == PIECES and (args.measurement != "all_reduce" or args.minbytes < least):
-        return f"--against pieces is for all_reduce, of {PIECES_OF_ALL} elements or more"
+    parts = {PIECES: PIECES_OF_ALL, TENSORS: sum(GPT) // min(GPT)}.get(args.against, 0)
+    small = args.minbytes < _DTYPES[args.datatype].itemsize * parts
+    if parts and (args.measurement != "all_reduce" or small):
+        return f"--against {args.against} is for all_reduce, of {parts} elements or more"
     if args.quantize and (args.datatype not in _FLOATS or args.op not in ("sum", "avg")):
         return f"--quantize is for sums and means of {', '.join(_FLOATS)}"
     least = dtype.itemsize * blocks(args.measurement, args.peers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import pccl
 from pccl.cli.bench import data
 from pccl.cli.bench.places import Host, Place
 from pccl.tensors.arrays import Array
-from pccl.types import DataType, ReduceOp
+from pccl.types import DataType, QuantizationOptions, ReduceOp
 
 OUT_OF_PLACE = "out_of_place"
 IN_PLACE = "in_place"
@@ -23,8 +23,15 @@ NCCL = "nccl"
 TORCH = (GLOO, NCCL)  # of torch.distributed
 UNQUANTIZED = "unquantized"
 PIECES = "pieces"
-OTHERS = (*TORCH, UNQUANTIZED, PIECES)  # what pccl may be measured against
+TENSORS = "tensors"
+OTHERS = (*TORCH, UNQUANTIZED, PIECES, TENSORS)  # what pccl may be measured against
 PIECES_OF_ALL = 16
+
+# Elements of the 148 tensors of a GPT: 512 tokens, 64 places, 12 blocks of width 256, a norm.
+_WIDTH = 256
+_BLOCK = (*[_WIDTH] * 4, *(n * _WIDTH for n in (3 * _WIDTH, 3, _WIDTH, 1)))
+_WIDE = tuple(n * _WIDTH for n in (4 * _WIDTH, 4, 4 * _WIDTH, 1))
+GPT = (512 * _WIDTH, 64 * _WIDTH, *(_BLOCK + _WIDE) * 12, _WIDTH, _WIDTH)
 REDUCING = ("all_reduce", "reduce_scatter")
 
 _TAG = 1  # of what is timed; the meetings before it have tag 0
@@ -96,6 +103,8 @@ class Trial:
             found[UNQUANTIZED] = self._way(self._send, self._recv, None)
         elif against == PIECES:
             found[PIECES] = self._pieces(found[OUT_OF_PLACE])
+        elif against == TENSORS:
+            found[TENSORS] = self._tensors(found[OUT_OF_PLACE])
         return found
 
     def check(self, way: Way) -> int:
@@ -171,6 +180,23 @@ class Trial:
                 if handle.error is not None:
                     raise handle.error
             return sum(info.tx_bytes for _, _, info in ended)
+
+        return replace(whole, run=run, sent=run)
+
+    def _tensors(self, whole: Way) -> Way:
+        """The same all-reduce as one list of tensors, whose sizes are in proportion to GPT's."""
+        ends = [self._count * end // sum(GPT) for end in accumulate(GPT, initial=0)]
+        name = self._quantization
+        quantization = None if name is None else QuantizationOptions.of(name)
+        kind = pccl.ReduceOperandDescriptor(self._dtype)
+        listed = []
+        for i, (begin, end) in enumerate(pairwise(ends)):
+            work = pccl.ReduceDescriptor(end - begin, self._op, _TAG + i, kind, quantization)
+            arrays = self._send[begin:end], self._recv[begin:end]
+            listed.append(pccl.ReduceOpDescriptor.from_torch(*arrays, work))
+
+        def run() -> int:
+            return self._comm.all_reduce_multiple_with_retry(listed).tx_bytes
 
         return replace(whole, run=run, sent=run)
 
