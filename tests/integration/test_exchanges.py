@@ -10,6 +10,7 @@ import oracle
 import pytest
 from cluster import Cluster
 from errors_page import listed
+from waiting import wait_until
 
 import pccl
 
@@ -358,6 +359,7 @@ def test_a_peer_that_goes_in_the_middle_leaves_what_was_given(backend: str, what
         assert ends[0][:2] == ends[1][:2]
         for rank, (array, _) in enumerate(works[:2]):
             assert (array == rank).all() or (ends[0][0] and what == "reduce")
+        wait_until(lambda: {comm.world_size for comm in cluster.comms} == {2})
 
         def again(index: int, comm: pccl.Communicator) -> None:
             x = np.full((2, LARGE), float(index))

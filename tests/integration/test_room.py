@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import subprocess
 import sys
-import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,22 +76,15 @@ def test_descriptors_that_are_taken_after_it_has_looked_are_an_error_of_the_syst
 
 
 def test_too_few_threads_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
-    really_start, really_join = threading.Thread.start, threading.Thread.join
+    started: list[object] = []
+    really_start = _thread.start_new_thread
 
-    def start(thread: threading.Thread) -> None:
-        if thread.name == "pccl-aside":  # in which it looks
-            really_start(thread)
-        elif len(started) == 3:
+    def start(function: Callable[[], object], args: tuple[()]) -> int:
+        if len(started) == 3:
             raise RuntimeError("can't start new thread")
-        else:
-            started.append(thread)
+        started.append(function)
+        return really_start(function, args)
 
-    def join(thread: threading.Thread, timeout: float | None = None) -> None:
-        if thread not in started:
-            really_join(thread, timeout)
-
-    monkeypatch.setattr(room.threading.Thread, "start", start)
-    monkeypatch.setattr(room.threading.Thread, "join", join)
+    monkeypatch.setattr(room._thread, "start_new_thread", start)
     with pytest.raises(pccl.PCCLError, match=r"INTERNAL_ERROR: it needs 8 threads, and .* 3 more"):
         pccl.Communicator("127.0.0.1:1").connect()

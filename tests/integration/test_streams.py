@@ -383,16 +383,16 @@ def test_an_address_that_swallows_everything_leaves_time_for_the_next(
 ) -> None:
     names.addresses = ["127.0.0.2", "127.0.0.1"]
     waited: list[float] = []
-    connect = socket.create_connection
+    connect = resolve._try_connecting
 
-    def swallow(address: tuple[str, int], timeout: float) -> socket.socket:
-        waited.append(timeout)
-        if address[0] == "127.0.0.2":
-            threading.Event().wait(timeout)
+    def swallow(address: str, port: int, limit_s: float) -> None:
+        waited.append(limit_s)
+        if address == "127.0.0.2":
+            threading.Event().wait(limit_s)
             raise TimeoutError("timed out")
-        return connect(address, timeout)
+        connect(address, port, limit_s)
 
-    monkeypatch.setattr(socket, "create_connection", swallow)
+    monkeypatch.setattr(resolve, "_try_connecting", swallow)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert resolve.reachable("master.example", port, LIMIT_S) == "127.0.0.1"
