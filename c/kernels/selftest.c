@@ -13,7 +13,7 @@
 
 enum {
     ELEMENTS = 203,          /* a few vectors of any width, and a tail */
-    QUANTIZED = 2 * 256 + 75, /* a few blocks of any format, and a tail */
+    QUANTIZED = 256 + 75,    /* at least one block of any format, and a tail */
     PAYLOAD = 4096 + 75      /* a few blocks of any encoding, a chunk, and a tail */
 };
 
