@@ -13,7 +13,7 @@
 
 enum {
     ELEMENTS = 203,          /* a few vectors of any width, and a tail */
-    QUANTIZED = 256 + 75,    /* at least one block of any format, and a tail */
+    QUANTIZED = 2 * 256 + 75, /* a few blocks of any format, and a tail */
     PAYLOAD = 4096 + 75      /* a few blocks of any encoding, a chunk, and a tail */
 };
 
@@ -34,10 +34,11 @@ static void sink_write(sink *to, const void *data, size_t n, size_t width)
     unsigned char first;
     size_t i;
     memcpy(&first, &BYTE_ORDER_MARK, 1);
-    if (fits > 0 && first != 1)
+    if (first == 1)
+        for (i = 0; i < fits; i++)
+            to->out[to->used + i] = bytes[i / width * width + width - 1 - i % width];
+    else if (fits > 0)
         memcpy(to->out + to->used, bytes, fits);
-    for (i = 0; i < fits && first == 1; i++)
-        to->out[to->used + i] = bytes[i / width * width + width - 1 - i % width];
     to->used += size;
 }
 

@@ -108,8 +108,8 @@ def _find_library() -> ctypes.CDLL:
         RuntimeError: no loaded module leads to libzmq.
     """
     for name, module in list(sys.modules.items()):
-        path = getattr(module, "__file__", "") if name.startswith("zmq.backend.") else ""
-        if path and path.endswith(tuple(EXTENSION_SUFFIXES)):
+        path = getattr(module, "__file__", None) or ""
+        if name.startswith("zmq.backend.") and path.endswith(tuple(EXTENSION_SUFFIXES)):
             library = ctypes.CDLL(path)
             if hasattr(library, "zmq_msg_init_data"):
                 return library

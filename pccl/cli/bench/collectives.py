@@ -32,17 +32,7 @@ from pccl.cli.bench import machines, options, places, table
 from pccl.cli.bench.peer import Job, Measured, serve
 from pccl.cli.bench.processes import BenchError, collect, processes
 from pccl.cli.bench.table import FACTORS, blocks
-from pccl.cli.bench.ways import (
-    GLOO,
-    GPT,
-    NCCL,
-    OTHERS,
-    PIECES,
-    PIECES_OF_ALL,
-    REDUCING,
-    TENSORS,
-    TORCH,
-)
+from pccl.cli.bench.ways import ELEMENTS_MIN, GLOO, NCCL, OTHERS, REDUCING, TORCH
 from pccl.types import DataType, ReduceOp
 
 _DTYPES = {  # by nccl-tests' names
@@ -164,10 +154,10 @@ def _problem(args: argparse.Namespace) -> str:
         return problem
     if args.against == "unquantized" and not args.quantize:
         return "--against unquantized needs --quantize"
-    parts = {PIECES: PIECES_OF_ALL, TENSORS: sum(GPT) // min(GPT)}.get(args.against, 0)
-    small = args.minbytes < _DTYPES[args.datatype].itemsize * parts
-    if parts and (args.measurement != "all_reduce" or small):
-        return f"--against {args.against} is for all_reduce, of {parts} elements or more"
+    elements = ELEMENTS_MIN.get(args.against, 0)
+    small = args.minbytes < dtype.itemsize * elements
+    if elements and (args.measurement != "all_reduce" or small):
+        return f"--against {args.against} is for all_reduce, of {elements} elements or more"
     if args.quantize and (args.datatype not in _FLOATS or args.op not in ("sum", "avg")):
         return f"--quantize is for sums and means of {', '.join(_FLOATS)}"
     least = dtype.itemsize * blocks(args.measurement, args.peers)

@@ -25,14 +25,13 @@ UNQUANTIZED = "unquantized"
 PIECES = "pieces"
 TENSORS = "tensors"
 OTHERS = (*TORCH, UNQUANTIZED, PIECES, TENSORS)  # what pccl may be measured against
-PIECES_OF_ALL = 16
-
-# Elements of the 148 tensors of a GPT: 512 tokens, 64 places, 12 blocks of width 256, a norm.
-_WIDTH = 256
-_BLOCK = (*[_WIDTH] * 4, *(n * _WIDTH for n in (3 * _WIDTH, 3, _WIDTH, 1)))
-_WIDE = tuple(n * _WIDTH for n in (4 * _WIDTH, 4, 4 * _WIDTH, 1))
-GPT = (512 * _WIDTH, 64 * _WIDTH, *(_BLOCK + _WIDE) * 12, _WIDTH, _WIDTH)
 REDUCING = ("all_reduce", "reduce_scatter")
+
+_PIECES = 16
+_WIDTH = 256  # of a GPT of 512 tokens, 64 places, 12 blocks and a norm; its 148 tensors in rows:
+_BLOCK = (1, 1, 1, 1, 3 * _WIDTH, 3, _WIDTH, 1, 4 * _WIDTH, 4, 4 * _WIDTH, 1)
+_ROWS = (512, 64, *_BLOCK * 12, 1, 1)
+ELEMENTS_MIN = {PIECES: _PIECES, TENSORS: sum(_ROWS)}  # so that none is empty
 
 _TAG = 1  # of what is timed; the meetings before it have tag 0
 
@@ -161,8 +160,8 @@ class Trial:
         return Way(meet, run, lambda: launch().wait()[2].tx_bytes, reset, result, quantization)
 
     def _pieces(self, whole: Way) -> Way:
-        """The same all-reduce as PIECES_OF_ALL smaller ones, all under way at once."""
-        bounds = [self._count * i // PIECES_OF_ALL for i in range(PIECES_OF_ALL + 1)]
+        """The same all-reduce as _PIECES smaller ones, all under way at once."""
+        bounds = [self._count * i // _PIECES for i in range(_PIECES + 1)]
 
         def run() -> int:
             handles = [
@@ -184,8 +183,8 @@ class Trial:
         return replace(whole, run=run, sent=run)
 
     def _tensors(self, whole: Way) -> Way:
-        """The same all-reduce as one list of tensors, whose sizes are in proportion to GPT's."""
-        ends = [self._count * end // sum(GPT) for end in accumulate(GPT, initial=0)]
+        """The same all-reduce as one list of tensors, whose sizes are in proportion to a GPT's."""
+        ends = [self._count * end // sum(_ROWS) for end in accumulate(_ROWS, initial=0)]
         name = self._quantization
         quantization = None if name is None else QuantizationOptions.of(name)
         kind = pccl.ReduceOperandDescriptor(self._dtype)

@@ -70,8 +70,9 @@ def _remove_abandoned() -> None:
     with contextlib.suppress(OSError):
         with os.scandir(tempfile.gettempdir()) as entries:
             for entry in entries:
-                mine = entry.name.startswith(PREFIX) and entry.stat(follow_symlinks=False)
-                if mine and mine.st_uid == os.getuid():
+                if not entry.name.startswith(PREFIX):
+                    continue
+                if entry.stat(follow_symlinks=False).st_uid == os.getuid():
                     _remove_if_abandoned(Path(entry.path))
 
 
