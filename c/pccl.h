@@ -14,8 +14,7 @@
  * or more connections, its LANES. A thread of the caller enters pccl_engine_run() and stays there,
  * without the GIL, until it is told to stop. Everything else is messages: the caller connects a
  * PAIR socket of the engine's own context to "inproc://pccl-engine", sends pccl_order structs, one
- * or more in a message, and receives pccl_event structs, one in each, in native layout (both ends
- * are in one process).
+ * or more in a message, and receives pccl_event structs, one in each, in native layout.
  *
  * An OP is one peer's part in one collective or state transfer:
  *
@@ -107,7 +106,9 @@
  *     REDUCE_SCATTER, ALL_GATHER: the ring's share of the slice of the owner's rank
  *     BROADCAST, REDUCE: the ring's share, if the owner is the root; else empty.
  *
- * A chunk is a piece of one part and one segment. It travels from position to position:
+ * A chunk is a piece of one segment, and of one part; or, unquantized and in buffers of one slice,
+ * of neighbours of one type that have up to 128 KiB each: in the message their elements follow each
+ * other without gaps. It travels from position to position:
  *
  *     h <= n-2:  a partial result of h+1 contributors. The receiver adds its own contribution. If
  *                that makes n (h == n-2) it is final and stored (AVG divides here).
@@ -176,7 +177,7 @@
  *
  * A message is a 64-byte header and a payload: one frame (header, payload) where the payload was
  * copied, two frames where it was not. Fields, with byte offsets:
- *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 2
+ *      0 u32 magic 0x4c434350 ("PCCL")   4 u8 kind   5 u8 ring   6 u16 version 3
  *      8 u64 run      16 u64 seq      24 u64 tag      32 u64 nonce
  *     40 u16 segment (chunk), slot (request, data) or position of the sender (row)
  *     42 u16 hop (chunk; 65535: direct), position of the receiver (row), or of a request any
@@ -184,7 +185,7 @@
  *     44 u16 members   46 u16 1 if a chunk was sent before START, else 0
  *     48 u64 offset   56 u32 length   60 u32 piece (request, data) or number of the array (row)
  * Kinds: 1 chunk, 2 request, 3 data, 4 row. Fields that a kind does not use are 0. A chunk's offset
- * is one of its op's, and its length counts elements; those of a request and of data are bytes of a
+ * is one of its op's, and its length counts offsets; those of a request and of data are bytes of a
  * piece, those of a row bytes of the rows for its receiver, and the offset a multiple of Q. The seq
  * of a chunk that was sent before START is its sender's op number, its nonce that of the epoch.
  *
@@ -385,8 +386,7 @@ typedef struct pccl_zmq {
 
 /* Sends a message of one frame without waiting, and sets *sent to 1 once it is gone, so that a
  * caller that is interrupted between two of its own steps can tell. Returns 1 if the socket has
- * something to be read (the notification of which this call has consumed), 0 if not, or a negative
- * error. */
+ * something to be read (this call has consumed the notification), 0 if not, or a negative error. */
 int pccl_send_now(const pccl_zmq *table, void *socket, const void *data, size_t size,
                   int32_t *sent);
 
@@ -409,8 +409,7 @@ typedef struct pccl_mail {
 } pccl_mail;
 
 /* Receives all messages that wait, up to PCCL_MAIL_MAX and to `most`: fewer mean that the socket
- * was found empty. Each frame counts as a message. Returns their number, or a negative errno; never
- * waits. */
+ * was found empty. Each frame counts. Returns their number, or a negative errno; never waits. */
 int pccl_mail_take(const pccl_zmq *zmq, void *socket, pccl_mail *mail, uint32_t most);
 
 /* Receives the next message of a ROUTER: the name of its connection, and its first frame. Others,

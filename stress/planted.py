@@ -106,10 +106,8 @@ BUGS = [
     Bug(
         "engine: the last element of a chunk is not reduced",
         "c/engine/chunk.c",
-        "part_send(&collective->parts, part, chunk->offset), chunk->length,\n"
-        "                             chunk->members);",
-        "part_send(&collective->parts, part, chunk->offset), chunk->length - 1,\n"
-        "                             chunk->members);",
+        "in, own.send, own.length, divisor);",
+        "in, own.send, own.length - 1, divisor);",
         "--faults kill,join",
         ("the mean is wrong", "own contribution is missing", "is not the same all over"),
     ),

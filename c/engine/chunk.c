@@ -17,7 +17,7 @@
 #include "engine/ring.h"
 
 /* The bytes that `n` elements of a part take in a message. */
-static uint64_t payload_bytes(const struct collective *collective, const struct part *part,
+static uint64_t element_bytes(const struct collective *collective, const struct part *part,
                               uint64_t n)
 {
     if (collective->format == PCCL_UNQUANTIZED)
@@ -25,43 +25,79 @@ static uint64_t payload_bytes(const struct collective *collective, const struct 
     return pccl_quantized_size(collective->format, part->dtype, n);
 }
 
+/* The bytes of the payload of a chunk: its elements, of however many parts, without gaps. */
+static uint64_t payload_bytes(const struct collective *collective, uint64_t offset,
+                              uint64_t length)
+{
+    return element_bytes(collective, part_at(&collective->parts, offset),
+                         parts_elements(&collective->parts, offset, length));
+}
+
+/* Whether the elements of a chunk lie in one part, which is then *whole. */
+static bool is_whole(const struct collective *collective, uint64_t offset, uint64_t length,
+                     struct stretch *whole)
+{
+    uint64_t at = offset;
+    return parts_next(&collective->parts, &at, offset + length, whole) && at >= offset + length;
+}
+
 /* ---- sending our own ---- */
 
-/* How many elements of a part make a message of about as many bytes as START says. */
-static uint64_t chunk_elements(const struct ring *ring, const struct part *part)
+/* How many offsets make a message of about as many bytes as START says. */
+static uint64_t chunk_length(const struct ring *ring)
 {
     const struct collective *collective = collective_of(op_of(&ring->flow));
+    const struct part *part = part_at(&collective->parts, ring->cursor);
     uint64_t bytes = stream_chunk(ring->flow.stream, collective->chunk);
     uint64_t step = collective->format == PCCL_UNQUANTIZED
         ? PCCL_QUANTUM : pccl_quantized_block(collective->format);
-    uint64_t steps = bytes / payload_bytes(collective, part, step);
+    uint64_t steps = bytes / element_bytes(collective, part, step);
     return steps > 0 ? steps * step : step;
 }
 
-/* How many elements our next chunk has, which begins at the cursor. */
-static uint64_t own_length(const struct ring *ring, const struct part *part)
+/* How many offsets our next chunk has, which begins at the cursor. */
+static uint64_t own_length(const struct ring *ring)
 {
     const struct collective *collective = collective_of(op_of(&ring->flow));
-    uint64_t length = part_left(&collective->parts, part, ring->cursor);
-    uint64_t chunk = chunk_elements(ring, part);
+    uint64_t length = parts_reach(&collective->parts, ring->cursor);
+    uint64_t chunk = chunk_length(ring);
     if (length > ring->end - ring->cursor)
         length = ring->end - ring->cursor;
     return length < chunk ? length : chunk;
 }
 
+/* Writes the payload of a chunk of our own, whose first stretch is `own`. Before START nothing may
+ * refer to the memory of a call, so plain elements are copied as well. */
+static void write_own(const struct collective *collective, const struct stretch *own,
+                      const struct wire_header *header, unsigned char *payload)
+{
+    int status;
+    if (collective->direct) {
+        direct_write(collective, header->offset, header->length, payload);
+        return;
+    }
+    if (collective->format == PCCL_UNQUANTIZED) {
+        parts_gather(&collective->parts, header->offset, header->length, payload);
+        return;
+    }
+    status = pccl_quantize(collective->format, own->part->dtype, payload, own->send, own->length);
+    assert(status == PCCL_OK);
+    (void)status;
+}
+
 /* Makes the message of a chunk of our own: TURN_OVER when it is made. */
-static enum turn build_own(struct ring *ring, const struct part *part, struct packet *packet,
+static enum turn build_own(struct ring *ring, struct packet *packet,
                            const struct wire_header *header)
 {
     struct op *op = op_of(&ring->flow);
     struct collective *collective = collective_of(op);
-    const unsigned char *own = part_send(&collective->parts, part, header->offset);
-    uint64_t bytes = payload_bytes(collective, part, header->length);
-    bool copies = direct_copies(collective, part);
-    bool whole = collective->format == PCCL_UNQUANTIZED && !copies;
+    uint64_t bytes = payload_bytes(collective, header->offset, header->length);
+    struct stretch own;
+    bool whole = is_whole(collective, header->offset, header->length, &own);
     int status;
-    if (whole && op->started) {
-        status = packet_build(&op->source, packet, header, own, bytes);
+    if (whole && op->started && collective->format == PCCL_UNQUANTIZED
+        && !direct_overwrites(collective, own.part)) {
+        status = packet_build(&op->source, packet, header, own.send, bytes);
         return status == PCCL_OK ? TURN_OVER : TURN_FAILED;
     }
     if (!stream_has_room(ring->flow.stream)) {
@@ -70,19 +106,7 @@ static enum turn build_own(struct ring *ring, const struct part *part, struct pa
     }
     if (packet_reserve(&op->source, packet, header, bytes) != PCCL_OK)
         return TURN_FAILED;
-    if (copies) {
-        direct_write(collective, part, header->offset, header->length,
-                     packet_payload(op->source.zmq, packet));
-        return TURN_OVER;
-    }
-    if (whole) {             /* before START nothing may refer to the memory of a call */
-        memcpy(packet_payload(op->source.zmq, packet), own, (size_t)bytes);
-        return TURN_OVER;
-    }
-    status = pccl_quantize(collective->format, part->dtype,
-                           packet_payload(op->source.zmq, packet), own, header->length);
-    assert(status == PCCL_OK);
-    (void)status;
+    write_own(collective, &own, header, packet_payload(op->source.zmq, packet));
     return TURN_OVER;
 }
 
@@ -112,12 +136,12 @@ static struct wire_header own_header(const struct ring *ring, uint64_t length)
 }
 
 /* Notes a chunk of our own that was sent. What was sent before START is noted at START. */
-static void note_sent(struct ring *ring, const struct part *part, uint64_t length)
+static void note_sent(struct ring *ring, uint64_t length)
 {
     struct collective *collective = collective_of(op_of(&ring->flow));
-    uint64_t cost = stash_cost(payload_bytes(collective, part, length));
+    uint64_t cost = stash_cost(payload_bytes(collective, ring->cursor, length));
     if (collective->op.started) {
-        collective_note_sent(collective, part, ring->cursor, length);
+        collective_note_sent(collective, ring->cursor, length);
     } else {
         ring->lent += cost;
         ring->flow.stream->early += cost;
@@ -131,11 +155,10 @@ enum turn chunk_send(struct flow *flow)
     struct op *op = op_of(flow);
     struct ring *ring = (struct ring *)flow;
     struct collective *collective = collective_of(op);
-    const struct part *part = part_at(&collective->parts, ring->cursor);
-    uint64_t length = own_length(ring, part);
+    uint64_t length = own_length(ring);
     struct packet packet = {0};
     struct wire_header header = own_header(ring, length);
-    uint64_t cost = stash_cost(payload_bytes(collective, part, length));
+    uint64_t cost = stash_cost(payload_bytes(collective, ring->cursor, length));
     enum turn made;
     assert(length > 0);
     if (!gradual_is_ready(collective, ring->cursor, length))
@@ -144,7 +167,7 @@ enum turn chunk_send(struct flow *flow)
         return TURN_OVER;            /* START gives it another one */
     if (op->ops->n_held > 0 && op->ops->n_spread == 0)
         return TURN_BLOCKED;         /* or the ring would fill up: all would wait for room */
-    made = build_own(ring, part, &packet, &header);
+    made = build_own(ring, &packet, &header);
     if (made == TURN_FAILED)
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
     if (made != TURN_OVER)
@@ -153,7 +176,7 @@ enum turn chunk_send(struct flow *flow)
         packet_clear(op->source.zmq, &packet);
         return TURN_BLOCKED;
     }
-    note_sent(ring, part, length);
+    note_sent(ring, length);
     if (collective_is_complete(collective))
         op_complete(op);             /* cannot free it: it is still our turn */
     return ring->cursor < ring->end ? TURN_MORE : TURN_OVER;
@@ -181,7 +204,7 @@ static const char *check_shape(const struct collective *collective, const struct
                                uint64_t bytes)
 {
     uint32_t members = chunk->members;
-    const struct part *part;
+    uint64_t reach;
     if (chunk->ring >= PCCL_RINGS_MAX || members < 2 || members > PCCL_PEERS_MAX
         || (collective->members > 0 && members != collective->members)
         || chunk->segment >= members || !has_hop(collective, members, chunk->hop))
@@ -189,12 +212,10 @@ static const char *check_shape(const struct collective *collective, const struct
     if (chunk->length == 0 || chunk->offset % PCCL_QUANTUM != 0
         || chunk->offset >= collective->parts.span * (collective->members > 0 ? members : 1))
         return "a chunk is empty, not aligned or out of bounds";
-    part = part_at(&collective->parts, chunk->offset);
-    if (chunk->length > part_left(&collective->parts, part, chunk->offset)
-        || (chunk->length % PCCL_QUANTUM != 0
-            && chunk->length != part_left(&collective->parts, part, chunk->offset)))
+    reach = parts_reach(&collective->parts, chunk->offset);
+    if (chunk->length > reach || (chunk->length % PCCL_QUANTUM != 0 && chunk->length != reach))
         return "a chunk is not aligned or out of bounds";
-    if (payload_bytes(collective, part, chunk->length) != bytes)
+    if (payload_bytes(collective, chunk->offset, chunk->length) != bytes)
         return "a chunk's payload has another size than its header says";
     return NULL;
 }
@@ -284,24 +305,38 @@ static void next_hop(const pccl_zmq *zmq, struct packet *packet, const struct wi
     wire_set_hop(packet_header(zmq, packet), (uint16_t)(chunk->hop + 1u));
 }
 
+/* Adds our contribution to a partial result, there or into recv. */
+static void reduce(struct collective *collective, const struct wire_header *chunk,
+                   unsigned char *in, bool into_recv, uint32_t divisor)
+{
+    uint64_t at = chunk->offset;
+    struct stretch own;
+    for (; parts_next(&collective->parts, &at, chunk->offset + chunk->length, &own);
+         in += own.bytes) {
+        int status = pccl_reduce(own.part->dtype, collective->redop, into_recv ? own.recv : in,
+                                 in, own.send, own.length, divisor);
+        assert(status == PCCL_OK);
+        (void)status;
+    }
+}
+
 /* The last reducing hop: recv = partial result + ours. What is sent on, if anything, is the same
- * message if it is small, else recv itself, so that nothing is written twice. */
-static int reduce_last(struct collective *collective, const struct part *part,
-                       const struct wire_header *chunk, struct packet *packet)
+ * message if it is small or lies apart in recv, else recv itself, so that nothing is written
+ * twice. */
+static int reduce_last(struct collective *collective, const struct wire_header *chunk,
+                       struct packet *packet)
 {
     struct source *source = &collective->op.source;
     unsigned char *in = packet_payload(source->zmq, packet);
-    unsigned char *out = part_recv(&collective->parts, part, chunk->offset);
     uint64_t bytes = packet->bytes;
-    bool last = is_last_hop(collective, chunk), again = bytes <= source->copy_max && !last;
+    struct stretch own;
+    bool whole = is_whole(collective, chunk->offset, chunk->length, &own);
+    bool last = is_last_hop(collective, chunk);
+    bool again = (bytes <= source->copy_max || !whole) && !last;
     struct wire_header header = *chunk;
-    int status = pccl_reduce(part->dtype, collective->redop, again ? in : out, in,
-                             part_send(&collective->parts, part, chunk->offset), chunk->length,
-                             chunk->members);
-    assert(status == PCCL_OK);
-    (void)status;
+    reduce(collective, chunk, in, !again, chunk->members);
     if (again) {
-        memcpy(out, in, (size_t)bytes);
+        parts_scatter(&collective->parts, chunk->offset, chunk->length, in);
         next_hop(source->zmq, packet, chunk);
         return PCCL_OK;
     }
@@ -309,27 +344,15 @@ static int reduce_last(struct collective *collective, const struct part *part,
         return PCCL_OK;
     packet_clear(source->zmq, packet);
     header.hop++;
-    return packet_build(source, packet, &header, out, bytes);
-}
-
-/* Adds our contribution to a partial result. */
-static void reduce_partial(struct collective *collective, const struct part *part,
-                           const struct wire_header *chunk, struct packet *packet)
-{
-    const pccl_zmq *zmq = collective->op.source.zmq;
-    unsigned char *in = packet_payload(zmq, packet);
-    int status = pccl_reduce(part->dtype, collective->redop, in, in,
-                             part_send(&collective->parts, part, chunk->offset), chunk->length, 1);
-    assert(status == PCCL_OK);
-    (void)status;
-    next_hop(zmq, packet, chunk);
+    return packet_build(source, packet, &header, own.recv, bytes);
 }
 
 /* apply() for a quantized chunk: changes the payload in place, and stores what is final. */
-static void apply_quantized(struct collective *collective, const struct part *part,
-                            const struct wire_header *chunk, struct packet *packet)
+static void apply_quantized(struct collective *collective, const struct wire_header *chunk,
+                            struct packet *packet)
 {
     const pccl_zmq *zmq = collective->op.source.zmq;
+    const struct part *part = part_at(&collective->parts, chunk->offset);
     unsigned char *in = packet_payload(zmq, packet);
     bool last = chunk->hop + 2u == chunk->members, partial = chunk->hop + 2u <= chunk->members;
     if (partial) {
@@ -343,7 +366,7 @@ static void apply_quantized(struct collective *collective, const struct part *pa
         (void)status;
     }
     if (!partial || (last && collective->coded))
-        collective_store_quantized(collective, part, chunk->offset, chunk->length, in);
+        collective_store_quantized(collective, chunk->offset, chunk->length, in);
     next_hop(zmq, packet, chunk);
 }
 
@@ -352,32 +375,28 @@ static int apply(struct collective *collective, const struct wire_header *chunk,
                  struct packet *packet)
 {
     const pccl_zmq *zmq = collective->op.source.zmq;
-    const struct part *part = part_at(&collective->parts, chunk->offset);
     bool stored = chunk->hop + 2u >= chunk->members;
     if (chunk->hop + 1u < chunk->members)
         collective_count_given(collective, chunk->offset, chunk->length);
-    if (stored
-        && collective_save(collective, part, chunk->offset, chunk->length * part->width)
-            != PCCL_OK)
+    if (stored && collective_save(collective, chunk->offset, chunk->length) != PCCL_OK)
         return PCCL_ENOMEM;
     if (stored)
         collective_count_written(collective, chunk->offset, chunk->length);
     if (is_direct(chunk)) {
-        direct_reduce(collective, part, chunk, packet_payload(zmq, packet));
+        direct_reduce(collective, chunk, packet_payload(zmq, packet));
         return PCCL_OK;
     }
     if (collective->format != PCCL_UNQUANTIZED) {
-        apply_quantized(collective, part, chunk, packet);
-        return PCCL_OK;
-    }
-    if (!stored) {
-        reduce_partial(collective, part, chunk, packet);
+        apply_quantized(collective, chunk, packet);
         return PCCL_OK;
     }
     if (chunk->hop + 2u == chunk->members)
-        return reduce_last(collective, part, chunk, packet);
-    memcpy(part_recv(&collective->parts, part, chunk->offset), packet_payload(zmq, packet),
-           (size_t)packet->bytes);
+        return reduce_last(collective, chunk, packet);
+    if (stored)
+        parts_scatter(&collective->parts, chunk->offset, chunk->length,
+                      packet_payload(zmq, packet));
+    else
+        reduce(collective, chunk, packet_payload(zmq, packet), false, 1);
     next_hop(zmq, packet, chunk);
     return PCCL_OK;
 }

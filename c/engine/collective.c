@@ -67,7 +67,7 @@ void collective_skip(struct ring *ring)
     const struct parts *parts = &collective_of(op_of(&ring->flow))->parts;
     while (ring->cursor < ring->end) {
         const struct part *part = part_at(parts, ring->cursor);
-        if (part_left(parts, part, ring->cursor) > 0)
+        if (parts_reach(parts, ring->cursor) > 0)
             return;
         ring->cursor -= ring->cursor % parts->span;
         ring->cursor += part->begin + quanta_of(part->count) * PCCL_QUANTUM;
@@ -96,7 +96,7 @@ bool collective_may_be_direct(const struct collective *collective, uint32_t memb
 void collective_count_given(struct collective *collective, uint64_t offset, uint64_t length)
 {
     quanta_add(collective->given_set, offset / PCCL_QUANTUM, quanta_of(offset + length));
-    collective->done += length;
+    collective->done += parts_elements(&collective->parts, offset, length);
 }
 
 void collective_count_written(struct collective *collective, uint64_t offset, uint64_t length)
@@ -104,28 +104,27 @@ void collective_count_written(struct collective *collective, uint64_t offset, ui
     uint64_t from, to;
     parts_written(&collective->parts, offset, length, &from, &to);
     quanta_add(collective->written_set, from, to);
-    collective->done += length;
+    collective->done += parts_elements(&collective->parts, offset, length);
 }
 
-void collective_note_sent(struct collective *collective, const struct part *part, uint64_t offset,
-                          uint64_t length)
+void collective_note_sent(struct collective *collective, uint64_t offset, uint64_t length)
 {
-    const unsigned char *from;
-    unsigned char *to;
+    uint64_t at = offset;
+    struct stretch stretch;
     if (collective->shape.reduces) {
         collective_count_given(collective, offset, length);
         return;
     }
-    from = part_send(&collective->parts, part, offset);
-    to = part_recv(&collective->parts, part, offset);
-    if (to != from)
-        memcpy(to, from, (size_t)length * part->width);
+    while (parts_next(&collective->parts, &at, offset + length, &stretch))
+        if (stretch.recv != stretch.send)
+            memcpy(stretch.recv, stretch.send, stretch.bytes);
     collective_count_written(collective, offset, length);
 }
 
-void collective_store_quantized(const struct collective *collective, const struct part *part,
-                                uint64_t offset, uint64_t length, const unsigned char *in)
+void collective_store_quantized(const struct collective *collective, uint64_t offset,
+                                uint64_t length, const unsigned char *in)
 {
+    const struct part *part = part_at(&collective->parts, offset);
     int status;
     if (collective->coded) {
         codes_unpack(part->dtype, part->recv, part->count, offset - part->begin, in, length);
@@ -214,18 +213,21 @@ void collective_enter(struct op *op, const pccl_order *order)
 
 /* ---- what ABORT restores ---- */
 
-int collective_save(struct collective *collective, const struct part *part, uint64_t offset,
-                    size_t bytes)
+int collective_save(struct collective *collective, uint64_t offset, uint64_t length)
 {
     struct op *op = &collective->op;
-    if (!part->overwrites)
-        return PCCL_OK;
-    if (collective->undo.memory == NULL)
-        op->reversible = undo_open(&collective->undo, collective->parts.undo_bytes,
-                                   &op->ops->spare);
-    if (!op->reversible)
-        return PCCL_ENOMEM;
-    part_save(&collective->parts, part, &collective->undo, offset, bytes);
+    uint64_t at = offset;
+    struct stretch stretch;
+    while (parts_next(&collective->parts, &at, offset + length, &stretch)) {
+        if (!stretch.part->overwrites)
+            continue;
+        if (collective->undo.memory == NULL)
+            op->reversible = undo_open(&collective->undo, collective->parts.undo_bytes,
+                                       &op->ops->spare);
+        if (!op->reversible)
+            return PCCL_ENOMEM;
+        parts_save(&collective->parts, &stretch, &collective->undo);
+    }
     return PCCL_OK;
 }
 
@@ -441,11 +443,10 @@ static void note_early(struct collective *collective, struct ring *ring)
     ring->lent = 0;
     ring->cursor = ring->first;
     for (collective_skip(ring); ring->cursor < sent; collective_skip(ring)) {
-        const struct part *part = part_at(&collective->parts, ring->cursor);
-        uint64_t length = part_left(&collective->parts, part, ring->cursor);
+        uint64_t length = parts_reach(&collective->parts, ring->cursor);
         uint64_t most = (sent < ring->end ? sent : ring->end) - ring->cursor;
         length = length < most ? length : most;
-        collective_note_sent(collective, part, ring->cursor, length);
+        collective_note_sent(collective, ring->cursor, length);
         ring->cursor += quanta_of(length) * PCCL_QUANTUM;
     }
     assert(ring->cursor == sent);

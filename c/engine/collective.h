@@ -70,8 +70,8 @@ void collective_end(struct op *op, bool keep);
 void collective_free(struct op *op);
 
 /* Stores a quantized chunk of the result, or, if it is coded, what it is to be made of. */
-void collective_store_quantized(const struct collective *collective, const struct part *part,
-                                uint64_t offset, uint64_t length, const unsigned char *in);
+void collective_store_quantized(const struct collective *collective, uint64_t offset,
+                                uint64_t length, const unsigned char *in);
 
 /* Makes our own contribution the result: there is no other member. */
 void collective_conclude_alone(struct collective *collective);
@@ -80,17 +80,16 @@ void collective_conclude_alone(struct collective *collective);
  * any more. */
 bool collective_is_complete(const struct collective *collective);
 
-/* Counts elements as given; as written. */
+/* Counts the elements of a chunk as given; as written. */
 void collective_count_given(struct collective *collective, uint64_t offset, uint64_t length);
 void collective_count_written(struct collective *collective, uint64_t offset, uint64_t length);
 
-/* Notes what we have sent: it is given, or it is part of the result. */
-void collective_note_sent(struct collective *collective, const struct part *part, uint64_t offset,
-                          uint64_t length);
+/* Notes a chunk that we have sent: it is given, or it is part of the result. */
+void collective_note_sent(struct collective *collective, uint64_t offset, uint64_t length);
 
-/* Saves the bytes of recv at an offset, if ABORT must restore them: 0 or PCCL_ENOMEM. */
-int collective_save(struct collective *collective, const struct part *part, uint64_t offset,
-                    size_t bytes);
+/* Saves what recv holds where a chunk is to be stored, if ABORT must restore it: 0 or
+ * PCCL_ENOMEM. */
+int collective_save(struct collective *collective, uint64_t offset, uint64_t length);
 
 /* The offsets from <= i < to of a segment of a ring. */
 void collective_range(const struct ring *ring, uint32_t segment, uint64_t *from, uint64_t *to);

@@ -12,44 +12,54 @@
 
 enum { STRIP = 1024 };               /* elements; a multiple of every format's block */
 
-bool direct_copies(const struct collective *collective, const struct part *part)
+bool direct_overwrites(const struct collective *collective, const struct part *part)
 {
     return collective->direct && part->overwrites;
 }
 
-/* Copies `length` elements of our contribution from an offset on. */
-static void copy_own(const struct collective *collective, const struct part *part, uint64_t offset,
-                     uint64_t length, unsigned char *to)
+/* Copies our contribution to one part: `length` elements from an offset on. */
+static void copy_part(const struct collective *collective, const struct part *part,
+                      uint64_t offset, uint64_t length, unsigned char *to)
 {
     const struct parts *parts = &collective->parts;
     uint64_t end = offset + length, next;
     for (; offset < end; offset = next) {
         uint64_t quantum = offset / PCCL_QUANTUM, run = quantum + 1, last = quanta_of(end);
-        bool written = quanta_any(collective->written_set, quantum, run);
+        bool saved = part->overwrites && quanta_any(collective->written_set, quantum, run);
         size_t bytes;
-        while (run < last && quanta_any(collective->written_set, run, run + 1) == written)
+        while (run < last && quanta_any(collective->written_set, run, run + 1) == saved)
             run++;
         next = run * PCCL_QUANTUM < end ? run * PCCL_QUANTUM : end;
         bytes = (size_t)(next - offset) * part->width;
-        memcpy(to, written ? part_saved(parts, part, &collective->undo, offset)
-                           : part_send(parts, part, offset), bytes);
+        memcpy(to, saved ? part_saved(parts, part, &collective->undo, offset)
+                         : part_send(parts, part, offset), bytes);
         to += bytes;
     }
 }
 
-void direct_write(const struct collective *collective, const struct part *part, uint64_t offset,
-                  uint64_t length, unsigned char *to)
+static void copy_own(const struct collective *collective, uint64_t offset, uint64_t length,
+                     unsigned char *to)
 {
+    uint64_t at = offset;
+    struct stretch stretch;
+    for (; parts_next(&collective->parts, &at, offset + length, &stretch); to += stretch.bytes)
+        copy_part(collective, stretch.part, stretch.offset, stretch.length, to);
+}
+
+void direct_write(const struct collective *collective, uint64_t offset, uint64_t length,
+                  unsigned char *to)
+{
+    const struct part *part = part_at(&collective->parts, offset);
     double own[STRIP];               /* elements of any type, aligned */
     uint64_t end = offset + length, n;
     if (collective->format == PCCL_UNQUANTIZED) {
-        copy_own(collective, part, offset, length, to);
+        copy_own(collective, offset, length, to);
         return;
     }
     for (; offset < end; offset += n) {
         int status;
         n = end - offset < STRIP ? end - offset : STRIP;
-        copy_own(collective, part, offset, n, (unsigned char *)own);
+        copy_own(collective, offset, n, (unsigned char *)own);
         status = pccl_quantize(collective->format, part->dtype, to, own, (size_t)n);
         assert(status == PCCL_OK);
         (void)status;
@@ -69,9 +79,10 @@ const char *direct_check_place(const struct ring *ring, const struct wire_header
 }
 
 /* Reduces what both members have quantized, our own as it was sent, so that both get the same. */
-static void reduce_quantized(const struct collective *collective, const struct part *part,
-                             const struct wire_header *chunk, const unsigned char *in)
+static void reduce_quantized(const struct collective *collective, const struct wire_header *chunk,
+                             const unsigned char *in)
 {
+    const struct part *part = part_at(&collective->parts, chunk->offset);
     unsigned char own[STRIP * sizeof(double)];
     uint64_t offset = chunk->offset, end = offset + chunk->length, n;
     bool first = chunk->segment == 0;
@@ -90,23 +101,25 @@ static void reduce_quantized(const struct collective *collective, const struct p
     }
 }
 
-void direct_reduce(const struct collective *collective, const struct part *part,
-                   const struct wire_header *chunk, const unsigned char *in)
+void direct_reduce(const struct collective *collective, const struct wire_header *chunk,
+                   const unsigned char *in)
 {
-    const unsigned char *own = part_send(&collective->parts, part, chunk->offset);
     bool first = chunk->segment == 0;    /* the other one is, and its operand is on the left */
-    int status;
+    uint64_t at = chunk->offset;
+    struct stretch own;
     if (collective->coded) {
-        collective_store_quantized(collective, part, chunk->offset, chunk->length, in);
+        collective_store_quantized(collective, chunk->offset, chunk->length, in);
         return;
     }
     if (collective->format != PCCL_UNQUANTIZED) {
-        reduce_quantized(collective, part, chunk, in);
+        reduce_quantized(collective, chunk, in);
         return;
     }
-    status = pccl_reduce(part->dtype, collective->redop,
-                         part_recv(&collective->parts, part, chunk->offset), first ? in : own,
-                         first ? own : in, chunk->length, 2);
-    assert(status == PCCL_OK);
-    (void)status;
+    for (; parts_next(&collective->parts, &at, chunk->offset + chunk->length, &own);
+         in += own.bytes) {
+        int status = pccl_reduce(own.part->dtype, collective->redop, own.recv,
+                                 first ? in : own.send, first ? own.send : in, own.length, 2);
+        assert(status == PCCL_OK);
+        (void)status;
+    }
 }

@@ -9,17 +9,17 @@
 
 enum { DIRECT_HOP = UINT16_MAX };    /* of the chunks, where rings count their hops */
 
-/* Whether our contribution may be overwritten before it is sent; and writes the payload of a chunk
- * of it, from where it is now. */
-bool direct_copies(const struct collective *collective, const struct part *part);
-void direct_write(const struct collective *collective, const struct part *part, uint64_t offset,
-                  uint64_t length, unsigned char *to);
+/* Whether our contribution to a part may be overwritten before it is sent; and writes the payload
+ * of a chunk, from where our contribution is now. */
+bool direct_overwrites(const struct collective *collective, const struct part *part);
+void direct_write(const struct collective *collective, uint64_t offset, uint64_t length,
+                  unsigned char *to);
 
 /* Why a chunk is not one that the other member sends here, or NULL. */
 const char *direct_check_place(const struct ring *ring, const struct wire_header *chunk);
 
 /* Reduces the other member's contribution and ours. */
-void direct_reduce(const struct collective *collective, const struct part *part,
-                   const struct wire_header *chunk, const unsigned char *in);
+void direct_reduce(const struct collective *collective, const struct wire_header *chunk,
+                   const unsigned char *in);
 
 #endif

@@ -36,11 +36,13 @@ static uint64_t slice_count(const struct parts *parts, const struct part *part, 
     return (parts->rows_at[rank + 1] - parts->rows_at[rank]) * part->row;
 }
 
-uint64_t part_left(const struct parts *parts, const struct part *part, uint64_t offset)
+uint64_t parts_reach(const struct parts *parts, uint64_t offset)
 {
-    uint64_t element = slice_offset(parts, offset) - part->begin;
-    uint64_t count = slice_count(parts, part, offset / parts->span);
-    return element < count ? count - element : 0;
+    const struct part *part = part_at(parts, offset);
+    uint64_t inside = slice_offset(parts, offset), end = part->limit;
+    if (parts->rows_at != NULL)
+        end = part->begin + slice_count(parts, part, offset / parts->span);
+    return inside < end ? end - inside : 0;
 }
 
 /* Bytes from the beginning of a buffer of so many slices to the element at an offset. */
@@ -64,6 +66,35 @@ const unsigned char *part_send(const struct parts *parts, const struct part *par
 unsigned char *part_recv(const struct parts *parts, const struct part *part, uint64_t offset)
 {
     return part->recv + bytes_to(parts, part, parts->recv_slices, offset);
+}
+
+bool parts_next(const struct parts *parts, uint64_t *offset, uint64_t end,
+                struct stretch *stretch)
+{
+    const struct part *part;
+    uint64_t begin = *offset, stop;
+    if (begin >= end)
+        return false;
+    part = part_at(parts, begin);
+    stop = begin - slice_offset(parts, begin) + part->begin
+        + slice_count(parts, part, begin / parts->span);
+    stretch->part = part;
+    stretch->offset = begin;
+    stretch->length = (stop < end ? stop : end) - begin;
+    stretch->send = part_send(parts, part, begin);
+    stretch->recv = part_recv(parts, part, begin);
+    stretch->bytes = (size_t)stretch->length * part->width;
+    *offset = begin + quanta_of(stretch->length) * PCCL_QUANTUM;
+    return true;
+}
+
+uint64_t parts_elements(const struct parts *parts, uint64_t offset, uint64_t length)
+{
+    uint64_t at = offset, elements = 0;
+    struct stretch stretch;
+    while (parts_next(parts, &at, offset + length, &stretch))
+        elements += stretch.length;
+    return elements;
 }
 
 void parts_written(const struct parts *parts, uint64_t offset, uint64_t length, uint64_t *from,
@@ -144,6 +175,25 @@ static bool lengthen(const struct parts *parts, uint64_t *elements)
     return true;
 }
 
+static bool is_small(const struct part *part)
+{
+    return part->count <= SMALL_BYTES / part->width;
+}
+
+/* Finds where chunks must end: with their part or, if chunks may have several, with the last of the
+ * small parts of the same element type that follow each other. */
+static void set_limits(struct parts *parts, bool several)
+{
+    uint32_t i;
+    for (i = parts->n; i-- > 0;) {
+        struct part *part = &parts->part[i];
+        const struct part *next = part + 1;
+        bool goes_on = several && i + 1 < parts->n && next->dtype == part->dtype
+            && is_small(part) && is_small(next) && next->limit > next->begin;
+        part->limit = goes_on ? next->limit : part->begin + part->count;
+    }
+}
+
 const char *parts_enter(struct parts *parts, const struct shape *shape, const pccl_order *order)
 {
     uint32_t slices = most_slices(parts), i;
@@ -182,6 +232,7 @@ const char *parts_enter(struct parts *parts, const struct shape *shape, const pc
             parts->undo_bytes += (size_t)part->count * part->width;
         }
     }
+    set_limits(parts, order->format == PCCL_UNQUANTIZED && slices == 1);
     return NULL;
 }
 
@@ -220,6 +271,24 @@ bool parts_lie_at(const struct parts *parts, uint32_t rank)
 
 /* ---- contents ---- */
 
+void parts_gather(const struct parts *parts, uint64_t offset, uint64_t length,
+                  unsigned char *out)
+{
+    uint64_t at = offset;
+    struct stretch stretch;
+    for (; parts_next(parts, &at, offset + length, &stretch); out += stretch.bytes)
+        memcpy(out, stretch.send, stretch.bytes);
+}
+
+void parts_scatter(const struct parts *parts, uint64_t offset, uint64_t length,
+                   const unsigned char *in)
+{
+    uint64_t at = offset;
+    struct stretch stretch;
+    for (; parts_next(parts, &at, offset + length, &stretch); in += stretch.bytes)
+        memcpy(stretch.recv, in, stretch.bytes);
+}
+
 void parts_copy(const struct parts *parts)
 {
     uint32_t i;
@@ -236,11 +305,10 @@ unsigned char *part_saved(const struct parts *parts, const struct part *part,
     return undo->memory + part->undo_at + bytes_to(parts, part, 1, offset);
 }
 
-void part_save(const struct parts *parts, const struct part *part, struct undo *undo,
-               uint64_t offset, size_t bytes)
+void parts_save(const struct parts *parts, const struct stretch *stretch, struct undo *undo)
 {
-    size_t at = bytes_to(parts, part, 1, offset);
-    memcpy(part_saved(parts, part, undo, offset), part->recv + at, bytes);
+    memcpy(part_saved(parts, stretch->part, undo, stretch->offset), stretch->recv,
+           stretch->bytes);
 }
 
 static void restore_part(const struct part *part, const struct undo *undo, const uint64_t *written)

@@ -10,6 +10,10 @@
 #include "engine/undo.h"
 #include "pccl.h"
 
+/* Bytes of parts that share chunks: to copy larger ones costs more than messages of their own
+ * (measured). Part of the protocol. */
+enum { SMALL_BYTES = 1 << 17 };
+
 /* An array of a collective. */
 struct part {
     const unsigned char *send;
@@ -19,8 +23,18 @@ struct part {
     uint64_t count;          /* elements of a slice, of the longest if they differ */
     uint64_t row;            /* elements of a row, if slices differ */
     uint64_t begin;          /* its first offset in a slice */
+    uint64_t limit;          /* the offset in a slice where a chunk that begins in it must end */
     bool overwrites;         /* recv holds what ABORT must restore, */
     size_t undo_at;          /* here in the undo buffer */
+};
+
+/* Elements of one part that follow each other, and where they are. */
+struct stretch {
+    const struct part *part;
+    uint64_t offset, length;
+    const unsigned char *send;
+    unsigned char *recv;
+    size_t bytes;            /* in memory */
 };
 
 /* What sets a collective apart from the others. */
@@ -53,10 +67,18 @@ int parts_divide(struct parts *parts, const uint64_t *rows);
  * it cannot, or NULL. */
 const char *parts_enter(struct parts *parts, const struct shape *shape, const pccl_order *order);
 
-/* The part that an offset below slices * span belongs to; how many elements it has from there on:
- * 0 behind the rows of a slice that is shorter than others. */
+/* The part that an offset below slices * span belongs to; how many offsets a chunk that begins
+ * there may have: 0 behind the rows of a slice that is shorter than others. */
 const struct part *part_at(const struct parts *parts, uint64_t offset);
-uint64_t part_left(const struct parts *parts, const struct part *part, uint64_t offset);
+uint64_t parts_reach(const struct parts *parts, uint64_t offset);
+
+/* The next stretch of a chunk from `*offset` up to `end`, as *stretch; *offset moves on behind it.
+ * False when there is none. */
+bool parts_next(const struct parts *parts, uint64_t *offset, uint64_t end,
+                struct stretch *stretch);
+
+/* How many elements a chunk of `length` offsets has. */
+uint64_t parts_elements(const struct parts *parts, uint64_t offset, uint64_t length);
 
 /* Where the element at an offset is in send and in recv. A buffer with one slice has it at the
  * offset within the slice, whichever slice the offset is of. */
@@ -71,6 +93,13 @@ void parts_written(const struct parts *parts, uint64_t offset, uint64_t length, 
 /* Whether all parts that are in place lie where that rank's slice is. */
 bool parts_lie_at(const struct parts *parts, uint32_t rank);
 
+/* Copies the elements of a chunk from send, where they may lie apart, to `out`, where they follow
+ * each other; from `in`, likewise, to recv. */
+void parts_gather(const struct parts *parts, uint64_t offset, uint64_t length,
+                  unsigned char *out);
+void parts_scatter(const struct parts *parts, uint64_t offset, uint64_t length,
+                   const unsigned char *in);
+
 /* Makes the contribution the result: recv = send. */
 void parts_copy(const struct parts *parts);
 
@@ -78,9 +107,8 @@ void parts_copy(const struct parts *parts);
 unsigned char *part_saved(const struct parts *parts, const struct part *part,
                           const struct undo *undo, uint64_t offset);
 
-/* Saves the bytes of recv at an offset; restores all that is in the set of quanta `written`. */
-void part_save(const struct parts *parts, const struct part *part, struct undo *undo,
-               uint64_t offset, size_t bytes);
+/* Saves what recv holds of a stretch; restores all that is in the set of quanta `written`. */
+void parts_save(const struct parts *parts, const struct stretch *stretch, struct undo *undo);
 void parts_restore(const struct parts *parts, const struct undo *undo, const uint64_t *written);
 
 #endif

@@ -1,7 +1,7 @@
 /* wire.c - encodes and decodes message headers byte by byte: any alignment, any byte order. */
 #include "engine/wire.h"
 
-enum { WIRE_MAGIC = 0x4c434350, WIRE_VERSION = 2 };
+enum { WIRE_MAGIC = 0x4c434350, WIRE_VERSION = 3 };
 
 /* Byte offsets of the fields. */
 enum {

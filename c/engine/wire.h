@@ -20,7 +20,7 @@ struct wire_header {
     bool early;              /* a chunk: sent before START. `seq` is the sender's call, and `nonce`
                               * its epoch's */
     uint32_t piece;          /* the part of a row */
-    uint32_t length;         /* elements of a chunk, else bytes */
+    uint32_t length;         /* offsets of a chunk, else bytes */
     uint64_t run;
     uint64_t seq;
     uint64_t tag;

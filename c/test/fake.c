@@ -54,6 +54,7 @@ static struct {
     int fail_call, fail_second, deny, n_descriptors;
     int fail_step, step_error;
     bool step_failed;
+    unsigned n_delivered;            /* by lanes */
     struct queue graveyard;          /* arrived, not yet released */
 } world;
 
@@ -472,6 +473,7 @@ static int msg_recv(pccl_msg *msg, void *handle, int flags)
         if (message == NULL)
             return fail(EAGAIN);
         message = arrive(message);
+        world.n_delivered += socket->type == ZMQ_PULL;
     }
     fake_table()->msg_close(msg);
     *msg = message->frame[message->taken];
@@ -628,6 +630,11 @@ void fake_inject(const char *endpoint, const void *header, size_t header_bytes, 
 unsigned fake_open(void)
 {
     return world.n_sockets + world.n_contexts;
+}
+
+unsigned fake_delivered(void)
+{
+    return world.n_delivered;
 }
 
 unsigned fake_lanes(void)

@@ -63,6 +63,9 @@ void fake_inject(const char *endpoint, const void *header, size_t header_bytes, 
  * so many open. */
 enum { FAKE_DESCRIPTOR = 1 << 20 };
 
+/* Messages that lanes have delivered in this world. */
+unsigned fake_delivered(void);
+
 /* Lanes that stand. */
 unsigned fake_lanes(void);
 

@@ -22,6 +22,19 @@ struct job job_plain(uint64_t count, bool in_place)
     return job;
 }
 
+struct job job_crowd(uint64_t count, bool in_place)
+{
+    static const uint64_t counts[TEST_PARTS_MAX] = {0, 1, 0, 63, 64, 65, 7, 5, 130, 0, 70, 0};
+    struct job job = job_plain(count, in_place);
+    int k;
+    job.n_parts = TEST_PARTS_MAX;
+    for (k = 0; k < TEST_PARTS_MAX; k++) {
+        job.part[k].dtype = k == 7 || k == 8 ? PCCL_F64 : PCCL_F32;
+        job.part[k].count = k == 0 ? count : counts[k];
+    }
+    return job;
+}
+
 /* The small whole number `value` as an element: exact in every type, so that any order of
  * reducing is right. */
 static void put_element(int dtype, unsigned char *at, unsigned value)
@@ -93,9 +106,9 @@ static size_t recv_bytes(const struct job *job, int k)
 }
 
 /* Whether send and recv of a part are separate memory. */
-static bool is_apart(const struct job *job)
+static bool is_apart(const struct job *job, int k)
 {
-    return !job->in_place && job->what != PCCL_BROADCAST;
+    return (!job->in_place || (job->alternating && k % 2 == 0)) && job->what != PCCL_BROADCAST;
 }
 
 /* The buffers of one part of one peer; in place, the smaller one lies in the larger one. */
@@ -105,7 +118,7 @@ static void make_part(struct job *job, int who, int k)
     size_t width = pccl_dtype_size(job->part[k].dtype), bytes = send_bytes(job, k, who), j;
     size_t mine = slice_at(job, k, who);
     unsigned char *send, *recv;
-    if (is_apart(job)) {
+    if (is_apart(job, k)) {
         send = allocate(bytes);
         recv = allocate(recv_bytes(job, k));
     } else if (job->what == PCCL_ALL_GATHER) {
@@ -207,7 +220,7 @@ static void expect_part(struct job *job, int k)
                 memcpy(expected + slice_at(job, k, j), job->given[j][k], send_bytes(job, k, j));
         else if (job->what == PCCL_BROADCAST)
             memcpy(expected, job->given[job->root][k], slice);
-        else if (job->what == PCCL_REDUCE && i != (int)job->root && is_apart(job))
+        else if (job->what == PCCL_REDUCE && i != (int)job->root && is_apart(job, k))
             continue;                /* is not written to */
         else if (job->what == PCCL_REDUCE && i != (int)job->root)
             memcpy(expected, job->given[i][k], slice);
@@ -254,9 +267,9 @@ void job_free(struct job *job)
             unsigned char *recv = job->parts[i][k].recv;
             free(job->given[i][k] - 1);
             free(job->expected[i][k] - 1);
-            if (is_apart(job) || job->what == PCCL_ALL_GATHER)
+            if (is_apart(job, k) || job->what == PCCL_ALL_GATHER)
                 free(recv - 1);
-            if (is_apart(job) || job->what != PCCL_ALL_GATHER)
+            if (is_apart(job, k) || job->what != PCCL_ALL_GATHER)
                 free(send - 1);
         }
 }
@@ -368,9 +381,10 @@ bool job_is_untouched(const struct job *job, int who)
     for (k = 0; k < job->n_parts; k++) {
         const unsigned char *send = job->parts[who][k].send, *recv = job->parts[who][k].recv;
         size_t sent = send_bytes(job, k, who);
+        size_t received = is_apart(job, k) || job->what == PCCL_ALL_GATHER ? recv_bytes(job, k) : 0;
         if (memcmp(send, job->given[who][k], sent) != 0)
             return false;
-        for (j = 0; (is_apart(job) || job->what == PCCL_ALL_GATHER) && j < recv_bytes(job, k); j++)
+        for (j = 0; j < received; j++)
             if (recv[j] != 0xee && (recv + j < send || recv + j >= send + sent))
                 return false;
     }
@@ -401,7 +415,8 @@ bool job_is_right(const struct peers *peers, const struct job *job)
     for (i = 0; i < peers->n; i++)
         if (peers_count(peers, i, PCCL_COMPLETE, job->op) != 1
             || peers_count(peers, i, PCCL_FAILED, job->op) != 0 || !job_has_result(job, i)
-            || (is_apart(job) && !job_is_restored(job, i)))
+            || (!job->in_place && job->what != PCCL_BROADCAST
+                && !job_is_restored(job, i)))
             return false;
     return true;
 }

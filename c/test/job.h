@@ -4,7 +4,7 @@
 
 #include "peers.h"
 
-enum { TEST_PARTS_MAX = 4 };
+enum { TEST_PARTS_MAX = 12 };
 
 struct job {
     uint64_t op, tag, seq;
@@ -12,6 +12,7 @@ struct job {
     int redop, format;
     uint32_t root;
     bool in_place, direct;
+    bool alternating;                        /* in place only every second array is */
     bool coded;                              /* recv is for codes.h, and not verified here */
     bool early;                              /* START says that the others may have sent before */
     uint32_t chunk_bytes;
@@ -31,6 +32,10 @@ struct job {
 
 /* An all-reduce of `count` floats under op 1. */
 struct job job_plain(uint64_t count, bool in_place);
+
+/* The same of TEST_PARTS_MAX arrays, most of which are smaller than a chunk: `count` floats, more
+ * floats, doubles and floats again, with empty ones in between. */
+struct job job_crowd(uint64_t count, bool in_place);
 
 /* Makes buffers with small whole numbers, at odd addresses, and the expected results. */
 void job_make(struct job *job, int n);

@@ -78,6 +78,11 @@ static void test_direct(void)
             job.chunk_bytes = seed % 3 ? 700 : 1;
             options.copy_max = seed % 5 ? 256 : 0;
             run_one(&job, 2, &options, seed % 5 ? 30 : 0, seed);
+            job = job_crowd(counts[i] % 200, seed % 2);
+            job.direct = true;
+            job.redop = (int)(seed % (PCCL_MIN + 1));
+            job.chunk_bytes = seed % 3 ? 700 : 1;
+            run_one(&job, 2, &options, seed % 5 ? 30 : 0, seed);
         }
 }
 
@@ -111,11 +116,12 @@ static void test_direct_early(void)
     uint64_t seed;
     int i;
     for (seed = 1; seed <= 30; seed++) {
-        struct job job = job_plain(0, seed % 3 > 0);
+        struct job job = seed % 5 == 2 ? job_crowd(seed * 20, seed % 3 > 0)
+                                       : job_plain(0, seed % 3 > 0);
         job.direct = true;
         job.format = seed % 5 < 3 ? PCCL_UNQUANTIZED : PCCL_BLOCK_8;
-        job.n_parts = 3;
-        for (i = 0; i < 3; i++) {
+        job.n_parts = seed % 5 == 2 ? job.n_parts : 3;
+        for (i = 0; seed % 5 != 2 && i < 3; i++) {
             job.part[i].dtype = i == 1 ? PCCL_F64 : PCCL_F32;
             job.part[i].count = 65 + 700 * (uint64_t)i;
         }
@@ -216,7 +222,7 @@ static void test_limits(void)
     pccl_options options = peers_options();
     uint64_t seed;
     for (seed = 1; seed <= 24; seed++) {
-        struct job job = job_plain(5000, seed % 2);
+        struct job job = seed % 5 < 3 ? job_plain(5000, seed % 2) : job_crowd(500, seed % 2);
         options.forward_max = 1 + (uint32_t)(seed % 2);
         options.copy_max = seed % 3 == 0 ? 0 : seed % 3 == 1 ? 256 : 1 << 20;
         job.chunk_bytes = seed % 4 == 0 ? 1 : 700;

@@ -24,11 +24,20 @@ static struct job make_list(enum pccl_collective what, uint64_t count, bool in_p
     struct job job = make_job(what, count, in_place);
     static const int dtypes[] = {PCCL_F32, PCCL_U8, PCCL_F64, PCCL_BF16};
     int k;
-    job.n_parts = TEST_PARTS_MAX;
+    job.n_parts = 4;
     for (k = 0; k < job.n_parts; k++) {
         job.part[k].dtype = dtypes[k];
         job.part[k].count = k == 1 ? 0 : count / (uint64_t)(4 - k) + (uint64_t)k;
     }
+    return job;
+}
+
+/* Many small arrays, of which a chunk has several where buffers have one slice. */
+static struct job make_crowd(enum pccl_collective what, uint64_t count, bool in_place)
+{
+    struct job job = job_crowd(count, in_place);
+    job.what = what;
+    job.alternating = count % 2 == 0;
     return job;
 }
 
@@ -93,6 +102,9 @@ static void test_sizes(void)
                     run_one(&job, ns[i], seed++, 1);
                     job = make_list(WHATS[what], counts[j], in_place);
                     run_one(&job, ns[i], seed++, 1);
+                    job = make_crowd(WHATS[what], counts[j], in_place);
+                    job.chunk_bytes = seed % 3 ? 1024 : 256;
+                    run_one(&job, ns[i], seed++, 1);
                 }
         }
 }
@@ -118,6 +130,9 @@ static void test_two_rings(void)
     for (what = 0; what < WHATS_N; what++)
         for (seed = 1; seed <= 12; seed++) {
             struct job job = make_list(WHATS[what], 3000 + seed, seed % 2);
+            job.chunk_bytes = 512;
+            run_one(&job, 2 + (int)(seed % 4), seed, 2);
+            job = make_crowd(WHATS[what], seed * 50, seed % 2);
             job.chunk_bytes = 512;
             run_one(&job, 2 + (int)(seed % 4), seed, 2);
         }
@@ -172,7 +187,8 @@ static void test_early_chunks(void)
     int what, i, n;
     for (what = 0; what < WHATS_N; what++)
         for (seed = 1; seed <= 24; seed++) {
-            struct job job = make_list(WHATS[what], seed % 7 * 150, seed % 2);
+            struct job job = seed % 8 < 4 ? make_list(WHATS[what], seed % 7 * 150, seed % 2)
+                                          : make_crowd(WHATS[what], seed % 7 * 50, seed % 2);
             uint32_t rings = 1 + (uint32_t)(seed % 3 == 0);
             n = 2 + (int)(seed % 4);
             if (WHATS[what] == PCCL_ALL_GATHER && seed % 2)
@@ -241,6 +257,7 @@ static void test_aborts(void)
             for (cut = 0; cut < 2; cut++) {
                 abort_anywhere(make_job(WHATS[what], 2000, in_place), cut);
                 abort_anywhere(make_list(WHATS[what], 1500, in_place), cut);
+                abort_anywhere(make_crowd(WHATS[what], 300, in_place), cut);
             }
     for (in_place = 0; in_place < 2; in_place++) {
         struct job job = make_list(PCCL_ALL_GATHER, 12, in_place);
@@ -278,6 +295,33 @@ static void test_byte_counts(void)
     }
 }
 
+/* A list takes as many bytes as its elements, and fewer messages than it has arrays. */
+static void test_crowd_counts(void)
+{
+    struct job job = make_crowd(PCCL_ALL_REDUCE, 1, false);
+    uint64_t tx_bytes = 0, rx_bytes = 0;
+    int i;
+    job.chunk_bytes = 1 << 20;
+    job_make(&job, 2);
+    open_rings(&job, 2, 3, 1);
+    for (i = 0; i < 2; i++)
+        job_start(&peers, i, &job);
+    peers_run(&peers);
+    CHECK(fake_delivered() == 2 * (1 + 3));          /* of each segment, twice */
+    CHECK(job_commit(&peers, &job));
+    for (i = 0; i < 2; i++) {
+        const pccl_event *event = peers_event(&peers, i, PCCL_SETTLED, job.op);
+        if (event == NULL)
+            event = peers_event(&peers, i, PCCL_COMPLETE, job.op);
+        tx_bytes += event->tx_bytes;
+        rx_bytes += event->rx_bytes;
+    }
+    CHECK(tx_bytes == 2 * (271 * sizeof(float) + 135 * sizeof(double)));
+    CHECK(rx_bytes == tx_bytes);
+    peers_close(&peers);
+    job_free(&job);
+}
+
 int main(void)
 {
     test_sizes();
@@ -288,5 +332,6 @@ int main(void)
     test_early_chunks();
     test_aborts();
     test_byte_counts();
+    test_crowd_counts();
     return check_report("collectives");
 }

@@ -55,6 +55,10 @@ static struct job draw(uint64_t seed, int *n)
         job.part[1].count = seed % 3;
         job.part[2].dtype = PCCL_F64;
         job.part[2].count = 333;
+    } else if (seed % 7 < 3 && job.format == PCCL_UNQUANTIZED) {
+        struct job crowd = job_crowd(job.count % 300, job.in_place);
+        job.n_parts = crowd.n_parts;
+        memcpy(job.part, crowd.part, sizeof job.part);
     }
     return job;
 }

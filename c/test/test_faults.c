@@ -345,6 +345,56 @@ static void try_unlike(uint64_t offset, uint32_t length, uint16_t hop, bool star
     job_free(&job);
 }
 
+/* Whether a peer of 3 takes a chunk of a crowd, whose first segments are the offsets up to 256, of
+ * 1, 1, 63 and 64 floats, and up to 512, of 65 and 7 floats and 5 doubles. */
+static void try_crowd(enum pccl_collective what, int who, uint64_t offset, uint32_t length,
+                      size_t elements, bool taken)
+{
+    struct job job = job_crowd(1, true);
+    unsigned char bytes[WIRE_HEADER_BYTES + 256 * sizeof(double)] = {0};
+    struct wire_header header = good_chunk();
+    header.offset = offset;
+    header.length = length;
+    header.segment = (uint16_t)(who - 1);
+    wire_encode(&header, bytes);
+    job.what = what;
+    job.op = 5;
+    job.tag = 9;
+    job_make(&job, 3);
+    job_open_ring(&peers, &job, 3, 1);
+    job_start(&peers, who, &job);
+    peers_run(&peers);
+    fake_inject(peers.peer[who].endpoint, bytes, WIRE_HEADER_BYTES + elements * sizeof(float),
+                NULL, 0);
+    peers_run(&peers);
+    if (!CHECK(peers_count(&peers, who, PCCL_FAILED, job.op) == !taken))
+        fprintf(stderr, "  offset %d length %d\n", (int)offset, (int)length);
+    CHECK(job_abort(&peers, &job));
+    peers_close(&peers);
+    job_free(&job);
+}
+
+static void test_chunks_of_several_arrays(void)
+{
+    const enum pccl_collective reduce = PCCL_ALL_REDUCE, scatter = PCCL_REDUCE_SCATTER;
+    try_crowd(reduce, 1, 0, 256, 129, true);
+    try_crowd(reduce, 1, 0, 256, 128, false);
+    try_crowd(reduce, 1, 0, 256, 256, false);        /* gaps do not travel */
+    try_crowd(reduce, 1, 0, 64, 1, true);
+    try_crowd(reduce, 1, 0, 64, 64, false);
+    try_crowd(reduce, 1, 0, 1, 1, false);            /* ends in a gap */
+    try_crowd(reduce, 1, 64, 128, 64, true);
+    try_crowd(reduce, 1, 0, 391, 201, false);        /* another segment */
+    try_crowd(reduce, 2, 256, 135, 72, true);
+    try_crowd(reduce, 2, 256, 136, 72, false);       /* beyond the last float */
+    try_crowd(reduce, 2, 256, 192, 72, false);
+    try_crowd(reduce, 2, 256, 256, 82, false);       /* floats and doubles */
+    try_crowd(reduce, 2, 448, 64, 10, true);
+    try_crowd(reduce, 2, 448, 5, 10, false);
+    try_crowd(scatter, 1, 2 * 832 + 64, 1, 1, true);
+    try_crowd(scatter, 1, 2 * 832 + 64, 128, 64, false);
+}
+
 static void test_chunks_behind_short_slices(void)
 {
     int started;
@@ -493,13 +543,17 @@ static void test_final_twice(void)
 
 /* Frames that are no message at all, then random bytes and good headers with random changes,
  * between real traffic. */
-static void test_fuzz(void)
+static void test_fuzz(bool crowd)
 {
     unsigned char bytes[WIRE_HEADER_BYTES + 600];
     uint64_t seed;
     int i, j;
     for (seed = 1; seed <= 150; seed++) {
-        struct job job = make_job(3000, true, 3);
+        struct job job = crowd ? job_crowd(100, true) : job_plain(3000, true);
+        job.op = 5;
+        job.tag = 9;
+        job.format = format;
+        job_make(&job, 3);
         job_open_ring(&peers, &job, 3, seed);
         if (seed % 3)
             job_start_all(&peers, &job);
@@ -536,14 +590,16 @@ int main(void)
         test_abort_anywhere();
         test_lose_lane_anywhere();
         test_free_unsettled();
-        test_fuzz();
+        test_fuzz(false);
     }
     format = PCCL_UNQUANTIZED;
+    test_fuzz(true);
     test_abort_takes_along();
     test_lose_lane_of_forgotten_op();
     test_commit_after_loss();
     test_torn_message();
     test_hostile_messages();
+    test_chunks_of_several_arrays();
     test_chunks_behind_short_slices();
     test_hostile_payloads();
     test_result_of_another_root();

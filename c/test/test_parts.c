@@ -17,10 +17,11 @@ static const struct shape gathers = {.gathers = true};
 static const struct shape rooted = {.rooted = true};
 
 /* The parts of an order, for a collective of MEMBERS members. `room` holds N_PARTS parts. */
-static const char *enter(struct parts *parts, struct part *room, const pccl_part *given,
-                         const struct shape *shape)
+static const char *enter_in(int format, struct parts *parts, struct part *room,
+                            const pccl_part *given, const struct shape *shape)
 {
     pccl_order order = {0};
+    order.format = (uint32_t)format;
     order.parts = given;
     order.n_parts = N_PARTS;
     memset(room, 0, N_PARTS * sizeof *room);
@@ -30,6 +31,12 @@ static const char *enter(struct parts *parts, struct part *room, const pccl_part
     parts->send_slices = shape->scatters ? MEMBERS : 1;
     parts->recv_slices = shape->gathers ? MEMBERS : 1;
     return parts_enter(parts, shape, &order);
+}
+
+static const char *enter(struct parts *parts, struct part *room, const pccl_part *given,
+                         const struct shape *shape)
+{
+    return enter_in(PCCL_UNQUANTIZED, parts, room, given, shape);
 }
 
 static unsigned char sends[N_PARTS][COUNT_MAX * MEMBERS], recvs[N_PARTS][COUNT_MAX * MEMBERS];
@@ -60,7 +67,7 @@ static void test_addresses(void)
         const struct part *last = part_at(&parts, at + 192);
         CHECK(part_at(&parts, at) == &room[0] && part_at(&parts, at + 128) == &room[0]);
         CHECK(last == &room[2]);
-        CHECK(part_left(&parts, &room[0], at + 64) == 66 && part_left(&parts, last, at + 192) == 7);
+        CHECK(parts_reach(&parts, at + 64) == 66 && parts_reach(&parts, at + 192) == 7);
         CHECK(part_send(&parts, &room[0], at + 64) == sends[0] + 64);
         CHECK(part_recv(&parts, &room[0], at + 64) == recvs[0] + slice * 130 + 64);
         CHECK(part_recv(&parts, last, at + 192) == recvs[2] + slice * 7);
@@ -70,6 +77,64 @@ static void test_addresses(void)
     CHECK(enter(&parts, room, given, &plain) == NULL);
     parts_written(&parts, 2 * parts.span + 64, 66, &from, &to);
     CHECK(from == 1 && to == 3);
+}
+
+/* A chunk goes on into parts of the same type where there is one slice. */
+static void test_stretches(void)
+{
+    static unsigned char large[2][SMALL_BYTES + 1];
+    struct part room[N_PARTS];
+    pccl_part given[N_PARTS];
+    unsigned char packed[COUNT_MAX];
+    struct parts parts;
+    struct stretch stretch;
+    uint64_t at = 64;
+    int i;
+    make(given);
+    for (i = 0; i < COUNT_MAX; i++)
+        sends[0][i] = sends[2][i] = (unsigned char)i;
+    CHECK(enter(&parts, room, given, &plain) == NULL);
+    CHECK(parts_reach(&parts, 64) == 135 && parts_reach(&parts, 192) == 7);
+    CHECK(parts_next(&parts, &at, 199, &stretch) && stretch.part == &room[0]);
+    CHECK(stretch.offset == 64 && stretch.length == 66 && stretch.send == sends[0] + 64);
+    CHECK(at == 192 && parts_next(&parts, &at, 199, &stretch) && stretch.part == &room[2]);
+    CHECK(stretch.length == 7 && stretch.recv == recvs[2] && stretch.bytes == 7);
+    CHECK(!parts_next(&parts, &at, 199, &stretch));
+    CHECK(parts_elements(&parts, 64, 135) == 73 && parts_elements(&parts, 64, 64) == 64);
+    parts_gather(&parts, 64, 135, packed);
+    CHECK(packed[0] == 64 && packed[65] == 129 && packed[66] == 0 && packed[72] == 6);
+    memset(recvs, 0xee, sizeof recvs);
+    parts_scatter(&parts, 64, 135, packed);
+    CHECK(recvs[0][63] == 0xee && recvs[0][64] == 64 && recvs[0][129] == 129);
+    CHECK(recvs[0][130] == 0xee && recvs[2][0] == 0 && recvs[2][6] == 6 && recvs[2][7] == 0xee);
+    given[2].count = 0;              /* nothing follows: the chunk ends where its part does */
+    CHECK(enter(&parts, room, given, &plain) == NULL && parts_reach(&parts, 64) == 66);
+    given[2].send = large[0];
+    given[2].recv = large[1];
+    given[2].count = SMALL_BYTES + 1;
+    CHECK(enter(&parts, room, given, &plain) == NULL && parts_reach(&parts, 64) == 66);
+    given[2].count--;
+    CHECK(enter(&parts, room, given, &plain) == NULL);
+    CHECK(parts_reach(&parts, 64) == 128 + SMALL_BYTES);
+    make(given);
+    given[0].send = large[0];
+    given[0].recv = large[1];
+    given[0].count = SMALL_BYTES + 1;
+    CHECK(enter(&parts, room, given, &plain) == NULL && parts_reach(&parts, 0) == SMALL_BYTES + 1);
+    make(given);
+    for (i = 0; i < N_PARTS; i++) {
+        given[i].count = counts[i] / 4;
+        given[i].dtype = PCCL_F32;
+    }
+    CHECK(enter(&parts, room, given, &plain) == NULL && parts_reach(&parts, 0) == 65);
+    CHECK(enter_in(PCCL_BLOCK_8, &parts, room, given, &plain) == NULL);
+    CHECK(parts_reach(&parts, 0) == 32);
+    make(given);
+    given[2].dtype = PCCL_I8;
+    CHECK(enter(&parts, room, given, &plain) == NULL && parts_reach(&parts, 64) == 66);
+    make(given);
+    CHECK(enter(&parts, room, given, &gathers) == NULL && parts_reach(&parts, 64) == 66);
+    CHECK(enter(&parts, room, given, &scatters) == NULL && parts_reach(&parts, 64) == 66);
 }
 
 static void test_places(void)
@@ -106,13 +171,16 @@ static void test_undo(void)
     struct part room[N_PARTS];
     pccl_part given[N_PARTS];
     struct parts parts;
-    uint64_t written = 0;
+    struct stretch stretch;
+    uint64_t written = 0, at;
     make(given);
     given[0].send = recvs[0];
     memset(recvs[0], 'a', counts[0]);
     CHECK(enter(&parts, room, given, &plain) == NULL);
     CHECK(undo_open(&undo, parts.undo_bytes, &spare));
-    part_save(&parts, &room[0], &undo, 64, 64);
+    at = 64;
+    CHECK(parts_next(&parts, &at, 128, &stretch) && stretch.bytes == 64);
+    parts_save(&parts, &stretch, &undo);
     quanta_add(&written, 1, 2);
     memset(recvs[0], 'b', counts[0]);
     parts_restore(&parts, &undo, &written);
@@ -147,6 +215,7 @@ static void test_spare(void)
 int main(void)
 {
     test_addresses();
+    test_stretches();
     test_places();
     test_undo();
     test_spare();

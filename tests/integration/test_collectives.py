@@ -200,6 +200,33 @@ def test_lists_and_dicts_of_arrays(cluster: Cluster, in_place: bool) -> None:
     cluster.each(job)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_many_small_arrays_share_chunks(cluster: Cluster, in_place: bool) -> None:
+    """Lists like a model's: biases, norms and matrices, of two types, and empty ones."""
+    size = len(cluster.comms)
+    counts = [1, 64, 0, 63, 700, 33_000, 65, 1, 40_000, *range(1, 60), 0, 2]  # 33,000: over 128 KiB
+
+    def content(rank: int) -> list[Array]:
+        kinds = ["float64" if 20 < i < 30 else "float32" for i in range(len(counts))]
+        return [make(kind, count, rank) for kind, count in zip(kinds, counts, strict=True)]
+
+    def job(index: int, comm: pccl.Communicator) -> None:
+        send, everyone = content(comm.rank), [content(rank) for rank in range(size)]
+        recv = send if in_place else [np.empty_like(array) for array in send]
+        for _ in range(3):  # from the second one on, data travels before the master has answered
+            for array, given in zip(send, content(comm.rank), strict=True):
+                array[...] = given
+            comm.all_reduce(send, None if in_place else recv, op="sum")
+            for got, *given in zip(recv, *everyone, strict=True):
+                np.testing.assert_array_equal(got, sum(given))
+        mine = content(comm.rank)
+        comm.broadcast(mine, root=size - 1)
+        for got, wanted in zip(mine, everyone[-1], strict=True):
+            np.testing.assert_array_equal(got, wanted)
+
+    cluster.each(job)
+
+
 @pytest.mark.parametrize("how", ["int8", "int4", "uint8"])
 def test_quantized_lists_and_scatters(cluster: Cluster, how: str) -> None:
     """The same bits on all peers, as near to the mean as these codes can be."""

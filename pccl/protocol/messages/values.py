@@ -13,7 +13,7 @@ from pccl.protocol import wording
 from pccl.protocol.kinds import CollectiveKind
 from pccl.support.text import ADVERTISED_MAX, address_text
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
