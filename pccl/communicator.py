@@ -480,7 +480,7 @@ class Communicator(Exchanges, Closing):
         """Runs several all-reduces, a few at a time, and repeats each until it commits.
 
         Neighbours in the list with the same operation, element type and quantization are bundled
-        into one collective, of up to 16 MiB. Each one is averaged over its own contributors, which
+        into one collective, of up to 64 MiB. Each one is averaged over its own contributors, which
         may differ between collectives if a peer is lost in between.
 
         Args:

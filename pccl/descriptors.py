@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pccl.tensors.arrays import Array, pair
-from pccl.tensors.layout import Layout
+from pccl.tensors.arrays import Array, Buffer, pair
 from pccl.types import DataType, DistributionHint, QuantizationOptions, ReduceOp
 
 if TYPE_CHECKING:
@@ -59,8 +58,8 @@ class ReduceOpDescriptor:
     sendbuf_ptr: int
     recvbuf_ptr: int
     reduce_descriptor: ReduceDescriptor
-    _owners: tuple[object, ...] = field(default=(), repr=False, compare=False)
-    _layout: Layout | None = field(default=None, repr=False, compare=False)  # of both arrays
+    # of what was described, whatever becomes of the fields above; None: of addresses alone
+    _buffers: tuple[Buffer, Buffer] | None = field(default=None, repr=False, compare=False)
 
     @staticmethod
     def from_torch(
@@ -96,5 +95,4 @@ def _describe(send: Array, recv: Array, work: ReduceDescriptor) -> ReduceOpDescr
             f"the descriptor says {work.count} elements, the first of {source.count} of arrays "
             f"that do not lie in C's order ({source.order}): describe all, or a part of a copy"
         )
-    owners = send, recv
-    return ReduceOpDescriptor(source.address, target.address, work, owners, source.layout)
+    return ReduceOpDescriptor(source.address, target.address, work, (source, target))

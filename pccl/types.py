@@ -67,9 +67,17 @@ class SharedStateSyncStrategy(Enum):
 
 
 class DataType(Enum):
-    """Element types."""
+    """Element types.
+
+    Attributes:
+        itemsize: bytes of one element.
+        common_name: its name in numpy and torch, such as "float32".
+    """
 
     __hash__ = object.__hash__  # each is one object; Enum hashes names, in Python
+
+    itemsize: int
+    common_name: str
 
     UINT8 = 0
     INT8 = 1
@@ -83,16 +91,6 @@ class DataType(Enum):
     BFLOAT16 = 9
     FLOAT = 10
     DOUBLE = 11
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return _TRAITS[self][1]
-
-    @property
-    def common_name(self) -> str:
-        """Its name in numpy and torch, such as "float32"."""
-        return _TRAITS[self][0]
 
     @classmethod
     def from_torch_dtype(cls, dtype: torch.dtype) -> DataType:
@@ -144,7 +142,7 @@ class DataType(Enum):
         """
         if self is DataType.BFLOAT16:
             raise ValueError("numpy has no bfloat16; view the bits as uint16, or use torch")
-        found: np.dtype[Any] = import_module("numpy").dtype(_TRAITS[self][0])
+        found: np.dtype[Any] = import_module("numpy").dtype(self.common_name)
         return found
 
 
@@ -163,7 +161,9 @@ _TRAITS = {
     DataType.FLOAT: ("float32", 4),
     DataType.DOUBLE: ("float64", 8),
 }
-_DTYPES = {name: dtype for dtype, (name, _) in _TRAITS.items()}
+for _dtype, (_name, _size) in _TRAITS.items():  # properties would cost more than most readers do
+    _dtype.common_name, _dtype.itemsize = _name, _size
+_DTYPES = {dtype.common_name: dtype for dtype in DataType}
 
 
 def _by_name(name: str) -> DataType:

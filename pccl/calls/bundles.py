@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pccl.descriptors import ReduceOpDescriptor
 
-BUNDLE_BYTES = 16 << 20  # then another one begins, so that several overlap, and a retry is short
+BUNDLE_BYTES = 64 << 20  # then another one begins, so that several overlap
 BUNDLE_PARTS = 1024  # descriptors
 
 

@@ -81,8 +81,7 @@ class Launch:
             PCCLError: a call in progress on this peer excludes it.
             UnsupportedError: an array is on a device that does not exist.
         """
-        for tag in self._tags:
-            self._standing.enter(self._name, self.call, work.place(tag))
+        self._standing.enter(self._name, self.call, *map(work.place, self._tags))
         work, self._copies = on_host(work, self._client.plan, self._client.number)
         if self._copies is not None:
             self._copies.begin()

@@ -18,7 +18,7 @@ from pccl.protocol.kinds import CollectiveKind
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.runtime.quantization import fingerprint
 from pccl.tensors.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind
-from pccl.types import DataType, DeviceType, QuantizationOptions, ReduceOp, Result
+from pccl.types import DataType, QuantizationOptions, ReduceOp, Result
 
 Arrays: TypeAlias = "Array | Sequence[Array] | Mapping[str, Array]"
 A = TypeVar("A", bound="Arrays")
@@ -114,15 +114,22 @@ def of_descriptors(descriptors: Sequence[ReduceOpDescriptor]) -> Operands:
 
 def _of_descriptor(descriptor: ReduceOpDescriptor) -> Operand:
     work = descriptor.reduce_descriptor
-    dtype = work.operand_descriptor.datatype
+    count, dtype = work.count, work.operand_descriptor.datatype
+    send, recv = descriptor._buffers or (None, None)
+    return Operand(
+        _buffer(descriptor.sendbuf_ptr, count, dtype, send),
+        _buffer(descriptor.recvbuf_ptr, count, dtype, recv),
+        count,
+    )
 
-    def at(address: int, owner: object) -> Buffer:
-        where = Buffer.of(owner).device_type if is_torch(owner) else DeviceType.CPU
-        return Buffer.at(address, work.count, dtype, owner, where, descriptor._layout)
 
-    owners = descriptor._owners or (None, None)
-    send, recv = at(descriptor.sendbuf_ptr, owners[0]), at(descriptor.recvbuf_ptr, owners[1])
-    return Operand(send, recv, work.count)
+def _buffer(address: int, count: int, dtype: DataType, known: Buffer | None) -> Buffer:
+    """The memory at an address; `known` is that of the array that was described."""
+    if known is None:
+        return Buffer.at(address, count, dtype, None)
+    if known.address == address and known.count == count and known.dtype is dtype:
+        return known
+    return Buffer.at(address, count, dtype, known.owner, known.device_type, known.layout)
 
 
 def of_buffers(
@@ -343,17 +350,18 @@ def check_block(
 
 def _check_apart(each: Sequence[Operand]) -> None:
     """Checks that written memory overlaps nothing, except within its own operand."""
-    stretches = []  # (begin, end, whether it is written)
+    read, written_to = [], []  # (begin, end, whether it is written)
     for operand in each:
-        send, recv = operand.send, operand.recv
-        if send.overlaps(recv) or send.address == recv.address:  # in place: one contains the other
-            larger = max(send, recv, key=lambda buffer: buffer.nbytes)
-            stretches.append((larger.address, larger.address + larger.nbytes, True))
-        else:
-            stretches.append((send.address, send.address + send.nbytes, False))
-            stretches.append((recv.address, recv.address + recv.nbytes, True))
+        begin, first = operand.send.address, operand.recv.address
+        stop, last = begin + operand.send.nbytes, first + operand.recv.nbytes
+        if begin == first or (begin < last and first < stop):  # in place: one contains the other
+            first, last = min(begin, first), max(stop, last)
+        elif begin < stop:
+            read.append((begin, stop, False))
+        if first < last:
+            written_to.append((first, last, True))
     end = written_end = 0
-    for begin, stop, written in sorted(stretch for stretch in stretches if stretch[0] < stretch[1]):
+    for begin, stop, written in sorted(read + written_to):  # most often two sorted runs
         if begin < written_end or (written and begin < end):
             raise ValueError("arrays of the list or dict overlap, and one of them is written to")
         end = max(end, stop)

@@ -23,8 +23,8 @@ class Standing:
         self._user: threading.Thread | None = None  # the thread that made the latest call
         self._shared = False  # whether several threads that live have made calls
 
-    def enter(self, name: str, call: Call, tag: int | str | None = None) -> None:
-        """A call begins; `tag` is that of a collective, and in a send with the two peers.
+    def enter(self, name: str, call: Call, *tags: int | str) -> None:
+        """A call begins; `tags` are those of a collective, and in a send with the two peers.
 
         Raises:
             PCCLError: PENDING_ASYNC_OPS, INVALID_USAGE or INVALID_ARGUMENT: a call in progress
@@ -32,11 +32,11 @@ class Standing:
         """
         with self._lock:
             self._may_enter(name)
-            if tag is None:
+            if not tags:
                 self._rounds[name] = call
-            elif self._tags.setdefault(tag, call) is not call:
-                why = f"a collective with tag {tag} is launched and not awaited: use another tag"
-                raise error_for(Result.INVALID_ARGUMENT, name, why)
+            for tag in tags:
+                if self._tags.setdefault(tag, call) is not call:
+                    raise error_for(Result.INVALID_ARGUMENT, name, _in_use(tag))
 
     def _may_enter(self, name: str) -> None:
         if name in EXCLUSIVE and self._tags:
@@ -67,3 +67,7 @@ class Standing:
             user, self._user = self._user, threading.current_thread()
             self._shared |= user is not None and user is not self._user and user.is_alive()
             return not self._shared
+
+
+def _in_use(tag: int | str) -> str:
+    return f"a collective with tag {tag} is launched and not awaited: use another tag"

@@ -31,7 +31,7 @@ _NUMPY = "pass c instead, with c[...] = array before each call and array[...] = 
 Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that takes four times as long, for each array of a list
 class Buffer:
     """A stretch of elements without gaps.
 

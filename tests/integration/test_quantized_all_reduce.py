@@ -71,7 +71,7 @@ def check(cluster: Cluster, cases: list[Case]) -> None:
             operand = pccl.ReduceOperandDescriptor(DTYPES[dtype])
             work = pccl.ReduceDescriptor(count, OPS[op], i, operand, options)
             send, recv = sends[peer][i], recvs[peer][i]
-            return pccl.ReduceOpDescriptor(send.ctypes.data, recv.ctypes.data, work, (send, recv))
+            return pccl.ReduceOpDescriptor(send.ctypes.data, recv.ctypes.data, work)
 
         def job(index: int, comm: pccl.Communicator) -> int:
             descriptors = [describe(index, i) for i in range(len(cases))]

@@ -80,7 +80,7 @@ def test_parameters(function: Any) -> None:
 
 def test_the_descriptor_of_an_op_is_made_by_position() -> None:
     assert parameters(descriptors.ReduceOpDescriptor).startswith(
-        "sendbuf_ptr, recvbuf_ptr, reduce_descriptor, _owners="
+        "sendbuf_ptr, recvbuf_ptr, reduce_descriptor, _buffers="
     )
 
 
@@ -144,7 +144,7 @@ def test_op_descriptors_take_addresses_and_keep_arrays_alive() -> None:
     x, y = np.zeros(5, np.float32), torch.zeros(5)
     made = describe(x, x, DataType.FLOAT, 5)
     assert made.sendbuf_ptr == made.recvbuf_ptr == x.ctypes.data
-    assert any(owner is x for owner in made._owners)
+    assert made._buffers is not None and made._buffers[0].owner is x
     assert describe(y, torch.ones(5), DataType.FLOAT, 5).sendbuf_ptr == y.data_ptr()
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import zmq
+from msgspec import Struct
 
 from pccl.ext import ffi, lib, tables
 from pccl.ext.mail import Mail
@@ -91,8 +92,10 @@ class EngineOptions:
     dialler: bytes = field(default=b"", repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+PART = struct.Struct("@PPQI0Q")  # a pccl_part
+
+
+class Part(Struct, frozen=True):
     """An array of a collective: addresses, elements of a slice, a pccl.DataType value."""
 
     send: int
@@ -656,9 +659,9 @@ class Engine:
 
 def _parts(parts: Sequence[Part]) -> Any:
     array = ffi.new("pccl_part[]", len(parts))
-    for slot, part in zip(array, parts, strict=True):
-        slot.send, slot.recv = ffi.cast("void *", part.send), ffi.cast("void *", part.recv)
-        slot.count, slot.dtype = part.count, part.dtype
+    ffi.buffer(array)[:] = b"".join(
+        [PART.pack(part.send, part.recv, part.count, part.dtype) for part in parts]
+    )
     return array
 
 

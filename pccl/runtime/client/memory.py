@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from pccl.protocol import messages as m
 from pccl.protocol import small
 from pccl.protocol.peer.calls import NO_ROWS, Rows
@@ -17,8 +19,7 @@ from pccl.tensors.arrays import Buffer
 Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
+class Operand(Struct, frozen=True):
     """One array of a collective: its input, its output, and the elements of one slice or row."""
 
     send: Buffer
