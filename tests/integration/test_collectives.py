@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from cluster import Cluster
+from waiting import wait_until
 
 import pccl
 from pccl.calls import operands
@@ -507,4 +508,5 @@ def test_a_step_is_committed_if_all_say_so() -> None:
         first, second, _ = cluster.each(job)
         assert first == second
         cluster.comms[1].close()
+        wait_until(lambda: cluster.comms[0].world_size == 1)
         assert [cluster.comms[0].commit(ok) for ok in (True, False)] == [True, False]
