@@ -7,6 +7,7 @@
  * codes       quantized elements, their codes apart from their steps
  * ring        the geometry of a ring
  * tcp         what the operating system is asked about a connection
+ * ipc         how much a connection within a machine may hold
  * lanes       how much the connections of a stream hold, and when there are too few
  * undo        memory for what an op overwrites in place
  * parts       the arrays of a collective: what lies where, what ABORT restores

@@ -23,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "engine/ipc.h"
 #include "engine/stash.h"
 #include "engine/tcp.h"
 #include "engine/zap.h"
@@ -316,6 +317,7 @@ static int open_lanes(struct stream *stream, uint32_t wanted)
 static void greet_lane(struct stream *stream, int fd)
 {
     uint32_t round_trip_us = tcp_round_trip_us(fd);
+    ipc_prepare(fd);
     if (round_trip_us >= DISTANT_US) {
         stream->distant = true;
         tcp_prepare_distant(fd);

@@ -1,0 +1,9 @@
+/* ipc.h - what the engine sets on a connection between two processes of one machine. */
+#ifndef PCCL_IPC_H
+#define PCCL_IPC_H
+
+/* Lets a local connection take whole chunks at once. Does nothing to other connections, and where
+ * the operating system does not allow it. Cannot fail. */
+void ipc_prepare(int fd);
+
+#endif
