@@ -110,7 +110,7 @@ static enum turn build_own(struct ring *ring, struct packet *packet,
     return TURN_OVER;
 }
 
-/* The header of our own chunk of `length` elements at the cursor. */
+/* The header of our own chunk of `length` offsets at the cursor. */
 static struct wire_header own_header(const struct ring *ring, uint64_t length)
 {
     struct op *op = op_of(&ring->flow);
