@@ -104,10 +104,10 @@ BUGS = [
         ("have different states of revision", "is not what the steps before it make"),
     ),
     Bug(
-        "engine: the last element of a chunk is not reduced",
+        "engine: the last hop does not reduce the last element of a chunk",
         "c/engine/chunk.c",
         "in, own.send, own.length, divisor);",
-        "in, own.send, own.length - 1, divisor);",
+        "in, own.send, own.length - (divisor > 1), divisor);",
         "--faults kill,join",
         ("the mean is wrong", "own contribution is missing", "is not the same all over"),
     ),
