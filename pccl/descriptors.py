@@ -58,7 +58,7 @@ class ReduceOpDescriptor:
     sendbuf_ptr: int
     recvbuf_ptr: int
     reduce_descriptor: ReduceDescriptor
-    # of what was described, whatever becomes of the fields above; None: of addresses alone
+    # the memory of the arrays that were described; None: only addresses were given
     _buffers: tuple[Buffer, Buffer] | None = field(default=None, repr=False, compare=False)
 
     @staticmethod

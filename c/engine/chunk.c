@@ -66,13 +66,15 @@ static uint64_t own_length(const struct ring *ring)
     return length < chunk ? length : chunk;
 }
 
-/* Writes the payload of a chunk of our own, whose first stretch is `own`. Before START nothing may
- * refer to the memory of a call, so plain elements are copied as well. */
+/* Writes the payload of a chunk of our own, whose first stretch is `own`. (A quantized chunk has no
+ * other one.) Before START nothing may refer to the memory of a call, so plain elements are copied
+ * as well. */
 static void write_own(const struct collective *collective, const struct stretch *own,
                       const struct wire_header *header, unsigned char *payload)
 {
     int status;
-    if (collective->direct) {
+    if (collective->format == PCCL_UNQUANTIZED ? collective->direct
+                                               : direct_overwrites(collective, own->part)) {
         direct_write(collective, header->offset, header->length, payload);
         return;
     }
@@ -87,11 +89,10 @@ static void write_own(const struct collective *collective, const struct stretch 
 
 /* Makes the message of a chunk of our own: TURN_OVER when it is made. */
 static enum turn build_own(struct ring *ring, struct packet *packet,
-                           const struct wire_header *header)
+                           const struct wire_header *header, uint64_t bytes)
 {
     struct op *op = op_of(&ring->flow);
     struct collective *collective = collective_of(op);
-    uint64_t bytes = payload_bytes(collective, header->offset, header->length);
     struct stretch own;
     bool whole = is_whole(collective, header->offset, header->length, &own);
     int status;
@@ -136,10 +137,9 @@ static struct wire_header own_header(const struct ring *ring, uint64_t length)
 }
 
 /* Notes a chunk of our own that was sent. What was sent before START is noted at START. */
-static void note_sent(struct ring *ring, uint64_t length)
+static void note_sent(struct ring *ring, uint64_t length, uint64_t cost)
 {
     struct collective *collective = collective_of(op_of(&ring->flow));
-    uint64_t cost = stash_cost(payload_bytes(collective, ring->cursor, length));
     if (collective->op.started) {
         collective_note_sent(collective, ring->cursor, length);
     } else {
@@ -158,7 +158,7 @@ enum turn chunk_send(struct flow *flow)
     uint64_t length = own_length(ring);
     struct packet packet = {0};
     struct wire_header header = own_header(ring, length);
-    uint64_t cost = stash_cost(payload_bytes(collective, ring->cursor, length));
+    uint64_t bytes = payload_bytes(collective, ring->cursor, length), cost = stash_cost(bytes);
     enum turn made;
     assert(length > 0);
     if (!gradual_is_ready(collective, ring->cursor, length))
@@ -167,7 +167,7 @@ enum turn chunk_send(struct flow *flow)
         return TURN_OVER;            /* START gives it another one */
     if (op->ops->n_held > 0 && op->ops->n_spread == 0)
         return TURN_BLOCKED;         /* or the ring would fill up: all would wait for room */
-    made = build_own(ring, &packet, &header);
+    made = build_own(ring, &packet, &header, bytes);
     if (made == TURN_FAILED)
         op_fail(op, PCCL_ENOMEM, "no memory for a message");
     if (made != TURN_OVER)
@@ -176,7 +176,7 @@ enum turn chunk_send(struct flow *flow)
         packet_clear(op->source.zmq, &packet);
         return TURN_BLOCKED;
     }
-    note_sent(ring, length);
+    note_sent(ring, length, cost);
     if (collective_is_complete(collective))
         op_complete(op);             /* cannot free it: it is still our turn */
     return ring->cursor < ring->end ? TURN_MORE : TURN_OVER;
@@ -305,7 +305,7 @@ static void next_hop(const pccl_zmq *zmq, struct packet *packet, const struct wi
     wire_set_hop(packet_header(zmq, packet), (uint16_t)(chunk->hop + 1u));
 }
 
-/* Adds our contribution to a partial result, there or into recv. */
+/* Adds our contribution to a partial result, in the message or into recv. */
 static void reduce(struct collective *collective, const struct wire_header *chunk,
                    unsigned char *in, bool into_recv, uint32_t divisor)
 {

@@ -1,10 +1,4 @@
 /* test_ipc.c - what is set on a connection within a machine, and on no other one. */
-#if defined __linux__
-#define _GNU_SOURCE
-#elif defined __APPLE__
-#define _DARWIN_C_SOURCE
-#endif
-
 #include "check.h"
 
 #include "engine/ipc.h"
