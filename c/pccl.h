@@ -155,9 +155,6 @@
  * when the last element of a step of recv holds the result, a WRITTEN event says so, and nobody
  * writes there any more, unless by ABORT. So a caller whose arrays are elsewhere, as on a GPU,
  * copies both ways meanwhile. (Where there is one member alone, there are no WRITTEN events.)
- * In the format BLOCK_8 the result may be left CODED, for a caller who decodes it elsewhere: recv,
- * which overlaps send nowhere, gets codes and steps (engine/codes.h). Of a ring they are final, of
- * DIRECT the other member's contribution; where there is one member alone, there are none.
  *
  * EXCHANGES
  *
@@ -508,7 +505,7 @@ typedef struct pccl_end {
  *                 averaged), members (REDUCE_SCATTER and ALL_GATHER: slices of the larger buffers),
  *                 parts, n_parts, an array that stays valid until SETTLED. ALL_GATHER: recv_rows,
  *                 the rows of each rank's slice, which are read at once; NULL: slices are alike.
- *                 ALL_REDUCE: step, 0 or the offsets of a step, in whole quanta; coded (GRADUALLY).
+ *                 ALL_REDUCE: step, 0 or the offsets of a step, in whole quanta (GRADUALLY).
  *                 EXCHANGE: members, parts, n_parts, an array; send_rows and recv_rows, the numbers
  *                 of rows for each rank and from each (NULL: none). They are read at once.
  *                 SERVE, FETCH: pieces, n_pieces, an array in ascending order of piece numbers
@@ -589,7 +586,7 @@ typedef struct pccl_order {
     uint32_t leaf_bytes;
     uint32_t piece, leaf, good;
     uint32_t n_rings;
-    uint32_t direct, coded;
+    uint32_t direct;
     uint32_t n_ends;
     pccl_ring rings[8];
     pccl_end ends[8];

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pccl.errors import UnsupportedError
-from pccl.tensors import coded
 from pccl.tensors.arrays import Buffer, is_torch
-from pccl.types import DataType, DeviceType, ReduceOp, Result
+from pccl.types import Result
 
 if TYPE_CHECKING:
     import torch
@@ -118,30 +117,8 @@ class Pipe:
         on_device, on_host = self._ends(piece)
         return self._copy(on_device, on_host, self._streams[on_device.device][1])
 
-    def room(self, nbytes: int, beside: Buffer) -> Buffer:
-        """Memory of that buffer's device, which only the stream of the writes uses."""
-        device = self._of(beside).device
-        with self._torch.cuda.stream(self._streams[device][1]):
-            made = self._torch.empty(nbytes, dtype=self._torch.uint8, device=device)
-        self._memory[made.data_ptr(), nbytes] = made
-        return Buffer.at(made.data_ptr(), nbytes, DataType.UINT8, made, DeviceType.CUDA)
-
-    def decode(self, room: Buffer, send: Buffer, recv: Buffer, direct: ReduceOp | None) -> Any:
-        """Begins to make the result in `recv`, behind the writes; the event that it is there."""
-        out = self._elements(recv)
-        stream = self._streams[out.device][1]
-        with self._torch.cuda.stream(stream):
-            if direct is None:
-                coded.decode(self._of(room), out, recv.dtype)
-            else:
-                coded.combine(self._of(room), self._elements(send), out, recv.dtype, direct)
-            return self._mark(stream)
-
     def _of(self, buffer: Buffer) -> torch.Tensor:
         return self._memory[buffer.address, buffer.nbytes]
-
-    def _elements(self, buffer: Buffer) -> torch.Tensor:
-        return self._of(buffer).view(buffer.dtype.to_torch_dtype())
 
     def _ends(self, piece: Any) -> tuple[torch.Tensor, torch.Tensor]:
         part = slice(piece.begin, piece.end)

@@ -356,16 +356,15 @@ static void apply_quantized(struct collective *collective, const struct wire_hea
     unsigned char *in = packet_payload(zmq, packet);
     bool last = chunk->hop + 2u == chunk->members, partial = chunk->hop + 2u <= chunk->members;
     if (partial) {
-        bool decodes = last && !collective->coded;
         int status = pccl_quantized_reduce(
             collective->format, part->dtype, collective->redop, in,
             part_send(&collective->parts, part, chunk->offset), chunk->length,
             last ? chunk->members : 1,
-            decodes ? part_recv(&collective->parts, part, chunk->offset) : NULL);
+            last ? part_recv(&collective->parts, part, chunk->offset) : NULL);
         assert(status == PCCL_OK);
         (void)status;
     }
-    if (!partial || (last && collective->coded))
+    if (!partial)
         collective_store_quantized(collective, chunk->offset, chunk->length, in);
     next_hop(zmq, packet, chunk);
 }

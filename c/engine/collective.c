@@ -18,7 +18,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/codes.h"
 #include "engine/quanta.h"
 #include "engine/ring.h"
 
@@ -125,13 +124,8 @@ void collective_store_quantized(const struct collective *collective, uint64_t of
                                 uint64_t length, const unsigned char *in)
 {
     const struct part *part = part_at(&collective->parts, offset);
-    int status;
-    if (collective->coded) {
-        codes_unpack(part->dtype, part->recv, part->count, offset - part->begin, in, length);
-        return;
-    }
-    status = pccl_dequantize(collective->format, part->dtype,
-                             part_recv(&collective->parts, part, offset), in, (size_t)length);
+    int status = pccl_dequantize(collective->format, part->dtype,
+                                 part_recv(&collective->parts, part, offset), in, (size_t)length);
     assert(status == PCCL_OK);
     (void)status;
 }
@@ -155,11 +149,6 @@ static bool take_shape(struct collective *collective, const pccl_order *order)
         && (!shape->reduces || order->redop == PCCL_PROD || order->format > PCCL_ZERO_POINT_16))
         return false;
     if (order->recv_rows != NULL && !shape->gathers)
-        return false;
-    collective->coded = order->coded != 0;
-    collective->parts.coded = collective->coded;
-    if (collective->coded
-        && (order->collective != PCCL_ALL_REDUCE || order->format != PCCL_BLOCK_8))
         return false;
     collective->step = order->step;
     if (order->step > 0
@@ -518,7 +507,7 @@ static const char *check_start(const struct collective *collective, const pccl_o
 
 void collective_conclude_alone(struct collective *collective)
 {
-    if (collective->unready == 0 && !collective->coded)
+    if (collective->unready == 0)
         parts_copy(&collective->parts);
 }
 

@@ -23,7 +23,6 @@ struct collective {
     int redop, format;
     bool is_spread;          /* its rings lead to different neighbours */
     bool direct;             /* two members send each other everything (direct.h) */
-    bool coded;              /* recv is for codes and their steps, as they come */
     uint32_t members;        /* slices of the larger buffers; 0: all have one */
     struct parts parts;
     uint64_t chunk;          /* bytes of a message, about */
@@ -69,7 +68,7 @@ void collective_lose(struct op *op, const struct stream *stream);
 void collective_end(struct op *op, bool keep);
 void collective_free(struct op *op);
 
-/* Stores a quantized chunk of the result, or, if it is coded, what it is to be made of. */
+/* Stores a quantized chunk of the result. */
 void collective_store_quantized(const struct collective *collective, uint64_t offset,
                                 uint64_t length, const unsigned char *in);
 

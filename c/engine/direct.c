@@ -107,10 +107,6 @@ void direct_reduce(const struct collective *collective, const struct wire_header
     bool first = chunk->segment == 0;    /* the other one is, and its operand is on the left */
     uint64_t at = chunk->offset;
     struct stretch own;
-    if (collective->coded) {
-        collective_store_quantized(collective, chunk->offset, chunk->length, in);
-        return;
-    }
     if (collective->format != PCCL_UNQUANTIZED) {
         reduce_quantized(collective, chunk, in);
         return;

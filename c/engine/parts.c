@@ -4,7 +4,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "engine/codes.h"
 #include "engine/quanta.h"
 
 /* ---- where things lie ---- */
@@ -134,10 +133,6 @@ static const char *check_buffers(const struct parts *parts, struct part *part, b
         return "no buffer";
     if (parts->rows_at != NULL)      /* which slice is ours, only START says */
         return NULL;
-    if (parts->coded)
-        return part->send + bytes <= part->recv
-                || part->recv + codes_bytes(part->dtype, part->count) <= part->send
-            ? NULL : "the buffer for codes overlaps the other";
     if (gathers)
         apart = is_slice_or_apart(part->recv, parts->recv_slices, part->send, bytes, &inside);
     else

@@ -49,7 +49,6 @@ struct shape {
 struct parts {
     struct part *part;
     uint32_t n;
-    bool coded;              /* recv is for codes and steps (codes.h), apart from send */
     uint32_t send_slices, recv_slices;
     uint64_t *rows_at;       /* by rank: the first row of its slice in recv, and the end of all;
                               * NULL: all slices are alike */

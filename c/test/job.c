@@ -287,7 +287,6 @@ void job_register(struct peers *peers, int who, const struct job *job)
     order.redop = (uint32_t)job->redop;
     order.step = job->step;
     order.format = (uint32_t)job->format;
-    order.coded = job->coded;
     order.parts = job->parts[who];
     order.n_parts = (uint32_t)job->n_parts;
     order.members = (uint32_t)job->n;

@@ -13,7 +13,6 @@ struct job {
     uint32_t root;
     bool in_place, direct;
     bool alternating;                        /* in place only every second array is */
-    bool coded;                              /* recv is for codes.h, and not verified here */
     bool early;                              /* START says that the others may have sent before */
     uint32_t chunk_bytes;
     uint64_t step;                           /* not 0: send is filled by job_fill() */

@@ -3,19 +3,14 @@ fail."""
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-import pccl
-from pccl.runtime.client.copies import Stretch
 from pccl.runtime.client.devices import Piece
-from pccl.tensors import coded
 from pccl.tensors.arrays import Buffer
 
 
@@ -57,7 +52,6 @@ class Gpu:
     Attributes:
         made: the copies of pipes, in the order in which they were made.
         may: whether a copy may be made now, given those that were made.
-        rooms: the addresses of what is written as codes.
         fails: whether one fails.
     """
 
@@ -70,7 +64,6 @@ class Gpu:
         self.may: Callable[[Copy], bool] = lambda copy: True
         self.fails: Callable[[Copy], bool] = lambda copy: False
         self.made: list[Copy] = []
-        self.rooms: list[int] = []
         self.changed = threading.Condition()
 
     def pipe(self, buffers: Sequence[Buffer]) -> GpuPipe:
@@ -129,31 +122,6 @@ class GpuPipe:
         target = self.gpu.memory(piece.buffer)
         self.gpu.written_addresses.append(piece.buffer.address)
         return self.begin("write", piece, lambda: np.copyto(target[part], host.bytes[part]))
-
-    def room(self, nbytes: int, beside: Buffer) -> Buffer:
-        address = self.gpu.hold(np.full(nbytes, 0xEE, np.uint8))
-        self.gpu.rooms.append(address)
-        return Buffer.at(address, nbytes, pccl.DataType.UINT8, None, pccl.DeviceType.CUDA)
-
-    def decode(
-        self, room: Buffer, send: Buffer, recv: Buffer, direct: pccl.ReduceOp | None
-    ) -> Copy:
-        """As pccl.cuda does, with torch on the host."""
-        memory, own, out = map(self.tensor, (room, send, recv))
-
-        def work() -> None:
-            if direct is None:
-                coded.decode(memory, out, recv.dtype)
-            else:
-                coded.combine(memory, own, out, recv.dtype, direct)
-
-        piece = Stretch(recv, Host(0), 0, recv.nbytes)
-        return self.begin("decode", piece, work)
-
-    def tensor(self, buffer: Buffer) -> Any:
-        torch = importlib.import_module("torch")
-        memory = torch.from_numpy(self.gpu.memory(buffer)[: buffer.nbytes])
-        return memory.view(buffer.dtype.to_torch_dtype())
 
     def begin(self, kind: str, piece: Piece, work: Callable[[], object]) -> Copy:
         stream = "read" if kind == "read" else "write"

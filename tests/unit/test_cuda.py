@@ -8,16 +8,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from pccl import cuda  # noqa: E402
 from pccl.runtime.client.copies import Stretch  # noqa: E402
-from pccl.tensors import coded  # noqa: E402
 from pccl.tensors.arrays import Buffer  # noqa: E402
-from pccl.types import DataType, ReduceOp  # noqa: E402
 
 
 class Stream:
@@ -83,11 +80,6 @@ class Piped:
         }
         self.pipe = cuda.Pipe(self.driver, memory)
 
-    def quantized(self, host: Any) -> None:
-        """Ones and a step of 1, as the engine leaves them."""
-        host[: coded.steps_at(1000)] = 129
-        host[coded.steps_at(1000) :].view(torch.float32)[:] = 1.0
-
 
 @pytest.fixture
 def piped() -> Piped:
@@ -106,19 +98,3 @@ def test_copies_begin_after_what_the_caller_has_queued(piped: Piped) -> None:
     piped.pipe.write(Stretch(recv, host, 0, 800))
     assert piped.recv.tolist() == [0] * 100 + [*range(100, 200)] + [0] * 800
     assert piped.driver.log[3:] == ["stream 1 has done it", "stream 2 has done it"]
-
-
-def test_what_is_coded_is_decoded_behind_the_writes(piped: Piped) -> None:
-    send, recv = piped.buffers
-    nbytes = coded.coded_bytes(1000, DataType.FLOAT)
-    room = piped.pipe.room(nbytes, recv)
-    host = torch.zeros(nbytes, dtype=torch.uint8)
-    piped.quantized(host)
-    for low, high in coded.stretches(0, 1000, 1000, DataType.FLOAT):
-        piped.pipe.write(Stretch(room, host, low, high))
-    piped.pipe.decode(room, send, recv, None)
-    assert piped.recv.tolist() == [1] * 1000
-    piped.pipe.decode(room, send, recv, ReduceOp.MAX)
-    found = piped.recv.numpy()
-    assert (found[:2] == 1).all() and np.abs(found[2:] - np.arange(2, 1000)).max() < 4
-    assert piped.driver.log[3:] == ["stream 2 gets memory"] + ["stream 2 has done it"] * 4

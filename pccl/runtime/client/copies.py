@@ -8,11 +8,6 @@ as a whole before they start, and written when they have succeeded.
 What has been written may still be aborted. In place, the engine then restores the host's copy, and
 from there the device gets its content back. That is so however the call ends, also if nobody awaits
 it: a thread hears of its end, and settles the device.
-
-Of an all-reduce that is quantized by blocks to int8, the device gets the codes, a quarter of the
-bytes of fp32, and makes the result of them when the call has succeeded. So it has nothing to take
-back. The contribution is read as it is: in a ring, a peer adds it to what comes, and only then
-quantizes the sum, but for the one segment that it sends first.
 """
 
 from __future__ import annotations
@@ -30,12 +25,11 @@ from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.peer import effects
 from pccl.protocol.ring import QUANTUM, is_direct, span
 from pccl.runtime.client.call import Call, End
-from pccl.runtime.client.devices import Device, HostMemory, Mark, Pipe
+from pccl.runtime.client.devices import HostMemory, Mark, Pipe
 from pccl.runtime.client.memory import Gradual, Operand, Operands
 from pccl.runtime.uninterrupted import insist
-from pccl.tensors import coded
 from pccl.tensors.arrays import Buffer
-from pccl.types import DeviceType, QuantizationAlgorithm, ReduceOp
+from pccl.types import DeviceType
 
 # elements, in whole quanta: 4 MiB of float32. More than travel with a vote, which may be sent when
 # the first step of a gradual contribution is on the host
@@ -65,28 +59,6 @@ class Stretch:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Coded:
-    """A result that goes to the device as codes and steps (pccl.tensors.coded).
-
-    Attributes:
-        send: the contribution there, and its copy on the host.
-        recv: where the result is to be.
-        room: where the codes and steps are there.
-        host: where the engine leaves them.
-    """
-
-    send: Stretch
-    recv: Buffer
-    room: Buffer
-    host: HostMemory
-
-    def writes(self, begin: int, end: int) -> Iterable[Stretch]:
-        """What belongs to the elements begin <= i < end; `begin` is a whole number of quanta."""
-        for low, high in coded.stretches(begin, end, self.recv.count, self.recv.dtype):
-            yield Stretch(self.room, self.host, low, high)
-
-
 @dataclass(slots=True)
 class Step:
     """What must be read before the offsets of a step can move, and written when they are final."""
@@ -106,8 +78,6 @@ class Copies:
         order: these numbers, in the order in which they are read.
         gradual: whether the engine is told of each step, and tells of each; else there is one.
         in_place: whether results overwrite contributions before the call has succeeded.
-        results: what is to be made of what was written when the call has succeeded.
-        op: how the contributions are reduced.
     """
 
     def __init__(
@@ -117,12 +87,8 @@ class Copies:
         order: Iterable[int],
         gradual: bool,
         in_place: bool,
-        results: Sequence[Coded] = (),
-        op: ReduceOp = ReduceOp.SUM,
     ) -> None:
         self._pipe, self._steps = pipe, steps
-        self._results, self._op = results, op
-        self._start: effects.StartOp | None = None
         self._gradual, self._in_place = gradual, in_place
         self._notes: queue.SimpleQueue[int | End] = queue.SimpleQueue()
         self._written: set[int] = set()
@@ -135,10 +101,6 @@ class Copies:
     def are_settled(self) -> bool:
         """Whether the call has ended, and the device has what it is to have."""
         return self._settled.is_set()
-
-    def started(self, start: effects.StartOp) -> None:
-        """The call is under way, on these rings."""
-        self._start = start
 
     def written(self, step: int) -> None:
         """The engine tells that a step of the result is on the host."""
@@ -233,17 +195,8 @@ class Copies:
             left = set(self._written) if self._in_place else set()
         for number in sorted(left):
             self._write(number)
-        if isinstance(end, effects.Answer):
-            self._writes += map(self._decode, self._results)
         for mark in self._writes:
             mark.synchronize()
-
-    def _decode(self, result: Coded) -> Mark:
-        assert self._start is not None, "the call has succeeded"
-        if self._start.rings[0].members == 1:
-            return self._pipe.write(replace(result.send, buffer=result.recv))
-        direct = self._op if self._start.direct else None
-        return self._pipe.decode(result.room, result.send.buffer, result.recv, direct)
 
 
 def on_host(work: Operands, plan: m.Plan, number: int) -> tuple[Operands, Copies | None]:
@@ -262,8 +215,6 @@ def on_host(work: Operands, plan: m.Plan, number: int) -> tuple[Operands, Copies
         return work, None
     device = cuda.device()
     gradual = work.work.what == CollectiveKind.ALL_REDUCE and span(work.work) > STEP
-    if gradual and _may_stay_coded(work):
-        return _coded(work, device, _order(work.work, plan, number))
     twins = _Twins(device.allocate)
     each = tuple(map(twins.of, work.each))
     in_place = any(operand.send.address == operand.recv.address for operand in each)
@@ -273,37 +224,8 @@ def on_host(work: Operands, plan: m.Plan, number: int) -> tuple[Operands, Copies
         return replace(work, each=each), Copies(pipe, [whole], [0], False, in_place)
     steps = _steps(work, twins.pairs)
     copies = Copies(pipe, steps, _order(work.work, plan, number), True, in_place)
-    told = Gradual(STEP, copies.started, copies.written)
+    told = Gradual(STEP, copies.written)
     return replace(work, each=each, gradual=told), copies
-
-
-def _may_stay_coded(work: Operands) -> bool:
-    """Whether the results of all operands can be made on their devices."""
-    if work.work.algorithm != QuantizationAlgorithm.BLOCKWISE_INT8.value:
-        return False
-    ends = [buffer for operand in work.each for buffer in (operand.send, operand.recv)]
-    return all(
-        end.device_type is DeviceType.CUDA and end.count and end.address % end.dtype.itemsize == 0
-        for end in ends
-    )
-
-
-def _coded(work: Operands, device: Device, order: Iterable[int]) -> tuple[Operands, Copies]:
-    """`on_host`, with results that go to the device as codes."""
-    pipe = device.pipe([end for operand in work.each for end in (operand.send, operand.recv)])
-    results, each = list[Coded](), list[Operand]()
-    for operand in work.each:
-        send, recv = operand.send, operand.recv
-        given = Stretch(send, device.allocate(send.nbytes), 0, send.nbytes)
-        nbytes = coded.coded_bytes(recv.count, recv.dtype)
-        host = device.allocate(nbytes)
-        results.append(Coded(given, recv, pipe.room(nbytes, recv), host))
-        left = Buffer.at(host.data_ptr(), recv.count, recv.dtype, (host, recv.owner))
-        each.append(Operand(_moved(send, given), left, operand.count))
-    steps = _steps(work, [(one.send, one) for one in results])
-    copies = Copies(pipe, steps, order, True, False, results, ReduceOp(work.work.redop))
-    told = Gradual(STEP, copies.started, copies.written, coded=True)
-    return replace(work, each=tuple(each), gradual=told), copies
 
 
 class _Twins:
@@ -350,9 +272,7 @@ def _moved(buffer: Buffer, twin: Stretch | None) -> Buffer:
     return replace(buffer, address=address, owner=owner, device_type=DeviceType.CPU)
 
 
-def _steps(
-    work: Operands, pairs: Iterable[tuple[Stretch | None, Stretch | Coded | None]]
-) -> list[Step]:
+def _steps(work: Operands, pairs: Iterable[tuple[Stretch | None, Stretch | None]]) -> list[Step]:
     """The copies of an all-reduce by step: of each operand, what is read and written."""
     end = span(work.work)
     steps = [Step(at, min(at + STEP, end)) for at in range(0, end, STEP)]
@@ -363,9 +283,7 @@ def _steps(
             size = operand.send.dtype.itemsize
             if read is not None:
                 step.reads.append(replace(read, begin=first * size, end=last * size))
-            if isinstance(written, Coded):
-                step.writes += written.writes(first, last)
-            elif written is not None:
+            if written is not None:
                 step.writes.append(replace(written, begin=first * size, end=last * size))
         begin += -(-operand.count // QUANTUM) * QUANTUM
     return steps

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from pccl import cuda
 from pccl.tensors.arrays import Buffer
-from pccl.types import DeviceType, ReduceOp
+from pccl.types import DeviceType
 
 
 class HostMemory(Protocol):
@@ -57,20 +57,6 @@ class Pipe(Protocol):
 
     def write(self, piece: Piece) -> Mark:
         """Begins to copy to the device."""
-
-    def room(self, nbytes: int, beside: Buffer) -> Buffer:
-        """Memory of that buffer's device, to be written as bytes."""
-
-    def decode(self, room: Buffer, send: Buffer, recv: Buffer, direct: ReduceOp | None) -> Mark:
-        """Begins, after what was written, to make the result of codes and steps.
-
-        Args:
-            room: where these are.
-            send: the contribution.
-            recv: receives the result.
-            direct: None: it is what they say; else it is reduced so with the contribution,
-                quantized likewise.
-        """
 
 
 class Device(Protocol):

@@ -398,7 +398,6 @@ class Engine:
         format: int = 0,
         rows: Sequence[int] = (),
         step: int = 0,
-        coded: bool = False,
     ) -> None:
         """Registers a collective. The buffers belong to the engine until the op is settled.
 
@@ -416,10 +415,9 @@ class Engine:
                 a part is that of a row then.
             step: of an all_reduce, whose memory is filled meanwhile (`ready`): offsets after which
                 a WRITTEN event tells of the result; 0: it is filled.
-            coded: whether the result is left as codes and steps (c/pccl.h, CODED).
         """
         order = self._register(lib.PCCL_COLLECTIVE, op, run, tag, min_seq)
-        order.step, order.coded = step, coded
+        order.step = step
         order.collective, order.redop, order.members = COLLECTIVES[what], redop, members
         order.format = format
         if rows:

@@ -10,7 +10,6 @@ from msgspec import Struct
 from pccl.protocol import messages as m
 from pccl.protocol import small
 from pccl.protocol.peer.calls import NO_ROWS, Rows
-from pccl.protocol.peer.effects import StartOp
 from pccl.runtime.client.call import Call
 from pccl.runtime.inline import contribution
 from pccl.runtime.quantization import wire_bytes
@@ -33,15 +32,11 @@ class Gradual:
 
     Attributes:
         step: the offsets of a step.
-        started: called by the control thread when the rings are known.
         written: called by the control thread for each step that holds the result.
-        coded: whether the result is left as codes and steps (c/pccl.h, CODED).
     """
 
     step: int
-    started: Callable[[StartOp], None]
     written: Callable[[int], None]
-    coded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,6 @@ def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool
             format=wire_format(memory.work),
             rows=memory.work.rows,
             step=memory.gradual.step if memory.gradual is not None else 0,
-            coded=memory.gradual is not None and memory.gradual.coded,
             **ids,
         )
     elif memory.reader is None:
@@ -73,8 +72,6 @@ def start(
             ends=effect.ends,
         )
         return
-    if isinstance(memory, Operands) and memory.gradual is not None:
-        memory.gradual.started(effect)
     engine.start(
         effect.op,
         seq=effect.seq,
