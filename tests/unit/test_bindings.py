@@ -227,3 +227,20 @@ def test_what_libzmq_refuses_is_said_with_its_reason() -> None:
     )
     with pytest.raises(MemoryError, match="no socket or message: Too many open files"):
         tables._try_out(table)
+
+
+def test_the_extension_is_built_from_this_header() -> None:
+    bound = HEADER.split("/* cdef begin */")[1].split("/* cdef end */")[0]
+    assert not re.search(r"^\s*#", bound, re.MULTILINE), "cffi reads no preprocessor directives"
+    code = re.sub(r"/\*.*?\*/", "", bound, flags=re.DOTALL)
+    declared = re.findall(r"^[a-z].*?\b(pccl_\w+)\(", code, re.MULTILINE)
+    constants = re.findall(r"\b(PCCL_\w+) = ([^,}\s][^,}]*)", code)
+    assert len(declared) > 10 < len(constants)
+    missing = [symbol for symbol in declared if not hasattr(lib, symbol)]
+    stale = [
+        symbol
+        for symbol, value in constants
+        if getattr(lib, symbol, None) != eval(value, {"__builtins__": {}})
+    ]
+    assert not missing + stale, "the extension is stale: pip install -e ."
+    assert ffi.sizeof("pccl_msg") == 64

@@ -10,8 +10,6 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-import simpeer
-import simulator
 
 import pccl
 
@@ -57,25 +55,3 @@ def test_all_settings_are_listed() -> None:
     }
     assert len(used) > 10
     assert used == listed
-
-
-def test_what_checks_the_invariants_exists() -> None:
-    table = read(DOCS / "protocol.md").split("## Invariants")[1]
-    homes = {"Run": simulator.Run, "SimPeer": simpeer.SimPeer}
-    named = re.findall(r"`(Run|SimPeer)\.(\w+)`", table)
-    assert len(named) > 5
-    assert all(hasattr(homes[home], name) for home, name in named)
-    assert all(
-        (ROOT / path).exists() for path in re.findall(r"`((?:tests|stress)/[\w/]+\.py)`", table)
-    )
-
-
-@pytest.mark.parametrize("machine", ["master", "peer"])
-def test_the_parts_of_both_state_machines_are_those_of_the_code(machine: str) -> None:
-    text = read(DOCS / "architecture.md")
-    table = text.split(f"| of the {machine} | does |")[1].split("\n\n")[0]
-    named = re.findall(r"`(\w+)(?:\.(\w+))?`", table)
-    assert len(named) > 7
-    for module, part in named:
-        found = importlib.import_module(f"pccl.protocol.{machine}.{module}")
-        assert not part or found.__dict__[part].__module__ == found.__name__
