@@ -4,7 +4,6 @@
  *
  * wire        the header in front of every payload
  * quanta      which parts of a buffer have been handled
- * codes       quantized elements, their codes apart from their steps
  * ring        the geometry of a ring
  * tcp         what the operating system is asked about a connection
  * ipc         how much a connection within a machine may hold
