@@ -17,10 +17,9 @@ import pytest
 from cluster import Cluster
 
 import pccl
-from pccl.cli.bench import data, options, places, state, table
-from pccl.cli.bench.peer import Job, Measured, measure
-from pccl.cli.bench.processes import BenchError, collect
-from pccl.cli.bench.ways import IN_PLACE, OUT_OF_PLACE, Trial
+from pccl.cli.bench import common, state, table, trials
+from pccl.cli.bench.common import BenchError, collect
+from pccl.cli.bench.trials import IN_PLACE, OUT_OF_PLACE, Job, Measured, Trial, measure
 from pccl.cli.main import main
 from pccl.types import DataType, ReduceOp
 
@@ -157,7 +156,7 @@ def test_tensors_of_a_device_are_measured_as_arrays_are(what: str) -> None:
     job = Job(what, 2, (10_000,), dtype, ReduceOp.SUM, 1, 0, check=True)
 
     def one(index: int, comm: pccl.Communicator) -> Measured:
-        return measure(comm, job, 10_000, places.Device("cpu"))
+        return measure(comm, job, 10_000, trials.Device("cpu"))
 
     with Cluster(2) as cluster:
         for measured in cluster.each(one):
@@ -167,7 +166,7 @@ def test_tensors_of_a_device_are_measured_as_arrays_are(what: str) -> None:
 
 def test_what_is_wrong_on_a_device_is_counted() -> None:
     pytest.importorskip("torch")
-    place = places.Device("cpu")
+    place = trials.Device("cpu")
     for what in table.FACTORS:
         trial = Trial(Alone(), what, DataType.FLOAT, ReduceOp.SUM, 5000, None, place)  # type: ignore[arg-type]
         for way in trial.ways(None).values():
@@ -193,8 +192,8 @@ def test_a_missing_gpu_is_told_with_what_is_missing(
             assert "CUDA 13.0, but finds none" in told("all_reduce", "--device", "cuda", *words)
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
-        assert "--device cuda needs torch, built with CUDA: pip" in places.missing("cuda")
-    monkeypatch.setattr(places, "missing", lambda device: "")
+        assert "--device cuda needs torch, built with CUDA: pip" in trials.missing("cuda")
+    monkeypatch.setattr(trials, "missing", lambda device: "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     nccl = "--device", "cuda", "--against", "nccl"
@@ -209,10 +208,10 @@ def test_a_missing_gpu_is_told_with_what_is_missing(
 def test_processes_share_gpus_if_there_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(places, "Device", str)
-    found = [places.of_process("cuda", number) for number in range(3)]
+    monkeypatch.setattr(trials, "Device", str)
+    found = [trials.of_process("cuda", number) for number in range(3)]
     assert found == ["cuda:0", "cuda:1", "cuda:0"]
-    assert isinstance(places.of_process("cpu", 3), places.Host)
+    assert isinstance(trials.of_process("cpu", 3), trials.Host)
 
 
 @pytest.mark.skipif(not pccl.cuda.is_available(), reason="torch finds no CUDA device here")
@@ -301,11 +300,11 @@ def test_one_call_takes_turns_with_many_at_once(tmp_path: Path, many: str) -> No
 
 
 def test_far_elements_are_counted() -> None:
-    table = np.arange(data.PERIOD, dtype=np.float32)
-    bits = data.tiled(table, 3 * data.PERIOD + 7)
-    bits[[0, data.PERIOD + 5, -1]] += (0.4, 0.6, -0.6)
+    table = np.arange(trials.PERIOD, dtype=np.float32)
+    bits = trials.tiled(table, 3 * trials.PERIOD + 7)
+    bits[[0, trials.PERIOD + 5, -1]] += (0.4, 0.6, -0.6)
     bits[100] = np.nan
-    assert data.count_far(bits, table, DataType.FLOAT, 0.5) == 3
+    assert trials.count_far(bits, table, DataType.FLOAT, 0.5) == 3
 
 
 @pytest.mark.parametrize(
@@ -343,31 +342,31 @@ def test_expected_is_what_adding_one_by_one_gives(
     dtype: DataType, op: ReduceOp, peers: int
 ) -> None:
     step = {ReduceOp.PROD: np.multiply, ReduceOp.MAX: np.maximum, ReduceOp.MIN: np.minimum}
-    result = data.contribution(dtype, op, 0)
+    result = trials.contribution(dtype, op, 0)
     for number in range(1, peers):
-        result = step.get(op, np.add)(result, data.contribution(dtype, op, number))
+        result = step.get(op, np.add)(result, trials.contribution(dtype, op, number))
     if op is ReduceOp.AVG:
         result = (result / np.asarray(peers, result.dtype)).astype(result.dtype)
-    np.testing.assert_array_equal(result, data.expected(dtype, op, peers))
+    np.testing.assert_array_equal(result, trials.expected(dtype, op, peers))
 
 
 @pytest.mark.parametrize("op", ReduceOp)
 def test_expected_bfloat16_agrees_with_torch(op: ReduceOp) -> None:
     torch = pytest.importorskip("torch")
     peers = 3
-    exact = torch.from_numpy(data.expected(DataType.FLOAT, op, peers))
-    ours = data.as_array(data.expected(DataType.BFLOAT16, op, peers), DataType.BFLOAT16)
+    exact = torch.from_numpy(trials.expected(DataType.FLOAT, op, peers))
+    ours = trials.as_array(trials.expected(DataType.BFLOAT16, op, peers), DataType.BFLOAT16)
     assert torch.equal(ours, exact.to(torch.bfloat16))
 
 
 def test_every_wrong_element_counts() -> None:
-    expected = data.expected(DataType.FLOAT, ReduceOp.SUM, 2)
-    result = data.tiled(expected, 3 * data.PERIOD + 10).copy()
-    assert data.count_wrong(result, expected) == 0
+    expected = trials.expected(DataType.FLOAT, ReduceOp.SUM, 2)
+    result = trials.tiled(expected, 3 * trials.PERIOD + 10).copy()
+    assert trials.count_wrong(result, expected) == 0
     result[[0, 5 * 1000, result.size - 1]] += 1
-    assert data.count_wrong(result, expected) == 3
-    shifted = data.tiled(expected, 3 * data.PERIOD)
-    assert data.count_wrong(np.roll(shifted, 64), expected) > shifted.size / 2
+    assert trials.count_wrong(result, expected) == 3
+    shifted = trials.tiled(expected, 3 * trials.PERIOD)
+    assert trials.count_wrong(np.roll(shifted, 64), expected) > shifted.size / 2
 
 
 def test_wrong_elements_of_any_peer_fail_the_table() -> None:
@@ -387,10 +386,10 @@ def test_a_process_that_ends_early_is_noticed() -> None:
 
 
 def test_sizes_are_read_with_their_suffixes() -> None:
-    assert [options.size(text) for text in ("12", "4K", "3m", "1G")] == [12, 4096, 3 << 20, 1 << 30]
+    assert [common.size(text) for text in ("12", "4K", "3m", "1G")] == [12, 4096, 3 << 20, 1 << 30]
     for text in ("", "K", "-4K", "0", "1.5M"):
         with pytest.raises(argparse.ArgumentTypeError):
-            options.size(text)
+            common.size(text)
 
 
 def test_state_reaches_a_newcomer(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 
-from pccl.cli.bench import collectives, ddp, digest, kernels, state
+from pccl.cli.bench import collectives, ddp, kernels, state
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,15 +18,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         measurement = measurements.add_parser(name, help=text, description=collectives.__doc__)
         collectives.add_arguments(measurement, name)
         measurement.set_defaults(measure=collectives.run)
-    for name, text, module in (
-        ("ddp", "torch's DistributedDataParallel over pccl and over gloo", ddp),
-        ("state", "shared state to a newcomer, and already equal", state),
-        ("kernels", "kernels that reduce and quantize against numpy's add", kernels),
-        ("digest", "the digest of shared state against a copy of memory", digest),
+    for name, text, description, add, measure in (
+        (
+            "ddp",
+            "torch's DistributedDataParallel over pccl and over gloo",
+            ddp.__doc__,
+            ddp.add_arguments,
+            ddp.run,
+        ),
+        (
+            "state",
+            "shared state to a newcomer, and already equal",
+            state.__doc__,
+            state.add_arguments,
+            state.run,
+        ),
+        (
+            "kernels",
+            "kernels that reduce and quantize against numpy's add",
+            kernels.__doc__,
+            kernels.add_arguments,
+            kernels.run,
+        ),
+        (
+            "digest",
+            "the digest of shared state against a copy of memory",
+            kernels.run_digest.__doc__,
+            kernels.add_digest_arguments,
+            kernels.run_digest,
+        ),
     ):
-        measurement = measurements.add_parser(name, help=text, description=module.__doc__)
-        module.add_arguments(measurement)
-        measurement.set_defaults(measure=module.run)
+        measurement = measurements.add_parser(name, help=text, description=description)
+        add(measurement)
+        measurement.set_defaults(measure=measure)
 
 
 def run(args: argparse.Namespace) -> int:

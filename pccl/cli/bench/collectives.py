@@ -12,7 +12,8 @@ iteration, in the same processes on the same memory, and prints the ratio of the
 `--device cuda` measures tensors in GPU memory: process i has GPU i of its machine, or shares one.
 
 Between machines: start `pccl master` on one, and this command with the same arguments and
-`--master HOST` once for each of the `--peers`, anywhere. All of them print the table.
+`--master HOST` once for each of the `--peers`, anywhere. They exchange their measurements by a
+collective, so all of them print the table. LOCAL_RANK says which GPU of its machine a process uses.
 """
 
 from __future__ import annotations
@@ -26,13 +27,26 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 import pccl
 from pccl.cli.arguments import whole_number
-from pccl.cli.bench import machines, options, places, table
-from pccl.cli.bench.peer import Job, Measured, serve
-from pccl.cli.bench.processes import BenchError, collect, processes
+from pccl.cli.bench import common, table, trials
+from pccl.cli.bench.common import BenchError, collect, processes
 from pccl.cli.bench.table import FACTORS, blocks
-from pccl.cli.bench.ways import ELEMENTS_MIN, GLOO, NCCL, OTHERS, REDUCING, TORCH
+from pccl.cli.bench.trials import (
+    ELEMENTS_MIN,
+    GLOO,
+    NCCL,
+    OTHERS,
+    REDUCING,
+    TORCH,
+    Job,
+    Measured,
+    join,
+    measure,
+    serve,
+)
 from pccl.types import DataType, ReduceOp
 
 _DTYPES = {  # by nccl-tests' names
@@ -56,8 +70,8 @@ _OF_GLOO_ON_GPUS = ("all_reduce", "broadcast")  # https://docs.pytorch.org/docs/
 
 def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     """The options of `pccl bench all_reduce` and so on."""
-    options.add_sizes(parser, "4K", "256M", 2)
-    options.add_iterations(parser, 20, 5)
+    common.add_sizes(parser, "4K", "256M", 2)
+    common.add_iterations(parser, 20, 5)
     parser.add_argument(
         "-d", "--datatype", choices=_DTYPES, default="float", help="element type (%(default)s)"
     )
@@ -80,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
         metavar="0|1",
         help="verify every element of one more call of each size (%(default)s)",
     )
-    options.add_run(parser)
+    common.add_run(parser)
     parser.add_argument(
         "--lanes",
         type=whole_number(1, 256),
@@ -93,11 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser, what: str) -> None:
     )
     parser.add_argument(
         "--device",
-        choices=places.DEVICES,
+        choices=trials.DEVICES,
         default="cpu",
         help="where the arrays lie; cuda: tensors of torch (%(default)s)",
     )
-    options.add_json(parser)
+    common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -112,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
         peers=args.peers,
         counts=tuple(
             nbytes // dtype.itemsize // blocks(args.measurement, args.peers)
-            for nbytes in options.sizes(args)
+            for nbytes in common.sizes(args)
         ),
         dtype=dtype,
         op=_OPS.get(args.op, ReduceOp.MAX),
@@ -127,11 +141,9 @@ def run(args: argparse.Namespace) -> int:
     print(f"{_title(job, args.master)}\n{table.head(job.against)}", flush=True)
     rows = []
     try:
-        all_measured = machines.measured(args.master, job) if args.master else _measured(job)
-        for count, measured in zip(job.counts, all_measured, strict=True):
-            rows.append(
-                table.Row.of(job.what, count, dtype.itemsize, args.datatype, args.op, measured)
-            )
+        all_measured = _between_machines(args.master, job) if args.master else _here(job)
+        for count, each in zip(job.counts, all_measured, strict=True):
+            rows.append(table.Row.of(job.what, count, dtype.itemsize, args.datatype, args.op, each))
             print(rows[-1].text(), flush=True)
     except BenchError as error:
         print(f"pccl bench: {error}", file=sys.stderr)
@@ -149,7 +161,7 @@ def _problem(args: argparse.Namespace) -> str:
     elif dtype is DataType.BFLOAT16 and importlib.util.find_spec("torch") is None:
         problem = "torch not found; pip install torch brings bfloat16"
     else:
-        problem = places.missing(args.device)
+        problem = trials.missing(args.device)
     if problem:
         return problem
     if args.against == "unquantized" and not args.quantize:
@@ -177,7 +189,7 @@ def _problem_with_torch(args: argparse.Namespace) -> str:
             return f"{args.against} has no {asked}"
     if args.against == NCCL and args.device != "cuda":
         return "nccl moves GPU memory only: say --device cuda, too"
-    missing = places.missing(args.device)
+    missing = trials.missing(args.device)
     if missing or args.device == "cpu":
         return missing
     if args.against == NCCL:
@@ -197,7 +209,7 @@ def _title(job: Job, master: str | None) -> str:
     where = f"by the master {master}" if master else f"on {os.cpu_count()} cores"
     return (
         f"# pccl {pccl.__version__} bench {job.what}: {job.peers} processes {where}"
-        f"{places.described(job.device)}, "
+        f"{trials.described(job.device)}, "
         f"transport {os.environ.get('PCCL_TRANSPORT', 'auto')}, lanes {job.lanes or 'auto'}\n"
         f"# medians of {job.iterations} iterations after {job.warmups} warm-ups"
         + (f", quantized to {job.quantization}" if job.quantization else "")
@@ -205,7 +217,7 @@ def _title(job: Job, master: str | None) -> str:
     )
 
 
-def _measured(job: Job) -> Iterator[list[Measured]]:
+def _here(job: Job) -> Iterator[list[Measured]]:
     """What processes of this machine measure, for one size after the other."""
     with (
         tempfile.TemporaryDirectory(prefix="pccl-bench-") as scratch,
@@ -227,3 +239,39 @@ def _json(rows: Sequence[table.Row]) -> str:
         "average_bus_bandwidth": {"bandwidth": table.average_busbw(rows)},
     }
     return json.dumps(results, indent=2) + "\n"
+
+
+def _between_machines(master: str, job: Job) -> Iterator[list[Measured]]:
+    """What all peers have measured, for one size after the other.
+
+    Args:
+        master: HOST:PORT.
+
+    Raises:
+        PCCLError: the master cannot be reached, a peer was lost, or others measure something else.
+    """
+    place = trials.of_process(job.device, int(os.environ.get("LOCAL_RANK", "0")))
+    with join(master, job) as comm:
+        for count in job.counts:
+            yield _exchange(comm, measure(comm, job, count, place))
+
+
+def _exchange(comm: pccl.Communicator, own: Measured) -> list[Measured]:
+    """The measurements of all peers; numbers below 2**53 survive as float64."""
+    names = list(own.times_s)
+    checked = bool(own.wrong)
+    counts = [*own.sent.values(), *own.wrong.values()]
+    times = [own.times_s[name] for name in names]
+    row = np.array([*counts, *np.ravel(times)], np.float64)
+    found = []
+    for values in comm.all_gather(row):
+        sent, rest = values[: len(names)], values[len(names) :]
+        wrong, rest = (rest[: len(names)], rest[len(names) :]) if checked else ([], rest)
+        found.append(
+            Measured(
+                dict(zip(names, rest.reshape(len(names), -1).tolist(), strict=True)),
+                dict(zip(names, map(int, wrong), strict=checked)),
+                dict(zip(names, map(int, sent), strict=True)),
+            )
+        )
+    return found

@@ -1,4 +1,12 @@
-"""Measures torch's DistributedDataParallel: a small GPT over pccl, and over gloo, in turns.
+"""A small GPT, as `pccl bench ddp` trains it.
+
+One process of `pccl bench ddp`: trains the same model over several backends, in turns.
+
+The step of one way follows that of another one, in an order that is reversed in every second
+iteration, each after an untimed all-reduce of one element over the same group: so all peers begin
+together, and other load on the machine affects all alike.
+
+Measures torch's DistributedDataParallel: a small GPT over pccl, and over gloo, in turns.
 
 The program is the same for both but for the group that it is given. A step is timed as a whole:
 forward, backward with the all-reduce of the gradients, optimizer. Times are those of the slowest
@@ -13,20 +21,202 @@ chooses its network by GLOO_SOCKET_IFNAME.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
 import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import pccl
 from pccl.cli.arguments import whole_number
-from pccl.cli.bench import options
-from pccl.cli.bench.processes import BenchError, collect, processes
+from pccl.cli.bench import common
+from pccl.cli.bench.common import BenchError, collect, follow_parent, processes
+from pccl.torch import hooks
 
-if TYPE_CHECKING:
-    from pccl.cli.bench.training import Job, Measured
+VOCABULARY = 512
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network, each after a norm and around a residual."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape: batch, length, width."""
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+        narrowed: Tensor = self.narrow(nn.functional.gelu(self.wide(self.norms[1](x))))
+        return x + narrowed
+
+
+class GPT(nn.Module):
+    """Predicts the next token; its output is the loss."""
+
+    def __init__(self, layers: int, width: int, length: int) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
+        heads = next(n for n in (8, 4, 2, 1) if width % n == 0)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss on tokens: batch, length + 1."""
+        given, wanted = tokens[:, :-1], tokens[:, 1:]
+        places = torch.arange(given.shape[1], device=given.device)
+        x = self.blocks(self.tokens(given) + self.places(places))
+        logits = self.head(self.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), wanted.flatten())
+
+
+GLOO, PCCL = "gloo", "pccl"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all processes do.
+
+    Attributes:
+        peers: how many they are.
+        wires: how gradients are quantized, beside those that are not.
+        layers: of the model, whose width and length of context follow.
+        batch: sequences of each peer in each step.
+        bucket_mib: most MiB of gradients that are reduced together.
+        iterations: steps that are timed, of each way; before them, `warmups` that are not.
+        threads: of torch, in each process.
+    """
+
+    peers: int
+    wires: tuple[str, ...]
+    layers: int
+    width: int
+    length: int
+    batch: int
+    bucket_mib: int
+    iterations: int
+    warmups: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one peer has measured, by way.
+
+    Attributes:
+        times_s: seconds of each timed step.
+        losses: of the last step.
+        weights: a digest of the weights after it.
+        parameters: how many the model has.
+    """
+
+    times_s: dict[str, list[float]]
+    losses: dict[str, float]
+    weights: dict[str, str]
+    parameters: int
+
+
+class Trainee:
+    """A model of its own, trained over one group."""
+
+    def __init__(self, job: Job, group: Any, wire: str | None) -> None:
+        torch.manual_seed(0)
+        model = GPT(job.layers, job.width, job.length)
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self._ddp = DistributedDataParallel(
+            model, process_group=group, bucket_cap_mb=job.bucket_mib
+        )
+        if wire is not None:
+            state = hooks.Quantized(wire, group)  # type: ignore[arg-type]
+            self._ddp.register_comm_hook(state, hooks.quantized)
+        self._optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        self._group, self._one = group, torch.zeros(1)
+        self.loss = 0.0
+
+    def meet(self) -> None:
+        """Returns when all peers are here."""
+        dist.all_reduce(self._one, group=self._group)
+
+    def step(self, tokens: torch.Tensor) -> None:
+        """What is timed."""
+        loss = self._ddp(tokens)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.loss = loss.item()
+
+    def weights(self) -> str:
+        """A digest of their bits."""
+        digest = hashlib.sha256()
+        for parameter in self._ddp.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def serve(number: int, job: Job, address: str, results: Connection) -> None:
+    """The life of a process of this machine, which sends what all have measured."""
+    follow_parent()
+    try:
+        results.send(train(job, address))
+    except pccl.PCCLError as error:
+        results.send(str(error))
+
+
+def train(job: Job, address: str) -> list[Measured]:
+    """Takes part in the run of the master at `address`; what all peers have measured."""
+    torch.set_num_threads(job.threads)
+    dist.init_process_group(PCCL, init_method=f"pccl://{address}", world_size=job.peers)
+    try:
+        own = _measure(job, dist.new_group(backend=GLOO))
+        found: list[Any] = [None] * job.peers
+        dist.all_gather_object(found, own)
+        dist.barrier()
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(job: Job, gloo: Any) -> Measured:
+    ways = {GLOO: Trainee(job, gloo, None), PCCL: Trainee(job, dist.group.WORLD, None)}
+    for wire in job.wires:
+        ways[f"{PCCL} {wire}"] = Trainee(job, dist.group.WORLD, wire)
+    times_s: dict[str, list[float]] = {name: [] for name in ways}
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    for iteration in range(job.warmups + job.iterations):
+        size = job.batch, job.length + 1
+        tokens = torch.randint(VOCABULARY, size, generator=generator).sort(1).values
+        back = iteration % 2 == 1  # no way always follows the same one, and what that leaves
+        for name, way in sorted(ways.items(), reverse=back):
+            way.meet()
+            began = time.perf_counter()
+            way.step(tokens)
+            elapsed = time.perf_counter() - began
+            if iteration >= job.warmups:
+                times_s[name].append(elapsed)
+    return Measured(
+        times_s,
+        {name: way.loss for name, way in ways.items()},
+        {name: way.weights() for name, way in ways.items()},
+        ways[GLOO].parameters,
+    )
+
 
 _WIRES = ("int8", "int4", "e3m0", "2bit", "sparse")
 _NUMBERS = (  # name, default, meaning
@@ -40,8 +230,8 @@ _NUMBERS = (  # name, default, meaning
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl bench ddp`."""
-    options.add_iterations(parser, 20, 3)
-    options.add_run(parser)
+    common.add_iterations(parser, 20, 3)
+    common.add_run(parser)
     parser.add_argument(
         "--wire",
         nargs="+",
@@ -63,7 +253,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="torch's, in each process (this machine's cores divided among its processes)",
     )
-    options.add_json(parser)
+    common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         print("pccl bench: torch not found; pip install torch brings it", file=sys.stderr)
         return 2
-    from pccl.cli.bench.training import Job
+    pass
 
     here = 1 if args.master else args.peers
     job = Job(
@@ -101,7 +291,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(job: Job, address: str | None) -> list[Measured]:
-    from pccl.cli.bench.training import serve, train
+    pass
 
     if address is not None:
         return train(job, address)

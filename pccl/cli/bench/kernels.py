@@ -12,17 +12,21 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pccl.cli.bench import data, options
+from pccl.cli.bench import common, trials
 from pccl.ext import ffi, lib
+from pccl.runtime.digest import digests
 from pccl.types import DataType, ReduceOp
 
 if TYPE_CHECKING:
     from pccl.ext._core import CData
+
 
 _FORMATS = {"int8": lib.PCCL_BLOCK_8, "int4": lib.PCCL_BLOCK_4, "uint8": lib.PCCL_MIN_MAX_8}
 _DTYPES = {
@@ -35,8 +39,8 @@ _DTYPES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl bench kernels`."""
-    options.add_sizes(parser, "1M", "128M", 128)
-    options.add_iterations(parser, 20, 5)
+    common.add_sizes(parser, "1M", "128M", 128)
+    common.add_iterations(parser, 20, 5)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"# {'size':>10}  {'type':>8}  {'pccl':>15}  {'numpy':>15}  {'ratio':>15}  #wrong")
     print(f"# {'(B)':>10}  {'':>8}  {'(GB/s)':>15}  {'(GB/s)':>15}")
     all_wrong = 0
-    for nbytes in options.sizes(args):
+    for nbytes in common.sizes(args):
         kernels = [_add(name, dtype, nbytes) for name, dtype in _DTYPES.items()]
         for name in _FORMATS:
             kernels += _quantized(name, nbytes)
@@ -84,8 +88,8 @@ def _add(name: str, dtype: DataType, nbytes: int) -> Kernel:
     def add() -> None:
         lib.pccl_reduce(dtype.value, ReduceOp.SUM.value, to, left, right, a.size, 1)
 
-    wanted = data.expected(dtype, ReduceOp.SUM, 2)
-    return Kernel(name, add, 3 * nbytes, lambda: data.count_wrong(out, wanted))
+    wanted = trials.expected(dtype, ReduceOp.SUM, 2)
+    return Kernel(name, add, 3 * nbytes, lambda: trials.count_wrong(out, wanted))
 
 
 def _quantized(name: str, nbytes: int) -> list[Kernel]:
@@ -108,8 +112,8 @@ def _quantized(name: str, nbytes: int) -> list[Kernel]:
 
     def far(codes: Any, peers: int) -> int:
         lib.pccl_dequantize(*how, to_out, codes, a.size)
-        distance = data.error_max(dtype, ReduceOp.SUM, peers, name)
-        return data.count_far(out, data.expected(dtype, ReduceOp.SUM, peers), dtype, distance)
+        distance = trials.error_max(dtype, ReduceOp.SUM, peers, name)
+        return trials.count_far(out, trials.expected(dtype, ReduceOp.SUM, peers), dtype, distance)
 
     def far_after_step() -> int:
         lib.pccl_quantize(*how, to_total, to_a, a.size)
@@ -151,11 +155,61 @@ def _measure(
     ]
 
 
-def _pointers(*arrays: data.Bits) -> list[CData]:
+def _pointers(*arrays: trials.Bits) -> list[CData]:
     """The memory of arrays, which it keeps alive."""
     return [ffi.from_buffer("unsigned char[]", array) for array in arrays]
 
 
-def _operands(dtype: DataType, nbytes: int) -> list[data.Bits]:
+def _operands(dtype: DataType, nbytes: int) -> list[trials.Bits]:
     count = nbytes // dtype.itemsize
-    return [data.tiled(data.contribution(dtype, ReduceOp.SUM, i), count) for i in range(2)]
+    return [trials.tiled(trials.contribution(dtype, ReduceOp.SUM, i), count) for i in range(2)]
+
+
+def add_digest_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `pccl bench digest`."""
+    common.add_sizes(parser, "1M", "1G", 32)
+    common.add_iterations(parser, 7, 2)
+
+
+def run_digest(args: argparse.Namespace) -> int:
+    """Measures the digest of shared state (XXH3-128 by leaves) against numpy's copy of the memory.
+
+    GB/s count the bytes that are hashed, or copied, once. The digest, by one thread and by as many
+    as pccl would take, and the copy take turns, iteration by iteration; the table shows medians
+    and, in brackets, the fastest.
+    """
+    print(f"# {'size':>10}  {'one thread':>16}  {'threads':>16}  {'copy':>16}   ratio of medians")
+    print(f"# {'(B)':>10}  {'(GB/s)':>16}  {'(GB/s)':>16}  {'(GB/s)':>16}  {'one':>6}  {'all':>6}")
+    for nbytes in common.sizes(args):
+        words = np.random.default_rng(nbytes).integers(0, 1 << 63, -(-nbytes // 8), np.int64)
+        memory: NDArray[np.uint8] = words.view(np.uint8)[:nbytes]
+        region = [(memory.ctypes.data, nbytes)]
+        if digests(region, 1) != digests(region):
+            print("# the digest depends on the number of threads")
+            return 1
+        calls: list[Callable[[], object]] = [
+            partial(digests, region, 1),
+            partial(digests, region),
+            partial(np.copyto, np.zeros_like(memory), memory),
+        ]
+        one, several, copied = rates = _rates(calls, nbytes, args.iters, args.warmup_iters)
+        cells = "  ".join(f"{middle:7.2f} ({best:6.2f})" for middle, best in rates)
+        print(
+            f"{nbytes:12d}  {cells}  {one[0] / copied[0]:6.2f}  {several[0] / copied[0]:6.2f}",
+            flush=True,
+        )
+    return 0
+
+
+def _rates(
+    calls: list[Callable[[], object]], nbytes: int, iterations: int, warmups: int
+) -> list[tuple[float, float]]:
+    """The median and the best GB/s of each call."""
+    times_s: list[list[float]] = [[] for _ in calls]
+    for _ in range(warmups + iterations):
+        for call, times in zip(calls, times_s, strict=True):
+            began = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - began)
+    timed = [times[warmups:] for times in times_s]
+    return [(nbytes / median(times) / 1e9, nbytes / min(times) / 1e9) for times in timed]

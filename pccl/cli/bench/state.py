@@ -29,9 +29,8 @@ import numpy as np
 
 import pccl
 from pccl.cli.arguments import whole_number
-from pccl.cli.bench import options
-from pccl.cli.bench.data import PEERS_MAX
-from pccl.cli.bench.processes import BenchError, collect, follow_parent, processes
+from pccl.cli.bench import common
+from pccl.cli.bench.common import PEERS_MAX, BenchError, collect, follow_parent, processes
 from pccl.ext import ffi, lib
 from pccl.runtime.client.staging import reserve
 from pccl.runtime.digest import digests
@@ -77,8 +76,8 @@ class Measured:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `pccl bench state`."""
-    options.add_sizes(parser, "256M", "256M", 2)
-    options.add_iterations(parser, 7, 2)
+    common.add_sizes(parser, "256M", "256M", 2)
+    common.add_iterations(parser, 7, 2)
     parser.add_argument(
         "--entries",
         type=whole_number(1),
@@ -93,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="peers that have what the newcomer lacks (%(default)s)",
     )
-    options.add_json(parser)
+    common.add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
             "pccl bench: an entry has a byte at least, and -b is no more than -e", file=sys.stderr
         )
         return 2
-    job = Job(tuple(options.sizes(args)), args.entries, args.holders, args.iters, args.warmup_iters)
+    job = Job(tuple(common.sizes(args)), args.entries, args.holders, args.iters, args.warmup_iters)
     print(
         f"# pccl {pccl.__version__} bench state: {job.holders} holders and a newcomer on "
         f"{os.cpu_count()} cores, {job.entries} entries, transport "

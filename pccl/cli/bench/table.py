@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
-from pccl.cli.bench.peer import Measured
-from pccl.cli.bench.ways import IN_PLACE, OTHERS, OUT_OF_PLACE
+from pccl.cli.bench.trials import IN_PLACE, OTHERS, OUT_OF_PLACE, Measured
 
 _WAYS = (OUT_OF_PLACE, IN_PLACE)
 _ROOTS = {"broadcast": 0}  # -1 for the others

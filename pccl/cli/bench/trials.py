@@ -1,0 +1,562 @@
+"""One process that measures a collective: its data, its arrays, the ways that take turns.
+
+Each peer's contribution repeats a table of small whole numbers, so every partial result is exact in
+every element type. The length of the table is a prime, so a chunk in the wrong place is detected.
+
+The ways alternate in each iteration, so that other load on the machine affects all alike. Before
+each timed call, the peers do an untimed all-reduce of one element with the same library, so that
+all start together and no way pays for the end of the one before it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import accumulate, pairwise
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import pccl
+from pccl.cli.bench.common import follow_parent
+from pccl.tensors.arrays import Array
+from pccl.types import DataType, QuantizationOptions, ReduceOp
+
+PERIOD = 8191
+VALUE_MAX = 15  # of what a peer brings to a sum
+
+Bits = NDArray[Any]  # elements as numpy knows them; bfloat16 as the upper halves of float32
+
+
+def contribution(dtype: DataType, op: ReduceOp, number: int) -> Bits:
+    """What peer `number` brings: PERIOD elements."""
+    table = np.random.default_rng(number)
+    low, high = (1, 3) if op is ReduceOp.PROD else (0, VALUE_MAX + 1)
+    return _store(table.integers(low, high, PERIOD).astype(np.float32), dtype)
+
+
+def expected(dtype: DataType, op: ReduceOp, peers: int) -> Bits:
+    """What all peers get: PERIOD elements."""
+    exact = DataType.FLOAT if dtype is DataType.BFLOAT16 else dtype
+    inputs = [contribution(exact, op, number) for number in range(peers)]
+    combine: dict[ReduceOp, np.ufunc] = {
+        ReduceOp.PROD: np.multiply,
+        ReduceOp.MAX: np.maximum,
+        ReduceOp.MIN: np.minimum,
+    }
+    result: Bits = combine.get(op, np.add).reduce(inputs, dtype=inputs[0].dtype)
+    if op is not ReduceOp.AVG:
+        return _store(result, dtype)
+    if result.dtype.kind in "iu":
+        return _store(np.trunc(result / peers), dtype)
+    wide = np.float64 if dtype is DataType.DOUBLE else np.float32
+    return _store(np.divide(result, peers, dtype=wide), dtype)
+
+
+def tiled(table: Bits, count: int) -> Bits:
+    """`count` elements that repeat the table."""
+    return np.resize(table, count)
+
+
+def as_array(bits: Bits, dtype: DataType) -> Array:
+    """The same memory as an argument of collectives; bfloat16 is torch's, since numpy has none."""
+    if dtype is not DataType.BFLOAT16:
+        return bits
+    import torch
+
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def count_wrong(bits: Bits, table: Bits) -> int:
+    """Elements that differ from the repeated table."""
+    whole = bits.size // PERIOD * PERIOD
+    body, rest = bits[:whole].reshape(-1, PERIOD), bits[whole:]
+    return int(np.count_nonzero(body != table) + np.count_nonzero(rest != table[: rest.size]))
+
+
+def error_max(dtype: DataType, op: ReduceOp, peers: int, quantization: str) -> float:
+    """How far a quantized sum or mean may be from `expected`.
+
+    Half a step for each of the `peers` times that it is quantized; a step is at most the largest
+    magnitude there, over the codes on one side of zero. As much again for rounding in `dtype`.
+    """
+    codes = 7 if quantization == "int4" else 127
+    largest = [VALUE_MAX * contributors for contributors in range(1, peers + 1)]
+    error = sum(largest) / codes / 2
+    digits = {DataType.FLOAT16: 10, DataType.BFLOAT16: 7}.get(dtype, 23)
+    error += largest[-1] * 2.0**-digits
+    return error / peers if op is ReduceOp.AVG else error
+
+
+def count_far(bits: Bits, table: Bits, dtype: DataType, distance: float) -> int:
+    """Elements that are farther than `distance` from those of the repeated table."""
+    table = _values(table, dtype)
+    far = 0
+    for begin in range(0, bits.size, PERIOD):
+        part = _values(bits[begin : begin + PERIOD], dtype)
+        far += int(np.count_nonzero(~(np.abs(part - table[: part.size]) <= distance)))
+    return far
+
+
+def _values(bits: Bits, dtype: DataType) -> NDArray[Any]:
+    if dtype is DataType.BFLOAT16:
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits
+
+
+def _store(values: NDArray[Any], dtype: DataType) -> Bits:
+    if dtype is not DataType.BFLOAT16:
+        return values.astype(dtype.to_numpy_dtype())
+    words = values.astype(np.float32).view(np.uint32)
+    return ((words + 0x7FFF + (words >> 16 & 1)) >> 16).astype(np.uint16)  # to nearest even
+
+
+DEVICES = ("cpu", "cuda")
+
+
+class Place(Protocol):
+    """Where arrays lie, and what the clock must wait for there."""
+
+    def put(self, bits: Bits, dtype: DataType) -> Array:
+        """An array of these elements."""
+
+    def bits(self, array: Array) -> Bits:
+        """Its elements, as numpy knows them."""
+
+    def fill(self, array: Array, bits: Bits) -> None:
+        """Gives it these elements."""
+
+    def finish(self) -> None:
+        """Returns when the device has done what this process has queued there."""
+
+
+class Host:
+    """Arrays of numpy, or, of bfloat16, torch's on the CPU."""
+
+    def put(self, bits: Bits, dtype: DataType) -> Array:
+        """A copy as an array."""
+        return as_array(bits.copy(), dtype)
+
+    def bits(self, array: Any) -> Bits:
+        """The same memory."""
+        return array if isinstance(array, np.ndarray) else _words(array)
+
+    def fill(self, array: Array, bits: Bits) -> None:
+        """Copies them there."""
+        self.bits(array)[:] = bits
+
+    def finish(self) -> None:
+        """Nothing is queued."""
+
+
+class Device:
+    """Tensors of torch on a device, that of this process.
+
+    Args:
+        name: of the device, as torch has it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._torch: Any = importlib.import_module("torch")
+        self._device = self._torch.device(name)
+        if self._device.type == "cuda":
+            self._torch.cuda.set_device(self._device)
+
+    def put(self, bits: Bits, dtype: DataType) -> Array:
+        """A copy as a tensor there."""
+        tensor: Array = self._on_host(bits, dtype).to(self._device, copy=True)
+        return tensor
+
+    def bits(self, array: Any) -> Bits:
+        """A copy."""
+        tensor = array.cpu()
+        if tensor.dtype is self._torch.bfloat16:
+            return _words(tensor)
+        found: Bits = tensor.numpy()
+        return found
+
+    def fill(self, array: Any, bits: Bits) -> None:
+        """Copies them there."""
+        array.copy_(self._on_host(bits, DataType.from_torch_dtype(array.dtype)))
+
+    def finish(self) -> None:
+        """Waits for all streams of the device."""
+        if self._device.type == "cuda":
+            self._torch.cuda.synchronize(self._device)
+
+    def _on_host(self, bits: Bits, dtype: DataType) -> Any:
+        return self._torch.as_tensor(as_array(bits, dtype))
+
+
+def of_process(device: str, number: int) -> Place:
+    """The place of process `number` of this machine: its own GPU, or a shared one if there are
+    fewer than processes."""
+    if device == "cpu":
+        return Host()
+    gpus = importlib.import_module("torch").cuda.device_count()
+    return Device(f"{device}:{number % gpus}")
+
+
+def missing(device: str) -> str:
+    """Why this machine cannot measure on that device, and what to do; or nothing."""
+    if device == "cpu":
+        return ""
+    if importlib.util.find_spec("torch") is None:
+        return "--device cuda needs torch, built with CUDA: pip install torch"
+    torch = importlib.import_module("torch")
+    if torch.version.cuda is None:
+        return f"--device cuda needs torch built with CUDA: torch {torch.__version__} is not"
+    if not torch.cuda.is_available():
+        return (
+            f"--device cuda needs a GPU: torch {torch.__version__} is built with CUDA "
+            f"{torch.version.cuda}, but finds none. See whether nvidia-smi lists one, and whether "
+            "CUDA_VISIBLE_DEVICES hides it"
+        )
+    return ""
+
+
+def described(device: str) -> str:
+    """The device, for the head of a table."""
+    if device == "cpu":
+        return ""
+    torch = importlib.import_module("torch")
+    return f", on {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+
+
+def _words(tensor: Any) -> Bits:
+    """The elements of a tensor of bfloat16 on the host."""
+    words: Bits = tensor.view(importlib.import_module("torch").int16).numpy().view(np.uint16)
+    return words
+
+
+OUT_OF_PLACE = "out_of_place"
+IN_PLACE = "in_place"
+GLOO = "gloo"
+NCCL = "nccl"
+TORCH = (GLOO, NCCL)  # of torch.distributed
+UNQUANTIZED = "unquantized"
+PIECES = "pieces"
+TENSORS = "tensors"
+OTHERS = (*TORCH, UNQUANTIZED, PIECES, TENSORS)  # what pccl may be measured against
+REDUCING = ("all_reduce", "reduce_scatter")
+
+_PIECES = 16
+_WIDTH = 256  # of a GPT of 512 tokens, 64 places, 12 blocks and a norm; its 148 tensors in rows:
+_BLOCK = (1, 1, 1, 1, 3 * _WIDTH, 3, _WIDTH, 1, 4 * _WIDTH, 4, 4 * _WIDTH, 1)
+_ROWS = (512, 64, *_BLOCK * 12, 1, 1)
+ELEMENTS_MIN = {PIECES: _PIECES, TENSORS: sum(_ROWS)}  # so that none is empty
+
+_TAG = 1  # of what is timed; the meetings before it have tag 0
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to do it.
+
+    Attributes:
+        meet: lets all peers begin together.
+        run: what is timed.
+        sent: does it once more; the bytes that this peer sent.
+        reset: gives the buffers known contents.
+        result: the result, on the host.
+        quantization: of the result; None: it is exact.
+    """
+
+    meet: Callable[[], object]
+    run: Callable[[], object]
+    sent: Callable[[], int]
+    reset: Callable[[], None]
+    result: Callable[[], Bits]
+    quantization: str | None = None
+
+
+class Trial:
+    """A collective of `count` elements for each peer, on buffers of its own.
+
+    Args:
+        comm: of this peer, whose rank decides what it brings.
+        what: a name of `pccl.cli.bench.table.FACTORS`.
+        dtype: of the elements.
+        op: if it reduces.
+        count: elements of the smaller buffer.
+        quantization: as `Communicator.all_reduce` takes it.
+        place: where its arrays lie; None: in host memory.
+    """
+
+    def __init__(
+        self,
+        comm: pccl.Communicator,
+        what: str,
+        dtype: DataType,
+        op: ReduceOp,
+        count: int,
+        quantization: str | None = None,
+        place: Place | None = None,
+    ) -> None:
+        self._quantization, self._place = quantization, place or Host()
+        self._comm, self._what, self._dtype, self._op = comm, what, dtype, op
+        self._rank, self._peers, self._count = comm.rank, comm.world_size, count
+        send = count * (self._peers if what in ("reduce_scatter", "all_to_all") else 1)
+        recv = count * (self._peers if what in ("all_gather", "all_to_all") else 1)
+        self._content = tiled(contribution(dtype, op, self._rank), send)
+        self._send: Any = self._place.put(self._content, dtype)
+        self._recv: Any = self._place.put(np.zeros(recv, self._content.dtype), dtype)
+
+    def ways(self, against: str | None) -> dict[str, Way]:
+        """All of them by name, and one of OTHERS."""
+        found = {}
+        if self._what != "broadcast":
+            found[OUT_OF_PLACE] = self._way(self._send, self._recv, self._quantization)
+        if self._what != "all_to_all":
+            found[IN_PLACE] = self._in_place()
+        if against in TORCH:
+            found[against] = self._torch()
+        elif against == UNQUANTIZED:
+            found[UNQUANTIZED] = self._way(self._send, self._recv, None)
+        elif against == PIECES:
+            found[PIECES] = self._pieces(found[OUT_OF_PLACE])
+        elif against == TENSORS:
+            found[TENSORS] = self._tensors(found[OUT_OF_PLACE])
+        return found
+
+    def check(self, way: Way) -> int:
+        """Does it once more, from known contents, and counts the wrong elements."""
+        way.reset()
+        way.run()
+        result, count, size = way.result(), self._count, self._peers
+        if self._what == "all_gather":
+            rows = result.reshape(size, count)
+            return sum(count_wrong(rows[r], self._brought(r)) for r in range(size))
+        if self._what == "all_to_all":  # what others have for us begins somewhere in their table
+            rows, at = result.reshape(size, count), -(self._rank * count % PERIOD)
+            brought = (np.roll(self._brought(r), at) for r in range(size))
+            return sum(count_wrong(*each) for each in zip(rows, brought, strict=True))
+        if self._what == "broadcast":
+            return count_wrong(result, self._brought(0))
+        table = expected(self._dtype, self._op, size)
+        if self._what == "reduce_scatter":  # our part begins somewhere in the table
+            table = np.roll(table, -(self._rank * count % PERIOD))
+        if way.quantization is None:
+            return count_wrong(result, table)
+        distance = error_max(self._dtype, self._op, size, way.quantization)
+        return count_far(result, table, self._dtype, distance)
+
+    def _brought(self, rank: int) -> Bits:
+        return contribution(self._dtype, self._op, rank)
+
+    def _in_place(self) -> Way:
+        own = slice(self._rank * self._count, (self._rank + 1) * self._count)
+        if self._what == "all_gather":
+            return self._way(self._recv[own], self._recv, None)
+        if self._what == "reduce_scatter":
+            return self._way(self._send, self._send[own], self._quantization)
+        return self._way(self._recv, self._recv, self._quantization)
+
+    def _way(self, send: Array, recv: Array, quantization: str | None) -> Way:
+        one, place = np.zeros(1, np.float32), self._place
+
+        def meet() -> None:
+            self._comm.all_reduce(one, op=ReduceOp.MAX)
+
+        def reset() -> None:
+            held = place.bits(recv)
+            place.fill(recv, np.invert(held.view(np.uint8)).view(held.dtype))  # right in no element
+            place.fill(send, self._content)
+
+        arrays = (recv,) if self._what == "broadcast" else (send, recv)
+        how: dict[str, Any] = {"tag": _TAG}
+        if self._what in REDUCING:
+            how |= {"op": self._op, "quantization": quantization}
+        run = partial(getattr(self._comm, self._what), *arrays, **how)
+        launch = partial(getattr(self._comm, f"{self._what}_async"), *arrays, **how)
+        result = partial(place.bits, recv)
+        return Way(meet, run, lambda: launch().wait()[2].tx_bytes, reset, result, quantization)
+
+    def _pieces(self, whole: Way) -> Way:
+        """The same all-reduce as _PIECES smaller ones, all under way at once."""
+        bounds = [self._count * i // _PIECES for i in range(_PIECES + 1)]
+
+        def run() -> int:
+            handles = [
+                self._comm.all_reduce_async(
+                    self._send[begin:end],
+                    self._recv[begin:end],
+                    op=self._op,
+                    tag=_TAG + i,
+                    quantization=self._quantization,
+                )
+                for i, (begin, end) in enumerate(pairwise(bounds))
+            ]
+            ended = [handle.wait() for handle in handles]
+            for handle in handles:
+                if handle.error is not None:
+                    raise handle.error
+            return sum(info.tx_bytes for _, _, info in ended)
+
+        return replace(whole, run=run, sent=run)
+
+    def _tensors(self, whole: Way) -> Way:
+        """The same all-reduce as one list of tensors, whose sizes are in proportion to a GPT's."""
+        ends = [self._count * end // sum(_ROWS) for end in accumulate(_ROWS, initial=0)]
+        name = self._quantization
+        quantization = None if name is None else QuantizationOptions.of(name)
+        kind = pccl.ReduceOperandDescriptor(self._dtype)
+        listed = []
+        for i, (begin, end) in enumerate(pairwise(ends)):
+            work = pccl.ReduceDescriptor(end - begin, self._op, _TAG + i, kind, quantization)
+            arrays = self._send[begin:end], self._recv[begin:end]
+            listed.append(pccl.ReduceOpDescriptor.from_torch(*arrays, work))
+
+        def run() -> int:
+            return self._comm.all_reduce_multiple_with_retry(listed).tx_bytes
+
+        return replace(whole, run=run, sent=run)
+
+    def _torch(self) -> Way:
+        import torch
+        import torch.distributed as dist
+
+        send, recv = torch.as_tensor(self._send), torch.as_tensor(self._recv)
+        one = torch.zeros(1, device=recv.device)
+        op = {
+            ReduceOp.SUM: dist.ReduceOp.SUM,
+            ReduceOp.AVG: dist.ReduceOp.AVG,
+            ReduceOp.PROD: dist.ReduceOp.PRODUCT,
+            ReduceOp.MAX: dist.ReduceOp.MAX,
+            ReduceOp.MIN: dist.ReduceOp.MIN,
+        }[self._op]
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": lambda: dist.all_reduce(recv, op),
+            "reduce_scatter": lambda: dist.reduce_scatter(recv, list(send.chunk(self._peers)), op),
+            "all_gather": lambda: dist.all_gather(list(recv.chunk(self._peers)), send),
+            "broadcast": lambda: dist.broadcast(recv, 0),
+            "all_to_all": lambda: dist.all_to_all_single(recv, send),
+        }
+
+        def finished(call: Callable[[], object]) -> Callable[[], None]:
+            def run() -> None:
+                call()
+                self._place.finish()  # nccl's calls return when they are queued
+
+            return run
+
+        meet = finished(lambda: dist.all_reduce(one))
+        run = finished(calls[self._what])
+        return Way(meet, run, lambda: 0, lambda: None, partial(self._place.bits, self._recv))
+
+
+_TORCH_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all processes do.
+
+    Attributes:
+        what: the collective, by its name.
+        counts: elements, one size after the other; of the smaller buffer.
+        warmups: iterations that are not timed.
+        check: whether to verify every element of one more call of each way.
+        quantization: as `Communicator.all_reduce` takes it.
+        against: what takes its turns too, of `ways.OTHERS`.
+        lanes: connections to the next peer; 0: as pccl chooses.
+        device: where the arrays lie, of `places.DEVICES`.
+    """
+
+    what: str
+    peers: int
+    counts: tuple[int, ...]
+    dtype: DataType
+    op: ReduceOp
+    iterations: int
+    warmups: int
+    check: bool
+    against: str | None = None
+    quantization: str | None = None
+    lanes: int = 0
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One size by one peer.
+
+    Attributes:
+        times_s: seconds of each timed iteration, by way.
+        wrong: wrong elements by way; empty when not checked.
+        sent: bytes that the peer sends in a call, by way; none of torch's.
+    """
+
+    times_s: dict[str, list[float]]
+    wrong: dict[str, int]
+    sent: dict[str, int]
+
+
+def serve(number: int, job: Job, address: str, store: str, results: Connection) -> None:
+    """The life of process `number`.
+
+    Args:
+        address: of the master.
+        store: URL of a file in which torch's processes find each other.
+        results: gets a `Measured` for each size, or why there is none, as text.
+    """
+    follow_parent()
+    try:
+        place = of_process(job.device, number)
+        with _torch(job, number, store), join(address, job) as comm:
+            for count in job.counts:
+                results.send(measure(comm, job, count, place))
+    except pccl.PCCLError as error:
+        results.send(str(error))
+
+
+@contextmanager
+def join(address: str, job: Job) -> Iterator[pccl.Communicator]:
+    """A communicator of a run of `job.peers`, which it waits for."""
+    with pccl.Communicator(address, p2p_connection_pool_size=job.lanes) as comm:
+        comm.wait_for_peers(job.peers)
+        yield comm
+
+
+@contextmanager
+def _torch(job: Job, number: int, store: str) -> Iterator[None]:
+    if job.against not in TORCH:
+        yield
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        job.against, init_method=store, timeout=_TORCH_TIMEOUT, rank=number, world_size=job.peers
+    )
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(comm: pccl.Communicator, job: Job, count: int, place: Place) -> Measured:
+    """One size, of `count` elements, whose arrays lie there."""
+    trial = Trial(comm, job.what, job.dtype, job.op, count, job.quantization, place)
+    found = trial.ways(job.against)
+    times_s: dict[str, list[float]] = {name: [] for name in found}
+    for iteration in range(job.warmups + job.iterations):
+        for name, way in found.items():
+            way.meet()
+            place.finish()
+            began = time.perf_counter()
+            way.run()
+            elapsed = time.perf_counter() - began
+            if iteration >= job.warmups:
+                times_s[name].append(elapsed)
+    ours = {name: way for name, way in found.items() if name not in TORCH}
+    sent = {name: way.sent() for name, way in ours.items()}
+    wrong = {name: trial.check(way) for name, way in ours.items()} if job.check else {}
+    return Measured(times_s, wrong, sent)
