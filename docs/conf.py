@@ -5,10 +5,15 @@ are plain Markdown; what is taken from the code is in them already (docs/generat
 """
 
 import re
+import sys
+from pathlib import Path
 
 from sphinx.application import Sphinx
 
 import pccl
+
+sys.path.insert(0, str(Path(__file__).parent))
+import generate
 
 project = "pccl"
 author = "The pccl authors"
@@ -34,6 +39,12 @@ def _navigate(app: Sphinx, page: str, source: list[str]) -> None:
             source[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{pages}\n```\n"
 
 
+def _fill(app: Sphinx, page: str, source: list[str]) -> None:
+    """What is taken from docstrings and declarations stands in no file."""
+    source[0] = generate.built(source[0])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _navigate)
+    app.connect("source-read", _fill)

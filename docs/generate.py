@@ -9,6 +9,8 @@ What stands between these two lines is made by the maker of that name; a test co
     <!-- made: MAKER ARGUMENTS -->
     <!-- end -->
 
+A line `<!-- built: MAKER ARGUMENTS -->` is filled only when Sphinx builds the page.
+
 listing FILE [from TEXT] [until TEXT] | listing FILE function NAME      a part of a file
 sequence (one `a -> b: Message ...` on each of the next lines)          who says what to whom
 class NAME ... | classes FILE | module FILE                             signatures and docstrings
@@ -38,6 +40,7 @@ import listings  # noqa: E402
 import wire  # noqa: E402
 
 PART = re.compile(r"^<!-- made: (.*?)\s*-->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
+BUILT = re.compile(r"^<!-- built: (.*?)\s*-->$", re.MULTILINE)
 MAKERS = {
     "listing": lambda *words: listings.listing(ROOT, *words),
     "class": lambda *names: api.classes(ROOT, *names),
@@ -62,6 +65,11 @@ def pages() -> list[Path]:
 def up_to_date(text: str) -> str:
     """The text of a page with all its parts made anew."""
     return PART.sub(_made, text)
+
+
+def built(text: str) -> str:
+    """The text of a page as Sphinx reads it."""
+    return BUILT.sub(lambda part: _made(part).split("\n", 1)[1].removesuffix("<!-- end -->"), text)
 
 
 def _made(part: re.Match[str]) -> str:
