@@ -28,7 +28,8 @@ from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.effects import Adopt, Dial, Drop, Effect, Forget, Note, Remember, Send
 from pccl.protocol.master.recovery import GIVEN_UP
 from pccl.protocol.master.status import CALLS_MAX, Phase
-from pccl.protocol.peer.effects import Answer
+from pccl.protocol.master.voting import ODD
+from pccl.protocol.peer.effects import Answer, Fail, Fault
 from pccl.protocol.rounds import PENDING, Grace, OpenRounds
 
 # who stands in one of these can enter no other call (said anew: the protocol's rules are checked)
@@ -58,6 +59,7 @@ class Run:
         # who had to go for it could not reach or be reached: its group's size then, and whether
         # that was synchronising
         self.convictions: dict[int, tuple[int, bool]] = {}
+        self.odd: set[int] = set()  # who had to go because it stood alone
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
         self.meetings = SimMeetings(self)
@@ -90,6 +92,7 @@ class Run:
         master = Watched(number, self.combine, self.straggler_s, journal, secret=secret)
         master.convicted = self.convictions.__setitem__
         master.bereft = self._begin_history
+        master.odd = self.odd.add
         master.run.collectives.small_max = self.small_max
         return master
 
@@ -331,7 +334,13 @@ class Run:
             or ("of its team, is gone" in why and self.bereaved(peer))
             or (self.graces != [None] and "it was late" in why)
             or (self.incarnation and peer.given_up and "out of step" in why)
+            or (ODD in why and peer.machine.number in self.odd)
         ), f"peer {peer.name} is out of the run: {why}"
+
+    def check_verdict(self, end: Fail, over: Fail) -> None:
+        """What a call is told whose peer is dropped because it stood alone."""
+        if ODD in end.why and "of its team" not in end.why:
+            assert end.fault is Fault.MISMATCH and over.fault is Fault.KICKED, end
 
     def bereaved(self, peer: SimPeer) -> bool:
         """Whether one of a peer's team is out of the run, or has been."""
@@ -481,10 +490,25 @@ class Run:
         if peer.group == other.group or {mine[0], their[0]} <= RUN_WIDE:
             exclusive = EXCLUSIVE & {mine[0], their[0]}
             stuck = mine in peer.stuck_in and their in other.stuck_in
-            assert not exclusive and not stuck, (
+            assert (not exclusive and not stuck) or self._may_be_decided(peer, mine, their), (
                 f"peer {peer.name} in {mine} and peer {other.name} in {their} can never meet, "
                 "and nobody tells them"
             )
+
+    def _may_be_decided(self, peer: SimPeer, *calls: tuple[str, Tag]) -> bool:
+        """Whether somebody who decides which of two calls is right can still enter one of them, as
+        far as the master knows."""
+        for what, tag in calls:
+            every = what in RUN_WIDE
+            for other in (p for p in self.peers if p.present and (every or p.group == peer.group)):
+                record = self.master.peers.get(other.machine.number)
+                held = any(
+                    w != (what, tag) and (w in other.stuck_in or EXCLUSIVE & {w[0], what})
+                    for w in other.stands_in
+                )
+                if record is not None and (what, tag) not in other.stands_in and not held:
+                    return True
+        return False
 
     def check_empty(self) -> None:
         """All peers that live have ended: nobody remembers anything."""

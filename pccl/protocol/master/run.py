@@ -139,7 +139,11 @@ class Run:
     # ---- peers that leave ----
 
     def remove_all(
-        self, whys: Mapping[int, str], kick: Result | None = None, how: Loss = Loss.DISMISSED
+        self,
+        whys: Mapping[int, str],
+        kick: Result | None = None,
+        cause: m.Cause = m.Cause.OTHER,
+        how: Loss = Loss.DISMISSED,
     ) -> None:
         """Removes peers, each for a reason, and their teams; with `kick` they are told.
 
@@ -156,7 +160,8 @@ class Run:
         for number, why in [*whys.items(), *others.items()]:
             why = plain(why)
             if (result := kicks[number]) is not None:
-                self.outbox.send(number, m.Kicked(result.value, why))
+                told = cause if number in whys else m.Cause.OTHER
+                self.outbox.send(number, m.Kicked(result.value, why, told))
             peer = self.membership.remove(number)
             self.voting.forget(number)
             self.outbox.do(Drop(peer.conn, why))

@@ -236,6 +236,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
     known outcome (the latest ones: all peers know the older ones), `small` the results that others
     may lack, `rings` those of the last Plan, `failed` the latest failures that others may lack.
+    `veteran`: it has completed a collective or synchronisation in this run.
     """
 
     protocol: U32
@@ -253,6 +254,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     rings: Rings = ()
     dial: Name = ""
     failed: tuple[Failure, ...] = ()
+    veteran: bool = False
 
 
 class Publish(Struct, array_like=True, frozen=True, tag=40):

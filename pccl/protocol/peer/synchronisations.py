@@ -80,6 +80,7 @@ class Synchronisations:
             holds=without is None and result.call not in self._ghosts,
             short=result.short,
         )
+        self._knowledge.veteran |= without is None
         self._ghosts.lay(result.call)
         if one is not None and ours:
             self._transfers.end(one, without or result)
