@@ -60,6 +60,7 @@ class Run:
         # that was synchronising
         self.convictions: dict[int, tuple[int, bool]] = {}
         self.odd: set[int] = set()  # who had to go because it stood alone
+        self.splits = 0  # disputes in which nobody had a majority
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
         self.meetings = SimMeetings(self)
@@ -92,9 +93,12 @@ class Run:
         master = Watched(number, self.combine, self.straggler_s, journal, secret=secret)
         master.convicted = self.convictions.__setitem__
         master.bereft = self._begin_history
-        master.odd = self.odd.add
+        master.odd, master.parted = self.odd.add, self._note_split
         master.run.collectives.small_max = self.small_max
         return master
+
+    def _note_split(self) -> None:
+        self.splits += 1
 
     def _begin_history(self, of: int | None) -> None:
         """The last holder of a group's shared state is gone: revisions begin anew."""
@@ -267,6 +271,8 @@ class Run:
 
     def agree(self, what: object, value: object, peer: SimPeer) -> None:
         """All who hear of `what` and are still in the run have heard the same."""
+        if self.given_up_by_master(peer):
+            return  # what it hears late may be of before a history that has begun anew
         known, peers = self.told.get(what, (value, []))
         survivors = [
             other for other in peers if other.present and not self.given_up_by_master(other)
@@ -432,8 +438,16 @@ class Run:
                         if other is not peer and (what, tag) not in waiting[other.name]:
                             self._check_pair(peer, (what, tag), other, their)
         if not self.master.recovering:
+            self.check_veterans(awake)
             self.check_status(awake)
             self.check_graces()
+
+    def check_veterans(self, awake: list[SimPeer]) -> None:
+        """The master, restarted or not, knows who has completed anything."""
+        for peer in awake:
+            record = self.master.peers.get(peer.machine.number)
+            if record is not None and record.conn == peer.conn and not peer.given_up:
+                assert record.veteran == peer.machine.knowledge.veteran, f"peer {peer.name}"
 
     def check_graces(self) -> None:
         """Nobody waits for longer than its grace: not even for who is frozen."""
@@ -496,18 +510,20 @@ class Run:
             )
 
     def _may_be_decided(self, peer: SimPeer, *calls: tuple[str, Tag]) -> bool:
-        """Whether somebody who decides which of two calls is right can still enter one of them, as
-        far as the master knows."""
+        """Whether anybody can still enter one of two calls, and so decide which one is right.
+
+        Who is frozen, or a stranger, knows less than the master, and can.
+        """
+        ours = {one.conn: one for one in self.peers}
         for what, tag in calls:
-            every = what in RUN_WIDE
-            for other in (p for p in self.peers if p.present and (every or p.group == peer.group)):
-                record = self.master.peers.get(other.machine.number)
-                held = any(
-                    w != (what, tag) and (w in other.stuck_in or EXCLUSIVE & {w[0], what})
-                    for w in other.stands_in
-                )
-                if record is not None and (what, tag) not in other.stands_in and not held:
-                    return True
+            for record in self.master.peers.values():
+                if record.accepted and (what in RUN_WIDE or record.info.group == peer.group):
+                    other = ours.get(record.conn)
+                    stands_in = set() if other is None or other.frozen else other.stands_in
+                    stuck_in = other.stuck_in if other is not None else set()
+                    held = any(w in stuck_in or EXCLUSIVE & {w[0], what} for w in stands_in)
+                    if (what, tag) not in stands_in and not held:
+                        return True
         return False
 
     def check_empty(self) -> None:
