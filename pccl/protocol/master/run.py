@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.accusations import Accusations
@@ -189,8 +189,7 @@ class Run:
         blame = self.groups[group].blame
         for number in lost:
             blame.forget(number)
-        if self.history.lose(group, lost.keys()):
-            self.outbox.note(f"the last holder of group {group}'s shared state is gone")
+        self.bereave(group, lost.keys())
         self.groups.renew(group)
         self.collectives.lose(group, lost)
         self.synchronisations.lose(group, lost)
@@ -199,6 +198,11 @@ class Run:
             self.history.forget(group)
             self.collectives.forget(group)
             self.tally.forget(group)
+
+    def bereave(self, group: int, numbers: Set[int]) -> None:
+        """Peers are lost, or do not hold the shared state of their group: it may begin anew."""
+        if self.history.lose(group, numbers):
+            self.outbox.note(f"the last holder of group {group}'s shared state is gone")
 
     # ---- complete rounds ----
 

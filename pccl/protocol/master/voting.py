@@ -37,6 +37,7 @@ from pccl.types import Result
 PART_BYTES = 256  # memory that one tensor in a vote takes, about, without its texts
 ROW_BYTES = 40  # and one number of rows
 Commit: TypeAlias = Callable[[Round[object]], None]
+_Pair: TypeAlias = tuple[RoundId, RoundId]
 NEVER_MEET = "the peers stand in calls that can never meet: "
 ODD = "is the odd one out: it is dropped, and the others go on without it"
 
@@ -98,7 +99,7 @@ class Voting:
         self._rejections: dict[int, list[PendingRejection]] = {}  # by peer
         # disputes that are not settled: rounds whose votes differ, and those that exclude others
         self._mixed: dict[RoundId, None] = {}
-        self._barred: dict[tuple[RoundId, RoundId], None] = {}
+        self._barred: dict[_Pair, None] = {}
         self.open = OpenRounds()
 
     def enter(self, number: int, round_id: RoundId, vote: Vote[object]) -> None:
@@ -259,38 +260,58 @@ class Voting:
             self._end([round_], Result.INVALID_ARGUMENT, why)
         return True
 
-    def _settle_barred(self, pair: tuple[RoundId, RoundId]) -> bool:
+    def _settle_barred(self, pair: _Pair) -> bool:
         """Ends a dispute of two rounds that wait for each other's voters, if possible. Whether it
         was ended here."""
-        one, other = map(self.open.get, pair)
-        if (
-            one is None
-            or other is None
-            or not (self._bound(one, other) and self._bound(other, one))
-        ):
+        rounds = self._opponents(pair)
+        if not rounds:
             self._barred.pop(pair, None)
             return False
-        electors = self._membership.electors(self._membership.accepted(_scope(one, other)))
-        undecided = False
-        for mine, theirs in ((one, other), (other, one)):
-            there = self._agreed(mine, (electors & mine.votes.keys()) - theirs.votes.keys())
-            if 2 * there > len(electors):
-                odd = self._bound(theirs, mine)
-                whys = {n: NEVER_MEET + self._calls(theirs, [n]) for n in odd}
+        electors = self._electors_between(*rounds)
+        for mine, theirs in (rounds, rounds[::-1]):
+            if 2 * self._agreed(mine, theirs, electors) > len(electors):
                 like = self._calls(mine, list(mine.votes))
-                self._drop({n: f"{why}; {like}" for n, why in whys.items()}, Result.INVALID_USAGE)
+                odd = {n: self._calls(theirs, [n]) for n in self._bound(theirs, mine)}
+                whys = {n: f"{NEVER_MEET}{call}; {like}" for n, call in odd.items()}
+                self._drop(whys, Result.INVALID_USAGE)
                 return True
-            can = [n for n in electors - mine.votes.keys() if not self.open.holds(n, mine)]
-            undecided |= 2 * (there + len(can)) > len(electors)
-        if not undecided:
-            self._never_meet((one, other))
-        return not undecided
+        near = [
+            each
+            for each in map(self._opponents, list(self._barred))
+            if {one.id for one in each} & {*pair} and _scope(*each) == _scope(*rounds)
+        ]
+        if any(self._is_open(*each) for each in near):
+            return False
+        ends = {one.id: one for one in (*rounds, *(one for each in near for one in each))}
+        self._never_meet([*ends.values()])
+        return True
 
-    def _agreed(self, round_: Round[object], voters: Set[int]) -> int:
-        """How many of some voters, at most, ask for the same in a round."""
-        if round_.id not in self._mixed:
-            return len(voters)
-        return max(Counter(form(round_.votes[n]) for n in voters).values(), default=0)
+    def _opponents(self, pair: _Pair) -> tuple[Round[object], ...]:
+        """Two rounds that wait for each other's voters; empty if they do not, any more."""
+        one, other = map(self.open.get, pair)
+        if one is None or other is None:
+            return ()
+        return (one, other) if self._bound(one, other) and self._bound(other, one) else ()
+
+    def _electors_between(self, one: Round[object], other: Round[object]) -> Set[int]:
+        """Who decides which of two rounds is right."""
+        return self._membership.electors(self._membership.accepted(_scope(one, other)))
+
+    def _is_open(self, one: Round[object], other: Round[object]) -> bool:
+        """Whether most of those who decide may still be in one of two rounds, and not in both."""
+        electors = self._electors_between(one, other)
+        for mine, theirs in ((one, other), (other, one)):
+            free = [n for n in electors - mine.votes.keys() if not self.open.holds(n, mine)]
+            if 2 * (self._agreed(mine, theirs, electors) + len(free)) > len(electors):
+                return True
+        return False
+
+    def _agreed(self, mine: Round[object], theirs: Round[object], electors: Set[int]) -> int:
+        """How many of those who decide, at most, ask for the same in one round, and not in two."""
+        there = (electors & mine.votes.keys()) - theirs.votes.keys()
+        if mine.id not in self._mixed:
+            return len(there)
+        return max(Counter(form(mine.votes[n]) for n in there).values(), default=0)
 
     def _bound(self, mine: Round[object], theirs: Round[object]) -> list[int]:
         """The voters of a round that another one waits for, and that cannot come before this one

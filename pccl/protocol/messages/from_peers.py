@@ -134,10 +134,15 @@ class Progress(Struct, array_like=True, frozen=True, tag=18):
 
 
 class SyncVote(Struct, array_like=True, frozen=True, tag=6):
-    """Enters `sync_shared_state`; the peer's engine already serves the offered content."""
+    """Enters `sync_shared_state`; the peer's engine already serves the offered content.
+
+    `holds`: as in Done, of the latest synchronisation of its group. A caller that left before it
+    heard of the result holds nothing, whatever the master has answered.
+    """
 
     call: U64
     offer: Offer
+    holds: bool = True
 
 
 class FetchedVote(Struct, array_like=True, frozen=True, tag=7):

@@ -130,7 +130,8 @@ class Synchronisations:
             if one.planned:  # whatever it said, the next election begins anew
                 self.planned(void)
             assert isinstance(one.vote, m.SyncVote)
-            one.vote = m.SyncVote(one.vote.call, one.vote.offer.overwritten(one.overwritten))
+            offer = one.vote.offer.overwritten(one.overwritten)
+            one.vote = m.SyncVote(one.vote.call, offer, self._knowledge.done.holds)
             self._outbox.say(one.vote)
             return
         if one.planned and one.seq != done.plan:
