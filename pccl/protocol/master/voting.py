@@ -244,7 +244,7 @@ class Voting:
         counts = Counter(forms[number] for number in electors & votes.keys())
         first = forms[next(iter(votes))]
         agreed, most = max(counts.items(), key=lambda one: one[1], default=(first, 0))
-        missing = len(electors - votes.keys())
+        missing = sum(self.open.may_come(n, round_) for n in electors - votes.keys())
         is_decided = 2 * most > len(electors)
         if not is_decided and 2 * (most + missing) > len(electors):
             return False
@@ -278,7 +278,7 @@ class Voting:
         near = [
             each
             for each in map(self._opponents, list(self._barred))
-            if {one.id for one in each} & {*pair} and _scope(*each) == _scope(*rounds)
+            if {one.id for one in each} & {*pair}
         ]
         if any(self._is_open(*each) for each in near):
             return False
@@ -301,7 +301,7 @@ class Voting:
         """Whether most of those who decide may still be in one of two rounds, and not in both."""
         electors = self._electors_between(one, other)
         for mine, theirs in ((one, other), (other, one)):
-            free = [n for n in electors - mine.votes.keys() if not self.open.holds(n, mine)]
+            free = [n for n in electors - mine.votes.keys() if self.open.may_come(n, mine)]
             if 2 * (self._agreed(mine, theirs, electors) + len(free)) > len(electors):
                 return True
         return False
