@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hall import ENTRY, SECRET, WORK, Hall, Ward
+from trainers import story_of_an_odd_one
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
@@ -270,3 +271,16 @@ def test_a_restarted_master_knows_who_is_a_veteran(knows: str) -> None:
     for number in (1, 2):
         fresh.back(b"%d" % number, number, 7, 1, 2)
     assert not any(peer.veteran for peer in fresh.master.peers.values())
+
+
+# ---- whole runs ----
+
+
+@PARTS
+def test_who_agrees_with_most_never_pays_for_one_that_does_not(first: int) -> None:
+    paid = 0
+    for seed in range(first, first + 200):
+        run, odd = story_of_an_odd_one(seed)
+        assert run.odd <= {odd.machine.number}, f"seed {seed}"
+        paid += len(run.odd)
+    assert paid > 100, "the odd one is hardly ever met"

@@ -511,8 +511,8 @@ class Run:
             )
 
     def _may_be_decided(self, peer: SimPeer) -> bool:
-        """Whether anybody can still enter one of the calls in which peers stand, and so decide which
-        one is right.
+        """Whether anybody can still enter one of the calls of others, and so decide which one is
+        right.
 
         Who is frozen, or a stranger, knows less than the master, and can.
         """
