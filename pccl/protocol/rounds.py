@@ -155,6 +155,11 @@ def paired(send: str, pair: tuple[int, int], peer: int, tag: int | None) -> str:
     return f"{send.replace('send', 'recv', 1)} from peer {giver} with tag {tag}"
 
 
+def keeps(round_: Round[object], peer: int, other: Round[object]) -> bool:
+    """Whether one of a round's voters cannot enter the other round before this one returns."""
+    return other.id.kind in EXCLUDED[round_.id.kind] or round_.votes[peer].stuck
+
+
 @dataclass(slots=True)
 class _Voter:
     """A waiting peer: its group, and its rounds."""
@@ -265,39 +270,49 @@ class OpenRounds:
         for peer in round_.votes:
             self._forget(peer, round_)
 
-    def in_the_way(self, peer: int, mine: Round[object]) -> Round[object] | None:
-        """An open round with a voter that will never come to `mine`, nor `peer` there.
+    def in_the_way(self, peer: int, mine: Round[object]) -> Iterator[Round[object]]:
+        """Open rounds with a voter that will never come to `mine`, nor `peer` there.
 
         `peer` has just entered `mine`. Both rounds are of all peers, or all of a group: of those in
         PAIRs, each waits for one peer only (see master/circles.py).
         """
         if mine.id.kind is Kind.PAIR:
-            return None
+            return
         voter = self._voters[peer]
         for kind in EXCLUDED[mine.id.kind]:
             if kind is Kind.PAIR:
                 continue
             scope = None if mine.id.group is None and kind in RUN_WIDE else voter.group
             if self._waiting.get((scope, kind), 0) > voter.kinds.get(kind, 0):
-                return next(
-                    other
-                    for other in self._rounds.values()
-                    if other.id.kind is kind and self._others(peer, scope, other)
-                )
+                for other in self._rounds.values():
+                    if other.id.kind is kind and self._others(peer, scope, other):
+                        yield other
         if mine.votes[peer].stuck:
-            return self._stuck_elsewhere(peer, voter.group, mine)
-        return None
+            yield from self._stuck_elsewhere(peer, voter.group, mine)
 
-    def _stuck_elsewhere(self, peer: int, group: int, mine: Round[object]) -> Round[object] | None:
-        """A round without `peer`, in which another peer of its group is stuck, not in `mine`."""
+    def _stuck_elsewhere(
+        self, peer: int, group: int, mine: Round[object]
+    ) -> Iterator[Round[object]]:
+        """Rounds without `peer`, in which another peer of its group is stuck, not in `mine`."""
         for round_id in self._stuck[group]:
             other = self._rounds[round_id]
             if peer not in other.votes and any(
                 vote.stuck and voter not in mine.votes and self._voters[voter].group == group
                 for voter, vote in other.votes.items()
             ):
-                return other
-        return None
+                yield other
+
+    def may_come(self, peer: int, round_: Round[object]) -> bool:
+        """Whether a peer may be on its way to a round: it waits in no other one, unless it asks in
+        another thread whether peers are pending.
+
+        If it has launched others, it may be waiting for them, which nobody else knows.
+        """
+        beside = round_.id.kind in (Kind.START, Kind.PAIR)
+        return all(
+            beside and other.id == PENDING and not other.votes[peer].stuck
+            for other in self.of(peer).values()
+        )
 
     def _others(self, peer: int, scope: int | None, round_: Round[object]) -> bool:
         voters = (self._voters[other].group for other in round_.votes if other != peer)

@@ -97,6 +97,7 @@ class Script:
     team: int = 0  # with whom it joins and is lost; 0: nobody
     outgoing: bool = False  # nobody can open a stream to it, and it says so
     relay: bool = False  # two of these can meet at it
+    odd: bool = False  # it does not make the calls of the others, and pays for that
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ def draw(seed: int) -> Scenario:
         scripts.append(Script(rng.randrange(groups), chosen, walled, age, *links))
     scripts = _in_teams(scripts, random.Random(f"teams of {seed}"))
     scripts = _behind_nat(scripts, random.Random(f"NAT of {seed}"))
+    if lawful:
+        scripts = _with_an_odd_one(scripts, random.Random(f"the odd one of {seed}"))
     joins = [i for i in range(1, len(scripts)) if rng.random() < 0.4]
     events = [Event(rng.randint(0, 60), "join", i) for i in joins]
     for _ in range(rng.choice([0, 0, 1, 2, 4, 8])):
@@ -191,6 +194,25 @@ def _behind_nat(scripts: list[Script], rng: random.Random) -> list[Script]:
     ]
 
 
+def _with_an_odd_one(scripts: list[Script], rng: random.Random) -> list[Script]:
+    """The same, one of which perhaps asks for something else in one call, or makes another one."""
+    if rng.random() < 0.5:
+        return scripts
+    index = rng.randrange(len(scripts))
+    calls = list(scripts[index].threads[0])
+    at = rng.randrange(len(calls))
+    was = calls[at]
+    others = [Call("all_reduce", was.tag)]
+    if was.what in ("all_reduce", "small", "launch", "insist"):
+        others = [Call(was.what, was.tag, rng.randint(1, len(OTHER_WORK)))]
+        others += [Call("update_topology"), Call("optimize_topology")]
+    calls[at] = rng.choice(others)
+    return [
+        replace(one, threads=(tuple(calls),), odd=True) if i == index else one
+        for i, one in enumerate(scripts)
+    ]
+
+
 def _links(rng: random.Random) -> tuple[bool, bool, tuple[int, ...], str | None]:
     """Whom a peer cannot reach, who cannot reach it, and what the master finds."""
     walled, caged = rng.random() < 0.05, rng.random() < 0.05
@@ -210,9 +232,11 @@ def _call(rng: random.Random, tags: int) -> Call:
 class Facade:
     """The rules that `Communicator` keeps before it says anything to anybody."""
 
-    def __init__(self, peer: SimPeer, calls: tuple[Calls, ...], play: Play) -> None:
+    def __init__(
+        self, peer: SimPeer, calls: tuple[Calls, ...], play: Play, odd: bool = False
+    ) -> None:
         self.peer, self.play = peer, play
-        self.lawful, self.positions = play.scenario.lawful, play.positions
+        self.lawful, self.positions = play.scenario.lawful and not odd, play.positions
         self.threads = len(calls)
         peer.programs = tuple(self.program(thread) for thread in calls)
 
@@ -236,10 +260,12 @@ class Facade:
         """All calls; of a lawful newcomer, those that come after the one that admitted it."""
         positions, machine = self.positions, self.peer.machine
         begin = (
-            positions.get((machine.run, machine.knowledge.done.topology), 0) if self.lawful else 0
+            positions.get((machine.run, machine.knowledge.done.topology), 0)
+            if self.play.scenario.lawful
+            else 0
         )
         for i in range(begin, len(calls)):
-            if calls[i].what == "update_topology":
+            if calls[i].what == "update_topology" and self.lawful:
                 positions[machine.run, machine.knowledge.done.topology + 1] = i + 1
             yield calls[i]
 
@@ -337,7 +363,7 @@ class Facade:
 
     def _check(self, end: End) -> None:
         if self.lawful and isinstance(end, Fail) and not self.play.forgetful:
-            assert end.fault is not Fault.MISMATCH, end
+            assert end.fault is not Fault.MISMATCH or self.play.split, end
         if isinstance(end, Fail) and not self.play.given_up:
             assert end.fault is not Fault.TIMEOUT, end
         if isinstance(end, Fail) and end.fault is Fault.PEER_LOST:
@@ -376,11 +402,16 @@ class Play(Siege):
         )
         peer.walled, peer.caged, peer.dialled = script.walled, script.caged, script.dialled
         peer.content = (script.revision, peer.content[1])
-        Facade(peer, script.threads, self)
+        Facade(peer, script.threads, self, script.odd)
         self._of[index] = peer
         for i, one in self._of.items():
             others = self.scenario.peers[i].cut_from
             one.cut_from = {self._of[other].name for other in others if other in self._of}
+
+    @property
+    def split(self) -> bool:
+        """Whether those who make other calls than one may have been no majority, and know it."""
+        return self.splits > 0 and any(script.odd for script in self.scenario.peers)
 
     @property
     def forgetful(self) -> bool:
@@ -504,7 +535,8 @@ def smaller(scenario: Scenario) -> Iterator[Scenario]:
             events = scenario.events[:begin] + scenario.events[begin + size :]
             yield replace(scenario, events=events)
         size //= 2
-    if scenario.lawful:  # all scripts are the same, and must stay so
+    odd = [i for i, script in enumerate(scenario.peers) if script.odd]
+    if scenario.lawful and not odd:  # all scripts are the same, and must stay so
         for threads in _shorter(scenario.peers[0].threads if scenario.peers else ()):
             peers = tuple(replace(script, threads=threads) for script in scenario.peers)
             yield replace(scenario, peers=peers)

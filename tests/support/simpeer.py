@@ -226,6 +226,7 @@ class SimPeer:
         end = self.answers.pop(call)
         if self.machine.over is not None and isinstance(end, Fail):
             self.run.check_over(self, self.machine.over.why)
+            self.run.check_verdict(end, self.machine.over)
             raise Ended
         return end
 

@@ -28,11 +28,13 @@ from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.effects import Adopt, Dial, Drop, Effect, Forget, Note, Remember, Send
 from pccl.protocol.master.recovery import GIVEN_UP
 from pccl.protocol.master.status import CALLS_MAX, Phase
-from pccl.protocol.peer.effects import Answer
+from pccl.protocol.master.voting import ODD
+from pccl.protocol.peer.effects import Answer, Fail, Fault
 from pccl.protocol.rounds import PENDING, Grace, OpenRounds
 
 # who stands in one of these can enter no other call (said anew: the protocol's rules are checked)
 EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
+ASKING = "are_peers_pending"  # perhaps in another thread than other calls
 RUN_WIDE = {"update_topology", "are_peers_pending", "optimize_topology"}
 INVERTED = bytes(byte ^ 255 for byte in range(256))
 
@@ -58,6 +60,8 @@ class Run:
         # who had to go for it could not reach or be reached: its group's size then, and whether
         # that was synchronising
         self.convictions: dict[int, tuple[int, bool]] = {}
+        self.odd: set[int] = set()  # who had to go because it stood alone
+        self.splits = 0  # disputes in which nobody had a majority
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
         self.meetings = SimMeetings(self)
@@ -90,8 +94,12 @@ class Run:
         master = Watched(number, self.combine, self.straggler_s, journal, secret=secret)
         master.convicted = self.convictions.__setitem__
         master.bereft = self._begin_history
+        master.odd, master.parted = self.odd.add, self._note_split
         master.run.collectives.small_max = self.small_max
         return master
+
+    def _note_split(self) -> None:
+        self.splits += 1
 
     def _begin_history(self, of: int | None) -> None:
         """The last holder of a group's shared state is gone: revisions begin anew."""
@@ -264,6 +272,8 @@ class Run:
 
     def agree(self, what: object, value: object, peer: SimPeer) -> None:
         """All who hear of `what` and are still in the run have heard the same."""
+        if self.given_up_by_master(peer):
+            return  # what it hears late may be of before a history that has begun anew
         known, peers = self.told.get(what, (value, []))
         survivors = [
             other for other in peers if other.present and not self.given_up_by_master(other)
@@ -331,7 +341,13 @@ class Run:
             or ("of its team, is gone" in why and self.bereaved(peer))
             or (self.graces != [None] and "it was late" in why)
             or (self.incarnation and peer.given_up and "out of step" in why)
+            or (ODD in why and peer.machine.number in self.odd)
         ), f"peer {peer.name} is out of the run: {why}"
+
+    def check_verdict(self, end: Fail, over: Fail) -> None:
+        """What a call is told whose peer is dropped because it stood alone."""
+        if ODD in end.why and "of its team" not in end.why:
+            assert end.fault is Fault.MISMATCH and over.fault is Fault.KICKED, end
 
     def bereaved(self, peer: SimPeer) -> bool:
         """Whether one of a peer's team is out of the run, or has been."""
@@ -423,8 +439,16 @@ class Run:
                         if other is not peer and (what, tag) not in waiting[other.name]:
                             self._check_pair(peer, (what, tag), other, their)
         if not self.master.recovering:
+            self.check_veterans(awake)
             self.check_status(awake)
             self.check_graces()
+
+    def check_veterans(self, awake: list[SimPeer]) -> None:
+        """The master, restarted or not, knows who has completed anything."""
+        for peer in awake:
+            record = self.master.peers.get(peer.machine.number)
+            if record is not None and record.conn == peer.conn and not peer.given_up:
+                assert record.veteran == peer.machine.knowledge.veteran, f"peer {peer.name}"
 
     def check_graces(self) -> None:
         """Nobody waits for longer than its grace: not even for who is frozen."""
@@ -481,10 +505,29 @@ class Run:
         if peer.group == other.group or {mine[0], their[0]} <= RUN_WIDE:
             exclusive = EXCLUSIVE & {mine[0], their[0]}
             stuck = mine in peer.stuck_in and their in other.stuck_in
-            assert not exclusive and not stuck, (
+            assert (not exclusive and not stuck) or self._may_be_decided(peer), (
                 f"peer {peer.name} in {mine} and peer {other.name} in {their} can never meet, "
                 "and nobody tells them"
             )
+
+    def _may_be_decided(self, peer: SimPeer) -> bool:
+        """Whether anybody can still enter one of the calls of others, and so decide which one is
+        right.
+
+        Who is frozen, or a stranger, knows less than the master, and can.
+        """
+        ours = {one.conn: one for one in self.peers}
+        for what, tag in {call for one in self.peers if one.present for call in one.stands_in}:
+            for record in self.master.peers.values():
+                if record.accepted and (what in RUN_WIDE or record.info.group == peer.group):
+                    other = ours.get(record.conn)
+                    stands_in = set() if other is None or other.frozen else other.stands_in
+                    stuck_in = other.stuck_in if other is not None else set()
+                    beside = what not in EXCLUSIVE and what != ASKING
+                    held = any(w in stuck_in or w[0] != ASKING or not beside for w in stands_in)
+                    if (what, tag) not in stands_in and not held:
+                        return True
+        return False
 
     def check_empty(self) -> None:
         """All peers that live have ended: nobody remembers anything."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator
 
 from simpeer import End
 from simulator import Program, Run, SimPeer, Thread
 
+from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.types import Result
 
@@ -50,7 +52,7 @@ def reduce(peer: SimPeer) -> Generator[int, None, bool]:
     return False
 
 
-def trainer(steps: int) -> Program:
+def trainer(steps: int, leaves: bool = True) -> Program:
     """The calls of a DiLoCo script: reduce with retry, let newcomers in, synchronise."""
 
     def program(peer: SimPeer) -> Thread:
@@ -66,7 +68,8 @@ def trainer(steps: int) -> Program:
             if pending.value:
                 yield from insist(peer.update_topology)
             yield from synchronise(peer)
-        peer.leave()
+        if leaves:
+            peer.leave()
 
     return program
 
@@ -92,3 +95,61 @@ def simulate(seed: int) -> Run:
             run.restart_master()
     run.finish()
     return run
+
+
+OTHER_CALLS = ("longer", "dtype", "op", "dict", "small", "update_topology", "optimize_topology")
+
+
+def odd_one(steps: int, what: str, first: bool) -> Program:
+    """A trainer until some step; then it makes another call than all others, or asks for something
+    else. With `first` that is the first thing that it does."""
+    works = {
+        "longer": m.Work("all_reduce", 0, 10, 1001),
+        "dtype": m.Work("all_reduce", 0, 11, 1000),
+        "op": m.Work("all_reduce", 3, 10, 1000),
+        "dict": m.Work("all_reduce", 0, 0, 0, parts=(m.Part(10, 3, "a"), m.Part(10, 4, "b"))),
+    }
+
+    def program(peer: SimPeer) -> Thread:
+        if not first:
+            yield from trainer(steps, leaves=False)(peer)
+        while peer.machine.world.global_size > 1:
+            if what == "small":
+                yield from peer.all_reduce(data=b"other")
+            elif what in works:
+                yield from peer.all_reduce(work=works[what])
+            elif what == "update_topology":
+                yield from peer.update_topology()
+            else:
+                yield from peer.optimize_topology()
+        peer.leave()
+
+    return program
+
+
+def story_of_an_odd_one(seed: int) -> tuple[Run, SimPeer]:
+    """Trainers and one that, when it joins or later, does something else for ever.
+
+    Each trainer asserts that its calls fail for losses alone. After a restart so few may be back
+    that nobody has a majority.
+    """
+    run = Run(seed, journaled=random.Random(f"journal of {seed}").random() < 0.7)
+    draw = run.random
+    run.patience = [0]
+    first = draw.random() < 0.5
+    for _ in range(draw.randint(1 if first else 2, 4)):
+        run.add(trainer(6)).content = (0, "init")
+    for _ in range(draw.randint(40, 200) if first else 0):
+        run.step()
+    odd = run.add(odd_one(draw.randint(1, 4), draw.choice(OTHER_CALLS), first))
+    odd.content = (0, "init")
+    for _ in range(draw.choice([0, 0, 1])):
+        for _ in range(draw.randint(0, 200)):
+            run.step()
+        run.restart_master()
+    try:
+        run.finish()
+    except AssertionError as error:
+        if not (run.incarnation and run.splits and "MISMATCH" in str(error)):
+            raise
+    return run, odd

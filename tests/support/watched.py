@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from pccl.protocol.master import Master
 from pccl.protocol.master.blame import Verdict
 from pccl.protocol.master.recovery import Before
 from pccl.protocol.master.restart import Restart
+from pccl.protocol.rounds import Kind, Round
+from pccl.types import Result
 
 
 class Watched(Master):
@@ -17,10 +19,14 @@ class Watched(Master):
     Attributes:
         convicted: told of a peer that has to go, its group's size, and whether that synchronises.
         bereft: told of a group whose shared state is gone; None: all groups have lost theirs.
+        odd: told of a peer that is dropped because it stands alone.
+        parted: told that nobody has a majority in a dispute.
     """
 
     convicted: Callable[[int, tuple[int, bool]], None]
     bereft: Callable[[int | None], None]
+    odd: Callable[[int], None]
+    parted: Callable[[], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,6 +35,9 @@ class Watched(Master):
         dismissals.convict = self._watch_convict
         history.lose, history.restore = self._watch_lose, self._watch_restore
         self._restored = False
+        voting = self.run.voting
+        self._fail, self._drop_odd = voting._end, voting._drop
+        voting._end, voting._drop = self._watch_end, self._watch_drop
 
     def _watch_convict(self, group: int, verdict: Verdict) -> None:
         size, synchronises = self.run.membership.size(group), self.run.synchronisations.under_way
@@ -47,6 +56,52 @@ class Watched(Master):
         for group, was in before.groups.items():
             if not was.holders:
                 self.bereft(group)
+
+    # ---- who pays for a dispute ----
+
+    def _most(self, members: Sequence[int], camp: Set[int]) -> bool:
+        """Whether a camp has most of those who decide for some members."""
+        deciding = [n for n in members if self.peers[n].veteran] or members
+        return 2 * len(camp.intersection(deciding)) > len(deciding)
+
+    def _camps(self) -> Iterator[tuple[Round[object], set[int]]]:
+        """Those that ask for the same in the same round, of all open rounds."""
+        for round_ in self.run.voting.open:
+            asks = {
+                number: (vote.payload, vote.data is None, vote.rows is None)
+                if round_.id.kind in (Kind.START, Kind.PAIR)
+                else None
+                for number, vote in round_.votes.items()
+            }
+            for form in {*asks.values()}:
+                yield round_, {number for number, its in asks.items() if its == form}
+
+    def _watch_drop(self, whys: Mapping[int, str], result: Result) -> None:
+        """Who is dropped stands against most: in another call, or with another one of the name."""
+        for number in whys:
+            group = self.peers[number].info.group
+            against = [
+                camp
+                for round_, camp in self._camps()
+                for scope in {group, round_.id.group}
+                for members in [round_.id.pair or self.run.membership.accepted(scope)]
+                if number in members and number not in camp and self._most(members, camp)
+            ]
+            assert against, f"peer {number} was dropped, and no majority stands against it"
+            self.odd(number)
+        self._drop_odd(whys, result)
+
+    def _watch_end(self, rounds: Sequence[Round[object]], result: Result, why: str) -> None:
+        """Nobody who agrees with most gets an error, but where a send or recv is in the way."""
+        if all(round_.id.kind is not Kind.PAIR for round_ in rounds):
+            groups = [round_.id.group for round_ in rounds if round_.id.group is not None]
+            members = self.run.membership.accepted(groups[0] if groups else None)
+            for mine, camp in self._camps():
+                others = {n for one in rounds if one is not mine for n in one.votes}
+                most = mine in rounds and self._most(members, camp - others)
+                assert not most, f"most ask for the same, and got an error: {why}"
+        self.parted()
+        self._fail(rounds, result, why)
 
     def _go_on(self, restart: Restart) -> None:
         self._restored = False

@@ -107,6 +107,8 @@ class Collectives:
         else:
             self._table.committed += 1
             self._tally.ended(group_number, work, len(round_.votes), since_s)
+            for number in round_.votes:
+                self._membership.peers[number].veteran = True
         # without a part for the engine, no nonce is needed
         nonce = self._numbers.nonce_of_call(seq) if data is None else 0
         calls = predecessors(round_, group.planned) if data is None else {}
@@ -249,7 +251,9 @@ class Collectives:
             self._groups.repair(running.group)
             finished = m.Finished(running.seq, False, running.why, running.cause)
         for number in sorted(running.members):
-            self._membership.peers[number].proven |= ok and running.around is not None
+            peer = self._membership.peers[number]
+            peer.proven |= ok and running.around is not None
+            peer.veteran |= ok
             self._outbox.send(number, finished)
 
     def _note_end(self, running: Running, ok: bool) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from pccl.protocol import messages as m
 from pccl.protocol.master.blame import Verdict
 from pccl.protocol.master.groups import Groups
 from pccl.protocol.master.membership import Membership
 from pccl.types import Result
 
-# Drops peers from the run, each for a reason; if there is a result, they are told.
-RemoveAll: TypeAlias = Callable[[Mapping[int, str], Result | None], None]
+# Drops peers from the run, each for a reason; if there is a result, they are told, with its cause.
+RemoveAll: TypeAlias = Callable[[Mapping[int, str], Result | None, m.Cause], None]
 
 
 class Dismissals:
@@ -25,7 +26,13 @@ class Dismissals:
 
     def __init__(self, membership: Membership, groups: Groups, remove_all: RemoveAll) -> None:
         self._membership, self._groups = membership, groups
-        self.dismiss_all = remove_all
+        self._remove_all = remove_all
+
+    def dismiss_all(
+        self, whys: Mapping[int, str], result: Result, cause: m.Cause = m.Cause.OTHER
+    ) -> None:
+        """Drops peers, and tells each of them why."""
+        self._remove_all(whys, result, cause)
 
     def dismiss(self, number: int, why: str, result: Result) -> None:
         """Drops a peer, and tells it why."""

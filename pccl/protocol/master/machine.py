@@ -490,6 +490,8 @@ class Master:
         entered: Vote[object] = Vote(
             vote.call, vote.offer, held=held(vote.offer), since_s=self.now_s
         )
+        if not vote.holds:
+            self.run.bereave(self._members.group_of(number), {number})
         self.run.voting.enter(number, round_id, entered)
 
     def _stalled(self, number: int, stalled: m.Stalled) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -22,6 +22,7 @@ class PeerRecord:
     accepted: bool = False
     heard: int = 0  # the greatest seq that it is known to have heard of
     proven: bool = False  # a collective with it has gone around the rings
+    veteran: bool = False  # it has completed a collective or synchronisation in this run
     seen: str = ""  # its host as the master sees it
     dial: str = ""  # the password with which to dial it
     since_s: float = 0.0  # when it registered
@@ -97,6 +98,11 @@ class Membership:
     def has(self, number: int, group: int | None) -> bool:
         """Whether a peer is an accepted one of that group."""
         return number in self._accepted.get(group, ())
+
+    def electors(self, numbers: Iterable[int]) -> Set[int]:
+        """Those of some peers who decide if these do not agree: veterans, or all without any."""
+        all_ = {*numbers}
+        return {number for number in all_ if self._peers[number].veteran} or all_
 
     def partners(self, numbers: Collection[int]) -> dict[int, m.PeerInfo]:
         """The others that are lost when some peers are, each with the one that it is lost with."""

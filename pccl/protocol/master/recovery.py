@@ -115,6 +115,7 @@ class Before:
     optimized: int
     next_peer: int
     incarnation: int
+    veterans: set[int]  # that have completed a collective or synchronisation, or are told so now
 
 
 def plausible(resume: m.Resume) -> bool:
@@ -281,11 +282,16 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
     """The run before the restart, from the messages of the peers that are back."""
     known = {info.peer for resume in resumes.values() for info in resume.known}
     asked = max((resume.done for resume in resumes.values()), key=lambda done: done.pending)
+    groups, collectives, missed = _groups(resumes), _collectives(resumes), _missed(resumes)
+    veterans = {number for number, resume in resumes.items() if resume.veteran}
+    veterans.update(number for number, _ in missed)
+    veterans.update(*(group.holders for group in groups.values()))
+    veterans.update(*(each.open for each in collectives.values() if each.outcome))
     return Before(
         in_order({number: resumes[number].info for number in sorted(resumes)}),
-        _groups(resumes),
-        _collectives(resumes),
-        _missed(resumes),
+        groups,
+        collectives,
+        missed,
         _failed(resumes),
         topology=max(resume.done.topology for resume in resumes.values()),
         pendings=asked.pending,
@@ -296,6 +302,7 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
             max(resume.last_seq >> INCARNATION_SHIFT, resume.epoch >> EPOCH_SHIFT)
             for resume in resumes.values()
         ),
+        veterans=veterans,
     )
 
 

@@ -62,6 +62,7 @@ def restore(run: Run, before: Before, back: Mapping[int, Back], now_s: float) ->
         its = back[number]
         peer = membership.bring_back(its.conn, info, its.host, its.resume)
         peer.since_s = peer.spoke_s = now_s
+        peer.veteran = number in before.veterans
         run.outbox.do(Remember(info))
     run.history.restore(before)
     for group, was in before.groups.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.accusations import Accusations
@@ -139,7 +139,11 @@ class Run:
     # ---- peers that leave ----
 
     def remove_all(
-        self, whys: Mapping[int, str], kick: Result | None = None, how: Loss = Loss.DISMISSED
+        self,
+        whys: Mapping[int, str],
+        kick: Result | None = None,
+        cause: m.Cause = m.Cause.OTHER,
+        how: Loss = Loss.DISMISSED,
     ) -> None:
         """Removes peers, each for a reason, and their teams; with `kick` they are told.
 
@@ -156,7 +160,8 @@ class Run:
         for number, why in [*whys.items(), *others.items()]:
             why = plain(why)
             if (result := kicks[number]) is not None:
-                self.outbox.send(number, m.Kicked(result.value, why))
+                told = cause if number in whys else m.Cause.OTHER
+                self.outbox.send(number, m.Kicked(result.value, why, told))
             peer = self.membership.remove(number)
             self.voting.forget(number)
             self.outbox.do(Drop(peer.conn, why))
@@ -184,8 +189,7 @@ class Run:
         blame = self.groups[group].blame
         for number in lost:
             blame.forget(number)
-        if self.history.lose(group, lost.keys()):
-            self.outbox.note(f"the last holder of group {group}'s shared state is gone")
+        self.bereave(group, lost.keys())
         self.groups.renew(group)
         self.collectives.lose(group, lost)
         self.synchronisations.lose(group, lost)
@@ -194,6 +198,11 @@ class Run:
             self.history.forget(group)
             self.collectives.forget(group)
             self.tally.forget(group)
+
+    def bereave(self, group: int, numbers: Set[int]) -> None:
+        """Peers are lost, or do not hold the shared state of their group: it may begin anew."""
+        if self.history.lose(group, numbers):
+            self.outbox.note(f"the last holder of group {group}'s shared state is gone")
 
     # ---- complete rounds ----
 

@@ -281,6 +281,8 @@ class Synchronisations:
         state.revision = sync.revision
         state.last_plan, state.short, state.grown = sync.seq, 0, False
         state.holders = set(sync.members) - sync.refused
+        for number in state.holders:
+            self._membership.peers[number].veteran = True
         for number, vote in sync.members.items():
             result = m.SyncResult(vote.call, sync.revision, state.syncs, sync.seq, divergence)
             self._outbox.send(number, result)

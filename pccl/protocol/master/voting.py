@@ -1,12 +1,18 @@
-"""Rounds: peers enter them, and they commit, or fail because votes can never meet."""
+"""Rounds: peers enter them, and they commit, or fail because votes can never meet.
+
+If votes differ, or peers stand in calls that exclude each other, the odd ones pay. Veterans decide
+(peers that have completed a collective or synchronisation), or all if there are none. Who does not
+agree with a strict majority of them gets the error and is dropped, and the others go on as after a
+loss. If no majority is possible any more, all get the error, and nobody is dropped. As long as that
+is open, the dispute waits for those that have not voted yet.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias
-
-from msgspec.structs import replace
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.circles import circle
@@ -14,7 +20,7 @@ from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.membership import NAMES_MAX, Membership
 from pccl.protocol.master.outbox import Outbox, plain
 from pccl.protocol.master.table import CollectiveTable
-from pccl.protocol.master.work import Rows, outdated
+from pccl.protocol.master.work import Rows, difference, form, outdated, sees_others
 from pccl.protocol.rounds import (
     OPEN_MAX,
     PENDING,
@@ -24,12 +30,21 @@ from pccl.protocol.rounds import (
     Round,
     RoundId,
     Vote,
+    keeps,
 )
 from pccl.types import Result
 
 PART_BYTES = 256  # memory that one tensor in a vote takes, about, without its texts
 ROW_BYTES = 40  # and one number of rows
 Commit: TypeAlias = Callable[[Round[object]], None]
+_Pair: TypeAlias = tuple[RoundId, RoundId]
+NEVER_MEET = "the peers stand in calls that can never meet: "
+ODD = "is the odd one out: it is dropped, and the others go on without it"
+
+
+def _scope(one: Round[object], other: Round[object]) -> int | None:
+    """The group whose peers both rounds wait for; None: all peers."""
+    return other.id.group if one.id.group is None else one.id.group
 
 
 def held(payload: m.Work | m.Offer, rows: Rows | None = None, data: bytes | None = None) -> int:
@@ -82,6 +97,9 @@ class Voting:
         self._outbox, self._dismissals = outbox, dismissals
         self._commit = commit
         self._rejections: dict[int, list[PendingRejection]] = {}  # by peer
+        # disputes that are not settled: rounds whose votes differ, and those that exclude others
+        self._mixed: dict[RoundId, None] = {}
+        self._barred: dict[_Pair, None] = {}
         self.open = OpenRounds()
 
     def enter(self, number: int, round_id: RoundId, vote: Vote[object]) -> None:
@@ -102,15 +120,17 @@ class Voting:
         if why:
             self._outbox.fail(number, vote.call, Result.INVALID_USAGE, why)
             return
-        round_ = self.open.vote(number, self._membership.group_of(number), round_id, vote)
-        if not (self._mismatch(round_) or self._conflict(number, round_)):
-            self.evaluate(round_)
+        self._compare(
+            number, self.open.vote(number, self._membership.group_of(number), round_id, vote)
+        )
+        self.evaluate(self.open.get(round_id))
 
     def evaluate(self, round_: Round[object] | None) -> None:
-        """Commits a round if all members have voted, unless they wait for a newcomer."""
+        """Commits a round if all members have voted alike, unless they wait for a newcomer."""
         if (
             round_ is not None
             and len(round_.votes) == self._size(round_)
+            and round_.id not in self._mixed
             and (not round_.is_patient or self._membership.any_pending)
         ):
             self.open.close(round_)
@@ -131,6 +151,7 @@ class Voting:
                 why = f"waited for {self._membership.names(self.absent(round_))}"
                 self.open.take_back(number, round_)
                 self._outbox.fail(number, call, WITHDRAWN[round_.id.kind], why, m.Cause.TIMEOUT)
+                self._settle()
 
     def absent(self, round_: Round[object]) -> list[int]:
         """The members that have not voted."""
@@ -166,8 +187,10 @@ class Voting:
             groups = lost if round_.id.group is None else {round_.id.group} & lost.keys()
             if round_.id.pair is not None:
                 self._part(round_, [lost[group] for group in groups])
-                continue
-            round_.lost += [title for group in groups for title in lost[group].values()]
+            else:
+                round_.lost += [title for group in groups for title in lost[group].values()]
+        self._settle()
+        for round_ in self.open:
             if round_ in self.open:  # it may have ended since
                 self.evaluate(round_)
 
@@ -179,60 +202,152 @@ class Voting:
             why = "lost " + "; ".join(titles)
             self._outbox.fail_voters(round_, Result.RANK_CONNECTION_LOST, why)
 
-    # ---- votes that can never meet ----
+    # ---- disputes: votes that can never meet ----
 
-    def _mismatch(self, round_: Round[object]) -> bool:
-        """Fails a start round whose votes ask for different work, or assume different ranks."""
-        if round_.id.kind not in (Kind.START, Kind.PAIR):
+    def _compare(self, number: int, round_: Round[object]) -> None:
+        """A peer has voted: notes what its vote cannot agree with, and settles what is certain."""
+        if round_.id.kind in (Kind.START, Kind.PAIR) and len(round_.votes) > 1:
+            mine, first = round_.votes[number], next(iter(round_.votes.values()))
+            others = round_.votes.values() if round_.id in self._mixed else (first,)
+            if any(sees_others(other, mine) for other in others):
+                self.open.close(round_)
+                why = outdated(round_, self._membership.size(round_.id.group))
+                self._outbox.fail_voters(round_, Result.RANK_CONNECTION_LOST, why)
+            elif any(form(other) != form(mine) for other in others):
+                self._mixed[round_.id] = None
+        if len(self.open) > 1 and round_ in self.open:
+            for other in self.open.in_the_way(number, round_):
+                self._barred[round_.id, other.id] = None
+            if self.open.any_pair and (ends := circle(number, self.open, self.absent)):
+                self._never_meet(ends)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Ends the disputes whose outcome is certain, and forgets those that are over.
+
+        The others wait for members that have not voted, and can: they decide who is in the right.
+        """
+        while any(map(self._settle_mixed, list(self._mixed))) or any(
+            map(self._settle_barred, list(self._barred))
+        ):
+            pass  # the end of one may decide others
+
+    def _settle_mixed(self, round_id: RoundId) -> bool:
+        """Ends a dispute about what a collective is, if possible. Whether it was ended here."""
+        round_ = self.open.get(round_id)
+        votes = {} if round_ is None else round_.votes
+        forms = {number: form(vote) for number, vote in votes.items()}
+        if round_ is None or len({*forms.values()}) < 2:
+            self._mixed.pop(round_id, None)
             return False
-        first, mine = next(iter(round_.votes.values())), next(reversed(round_.votes.values()))
-        asked, requested = first.payload, mine.payload
-        assert isinstance(asked, m.Work) and isinstance(requested, m.Work)
-        alike = (first.data is None) == (mine.data is None)
-        if asked == requested and alike and (first.rows is None) == (mine.rows is None):
+        electors = self._membership.electors(self._members(round_))
+        counts = Counter(forms[number] for number in electors & votes.keys())
+        first = forms[next(iter(votes))]
+        agreed, most = max(counts.items(), key=lambda one: one[1], default=(first, 0))
+        missing = sum(self.open.may_come(n, round_) for n in electors - votes.keys())
+        is_decided = 2 * most > len(electors)
+        if not is_decided and 2 * (most + missing) > len(electors):
             return False
-        if asked.sees_others_than(requested):
-            self.open.close(round_)
-            why = outdated(round_, self._membership.size(round_.id.group))
-            self._outbox.fail_voters(round_, Result.RANK_CONNECTION_LOST, why)
-            return True
-        if asked == requested and alike:
-            why = "some say how many rows they give and take, and some do not: "
-            why += self._who([round_])
-        elif replace(asked, members=0) == replace(requested, members=0):
-            why = "PCCL_INLINE_BYTES is not the same for all: " + self._who([round_])
+        model = agreed if is_decided else first
+        like = [number for number in votes if forms[number] == model]
+        unlike = [number for number in votes if forms[number] != model]
+        if is_decided:
+            calls = {n: self._calls(round_, [n, *like]) for n in unlike}
+            whys = {n: difference(round_, like[0], n, who) for n, who in calls.items()}
+            self._drop(whys, Result.INVALID_ARGUMENT)
         else:
-            why = "the peers do not ask for the same: " + self._who([round_])
-            why += asked.difference(requested)
-        self._end([round_], Result.INVALID_ARGUMENT, why)
+            why = difference(round_, like[0], unlike[0], self._who([round_]))
+            self._end([round_], Result.INVALID_ARGUMENT, why)
         return True
 
-    def _conflict(self, number: int, mine: Round[object]) -> bool:
-        """Fails two rounds that wait for each other's voters, and so can never commit."""
-        if len(self.open) == 1:
+    def _settle_barred(self, pair: _Pair) -> bool:
+        """Ends a dispute of two rounds that wait for each other's voters, if possible. Whether it
+        was ended here."""
+        rounds = self._opponents(pair)
+        if not rounds:
+            self._barred.pop(pair, None)
             return False
-        rounds = [mine, self.open.in_the_way(number, mine)]
-        if rounds[1] is None and self.open.any_pair:
-            rounds = [*circle(number, self.open, self.absent)]
-        ends = [round_ for round_ in rounds if round_ is not None]
-        if len(ends) < 2:
+        electors = self._electors_between(*rounds)
+        for mine, theirs in (rounds, rounds[::-1]):
+            if 2 * self._agreed(mine, theirs, electors) > len(electors):
+                like = self._calls(mine, list(mine.votes))
+                odd = {n: self._calls(theirs, [n]) for n in self._bound(theirs, mine)}
+                whys = {n: f"{NEVER_MEET}{call}; {like}" for n, call in odd.items()}
+                self._drop(whys, Result.INVALID_USAGE)
+                return True
+        near = [
+            each
+            for each in map(self._opponents, list(self._barred))
+            if {one.id for one in each} & {*pair}
+        ]
+        if any(self._is_open(*each) for each in near):
             return False
-        why = "the peers stand in calls that can never meet: " + self._who(ends)
-        self._end(ends, Result.INVALID_USAGE, why)
+        ends = {one.id: one for one in (*rounds, *(one for each in near for one in each))}
+        self._never_meet([*ends.values()])
         return True
+
+    def _opponents(self, pair: _Pair) -> tuple[Round[object], ...]:
+        """Two rounds that wait for each other's voters; empty if they do not, any more."""
+        one, other = map(self.open.get, pair)
+        if one is None or other is None:
+            return ()
+        return (one, other) if self._bound(one, other) and self._bound(other, one) else ()
+
+    def _electors_between(self, one: Round[object], other: Round[object]) -> Set[int]:
+        """Who decides which of two rounds is right."""
+        return self._membership.electors(self._membership.accepted(_scope(one, other)))
+
+    def _is_open(self, one: Round[object], other: Round[object]) -> bool:
+        """Whether most of those who decide may still be in one of two rounds, and not in both."""
+        electors = self._electors_between(one, other)
+        for mine, theirs in ((one, other), (other, one)):
+            free = [n for n in electors - mine.votes.keys() if self.open.may_come(n, mine)]
+            if 2 * (self._agreed(mine, theirs, electors) + len(free)) > len(electors):
+                return True
+        return False
+
+    def _agreed(self, mine: Round[object], theirs: Round[object], electors: Set[int]) -> int:
+        """How many of those who decide, at most, ask for the same in one round, and not in two."""
+        there = (electors & mine.votes.keys()) - theirs.votes.keys()
+        if mine.id not in self._mixed:
+            return len(there)
+        return max(Counter(form(mine.votes[n]) for n in there).values(), default=0)
+
+    def _bound(self, mine: Round[object], theirs: Round[object]) -> list[int]:
+        """The voters of a round that another one waits for, and that cannot come before this one
+        returns."""
+        group = _scope(mine, theirs)
+        return [
+            number
+            for number in mine.votes
+            if number not in theirs.votes
+            and self._membership.has(number, group)
+            and keeps(mine, number, theirs)
+        ]
+
+    def _never_meet(self, rounds: Sequence[Round[object]]) -> None:
+        """Fails rounds that wait for each other's voters, and so can never commit."""
+        self._end(rounds, Result.INVALID_USAGE, NEVER_MEET + self._who(rounds))
+
+    def _drop(self, whys: Mapping[int, str], result: Result) -> None:
+        """Drops peers that stand alone against others; their rounds go on without them."""
+        info = self._membership.info
+        texts = {number: f"{why}; {info(number)} {ODD}" for number, why in whys.items()}
+        self._dismissals.dismiss_all(texts, result, m.Cause.MISMATCH)
 
     def _who(self, rounds: Iterable[Round[object]]) -> str:
         """Which peer called what: the first and the last voter of each round."""
-        calls = []
-        for round_ in rounds:
-            voters = list(round_.votes)
-            named = voters if len(voters) <= NAMES_MAX else [*voters[: NAMES_MAX - 1], voters[-1]]
-            calls += [f"{self._membership.info(n)} called {round_.describe(n)}" for n in named]
-            if len(voters) > len(named):
-                calls.append(f"so did {len(voters) - len(named)} more")
+        return "; ".join(self._calls(round_, list(round_.votes)) for round_ in rounds)
+
+    def _calls(self, round_: Round[object], voters: Sequence[int]) -> str:
+        """What some voters of a round called; the last one of them is always named."""
+        named = voters if len(voters) <= NAMES_MAX else [*voters[: NAMES_MAX - 1], voters[-1]]
+        calls = [f"{self._membership.info(n)} called {round_.describe(n)}" for n in named]
+        if len(voters) > len(named):
+            calls.append(f"so did {len(voters) - len(named)} more")
         return "; ".join(calls)
 
-    def _end(self, rounds: list[Round[object]], result: Result, why: str) -> None:
+    def _end(self, rounds: Sequence[Round[object]], result: Result, why: str) -> None:
         """Ends rounds with an error: for all voters now, for other members when they enter."""
         why = plain(why)
         self._outbox.note(why)

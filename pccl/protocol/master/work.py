@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from pccl.protocol import messages as m
 from pccl.protocol.kinds import INLINE, CollectiveKind
-from pccl.protocol.rounds import Round
+from pccl.protocol.rounds import Round, Vote
 from pccl.protocol.topology import hops
 from pccl.types import DataType, ReduceOp
 
@@ -72,6 +74,30 @@ def predecessors(round_: Round[object], rings: Sequence[m.Ring]) -> defaultdict[
         for before, number in hops(ring.order):
             calls[number].append(round_.votes[before].call)
     return calls
+
+
+def form(vote: Vote[object]) -> object:
+    """What must be the same in all votes to start a collective."""
+    return vote.payload, vote.data is None, vote.rows is None
+
+
+def sees_others(one: Vote[object], other: Vote[object]) -> bool:
+    """Whether two votes are the same call, by peers that differ on the ranks or on the members."""
+    asked, mine = one.payload, other.payload
+    assert isinstance(asked, m.Work) and isinstance(mine, m.Work)
+    return asked.sees_others_than(mine)
+
+
+def difference(round_: Round[object], one: int, other: int, who: str) -> str:
+    """How the votes of two peers differ, in words; `who` says which peer called what."""
+    asked, mine = round_.votes[one].payload, round_.votes[other].payload
+    assert isinstance(asked, m.Work) and isinstance(mine, m.Work)
+    alike = (round_.votes[one].data is None) == (round_.votes[other].data is None)
+    if asked == mine and alike:
+        return f"some say how many rows they give and take, and some do not: {who}"
+    if replace(asked, members=0) == replace(mine, members=0):
+        return f"PCCL_INLINE_BYTES is not the same for all: {who}"
+    return f"the peers do not ask for the same: {who}{asked.difference(mine)}"
 
 
 def outdated(round_: Round[object], size: int) -> str:

@@ -285,10 +285,11 @@ class Relay(Struct, array_like=True, frozen=True, tag=86):
 
 
 class Kicked(Struct, array_like=True, frozen=True, tag=77):
-    """The peer is dropped from the run."""
+    """The peer is dropped from the run; `cause` is the `Cause` for its calls that wait."""
 
     result: U16
     why: Text
+    cause: U16 = 0
 
 
 class Published(Struct, array_like=True, frozen=True, tag=100):

@@ -134,10 +134,15 @@ class Progress(Struct, array_like=True, frozen=True, tag=18):
 
 
 class SyncVote(Struct, array_like=True, frozen=True, tag=6):
-    """Enters `sync_shared_state`; the peer's engine already serves the offered content."""
+    """Enters `sync_shared_state`; the peer's engine already serves the offered content.
+
+    `holds`: as in Done, of the latest synchronisation of its group. A caller that left before it
+    heard of the result holds nothing, whatever the master has answered.
+    """
 
     call: U64
     offer: Offer
+    holds: bool = True
 
 
 class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
@@ -236,6 +241,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     `known` are the peers of its group, `open` and `finished` its collectives without and with a
     known outcome (the latest ones: all peers know the older ones), `small` the results that others
     may lack, `rings` those of the last Plan, `failed` the latest failures that others may lack.
+    `veteran`: it has completed a collective or synchronisation in this run.
     """
 
     protocol: U32
@@ -253,6 +259,7 @@ class Resume(Struct, array_like=True, frozen=True, tag=10):
     rings: Rings = ()
     dial: Name = ""
     failed: tuple[Failure, ...] = ()
+    veteran: bool = False
 
 
 class Publish(Struct, array_like=True, frozen=True, tag=40):

@@ -197,6 +197,7 @@ class Collectives:
         """Keeps the result of a committed small collective: others may lack it."""
         self._small.append(small)
         one.data, one.outcome = small.data, True
+        self._knowledge.veteran = True
         if one.parting is None:
             self._store(one)
         else:
@@ -279,7 +280,7 @@ class Collectives:
         if finished.ok:
             if not one.pair:  # all members have voted that they have it
                 self._knowledge.all_heard(finished.seq)
-            one.outcome = True
+            one.outcome = self._knowledge.veteran = True
             if one.parting is not None:
                 self._succeeded_without(one.call, one.title)
             elif not one.settled:

@@ -31,6 +31,7 @@ class Knowledge:
         world: the world sizes.
         last_seq: the greatest sequence number that it has heard of.
         done: the rounds whose results it knows.
+        veteran: whether it has completed a collective or synchronisation in this run.
         failures: the latest calls that have failed for all members: others may not know it yet.
         over: why it is no longer in the run; None while it is.
     """
@@ -42,6 +43,7 @@ class Knowledge:
     world: m.World = NO_WORLD
     last_seq: int = 0
     done: m.Done = field(default_factory=m.Done)
+    veteran: bool = False
     failures: deque[m.Failure] = field(default_factory=lambda: deque(maxlen=OUTCOMES_KEPT))
     over: Fail | None = None
     _counted: m.Plan = NO_PLAN

@@ -400,14 +400,16 @@ class Peer:
             self.transfers.end(transfer, replace(fail, phase=transfer.phase))
 
     def _kicked(self, kicked: m.Kicked) -> None:
-        self._dropped(Result(kicked.result), f"the master dropped this peer: {kicked.why}")
+        why = f"the master dropped this peer: {kicked.why}"
+        self._dropped(Result(kicked.result), why, kicked.cause)
 
     def _turned_away(self, refused: m.Refused) -> None:
         self._dropped(Result(refused.result), f"the master refused this peer: {refused.why}")
 
-    def _dropped(self, result: Result, why: str) -> None:
+    def _dropped(self, result: Result, why: str, cause: int = m.Cause.OTHER) -> None:
         gone = result is Result.MASTER_CONNECTION_FAILED
-        self._end(result, why, Fault.MASTER_LOST if gone else Fault.KICKED)
+        fault = Fault.MASTER_LOST if gone else Fault.KICKED
+        self._end(result, why, fault, Fault.MISMATCH if cause == m.Cause.MISMATCH else fault)
 
     # ---- the engine ----
 
@@ -524,6 +526,7 @@ class Peer:
             known.plan.rings,
             hello.dial,
             tuple(known.failures),
+            known.veteran,
         )
         self._outbox.introduce(resume)
         return self._outbox.take()
@@ -575,9 +578,12 @@ class Peer:
             self._end(Result.INTERNAL_ERROR, why)
         return self._outbox.take()
 
-    def _end(self, result: Result, why: str, fault: Fault = Fault.OTHER) -> None:
-        """Ends the membership: all waiting calls fail."""
-        self.knowledge.over = over = Fail(0, result, why, fault)
+    def _end(
+        self, result: Result, why: str, fault: Fault = Fault.OTHER, now: Fault | None = None
+    ) -> None:
+        """Ends the membership: all calls fail; those that wait with the fault `now`, if any."""
+        self.knowledge.over = Fail(0, result, why, fault)
+        over = replace(self.knowledge.over, fault=now or fault)
         self.knowledge.world = NO_WORLD
         if self._joining is not None:
             self._outbox.do(replace(over, call=self._joining))

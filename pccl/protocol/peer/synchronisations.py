@@ -80,6 +80,7 @@ class Synchronisations:
             holds=without is None and result.call not in self._ghosts,
             short=result.short,
         )
+        self._knowledge.veteran |= without is None
         self._ghosts.lay(result.call)
         if one is not None and ours:
             self._transfers.end(one, without or result)
@@ -129,7 +130,8 @@ class Synchronisations:
             if one.planned:  # whatever it said, the next election begins anew
                 self.planned(void)
             assert isinstance(one.vote, m.SyncVote)
-            one.vote = m.SyncVote(one.vote.call, one.vote.offer.overwritten(one.overwritten))
+            offer = one.vote.offer.overwritten(one.overwritten)
+            one.vote = m.SyncVote(one.vote.call, offer, self._knowledge.done.holds)
             self._outbox.say(one.vote)
             return
         if one.planned and one.seq != done.plan:

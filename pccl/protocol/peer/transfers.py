@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pccl.protocol import messages as m
 from pccl.protocol.peer.calls import ENTERING
 from pccl.protocol.peer.effects import (
@@ -119,6 +121,9 @@ class Transfers:
         transfer.ops.add(transfer.serve_op)
         run, heard = self._knowledge.run, self._knowledge.last_seq
         self._outbox.do(RegisterOp(transfer.serve_op, run, 0, heard))
+        if isinstance(transfer.vote, m.SyncVote):  # what it holds, a ghost may have decided by now
+            holds = self._knowledge.done.holds
+            transfer.vote = msgspec.structs.replace(transfer.vote, holds=holds)
         self._outbox.say(transfer.vote)
 
     @property

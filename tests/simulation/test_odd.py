@@ -1,0 +1,286 @@
+"""Who pays when votes differ: the odd one out, and nobody who agrees with most."""
+
+from __future__ import annotations
+
+import pytest
+from hall import ENTRY, SECRET, WORK, Hall, Ward
+from trainers import story_of_an_odd_one
+
+from pccl.protocol import messages as m
+from pccl.protocol.master import Journal, Master
+from pccl.runtime.inline import combine
+from pccl.types import Result
+
+SEEDS = 1200
+PARTS = pytest.mark.parametrize("first", range(0, SEEDS, 200))
+LISTED = m.Work("all_reduce", 0, 0, 0, parts=(m.Part(10, 3, "a"), m.Part(10, 4, "b")))
+OTHERS = {
+    "one element longer": m.Work("all_reduce", 0, 10, 1001),
+    "another dtype": m.Work("all_reduce", 0, 11, 1000),
+    "another op": m.Work("all_reduce", 3, 10, 1000),
+    "quantized": m.Work("all_reduce", 0, 10, 1000, algorithm=1),
+    "another call": m.Work("all_gather", 0, 10, 1000),
+    "a dict": LISTED,
+}
+ALIKE = pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+
+
+class Floor(Hall):
+    """Peers of which some are veterans: they have reduced together before the others came."""
+
+    def __init__(self, veterans: int, newcomers: int = 0) -> None:
+        super().__init__(0)
+        self.master = Master(1, combine, secret=SECRET)
+        self.call = 100
+        self._admit(veterans)
+        if veterans == 1:
+            self.say(b"1", m.SyncVote(99, m.Offer(0, 0, (ENTRY,))))
+        elif veterans:
+            self.reduce(*[WORK] * veterans)
+            for conn in self.conns:
+                started = self.last(conn)
+                assert isinstance(started, m.Started)
+                self.say(conn, m.FinishVote(started.seq, True))
+        self._admit(newcomers)
+
+    def _admit(self, count: int) -> None:
+        before = self.conns
+        for number in range(len(before), len(before) + count):
+            self.join(b"%d" % (number + 1))
+        for conn in before or self.conns[:1]:
+            self.say(conn, m.TopologyVote(99))
+
+    @property
+    def conns(self) -> list[bytes]:
+        return [peer.conn for peer in self.master.peers.values()]
+
+    def reduce(self, *works: m.Work | None, order: tuple[int, ...] = ()) -> None:
+        """Each peer asks for this; None: it makes no call."""
+        self.call += 1
+        asked = dict(zip(list(self.conns), works, strict=True))
+        for at in order or range(len(works)):
+            conn = list(asked)[at]
+            if (work := asked[conn]) is not None and conn not in self.dropped:
+                self.say(conn, m.StartVote(self.call, 0, work))
+
+    def outcome(self, conn: bytes) -> str:
+        """What came of a peer's latest call."""
+        told = self.told[conn][-1]
+        match told:
+            case m.Kicked(cause=m.Cause.MISMATCH):
+                return "dropped"
+            case m.CallError(cause=m.Cause.MISMATCH):
+                return "failed"
+            case m.Started(call=call) if call == self.call:
+                return "started"
+            case _:
+                return "waits"
+
+    @property
+    def outcomes(self) -> list[str]:
+        return [self.outcome(conn) for conn in sorted(self.told)]
+
+
+# ---- one collective ----
+
+
+@ALIKE
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1), (1, 2, 0)])
+def test_of_three_that_have_done_nothing_the_one_that_differs_goes(
+    other: m.Work, order: tuple[int, ...]
+) -> None:
+    floor = Floor(0, 3)
+    floor.reduce(WORK, WORK, other, order=order)
+    assert floor.outcomes == ["started", "started", "dropped"]
+    kicked = floor.last(b"3")
+    assert isinstance(kicked, m.Kicked) and kicked.result == Result.INVALID_ARGUMENT.value
+    assert f"peer 3 (10.0.0.1:1) called {other} with tag 0" in kicked.why
+    assert f"peer 1 (10.0.0.1:1) called {WORK} with tag 0" in kicked.why
+    assert "peer 3 (10.0.0.1:1) is the odd one out: it is dropped" in kicked.why
+
+
+@ALIKE
+def test_a_veteran_of_three_that_stands_alone_goes(other: m.Work) -> None:
+    floor = Floor(3)
+    floor.reduce(other, WORK, WORK)
+    assert floor.outcomes == ["dropped", "started", "started"]
+
+
+@ALIKE
+@pytest.mark.parametrize("newcomers", [1, 4])
+@pytest.mark.parametrize("first", [True, False])
+def test_newcomers_that_differ_go_however_many_they_are(
+    other: m.Work, newcomers: int, first: bool
+) -> None:
+    floor = Floor(2, newcomers)
+    size = 2 + newcomers
+    order = (*range(2, size), 0, 1) if first else tuple(range(size))
+    floor.reduce(WORK, WORK, *[other] * newcomers, order=order)
+    assert floor.outcomes == ["started", "started", *["dropped"] * newcomers]
+
+
+def test_a_newcomer_goes_and_the_only_veteran_is_told_that_it_is_alone() -> None:
+    floor = Floor(1, 1)
+    floor.reduce(WORK, OTHERS["another op"])
+    assert floor.outcome(b"2") == "dropped"
+    error = floor.last(b"1")
+    assert isinstance(error, m.CallError) and error.result == Result.RANK_CONNECTION_LOST.value
+    assert "alone in its group: peer 2" in error.why
+
+
+@pytest.mark.parametrize(("veterans", "newcomers"), [(0, 2), (2, 0), (2, 3)])
+def test_a_split_without_a_majority_fails_on_all_and_nobody_goes(
+    veterans: int, newcomers: int
+) -> None:
+    other = OTHERS["another dtype"]
+    floor = Floor(veterans, newcomers)
+    floor.reduce(WORK, other, *[other] * (veterans + newcomers - 2))
+    assert {*floor.outcomes} == {"failed"}
+    assert len(floor.master.peers) == veterans + newcomers
+    floor.reduce(*[WORK] * (veterans + newcomers))
+    assert {*floor.outcomes} == {"started"}
+
+
+def test_three_that_all_differ_all_fail_when_the_last_one_has_voted() -> None:
+    floor = Floor(3)
+    floor.reduce(WORK, OTHERS["another op"], None)
+    assert floor.outcomes == ["waits", "waits", "waits"]
+    floor.reduce(None, None, OTHERS["another dtype"])
+    assert floor.outcomes == ["failed", "failed", "failed"]
+
+
+def test_a_dispute_is_settled_without_who_is_lost() -> None:
+    for lost, outcomes in ((b"3", ["failed", "failed"]), (b"2", ["started", "started"])):
+        floor = Floor(3)
+        floor.reduce(WORK, OTHERS["another op"], None)
+        floor.perform(floor.master.disconnected(lost, "its connection broke"))
+        if lost == b"2":
+            floor.reduce(None, WORK)
+            floor.call -= 1
+            assert isinstance(floor.last(b"1"), m.Started)
+        else:
+            assert [floor.outcome(conn) for conn in (b"1", b"2")] == outcomes
+
+
+def test_a_vote_that_is_taken_back_is_no_part_of_a_dispute() -> None:
+    floor = Floor(3)
+    floor.reduce(WORK, OTHERS["another op"], None)
+    floor.say(b"2", m.Withdraw(floor.call))
+    floor.say(b"2", m.StartVote(floor.call, 0, WORK))
+    floor.say(b"3", m.StartVote(floor.call, 0, WORK))
+    assert floor.outcomes == ["started"] * 3
+
+
+def test_peers_that_know_other_ranks_are_no_dispute_however_they_differ() -> None:
+    floor = Floor(3)
+    ranked = m.Work("broadcast", 0, 10, 1000, members=3)
+    floor.reduce(ranked, m.Work("broadcast", 0, 10, 1000, members=4), None)
+    for conn in (b"1", b"2"):
+        error = floor.last(conn)
+        assert isinstance(error, m.CallError)
+        assert error.result == Result.RANK_CONNECTION_LOST.value and "call again" in error.why
+
+
+# ---- calls that can never meet ----
+
+
+def test_who_is_in_another_call_than_most_goes() -> None:
+    floor = Floor(3)
+    floor.say(b"3", m.TopologyVote(7))
+    floor.reduce(WORK, None, None)
+    assert floor.outcomes == ["waits"] * 3, "the second one decides"
+    floor.say(b"2", m.StartVote(floor.call, 0, WORK))
+    assert floor.outcomes == ["started", "started", "dropped"]
+    kicked = floor.last(b"3")
+    assert isinstance(kicked, m.Kicked) and kicked.result == Result.INVALID_USAGE.value
+    assert "can never meet: peer 3 (10.0.0.1:1) called update_topology(); peer 1" in kicked.why
+
+
+@pytest.mark.parametrize("newcomers", [1, 3])
+def test_newcomers_in_another_call_than_veterans_go(newcomers: int) -> None:
+    floor = Floor(2, newcomers)
+    for conn in floor.conns[2:]:
+        floor.say(conn, m.SyncVote(7, m.Offer(0, 0, (ENTRY,))))
+    floor.reduce(WORK, WORK, *[None] * newcomers)
+    assert floor.outcomes == ["started", "started", *["dropped"] * newcomers]
+
+
+def test_of_three_calls_that_exclude_each_other_that_of_most_goes_on() -> None:
+    floor = Floor(5)
+    floor.say(b"1", m.TopologyVote(7))
+    floor.say(b"2", m.SyncVote(7, m.Offer(0, 0, (ENTRY,))))
+    floor.reduce(None, None, WORK, WORK, WORK)
+    assert floor.outcomes == ["dropped", "dropped", "started", "started", "started"]
+
+
+def test_when_no_call_can_have_most_all_fail() -> None:
+    floor = Floor(4)
+    floor.say(b"1", m.TopologyVote(7))
+    floor.say(b"2", m.TopologyVote(7))
+    floor.reduce(None, None, WORK, None)
+    assert "failed" not in floor.outcomes
+    floor.say(b"4", m.StartVote(floor.call, 0, WORK))
+    assert floor.outcomes == ["failed"] * 4
+    assert len(floor.master.peers) == 4
+
+
+def test_veterans_that_launch_several_collectives_are_waited_for() -> None:
+    floor = Floor(2, 1)
+    floor.say(b"3", m.TopologyVote(7))
+    floor.say(b"2", m.PendingVote(8, patient=True))  # in another thread
+    for tag in (1, 2):
+        floor.say(b"1", m.StartVote(200 + tag, tag, WORK))
+    assert {*floor.outcomes} == {"waits"}
+    floor.say(b"2", m.StartVote(201, 1, WORK))
+    assert floor.outcome(b"3") == "dropped"
+    assert isinstance(floor.last(b"2"), m.Started)
+
+
+def test_two_threads_stuck_in_two_calls_that_no_third_can_decide() -> None:
+    floor = Floor(3)
+    floor.say(b"1", m.StartVote(7, 1, WORK, stuck=True))
+    floor.say(b"2", m.StartVote(7, 2, WORK, stuck=True))
+    floor.say(b"3", m.StartVote(7, 3, WORK, stuck=True))
+    assert "failed" in floor.outcomes, "else all three would wait for ever"
+
+
+# ---- a restarted master ----
+
+
+@pytest.mark.parametrize("knows", ["flag", "finished", "small", "sync"])
+def test_a_restarted_master_knows_who_is_a_veteran(knows: str) -> None:
+    """Also who has only missed the news of it."""
+    ward = Ward(Journal(7, 1, 3, frozenset((1, 2))))
+    small = m.Small(4, 0, (1, 2), b"abcd")
+    said: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+        "flag": ({"veteran": True}, {"veteran": True}),
+        "finished": (
+            {"veteran": True, "finished": ((3, True),)},
+            {"open": (m.Open(3, (1, 2), True),)},
+        ),
+        "small": ({"veteran": True, "small": (small,), "last_seq": 4}, {}),
+        "sync": (
+            {"veteran": True, "done": m.Done(sync=1, revision=5, holds=True)},
+            {"done": m.Done()},
+        ),
+    }
+    for number, fields in enumerate(said[knows], 1):
+        ward.back(b"%d" % number, number, 7, 1, 2, **fields)
+    assert [ward.master.peers[number].veteran for number in (1, 2)] == [True, True]
+    fresh = Ward(Journal(7, 1, 3, frozenset((1, 2))))
+    for number in (1, 2):
+        fresh.back(b"%d" % number, number, 7, 1, 2)
+    assert not any(peer.veteran for peer in fresh.master.peers.values())
+
+
+# ---- whole runs ----
+
+
+@PARTS
+def test_who_agrees_with_most_never_pays_for_one_that_does_not(first: int) -> None:
+    paid = 0
+    for seed in range(first, first + 200):
+        run, odd = story_of_an_odd_one(seed)
+        assert run.odd <= {odd.machine.number}, f"seed {seed}"
+        paid += len(run.odd)
+    assert paid > 100, "the odd one is hardly ever met"
