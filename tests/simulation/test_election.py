@@ -315,9 +315,9 @@ def test_in_a_first_synchronisation_the_most_common_form_is_right() -> None:
 
 def test_the_same_revision_is_legal_when_a_newcomer_is_gone_again() -> None:
     offers = {1: offer(5, "a"), 2: offer(5, "a")}
-    assert elect(offers, 5, NOBODY, grown=True).revision == 5
+    assert elect(offers, 5, NOBODY, repeatable=True).revision == 5
     with pytest.raises(Rejection, match="at 5 already"):
-        elect({1: offer(4, "a")}, 5, NOBODY, grown=True)
+        elect({1: offer(4, "a")}, 5, NOBODY, repeatable=True)
 
 
 def test_the_same_revision_is_legal_for_the_sake_of_a_newcomer() -> None:

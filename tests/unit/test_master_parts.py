@@ -81,6 +81,7 @@ class Table:
         return Collectives(
             self.membership,
             self.numbers,
+            self.history,
             self.groups,
             self.meetings,
             self.running,

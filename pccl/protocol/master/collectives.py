@@ -9,6 +9,7 @@ from typing import TypeAlias
 from pccl.protocol import messages as m
 from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.groups import Groups
+from pccl.protocol.master.history import History
 from pccl.protocol.master.meetings import Meetings
 from pccl.protocol.master.membership import Membership
 from pccl.protocol.master.numbers import Numbers
@@ -42,6 +43,7 @@ class Collectives:
         self,
         membership: Membership,
         numbers: Numbers,
+        history: History,
         groups: Groups,
         meetings: Meetings,
         table: CollectiveTable,
@@ -50,7 +52,7 @@ class Collectives:
         tally: Tally,
         combine: Combine,
     ) -> None:
-        self._membership, self._numbers = membership, numbers
+        self._membership, self._numbers, self._history = membership, numbers, history
         self._groups, self._meetings, self._table = groups, meetings, table
         self._outbox, self._dismissals = outbox, dismissals
         self._tally, self._combine = tally, combine
@@ -141,6 +143,8 @@ class Collectives:
         self, round_: Round[object], result: Result, why: str, cause: m.Cause = m.Cause.OTHER
     ) -> None:
         """All members have voted, in vain."""
+        assert round_.id.group is not None
+        self._history.of(round_.id.group).repeatable = True
         self._outbox.fail_all(round_.calls, round_.id, result, why, cause)
 
     def _misfit(self, round_: Round[object], rings: tuple[m.Ring, ...]) -> str:
@@ -248,6 +252,7 @@ class Collectives:
             self._groups[running.group].blame.worked(rings, epoch)
         finished = m.Finished(running.seq, True)
         if not ok:
+            self._history.of(running.group).repeatable = True
             self._groups.repair(running.group)
             finished = m.Finished(running.seq, False, running.why, running.cause)
         for number in sorted(running.members):

@@ -13,8 +13,9 @@ equally common contents, that of the peer accepted first. So two fresh peers con
 one. A receiver gets exactly the entries that differ.
 
 The revision of a group's first synchronisation may be anything (a run that resumes from a
-checkpoint). After that each synchronisation is exactly one higher; the same one again is legal only
-when a member joined since. A peer that offers a higher one is refused: its call fails, and the
+checkpoint). After that each synchronisation is exactly one higher. The same one again is legal when
+a member joined or was lost, or a collective failed, since: a loop that begins again after a loss is
+right. A peer that offers a higher one is refused: its call fails, and the
 others continue without it.
 
 A receiver whose content nobody will ever want receives in place: into its own memory, without a
@@ -88,7 +89,7 @@ class Rejection(Exception):
 
 
 def elect(
-    offers: Mapping[int, Offer], last: int | None, joined: frozenset[int], grown: bool = False
+    offers: Mapping[int, Offer], last: int | None, joined: frozenset[int], repeatable: bool = False
 ) -> Decision:
     """Decides a synchronisation. A decision that drops peers decides nothing else.
 
@@ -96,7 +97,7 @@ def elect(
         offers: the offer of each member, in the order of acceptance.
         last: the group's revision, None before the first synchronisation.
         joined: the members that have not taken part in a synchronisation yet.
-        grown: whether any other peer has joined since the last one, even if it has left again.
+        repeatable: whether, since the last one, a peer joined or was lost, or a collective failed.
 
     Raises:
         Rejection: the offered revisions break the rules, or there is no candidate.
@@ -110,7 +111,7 @@ def elect(
         raise Rejection(_nobody_offers(offers), Result.NO_SHARED_STATE_AVAILABLE)
     veterans = {peer: offer for peer, offer in standing.items() if peer not in newcomers}
     # at a revision that the group already had, only earlier members know the content
-    again = bool(veterans) and (bool(joined) or grown)
+    again = bool(veterans) and (bool(joined) or repeatable)
     electors = (veterans or standing) if last is not None else _of_common_form(standing)
     revision = _revision(electors, last, again)
     current = {peer: offer for peer, offer in electors.items() if offer.revision == revision}
@@ -215,8 +216,9 @@ def _revision(electors: Mapping[int, Offer], last: int | None, again: bool) -> i
         )
     if top == last:
         raise Rejection(
-            f"revision {last} was synchronised already and nobody joined since: "
-            "call push_revision() once before each synchronisation"
+            f"revision {last} was synchronised already and no peer joined or "
+            "was lost, and no collective failed, since: call push_revision() once before each "
+            "synchronisation"
         )
     raise Rejection(f"the highest revision offered is {top}, but the group is at {last} already")
 

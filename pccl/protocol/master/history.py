@@ -18,7 +18,9 @@ class StateHistory:
     last_plan: int = 0  # seq of the last plan of the last synchronisation
     holders: set[int] = field(default_factory=set)
     short: int = 0  # peers that the last synchronisation lacked to begin with
-    grown: bool = False  # whether a peer has joined since the last synchronisation
+    # whether the last revision may be synchronised again: a peer joined or was lost, or a
+    # collective failed, since then
+    repeatable: bool = False
 
 
 class History:
@@ -92,5 +94,5 @@ def _state_of(was: GroupBefore) -> StateHistory:
         was.last_plan,
         was.holders,
         was.short,
-        grown=True,  # if in doubt
+        repeatable=True,  # if in doubt
     )

@@ -165,6 +165,7 @@ class Optimisations:
         self._history.optimized += 1
         for group in dict.fromkeys(map(self._membership.group_of, optimisation.calls)):
             self._choose_rings(group, optimisation)
+            self._history.of(group).repeatable = True  # a collective may have failed for old ranks
         for number, call in optimisation.calls.items():
             self._outbox.send(number, m.OptimizeResult(call, self._history.optimized))
 

@@ -53,6 +53,7 @@ class Run:
         self.collectives = Collectives(
             self.membership,
             self.numbers,
+            self.history,
             self.groups,
             meetings,
             self.table,
@@ -120,7 +121,7 @@ class Run:
             self.membership.accept(number, heard)
         for group in dict.fromkeys(map(self.membership.group_of, fresh)):
             self.groups.renew(group)
-            self.history.of(group).grown = True
+            self.history.of(group).repeatable = True
         self.publish_world()
         for number in fresh:
             info = self.membership.info(number)
@@ -190,6 +191,7 @@ class Run:
         for number in lost:
             blame.forget(number)
         self.bereave(group, lost.keys())
+        self.history.of(group).repeatable = True
         self.groups.renew(group)
         self.collectives.lose(group, lost)
         self.synchronisations.lose(group, lost)

@@ -108,7 +108,7 @@ class Synchronisations:
         state = self._history.of(sync.group)
         joined = frozenset(sync.members.keys() - state.holders)
         try:
-            decision = elect(offers, state.revision, joined, state.grown)
+            decision = elect(offers, state.revision, joined, state.repeatable)
         except Rejection as error:
             self._fail(sync, error.result, str(error))
             return
@@ -279,7 +279,7 @@ class Synchronisations:
         state = self._history.count_sync(sync.group)
         self._note_end(sync, state.holders)
         state.revision = sync.revision
-        state.last_plan, state.short, state.grown = sync.seq, 0, False
+        state.last_plan, state.short, state.repeatable = sync.seq, 0, False
         state.holders = set(sync.members) - sync.refused
         for number in state.holders:
             self._membership.peers[number].veteran = True
