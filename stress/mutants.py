@@ -52,6 +52,7 @@ import test_hostile
 import test_hosts
 import test_master_rules
 import test_meetings
+import test_odd
 import test_pairs
 import test_recovery
 import test_reenact
@@ -67,7 +68,7 @@ modules = (
     test_master_rules, test_sync_rules, test_blame, test_ghosts, test_recovery, test_hostile,
     test_status, test_epochs, test_rows, test_pairs,
     test_reenact, test_teams, test_deadlines, test_tally, test_survey,
-    test_associates, test_meetings, test_hosts, test_failures, test_early, test_small,
+    test_associates, test_odd, test_meetings, test_hosts, test_failures, test_early, test_small,
 )
 for name, test in [each for module in modules for each in vars(module).items()]:
     code = getattr(test, "__code__", None)
@@ -82,6 +83,8 @@ for seed in range(int(sys.argv[1])):
     try:
         programs.play(programs.draw(seed))
         trainers.simulate(seed)
+        trainers.story_of_an_odd_one(seed)
+        trainers.story_of_newcomers_alone(seed)
         test_associates.story(seed)
         test_early.story(seed)
         hostile.siege(hostile.draw_script(random.Random(seed)), seed)

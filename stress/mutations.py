@@ -118,11 +118,11 @@ MUTANTS = [
     ),
     Mutant(
         "tensors that lie in different orders do not meet",
-        "if asked == requested and alike and (first.rows",
-        "fields = asked.__struct_fields__[:-1]  # the last one is the order\n"
-        "        pairs = [(getattr(asked, f), getattr(requested, f)) for f in fields]\n"
-        "        same = all(one == other for one, other in pairs)\n"
-        "        if same and alike and (first.rows",
+        "    return vote.payload, vote.data is None, vote.rows is None\n",
+        "    work = vote.payload\n"
+        "    parts = tuple(replace(part, layout='') for part in work.parts)\n"
+        "    work = replace(work, layout='', parts=parts)\n"
+        "    return work, vote.data is None, vote.rows is None\n",
     ),
     Mutant(
         "shared state that lies in another order does not fit",
@@ -146,8 +146,8 @@ MUTANTS = [
     ),
     Mutant(
         "who says how many rows meets only who says so too",
-        "if asked == requested and alike and (first.rows is None) == (mine.rows is None):",
-        "if asked == requested and alike:",
+        "    return vote.payload, vote.data is None, vote.rows is None\n",
+        "    return vote.payload, vote.data is None\n",
     ),
     Mutant(
         "numbers of rows are as many as there are members",
@@ -176,8 +176,8 @@ MUTANTS = [
     ),
     Mutant(
         "peers that go by different ranks do not meet, and may try again",
-        "if asked.sees_others_than(requested):",
-        "if False:",
+        "            if any(sees_others(other, mine) for other in others):\n",
+        "            if False:\n",
     ),
     Mutant(
         "the outcome waits for all survivors",
@@ -331,13 +331,98 @@ MUTANTS = [
     ),
     Mutant(
         "the same tag with other work is noticed",
-        "asked, requested = first.payload, mine.payload",
-        "asked = requested = mine.payload",
+        "                self._mixed[round_.id] = None\n",
+        "                pass\n",
     ),
     Mutant(
         "calls that can never meet are noticed",
-        "rounds = [mine, self.open.in_the_way(number, mine)]",
-        "rounds = [mine, None]",
+        "                self._barred[round_.id, other.id] = None\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "veterans decide, and not newcomers",
+        "{number for number in all_ if self._peers[number].veteran} or all_",
+        "all_",
+    ),
+    Mutant(
+        "who has completed a collective is a veteran",
+        "            peer.veteran |= ok\n",
+        "",
+    ),
+    Mutant(
+        "so is who has completed a small one",
+        "                self._membership.peers[number].veteran = True\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "and who has synchronised",
+        "            self._membership.peers[number].veteran = True\n        for",
+        "            pass\n        for",
+    ),
+    Mutant(
+        "a peer that comes back says whether it is a veteran",
+        "            known.veteran,\n        )\n",
+        "        )\n",
+    ),
+    Mutant(
+        "a restarted master knows veterans",
+        "        peer.veteran = number in before.veterans\n",
+        "",
+    ),
+    Mutant(
+        "also those that have only missed the news",
+        "    veterans.update(*(each.open for each in collectives.values() if each.outcome))\n",
+        "",
+    ),
+    Mutant(
+        "half of those who decide are no majority",
+        "        is_decided = 2 * most > len(electors)\n",
+        "        is_decided = 2 * most >= len(electors)\n",
+    ),
+    Mutant(
+        "nor are they among calls that exclude each other",
+        "            if 2 * self._agreed(mine, theirs, electors) > len(electors):\n",
+        "            if 2 * self._agreed(mine, theirs, electors) >= len(electors):\n",
+    ),
+    Mutant(
+        "a dispute waits for who is on its way",
+        "        return sum(beside or PENDING not in self.open.of(number) for number in free)\n",
+        "        return 0\n",
+    ),
+    Mutant(
+        "and for nobody who may wait for others",
+        "        free = electors - round_.votes.keys() - are_held(self.open, self.absent)\n",
+        "        free = electors - round_.votes.keys()\n",
+    ),
+    Mutant(
+        "a dispute of two calls waits for a third one that may have most",
+        "            if {one.id for one in each} & {*pair}\n",
+        "            if {one.id for one in each} == {*pair}\n",
+    ),
+    Mutant(
+        "most must ask for the same",
+        "        if mine.id not in self._mixed:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "a loss may settle a dispute",
+        "        self._settle()\n        for round_ in self.open:\n",
+        "        for round_ in self.open:\n",
+    ),
+    Mutant(
+        "a round whose votes differ does not commit",
+        "            and round_.id not in self._mixed\n",
+        "",
+    ),
+    Mutant(
+        "who stands alone hears of a mismatch",
+        "        self._dismissals.dismiss_all(texts, result, m.Cause.MISMATCH)\n",
+        "        self._dismissals.dismiss_all(texts, result)\n",
+    ),
+    Mutant(
+        "who left before the result holds nothing",
+        "            transfer.vote = msgspec.structs.replace(transfer.vote, holds=holds)\n",
+        "            pass\n",
     ),
     Mutant(
         "peers that are stuck in different calls are noticed",

@@ -27,8 +27,8 @@ MUTANTS = [
     ),
     Mutant(
         "sends of different arrays do not start",
-        "if round_.id.kind not in (Kind.START, Kind.PAIR):",
-        "if round_.id.kind is not Kind.START:",
+        "        if round_.id.kind in (Kind.START, Kind.PAIR) and len(round_.votes) > 1:\n",
+        "        if round_.id.kind is Kind.START and len(round_.votes) > 1:\n",
     ),
     Mutant(
         "a vote for a send names two peers, and its voter among them",
@@ -92,8 +92,8 @@ MUTANTS = [
     ),
     Mutant(
         "peers that wait for each other in sends are told",
-        "if rounds[1] is None and self.open.any_pair:",
-        "if False:",
+        "            if self.open.any_pair and (ends",
+        "            if False and (ends",
     ),
     Mutant(
         "a circle may have several members",

@@ -324,8 +324,8 @@ MUTANTS = [
     ),
     Mutant(
         "a restarted master is told of what may have been overwritten",
-        "one.vote.offer.overwritten(one.overwritten))",
-        "one.vote.offer)",
+        "offer = one.vote.offer.overwritten(one.overwritten)",
+        "offer = one.vote.offer",
     ),
     Mutant(
         "whose content may be wanted keeps it until the end",
