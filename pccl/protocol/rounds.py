@@ -302,18 +302,6 @@ class OpenRounds:
             ):
                 yield other
 
-    def may_come(self, peer: int, round_: Round[object]) -> bool:
-        """Whether a peer may be on its way to a round: it waits in no other one, unless it asks in
-        another thread whether peers are pending.
-
-        If it has launched others, it may be waiting for them, which nobody else knows.
-        """
-        beside = round_.id.kind in (Kind.START, Kind.PAIR)
-        return all(
-            beside and other.id == PENDING and not other.votes[peer].stuck
-            for other in self.of(peer).values()
-        )
-
     def _others(self, peer: int, scope: int | None, round_: Round[object]) -> bool:
         voters = (self._voters[other].group for other in round_.votes if other != peer)
         return any(scope is None or group == scope for group in voters)

@@ -236,6 +236,23 @@ def test_veterans_that_launch_several_collectives_are_waited_for() -> None:
     assert isinstance(floor.last(b"2"), m.Started)
 
 
+def test_in_a_pipeline_those_who_are_behind_are_waited_for() -> None:
+    """Each launches the same collectives in the same order, and waits for none of them yet."""
+    floor = Floor(5, 1)
+    for conn, tags in ((b"1", (4, 5, 6)), (b"2", (4, 5)), (b"3", (4, 5)), (b"4", (4,))):
+        for tag in tags:
+            floor.say(conn, m.StartVote(200 + tag, tag, WORK))
+    for tag in (4, 5, 6):
+        work = OTHERS["another op"] if tag == 6 else WORK
+        floor.say(b"6", m.StartVote(200 + tag, tag, work))
+    assert "failed" not in floor.outcomes
+    for conn, first in ((b"5", 4), (b"4", 5), (b"3", 6)):
+        for tag in range(first, 7):
+            floor.say(conn, m.StartVote(200 + tag, tag, WORK))
+    assert "failed" not in floor.outcomes
+    assert isinstance(floor.last(b"6"), m.Kicked)
+
+
 def test_two_threads_stuck_in_two_calls_that_no_third_can_decide() -> None:
     floor = Floor(3)
     floor.say(b"1", m.StartVote(7, 1, WORK, stuck=True))

@@ -45,7 +45,7 @@ def test_a_failure_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Of two peers, or of three: the first one is accepted at once, and need not call anything.
     """
-    monkeypatch.setattr(Voting, "_conflict", lambda *_: False)
+    monkeypatch.setattr(Voting, "_settle_barred", lambda *_: False)
     seed = next(s for s in range(1000) if programs.failure(programs.draw(s)))
     small = programs.shrink(programs.draw(seed))
     assert programs.failure(small)

@@ -43,7 +43,7 @@ def test_a_recorded_run_has_the_same_effects_again() -> None:
 def test_another_master_does_not_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that notices no calls that can never meet."""
     records = [_record(seed) for seed in range(20)]
-    monkeypatch.setattr(Voting, "_conflict", lambda *_: False)
+    monkeypatch.setattr(Voting, "_settle_barred", lambda *_: False)
     with pytest.raises(Differs, match="before"):
         for lines in records:
             feed(lines)

@@ -88,7 +88,7 @@ def test_ranks_are_positions_in_the_ring() -> None:
 
 
 def test_who_says_how_many_rows_and_who_does_not_do_not_meet() -> None:
-    hall = Hall(3)
+    hall = Hall(2)
     vote(hall, 1, *ROWS[0])
     vote(hall, 2, (), ())
     error = hall.last(b"1")

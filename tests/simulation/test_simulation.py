@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from simulator import Program, Run, SimPeer, Thread
-from trainers import insist, reduce, simulate
+from trainers import insist, reduce, simulate, story_of_newcomers_alone
 
 from pccl.protocol.peer import effects
 from pccl.types import Result, SharedStateSyncStrategy
@@ -67,3 +67,16 @@ def test_every_run_ends_and_agrees(first: int) -> None:
         except BaseException:
             print(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 100))
+def test_newcomers_go_on_when_all_who_were_there_die(first: int) -> None:
+    ended = 0
+    for seed in range(first, first + 100):
+        try:
+            run = story_of_newcomers_alone(seed)
+        except BaseException:
+            print(f"seed {seed}")
+            raise
+        ended += run.peers[-1].left
+    assert ended > 80, "who is not given up makes all its steps"

@@ -111,7 +111,42 @@ def test_a_group_that_begins_anew_repeats_no_number() -> None:
     assert hall.sync(offer(3)) == [hall.result(3, 2)]
 
 
+def test_who_left_before_it_heard_of_a_result_does_not_hold_it() -> None:
+    """Else it could never begin anew when those who do are gone."""
+    for holds in (True, False):
+        hall = Sync(3)
+        hall.sync(offer(8), offer(8), offer(8))
+        for conn in (b"1", b"2"):
+            hall.perform(hall.master.disconnected(conn, "its connection broke"))
+        hall.say(b"3", m.SyncVote(20, offer(0), holds))
+        told = hall.last(b"3")
+        if holds:
+            assert isinstance(told, m.CallError) and "at 8 already" in told.why
+        else:
+            assert told == m.SyncResult(20, 0, 2, 0)
+
+
+def test_who_left_before_it_heard_of_a_result_receives_what_the_others_have() -> None:
+    hall = Sync(2)
+    hall.sync(offer(8), offer(8))
+    hall.say(b"1", m.SyncVote(20, offer(8)))
+    hall.say(b"2", m.SyncVote(20, offer(0, b"b"), holds=False))
+    plan = hall.last(b"2")
+    assert isinstance(plan, m.SyncPlan) and plan.holders == (1,), "at the revision of the others"
+
+
 # ---- what a peer concludes ----
+
+
+def test_a_peer_whose_caller_left_says_that_it_holds_nothing() -> None:
+    for leaves in (True, False):
+        machine = standing(offer(0))
+        if leaves:
+            machine.abandon(2)
+        machine.received(m.SyncResult(2, 0, 5, 0))
+        machine.engine_settled(3, 0, 0)
+        said = [e.message for e in machine.sync(9, 10, offer(0)) if isinstance(e, Send)]
+        assert [one.holds for one in said if isinstance(one, m.SyncVote)] == [not leaves]
 
 
 def standing(one: m.Offer) -> Peer:

@@ -25,6 +25,7 @@ from watched import Watched
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
+from pccl.protocol.master.circles import held
 from pccl.protocol.master.effects import Adopt, Dial, Drop, Effect, Forget, Note, Remember, Send
 from pccl.protocol.master.recovery import GIVEN_UP
 from pccl.protocol.master.status import CALLS_MAX, Phase
@@ -34,7 +35,6 @@ from pccl.protocol.rounds import PENDING, Grace, OpenRounds
 
 # who stands in one of these can enter no other call (said anew: the protocol's rules are checked)
 EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
-ASKING = "are_peers_pending"  # perhaps in another thread than other calls
 RUN_WIDE = {"update_topology", "are_peers_pending", "optimize_topology"}
 INVERTED = bytes(byte ^ 255 for byte in range(256))
 
@@ -505,29 +505,15 @@ class Run:
         if peer.group == other.group or {mine[0], their[0]} <= RUN_WIDE:
             exclusive = EXCLUSIVE & {mine[0], their[0]}
             stuck = mine in peer.stuck_in and their in other.stuck_in
-            assert (not exclusive and not stuck) or self._may_be_decided(peer), (
+            assert (not exclusive and not stuck) or self._may_be_decided(), (
                 f"peer {peer.name} in {mine} and peer {other.name} in {their} can never meet, "
                 "and nobody tells them"
             )
 
-    def _may_be_decided(self, peer: SimPeer) -> bool:
-        """Whether anybody can still enter one of the calls of others, and so decide which one is
-        right.
-
-        Who is frozen, or a stranger, knows less than the master, and can.
-        """
-        ours = {one.conn: one for one in self.peers}
-        for what, tag in {call for one in self.peers if one.present for call in one.stands_in}:
-            for record in self.master.peers.values():
-                if record.accepted and (what in RUN_WIDE or record.info.group == peer.group):
-                    other = ours.get(record.conn)
-                    stands_in = set() if other is None or other.frozen else other.stands_in
-                    stuck_in = other.stuck_in if other is not None else set()
-                    beside = what not in EXCLUSIVE and what != ASKING
-                    held = any(w in stuck_in or w[0] != ASKING or not beside for w in stands_in)
-                    if (what, tag) not in stands_in and not held:
-                        return True
-        return False
+    def _may_be_decided(self) -> bool:
+        """Whether any member goes on, as far as the master knows: it may decide who is right."""
+        voting = self.master.run.voting
+        return bool({*self.master.run.membership.accepted()} - held(voting.open, voting.absent))
 
     def check_empty(self) -> None:
         """All peers that live have ended: nobody remembers anything."""

@@ -153,3 +153,36 @@ def story_of_an_odd_one(seed: int) -> tuple[Run, SimPeer]:
         if not (run.incarnation and run.splits and "MISMATCH" in str(error)):
             raise
     return run, odd
+
+
+def story_of_newcomers_alone(seed: int) -> Run:
+    """All who were there before die about when newcomers synchronise for the first time: these must
+    go on."""
+    run = Run(seed, journaled=random.Random(f"journal of {seed}").random() < 0.7)
+    draw = run.random
+    veterans = [run.add(trainer(20)) for _ in range(draw.randint(1, 3))]
+    for one in veterans:
+        one.content = (0, "init")
+    for _ in range(draw.randint(100, 300)):
+        run.step()
+    newcomers = [run.add(trainer(3)) for _ in range(draw.randint(1, 3))]
+    for one in newcomers:
+        one.content = (0, "fresh")
+    for _ in range(2000):
+        if any(one.machine.accepted for one in newcomers):
+            break
+        run.step()
+    for _ in range(draw.randint(0, 60)):
+        run.step()
+    for restarts in (draw.random() < 0.4, draw.random() < 0.3):
+        if restarts:
+            run.restart_master()
+        for _ in range(draw.choice([0, 0, 10, 30])):
+            run.step()
+        for one in veterans:
+            if one.alive:
+                run.kill(one)
+            for _ in range(draw.choice([0, 0, 1, 5])):
+                run.step()
+    run.finish()
+    return run

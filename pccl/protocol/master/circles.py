@@ -1,4 +1,5 @@
-"""Peers that wait for each other in a circle of which a send or recv is a part. A pure function.
+"""Who waits for whom: circles of which a send or recv is a part, and who still goes on. Pure
+functions.
 
 Who waits in a PAIR waits for one peer, and not for all: it is in the way only of those who wait for
 it, directly or by way of others.
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from pccl.protocol.rounds import EXCLUSIVE, Kind, OpenRounds, Round
+from pccl.protocol.rounds import EXCLUSIVE, PENDING, Kind, OpenRounds, Round
 
 Absent = Callable[[Round[object]], list[int]]  # the members that have not voted
 
@@ -51,3 +52,21 @@ def _next(
 
 def _holds(round_: Round[object], peer: int) -> bool:
     return round_.votes[peer].stuck or round_.id.kind in EXCLUSIVE
+
+
+def held(rounds: OpenRounds, absent: Absent) -> set[int]:
+    """Peers that may wait for each other, and so may make no other call.
+
+    Not those that wait in no round, or only ask in another thread whether peers are pending; nor
+    those that have launched collectives or sends for which only such peers are missing.
+    """
+    missing = {each.id: absent(each) for each in rounds if each.id.kind in (Kind.START, Kind.PAIR)}
+    found = {number for round_ in rounds for number in round_.votes}
+
+    def goes_on(round_: Round[object], peer: int) -> bool:
+        launched = round_.id == PENDING or found.isdisjoint(missing.get(round_.id, found))
+        return launched and not round_.votes[peer].stuck
+
+    while free := {n for n in found if all(goes_on(one, n) for one in rounds.of(n).values())}:
+        found -= free
+    return found

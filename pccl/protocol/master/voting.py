@@ -16,6 +16,7 @@ from typing import TypeAlias
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.circles import circle
+from pccl.protocol.master.circles import held as are_held
 from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.membership import NAMES_MAX, Membership
 from pccl.protocol.master.outbox import Outbox, plain
@@ -124,6 +125,7 @@ class Voting:
             number, self.open.vote(number, self._membership.group_of(number), round_id, vote)
         )
         self.evaluate(self.open.get(round_id))
+        self._settle()
 
     def evaluate(self, round_: Round[object] | None) -> None:
         """Commits a round if all members have voted alike, unless they wait for a newcomer."""
@@ -205,7 +207,7 @@ class Voting:
     # ---- disputes: votes that can never meet ----
 
     def _compare(self, number: int, round_: Round[object]) -> None:
-        """A peer has voted: notes what its vote cannot agree with, and settles what is certain."""
+        """A peer has voted: notes what its vote cannot agree with."""
         if round_.id.kind in (Kind.START, Kind.PAIR) and len(round_.votes) > 1:
             mine, first = round_.votes[number], next(iter(round_.votes.values()))
             others = round_.votes.values() if round_.id in self._mixed else (first,)
@@ -220,7 +222,6 @@ class Voting:
                 self._barred[round_.id, other.id] = None
             if self.open.any_pair and (ends := circle(number, self.open, self.absent)):
                 self._never_meet(ends)
-        self._settle()
 
     def _settle(self) -> None:
         """Ends the disputes whose outcome is certain, and forgets those that are over.
@@ -244,9 +245,8 @@ class Voting:
         counts = Counter(forms[number] for number in electors & votes.keys())
         first = forms[next(iter(votes))]
         agreed, most = max(counts.items(), key=lambda one: one[1], default=(first, 0))
-        missing = sum(self.open.may_come(n, round_) for n in electors - votes.keys())
         is_decided = 2 * most > len(electors)
-        if not is_decided and 2 * (most + missing) > len(electors):
+        if not is_decided and 2 * (most + self._coming(round_, electors)) > len(electors):
             return False
         model = agreed if is_decided else first
         like = [number for number in votes if forms[number] == model]
@@ -301,10 +301,16 @@ class Voting:
         """Whether most of those who decide may still be in one of two rounds, and not in both."""
         electors = self._electors_between(one, other)
         for mine, theirs in ((one, other), (other, one)):
-            free = [n for n in electors - mine.votes.keys() if self.open.may_come(n, mine)]
-            if 2 * (self._agreed(mine, theirs, electors) + len(free)) > len(electors):
+            agreed = self._agreed(mine, theirs, electors)
+            if 2 * (agreed + self._coming(mine, electors)) > len(electors):
                 return True
         return False
+
+    def _coming(self, round_: Round[object], electors: Set[int]) -> int:
+        """How many of those who decide may be on their way to a round."""
+        beside = round_.id.kind in (Kind.START, Kind.PAIR)
+        free = electors - round_.votes.keys() - are_held(self.open, self.absent)
+        return sum(beside or PENDING not in self.open.of(number) for number in free)
 
     def _agreed(self, mine: Round[object], theirs: Round[object], electors: Set[int]) -> int:
         """How many of those who decide, at most, ask for the same in one round, and not in two."""
