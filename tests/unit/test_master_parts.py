@@ -74,7 +74,9 @@ class Table:
         self.groups.renew(0)
         self.said()
 
-    def remove_all(self, whys: Mapping[int, str], result: Result | None) -> None:
+    def remove_all(
+        self, whys: Mapping[int, str], result: Result | None, cause: m.Cause = m.Cause.OTHER
+    ) -> None:
         self.gone |= whys
 
     def collectives(self) -> Collectives:
@@ -208,17 +210,16 @@ def test_voting_commits_when_all_have_voted() -> None:
 
 
 def test_voting_rejects_who_comes_too_late_to_what_can_never_meet() -> None:
-    table, committed = Table(3), list[Round[object]]()
+    table, committed = Table(5), list[Round[object]]()
     voting = table.voting(committed)
-    voting.enter(1, START, Vote(10, WORK))
-    voting.enter(2, START, Vote(20, m.Work("all_reduce", 0, 10, 1)))
-    assert {n: [type(one) for one in told] for n, told in table.said().items()} == {
-        1: [m.CallError],
-        2: [m.CallError],
-    }
-    voting.enter(3, START, Vote(30, WORK))
-    assert [type(one) for one in table.said()[3]] == [m.CallError]
-    voting.enter(3, START, Vote(31, WORK))  # which it is told once
+    for number in (1, 2, 3, 4):  # of whom no two agree: the fifth makes no majority
+        assert not table.said()
+        voting.enter(number, START, Vote(10 * number, m.Work("all_reduce", 0, 10, number)))
+    told = {n: [type(one) for one in told] for n, told in table.said().items()}
+    assert told == dict.fromkeys((1, 2, 3, 4), [m.CallError])
+    voting.enter(5, START, Vote(50, WORK))
+    assert [type(one) for one in table.said()[5]] == [m.CallError]
+    voting.enter(5, START, Vote(51, WORK))  # which it is told once
     assert not table.said() and len(voting.open) == 1
     voting.reject_later(2, PendingRejection(frozenset({PENDING}), Result.INVALID_USAGE, "", 0))  # type: ignore[arg-type]
     voting.forget(2)
