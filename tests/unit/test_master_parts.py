@@ -216,7 +216,7 @@ def test_voting_rejects_who_comes_too_late_to_what_can_never_meet() -> None:
         assert not table.said()
         voting.enter(number, START, Vote(10 * number, m.Work("all_reduce", 0, 10, number)))
     told = {n: [type(one) for one in told] for n, told in table.said().items()}
-    assert told == dict.fromkeys((1, 2, 3, 4), [m.CallError])
+    assert told == {n: [m.CallError] for n in (1, 2, 3, 4)}
     voting.enter(5, START, Vote(50, WORK))
     assert [type(one) for one in table.said()[5]] == [m.CallError]
     voting.enter(5, START, Vote(51, WORK))  # which it is told once
