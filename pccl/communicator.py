@@ -44,6 +44,7 @@ from pccl.calls.synchronising import sync_shared_state
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import PeerLostError, TooFewPeersError, not_picklable
 from pccl.insight import Explanation, Stats
+from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.sync import SyncOptions
@@ -308,6 +309,96 @@ class Communicator(Exchanges, Closing):
             ValueError: `n` is not positive.
         """
         return self._admission.wait_for_peers(n, timeout)
+
+    def admit(
+        self,
+        shared_state: SharedState | None = None,
+        *,
+        timeout: float | None = None,
+        min_peers: int = 1,
+    ) -> bool:
+        """Admits newcomers, if any wait, and gives them the shared state.
+
+            while state.revision < steps:
+                comm.admit(state)
+                ...
+
+        Right at any place of a loop that all peers pass, its first line included: the first call of
+        a peer that has just joined goes on where the others are. All accepted peers must call it,
+        and either all with a shared state or all without. Like `are_peers_pending`, then
+        `update_topology` and `sync_shared_state` if there are newcomers.
+
+        Args:
+            shared_state: is synchronised when somebody has joined, this peer included. None: none.
+            timeout: seconds to wait for the others.
+            min_peers: with which a run begins, as in `sync_shared_state`.
+
+        Returns:
+            Whether peers have joined: others, or this one.
+
+        Raises:
+            PCCLTimeoutError, PCCLError: as `are_peers_pending`, `update_topology` and
+                `sync_shared_state`.
+        """
+        return self._admit(shared_state, min_peers, timeout, 0.0)
+
+    def _admit(
+        self, state: SharedState | None, min_peers: int, timeout: float | None, patience_s: float
+    ) -> bool:
+        def synchronise(deadline: Deadline) -> None:
+            if state is not None:
+                self.sync_shared_state(state, timeout=deadline.left_s, min_peers=min_peers)
+
+        return self._admission.admit(synchronise, Deadline(timeout), patience_s)
+
+    def run(
+        self,
+        step: Callable[[int], object],
+        shared_state: SharedState,
+        *,
+        steps: int,
+        min_peers: int = 1,
+    ) -> None:
+        """Makes all steps of a run, whoever comes and goes.
+
+            def step(number: int) -> None:
+                gradient = compute(number)
+                comm.all_reduce(gradient)
+                weights -= gradient
+
+            comm.run(step, state, steps=1000)
+
+        Calls `step(k)` for each k from `shared_state.revision` up to `steps - 1`, and counts the
+        revision up after each. Between steps it admits newcomers, which receive the shared state
+        and continue at the same step. After a loss it calls the same step again; so a step must
+        change the shared state only when its last collective has succeeded.
+
+        Args:
+            step: makes one step; it is told its number.
+            shared_state: all that a newcomer needs. From a checkpoint, it goes on at its revision.
+            steps: at which revision the run ends.
+            min_peers: the first step waits for so many peers. A peer that is left alone in a run of
+                two or more waits for others; with 1, its collectives raise TooFewPeersError, and
+                the step may go on without them.
+
+        Raises:
+            PCCLError: a call has failed for another reason than a lost peer.
+        """
+        self.admit(shared_state, min_peers=min_peers)
+        while (number := shared_state.revision) < steps:
+            try:
+                step(number)
+            except PeerLostError:
+                pass
+            except TooFewPeersError:
+                if min_peers < 2:
+                    raise
+                while not self._admit(shared_state, min_peers, None, limits.FOREVER_S):
+                    pass
+                continue  # with those who have come
+            else:
+                shared_state.push_revision()
+            self.admit(shared_state, min_peers=min_peers)
 
     def optimize_topology(self, *, timeout: float | None = None) -> None:
         """Measures the links between the peers, and chooses the fastest rings for each group.

@@ -90,19 +90,24 @@ class TooFewPeersError(PCCLError):
     `are_peers_pending`, then `update_topology`.
     """
 
-    remedy = "admit others by are_peers_pending() and update_topology(); meanwhile go on without"
+    remedy = "admit others by admit(); meanwhile go on without"
 
 
 class MismatchError(PCCLError):
     """Peers are in calls that can never match; the message says which peer is in which call.
 
     For example, one peer is in `update_topology` and another in `all_reduce`, or two peers use one
-    tag with different counts. This is a mistake in the program, and all these peers get the error.
-    The communicator is usable and no buffer has changed. Make all peers make the same calls in the
-    same order.
+    tag with different counts. This is a mistake in the program. A newcomer, or a minority, gets
+    the error alone and is dropped from the run; the others go on without it. Where there is no
+    majority all get it, the communicator is usable and no buffer has changed. Make all peers make
+    the same calls in the same order. After `update_topology`, the others' next call must be a
+    newcomer's first one, which `admit` arranges.
     """
 
-    remedy = "make all peers take the same calls, with the same arguments, in the same order"
+    remedy = (
+        "make all peers take the same calls, with the same arguments, in the same order; admit() "
+        "admits newcomers at any place of a loop"
+    )
 
 
 class KickedError(PCCLError):

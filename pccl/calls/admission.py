@@ -88,6 +88,28 @@ class Admission:
             raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
         return size
 
+    def admit(
+        self,
+        synchronise: Callable[[Deadline], object],
+        deadline: Deadline,
+        patience_s: float = 0.0,
+    ) -> bool:
+        """Admits newcomers, and synchronises with them; whether there are any.
+
+        A newcomer's `connect` returns while the others are in this call. So its first `admit` does
+        not ask for further newcomers, but goes on where the others are: at the synchronisation.
+        """
+        fresh = self._membership.is_fresh
+        if not fresh and self.ask(deadline, patience_s):
+            self.update_topology(deadline)
+        elif not fresh:
+            return False
+        self._membership.client("admit")
+        if not (fresh and self._membership.synced):
+            synchronise(deadline)
+        self._membership.has_admitted = True
+        return True
+
     def begin(self, round_: Callable[[], T], wanted: int, timeout: float | None) -> T:
         """Makes a call that begins a run, again and again with newcomers while they are too few.
 

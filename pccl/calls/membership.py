@@ -27,12 +27,15 @@ class Membership:
         standing: the calls in progress.
         ranks: the ranks that the program knows.
         revision: the shared state's revision after the last synchronisation; 0 before the first.
+        synced: whether this peer has synchronised shared state since it joined.
+        has_admitted: whether this peer has made a call of `admit` since it joined.
     """
 
     def __init__(self) -> None:
         self.standing = Standing()
         self.ranks = KnownRanks()
         self.revision = 0
+        self.synced = self.has_admitted = False
         self._client: Client | None = None
         self._finalizer: weakref.finalize[..., object] | None = None
 
@@ -85,6 +88,7 @@ class Membership:
 
         def admitted(client: Client) -> None:
             self.ranks.tell(client.plan, client.number)
+            self.synced = self.has_admitted = self.standing.any_collective = False
             why = "the communicator was deleted"
             self._finalizer = weakref.finalize(owner, client.close, why)
             self._client = client
@@ -97,6 +101,11 @@ class Membership:
             self._client.close("the communicator was closed")
         if self._finalizer is not None:
             self._finalizer.detach()
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the others admitted this peer in the call that it is about to make too."""
+        return not (self.has_admitted or self.standing.any_collective)
 
     # ---- the peer, for a call ----
 

@@ -22,6 +22,7 @@ class Standing:
         self._tags: dict[int | str, Call] = {}
         self._user: threading.Thread | None = None  # the thread that made the latest call
         self._shared = False  # whether several threads that live have made calls
+        self.any_collective = False  # whether a collective has been launched since it was reset
 
     def enter(self, name: str, call: Call, *tags: int | str) -> None:
         """A call begins; `tags` are those of a collective, and in a send with the two peers.
@@ -34,6 +35,7 @@ class Standing:
             self._may_enter(name)
             if not tags:
                 self._rounds[name] = call
+            self.any_collective |= bool(tags)
             for tag in tags:
                 if self._tags.setdefault(tag, call) is not call:
                     raise error_for(Result.INVALID_ARGUMENT, name, _in_use(tag))

@@ -100,6 +100,7 @@ class _Memory:
         self._view.write_back(overwritten)
         self._shared_state._mend()
         self._shared_state.revision = self._membership.revision = synced.revision
+        self._membership.synced = True
 
 
 def _divergence(

@@ -15,7 +15,8 @@ one. A receiver gets exactly the entries that differ.
 The revision of a group's first synchronisation may be anything (a run that resumes from a
 checkpoint). After that each synchronisation is exactly one higher. The same one again is legal when
 a member joined or was lost, or a collective failed, since: a loop that begins again after a loss is
-right. A peer that offers a higher one is refused: its call fails, and the
+right. Where newcomers are waiting for it, it may be any later one that all others agree on: a run
+may synchronise only when somebody has joined. A peer that offers a higher one is refused: its call fails, and the
 others continue without it.
 
 A receiver whose content nobody will ever want receives in place: into its own memory, without a
@@ -113,7 +114,7 @@ def elect(
     # at a revision that the group already had, only earlier members know the content
     again = bool(veterans) and (bool(joined) or repeatable)
     electors = (veterans or standing) if last is not None else _of_common_form(standing)
-    revision = _revision(electors, last, again)
+    revision = _revision(electors, last, again, bool(veterans) and bool(joined))
     current = {peer: offer for peer, offer in electors.items() if offer.revision == revision}
     popularity = Counter(_content(offer) for offer in current.values())
     # max() takes the first of equals: the peer that was accepted first
@@ -199,8 +200,11 @@ def _of_common_form(standing: Mapping[int, Offer]) -> dict[int, Offer]:
     return {peer: offer for peer, offer in standing.items() if forms[peer] == forms[model]}
 
 
-def _revision(electors: Mapping[int, Offer], last: int | None, again: bool) -> int:
-    """The elected revision; `again`: it may equal the group's last one."""
+def _revision(
+    electors: Mapping[int, Offer], last: int | None, again: bool, ahead: bool
+) -> int:
+    """The elected revision. `again`: it may equal the group's last one; `ahead`: it may be any
+    later one, if all agree."""
     offered = {offer.revision for offer in electors.values()}
     top_peer = max(electors, key=lambda peer: electors[peer].revision)
     top = electors[top_peer].revision
@@ -209,6 +213,8 @@ def _revision(electors: Mapping[int, Offer], last: int | None, again: bool) -> i
     for legal in (last + 1, last) if again else (last + 1,):
         if legal in offered:
             return legal
+    if ahead and offered == {top} and top > last:
+        return top
     if top > last:
         raise Rejection(
             f"peer {top_peer} offers revision {top}, but the group is at {last}: "

@@ -1,0 +1,144 @@
+"""`Communicator.admit` and `run`: newcomers at any place of a loop, losses in the middle."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+import pccl
+
+STEPS = 12
+
+
+def state_of(size: int) -> tuple[np.ndarray, pccl.SharedState]:
+    weights = np.zeros(size, np.float32)
+    return weights, pccl.SharedState.from_tensors({"weights": weights})
+
+
+class Peers:
+    """Peers in threads that train until all steps are made."""
+
+    def __init__(self, address: str, elements: int = 1000) -> None:
+        self.address, self.elements = address, elements
+        self.pool = ThreadPoolExecutor(8)
+        self.changed = threading.Condition()
+        self.steps: dict[str, list[int]] = {}
+        self.comms: dict[str, pccl.Communicator] = {}
+
+    def made(self, name: str, number: int) -> None:
+        with self.changed:
+            self.steps.setdefault(name, []).append(number)
+            self.changed.notify_all()
+
+    def until(self, name: str, number: int) -> None:
+        """Waits until that peer has made that step."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: number in self.steps.get(name, ()), 30)
+
+    def begin(self, way: str, name: str, until: int = STEPS, **how: int) -> Future[np.ndarray]:
+        return self.pool.submit(getattr(self, way), name, until, **how)
+
+    def by_hand(self, name: str, until: int, wait_for: int = 1) -> np.ndarray:
+        """Admits on the first line of the loop."""
+        weights, state = state_of(self.elements)
+        with pccl.Communicator(self.address) as comm:
+            self.comms[name] = comm
+            comm.wait_for_peers(wait_for)
+            while True:
+                comm.admit(state)
+                if state.revision >= until:
+                    return weights
+                progress = np.full_like(weights, state.revision)
+                try:
+                    comm.all_reduce(progress)
+                except pccl.PeerLostError:
+                    continue
+                except pccl.TooFewPeersError:
+                    pass
+                weights += progress
+                self.made(name, state.revision)
+                state.push_revision()
+
+    def at_the_end(self, name: str, until: int, wait_for: int = 1) -> np.ndarray:
+        """Synchronises before the loop, and admits on its last line."""
+        weights, state = state_of(self.elements)
+        with pccl.Communicator(self.address) as comm:
+            self.comms[name] = comm
+            comm.sync_shared_state(state, min_peers=wait_for)
+            while state.revision < until:
+                progress = np.full_like(weights, state.revision)
+                try:
+                    comm.all_reduce(progress)
+                except pccl.PeerLostError:
+                    continue
+                except pccl.TooFewPeersError:
+                    pass
+                weights += progress
+                self.made(name, state.revision)
+                state.push_revision()
+                comm.admit(state)
+        return weights
+
+    def helped(self, name: str, until: int, wait_for: int = 1) -> np.ndarray:
+        """By `run`."""
+        weights, state = state_of(self.elements)
+        with pccl.Communicator(self.address) as comm:
+            self.comms[name] = comm
+
+            def step(number: int) -> None:
+                progress = np.full_like(weights, number)
+                comm.all_reduce(progress)
+                np.add(weights, progress, out=weights)
+                self.made(name, number)
+
+            comm.run(step, state, steps=until, min_peers=max(2, wait_for))
+        return weights
+
+
+WAYS = ("by_hand", "at_the_end", "helped")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("elements", [1000, 300_000])
+def test_a_newcomer_enters_at_the_right_call(address: str, way: str, elements: int) -> None:
+    peers = Peers(address, elements)
+    first = [peers.begin(way, name, 200, wait_for=2) for name in "ab"]
+    peers.until("a", 5)
+    late = [peers.begin(way, name, 200) for name in "cd"]
+    results = [future.result(50) for future in (*first, *late)]
+    wanted = np.full(elements, sum(range(200)), np.float32)
+    for found in results:
+        np.testing.assert_array_equal(found, wanted)
+    assert all(peers.steps[name][0] > 5 for name in "cd"), "newcomers go on where the others are"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_is_made_again_after_a_loss(address: str, way: str) -> None:
+    peers = Peers(address, 300_000)
+    futures = {name: peers.begin(way, name, 200, wait_for=3) for name in "abc"}
+    peers.until("b", 5)
+    peers.comms["c"].close()
+    peers.until("a", 20)
+    futures["d"] = peers.begin(way, "d", 200)
+    with pytest.raises(pccl.PCCLError):
+        futures.pop("c").result(50)
+    wanted = np.full(300_000, sum(range(200)), np.float32)
+    for future in futures.values():
+        np.testing.assert_array_equal(future.result(50), wanted)
+    assert peers.steps["a"] == [*range(200)], "each step is made once"
+
+
+def test_who_is_left_alone_waits_for_others(address: str) -> None:
+    peers = Peers(address)
+    futures = {name: peers.begin("helped", name, 200, wait_for=2) for name in "ab"}
+    peers.until("b", 5)
+    peers.comms["b"].close()
+    with pytest.raises(pccl.PCCLError):
+        futures.pop("b").result(50)
+    futures["c"] = peers.begin("helped", "c", 200)
+    found = [future.result(50) for future in futures.values()]
+    np.testing.assert_array_equal(found[0], found[1])
+    assert peers.steps["a"] == [*range(200)]
