@@ -413,4 +413,24 @@ MUTANTS = [
         "        if between is not None:\n",
         "        if False:\n",
     ),
+    Mutant(
+        "who was dropped hears why from the next master",
+        "        if number in self._refused:\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "or from this one when it comes back",
+        "            known = self.run.refused.get(info.peer, GIVEN_UP)\n",
+        "            known = GIVEN_UP\n",
+    ),
+    Mutant(
+        "its waiting calls fail as they would have",
+        "        self._dropped(Result(refused.result), why, refused.cause)\n",
+        "        self._dropped(Result(refused.result), why, m.Cause.OTHER)\n",
+    ),
+    Mutant(
+        "it is written down why a peer was dropped",
+        "        self.outbox.do(Forget(number, refusal))\n",
+        "        self.outbox.do(Forget(number))\n",
+    ),
 ]

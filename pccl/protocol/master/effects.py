@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.recovery import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,10 @@ class Remember:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Write to the journal that a peer is gone."""
+    """Write to the journal that a peer is gone; and why, if it was told so."""
 
     number: int
+    why: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,8 +109,8 @@ class Veil:
                 return self.run(run), incarnation
             case effects.Drop(conn, why):
                 return conn, why
-            case effects.Forget(number):
-                return number
+            case effects.Forget(number, why):
+                return number if why is None else (number, *why)
             case effects.Note(text):
                 return text
             case effects.Send(conn):
