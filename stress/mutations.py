@@ -451,8 +451,8 @@ MUTANTS = [
     ),
     Mutant(
         "a journal that could not be written does not shut out those who came after",
-        "Recovery(journal.run, journal.accepted, journal.complete)",
-        "Recovery(journal.run, journal.accepted, True)",
+        "            known = journal.accepted, journal.complete, journal.refused\n",
+        "            known = journal.accepted, True, journal.refused\n",
     ),
     Mutant(
         "nor does it where nobody had been accepted yet",

@@ -177,8 +177,8 @@ MUTANTS = [
     ),
     Mutant(
         "a master that begins anew while it recovers expects the same peers",
-        "return Journal(self._run, incarnation, next_peer, self._expected, self._complete)",
-        "return Journal(self._run, incarnation, next_peer, frozenset(), self._complete)",
+        "        known = self._expected, self._complete, self._refused\n",
+        "        known = frozenset(), self._complete, self._refused\n",
     ),
     Mutant(
         "who waits for a master that begins anew while it recovers has to come back",

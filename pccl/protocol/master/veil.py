@@ -64,6 +64,7 @@ class Veil:
                         journal.next_peer,
                         journal.accepted,
                         journal.complete,
+                        journal.refused,
                     )
                 return replace(event, run=self.run(run), journal=journal)
         return event

@@ -94,6 +94,8 @@ class Scribe:
     def adopt(self, run: int, incarnation: int) -> None:
         """The master continues a run, which it may not have known, in a new incarnation."""
         with self._news:
+            if run != self._state.run:
+                self._state.refused.clear()  # these were peers of another one
             self._state.run, self._state.incarnation = run, incarnation
             self._asked += 1
 
@@ -104,7 +106,7 @@ class Scribe:
             self._state.next_peer = max(self._state.next_peer, info.peer + 1)
             self._asked += 1
 
-    def forget(self, number: int, why: Refusal | None) -> None:
+    def forget(self, number: int, why: Refusal | None = None) -> None:
         """A peer is gone; and why, if it was dropped."""
         with self._news:
             self._changed[number] = None
