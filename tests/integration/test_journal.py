@@ -20,7 +20,8 @@ from waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.protocol.master.recovery import REFUSED_MAX, Refusal
+from pccl.protocol.master.effects import Refusal
+from pccl.protocol.master.recovery import REFUSED_MAX
 from pccl.runtime import limits
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.server.journal import JournalError, JournalFile, State

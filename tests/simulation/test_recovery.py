@@ -10,8 +10,8 @@ from hall import WORK, Hall, Ward, infos, resume
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, recovery
 from pccl.protocol.master.collectives import SMALL_BYTES_MAX
-from pccl.protocol.master.effects import Adopt, Remember
-from pccl.protocol.master.recovery import UNJOURNALED_WAIT_S, WAIT_S, Refusal
+from pccl.protocol.master.effects import Adopt, Refusal, Remember
+from pccl.protocol.master.recovery import UNJOURNALED_WAIT_S, WAIT_S
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Fail, Fault
 from pccl.runtime.limits import STRANGER_BYTES

@@ -26,8 +26,18 @@ from watched import Watched
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.circles import held
-from pccl.protocol.master.effects import Adopt, Dial, Drop, Effect, Forget, Note, Remember, Send
-from pccl.protocol.master.recovery import GIVEN_UP, Refusal
+from pccl.protocol.master.effects import (
+    Adopt,
+    Dial,
+    Drop,
+    Effect,
+    Forget,
+    Note,
+    Refusal,
+    Remember,
+    Send,
+)
+from pccl.protocol.master.recovery import GIVEN_UP
 from pccl.protocol.master.status import CALLS_MAX, Phase
 from pccl.protocol.master.voting import ODD
 from pccl.protocol.peer.effects import Answer, Fail, Fault

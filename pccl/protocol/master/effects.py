@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.recovery import Refusal
+from pccl.types import Result
+
+
+class Refusal(NamedTuple):
+    """Why a peer is out of the run, or cannot come back; the result of its calls, and the cause."""
+
+    why: str
+    result: Result = Result.RANK_CONNECTION_FAILED
+    cause: m.Cause = m.Cause.OTHER
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ from pccl.protocol import reach
 from pccl.protocol.master.collectives import Combine
 from pccl.protocol.master.deadlines import Deadlines
 from pccl.protocol.master.door import newcomer, refusal
-from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Remember, Send
+from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Refusal, Remember, Send
 from pccl.protocol.master.explain import explain
 from pccl.protocol.master.membership import PeerRecord
 from pccl.protocol.master.outbox import plain
@@ -67,7 +67,6 @@ from pccl.protocol.master.recovery import (
     OUTNUMBERED,
     Journal,
     Recovery,
-    Refusal,
     outdated,
     plausible,
     reconstruct,

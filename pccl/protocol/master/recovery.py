@@ -23,19 +23,12 @@ from typing import NamedTuple
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.effects import Refusal
 from pccl.protocol.master.teams import in_order
 from pccl.types import Result
 
 WAIT_S = 5.0  # for peers to come back; they try several times a second
 UNJOURNALED_WAIT_S = 1.0  # without a journal other groups are unknown, and may be slower
-
-
-class Refusal(NamedTuple):
-    """Why a peer cannot come back, and the result of its calls that wait, and its cause."""
-
-    why: str
-    result: Result = Result.RANK_CONNECTION_FAILED
-    cause: m.Cause = m.Cause.OTHER
 
 
 OTHER_RUN = Refusal(

@@ -9,7 +9,7 @@ from pccl.protocol.master.accusations import Accusations
 from pccl.protocol.master.associates import Associates
 from pccl.protocol.master.collectives import Collectives, Combine
 from pccl.protocol.master.dismissals import Dismissals
-from pccl.protocol.master.effects import Drop, Forget, Remember
+from pccl.protocol.master.effects import Drop, Forget, Refusal, Remember
 from pccl.protocol.master.groups import Groups
 from pccl.protocol.master.history import History
 from pccl.protocol.master.meetings import Meetings
@@ -18,7 +18,7 @@ from pccl.protocol.master.nonces import Nonces
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.optimisations import Optimisations
 from pccl.protocol.master.outbox import Outbox, plain
-from pccl.protocol.master.recovery import REFUSED_MAX, Journal, Refusal
+from pccl.protocol.master.recovery import REFUSED_MAX, Journal
 from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.master.table import CollectiveTable
 from pccl.protocol.master.tally import Loss, Tally

@@ -22,7 +22,8 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
-from pccl.protocol.master.recovery import REFUSED_MAX, Refusal
+from pccl.protocol.master.effects import Refusal
+from pccl.protocol.master.recovery import REFUSED_MAX
 from pccl.runtime import limits
 from pccl.runtime.server.journal import JournalError, JournalFile, State
 
