@@ -20,10 +20,13 @@ from waiting import wait_until
 
 import pccl
 from pccl.protocol import messages as m
+from pccl.protocol.master.effects import Refusal
+from pccl.protocol.master.recovery import REFUSED_MAX
 from pccl.runtime import limits
 from pccl.runtime.filelock import FileLock, Taken
 from pccl.runtime.server.journal import JournalError, JournalFile, State
 from pccl.runtime.server.scribe import OnError, Scribe
+from pccl.types import Result
 
 RUN = 7
 Log: TypeAlias = pytest.LogCaptureFixture
@@ -76,6 +79,33 @@ def test_what_was_written_is_read_again(path: Path) -> None:
         found = scribe.remembered
         assert (found.run, found.incarnation, found.next_peer) == (9, 5, 3)
         assert found.accepted == {2} and found.complete
+
+
+def test_why_peers_were_dropped_is_read_again(path: Path) -> None:
+    why = Refusal("it stood alone", Result.INVALID_ARGUMENT, m.Cause.MISMATCH)
+    with opened(path) as scribe:
+        for number in range(1, REFUSED_MAX + 4):
+            scribe.remember(peer(number))
+            scribe.forget(number, why if number > 1 else None)
+        scribe.settle()
+        scribe.remember(peer(1000))
+    with opened(path) as scribe:
+        found = scribe.remembered.refused
+        assert found == dict.fromkeys(range(4, REFUSED_MAX + 4), why), "the latest ones"
+        scribe.adopt(RUN, 3)
+        scribe.adopt(RUN + 1, 0)
+        scribe.forget(1000)
+    with opened(path) as scribe:
+        assert not scribe.remembered.refused, "of another run"
+
+
+def test_a_journal_of_before_there_were_reasons_is_read(path: Path) -> None:
+    with opened(path) as scribe:
+        scribe.remember(peer(1))
+    db = sqlite3.connect(path)
+    db.execute("DROP TABLE refused")
+    db.close()
+    assert held(path) == ({1}, True)
 
 
 def refused(path: Path, why: str) -> None:

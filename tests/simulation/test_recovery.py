@@ -10,8 +10,10 @@ from hall import WORK, Hall, Ward, infos, resume
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, recovery
 from pccl.protocol.master.collectives import SMALL_BYTES_MAX
-from pccl.protocol.master.effects import Adopt, Remember
+from pccl.protocol.master.effects import Adopt, Refusal, Remember
 from pccl.protocol.master.recovery import UNJOURNALED_WAIT_S, WAIT_S
+from pccl.protocol.peer import Peer
+from pccl.protocol.peer.effects import Fail, Fault
 from pccl.runtime.limits import STRANGER_BYTES
 from pccl.types import Result
 
@@ -137,6 +139,47 @@ def test_all_who_come_back_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) 
     assert "too much was said" in ward.refused(b"19").why
     ward.wait(WAIT_S + 0.1)
     assert 5 < len(ward.master.peers) < 19
+
+
+ALONE = Refusal("it stood alone", Result.INVALID_ARGUMENT, m.Cause.MISMATCH)
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_who_was_dropped_hears_why_from_the_next_master(complete: bool) -> None:
+    ward = Ward(Journal(7, 1, 4, frozenset((1, 3)), complete, {2: ALONE}))
+    for number in (1, 2, 3):
+        ward.back(b"%d" % number, number, 7, 1, 2, 3)
+    assert ward.refused(b"2") == m.Refused(ALONE.result.value, ALONE.why, ALONE.cause)
+    ward.wait(WAIT_S + 0.1)
+    assert sorted(ward.master.peers) == [1, 3]
+    ward.perform(ward.master.disconnected(b"3", "its connection broke"))
+    journal, _ = ward.master.reborn()
+    assert journal is not None and journal.refused == {2: ALONE}
+
+
+def test_who_was_dropped_hears_why_from_the_same_master() -> None:
+    """Its connection may break before it has heard of it."""
+    hall = Hall(2)
+    hall.say(b"2", m.FinishVote(99, True))
+    kicked = hall.last(b"2")
+    assert isinstance(kicked, m.Kicked)
+    said = resume(2, hall.master.run.number)
+    hall.perform(hall.master.resume(b"2 again", said, "10.0.0.1"))
+    assert hall.last(b"2 again") == m.Refused(kicked.result, kicked.why)
+
+
+@pytest.mark.parametrize("told", [m.Kicked, m.Refused])
+def test_the_calls_of_who_stands_alone_fail_alike_whoever_tells_it(
+    told: type[m.Kicked] | type[m.Refused],
+) -> None:
+    machine = Peer()
+    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    for message in (m.Welcome(1), m.Admitted(7, m.Done())):
+        machine.received(message)
+    machine.update_topology(2)
+    (end,) = machine.received(told(ALONE.result.value, ALONE.why, ALONE.cause))
+    assert isinstance(end, Fail) and (end.call, end.fault) == (2, Fault.MISMATCH)
+    assert machine.over is not None and machine.over.fault is Fault.KICKED
 
 
 # ---- numbers ----

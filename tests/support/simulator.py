@@ -26,7 +26,17 @@ from watched import Watched
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
 from pccl.protocol.master.circles import held
-from pccl.protocol.master.effects import Adopt, Dial, Drop, Effect, Forget, Note, Remember, Send
+from pccl.protocol.master.effects import (
+    Adopt,
+    Dial,
+    Drop,
+    Effect,
+    Forget,
+    Note,
+    Refusal,
+    Remember,
+    Send,
+)
 from pccl.protocol.master.recovery import GIVEN_UP
 from pccl.protocol.master.status import CALLS_MAX, Phase
 from pccl.protocol.master.voting import ODD
@@ -71,6 +81,7 @@ class Run:
         self.cut_to: dict[Key, set[int]] = {}  # the only peers that can still complete it
         self.told: dict[object, tuple[object, list[SimPeer]]] = {}  # who was told what of what
         self.journal: set[int] = set()  # accepted peers, as the master's journal has them
+        self.refused: dict[int, Refusal] = {}  # who was dropped and may not know it: in the journal
         self.next_peer = 1
         self.incarnation = 0
         self.now_s = 0.0
@@ -181,7 +192,12 @@ class Run:
         self.broken.clear()
         if not self.journal:  # nobody is left to come back
             self.history = {group: count + 1 for group, count in self.history.items()}
-        journal = Journal(self.run, self.incarnation, self.next_peer, frozenset(self.journal))
+        if not self.journaled:
+            self.refused.clear()
+        accepted = frozenset(self.journal)
+        journal = Journal(
+            self.run, self.incarnation, self.next_peer, accepted, refused=dict(self.refused)
+        )
         self.master = self._new_master(
             self.random.getrandbits(40), journal if self.journaled else None
         )
@@ -328,7 +344,9 @@ class Run:
         self.agree(("nonce of", of), nonce, peer)
 
     def check_over(self, peer: SimPeer, why: str) -> None:
-        """Why a peer may be out of the run."""
+        """Why a peer may be out of the run. Who was dropped hears why, however it hears of it."""
+        told = self.refused.get(peer.machine.number)
+        assert peer.left or told is None or told.why in why, f"peer {peer.name}: {why}"
         assert (
             peer.left
             or (peer.severed and GIVEN_UP.why in why)
@@ -549,8 +567,10 @@ class Run:
                 case Remember(info):
                     self.journal.add(info.peer)
                     self.next_peer = max(self.next_peer, info.peer + 1)
-                case Forget(number):
+                case Forget(number, why):
                     self.journal.discard(number)
+                    if why is not None:
+                        self.refused[number] = why
                 case Adopt(_, incarnation):
                     self.incarnation = max(self.incarnation, incarnation)
                 case Dial(info):

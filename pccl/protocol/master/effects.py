@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pccl.protocol import messages as m
+from pccl.types import Result
+
+
+class Refusal(NamedTuple):
+    """Why a peer is out of the run, or cannot come back; the result of its calls, and the cause."""
+
+    why: str
+    result: Result = Result.RANK_CONNECTION_FAILED
+    cause: m.Cause = m.Cause.OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +49,10 @@ class Remember:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Write to the journal that a peer is gone."""
+    """Write to the journal that a peer is gone; and why, if it was told so."""
 
     number: int
+    why: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)

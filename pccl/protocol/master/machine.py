@@ -57,7 +57,7 @@ from pccl.protocol import reach
 from pccl.protocol.master.collectives import Combine
 from pccl.protocol.master.deadlines import Deadlines
 from pccl.protocol.master.door import newcomer, refusal
-from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Remember, Send
+from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Refusal, Remember, Send
 from pccl.protocol.master.explain import explain
 from pccl.protocol.master.membership import PeerRecord
 from pccl.protocol.master.outbox import plain
@@ -67,7 +67,6 @@ from pccl.protocol.master.recovery import (
     OUTNUMBERED,
     Journal,
     Recovery,
-    Refusal,
     outdated,
     plausible,
     reconstruct,
@@ -119,7 +118,8 @@ class Master:
         self._deadlines = Deadlines(self._members)
         self._restart: Restart | None = None
         if journal is not None and (journal.accepted or not journal.complete):
-            recovery = Recovery(journal.run, journal.accepted, journal.complete)
+            known = journal.accepted, journal.complete, journal.refused
+            recovery = Recovery(journal.run, *known)
             self._restart = Restart(recovery)
         self._by_type: dict[type, Callable[[int, Any], None]] = {
             m.TopologyVote: self._vote_topology,
@@ -367,7 +367,8 @@ class Master:
             return journal, [] if journal is None else [Adopt(run, incarnation)]
         accepted = frozenset(info.peer for info in infos)
         remember = [Remember(info) for info in infos]
-        journal = Journal(run, incarnation, next_peer, accepted)
+        refused = dict(self.run.refused)
+        journal = Journal(run, incarnation, next_peer, accepted, refused=refused)
         return journal, [Adopt(run, incarnation), *remember]
 
     def has_heard(self, conn: bytes) -> bool:
@@ -395,7 +396,8 @@ class Master:
         if refused is None and restart is not None:
             refused = restart.recovery.refusal(conn, resume)
         elif refused is None:
-            refused = GIVEN_UP if resume.run == self.run.number else OTHER_RUN
+            known = self.run.refused.get(info.peer, GIVEN_UP)
+            refused = known if resume.run == self.run.number else OTHER_RUN
         if refused is not None or restart is None:
             self._refuse(conn, *(refused or OTHER_RUN))
             return self._outbox.take()
@@ -405,9 +407,11 @@ class Master:
             self._go_on(restart)
         return self._outbox.take()
 
-    def _refuse(self, conn: bytes, why: str, result: Result) -> None:
+    def _refuse(
+        self, conn: bytes, why: str, result: Result, cause: m.Cause = m.Cause.OTHER
+    ) -> None:
         why = plain(why)
-        self._outbox.do(Send(conn, m.Refused(result.value, why)), Drop(conn, why))
+        self._outbox.do(Send(conn, m.Refused(result.value, why, cause)), Drop(conn, why))
 
     def _go_on(self, restart: Restart) -> None:
         """Ends the recovery, and continues from what the peers that are back have said."""

@@ -23,18 +23,12 @@ from typing import NamedTuple
 import msgspec
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.effects import Refusal
 from pccl.protocol.master.teams import in_order
 from pccl.types import Result
 
 WAIT_S = 5.0  # for peers to come back; they try several times a second
 UNJOURNALED_WAIT_S = 1.0  # without a journal other groups are unknown, and may be slower
-
-
-class Refusal(NamedTuple):
-    """Why a peer cannot come back, and the result of its calls."""
-
-    why: str
-    result: Result = Result.RANK_CONNECTION_FAILED
 
 
 OTHER_RUN = Refusal(
@@ -48,6 +42,7 @@ OUTNUMBERED = Refusal(
 GIVEN_UP = Refusal("it was given up as lost, or did not come back in time: connect again")
 CROWDED = Refusal("too much was said already by others who want to come back")
 
+REFUSED_MAX = 256  # peers of which it is known why they were dropped: the latest ones
 NUMBER_MAX = 1 << 62  # of peers and rounds: more than can ever occur
 INCARNATION_MAX = 1 << 15  # of the master: epochs, which begin with it, have 32 bits
 WEIGHTS_MAX = 1 << 31
@@ -61,7 +56,8 @@ _CALLED = frozenset(m.Called)
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What a restarted master knows: its run, how often it was restarted, the accepted peers.
+    """What a restarted master knows: its run, how often it was restarted, the accepted peers, and
+    why others were dropped, which may not have heard of it.
 
     It may be incomplete, if it could not be written in the end; returning peers know more.
     """
@@ -71,6 +67,7 @@ class Journal:
     next_peer: int
     accepted: frozenset[int]
     complete: bool = True
+    refused: Mapping[int, Refusal] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -172,12 +169,18 @@ class Recovery:
         run: the journal's run; None: there is no journal.
         expected: the accepted peers in the journal.
         complete: whether the journal is complete.
+        refused: peers that were dropped, and why.
     """
 
     def __init__(
-        self, run: int | None, expected: Iterable[int] = (), complete: bool = False
+        self,
+        run: int | None,
+        expected: Iterable[int] = (),
+        complete: bool = False,
+        refused: Mapping[int, Refusal] | None = None,
     ) -> None:
         self._run, self._expected, self._complete = run, frozenset(expected), complete
+        self._refused = refused or {}
         self._back: dict[int, dict[int, Back]] = {}  # by run and number, in order
         self._conns: dict[bytes, tuple[int, int]] = {}
         self._held: Counter[int] = Counter()  # by run
@@ -196,13 +199,16 @@ class Recovery:
         """The journal for another restart; None if there is no journal."""
         if self._run is None:
             return None
-        return Journal(self._run, incarnation, next_peer, self._expected, self._complete)
+        known = self._expected, self._complete, self._refused
+        return Journal(self._run, incarnation, next_peer, *known)
 
     def refusal(self, conn: bytes, resume: m.Resume) -> Refusal | None:
         """Why a peer cannot come back; None if it can."""
         number = resume.info.peer
         if self._run not in (None, resume.run):
             return OTHER_RUN
+        if number in self._refused:
+            return self._refused[number]
         if number in self._back.get(resume.run, ()) or conn in self._conns:
             return GIVEN_UP
         if self._complete and number not in self._expected:

@@ -9,7 +9,7 @@ from pccl.protocol.master.accusations import Accusations
 from pccl.protocol.master.associates import Associates
 from pccl.protocol.master.collectives import Collectives, Combine
 from pccl.protocol.master.dismissals import Dismissals
-from pccl.protocol.master.effects import Drop, Forget, Remember
+from pccl.protocol.master.effects import Drop, Forget, Refusal, Remember
 from pccl.protocol.master.groups import Groups
 from pccl.protocol.master.history import History
 from pccl.protocol.master.meetings import Meetings
@@ -18,7 +18,7 @@ from pccl.protocol.master.nonces import Nonces
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.optimisations import Optimisations
 from pccl.protocol.master.outbox import Outbox, plain
-from pccl.protocol.master.recovery import Journal
+from pccl.protocol.master.recovery import REFUSED_MAX, Journal
 from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.master.table import CollectiveTable
 from pccl.protocol.master.tally import Loss, Tally
@@ -35,12 +35,16 @@ class Run:
         combine: reduces contributions of the work's size, in their order.
         journal: of the previous master, if there was one.
         secret: random bytes, unique to this master, from which nonces are made.
+
+    Attributes:
+        refused: the latest peers that were dropped for a reason, which they may not have heard.
     """
 
     def __init__(
         self, number: int, combine: Combine, journal: Journal | None, secret: bytes
     ) -> None:
         self.number = number if journal is None else journal.run
+        self.refused = {} if journal is None else dict(journal.refused)
         self.membership = Membership(1 if journal is None else journal.next_peer)
         self.numbers = Numbers(Nonces(secret), 0 if journal is None else journal.incarnation)
         self.history = History()
@@ -159,21 +163,29 @@ class Run:
             n: f"{one}, of its team, is gone: {whys[one.peer]}" for n, one in partners.items()
         }
         for number, why in [*whys.items(), *others.items()]:
-            why = plain(why)
+            why, refusal = plain(why), None
             if (result := kicks[number]) is not None:
-                told = cause if number in whys else m.Cause.OTHER
-                self.outbox.send(number, m.Kicked(result.value, why, told))
+                refusal = Refusal(why, result, cause if number in whys else m.Cause.OTHER)
+                self.outbox.send(number, m.Kicked(result.value, why, refusal.cause))
             peer = self.membership.remove(number)
             self.voting.forget(number)
             self.outbox.do(Drop(peer.conn, why))
             title = f"{peer.info}: {why}"
             if peer.accepted:
                 self.tally.lost[how] += 1
-                self.outbox.do(Forget(number))
+                self._note_loss(number, refusal)
                 lost.setdefault(peer.info.group, {})[number] = title
             self.outbox.note(f"{title}; {self.membership.size()} peers remain")
         if lost:
             self._go_on_without(lost)
+
+    def _note_loss(self, number: int, refusal: Refusal | None) -> None:
+        """An accepted peer is gone. If it has not heard why, it is told when it comes back."""
+        self.outbox.do(Forget(number, refusal))
+        if refusal is not None:
+            self.refused[number] = refusal
+            if len(self.refused) > REFUSED_MAX:
+                del self.refused[min(self.refused)]
 
     def _go_on_without(self, lost: Mapping[int, dict[int, str]]) -> None:
         self.publish_world()

@@ -64,6 +64,7 @@ class Veil:
                         journal.next_peer,
                         journal.accepted,
                         journal.complete,
+                        journal.refused,
                     )
                 return replace(event, run=self.run(run), journal=journal)
         return event
@@ -109,8 +110,8 @@ class Veil:
                 return self.run(run), incarnation
             case effects.Drop(conn, why):
                 return conn, why
-            case effects.Forget(number):
-                return number
+            case effects.Forget(number, why):
+                return number if why is None else (number, *why)
             case effects.Note(text):
                 return text
             case effects.Send(conn):

@@ -41,10 +41,11 @@ class Welcome(Struct, array_like=True, frozen=True, tag=64):
 
 
 class Refused(Struct, array_like=True, frozen=True, tag=65):
-    """The answer to a Hello or Resume that is refused."""
+    """The answer to a Hello or Resume that is refused; `cause` as in Kicked."""
 
     result: U16
     why: Text
+    cause: U16 = 0
 
 
 class Plan(Struct, array_like=True, frozen=True, tag=66):

@@ -404,9 +404,10 @@ class Peer:
         self._dropped(Result(kicked.result), why, kicked.cause)
 
     def _turned_away(self, refused: m.Refused) -> None:
-        self._dropped(Result(refused.result), f"the master refused this peer: {refused.why}")
+        why = f"the master refused this peer: {refused.why}"
+        self._dropped(Result(refused.result), why, refused.cause)
 
-    def _dropped(self, result: Result, why: str, cause: int = m.Cause.OTHER) -> None:
+    def _dropped(self, result: Result, why: str, cause: int) -> None:
         gone = result is Result.MASTER_CONNECTION_FAILED
         fault = Fault.MASTER_LOST if gone else Fault.KICKED
         self._end(result, why, fault, Fault.MISMATCH if cause == m.Cause.MISMATCH else fault)

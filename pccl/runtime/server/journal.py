@@ -21,6 +21,8 @@ from pccl.runtime.filelock import FileLock, Taken
 APPLICATION = 0x7063636C  # "pccl"
 VERSION = 1
 HEADER = b"SQLite format 3\0"
+# earlier versions of pccl do without this table
+REFUSED = "CREATE TABLE IF NOT EXISTS refused (number INTEGER PRIMARY KEY, why BLOB NOT NULL);"
 SCHEMA = f"""
     PRAGMA journal_mode = WAL;
     BEGIN;
@@ -31,6 +33,7 @@ SCHEMA = f"""
         next_peer INTEGER NOT NULL
     );
     CREATE TABLE peers (number INTEGER PRIMARY KEY, info BLOB NOT NULL);
+    {REFUSED}
     PRAGMA application_id = {APPLICATION};
     PRAGMA user_version = {VERSION};
     COMMIT;
@@ -50,12 +53,14 @@ class State:
         incarnation: how often its master was restarted.
         next_peer: the number of the next peer.
         peers: the accepted peers: their numbers, and their encoded m.PeerInfo.
+        refused: peers that were dropped: their numbers, and their encoded Refusal.
     """
 
     run: int
     incarnation: int = -1
     next_peer: int = 1
     peers: dict[int, bytes] = field(default_factory=dict)
+    refused: dict[int, bytes] = field(default_factory=dict)
 
 
 class JournalFile:
@@ -107,6 +112,7 @@ class JournalFile:
         try:
             row = self._db.execute("SELECT run, incarnation, next_peer FROM run").fetchone()
             peers = self._db.execute("SELECT number, info FROM peers").fetchall()
+            refused = self._db.execute("SELECT number, why FROM refused").fetchall()
         except sqlite3.Error as error:
             raise self._error(error) from None
         if row is None and not peers:
@@ -115,7 +121,7 @@ class JournalFile:
         if len(numbers) != 3:
             raise self._error(ValueError("it does not say which run it is of"))
         run, incarnation, next_peer = numbers
-        return State(run, incarnation, next_peer, dict(peers))
+        return State(run, incarnation, next_peer, dict(peers), dict(refused))
 
     def write(self, state: State, changed: Mapping[int, bytes | None] | None) -> None:
         """Writes the changed peers, or everything if `changed` is None.
@@ -163,6 +169,9 @@ class JournalFile:
         if changed is None:
             db.execute("DELETE FROM peers")
             changed = state.peers
+        if None in changed.values() or changed is state.peers:  # only who is gone is refused
+            db.execute("DELETE FROM refused")
+            db.executemany("INSERT INTO refused VALUES (?, ?)", state.refused.items())
         row = (state.run, state.incarnation, state.next_peer)
         db.execute("INSERT OR REPLACE INTO run VALUES (1, ?, ?, ?)", row)
         gone = [(number,) for number, info in changed.items() if info is None]
@@ -203,6 +212,7 @@ class JournalFile:
                 f"{self.path} is a journal of version {version}, and this pccl writes version "
                 f"{VERSION}: start the pccl that it is of, or take another file for a new run"
             )
+        db.execute(REFUSED)
         db.execute("PRAGMA synchronous = NORMAL")
 
     def _identity(self) -> tuple[int, int]:

@@ -22,10 +22,13 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
+from pccl.protocol.master.effects import Refusal
+from pccl.protocol.master.recovery import REFUSED_MAX
 from pccl.runtime import limits
 from pccl.runtime.server.journal import JournalError, JournalFile, State
 
 log = logging.getLogger("pccl")
+_decode = msgspec.msgpack.Decoder(Refusal).decode
 
 
 class OnError(Enum):
@@ -57,6 +60,7 @@ class Scribe:
         try:
             state = self._file.read() or State(run)
             state.incarnation += 1
+            refused = {number: _decode(why) for number, why in state.refused.items()}
             self._file.write(state, {})
         except Exception as error:
             self._file.close()
@@ -69,6 +73,7 @@ class Scribe:
             state.next_peer,
             frozenset(state.peers),
             self._file.complete,
+            refused,
         )
         self._state = state
         self._whole = self._file.complete  # if not, only peers that come back know the rest
@@ -90,6 +95,8 @@ class Scribe:
     def adopt(self, run: int, incarnation: int) -> None:
         """The master continues a run, which it may not have known, in a new incarnation."""
         with self._news:
+            if run != self._state.run:
+                self._state.refused.clear()  # these were peers of another one
             self._state.run, self._state.incarnation = run, incarnation
             self._asked += 1
 
@@ -100,11 +107,16 @@ class Scribe:
             self._state.next_peer = max(self._state.next_peer, info.peer + 1)
             self._asked += 1
 
-    def forget(self, number: int) -> None:
-        """A peer is gone."""
+    def forget(self, number: int, why: Refusal | None = None) -> None:
+        """A peer is gone; and why, if it was dropped."""
         with self._news:
             self._changed[number] = None
             self._state.peers.pop(number, None)
+            if why is not None:
+                refused = self._state.refused
+                refused[number] = msgspec.msgpack.encode(why)
+                if len(refused) > REFUSED_MAX:
+                    del refused[min(refused)]
             self._asked += 1
 
     def recovered(self) -> None:
@@ -158,7 +170,8 @@ class Scribe:
                     self._news.wait(limits.JOURNAL_RETRY_S if behind else None)
                 behind = self._failed is not None
                 ending, asked, whole = self._ending, self._asked, self._whole
-                state = replace(self._state, peers=dict(self._state.peers))
+                peers, refused = dict(self._state.peers), dict(self._state.refused)
+                state = replace(self._state, peers=peers, refused=refused)
                 changed = None if behind else self._changed
                 self._changed = {}
             if behind or asked != self._written:

@@ -522,9 +522,9 @@ class Server:
                 case effects.Remember(info):
                     if self._journal is not None:
                         self._journal.remember(info)
-                case effects.Forget(number):
+                case effects.Forget(number, why):
                     if self._journal is not None:
-                        self._journal.forget(number)
+                        self._journal.forget(number, why)
                 case effects.Adopt(run, incarnation):
                     if self._journal is not None:
                         self._journal.adopt(run, incarnation)
