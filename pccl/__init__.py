@@ -12,6 +12,7 @@ from pccl.errors import (
     PCCLError,
     PCCLTimeoutError,
     PeerLostError,
+    RunFinishedError,
     TooFewPeersError,
     UnsupportedError,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "ReduceOpDescriptor",
     "ReduceOperandDescriptor",
     "Result",
+    "RunFinishedError",
     "Security",
     "SharedState",
     "SharedStateProgress",

@@ -370,8 +370,9 @@ class Communicator(Exchanges, Closing):
 
         Calls `step(k)` for each k from `shared_state.revision` up to `steps - 1`, and counts the
         revision up after each. Between steps it admits newcomers, which receive the shared state
-        and continue at the same step. After a loss it calls the same step again; so a step must
-        change the shared state only when its last collective has succeeded.
+        and continue at the same step. At the end it finishes the run. After a loss it calls the same
+        step again; so a step must change the shared state only when its last collective has
+        succeeded.
 
         Args:
             step: makes one step; it is told its number.
@@ -399,6 +400,22 @@ class Communicator(Exchanges, Closing):
             else:
                 shared_state.push_revision()
             self.admit(shared_state, min_peers=min_peers)
+        self.finish()
+
+    def finish(self, *, timeout: float | None = None) -> None:
+        """Finishes the run: all accepted peers must call it when they have made their last step.
+
+        Nobody is admitted any more, also after a restart of a master with a journal: a copy that
+        was killed and starts again gets RunFinishedError from `connect`, and does not begin anew.
+
+        Args:
+            timeout: seconds to wait for the others.
+
+        Raises:
+            PCCLTimeoutError: the time limit has passed; the run is not finished.
+            PCCLError: INVALID_USAGE, PENDING_ASYNC_OPS, as for `update_topology`.
+        """
+        self._admission.finish(Deadline(timeout))
 
     def optimize_topology(self, *, timeout: float | None = None) -> None:
         """Measures the links between the peers, and chooses the fastest rings for each group.

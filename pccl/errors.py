@@ -6,7 +6,8 @@
     +-- MismatchError         INVALID_USAGE, INVALID_ARGUMENT: the peers' calls do not match
     +-- KickedError           the master dropped this peer
     +-- MasterLostError       MASTER_CONNECTION_FAILED: the master cannot be reached
-    +-- PCCLTimeoutError      the caller's time limit has passed; also a TimeoutError
+    +-- RunFinishedError      INVALID_USAGE: the run is finished; also a SystemExit, of status 0
++-- PCCLTimeoutError      the caller's time limit has passed; also a TimeoutError
     +-- DivergenceError       INVALID_ARGUMENT: shared state differs that should be equal
     +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: not supported by this version
 
@@ -132,6 +133,16 @@ class MasterLostError(PCCLError):
         "check that the master runs and that its port is open (pccl doctor HOST:PORT), then "
         "connect a new Communicator"
     )
+
+
+class RunFinishedError(PCCLError, SystemExit):
+    """The run is finished (`Communicator.finish`): nothing is left to do for this peer.
+
+    A program that does not catch it ends with exit status 0, so no launcher starts it again.
+    """
+
+    remedy = "for another run, start the master anew"
+    code = 0
 
 
 class PCCLTimeoutError(PCCLError, TimeoutError):

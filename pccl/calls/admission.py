@@ -144,6 +144,16 @@ class Admission:
         """
         return self.update_topology(deadline) if self.ask(deadline, patience_s) else 0
 
+    def finish(self, deadline: Deadline) -> None:
+        """Ends the run for all; nobody is admitted any more."""
+        client = self._membership.client("finish")
+
+        def take_part(call: Call) -> Note:
+            client.finish(call)
+            return deadline.next(client, call)
+
+        self._membership.stand("finish", client, take_part)
+
     def optimize_topology(self, deadline: Deadline) -> None:
         """Measures the links between the peers, and chooses the fastest rings for each group."""
         client = self._membership.client("optimize_topology")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from pccl.calls.launch import error_of
-from pccl.errors import PCCLTimeoutError, error_for
+from pccl.errors import PCCLTimeoutError, RunFinishedError, error_for
 from pccl.kernels import arithmetic_digest
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
@@ -188,7 +188,10 @@ def _attempt(
         if isinstance(note, effects.Fail):
             if note.result is Result.MASTER_CONNECTION_FAILED:
                 raise _Unreachable(note.why)
-            raise error_of("connect", note, call.began_s)
+            error = error_of("connect", note, call.began_s)
+            if isinstance(error, RunFinishedError):
+                log.warning("%s", error)  # a program that does not catch it ends without a word
+            raise error
         admitted(client)
     except BaseException:
         for client in made:

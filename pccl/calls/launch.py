@@ -17,6 +17,7 @@ from pccl.errors import (
     PCCLError,
     PCCLTimeoutError,
     PeerLostError,
+    RunFinishedError,
     TooFewPeersError,
 )
 from pccl.protocol.peer import effects
@@ -38,6 +39,7 @@ _ERRORS: dict[effects.Fault, type[PCCLError]] = {
     effects.Fault.MISMATCH: MismatchError,
     effects.Fault.TIMEOUT: PCCLTimeoutError,
     effects.Fault.DIVERGENCE: DivergenceError,
+    effects.Fault.FINISHED: RunFinishedError,
     effects.Fault.TOO_FEW_PEERS: TooFewPeersError,
 }
 

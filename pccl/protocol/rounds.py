@@ -36,6 +36,7 @@ class Kind(StrEnum):
     """The kind of a round; the value is the name of the API call, as errors quote it."""
 
     TOPOLOGY = "update_topology"
+    FINISH = "finish"
     PENDING = "are_peers_pending"
     OPTIMIZE = "optimize_topology"
     SYNC = "sync_shared_state"
@@ -46,6 +47,7 @@ class Kind(StrEnum):
 # The result of a withdrawn call: nothing has happened, and it can be made again.
 WITHDRAWN = {
     Kind.TOPOLOGY: Result.UPDATE_TOPOLOGY_FAILED,
+    Kind.FINISH: Result.RANK_CONNECTION_LOST,
     Kind.PENDING: Result.RANK_CONNECTION_LOST,
     Kind.OPTIMIZE: Result.TOPOLOGY_OPTIMIZATION_FAILED,
     Kind.SYNC: Result.RANK_CONNECTION_LOST,
@@ -71,7 +73,7 @@ EXCLUDED = {
 }
 # A peer in one of these makes no other call until it returns.
 EXCLUSIVE = frozenset(kind for kind in Kind if len(EXCLUDED[kind]) == len(Kind) - 1)
-RUN_WIDE = frozenset((Kind.TOPOLOGY, Kind.PENDING, Kind.OPTIMIZE))
+RUN_WIDE = frozenset((Kind.TOPOLOGY, Kind.FINISH, Kind.PENDING, Kind.OPTIMIZE))
 
 
 class RoundId(NamedTuple):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,3 +145,74 @@ def test_who_is_left_alone_waits_for_others(address: str) -> None:
     found = [future.result(50) for future in futures.values()]
     np.testing.assert_array_equal(found[0], found[1])
     assert peers.steps["a"] == [*range(200)]
+
+
+# ---- the end of a run ----
+
+
+def test_nobody_joins_a_run_that_is_finished(address: str) -> None:
+    peers = Peers(address)
+    futures = [peers.begin("helped", name, 50, wait_for=2) for name in "ab"]
+    for future in futures:
+        future.result(50)
+    with pytest.raises(pccl.RunFinishedError, match="the run is finished") as found:
+        peers.by_hand("late", 50)
+    assert found.value.result is pccl.Result.INVALID_USAGE
+    assert isinstance(found.value, SystemExit) and found.value.code == 0
+
+
+def test_who_waits_to_be_admitted_is_told_that_the_run_is_finished(address: str) -> None:
+    with ThreadPoolExecutor(1) as pool, pccl.Communicator(address) as comm:
+        late = pool.submit(pccl.Communicator(address).connect)
+        while not comm.are_peers_pending():
+            pass
+        comm.finish()
+        with pytest.raises(pccl.RunFinishedError):
+            late.result(30)
+        comm.finish()  # again is fine, and who is there may go on
+        assert comm.admit() in (True, False)
+
+
+def test_a_finish_waits_for_all_who_live(address: str) -> None:
+    with ThreadPoolExecutor(1) as pool, pccl.Communicator(address) as comm:
+        other = pccl.Communicator(address)
+        joined = pool.submit(other.connect)
+        comm.wait_for_peers(2)
+        joined.result(30)
+        with pytest.raises(pccl.PCCLTimeoutError, match="finish"):
+            comm.finish(timeout=0.2)
+        finishing = pool.submit(comm.finish)
+        other.close()  # it is not waited for any more
+        finishing.result(30)
+
+
+def test_a_restarted_master_knows_that_the_run_is_finished(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    with (
+        pccl.MasterNode("127.0.0.1:0", state=journal) as master,
+        pccl.Communicator(master.address) as comm,
+    ):
+        comm.finish()
+    with pccl.MasterNode("127.0.0.1:0", state=journal) as master:
+        with pytest.raises(pccl.RunFinishedError):
+            pccl.Communicator(master.address).connect()
+
+
+LATE = """
+import pccl, os
+with pccl.Communicator(os.environ["PCCL_MASTER"]) as comm:
+    print("joined")
+    comm.finish()
+"""
+
+
+def test_a_copy_that_comes_too_late_ends_with_0(address: str) -> None:
+    with pccl.Communicator(address) as comm:
+        comm.finish()
+    command = [sys.executable, "-m", "pccl", "run", "-n", "2", "--master", address, "--"]
+    ended = subprocess.run(
+        [*command, sys.executable, "-c", LATE], capture_output=True, text=True, timeout=50
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "joined" not in ended.stdout and "started again" not in ended.stderr
+    assert "the run is finished" in ended.stderr

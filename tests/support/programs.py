@@ -160,6 +160,11 @@ def draw(seed: int) -> Scenario:
         late = rng.randrange(len(scripts))
         for what in ("freeze", "sever", "restart", "thaw"):
             events.append(Event(rng.randint(0, 30), what, late))
+    if random.Random(f"end of {seed}").random() < 0.25 and all(
+        len(s.threads) == 1 for s in scripts
+    ):
+        end = (Call("finish"),)
+        scripts = [replace(script, threads=(script.threads[0] + end,)) for script in scripts]
     return Scenario(
         rng.getrandbits(32),
         tuple(scripts),
@@ -289,6 +294,8 @@ class Facade:
                 self._check((yield from peer.optimize_topology()))
             case "update_topology":
                 self._check((yield from peer.update_topology()))
+            case "finish":
+                self._check((yield from peer.finish()))
             case "are_peers_pending":
                 self._check((yield from peer.are_peers_pending()))
             case "sync" | "begin":

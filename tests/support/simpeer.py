@@ -281,6 +281,11 @@ class SimPeer:
         actions = self.machine.update_topology(call)
         return (yield from self.wait(self.begin(call, "update_topology", actions)))
 
+    def finish(self) -> Generator[int, None, End]:
+        call = self.number()
+        actions = self.machine.finish(call)
+        return (yield from self.wait(self.begin(call, "finish", actions)))
+
     def are_peers_pending(self) -> Generator[int, None, End]:
         call = self.number()
         self.stuck |= {call} if self.single else set()

@@ -37,15 +37,15 @@ from pccl.protocol.master.effects import (
     Remember,
     Send,
 )
-from pccl.protocol.master.recovery import GIVEN_UP
+from pccl.protocol.master.recovery import FINISHED, GIVEN_UP
 from pccl.protocol.master.status import CALLS_MAX, Phase
 from pccl.protocol.master.voting import ODD
 from pccl.protocol.peer.effects import Answer, Fail, Fault
 from pccl.protocol.rounds import PENDING, Grace, OpenRounds
 
 # who stands in one of these can enter no other call (said anew: the protocol's rules are checked)
-EXCLUSIVE = {"update_topology", "optimize_topology", "sync_shared_state"}
-RUN_WIDE = {"update_topology", "are_peers_pending", "optimize_topology"}
+EXCLUSIVE = {"update_topology", "finish", "optimize_topology", "sync_shared_state"}
+RUN_WIDE = {"update_topology", "finish", "are_peers_pending", "optimize_topology"}
 INVERTED = bytes(byte ^ 255 for byte in range(256))
 
 
@@ -83,6 +83,7 @@ class Run:
         self.journal: set[int] = set()  # accepted peers, as the master's journal has them
         self.refused: dict[int, Refusal] = {}  # who was dropped and may not know it: in the journal
         self.next_peer = 1
+        self.finished = False  # whether all have said that the run is over, as the master knows
         self.incarnation = 0
         self.now_s = 0.0
         self.dials: list[int] = []  # of peers that the master dials just now
@@ -194,6 +195,7 @@ class Run:
             self.history = {group: count + 1 for group, count in self.history.items()}
         if not self.journaled:
             self.refused.clear()
+            self.finished = False  # until a peer comes back that knows it
         accepted = frozenset(self.journal)
         journal = Journal(
             self.run, self.incarnation, self.next_peer, accepted, refused=dict(self.refused)
@@ -358,6 +360,7 @@ class Run:
             or (self.straggler_s is not None and "others waited for it" in why)
             or ("of its team, is gone" in why and self.bereaved(peer))
             or (self.graces != [None] and "it was late" in why)
+            or (self.master.run.history.finished and FINISHED.why in why)
             or (self.incarnation and peer.given_up and "out of step" in why)
             or (ODD in why and peer.machine.number in self.odd)
         ), f"peer {peer.name} is out of the run: {why}"
@@ -565,12 +568,15 @@ class Run:
                 case Drop(conn):
                     self.dropped.add(conn)
                 case Remember(info):
+                    known = info.peer in self.journal
+                    assert known or not self.finished, f"{info} joins a run that is finished"
                     self.journal.add(info.peer)
                     self.next_peer = max(self.next_peer, info.peer + 1)
                 case Forget(number, why):
                     self.journal.discard(number)
                     if why is not None:
                         self.refused[number] = why
+                    self.finished |= why is FINISHED
                 case Adopt(_, incarnation):
                     self.incarnation = max(self.incarnation, incarnation)
                 case Dial(info):

@@ -16,8 +16,8 @@ The revision of a group's first synchronisation may be anything (a run that resu
 checkpoint). After that each synchronisation is exactly one higher. The same one again is legal when
 a member joined or was lost, or a collective failed, since: a loop that begins again after a loss is
 right. Where newcomers are waiting for it, it may be any later one that all others agree on: a run
-may synchronise only when somebody has joined. A peer that offers a higher one is refused: its call fails, and the
-others continue without it.
+may synchronise only when somebody has joined. A peer that offers a higher one is refused: its call
+fails, and the others continue without it.
 
 A receiver whose content nobody will ever want receives in place: into its own memory, without a
 second copy. That is every newcomer, who is behind in revision, and who has no revision yet when a
@@ -200,9 +200,7 @@ def _of_common_form(standing: Mapping[int, Offer]) -> dict[int, Offer]:
     return {peer: offer for peer, offer in standing.items() if forms[peer] == forms[model]}
 
 
-def _revision(
-    electors: Mapping[int, Offer], last: int | None, again: bool, ahead: bool
-) -> int:
+def _revision(electors: Mapping[int, Offer], last: int | None, again: bool, ahead: bool) -> int:
     """The elected revision. `again`: it may equal the group's last one; `ahead`: it may be any
     later one, if all agree."""
     offered = {offer.revision for offer in electors.values()}

@@ -31,11 +31,12 @@ class History:
         pending: rounds of `are_peers_pending`.
         were_pending: the result of the latest of these.
         optimized: rounds of `optimize_topology`.
+        finished: whether the run is finished.
     """
 
     def __init__(self) -> None:
         self.topology = self.pending = self.optimized = 0
-        self.were_pending = False
+        self.were_pending = self.finished = False
         self._syncs = 0  # over all groups, so that a group that begins again repeats no number
         self._groups: dict[int, StateHistory] = {}
 
@@ -43,6 +44,7 @@ class History:
         """Restores the state before a restart."""
         self.topology, self.pending = before.topology, before.pendings
         self.were_pending, self.optimized = before.were_pending, before.optimized
+        self.finished |= before.finished
         self._syncs = max((was.syncs for was in before.groups.values()), default=0)
         self._groups = {number: _state_of(was) for number, was in before.groups.items()}
 
@@ -84,6 +86,7 @@ class History:
             state.last_plan,
             optimized=self.optimized,
             short=state.short,
+            finished=self.finished,
         )
 
 

@@ -62,6 +62,7 @@ from pccl.protocol.master.explain import explain
 from pccl.protocol.master.membership import PeerRecord
 from pccl.protocol.master.outbox import plain
 from pccl.protocol.master.recovery import (
+    FINISHED,
     GIVEN_UP,
     OTHER_RUN,
     OUTNUMBERED,
@@ -85,6 +86,7 @@ from pccl.version import __version__
 
 GONE = Result.MASTER_CONNECTION_FAILED  # for which peers raise MasterLostError
 TOPOLOGY, OPTIMIZE = RoundId(Kind.TOPOLOGY, None), RoundId(Kind.OPTIMIZE, None)
+FINISH = RoundId(Kind.FINISH, None)
 
 
 class Master:
@@ -170,6 +172,8 @@ class Master:
         warning = reach.warning(info, unreached) if unreached else ""
         if why:
             self._refuse(conn, why, Result.INVALID_USAGE)
+        elif self.run.history.finished and not hello.associate:
+            self._refuse(conn, *FINISHED)
         elif unreached and reach.matters(info, host, group):
             self._refuse(conn, reach.refusal(info, unreached), Result.RANK_CONNECTION_FAILED)
         elif hello.associate:
@@ -445,7 +449,8 @@ class Master:
     # ---- votes ----
 
     def _vote_topology(self, number: int, vote: m.TopologyVote) -> None:
-        self.run.voting.enter(number, TOPOLOGY, Vote(vote.call, None, since_s=self.now_s))
+        round_id = FINISH if vote.finish else TOPOLOGY
+        self.run.voting.enter(number, round_id, Vote(vote.call, None, since_s=self.now_s))
 
     def _vote_pending(self, number: int, vote: m.PendingVote) -> None:
         grace = Grace(vote.enough, vote.grace_ms / 1000) if vote.enough else None

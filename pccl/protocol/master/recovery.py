@@ -42,6 +42,13 @@ OUTNUMBERED = Refusal(
 GIVEN_UP = Refusal("it was given up as lost, or did not come back in time: connect again")
 CROWDED = Refusal("too much was said already by others who want to come back")
 
+FINISHED = Refusal(
+    "the run is finished: its peers have said so. For another run, start the master anew, without "
+    "the journal of this one",
+    Result.INVALID_USAGE,
+    m.Cause.FINISHED,
+)
+WHOLE_RUN = 0  # in place of a peer's number
 REFUSED_MAX = 256  # peers of which it is known why they were dropped: the latest ones
 NUMBER_MAX = 1 << 62  # of peers and rounds: more than can ever occur
 INCARNATION_MAX = 1 << 15  # of the master: epochs, which begin with it, have 32 bits
@@ -112,6 +119,7 @@ class Before:
     optimized: int
     next_peer: int
     incarnation: int
+    finished: bool
     veterans: set[int]  # that have completed a collective or synchronisation, or are told so now
 
 
@@ -308,6 +316,7 @@ def reconstruct(resumes: Mapping[int, m.Resume]) -> Before:
             max(resume.last_seq >> INCARNATION_SHIFT, resume.epoch >> EPOCH_SHIFT)
             for resume in resumes.values()
         ),
+        finished=any(resume.done.finished for resume in resumes.values()),
         veterans=veterans,
     )
 

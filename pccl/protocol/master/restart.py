@@ -65,6 +65,8 @@ def restore(run: Run, before: Before, back: Mapping[int, Back], now_s: float) ->
         peer.veteran = number in before.veterans
         run.outbox.do(Remember(info))
     run.history.restore(before)
+    if run.history.finished:
+        run.finish()
     for group, was in before.groups.items():
         run.groups.restore(group, was.rings)
         if not was.holders:

@@ -18,7 +18,7 @@ from pccl.protocol.master.nonces import Nonces
 from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.optimisations import Optimisations
 from pccl.protocol.master.outbox import Outbox, plain
-from pccl.protocol.master.recovery import REFUSED_MAX, Journal
+from pccl.protocol.master.recovery import FINISHED, REFUSED_MAX, WHOLE_RUN, Journal
 from pccl.protocol.master.synchronisations import Synchronisations
 from pccl.protocol.master.table import CollectiveTable
 from pccl.protocol.master.tally import Loss, Tally
@@ -48,6 +48,7 @@ class Run:
         self.membership = Membership(1 if journal is None else journal.next_peer)
         self.numbers = Numbers(Nonces(secret), 0 if journal is None else journal.incarnation)
         self.history = History()
+        self.history.finished = WHOLE_RUN in self.refused
         self.outbox = Outbox(self.membership.peers, self.numbers)
         self.groups = Groups(self.membership, self.numbers, self.history, self.outbox)
         self.dismissals = Dismissals(self.membership, self.groups, self.remove_all)
@@ -92,6 +93,7 @@ class Run:
         )
         self._commits = {
             Kind.TOPOLOGY: self._commit_topology,
+            Kind.FINISH: self._commit_finish,
             Kind.PENDING: self._commit_pending,
             Kind.START: self.collectives.start,
             Kind.PAIR: self.collectives.pair,
@@ -185,7 +187,7 @@ class Run:
         if refusal is not None:
             self.refused[number] = refusal
             if len(self.refused) > REFUSED_MAX:
-                del self.refused[min(self.refused)]
+                del self.refused[min(self.refused.keys() - {WHOLE_RUN})]
 
     def _go_on_without(self, lost: Mapping[int, dict[int, str]]) -> None:
         self.publish_world()
@@ -230,6 +232,20 @@ class Run:
         self.history.topology = count = self.history.topology + 1
         self.admit()
         self.outbox.answer(round_, lambda call: m.TopologyResult(call, count))
+
+    def _commit_finish(self, round_: Round[object]) -> None:
+        self.history.topology = count = self.history.topology + 1
+        self.outbox.answer(round_, lambda call: m.TopologyResult(call, count))
+        self.finish()
+
+    def finish(self) -> None:
+        """The run is finished: nobody is admitted any more, also by another master."""
+        if not self.history.finished:
+            self.outbox.note("the run is finished")
+        self.history.finished = True
+        self._note_loss(WHOLE_RUN, FINISHED)
+        why, result, cause = FINISHED
+        self.remove_all(dict.fromkeys(self.membership.pending, why), result, cause)
 
     def _commit_pending(self, round_: Round[object]) -> None:
         self.history.pending = count = self.history.pending + 1

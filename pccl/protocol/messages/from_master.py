@@ -82,7 +82,7 @@ class Admitted(Struct, array_like=True, frozen=True, tag=68):
 
 
 class TopologyResult(Struct, array_like=True, frozen=True, tag=69):
-    """`update_topology` is done; it was the run's `round`-th."""
+    """`update_topology` or `finish` is done; it was the run's `round`-th of both."""
 
     call: U64
     round: U64

@@ -62,9 +62,10 @@ class Hello(Struct, array_like=True, frozen=True, tag=1):
 
 
 class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
-    """Enters `update_topology`."""
+    """Enters `update_topology`, or `finish`, which admits nobody any more."""
 
     call: U64
+    finish: bool = False
 
 
 class PendingVote(Struct, array_like=True, frozen=True, tag=3):

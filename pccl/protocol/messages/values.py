@@ -52,6 +52,7 @@ class Cause(IntEnum):
     TIMEOUT = 2  # withdrawn
     DIVERGENCE = 3  # content had diverged, and a peer wanted an error in that case
     MEMORY = 4  # a peer ran out of it
+    FINISHED = 5  # the run is finished
 
 
 class Called(IntEnum):
@@ -287,6 +288,7 @@ class Done(Struct, array_like=True, frozen=True):
     holds: bool = False  # it took part in synchronisation number `sync`, and holds its content
     optimized: U64 = 0
     short: U64 = 0  # as in the last SyncResult
+    finished: bool = False  # the run is finished
 
 
 class Open(Struct, array_like=True, frozen=True):

@@ -132,6 +132,7 @@ class Fault(Enum):
     MISMATCH = "calls that can never meet"
     TIMEOUT = "a caller's time was up"
     DIVERGENCE = "content had diverged, and a peer wants an error then"
+    FINISHED = "the run is finished"
     TOO_FEW_PEERS = "fewer peers than the shared state is to begin with"
 
 

@@ -162,6 +162,10 @@ class Peer:
         """Answered with the size of the group when pending peers have been accepted."""
         return self._vote(call, m.TopologyVote(call))
 
+    def finish(self, call: int) -> list[Effect]:
+        """Answered with the size of the group when all peers of the run have finished."""
+        return self._vote(call, m.TopologyVote(call, finish=True))
+
     def are_peers_pending(
         self, call: int, stuck: bool = False, patient: bool = False, grace: Grace | None = None
     ) -> list[Effect]:
@@ -410,6 +414,8 @@ class Peer:
     def _dropped(self, result: Result, why: str, cause: int) -> None:
         gone = result is Result.MASTER_CONNECTION_FAILED
         fault = Fault.MASTER_LOST if gone else Fault.KICKED
+        if cause == m.Cause.FINISHED:
+            fault = Fault.FINISHED
         self._end(result, why, fault, Fault.MISMATCH if cause == m.Cause.MISMATCH else fault)
 
     # ---- the engine ----
@@ -537,7 +543,10 @@ class Peer:
         before, done = self.knowledge.done, resumed.done
         self._outbox.known = True
         self.knowledge.learn(
-            topology=done.topology, pending=done.pending, were_pending=done.were_pending
+            topology=done.topology,
+            pending=done.pending,
+            were_pending=done.were_pending,
+            finished=done.finished,
         )
         if self.transfers.open is None:
             self._syncs.missed(done)

@@ -1,4 +1,4 @@
-"""Calls that consist of one round: `update_topology` and `are_peers_pending`."""
+"""Calls that consist of one round: `update_topology`, `finish` and `are_peers_pending`."""
 
 from __future__ import annotations
 
@@ -49,8 +49,12 @@ class Votes:
     # ---- results ----
 
     def topology(self, result: m.TopologyResult) -> None:
-        """A round of `update_topology` has ended."""
-        self._knowledge.learn(topology=result.round)
+        """A round of `update_topology` or `finish` has ended."""
+        vote = self._waiting.get(result.call)
+        finished = isinstance(vote, m.TopologyVote) and vote.finish
+        self._knowledge.learn(
+            topology=result.round, finished=finished or self._knowledge.done.finished
+        )
         self._reply(result.call, self._knowledge.world.local_size)
 
     def pending(self, result: m.PendingResult) -> None:
@@ -82,7 +86,9 @@ class Votes:
         vote = self._waiting[call]
         self._withdrawals.forget(call)
         self._ghosts.add(call, type(vote).__name__, fail.fault is Fault.TIMEOUT)
-        kind = Kind.TOPOLOGY if isinstance(vote, m.TopologyVote) else Kind.PENDING
+        kind = Kind.PENDING
+        if isinstance(vote, m.TopologyVote):
+            kind = Kind.FINISH if vote.finish else Kind.TOPOLOGY
         self._outbox.do(replace(fail, result=WITHDRAWN[kind], phase=ENTERING))
 
     def resume(self, before: m.Done, done: m.Done) -> None:

@@ -180,6 +180,10 @@ class Client:
         """Enters the round that admits pending peers."""
         self._begin(call, self._peer.update_topology)
 
+    def finish(self, call: Call) -> None:
+        """Enters the round that ends the run."""
+        self._begin(call, self._peer.finish)
+
     def are_peers_pending(
         self, call: Call, stuck: bool = False, patient: bool = False, grace: Grace | None = None
     ) -> None:

@@ -23,7 +23,7 @@ import msgspec
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal
 from pccl.protocol.master.effects import Refusal
-from pccl.protocol.master.recovery import REFUSED_MAX
+from pccl.protocol.master.recovery import REFUSED_MAX, WHOLE_RUN
 from pccl.runtime import limits
 from pccl.runtime.server.journal import JournalError, JournalFile, State
 
@@ -116,7 +116,7 @@ class Scribe:
                 refused = self._state.refused
                 refused[number] = msgspec.msgpack.encode(why)
                 if len(refused) > REFUSED_MAX:
-                    del refused[min(refused)]
+                    del refused[min(refused.keys() - {WHOLE_RUN})]
             self._asked += 1
 
     def recovered(self) -> None:
