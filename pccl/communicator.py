@@ -370,8 +370,8 @@ class Communicator(Exchanges, Closing):
 
         Calls `step(k)` for each k from `shared_state.revision` up to `steps - 1`, and counts the
         revision up after each. Between steps it admits newcomers, which receive the shared state
-        and continue at the same step. At the end it finishes the run. After a loss it calls the same
-        step again; so a step must change the shared state only when its last collective has
+        and continue at the same step. At the end it finishes the run. After a loss it calls the
+        same step again; so a step must change the shared state only when its last collective has
         succeeded.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from simulator import Program, Run, SimPeer, Thread
-from trainers import insist, reduce, simulate, story_of_newcomers_alone
+from trainers import insist, natural, reduce, simulate, story_of_newcomers_alone
 
 from pccl.protocol.peer import effects
 from pccl.types import Result, SharedStateSyncStrategy
@@ -80,3 +80,13 @@ def test_newcomers_go_on_when_all_who_were_there_die(first: int) -> None:
             raise
         ended += run.peers[-1].left
     assert ended > 80, "who is not given up makes all its steps"
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, 50))
+def test_who_goes_back_to_the_top_of_its_loop_after_a_loss_goes_on(first: int) -> None:
+    for seed in range(first, first + 50):
+        try:
+            simulate(seed, natural)
+        except BaseException:
+            print(f"seed {seed}")
+            raise

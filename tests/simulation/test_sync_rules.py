@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 from hall import Hall, resume
 
 from pccl.protocol import messages as m
@@ -99,6 +102,54 @@ def test_an_unchanged_revision_is_legal_once_when_somebody_has_joined() -> None:
     assert hall.sync(offer(5), offer(5)) == [hall.result(5, 2)] * 2
     told = hall.sync(offer(5), offer(5))
     assert all(isinstance(error, m.CallError) for error in told)
+
+
+def lost(hall: Sync) -> None:
+    hall.say(b"3", m.Leave())
+
+
+def given_up(hall: Sync) -> None:
+    seq = hall.start()
+    hall.say(b"1", m.Withdraw(2, seq))
+    hall.everyone(m.FinishVote(seq, False))
+
+
+def not_completed(hall: Sync) -> None:
+    seq = hall.start()
+    hall.everyone(m.FinishVote(seq, False, "a stream broke"))
+
+
+def with_ranks_of_before(hall: Sync) -> None:
+    hall.everyone(m.StartVote(2, 0, m.Work("broadcast", 0, 10, 5, root=1, members=9)))
+
+
+@pytest.mark.parametrize("what", [lost, given_up, not_completed, with_ranks_of_before])
+def test_an_unchanged_revision_is_legal_once_after_a_loss(what: Callable[[Sync], None]) -> None:
+    """A program may catch a loss, and go back to the top of its loop, where it synchronises."""
+    hall = Sync(3)
+    hall.sync(*[offer(5)] * 3)
+    what(hall)
+    here = len(hall.master.peers)
+    assert hall.sync(*[offer(5)] * here) == [hall.result(5, 2)] * here
+    assert all(isinstance(error, m.CallError) for error in hall.sync(*[offer(5)] * here))
+    assert hall.sync(*[offer(6)] * here) == [hall.result(6, 3)] * here
+
+
+def test_a_collective_that_commits_makes_no_unchanged_revision_legal() -> None:
+    hall = Sync()
+    hall.sync(offer(5), offer(5))
+    hall.everyone(m.FinishVote(hall.start(), True))
+    assert all(isinstance(error, m.CallError) for error in hall.sync(offer(5), offer(5)))
+
+
+def test_who_goes_back_receives_from_those_who_went_on() -> None:
+    """An exception may take a caller away from a collective that commits."""
+    hall = Sync(3)
+    hall.sync(*[offer(5)] * 3)
+    hall.say(b"3", m.Leave())
+    told = hall.sync(offer(5), offer(6, b"b"))
+    assert isinstance(told[0], m.SyncPlan) and told[0].holders == (2,)
+    assert not told[0].diverged
 
 
 def test_a_group_that_begins_anew_repeats_no_number() -> None:

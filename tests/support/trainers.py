@@ -74,12 +74,43 @@ def trainer(steps: int, leaves: bool = True) -> Program:
     return program
 
 
-def simulate(seed: int) -> Run:
+def natural(steps: int) -> Program:
+    """A loop as one writes it at first: after a loss, back to its top, where it synchronises."""
+
+    def program(peer: SimPeer) -> Thread:
+        held = 0
+        while True:
+            yield from synchronise(peer)
+            revision, text = peer.content
+            assert revision >= held, f"peer {peer.name} went back from {held} to {revision}"
+            if revision >= steps:
+                break
+            held = revision
+            alone = peer.machine.world.local_size < 2
+            if not alone:
+                data = b"%8d" % revision if revision % 2 else None
+                end = yield from peer.all_reduce(data=data)
+                if isinstance(end, effects.Fail):
+                    assert end.fault is effects.Fault.PEER_LOST, end
+                    continue
+            held = revision + 1
+            peer.content = (held, text + "!" if alone else text)
+            pending = yield from insist(peer.are_peers_pending)
+            if pending.value:
+                yield from insist(peer.update_topology)
+        peer.leave()
+
+    return program
+
+
+def simulate(seed: int, program: Callable[[int], Program] = trainer) -> Run:
     run = Run(seed)
     draw = run.random
+    if program is natural:  # who waits no longer is where others do not expect it
+        run.patience = [0]
     peers, kills, joins = draw.randint(1, 5), draw.randint(0, 3), draw.randint(0, 3)
     for _ in range(peers):
-        run.add(trainer(draw.randint(3, 6))).content = (0, f"init {draw.randint(0, 2)}")
+        run.add(program(draw.randint(3, 6))).content = (0, f"init {draw.randint(0, 2)}")
     restarts = draw.choice([0, 0, 1, 2])
     events = ["kill"] * kills + ["join"] * joins + ["restart"] * restarts
     draw.shuffle(events)
@@ -90,7 +121,7 @@ def simulate(seed: int) -> Run:
         if event == "kill" and alive:
             run.kill(draw.choice(alive))
         elif event == "join":
-            run.add(trainer(4)).content = (0, "fresh")
+            run.add(program(4)).content = (0, "fresh")
         elif event == "restart":
             run.restart_master()
     run.finish()
