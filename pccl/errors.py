@@ -7,7 +7,7 @@
     +-- KickedError           the master dropped this peer
     +-- MasterLostError       MASTER_CONNECTION_FAILED: the master cannot be reached
     +-- RunFinishedError      INVALID_USAGE: the run is finished; also a SystemExit, of status 0
-+-- PCCLTimeoutError      the caller's time limit has passed; also a TimeoutError
+    +-- PCCLTimeoutError      the caller's time limit has passed; also a TimeoutError
     +-- DivergenceError       INVALID_ARGUMENT: shared state differs that should be equal
     +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: not supported by this version
 
@@ -136,7 +136,7 @@ class MasterLostError(PCCLError):
 
 
 class RunFinishedError(PCCLError, SystemExit):
-    """The run is finished (`Communicator.finish`): nothing is left to do for this peer.
+    """The run is finished (`Communicator.finish`): the communicator is of no further use.
 
     A program that does not catch it ends with exit status 0, so no launcher starts it again.
     """

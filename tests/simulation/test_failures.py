@@ -194,3 +194,40 @@ def test_after_a_thousand_failures_who_comes_back_says_no_more_than_a_stranger_m
     (again,) = machine.reconnected()
     assert isinstance(again, Send) and isinstance(again.message, m.Resume)
     assert len(again.message.failed) == OUTCOMES_KEPT
+
+
+def test_calls_that_can_never_meet_are_known_to_all_who_were_in_them() -> None:
+    """So each of them can tell the next master, which tells the others."""
+    hall = Hall(2)
+    hall.say(b"1", m.TopologyVote(5))
+    hall.say(b"2", m.SyncVote(6, m.Offer(0, 0, (ENTRY,))))
+    told = {conn: hall.told[conn][-2:] for conn in (b"1", b"2")}
+    known = {}
+    for conn, messages in told.items():
+        errors = [one for one in messages if isinstance(one, m.CallError)]
+        failures = [one.failure for one in messages if isinstance(one, m.Failed)]
+        assert [one.cause for one in errors] == [m.Cause.MISMATCH]
+        known[conn] = sorted([(one.seq, one.called) for one in [*errors, *failures]])
+    assert known[b"1"] == known[b"2"]
+    assert [called for _, called in known[b"1"]] == [m.Called.SYNC, m.Called.TOPOLOGY]
+
+
+@pytest.mark.parametrize("called", [m.Called.TOPOLOGY, m.Called.PENDING, m.Called.FINISH])
+def test_who_missed_that_its_call_can_never_meet_others_is_told(called: m.Called) -> None:
+    machine = Peer()
+    machine.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "h", 1, "", "", b""))
+    known = m.Plan(1, infos(1), (), 0)
+    for message in (m.Welcome(1), known, m.Admitted(7, m.Done())):
+        machine.received(message)
+    calls = {
+        m.Called.TOPOLOGY: machine.update_topology,
+        m.Called.PENDING: machine.are_peers_pending,
+        m.Called.FINISH: machine.finish,
+    }
+    calls[called](2)
+    failed = failure(9, called=called, tag=0, cause=m.Cause.MISMATCH)
+    assert not machine.received(m.Failed(failed)), "a call of others that failed just now"
+    machine.disconnected("it broke")
+    machine.reconnected()
+    (end,) = machine.received(m.Failed(failed))
+    assert isinstance(end, Fail) and (end.call, end.fault) == (2, Fault.MISMATCH)

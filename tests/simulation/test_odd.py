@@ -65,8 +65,8 @@ class Floor(Hall):
 
     def outcome(self, conn: bytes) -> str:
         """What came of a peer's latest call."""
-        told = self.told[conn][-1]
-        match told:
+        told = [one for one in self.told[conn] if not isinstance(one, m.Failed)]
+        match told[-1]:
             case m.Kicked(cause=m.Cause.MISMATCH):
                 return "dropped"
             case m.CallError(cause=m.Cause.MISMATCH):

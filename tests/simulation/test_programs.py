@@ -37,7 +37,7 @@ def test_every_kind_of_event_and_call_is_drawn() -> None:
     assert events == {*programs.EVENTS, "join", "blow"}
     scripts = [script for scenario in scenarios for script in scenario.peers]
     calls = {call.what for s in scripts for calls in s.threads for call in calls}
-    assert calls == {*programs.CALLS, *programs.SENDS}
+    assert calls == {*programs.CALLS, *programs.SENDS, "finish"}
 
 
 def test_a_failure_is_made_small(monkeypatch: pytest.MonkeyPatch) -> None:

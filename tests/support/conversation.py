@@ -46,6 +46,7 @@ MEMBERSHIP: Table = {
         "> Stalled": "accepted",
         "> Inquire": "accepted",
         "< Waiting": "accepted",
+        "< Failed": "accepted",  # of a call of others
         "> Resume": "returning",
         "> Leave": OVER,
         "< Kicked": OVER,
@@ -69,6 +70,7 @@ ROUND: Table = {
         "> Withdraw": "waiting",
         "< Result": OVER,
         "< CallError": OVER,
+        "< Failed": OVER,
     },
 }
 
@@ -189,6 +191,8 @@ def _is_of(talk: Talk, failure: m.Failure) -> bool:
     tables = {m.Called.SYNC: "synchronisation", m.Called.OPTIMIZE: "optimisation"}
     if failure.called in tables:
         return talk.table == tables[m.Called(failure.called)] and talk.state != OVER
+    if failure.called != m.Called.COLLECTIVE:
+        return (talk.table, talk.state, talk.place) == ("round", "waiting", (failure.called,))
     return _waits_to_start(talk, (failure.tag, *failure.pair))
 
 
@@ -211,7 +215,10 @@ class Conversation:
         name = type(message).__name__
         match message:
             case m.TopologyVote(call) | m.PendingVote(call):
-                self._go(self.calls.setdefault(call, Talk("round", "outside")), "> Vote")
+                called = m.Called.PENDING
+                if isinstance(message, m.TopologyVote):
+                    called = m.Called.FINISH if message.finish else m.Called.TOPOLOGY
+                self._go(self.calls.setdefault(call, Talk("round", "outside", (called,))), "> Vote")
             case m.StartVote(call, tag):
                 place = (tag, *message.pair)  # a send has tags of its own
                 talk = self.calls.setdefault(call, Talk("collective", "outside", place))
@@ -260,7 +267,7 @@ class Conversation:
                 for talk in self.calls.values():
                     if _waits_to_start(talk, (small.tag,)):
                         self._go(talk, "< Missed")
-            case m.Failed(failure):
+            case m.Failed(failure) if self.membership.state == "returning":
                 for talk in self.calls.values():
                     if _is_of(talk, failure):
                         self._go(talk, "< Failed")

@@ -453,6 +453,7 @@ class SimPeer:
         assert call not in self.answers
         assert call not in self.ops, "answered while the engine refers to its memory"
         what, tag, _ = self.standing.pop(call)
+        self.run.check_condemned(self, call, end)
         self.run.say(f"peer {self.name} returns from {what} (tag {tag}):", end)
         self.deadlines.pop(call, None)
         self.answers[call] = end

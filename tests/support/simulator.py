@@ -37,11 +37,12 @@ from pccl.protocol.master.effects import (
     Remember,
     Send,
 )
+from pccl.protocol.master.outbox import CALLED, plain
 from pccl.protocol.master.recovery import FINISHED, GIVEN_UP
 from pccl.protocol.master.status import CALLS_MAX, Phase
 from pccl.protocol.master.voting import ODD
 from pccl.protocol.peer.effects import Answer, Fail, Fault
-from pccl.protocol.rounds import PENDING, Grace, OpenRounds
+from pccl.protocol.rounds import PENDING, Grace, OpenRounds, RoundId
 
 # who stands in one of these can enter no other call (said anew: the protocol's rules are checked)
 EXCLUSIVE = {"update_topology", "finish", "optimize_topology", "sync_shared_state"}
@@ -72,6 +73,9 @@ class Run:
         self.convictions: dict[int, tuple[int, bool]] = {}
         self.odd: set[int] = set()  # who had to go because it stood alone
         self.splits = 0  # disputes in which nobody had a majority
+        # whose calls have failed for that: why, and what they were; and who has heard of these
+        self.condemned: dict[tuple[int, int], tuple[str, int, int]] = {}
+        self.heard: dict[tuple[str, int, int], list[SimPeer]] = {}
         self.master = self._new_master(self.run)
         self.peers: list[SimPeer] = []
         self.meetings = SimMeetings(self)
@@ -110,8 +114,20 @@ class Run:
         master.run.collectives.small_max = self.small_max
         return master
 
-    def _note_split(self) -> None:
+    def _note_split(self, votes: list[tuple[int, int, RoundId]], why: str) -> None:
         self.splits += 1
+        for number, call, round_ in votes:
+            self.condemned[number, call] = plain(why), CALLED[round_.kind], round_.tag or 0
+
+    def check_condemned(self, peer: SimPeer, call: int, end: Answer | Fail) -> None:
+        """A call that was refused has failed for that, also if its master could not say so; unless
+        nobody is left who has heard of it."""
+        verdict = self.condemned.pop((peer.machine.number, call), None)
+        if verdict is not None and peer.machine.over is None and call not in peer.given_up:
+            others = [p for p in self.heard.get(verdict, ()) if p is not peer and p.present]
+            known = any(not self.given_up_by_master(other) for other in others)
+            same = isinstance(end, Fail) and end.why == verdict[0]
+            assert same or not known, f"peer {peer.name} in {call}: {end}"
 
     def _begin_history(self, of: int | None) -> None:
         """The last holder of a group's shared state is gone: revisions begin anew."""
@@ -312,6 +328,10 @@ class Run:
         """No two peers of a run are told different outcomes of one round."""
         run, group = peer.machine.run, peer.group
         match message:
+            case m.CallError(seq=seq, why=why, called=called, tag=tag) if seq:
+                self.heard.setdefault((why, called, tag), []).append(peer)
+            case m.Failed(m.Failure(why=why, called=called, tag=tag)):
+                self.heard.setdefault((why, called, tag), []).append(peer)
             case m.Finished(seq, ok):
                 self.agree(("collective", run, seq), ok, peer)
                 assert not ok or peer.name in self.completed.get((run, seq), ()), (

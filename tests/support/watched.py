@@ -9,7 +9,7 @@ from pccl.protocol.master import Master
 from pccl.protocol.master.blame import Verdict
 from pccl.protocol.master.recovery import Before
 from pccl.protocol.master.restart import Restart
-from pccl.protocol.rounds import Kind, Round
+from pccl.protocol.rounds import Kind, Round, RoundId
 from pccl.types import Result
 
 
@@ -20,13 +20,13 @@ class Watched(Master):
         convicted: told of a peer that has to go, its group's size, and whether that synchronises.
         bereft: told of a group whose shared state is gone; None: all groups have lost theirs.
         odd: told of a peer that is dropped because it stands alone.
-        parted: told that nobody has a majority in a dispute.
+        parted: told that nobody has a majority in a dispute: whose calls fail, and why.
     """
 
     convicted: Callable[[int, tuple[int, bool]], None]
     bereft: Callable[[int | None], None]
     odd: Callable[[int], None]
-    parted: Callable[[], None]
+    parted: Callable[[list[tuple[int, int, RoundId]], str], None]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -100,7 +100,7 @@ class Watched(Master):
                 others = {n for one in rounds if one is not mine for n in one.votes}
                 most = mine in rounds and self._most(members, camp - others)
                 assert not most, f"most ask for the same, and got an error: {why}"
-        self.parted()
+        self.parted([(n, c, one.id) for one in rounds for n, c in one.calls.items()], why)
         self._fail(rounds, result, why)
 
     def _go_on(self, restart: Restart) -> None:

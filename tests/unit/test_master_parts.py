@@ -221,7 +221,7 @@ def test_voting_rejects_who_comes_too_late_to_what_can_never_meet() -> None:
     assert [type(one) for one in table.said()[5]] == [m.CallError]
     voting.enter(5, START, Vote(51, WORK))  # which it is told once
     assert not table.said() and len(voting.open) == 1
-    voting.reject_later(2, PendingRejection(frozenset({PENDING}), Result.INVALID_USAGE, "", 0))  # type: ignore[arg-type]
+    voting.reject_later(2, PendingRejection({PENDING: None}))  # type: ignore[arg-type]
     voting.forget(2)
     voting.enter(2, PENDING, Vote(22, False))
     assert not table.said()

@@ -156,7 +156,7 @@ def test_a_collective_that_breaks_is_voted_on_and_restored(bench: Bench) -> None
 
 
 def test_a_transfer_serves_fetches_and_ends(bench: Bench) -> None:
-    vote = m.SyncVote(1, m.Offer(0, 0, ()))
+    vote = m.SyncVote(1, m.Offer(0, 0, ()), holds=False)
     bench.transfers.enter(Transfer(1, 2, vote))
     assert bench.done == [RegisterOp(2, 7, 0, 0), Send(msgspec.structs.replace(vote, holds=False))]
     bench.syncs.planned(m.SyncPlan(1, 9, (3,), (1,), (0,), (b"digest",), nonce=4))

@@ -163,6 +163,7 @@ LEAVES = [
     errors.MismatchError,
     errors.KickedError,
     errors.MasterLostError,
+    errors.RunFinishedError,
     errors.PCCLTimeoutError,
     errors.DivergenceError,
     errors.UnsupportedError,

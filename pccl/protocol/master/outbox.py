@@ -19,6 +19,9 @@ CALLED = {
     Kind.PAIR: m.Called.COLLECTIVE,
     Kind.SYNC: m.Called.SYNC,
     Kind.OPTIMIZE: m.Called.OPTIMIZE,
+    Kind.TOPOLOGY: m.Called.TOPOLOGY,
+    Kind.PENDING: m.Called.PENDING,
+    Kind.FINISH: m.Called.FINISH,
 }
 
 
@@ -71,16 +74,27 @@ class Outbox:
         why: str,
         cause: m.Cause = m.Cause.OTHER,
     ) -> None:
-        """Tells all members, by their calls, that a round in which all had voted has failed.
+        """Tells all members, by their calls, that a round in which all had voted has failed."""
+        failure = self.failure(round_, result, why, cause)
+        for number, call in calls.items():
+            self.refuse(number, call, failure)
 
-        This is an outcome, and has a number: those that have heard of it tell a restarted master,
+    def failure(
+        self, round_: RoundId, result: Result, why: str, cause: m.Cause = m.Cause.OTHER
+    ) -> m.Failure:
+        """The failure of a round, of which all who have voted are to be told.
+
+        It is an outcome, and has a number: those that have heard of it tell a restarted master,
         which tells the others. Else these would wait for those that have gone on.
         """
         seq, called = self._numbers.take_seq(), CALLED[round_.kind]
-        tag, pair, why = round_.tag or 0, round_.pair or (), plain(why)
-        for number, call in calls.items():
-            error = m.CallError(call, result.value, why, cause, seq, called, tag, pair)
-            self.send(number, error)
+        place = round_.tag or 0, round_.pair or ()
+        return m.Failure(seq, called, *place, result.value, plain(why), cause)
+
+    def refuse(self, number: int, call: int, failure: m.Failure) -> None:
+        """Tells a peer that its call has failed with others."""
+        what = failure.seq, failure.called, failure.tag, failure.pair
+        self.send(number, m.CallError(call, failure.result, failure.why, failure.cause, *what))
 
     def note(self, text: str) -> None:
         """Logs a text, which may quote peers."""

@@ -19,7 +19,7 @@ from pccl.protocol.master.circles import circle
 from pccl.protocol.master.circles import held as are_held
 from pccl.protocol.master.dismissals import Dismissals
 from pccl.protocol.master.membership import NAMES_MAX, Membership
-from pccl.protocol.master.outbox import Outbox, plain
+from pccl.protocol.master.outbox import Outbox
 from pccl.protocol.master.table import CollectiveTable
 from pccl.protocol.master.work import Rows, difference, form, outdated, sees_others
 from pccl.protocol.rounds import (
@@ -39,6 +39,8 @@ PART_BYTES = 256  # memory that one tensor in a vote takes, about, without its t
 ROW_BYTES = 40  # and one number of rows
 Commit: TypeAlias = Callable[[Round[object]], None]
 _Pair: TypeAlias = tuple[RoundId, RoundId]
+MISMATCH = m.Cause.MISMATCH
+TOLD_MAX = 8  # rounds that fail together, of which all who were in any of them know
 NEVER_MEET = "the peers stand in calls that can never meet: "
 ODD = "is the odd one out: it is dropped, and the others go on without it"
 
@@ -69,10 +71,7 @@ def _listed(parts: Sequence[m.Part] | Sequence[m.Entry]) -> int:
 class PendingRejection:
     """The error that a peer gets, once, if it enters one of these rounds after their end."""
 
-    rounds: frozenset[RoundId]
-    result: Result
-    why: str
-    cause: m.Cause
+    failures: Mapping[RoundId, m.Failure]
 
 
 class Voting:
@@ -339,7 +338,7 @@ class Voting:
         """Drops peers that stand alone against others; their rounds go on without them."""
         info = self._membership.info
         texts = {number: f"{why}; {info(number)} {ODD}" for number, why in whys.items()}
-        self._dismissals.dismiss_all(texts, result, m.Cause.MISMATCH)
+        self._dismissals.dismiss_all(texts, result, MISMATCH)
 
     def _who(self, rounds: Iterable[Round[object]]) -> str:
         """Which peer called what: the first and the last voter of each round."""
@@ -354,30 +353,38 @@ class Voting:
         return "; ".join(calls)
 
     def _end(self, rounds: Sequence[Round[object]], result: Result, why: str) -> None:
-        """Ends rounds with an error: for all voters now, for other members when they enter."""
-        why = plain(why)
+        """Ends rounds with an error: for all voters now, for other members when they enter.
+
+        All voters of one hear of the others too, so that they can tell a restarted master.
+        """
         self._outbox.note(why)
-        ids = frozenset(round_.id for round_ in rounds)
-        rejection = PendingRejection(ids, result, why, m.Cause.MISMATCH)
-        voters = {number for round_ in rounds for number in round_.votes}
+        failures = {one.id: self._outbox.failure(one.id, result, why, MISMATCH) for one in rounds}
+        voters = sorted({number for round_ in rounds for number in round_.votes})
         for round_ in rounds:
             self.open.close(round_)
-            self._outbox.fail_voters(round_, result, why, m.Cause.MISMATCH)
+        for round_ in rounds:
+            failure, known = failures[round_.id], len(failures) <= TOLD_MAX
+            for number in voters:
+                if number in round_.votes:
+                    self._outbox.refuse(number, round_.votes[number].call, failure)
+                elif known and self._membership.has(number, round_.id.group):
+                    self._outbox.send(number, m.Failed(failure))
             for number in self._members(round_):
                 if number not in voters:
-                    self.reject_later(number, rejection)
+                    self.reject_later(number, PendingRejection(failures))
 
     def reject_later(self, number: int, rejection: PendingRejection) -> None:
         """A peer gets this error when it enters the round."""
         pending = self._rejections.setdefault(number, [])
-        pending[:] = [old for old in pending if old.rounds != rejection.rounds][-OPEN_MAX:]
+        ids = rejection.failures.keys()
+        pending[:] = [old for old in pending if old.failures.keys() != ids][-OPEN_MAX:]
         pending.append(rejection)
 
     def _reject(self, number: int, round_id: RoundId, vote: Vote[object]) -> bool:
         """Whether the round ended before this peer entered it; if so, sends the error."""
         pending = self._rejections[number]
-        found = next((one for one in pending if round_id in one.rounds), None)
+        found = next((one for one in pending if round_id in one.failures), None)
         if found is not None:
             pending.remove(found)
-            self._outbox.fail(number, vote.call, found.result, found.why, found.cause)
+            self._outbox.refuse(number, vote.call, found.failures[round_id])
         return found is not None

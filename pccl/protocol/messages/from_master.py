@@ -173,7 +173,7 @@ class SyncResult(Struct, array_like=True, frozen=True, tag=75):
 class CallError(Struct, array_like=True, frozen=True, tag=76):
     """A call failed before anything happened; `result` is a pccl.Result, `cause` a `Cause`.
 
-    `seq` is not 0 if all members had made the call, and all get this error: a restarted master must
+    `seq` is not 0 if all members get this error that have made the call: a restarted master must
     know of it. `called`, `tag` and `pair` are as in Failure.
     """
 
@@ -203,7 +203,11 @@ class Missed(Struct, array_like=True, frozen=True, tag=79):
 
 
 class Failed(Struct, array_like=True, frozen=True, tag=87):
-    """A call in which the peer waits has failed under an earlier master, which could not say so."""
+    """A call has failed for all who had made it.
+
+    If that was under an earlier master, which could not say so, the peer may still wait in it. Else
+    it is another one than this peer's, which has failed for the same reason.
+    """
 
     failure: Failure
 

@@ -13,7 +13,7 @@ from pccl.protocol import wording
 from pccl.protocol.kinds import CollectiveKind
 from pccl.support.text import ADVERTISED_MAX, address_text
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 DIFFERENCES_MAX = 100  # entries described when content has diverged
 PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
 RINGS_MAX = 8  # of a group, as in c/pccl.h
@@ -61,6 +61,9 @@ class Called(IntEnum):
     COLLECTIVE = 0
     SYNC = 1
     OPTIMIZE = 2
+    TOPOLOGY = 3
+    PENDING = 4
+    FINISH = 5
 
 
 class PeerInfo(Struct, array_like=True, frozen=True):
@@ -305,8 +308,8 @@ class Open(Struct, array_like=True, frozen=True):
 
 
 class Failure(Struct, array_like=True, frozen=True):
-    """A call that all members had made, and that the master then refused, with the same error for
-    all. `called` is a `Called`; `tag` and `pair` are those of a collective; the rest as in
+    """A call that the master refused, with the same error for all members that had made it.
+    `called` is a `Called`; `tag` and `pair` are those of a collective; the rest as in
     CallError.
     """
 
@@ -321,7 +324,7 @@ class Failure(Struct, array_like=True, frozen=True):
     @property
     def is_run_wide(self) -> bool:
         """Whether it concerns all groups."""
-        return self.called == Called.OPTIMIZE
+        return self.called not in (Called.COLLECTIVE, Called.SYNC)
 
 
 class Small(Struct, array_like=True, frozen=True):

@@ -379,11 +379,15 @@ class Peer:
         self._refuse(refused(refusal.call, refusal))
 
     def _failed(self, failure: m.Failure) -> None:
-        """A call has failed for all members under an earlier master."""
+        """A call has failed for all who had made it; if under an earlier master, this peer too."""
         self.knowledge.fails(failure)
+        if self._outbox.known:
+            return
         transfer = self.transfers.open
         if failure.called == m.Called.COLLECTIVE:
             call = self.collectives.waiting(failure.tag, failure.pair)
+        elif failure.called not in (m.Called.SYNC, m.Called.OPTIMIZE):
+            call = self.votes.waiting(failure.called)
         elif transfer is not None and transfer.optimises == (failure.called == m.Called.OPTIMIZE):
             call = transfer.call
         else:

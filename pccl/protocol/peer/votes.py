@@ -16,6 +16,17 @@ from pccl.protocol.peer.outbox import Outbox
 from pccl.protocol.rounds import WITHDRAWN, Kind
 
 Vote: TypeAlias = m.TopologyVote | m.PendingVote
+KINDS = {
+    m.Called.TOPOLOGY: Kind.TOPOLOGY,
+    m.Called.FINISH: Kind.FINISH,
+    m.Called.PENDING: Kind.PENDING,
+}
+
+
+def _called(vote: Vote) -> m.Called:
+    if isinstance(vote, m.PendingVote):
+        return m.Called.PENDING
+    return m.Called.FINISH if vote.finish else m.Called.TOPOLOGY
 
 
 class Votes:
@@ -33,6 +44,11 @@ class Votes:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def waiting(self, called: int) -> int | None:
+        """The call that waits in a round of this kind, if one does."""
+        waiting = (call for call, vote in self._waiting.items() if _called(vote) == called)
+        return next(waiting, None)
 
     def enter(self, call: int, vote: Vote) -> None:
         """A caller enters its round."""
@@ -86,10 +102,7 @@ class Votes:
         vote = self._waiting[call]
         self._withdrawals.forget(call)
         self._ghosts.add(call, type(vote).__name__, fail.fault is Fault.TIMEOUT)
-        kind = Kind.PENDING
-        if isinstance(vote, m.TopologyVote):
-            kind = Kind.FINISH if vote.finish else Kind.TOPOLOGY
-        self._outbox.do(replace(fail, result=WITHDRAWN[kind], phase=ENTERING))
+        self._outbox.do(replace(fail, result=WITHDRAWN[KINDS[_called(vote)]], phase=ENTERING))
 
     def resume(self, before: m.Done, done: m.Done) -> None:
         """Answers calls whose results were missed, and votes anew in the other rounds."""
