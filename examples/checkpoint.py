@@ -42,9 +42,10 @@ def main() -> None:
         help="of the master (default: PCCL_MASTER, or %(default)s)",
     )
     parser.add_argument("--steps", type=int, default=1000, help="of the run")
+    parser.add_argument("--elements", type=int, default=100_000, help="of the array")
     args = parser.parse_args()
 
-    total = np.zeros(100_000, np.float32)
+    total = np.zeros(args.elements, np.float32)
     shared = pccl.SharedState.from_tensors({"total": total})
     if args.file.exists():
         shared.load(args.file)
@@ -59,17 +60,15 @@ def main() -> None:
             if advanced:
                 total += contribution
                 shared.push_revision()
-            newcomers = comm.are_peers_pending()
-            if newcomers:
-                comm.update_topology()
-            if advanced or newcomers:
-                comm.sync_shared_state(shared)
+            newcomers = comm.admit(shared)
             if advanced and shared.revision % 10 == 0:
                 shared.save(args.file)
                 print(f"step {shared.revision}: {total[0]:.0f} contributions", flush=True)
             if not (advanced or newcomers):
                 print("all others have gone: start them and this one again, to go on", flush=True)
                 break
+        else:
+            comm.finish()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def average(comm: pccl.Communicator, tensors: list[object]) -> int:
 def main(words: list[str] | None = None) -> None:
     """Trains until all samples are used."""
     args = options(__doc__ or "", samples=20_000, batch=64).parse_args(words)
-    model = Model()
+    model = Model(args.width)
     momentum = {f"momentum.{name}": torch.zeros_like(p) for name, p in model.named_parameters()}
     text = Text(args.text)
     ledger = Ledger(min(args.samples, len(text)), share=args.batch)
@@ -42,7 +42,7 @@ def main(words: list[str] | None = None) -> None:
     shared = pccl.SharedState([*infos, *ledger.entries()])
 
     with pccl.Communicator(args.master_address) as comm:
-        comm.sync_shared_state(shared, min_peers=args.min_peers)  # newcomers meet it below
+        comm.sync_shared_state(shared, min_peers=args.min_peers)  # newcomers meet admit() below
         ledger.claim(comm)
         while not ledger.finished:
             loss = sum((model.loss(batch) for batch in loader), torch.zeros((), requires_grad=True))
@@ -54,13 +54,12 @@ def main(words: list[str] | None = None) -> None:
                 for p, v, g in zip(model.parameters(), momentum.values(), gradients, strict=True):
                     p -= 0.1 * v.mul_(0.9).add_(g)
             shared.push_revision()
-            if comm.are_peers_pending():
-                comm.update_topology()
-            comm.sync_shared_state(shared)
+            comm.admit(shared)
             ledger.claim(comm)
             if shared.revision % 20 == 0:
                 done = f"{ledger.consumed} of {ledger.samples} samples"
                 print(f"{done}: loss {loss.item():.3f}, {peers} peers", flush=True)
+        comm.finish()
         print(f"weights {sum(p.sum().item() for p in model.parameters())!r}", flush=True)
 
 

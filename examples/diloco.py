@@ -29,7 +29,7 @@ def main(words: list[str] | None = None) -> None:
     # The seed, hence the initial weights and the data, may differ on every peer: the first of a run
     # gives its weights to the others.
     torch.manual_seed(args.seed)
-    model = Model()
+    model = Model(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     batches = Text(args.text).batches(32, args.seed)
 
@@ -55,6 +55,7 @@ def main(words: list[str] | None = None) -> None:
                     flush=True,
                 )
         diloco.finish()  # what is still under way, in other modes than "sync"
+        comm.finish()
         print(f"shared state: {diloco.state_digest()}", flush=True)
 
 

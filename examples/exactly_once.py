@@ -43,7 +43,7 @@ def main() -> None:
     total = np.zeros(256, np.int64)
     shared = pccl.SharedState([pccl.TensorInfo.from_numpy(total, "total"), *ledger.entries()])
     with pccl.Communicator(args.master_address) as comm:
-        comm.sync_shared_state(shared, min_peers=args.min_peers)  # newcomers meet it below
+        comm.sync_shared_state(shared, min_peers=args.min_peers)  # newcomers meet admit() below
         ledger.claim(comm)
         while not ledger.finished:
             mine = [text[BLOCK * i : BLOCK * (i + 1)] for part in ledger.share for i in part]
@@ -54,11 +54,10 @@ def main() -> None:
             total += counts
             ledger.settle(vote)
             shared.push_revision()
-            if comm.are_peers_pending():
-                comm.update_topology()
-            comm.sync_shared_state(shared)
+            comm.admit(shared)
             ledger.claim(comm)
             print(f"{ledger.consumed} of {ledger.samples} blocks", flush=True)
+        comm.finish()
     print(f"exact: {(total == np.bincount(text, minlength=256)).all()}", flush=True)
 
 

@@ -37,12 +37,13 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--target", type=float, default=1.0)
+    parser.add_argument("--elements", type=int, default=10_000, help="of the array")
     args = parser.parse_args()
 
     communicator = Communicator(args.master_address, 0)
     communicator.connect(n_attempts=15)
 
-    weights = np.zeros(10_000, np.float32)
+    weights = np.zeros(args.elements, np.float32)
     update = np.zeros_like(weights)
     shared_state = SharedState(
         [TensorInfo.from_numpy(weights, "weights", allow_content_inequality=False)]

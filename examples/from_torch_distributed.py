@@ -43,11 +43,12 @@ def main() -> None:
     )
     parser.add_argument("--peers", type=int, default=2, help="that begin together")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--width", type=int, default=1, help="of the model's output")
     parser.add_argument("--seed", type=int, default=0, help="of this peer's data")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    model = nn.Linear(8, 1)
+    model = nn.Linear(8, args.width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     with pccl.Communicator(args.master_address) as comm:
@@ -56,13 +57,16 @@ def main() -> None:
         with_survivors(lambda: comm.broadcast(parameters, root=0))
         for step in range(1, args.steps + 1):
             inputs = torch.randn(32, 8)
-            loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+            loss = nn.functional.mse_loss(
+                model(inputs), inputs.sum(1, keepdim=True).expand(-1, args.width)
+            )
             optimizer.zero_grad()
             loss.backward()
             gradients = {name: p.grad for name, p in model.named_parameters()}
             with_survivors(lambda grads=gradients: comm.all_reduce(grads))
             optimizer.step()
             print(f"step {step}: loss {loss.item():.4f}", flush=True)
+        comm.finish()
         print(f"weights {sum(p.sum().item() for p in parameters.values())!r}", flush=True)
 
 

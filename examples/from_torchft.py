@@ -56,21 +56,24 @@ def main() -> None:
     )
     parser.add_argument("--min-peers", type=int, default=2, help="wait for so many to begin")
     parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--width", type=int, default=1, help="of the model's output")
     parser.add_argument("--seed", type=int, default=0, help="of this peer's data")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    model = nn.Linear(8, 1)
+    model = nn.Linear(8, args.width)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     step = torch.zeros(1, dtype=torch.int64)
     shared = pccl.SharedState.from_tensors(
         {"step": step, **model.state_dict(), **allocate_state(optimizer)}
     )
     with pccl.Communicator(args.master_address) as comm:
-        comm.sync_shared_state(shared, min_peers=args.min_peers)  # newcomers meet it below
+        comm.sync_shared_state(shared, min_peers=args.min_peers)  # newcomers meet admit() below
         while step < args.steps:
             inputs = torch.randn(32, 8)
-            loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+            loss = nn.functional.mse_loss(
+                model(inputs), inputs.sum(1, keepdim=True).expand(-1, args.width)
+            )
             optimizer.zero_grad()
             loss.backward()
             peers = average(comm, {name: p.grad for name, p in model.named_parameters()})
@@ -79,10 +82,9 @@ def main() -> None:
             if step % 10 == 0:
                 weights = sum(p.sum().item() for p in model.parameters())
                 print(f"step {step.item()}: {peers} peers, weights {weights!r}", flush=True)
-            if comm.are_peers_pending():
-                comm.update_topology()
-                shared.push_revision()
-                comm.sync_shared_state(shared)
+            shared.push_revision()
+            comm.admit(shared)
+        comm.finish()
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def main(words: list[str] | None = None) -> None:
     if device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
     mesh = init_device_mesh(device, (dist.get_world_size(),))
-    model = Model().to(device)
+    model = Model(args.width).to(device)
     for layer in model:
         if list(layer.parameters()):
             fully_shard(layer, mesh=mesh)
@@ -65,6 +65,7 @@ def main(words: list[str] | None = None) -> None:
             if outer and outer.outer_step % args.save_every == 0:
                 directory = args.checkpoints / str(outer.outer_step)
                 dcp.save(diloco.state_dict(sharded=True), checkpoint_id=directory)
+        comm.finish()
         print(f"shard {dist.get_rank()}: {diloco.state_digest()}", flush=True)
     dist.destroy_process_group()
 

@@ -22,7 +22,7 @@ def main(words: list[str] | None = None) -> None:
     parser = options(__doc__ or "", steps=60, batch=32)
     parser.add_argument("--inner-seconds", type=float, default=2.0, help="between outer steps")
     args = parser.parse_args(words)
-    model = Model()
+    model = Model(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with pccl.Communicator(args.master_address) as comm:
         diloco = DiLoCo(
@@ -43,6 +43,7 @@ def main(words: list[str] | None = None) -> None:
                 print(f"outer step {outer.outer_step}: loss {loss.item():.3f}, {steps} inner steps")
             if diloco.outer_step >= args.steps:
                 break
+        comm.finish()
         print(f"shared state: {diloco.state_digest()}", flush=True)
 
 

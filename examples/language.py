@@ -18,13 +18,13 @@ LIBRARY = Path(os.__file__).parent  # Python's own source code is the text
 class Model(nn.Sequential):
     """Predicts a byte from those before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__(
             nn.Embedding(256, 16),
             nn.Flatten(),
-            nn.Linear(16 * CONTEXT, 64),
+            nn.Linear(16 * CONTEXT, width),
             nn.GELU(),
-            nn.Linear(64, 256),
+            nn.Linear(width, 256),
         )
 
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
@@ -66,6 +66,7 @@ def options(about: str, **defaults: int) -> argparse.ArgumentParser:
     )
     parser.add_argument("--min-peers", type=int, default=2, help="wait for so many to begin")
     parser.add_argument("--seed", type=int, default=0, help="of this peer's samples")
+    parser.add_argument("--width", type=int, default=64, help="of the model's hidden layer")
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     return parser

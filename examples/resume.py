@@ -23,7 +23,7 @@ def main(words: list[str] | None = None) -> None:
     parser = options(__doc__ or "", steps=60, inner_steps=50, save_every=5)
     parser.add_argument("file", type=Path, help="of this peer")
     args = parser.parse_args(words)
-    model = Model()
+    model = Model(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with pccl.Communicator(args.master_address) as comm:
         diloco = DiLoCo(
@@ -46,6 +46,7 @@ def main(words: list[str] | None = None) -> None:
             if outer and outer.outer_step % args.save_every == 0:
                 diloco.save(args.file)  # atomic
                 print(f"outer step {outer.outer_step}: loss {loss.item():.3f}, saved", flush=True)
+        comm.finish()
         print(f"shared state: {diloco.state_digest()}", flush=True)
 
 

@@ -20,7 +20,7 @@ from pccl.diloco import DiLoCo
 def main(words: list[str] | None = None) -> None:
     """Trains until the run has taken `--steps` outer steps."""
     args = options(__doc__ or "", steps=60, inner_steps=30).parse_args(words)
-    model = Model()
+    model = Model(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with pccl.Communicator(args.master_address) as comm:
         diloco = DiLoCo(
@@ -43,6 +43,7 @@ def main(words: list[str] | None = None) -> None:
                 print(f"outer step {outer.outer_step}: loss {loss.item():.3f}, sent {share:.2%}")
             if diloco.outer_step >= args.steps:
                 break
+        comm.finish()
         print(f"shared state: {diloco.state_digest()}", flush=True)
 
 

@@ -20,7 +20,7 @@ from pccl.diloco import DiLoCo
 def main(words: list[str] | None = None) -> None:
     """Trains until every fragment of the run has taken `--steps` outer steps."""
     args = options(__doc__ or "", steps=60, inner_steps=50, overlap=5).parse_args(words)
-    model = Model()
+    model = Model(args.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with pccl.Communicator(args.master_address) as comm:
         diloco = DiLoCo(
@@ -47,6 +47,7 @@ def main(words: list[str] | None = None) -> None:
             if diloco.outer_step >= args.steps:
                 break
         diloco.finish()  # the mean that is under way
+        comm.finish()
         print(f"shared state: {diloco.state_digest()}", flush=True)
 
 

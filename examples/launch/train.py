@@ -24,19 +24,19 @@ def main(words: list[str] | None = None) -> None:
     address = os.environ.get("PCCL_MASTER", "127.0.0.1:48148")
     parser.add_argument("--master-address", default=address)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--elements", type=int, default=1000, help="of the weights")
     parser.add_argument("--seconds", type=float, default=0.1, help="that a step takes")
     parser.add_argument("--min-peers", type=int, default=1, help="with which the run begins")
     parser.add_argument("--checkpoint", type=Path, help="written after each tenth step")
     args = parser.parse_args(words)
 
-    weights, step = np.zeros(1000, np.float32), np.zeros(1, np.int64)
+    weights, step = np.zeros(args.elements, np.float32), np.zeros(1, np.int64)
     shared = pccl.SharedState.from_tensors({"weights": weights, "step": step})
     if args.checkpoint is not None and args.checkpoint.exists():
         shared.load(args.checkpoint)
     with pccl.Communicator(args.master_address, connect_timeout=300) as comm:
         while True:
-            # gives a newcomer what it lacks; the others have it all
-            comm.sync_shared_state(shared, min_peers=args.min_peers)
+            comm.admit(shared, min_peers=args.min_peers)  # gives newcomers what they lack
             if step[0] >= args.steps:
                 break
             time.sleep(args.seconds)  # this is where a model would be trained
@@ -53,8 +53,7 @@ def main(words: list[str] | None = None) -> None:
             print(f"step {step[0]}: {peers} peers", flush=True)
             if args.checkpoint is not None and step[0] % 10 == 0:
                 shared.save(args.checkpoint)
-            if comm.are_peers_pending():
-                comm.update_topology()  # who waits goes on with the call that comes after this one
+        comm.finish()  # whoever comes now comes too late, and does not begin anew
     print(f"done: {step[0]} steps, weights {weights[0]}", flush=True)
 
 

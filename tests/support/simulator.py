@@ -87,6 +87,7 @@ class Run:
         self.journal: set[int] = set()  # accepted peers, as the master's journal has them
         self.refused: dict[int, Refusal] = {}  # who was dropped and may not know it: in the journal
         self.next_peer = 1
+        self.was_finished = False  # also under an earlier master
         self.finished = False  # whether all have said that the run is over, as the master knows
         self.incarnation = 0
         self.now_s = 0.0
@@ -367,7 +368,9 @@ class Run:
 
     def check_over(self, peer: SimPeer, why: str) -> None:
         """Why a peer may be out of the run. Who was dropped hears why, however it hears of it."""
-        told = self.refused.get(peer.machine.number)
+        number = peer.machine.number  # 0: it has none yet
+        here = number and peer.machine.run == self.master.run.number
+        told = self.refused.get(number) if here else None
         assert peer.left or told is None or told.why in why, f"peer {peer.name}: {why}"
         assert (
             peer.left
@@ -380,7 +383,7 @@ class Run:
             or (self.straggler_s is not None and "others waited for it" in why)
             or ("of its team, is gone" in why and self.bereaved(peer))
             or (self.graces != [None] and "it was late" in why)
-            or (self.master.run.history.finished and FINISHED.why in why)
+            or ((self.was_finished or self.master.run.history.finished) and FINISHED.why in why)
             or (self.incarnation and peer.given_up and "out of step" in why)
             or (ODD in why and peer.machine.number in self.odd)
         ), f"peer {peer.name} is out of the run: {why}"
@@ -588,7 +591,7 @@ class Run:
                 case Drop(conn):
                     self.dropped.add(conn)
                 case Remember(info):
-                    known = info.peer in self.journal
+                    known = info.peer < self.next_peer  # it may come back
                     assert known or not self.finished, f"{info} joins a run that is finished"
                     self.journal.add(info.peer)
                     self.next_peer = max(self.next_peer, info.peer + 1)
@@ -597,6 +600,7 @@ class Run:
                     if why is not None:
                         self.refused[number] = why
                     self.finished |= why is FINISHED
+                    self.was_finished |= why is FINISHED
                 case Adopt(_, incarnation):
                     self.incarnation = max(self.incarnation, incarnation)
                 case Dial(info):
