@@ -111,7 +111,7 @@
  * other without gaps. It travels from position to position:
  *
  *     h <= n-2:  a partial result of h+1 contributors. The receiver adds its own contribution. If
- *                that makes n (h == n-2) it is final and stored (AVG divides here).
+ *                that makes n (h == n-2) it is final and stored (AVG divides floats here).
  *     h >= n-1:  final. Stored.
  *
  * It is sent on with hop h+1, unless h is the last hop. ALL_REDUCE has the hops 0 to 2n-3,
@@ -203,7 +203,8 @@
 /* Element types, as pccl.DataType. */
 enum pccl_dtype {
     PCCL_U8 = 0, PCCL_I8 = 1, PCCL_I16 = 2, PCCL_U16 = 3, PCCL_U32 = 4, PCCL_I32 = 5,
-    PCCL_U64 = 6, PCCL_I64 = 7, PCCL_F16 = 8, PCCL_BF16 = 9, PCCL_F32 = 10, PCCL_F64 = 11
+    PCCL_U64 = 6, PCCL_I64 = 7, PCCL_F16 = 8, PCCL_BF16 = 9, PCCL_F32 = 10, PCCL_F64 = 11,
+    PCCL_I128 = 12                  /* sums of 64-bit integers: no other operation has them */
 };
 
 /* Reduce operations, as pccl.ReduceOp. */

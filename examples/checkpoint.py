@@ -19,18 +19,6 @@ import numpy as np
 import pccl
 
 
-def reduced(comm: pccl.Communicator, x: np.ndarray) -> bool:
-    """Sums over the peers that are left; False when there is nobody else."""
-    while True:
-        try:
-            comm.all_reduce(x, op="sum")
-            return True
-        except pccl.PeerLostError:
-            pass  # nothing has changed: again, without it
-        except pccl.TooFewPeersError:
-            return False
-
-
 def main() -> None:
     """Counts the steps of a run, and the steps of all its peers."""
     parser = argparse.ArgumentParser(description="Checkpoints of a run.")
@@ -52,23 +40,18 @@ def main() -> None:
         print(f"loaded revision {shared.revision}", flush=True)
 
     with pccl.Communicator(args.master_address) as comm:
-        # who has the later file must be there when the run begins
-        comm.sync_shared_state(shared, min_peers=2)
-        while shared.revision < args.steps:
+
+        def step(number: int) -> None:
+            if number % 10 == 0 and number > 0:
+                shared.save(args.file)  # atomic
+                print(f"step {number}: {total[0]:.0f} contributions", flush=True)
             contribution = np.ones_like(total)
-            advanced = reduced(comm, contribution)
-            if advanced:
-                total += contribution
-                shared.push_revision()
-            newcomers = comm.admit(shared)
-            if advanced and shared.revision % 10 == 0:
-                shared.save(args.file)
-                print(f"step {shared.revision}: {total[0]:.0f} contributions", flush=True)
-            if not (advanced or newcomers):
-                print("all others have gone: start them and this one again, to go on", flush=True)
-                break
-        else:
-            comm.finish()
+            comm.all_reduce(contribution, op="sum")
+            total[:] += contribution
+
+        # who has the later file must be there when the run begins; who is left alone waits
+        comm.run(step, shared, steps=args.steps, min_peers=2)
+        print(f"step {args.steps}: {total[0]:.0f} contributions", flush=True)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,12 @@ class PeerLostError(PCCLError):
     remedy = "call again: inputs hold what they held, and the next attempt goes on without the lost"
 
 
+class RanksChangedError(PeerLostError):
+    """The ring was re-ordered, and a peer did not know it yet; nobody is lost. The communicator
+    remains usable: call again, with the ranks as they are now.
+    """
+
+
 class TooFewPeersError(PCCLError):
     """This peer is alone in its group, and a collective needs two. Buffers are untouched.
 

@@ -92,6 +92,11 @@ class DataType(Enum):
     FLOAT = 10
     DOUBLE = 11
 
+    @property
+    def is_integer(self) -> bool:
+        """Whether its elements are integers."""
+        return self not in (self.FLOAT16, self.BFLOAT16, self.FLOAT, self.DOUBLE)
+
     @classmethod
     def from_torch_dtype(cls, dtype: torch.dtype) -> DataType:
         """The element type of a torch tensor.

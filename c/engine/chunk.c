@@ -314,7 +314,8 @@ static void reduce(struct collective *collective, const struct wire_header *chun
     for (; parts_next(&collective->parts, &at, chunk->offset + chunk->length, &own);
          in += own.bytes) {
         int status = pccl_reduce(own.part->dtype, collective->redop, into_recv ? own.recv : in,
-                                 in, own.send, own.length, divisor);
+                                 in, own.send, own.length,
+                                 collective_divisor(own.part->dtype, divisor));
         assert(status == PCCL_OK);
         (void)status;
     }

@@ -101,6 +101,13 @@ bool collective_may_be_direct(const struct collective *collective, uint32_t memb
 
 /* The first and the last hop of a chunk, among `members` > 1. */
 uint32_t collective_first_hop(const struct collective *collective, uint32_t members);
+/* What the last step of an AVG divides by. Integers are only added: their callers register wide ones,
+ * in which sums do not wrap, and divide these. */
+static inline uint32_t collective_divisor(int dtype, uint32_t members)
+{
+    return dtype < PCCL_F16 || dtype == PCCL_I128 ? 1 : members;
+}
+
 uint32_t collective_last_hop(const struct collective *collective, uint32_t members);
 
 #endif

@@ -114,7 +114,8 @@ void direct_reduce(const struct collective *collective, const struct wire_header
     for (; parts_next(&collective->parts, &at, chunk->offset + chunk->length, &own);
          in += own.bytes) {
         int status = pccl_reduce(own.part->dtype, collective->redop, own.recv,
-                                 first ? in : own.send, first ? own.send : in, own.length, 2);
+                                 first ? in : own.send, first ? own.send : in, own.length,
+                                 collective_divisor(own.part->dtype, 2));
         assert(status == PCCL_OK);
         (void)status;
     }

@@ -142,6 +142,23 @@ DEFINE_KERNEL(PCCL_CLONES, bf16, uint16_t)
 DEFINE_KERNEL(PCCL_CLONES, f32, uint32_t)
 DEFINE_KERNEL(PCCL_FEW_CLONES, f64, uint64_t)
 
+/* Sums of 64-bit integers: the lower half, and the upper one. */
+static void reduce_i128(int redop, unsigned char *out, const unsigned char *a,
+                        const unsigned char *b, size_t n, uint32_t divisor)
+{
+    size_t i;
+    (void)redop;
+    (void)divisor;
+    for (i = 0; i < n; i++) {
+        uint64_t x[2], y[2];
+        memcpy(x, a + i * sizeof x, sizeof x);
+        memcpy(y, b + i * sizeof y, sizeof y);
+        x[0] += y[0];
+        x[1] += y[1] + (x[0] < y[0]);
+        memcpy(out + i * sizeof x, x, sizeof x);
+    }
+}
+
 /* ---- the types, in the order of pccl_dtype ---- */
 
 typedef struct {
@@ -154,6 +171,7 @@ static const element_type element_types[] = {
     {1, reduce_u8},  {1, reduce_i8},  {2, reduce_i16}, {2, reduce_u16},
     {4, reduce_u32}, {4, reduce_i32}, {8, reduce_u64}, {8, reduce_i64},
     {2, reduce_f16}, {2, reduce_bf16}, {4, reduce_f32}, {8, reduce_f64},
+    {16, reduce_i128},
 };
 
 static const element_type *element_type_find(int dtype)
@@ -177,6 +195,8 @@ int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, s
         return PCCL_EINVAL;
     if (redop == PCCL_AVG && divisor == 1)
         redop = PCCL_SUM;
+    if (dtype == PCCL_I128 && redop != PCCL_SUM)
+        return PCCL_EINVAL;
     if (out == b)
         type->reduce(redop, out, b, a, n, divisor);
     else

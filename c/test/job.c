@@ -151,7 +151,7 @@ static unsigned char *reduced(const struct job *job, int k)
     for (i = 1; i < job->n; i++)
         (void)pccl_reduce(dtype, job->redop, sum, sum, job->given[i][k],
                           bytes / pccl_dtype_size(dtype),
-                          i == job->n - 1 ? (uint32_t)job->n : 1);
+                          i == job->n - 1 && dtype >= PCCL_F16 ? (uint32_t)job->n : 1);
     return sum;
 }
 

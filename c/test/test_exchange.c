@@ -255,7 +255,7 @@ static void test_wrong_orders(void)
     EXPECT_EINVAL(order.members = 0);
     EXPECT_EINVAL(order.members = PCCL_PEERS_MAX + 1);
     EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
-    EXPECT_EINVAL(part.dtype = 12);
+    EXPECT_EINVAL(part.dtype = PCCL_I128 + 1);
     EXPECT_EINVAL(part.send = NULL);
     EXPECT_EINVAL(part.recv = NULL);
     EXPECT_EINVAL(part.count = UINT64_MAX / 4);

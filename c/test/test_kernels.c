@@ -117,11 +117,12 @@ static void test_arguments(void)
     unsigned char memory[8] = {0};
     int dtype;
 
-    CHECK(pccl_dtype_size(-1) == 0 && pccl_dtype_size(PCCL_F64 + 1) == 0);
+    CHECK(pccl_dtype_size(-1) == 0 && pccl_dtype_size(PCCL_I128 + 1) == 0);
     for (dtype = PCCL_U8; dtype <= PCCL_F64; dtype++)
         CHECK(pccl_dtype_size(dtype) >= 1 && pccl_dtype_size(dtype) <= 8);
     CHECK(pccl_reduce(-1, PCCL_SUM, memory, memory, memory, 1, 1) == PCCL_EINVAL);
-    CHECK(pccl_reduce(PCCL_F64 + 1, PCCL_SUM, memory, memory, memory, 1, 1) == PCCL_EINVAL);
+    CHECK(pccl_reduce(PCCL_I128 + 1, PCCL_SUM, memory, memory, memory, 1, 1) == PCCL_EINVAL);
+    CHECK(pccl_reduce(PCCL_I128, PCCL_MAX, memory, memory, memory, 0, 1) == PCCL_EINVAL);
     CHECK(pccl_reduce(PCCL_F32, -1, memory, memory, memory, 1, 1) == PCCL_EINVAL);
     CHECK(pccl_reduce(PCCL_F32, PCCL_MIN + 1, memory, memory, memory, 1, 1) == PCCL_EINVAL);
     CHECK(pccl_reduce(PCCL_F32, PCCL_AVG, memory, memory, memory, 1, 0) == PCCL_EINVAL);

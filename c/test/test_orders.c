@@ -60,7 +60,7 @@ static void test_wrong_orders(void)
     EXPECT_EINVAL(order.collective = UINT32_MAX);
     EXPECT_EINVAL(order.redop = 5);
     EXPECT_EINVAL(order.n_parts = PCCL_PARTS_MAX + 1);
-    EXPECT_EINVAL(part.dtype = 12);
+    EXPECT_EINVAL(part.dtype = PCCL_I128 + 1);
     EXPECT_EINVAL(order.format = PCCL_ZERO_POINT_16 + 1);
     EXPECT_EINVAL(order.format = UINT32_MAX);
     EXPECT_EINVAL(order.format = PCCL_BLOCK_8; order.redop = PCCL_PROD);

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pccl.calls.ranks import KnownRanks
 from pccl.calls.standing import Standing
@@ -17,6 +18,7 @@ from pccl.errors import (
     PCCLError,
     PCCLTimeoutError,
     PeerLostError,
+    RanksChangedError,
     RunFinishedError,
     TooFewPeersError,
 )
@@ -24,7 +26,7 @@ from pccl.protocol.peer import effects
 from pccl.runtime.client.call import Deadline, End
 from pccl.runtime.client.client import Client
 from pccl.runtime.client.copies import Copies, on_host
-from pccl.runtime.client.memory import Operands
+from pccl.runtime.client.memory import Operands, Wide
 from pccl.runtime.forks import FORKED
 from pccl.runtime.uninterrupted import aside
 from pccl.types import ReduceInfo, Result
@@ -34,6 +36,7 @@ log = logging.getLogger("pccl")
 _ERRORS: dict[effects.Fault, type[PCCLError]] = {
     effects.Fault.OTHER: PCCLError,
     effects.Fault.PEER_LOST: PeerLostError,
+    effects.Fault.REORDERED: RanksChangedError,
     effects.Fault.MASTER_LOST: MasterLostError,
     effects.Fault.KICKED: KickedError,
     effects.Fault.MISMATCH: MismatchError,
@@ -74,6 +77,7 @@ class Launch:
         self.end: End | None = None
         self.over = False
         self._copies: Copies | None = None
+        self._wide: Wide | None = None
         self._lock = threading.Lock()
 
     def begin(self, work: Operands, stuck: bool = False) -> None:
@@ -87,6 +91,13 @@ class Launch:
         work, self._copies = on_host(work, self._client.plan, self._client.number)
         if self._copies is not None:
             self._copies.begin()
+        if work.averages_integers:
+            wide = Wide(work.each)
+            work = replace(work, wide=wide)
+            if self._copies is not None:
+                self._copies.wide = wide
+            else:
+                self._wide = wide
         self._client.collective(self.call, self._tags[0], work, stuck)
         if self._copies is not None:
             self._copies.go_on(self._client, self.call)
@@ -125,6 +136,8 @@ class Launch:
         if isinstance(end, effects.Fail):
             if end.result is Result.RANK_CONNECTION_LOST:
                 self._ranks.lose(self._client.plan, self._client.number)
+        elif self._wide is not None:
+            self._wide.narrow(info(end).world_size)
         if self._copies is not None:
             self._copies.settle()
 

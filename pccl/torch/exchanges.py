@@ -46,7 +46,7 @@ class ExchangeTasks:
         if reduction.bitwise is not None:
             raise ValueError("a bitwise reduce is not supported: use all_reduce")
         given = movable(tensor) if tensor.dtype == torch.bool else flat(tensor)
-        piece = given.clone() if reduction.factor is None else given * reduction.factor
+        piece = reduction.scaled(given.clone(), tensor.dtype)
         op, target = reduction.for_dtype(tensor.dtype), self._peer(root)
 
         def launch(tag: int) -> Handle:

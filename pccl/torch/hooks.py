@@ -59,8 +59,11 @@ class Quantized:
         kernels.quantized_size(format, 1)  # is it one?
         self.format: kernels.Format = format
         self._group = group
-        # by bucket, what quantization has added to its gradients: the error, with its sign changed
-        self._errors: dict[int, torch.Tensor] | None = {} if error_feedback else None
+        # by the parameters of a bucket, what quantization has added to their gradients: the error,
+        # with its sign changed. DistributedDataParallel builds its buckets anew after a step.
+        self._errors: dict[tuple[torch.Tensor, ...], torch.Tensor] | None = None
+        if error_feedback:
+            self._errors = {}
 
     def launch(self, bucket: GradBucket) -> Work:
         """Gathers the quantized bucket, and writes the mean over it."""
@@ -70,12 +73,31 @@ class Quantized:
         if self._errors is None:
             kernels.quantize(payload, given, self.format)
         else:
-            error = self._errors.get(bucket.index())
-            if error is None or error.numel() != given.numel():
-                error = self._errors[bucket.index()] = torch.zeros_like(given)
+            error = self._error(self._errors, tuple(bucket.parameters()), given)
             kernels.quantize_with_feedback(payload, error, given, self.format)
         group = _group(self._group)
         return group.run(group.tasks.quantized_mean(gradient, payload, self.format))
+
+    @staticmethod
+    def _error(
+        errors: dict[tuple[torch.Tensor, ...], torch.Tensor],
+        parameters: tuple[torch.Tensor, ...],
+        given: torch.Tensor,
+    ) -> torch.Tensor:
+        """The error of a bucket; of a new one, what its parameters have in earlier buckets."""
+        if parameters not in errors:
+            error, at = torch.zeros_like(given), 0
+            known: dict[torch.Tensor, torch.Tensor] = {}
+            for bucket in [each for each in errors if not set(each).isdisjoint(parameters)]:
+                sizes = [parameter.numel() for parameter in bucket]
+                known.update(zip(bucket, torch.split(errors.pop(bucket), sizes), strict=True))
+            for parameter in parameters:
+                if parameter in known:
+                    error[at : at + parameter.numel()] = known.pop(parameter)
+                at += parameter.numel()
+            errors.update({(parameter,): part.clone() for parameter, part in known.items()})
+            errors[parameters] = error
+        return errors[parameters]
 
 
 def quantized(state: Quantized, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

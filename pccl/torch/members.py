@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pccl import Communicator
 from pccl.calls.operands import Ranks
+from pccl.protocol.ring import checksum
 
 Listener = Callable[[], None]
 
@@ -94,4 +95,4 @@ class Members:
 
     def ranks(self, ring: tuple[int, ...]) -> Ranks:
         """What a collective must know of a ring."""
-        return Ranks(ring.index(self.own), len(ring), ring.index(min(ring)))
+        return Ranks(ring.index(self.own), len(ring), ring.index(min(ring)), checksum(ring))

@@ -76,11 +76,30 @@ class Reduction:
             ValueError: there is none.
         """
         assert self.op is not None
+        if dtype.is_complex and self.op not in (pccl.ReduceOp.SUM, pccl.ReduceOp.AVG):
+            raise ValueError(f"{self.op.name} of {dtype} is not supported: complex numbers add up")
         if dtype != torch.bool:
             return self.op
         if self.op not in _OF_BOOL:
             raise ValueError(f"{self.op.name} of torch.bool is not defined")
         return _OF_BOOL[self.op]
+
+    def scaled(self, piece: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a member gives: `piece`, the elements of a tensor of `dtype`, times the factor.
+
+        Raises:
+            ValueError: the type cannot hold the products.
+        """
+        if self.factor is None:
+            return piece
+        factor = torch.as_tensor(self.factor)
+        whole = not dtype.is_floating_point and not dtype.is_complex
+        if dtype == torch.bool or factor.is_complex() or (whole and factor.is_floating_point()):
+            raise ValueError(
+                f"PREMUL_SUM of {dtype} by a factor of {factor.dtype} is not supported: {dtype} "
+                "cannot hold the products"
+            )
+        return (piece * factor.to(piece.device)).to(piece.dtype)
 
     def combine(self, contributions: Sequence[Tensor]) -> Tensor:
         """The bitwise combination of all."""

@@ -27,8 +27,7 @@ def sparse_all_reduce(
         raise ValueError("sparse tensors can be summed or averaged, and nothing else")
     given = tensor.detach().coalesce()
     indices, values = given.indices().t().contiguous(), given.values().contiguous()
-    if reduction.factor is not None:
-        values = values * reduction.factor
+    values = reduction.scaled(values, values.dtype)
     gathered: list[list[Tensor]] = []
 
     def launch(tag: int) -> Handle:

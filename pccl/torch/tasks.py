@@ -64,10 +64,12 @@ class Tasks:
     def _given(tensor: Tensor, reduction: Reduction) -> Tensor:
         """What is reduced for a tensor: its own memory, if possible."""
         piece = movable(tensor) if tensor.dtype == torch.bool else flat(tensor)
-        return piece if reduction.factor is None else piece * reduction.factor
+        return reduction.scaled(piece, tensor.dtype)
 
     def _all_reduce_bitwise(self, tensors: Sequence[Tensor], reduction: Reduction) -> Task:
         """As a gather: pccl has no such operation."""
+        if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+            raise ValueError("bitwise operations are for integers and truth values")
         pieces = [movable(tensor) for tensor in tensors]
         gathered: list[Tensor] = []
 
@@ -174,41 +176,32 @@ class Tasks:
                 )
             if output.dtype != given.dtype:
                 raise ValueError(f"the output is {output.dtype}, the input {given.dtype}")
-        direct = all(output.is_contiguous() for output in outputs)
-        if direct and self._members.known_ring() == self._members.order:
-            return self._all_gather_in_place(outputs, inputs)
-        wholes = [
-            output if output.is_contiguous() else torch.empty_like(output).contiguous()
-            for output in outputs
-        ]
-        rows = [list(flat(whole).view(size, -1).unbind()) for whole in wholes]
-        task = self.all_gather(rows, [flat(given) for given in inputs])
-
-        def settle() -> None:
-            task.settle()
-            for output, whole in zip(outputs, wholes, strict=True):
-                if output is not whole:
-                    output.detach().copy_(whole)
-
-        return Task("all_gather", task.launch, list(outputs), task.alone, settle)
-
-    def _all_gather_in_place(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Task:
-        """With torch's ranks in the order of the ring: directly into the outputs."""
+        order = self._members.order
         pieces = [movable(tensor) for tensor in inputs]
         wholes = [movable(tensor) for tensor in outputs]
+        rings: list[tuple[int, ...]] = []
 
         def launch(tag: int) -> Handle:
             ring = self._members.known_ring()
+            rings[:] = [ring]
             work, _ = operands.all_gather(
                 _one_or_list(pieces), _one_or_list(wholes), self._members.ranks(ring)
             )
             return self._launch("all_gather", work, tag)
 
+        def settle() -> None:
+            for output, whole in zip(outputs, wholes, strict=True):
+                if rings and rings[0] != order:  # the rows lie in the order of the ring
+                    rows = whole.view(size, -1)
+                    rows.copy_(rows[[rings[0].index(number) for number in order]])
+                put(output, whole)
+
         def alone() -> None:
+            rings.clear()
             for whole, piece in zip(wholes, pieces, strict=True):
                 whole.copy_(piece)
 
-        return Task("all_gather", launch, list(outputs), alone)
+        return Task("all_gather", launch, list(outputs), alone, settle)
 
     def reduce_scatter(
         self,
@@ -224,7 +217,10 @@ class Tasks:
             self._check_count("input tensors", len(group))
         targets = [self._given(tensor, Reduction(reduction.op)) for tensor in outputs]
         sources = [[self._given(tensor, reduction) for tensor in group] for group in inputs]
-        op = reduction.for_dtype(outputs[0].dtype)
+        ops = {reduction.for_dtype(tensor.dtype) for tensor in outputs}
+        if len(ops) > 1:
+            raise ValueError("truth values and numbers cannot be reduced by one call")
+        op = ops.pop()
 
         def launch(tag: int) -> Handle:
             ring = self._members.known_ring()

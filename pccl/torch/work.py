@@ -13,7 +13,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work as BaseWork
 from torch.futures import Future
 
-from pccl.errors import PCCLError, PCCLTimeoutError, PeerLostError, TooFewPeersError
+from pccl.errors import (
+    PCCLError,
+    PCCLTimeoutError,
+    PeerLostError,
+    RanksChangedError,
+    TooFewPeersError,
+)
 from pccl.torch.callbacks import POOL
 from pccl.torch.members import Members
 from pccl.types import Result
@@ -196,7 +202,8 @@ class Operation:
                 self._members.refresh()
             if isinstance(error, PCCLTimeoutError) and self._is_over():
                 raise self._timed_out(error) from error
-            if not (self.task.again and isinstance(error, PeerLostError)):
+            reordered = isinstance(error, RanksChangedError) and self.task.counts
+            if not (reordered or (self.task.again and isinstance(error, PeerLostError))):
                 raise error
             self._launch()
         self.task.settle()

@@ -79,7 +79,7 @@ RECIPES = {
     "heterogeneous.py": Recipe((100, 100, 60), words=("--inner-seconds", "0.2")),
     "resume.py": Recipe((800, 800, 60), words=("{own}/file", *INNER)),
     "sparse.py": Recipe((800, 800, 60), words=INNER),
-    "streaming.py": Recipe((800, 800, 60), words=(*INNER, "--overlap", "1")),
+    "streaming.py": Recipe((800, 800, 60), words=("--inner-steps", "6", "--overlap", "1")),
 }
 NOT_TRAINING = {"all_reduce.py", "language.py", "quantization.py", "weights.py"}
 CASES = [
@@ -117,7 +117,11 @@ class Launched:
         for line in self.process.stdout:
             self.all.append(line.rstrip())
             number, _, text = line.rstrip().partition("] ")
-            if not text.startswith("pccl run:") and number[1:].isdigit():
+            if not number[1:].isdigit():
+                continue
+            if text.startswith("pccl run:"):
+                self.said[int(number[1:])] = []  # it has died, and all that it wrote was read
+            else:
                 self.said[int(number[1:])].append(text)
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TypeVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -450,6 +451,13 @@ class _Gathering:
         self.payloads.append(payload.clone())
 
 
+class _Bucket:
+    """What torch gives to a hook, of these parameters."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], gradient: Tensor) -> None:
+        self.parameters, self.buffer = lambda: parameters, lambda: gradient
+
+
 @pytest.mark.parametrize("wire", ["int8", "int4", "e3m0", "2bit", "sparse"])
 def test_the_error_of_a_step_is_made_up_for_in_the_next(
     wire: kernels.Format, monkeypatch: pytest.MonkeyPatch
@@ -459,10 +467,11 @@ def test_the_error_of_a_step_is_made_up_for_in_the_next(
     monkeypatch.setattr(hooks, "_group", lambda _: group)
     state = hooks.Quantized(wire)
     missing, places = torch.zeros(5000), set()
+    parameters = [torch.nn.Parameter(torch.zeros(5000))]
     for step in range(4):
         gradient = torch.randn(5000, generator=generator)
         given, before = gradient + missing, gradient.clone()
-        state.launch(SimpleNamespace(buffer=lambda g=gradient: g, index=lambda: 7))
+        state.launch(_Bucket(parameters, gradient))
         wanted = torch.empty(kernels.quantized_size(wire, 5000), dtype=torch.uint8)
         kernels.quantize(wanted, given, wire)
         assert torch.equal(group.payloads[step], wanted)
@@ -471,5 +480,43 @@ def test_the_error_of_a_step_is_made_up_for_in_the_next(
         kernels.dequantize(decoded, wanted, wire)
         missing = given - decoded
         assert state._errors is not None
-        places.add(state._errors[7].data_ptr())
+        places.add(state._errors[tuple(parameters)].data_ptr())
     assert len(places) == 1
+
+
+def test_reductions_that_a_type_cannot_hold_are_refused(two: Groups) -> None:
+    half, twice = (dist._make_nccl_premul_sum(factor) for factor in (0.5, 2.0))
+    whole, number = torch.full((3,), 10, dtype=torch.int32), torch.full((3,), 1 + 1j)
+    parts = [torch.zeros(3, dtype=torch.complex64) for _ in range(2)]
+    for group in two.all:
+        with pytest.raises(ValueError, match="cannot hold the products"):
+            reduced(group, half, whole.clone())
+        for op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX):
+            with pytest.raises(ValueError, match="complex numbers add up"):
+                group.reduce_scatter(torch.zeros(3, dtype=torch.complex64), parts, op)
+            with pytest.raises(ValueError, match="complex numbers add up"):
+                group.reduce(number, 0, op)
+        with pytest.raises(ValueError, match="integers and truth values"):
+            reduced(group, dist.ReduceOp.BOR, torch.ones(2))
+    results = two.each(lambda group: reduced(group, twice, torch.ones(3, dtype=torch.float16)))
+    assert all(torch.equal(found, torch.full((3,), 4.0).half()) for (found,) in results)
+
+
+def test_errors_stay_with_their_parameters_when_buckets_are_built_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = hooks.Quantized("int4")
+    monkeypatch.setattr(hooks, "_group", lambda _: MagicMock())
+    one, two = torch.nn.Parameter(torch.zeros(8)), torch.nn.Parameter(torch.zeros(8))
+    gradient = torch.linspace(-1, 1, 16)
+    state.launch(_Bucket([one, two], gradient))
+    assert state._errors is not None
+    (error,) = state._errors.values()
+    of_one, of_two = error[:8].clone(), error[8:].clone()
+    assert of_one.any() and of_two.any()
+    payload = torch.empty(kernels.quantized_size("int4", 8), dtype=torch.uint8)
+    kernels.quantize_with_feedback(payload, of_two, torch.zeros(8), "int4")
+    state.launch(_Bucket([two], torch.zeros(8)))  # it has what was left of the second one alone
+    assert torch.equal(state._errors[two,], of_two) and torch.equal(state._errors[one,], of_one)
+    state.launch(_Bucket([two, one], torch.zeros(16)))
+    assert list(state._errors) == [(two, one)]

@@ -677,3 +677,20 @@ def test_a_loss_does_not_end_patience() -> None:
     assert answers(hall, b"1") == []
     hall.join(b"4")
     assert answers(hall, b"1") == [True]
+
+
+def test_peers_that_know_another_order_of_the_ring_are_told_that_nobody_is_lost() -> None:
+    """Their rows would lie in another order than those of the others."""
+    for rings, cause in (((5, 6), m.Cause.REORDERED), ((5, 5), m.Cause.REORDERED)):
+        hall = Hall()
+        for conn, ring in zip((b"1", b"2"), rings, strict=True):
+            hall.say(conn, m.StartVote(2, 0, m.Work("all_gather", 0, 10, 4, members=2, ring=ring)))
+        for conn in (b"1", b"2"):
+            error = hall.last(conn)
+            assert isinstance(error, m.CallError) and error.cause == cause
+            assert error.result == Result.RANK_CONNECTION_LOST.value
+    hall = Hall()
+    for conn, members in ((b"1", 2), (b"2", 3)):
+        hall.say(conn, m.StartVote(2, 0, m.Work("all_gather", 0, 10, 4, members=members, ring=5)))
+    error = hall.last(b"1")
+    assert isinstance(error, m.CallError) and error.cause == m.Cause.OTHER

@@ -6,6 +6,7 @@ result that is a NaN is the one positive quiet NaN, as the kernels store it.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,15 @@ def _divide(total: Array, divisor: int) -> Array:
     return (quotient + ((rest != 0) & (wide < 0))).astype(total.dtype)
 
 
+def mean(inputs: list[Array]) -> Array:
+    """Of integers, rounded to the nearest one, ties to the even one."""
+    exact = [
+        round(Fraction(sum(each), len(inputs)))
+        for each in zip(*(a.tolist() for a in inputs), strict=True)
+    ]
+    return np.array(exact, inputs[0].dtype)
+
+
 def _reduce_floats(a: Array, b: Array, op: str, dtype: str, divisor: int) -> Array:
     x, y = decode(a, dtype), decode(b, dtype)
     if op in ("max", "min"):
@@ -120,6 +130,8 @@ def all_reduce(inputs: list[Array], op: str, dtype: str) -> Array:
         Segment s is reduced in ring order beginning with member s, and "avg" divides at the end.
     """
     members = len(inputs)
+    if op == "avg" and "int" in dtype:
+        return mean(inputs)
     out = inputs[0].copy()
     cuts = bounds(inputs[0].size, members)
     for s in range(members if members > 1 else 0):

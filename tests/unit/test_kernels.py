@@ -174,10 +174,17 @@ def test_integer_means_near_multiples_of_the_divisor(dtype: str) -> None:
 
 def test_bad_arguments_are_refused() -> None:
     x = np.zeros(4, np.float32)
-    for dtype, op, divisor in ((-1, 0, 1), (12, 0, 1), (10, -1, 1), (10, 5, 1), (10, 1, 0)):
+    for dtype, op, divisor in (
+        (-1, 0, 1),
+        (13, 0, 1),
+        (12, 3, 1),
+        (10, -1, 1),
+        (10, 5, 1),
+        (10, 1, 0),
+    ):
         status = lib.pccl_reduce(dtype, op, pointer(x), pointer(x), pointer(x), 4, divisor)
         assert status == lib.PCCL_EINVAL
-    assert [lib.pccl_dtype_size(i) for i in (-1, 12)] == [0, 0]
+    assert [lib.pccl_dtype_size(i) for i in (-1, 13)] == [0, 0]
     sizes = [lib.pccl_dtype_size(i) for i in range(12)]
     assert sizes == [oracle.storage(dtype).itemsize for dtype in oracle.DTYPES]
 
@@ -313,7 +320,8 @@ def test_the_oracle_is_a_ring(dtype: str, op: str, members: int) -> None:
             divisor = members if hop == members - 2 else 1
             reduce(dtype, op, chunk, chunk, own, divisor)
         out[part] = chunk
-    assert same_bits(out, oracle.all_reduce(inputs, op, dtype))
+    if op != "avg" or "int" not in dtype:  # whose averages are made of wide sums
+        assert same_bits(out, oracle.all_reduce(inputs, op, dtype))
 
 
 def test_the_oracle_is_a_mean() -> None:

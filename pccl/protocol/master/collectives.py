@@ -84,7 +84,7 @@ class Collectives:
         group = self._groups[group_number]
         if work.ring and work.ring != checksum(group.planned[0].order):
             why = outdated(round_, len(round_.votes))
-            self._refuse(round_, Result.RANK_CONNECTION_LOST, why)
+            self._refuse(round_, Result.RANK_CONNECTION_LOST, why, m.Cause.REORDERED)
             return
         why = self._misfit(round_, group.planned)
         if why:

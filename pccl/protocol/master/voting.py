@@ -213,7 +213,9 @@ class Voting:
             if any(sees_others(other, mine) for other in others):
                 self.open.close(round_)
                 why = outdated(round_, self._membership.size(round_.id.group))
-                self._outbox.fail_voters(round_, Result.RANK_CONNECTION_LOST, why)
+                members = {vote.payload.members for vote in (mine, *others)}
+                cause = m.Cause.REORDERED if len(members) == 1 else m.Cause.OTHER
+                self._outbox.fail_voters(round_, Result.RANK_CONNECTION_LOST, why, cause)
             elif any(form(other) != form(mine) for other in others):
                 self._mixed[round_.id] = None
         if len(self.open) > 1 and round_ in self.open:

@@ -53,6 +53,7 @@ class Cause(IntEnum):
     DIVERGENCE = 3  # content had diverged, and a peer wanted an error in that case
     MEMORY = 4  # a peer ran out of it
     FINISHED = 5  # the run is finished
+    REORDERED = 6  # ranks have changed, and nobody is lost
 
 
 class Called(IntEnum):

@@ -133,6 +133,7 @@ class Fault(Enum):
     TIMEOUT = "a caller's time was up"
     DIVERGENCE = "content had diverged, and a peer wants an error then"
     FINISHED = "the run is finished"
+    REORDERED = "ranks have changed, and nobody is lost"
     TOO_FEW_PEERS = "fewer peers than the shared state is to begin with"
 
 

@@ -15,6 +15,7 @@ _FAULTS: dict[int, Fault] = {
     m.Cause.TIMEOUT: Fault.TIMEOUT,
     m.Cause.DIVERGENCE: Fault.DIVERGENCE,
     m.Cause.MEMORY: Fault.OTHER,
+    m.Cause.REORDERED: Fault.REORDERED,
 }
 
 
@@ -23,7 +24,9 @@ def refused(call: int, refusal: m.CallError | m.Failure) -> Fail:
     result = Result(refusal.result)
     lost = Fault.PEER_LOST if result is Result.RANK_CONNECTION_LOST else Fault.OTHER
     fault = _FAULTS.get(refusal.cause, lost)
-    return Fail(call, result, refusal.why, fault, ENTERING, fault is Fault.PEER_LOST)
+    return Fail(
+        call, result, refusal.why, fault, ENTERING, fault in (Fault.PEER_LOST, Fault.REORDERED)
+    )
 
 
 def failed(collective: Collective, told: m.Finished) -> Fail:

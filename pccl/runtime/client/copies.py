@@ -26,7 +26,7 @@ from pccl.protocol.peer import effects
 from pccl.protocol.ring import QUANTUM, is_direct, span
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.devices import HostMemory, Mark, Pipe
-from pccl.runtime.client.memory import Gradual, Operand, Operands
+from pccl.runtime.client.memory import Gradual, Operand, Operands, Wide
 from pccl.runtime.uninterrupted import insist
 from pccl.tensors.arrays import Buffer
 from pccl.types import DeviceType
@@ -78,6 +78,9 @@ class Copies:
         order: these numbers, in the order in which they are read.
         gradual: whether the engine is told of each step, and tells of each; else there is one.
         in_place: whether results overwrite contributions before the call has succeeded.
+
+    Attributes:
+        wide: what its result on the host must first be made of.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Copies:
         gradual: bool,
         in_place: bool,
     ) -> None:
+        self.wide: Wide | None = None
         self._pipe, self._steps = pipe, steps
         self._gradual, self._in_place = gradual, in_place
         self._notes: queue.SimpleQueue[int | End] = queue.SimpleQueue()
@@ -190,6 +194,9 @@ class Copies:
     def _conclude(self, end: End) -> None:
         """Writes what is left of the result, or what the engine has restored."""
         if isinstance(end, effects.Answer):
+            if self.wide is not None:
+                assert isinstance(end.value, effects.Reduced)
+                self.wide.narrow(end.value.world_size)
             left = set(range(len(self._steps))) - self._written
         else:
             left = set(self._written) if self._in_place else set()
@@ -215,6 +222,7 @@ def on_host(work: Operands, plan: m.Plan, number: int) -> tuple[Operands, Copies
         return work, None
     device = cuda.device()
     gradual = work.work.what == CollectiveKind.ALL_REDUCE and span(work.work) > STEP
+    gradual &= not work.averages_integers
     twins = _Twins(device.allocate)
     each = tuple(map(twins.of, work.each))
     in_place = any(operand.send.address == operand.recv.address for operand in each)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from pccl.protocol import messages as m
 from pccl.protocol import small
+from pccl.protocol.kinds import REDUCING
 from pccl.protocol.peer.calls import NO_ROWS, Rows
 from pccl.runtime.client.call import Call
 from pccl.runtime.inline import contribution
 from pccl.runtime.quantization import wire_bytes
 from pccl.tensors.arrays import Buffer
+from pccl.types import ReduceOp
+
+if TYPE_CHECKING:
+    import numpy as np
 
 Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
@@ -24,6 +30,42 @@ class Operand(Struct, frozen=True):
     send: Buffer
     recv: Buffer
     count: int
+
+
+class Wide:
+    """An average of integers, as the engine sums it up: over wide copies of the arrays.
+
+    Attributes:
+        parts: the copies: addresses to send and to receive, elements, and the engine's type; None
+            where an array needs none.
+        is_used: whether the engine has got them; what travels with the votes needs none.
+    """
+
+    def __init__(self, each: tuple[Operand, ...]) -> None:
+        from pccl.runtime import averages  # imports numpy
+
+        self.is_used = False
+        self.parts: list[tuple[int, int, int, int] | None] = []
+        self._arrays: list[tuple[Operand, np.ndarray, np.ndarray]] = []
+        for given in each:
+            if not given.send.dtype.is_integer:
+                self.parts.append(None)
+                continue
+            send = recv = averages.widen(averages.array_of(given.send))
+            if given.recv.count != given.send.count:
+                recv = averages.empty(given.recv.count, send.dtype)
+            code = averages.code_of(send.dtype)
+            self.parts.append((send.ctypes.data, recv.ctypes.data, given.count, code))
+            self._arrays.append((given, send, recv))
+
+    def narrow(self, members: int) -> None:
+        """Writes the means, when the sums of so many members are there."""
+        from pccl.runtime import averages  # imports numpy
+
+        for given, _, total in self._arrays if self.is_used else ():
+            if given.recv.count:
+                target = averages.array_of(given.recv)
+                target[:] = averages.narrow(total, members, target.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +88,7 @@ class Operands:
     In an exchange, `send_rows` and `recv_rows` are the rows that each array has for each rank, and
     from each; empty: none. `uneven`: other peers cannot know these numbers.
     `pair`: the peers of a send, the one that sends first.
-    `gradual`: None if the memory holds the contribution.
+    `gradual`: None if the memory holds the contribution. `wide`: for an average of integers.
     """
 
     work: m.Work
@@ -56,6 +98,13 @@ class Operands:
     uneven: bool = False
     pair: tuple[int, ...] = ()
     gradual: Gradual | None = None
+    wide: Wide | None = None
+
+    @property
+    def averages_integers(self) -> bool:
+        """Whether sums of its elements would not fit their type."""
+        average = self.work.redop == ReduceOp.AVG.value and self.work.what in REDUCING
+        return average and any(each.send.dtype.is_integer for each in self.each)
 
     def place(self, tag: int) -> int | str:
         """What no two calls of a peer have at the same time."""

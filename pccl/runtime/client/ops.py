@@ -43,6 +43,11 @@ def register(engine: Engine, effect: effects.RegisterOp, memory: Operands | Pool
 
 
 def _parts(memory: Operands) -> list[Part]:
+    if memory.wide is not None:
+        memory.wide.is_used = True
+        wide = memory.wide.parts
+    else:
+        wide = [None] * len(memory.each)
     # the engine writes to the root's alone what is reduced, but wants all to have an address
     unused = memory.work.what is CollectiveKind.REDUCE
     return [
@@ -52,7 +57,9 @@ def _parts(memory: Operands) -> list[Part]:
             each.count,
             each.send.dtype.value,
         )
-        for each in memory.each
+        if copied is None
+        else Part(*copied)
+        for each, copied in zip(memory.each, wide, strict=True)
     ]
 
 

@@ -1,0 +1,79 @@
+"""Averages of integers: sums in wider types, which do not wrap, divided and rounded at the end.
+
+8 and 16 bits are summed up in int32, 32 bits in int64, and 64 bits in 128 (`HALVES`). So sums of
+fewer than 2^15 members are exact, and no group has so many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pccl.ext import ffi
+from pccl.tensors.arrays import Buffer
+from pccl.types import DataType
+
+HALVES = np.dtype([("lower", np.uint64), ("upper", np.int64)])  # PCCL_I128 of c/pccl.h
+_HALF = np.uint64(32)
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+def widen(given: np.ndarray) -> np.ndarray:
+    """Integers, in the type in which they are summed up."""
+    if given.itemsize < 8:
+        return given.astype(np.int32 if given.itemsize < 4 else np.int64)
+    halves = np.empty(given.size, HALVES)
+    halves["lower"] = given.view(np.uint64)
+    halves["upper"] = -(given < 0).astype(np.int64)
+    return halves
+
+
+def code_of(dtype: np.dtype) -> int:
+    """The engine's number of such a type."""
+    return DataType.DOUBLE.value + 1 if dtype == HALVES else DataType.from_numpy_dtype(dtype).value
+
+
+def empty(count: int, dtype: np.dtype) -> np.ndarray:
+    """Memory for sums."""
+    return np.empty(count, dtype)
+
+
+def narrow(total: np.ndarray, members: int, dtype: np.dtype) -> np.ndarray:
+    """The mean, from a sum; a tie is rounded to the even one."""
+    if total.dtype != HALVES:
+        return _divided(total, members).astype(dtype)
+    lower = total["lower"]
+    # by hand, 32 bits at a time: the first quotient is the upper half of the mean
+    over = (total["upper"] << 32) + (lower >> _HALF).astype(np.int64)
+    upper, rest = np.divmod(over, members)
+    mean = _divided((rest << 32) + (lower & _LOW).astype(np.int64), members)
+    return ((upper.astype(np.uint64) << _HALF) + mean.astype(np.uint64)).view(dtype)
+
+
+def _divided(total: np.ndarray, members: int) -> np.ndarray:
+    mean, rest = np.divmod(total, members)
+    twice = 2 * rest
+    mean += (twice > members) | ((twice == members) & (mean % 2 == 1))
+    return mean
+
+
+def average(parts: Sequence[bytes], dtype: DataType) -> bytes:
+    """The mean of arrays of integers that lie in one place."""
+    kind = dtype.to_numpy_dtype()
+    arrays = [np.frombuffer(part, kind) for part in parts]
+    if kind.itemsize < 8:
+        total = np.sum([widen(array) for array in arrays], axis=0)
+    else:
+        total = np.zeros(arrays[0].size, HALVES)
+        for array in arrays:
+            lower = total["lower"] + array.view(np.uint64)
+            total["upper"] += (lower < total["lower"]).astype(np.int64) - (array < 0)
+            total["lower"] = lower
+    return narrow(total, len(parts), kind).tobytes()
+
+
+def array_of(buffer: Buffer) -> np.ndarray:
+    """The elements of a buffer in host memory, in the order in which they lie."""
+    memory = ffi.buffer(ffi.cast("char *", buffer.address), buffer.nbytes)
+    return np.frombuffer(memory, buffer.dtype.to_numpy_dtype())
