@@ -1,4 +1,4 @@
-"""Averages of integers: sums in wider types, which do not wrap, divided and rounded at the end.
+"""Averages of integers: sums in wider types, which do not wrap, divided at the end.
 
 8 and 16 bits are summed up in int32, 32 bits in int64, and 64 bits in 128 (`HALVES`). So sums of
 fewer than 2^15 members are exact, and no group has so many.
@@ -40,21 +40,20 @@ def empty(count: int, dtype: np.dtype) -> np.ndarray:
 
 
 def narrow(total: np.ndarray, members: int, dtype: np.dtype) -> np.ndarray:
-    """The mean, from a sum; a tie is rounded to the even one."""
+    """The mean, from a sum, rounded towards zero."""
     if total.dtype != HALVES:
-        return _divided(total, members).astype(dtype)
-    lower = total["lower"]
+        return _divided(total, members, total < 0).astype(dtype)
+    lower, negative = total["lower"], total["upper"] < 0
     # by hand, 32 bits at a time: the first quotient is the upper half of the mean
     over = (total["upper"] << 32) + (lower >> _HALF).astype(np.int64)
     upper, rest = np.divmod(over, members)
-    mean = _divided((rest << 32) + (lower & _LOW).astype(np.int64), members)
+    mean = _divided((rest << 32) + (lower & _LOW).astype(np.int64), members, negative)
     return ((upper.astype(np.uint64) << _HALF) + mean.astype(np.uint64)).view(dtype)
 
 
-def _divided(total: np.ndarray, members: int) -> np.ndarray:
-    mean, rest = np.divmod(total, members)
-    twice = 2 * rest
-    mean += (twice > members) | ((twice == members) & (mean % 2 == 1))
+def _divided(total: np.ndarray, members: int, negative: np.ndarray) -> np.ndarray:
+    mean, rest = np.divmod(total, members)  # rounded down
+    mean += negative & (rest != 0)
     return mean
 
 

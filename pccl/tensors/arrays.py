@@ -81,10 +81,13 @@ class Buffer:
         """Memory that the caller vouches for.
 
         Raises:
-            ValueError: the count is negative, or there are elements at address 0.
+            ValueError: the count is negative, or no memory can have so many elements; or there are
+                elements at address 0.
         """
         if count < 0:
             raise ValueError(f"count is {count}: it must not be negative")
+        if address + count * dtype.itemsize > sys.maxsize:
+            raise ValueError(f"count is {count}: no memory has so many elements")
         if address <= 0 and count > 0:
             raise ValueError(f"{count} elements at address {address}")
         return cls(address, count, dtype, owner, device_type, layout)

@@ -26,6 +26,7 @@ from pccl.weights.tensors import Tensors, found_digests, parcel_of
 log = logging.getLogger("pccl")
 
 DELTAS_MAX = 64  # after a whole version, before there is another one
+VERSION_MAX = 1 << 61  # of a number that is given
 WHOLE_FROM = 0.5  # of a whole version: so many bytes of differences, and there is another one
 
 
@@ -101,8 +102,8 @@ class Publisher(Closing):
         version, the call fails, and the next one publishes a whole version.
 
         Args:
-            version: its number, such as the step of training; greater than any before. None: the
-                next one.
+            version: its number, such as the step of training; greater than any before, and less
+                than 2**61. None: the next one.
             timeout: seconds to wait while the master is away; None: for
                 PCCL_MASTER_PATIENCE_S.
 
@@ -117,8 +118,8 @@ class Publisher(Closing):
             raise error_of("publish", self._associate.over)
         if version is None:
             version = max(self._head.latest, self._version) + 1
-        if not 0 < version < 1 << 62:
-            raise ValueError(f"version is {version}: it must be from 1 to 2**62 - 1")
+        elif not 0 < version < VERSION_MAX:  # beyond it others go on without giving a number
+            raise ValueError(f"version is {version}: it must be from 1 to 2**61 - 1")
         parcels = self._parcels(version)
         answer = self._associate.publish(parcels)
         try:

@@ -45,13 +45,14 @@ def train() -> ModuleType:
 
 
 def test_peers_end_alike_and_go_on_from_a_file(
-    train: ModuleType, address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    train: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--master-address", address, "--seconds", "0", "--min-peers", "2"]
+    words = ["--seconds", "0", "--min-peers", "2"]
     files = [tmp_path / "1", tmp_path / "2"]
     for steps in ("10", "20"):
-        with ThreadPoolExecutor(2) as pool:
-            own = [[*words, "--steps", steps, "--checkpoint", str(file)] for file in files]
+        with pccl.MasterNode("127.0.0.1:0") as master, ThreadPoolExecutor(2) as pool:
+            whole = [*words, "--master-address", master.address, "--steps", steps]
+            own = [[*whole, "--checkpoint", str(file)] for file in files]
             for done in [pool.submit(train.main, each) for each in own]:
                 done.result(40)
         files[0].unlink()  # one of them is enough

@@ -205,6 +205,15 @@ def test_strangers_get_nothing_in(backend: str, transport: str) -> None:
             stranger.close()
 
 
+def test_an_empty_password_is_none() -> None:
+    """The place of a password that there is not yet must not count as one that is empty."""
+    with Cluster(1) as run:
+        stranger = Stranger(target(run.comms[0], "tcp"), plain("1", "\0"))
+        with pytest.raises(AssertionError, match="nothing became of its handshake"):
+            stranger.is_in(timeout_s=1.0)
+        stranger.close()
+
+
 def test_strangers_get_nothing_in_where_there_are_keys(
     backend: str, keys: Path, transport: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

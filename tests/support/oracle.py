@@ -6,6 +6,7 @@ result that is a NaN is the one positive quiet NaN, as the kernels store it.
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -91,9 +92,9 @@ def _divide(total: Array, divisor: int) -> Array:
 
 
 def mean(inputs: list[Array]) -> Array:
-    """Of integers, rounded to the nearest one, ties to the even one."""
+    """Of integers, rounded towards zero."""
     exact = [
-        round(Fraction(sum(each), len(inputs)))
+        math.trunc(Fraction(sum(each), len(inputs)))
         for each in zip(*(a.tolist() for a in inputs), strict=True)
     ]
     return np.array(exact, inputs[0].dtype)

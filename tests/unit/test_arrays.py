@@ -91,7 +91,7 @@ def test_a_distributed_tensor() -> None:
 def test_memory_that_is_vouched_for() -> None:
     assert Buffer.at(0, 0, DataType.FLOAT, None).nbytes == 0
     assert Buffer.at(4096, 3, DataType.DOUBLE, None).nbytes == 24
-    for address, count in ((0, 1), (-8, 1), (4096, -1)):
+    for address, count in ((0, 1), (-8, 1), (4096, -1), (4096, (1 << 64) - 1)):
         with pytest.raises(ValueError, match=r"address|count"):
             Buffer.at(address, count, DataType.FLOAT, None)
 

@@ -74,7 +74,9 @@ def test_every_function_has_its_type() -> None:
     ("enum", "kind"), [("pccl_dtype", DataType), ("pccl_redop", ReduceOp)], ids=str
 )
 def test_enumerations(enum: str, kind: type[Enum]) -> None:
-    assert c_names(kind) == constants(enum)
+    known = constants(enum)
+    known.pop("I128", known.pop("PCCL_I128", None))  # the engine's own
+    assert c_names(kind) == known
 
 
 def test_element_sizes() -> None:
