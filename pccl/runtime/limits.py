@@ -97,6 +97,7 @@ JOURNAL_STOP_S = 5.0  # or ends, with --on-journal-error stop
 JOURNAL_RETRY_S = 1.0  # between two attempts to write a journal that is behind
 JOURNAL_CLOSE_S = 2.0  # for the last write of a master that ends
 EVENT_LOG_BYTES = 64 << 20  # of a file of the event log; then the next one is begun
+EVENT_LOG_LINE_BYTES = 64 << 20  # a longer line is none of an event log
 EVENT_LOG_FILES = 8  # that are kept, the one that is written included
 EVENT_LOG_WAITING_BYTES = 32 << 20  # of events that wait for the disk; further ones are lost
 EVENT_LOG_PAUSE_S = 0.02  # between two writes, so that several events are written at once

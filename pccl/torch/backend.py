@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Backend
 
 from pccl.torch.collectives import Collectives
 from pccl.torch.group import ProcessGroup
-from pccl.torch.work import Work
+from pccl.torch.work import CoalescedWork, Work
 
 
 def is_possible() -> bool:
@@ -90,7 +90,7 @@ class DeviceBackend(Collectives, Backend):
         """Remembers the calls that follow."""
         self._start_coalescing(torch.device("cpu"))
 
-    def endCoalescing(self) -> Work:
+    def endCoalescing(self) -> CoalescedWork:
         """The calls since then, as one Work."""
         return self._end_coalescing(torch.device("cpu"))
 

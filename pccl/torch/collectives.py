@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,7 @@ from pccl.torch.monitored import MonitoredBarrier
 from pccl.torch.reductions import Reduction
 from pccl.torch.sends import Sends
 from pccl.torch.tasks import Tasks
-from pccl.torch.work import Operation, Task, Work
+from pccl.torch.work import CoalescedWork, Operation, Task, Work
 
 FIRST_TAG = 1 << 32  # those below are for what the integration itself does, and for the user
 
@@ -221,22 +220,10 @@ class Collectives:
         """Remembers the calls that follow."""
         self._coalescing = []
 
-    def _end_coalescing(self, device: torch.device) -> Work:
+    def _end_coalescing(self, device: torch.device) -> CoalescedWork:
         """The calls since then, as one Work."""
         works, self._coalescing = self._coalescing or [], None
-        return Several(works)
-
-
-class Several(Work):
-    """Several Works as one."""
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__(works[-1].operation)
-        self._works = list(works)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for all."""
-        return all([work.wait(timeout) for work in self._works])
+        return CoalescedWork(works)
 
 
 def _list(tensors: Any) -> list[Tensor]:

@@ -22,10 +22,7 @@ _LEAST_S = 0.001  # for what has ended by now, or nearly so
 
 
 class MonitoredBarrier:
-    """The barriers of one group, which has made its sends.
-
-    A message that was given up is taken back: the next barrier begins with it.
-    """
+    """The barriers of one group, which has made its sends."""
 
     def __init__(self, members: Members, sends: Sends, run: Callable[[Task, Any], Work]) -> None:
         self._members = members
@@ -80,25 +77,11 @@ class MonitoredBarrier:
             self._say(rank, deadline)
 
     def _say(self, rank: int, deadline: Deadline) -> None:
-        task, undo = self._sends.send(torch.ones(1), rank, BARRIER_TAG), self._sends.undo_send
-        self._start(task, rank, undo, deadline)()
+        self._start(self._sends.send(torch.ones(1), rank, BARRIER_TAG), deadline)()
 
-    def _hear(self, rank: int, deadline: Deadline) -> Callable[[], None]:
-        task, undo = self._sends.recv(torch.empty(1), rank, BARRIER_TAG), self._sends.undo_recv
-        return self._start(task, rank, undo, deadline)
+    def _hear(self, rank: int, deadline: Deadline) -> Callable[[], object]:
+        return self._start(self._sends.recv(torch.empty(1), rank, BARRIER_TAG), deadline)
 
-    def _start(
-        self, task: Task, rank: int, undo: Callable[[int], None], deadline: Deadline
-    ) -> Callable[[], None]:
-        other = self._members.order[rank]
+    def _start(self, task: Task, deadline: Deadline) -> Callable[[], object]:
         left = timedelta(seconds=max(_LEAST_S, deadline.left_s or 0.0))
-        work = self._run(task, SimpleNamespace(timeout=left, asyncOp=False))
-
-        def finish() -> None:
-            try:
-                work.wait()
-            except PCCLError:
-                undo(other)
-                raise
-
-        return finish
+        return self._run(task, SimpleNamespace(timeout=left, asyncOp=False)).wait

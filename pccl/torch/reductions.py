@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import pccl
+from pccl.types import DataType
 
 _SAME = {
     ReduceOp.SUM: pccl.ReduceOp.SUM,
@@ -88,10 +89,11 @@ class Reduction:
         """What a member gives: `piece`, the elements of a tensor of `dtype`, times the factor.
 
         Raises:
-            ValueError: the type cannot hold the products.
+            ValueError: the type cannot hold the products, or cannot be added.
         """
         if self.factor is None:
             return piece
+        DataType.from_torch_dtype(piece.dtype)  # which pccl can add
         factor = torch.as_tensor(self.factor)
         whole = not dtype.is_floating_point and not dtype.is_complex
         if dtype == torch.bool or factor.is_complex() or (whole and factor.is_floating_point()):
@@ -99,7 +101,12 @@ class Reduction:
                 f"PREMUL_SUM of {dtype} by a factor of {factor.dtype} is not supported: {dtype} "
                 "cannot hold the products"
             )
-        return (piece * factor.to(piece.device)).to(piece.dtype)
+        factor = factor.to(piece.device)
+        if not whole:
+            return (piece * factor).to(piece.dtype)
+        wide = piece.view(torch.int64) if dtype == torch.uint64 else piece.to(torch.int64)
+        products = wide * factor.to(torch.int64)  # modulo 2**64, and so right in every type
+        return products.view(dtype) if dtype == torch.uint64 else products.to(dtype)
 
     def combine(self, contributions: Sequence[Tensor]) -> Tensor:
         """The bitwise combination of all."""

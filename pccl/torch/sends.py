@@ -1,17 +1,25 @@
-"""torch's send and recv, as tasks to launch."""
+"""torch's send and recv, as tasks to launch.
+
+Messages with one tag from one member to another arrive in the order in which they are sent: the
+n-th send and the n-th receive meet by their number. A number is taken at the launch and given back
+if the message fails, which it does on both sides, so that the next two meet again.
+"""
 
 from __future__ import annotations
 
-import queue
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import heapq
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from pccl import Communicator, PeerLostError
+from pccl import Communicator, PCCLError, PCCLTimeoutError, PeerLostError
 from pccl.calls import rows
+from pccl.torch.callbacks import POOL
 from pccl.torch.members import Members
 from pccl.torch.pieces import movable, put
 from pccl.torch.work import Handle, Task
@@ -21,28 +29,224 @@ BARRIER_TAG = (1 << 31) - 1  # of `pccl.torch.monitored`
 TAG_MAX = BARRIER_TAG - 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Posted:
-    """A receive under way that nobody has asked for yet."""
+class _Numbers:
+    """The numbers of the messages of one tag, from one member to another."""
 
-    handle: Handle
+    def __init__(self) -> None:
+        self._next = 0
+        self._free: list[int] = []
+
+    def take(self) -> int:
+        """The least that is free."""
+        if self._free:
+            return heapq.heappop(self._free)
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, number: int) -> None:
+        """Its message has failed."""
+        heapq.heappush(self._free, number)
+
+
+@dataclass(eq=False)
+class _Posted:
+    """A receive under way for a request, or for whoever asks next.
+
+    Attributes:
+        piece: what it fills.
+        number: of the message.
+        handle: of its collective.
+        ended: whether it waits no more.
+    """
+
     piece: Tensor
+    number: int
+    handle: Handle
+    ended: bool = False
+
+
+@dataclass
+class _Source:
+    """The receives from one member for requests of one tag, in the order of its messages."""
+
+    posted: deque[_Posted] = field(default_factory=deque)
+    arrived: deque[Tensor] = field(default_factory=deque)
+
+
+class _Request:
+    """A receive that is served by the first message that fits, and its handle.
+
+    Attributes:
+        other: the number of the sender; of a request to all, once a message has come.
+        error: why it has failed.
+        piece: the message.
+    """
+
+    def __init__(self, mailbox: _Mailbox, other: int | None, nbytes: int) -> None:
+        self.other = other
+        self.nbytes = nbytes
+        self.error: Exception | None = None
+        self.piece: Tensor | None = None
+        self._mailbox = mailbox
+        self._ended = threading.Event()
+        self._callbacks: list[Callable[[], None]] = []
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` when `wait` would not wait."""
+        with self._mailbox.lock:
+            if not self._ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]:
+        """Waits for its message. After a time-out, that message is for the next request."""
+        if not self._ended.wait(timeout):
+            self._mailbox.forget(self, timeout or 0.0)
+        if self.error is None:
+            return True, Result.SUCCESS.value, None
+        return False, Result.RANK_CONNECTION_LOST.value, None
+
+    def end(self) -> None:
+        """`piece` or `error` is set."""
+        self._ended.set()
+        for callback in self._callbacks:
+            POOL.run(callback)
+
+
+class _Mailbox:
+    """The receives of one tag that began with one from anyone.
+
+    From each member that a request would accept a message of, as many receives are under way as
+    there are such requests. Requests are served in the order in which they were made, and what then
+    is left of receives and messages is for later ones.
+
+    Attributes:
+        lock: held while any of it changes.
+    """
+
+    def __init__(self, post: Callable[[Tensor, int], tuple[int, Handle]], free: Any) -> None:
+        self.lock = threading.RLock()
+        self._post = post
+        self._free = free  # gives back a number: of whom, which
+        self._requests: list[_Request] = []
+        self._sources: defaultdict[int, _Source] = defaultdict(_Source)
+
+    def holds(self, other: int) -> bool:
+        """Whether a receive from that member must come after others here."""
+        source = self._sources.get(other)
+        return source is not None and bool(source.posted or source.arrived)
+
+    def request(self, tensor: Tensor, others: list[int], other: int | None) -> _Request:
+        """Asks one member, or the first of several, for a message as large as a tensor.
+
+        Raises:
+            TooFewPeersError: nobody is there.
+            PeerLostError: the one who is asked is lost.
+        """
+        with self.lock:
+            request = _Request(self, other, tensor.nbytes)
+            self._requests.append(request)
+            try:
+                for each in others if other is None else [other]:
+                    source = self._sources[each]
+                    wanted = sum(one.other in (None, each) for one in self._requests)
+                    while len(source.posted) + len(source.arrived) < wanted:
+                        self._ask(tensor, each, source)
+            except BaseException:
+                self._requests.remove(request)
+                raise
+            for each in list(self._sources):
+                self._serve(each)
+        return request
+
+    def _ask(self, tensor: Tensor, other: int, source: _Source) -> None:
+        piece = movable(tensor).clone()
+        number, handle = self._post(piece, other)
+        posted = _Posted(piece, number, handle)
+        source.posted.append(posted)
+
+        def ended() -> None:
+            with self.lock:
+                posted.ended = True
+                self._settle(other)
+
+        # not in the thread that tells it, which must not wait
+        handle.add_done_callback(lambda: POOL.run(ended))
+
+    def _settle(self, other: int) -> None:
+        """Takes what has ended of the receives from one member, in order."""
+        source = self._sources[other]
+        while source.posted and source.posted[0].ended:
+            posted = source.posted.popleft()
+            well, _, _ = posted.handle.wait()
+            if well:
+                source.arrived.append(posted.piece)
+                continue
+            self._free(other, posted.number)
+            self._fail(other, posted.handle.error)
+        self._serve(other)
+
+    def _serve(self, other: int) -> None:
+        arrived = self._sources[other].arrived
+        for request in [one for one in self._requests if one.other in (None, other)]:
+            if not arrived:
+                return
+            self._requests.remove(request)
+            if arrived[0].nbytes != request.nbytes:
+                request.error = ValueError(
+                    f"a receive of {request.nbytes} bytes: an earlier receive from anyone has "
+                    f"asked the same member for {arrived[0].nbytes}"
+                )
+            else:
+                request.other, request.piece = other, arrived.popleft()
+            request.end()
+
+    def _fail(self, other: int, error: Exception | None) -> None:
+        """A receive from that member has failed: so does the request that was to have it.
+
+        One from anyone goes on while others may send; the loss of one of them is no answer to it.
+        """
+        for request in list(self._requests):
+            if request.other not in (None, other):
+                continue
+            if request.other is None and isinstance(error, PeerLostError):
+                if any(source.posted for source in self._sources.values()):
+                    continue
+            self._requests.remove(request)
+            request.error = error
+            request.end()
+            return
+
+    def forget(self, request: _Request, seconds: float) -> None:
+        """Nobody waits for that request any more."""
+        with self.lock:
+            if request not in self._requests:
+                return
+            self._requests.remove(request)
+            request.error = PCCLTimeoutError(
+                Result.RANK_CONNECTION_LOST, "recv", f"no message has come within {seconds:g} s"
+            )
+            request.end()
+
+    def give_up(self) -> None:
+        """Ends the receives that nobody has asked for."""
+        for source in list(self._sources.values()):
+            for posted in list(source.posted):
+                posted.handle.wait(timeout=0)
 
 
 class Sends:
-    """Makes the tasks of one group. Ranks are torch's.
-
-    Messages with one tag from one member to another arrive in the order in which they are sent: the
-    n-th send and the n-th receive have the same tag of pccl's.
-    """
+    """Makes the tasks of one group. Ranks are torch's."""
 
     def __init__(self, comm: Communicator, members: Members) -> None:
         self._comm = comm
         self._members = members
-        self._sent: Counter[tuple[int, int]] = Counter()
-        self._received: Counter[tuple[int, int]] = Counter()
-        # by sender and tag, in order: what was tried for a receive from anyone
-        self._posted: defaultdict[tuple[int, int], deque[_Posted]] = defaultdict(deque)
+        self._lock = threading.Lock()
+        # by the other member and the tag
+        self._sent: defaultdict[tuple[int, int], _Numbers] = defaultdict(_Numbers)
+        self._received: defaultdict[tuple[int, int], _Numbers] = defaultdict(_Numbers)
+        self._mailboxes: dict[int, _Mailbox] = {}
 
     def _other(self, rank: int) -> int:
         order = self._members.order
@@ -54,128 +258,111 @@ class Sends:
         return order[rank]
 
     @staticmethod
-    def _tag(tag: int, index: int) -> int:
+    def _check(tag: int) -> None:
         if not 0 <= tag <= TAG_MAX and tag != BARRIER_TAG:
             raise ValueError(f"tag is {tag}: it must be in 0 to {TAG_MAX}")
-        return tag << 32 | index & 0xFFFFFFFF
+
+    @contextlib.contextmanager
+    def _number(self, numbers: _Numbers) -> Iterator[int]:
+        """The next number of a message, unless its launch raises."""
+        with self._lock:
+            number = numbers.take()
+        try:
+            yield number
+        except BaseException:
+            with self._lock:
+                numbers.give_back(number)
+            raise
+
+    def _launch(self, name: str, work: Any, tag: int, number: int) -> Handle:
+        return self._comm.parts.launcher.launch(name, work, tag << 32 | number & 0xFFFFFFFF)
+
+    def _message(
+        self, name: str, tensor: Tensor, piece: Tensor, work: Any, numbers: _Numbers, tag: int
+    ) -> Task:
+        """A message from or into memory of its own."""
+        taken: list[int] = []
+
+        def launch(_: int) -> Handle:
+            with self._number(numbers) as number:
+                handle = self._launch(name, work, tag, number)
+                taken.append(number)
+            return handle
+
+        def failed() -> None:
+            with self._lock:
+                while taken:
+                    numbers.give_back(taken.pop())
+
+        def settle() -> None:
+            if name == "recv":
+                put(tensor, piece)
+
+        return Task(name, launch, [tensor], settle=settle, failed=failed, counts=False)
 
     def send(self, tensor: Tensor, rank: int, tag: int) -> Task:
         """Sends a tensor to a member, which receives it."""
+        self._check(tag)
         piece, other = movable(tensor), self._other(rank)
-        place = self._tag(tag, self._sent[other, tag])
-
-        def launch(_: int) -> Handle:
-            self._sent[other, tag] += 1
-            work = rows.send(piece, (self._members.own, other))
-            return self._comm.parts.launcher.launch("send", work, place)
-
-        return Task("send", launch, [tensor], counts=False)
+        work = rows.send(piece, (self._members.own, other))
+        return self._message("send", tensor, piece, work, self._sent[other, tag], tag)
 
     def recv(self, tensor: Tensor, rank: int, tag: int) -> Task:
         """Receives a tensor from a member."""
+        self._check(tag)
         other = self._other(rank)
-        waiting = self._posted[other, tag]
-        posted = waiting[0] if waiting else None
-        piece = movable(tensor) if posted is None else posted.piece
-        if piece.nbytes != tensor.nbytes:
-            raise ValueError(
-                f"{tensor.nbytes} bytes from rank {rank}: an earlier receive from anyone has asked "
-                f"it for {piece.nbytes}"
-            )
-
-        def launch(_: int) -> Handle:
-            if posted is not None:
-                return waiting.popleft().handle
-            return self._receive(piece, other, tag)
-
-        return Task("recv", launch, [tensor], settle=lambda: put(tensor, piece), counts=False)
-
-    def _receive(self, piece: Tensor, other: int, tag: int) -> Handle:
-        place = self._tag(tag, self._received[other, tag])
-        self._received[other, tag] += 1
+        mailbox = self._mailboxes.get(tag)
+        if mailbox is not None and mailbox.holds(other):
+            return self._requested(mailbox, tensor, other)
+        piece = movable(tensor)
         work = rows.recv(piece, (other, self._members.own))
-        return self._comm.parts.launcher.launch("recv", work, place)
+        return self._message("recv", tensor, piece, work, self._received[other, tag], tag)
 
     def recv_any(self, tensor: Tensor, tag: int) -> Task:
         """Receives a tensor from whoever is the first to send one.
 
         It is asked for from all; what others send is kept for the next receives.
         """
-        chosen: list[tuple[int, Tensor]] = []
+        self._check(tag)
+        mailbox = self._mailboxes.get(tag)
+        if mailbox is None:
+            mailbox = self._mailboxes[tag] = self._mailbox(tag)
+        return self._requested(mailbox, tensor, None)
+
+    def _mailbox(self, tag: int) -> _Mailbox:
+        def post(piece: Tensor, other: int) -> tuple[int, Handle]:
+            with self._number(self._received[other, tag]) as number:
+                work = rows.recv(piece, (other, self._members.own))
+                return number, self._launch("recv", work, tag, number)
+
+        def free(other: int, number: int) -> None:
+            with self._lock:
+                self._received[other, tag].give_back(number)
+
+        return _Mailbox(post, free)
+
+    def _requested(self, mailbox: _Mailbox, tensor: Tensor, other: int | None) -> Task:
+        requests: list[_Request] = []
 
         def launch(_: int) -> Handle:
-            tried = {}
-            for other in self._members.order:
-                if other == self._members.own:
-                    continue
-                waiting = self._posted[other, tag]
-                if not waiting:
-                    piece = movable(tensor).clone()
-                    waiting.append(_Posted(self._receive(piece, other, tag), piece))
-                tried[other] = waiting
-            return _First(tried, lambda other, piece: chosen.append((other, piece)))
+            others = [each for each in self._members.order if each != self._members.own]
+            if not others:
+                raise ValueError("a receive from anyone: nobody else is in the group")
+            requests.append(mailbox.request(tensor, others, other))
+            return requests[0]
 
         def settle() -> None:
-            put(tensor, chosen[0][1])
+            assert requests[0].piece is not None
+            put(tensor, requests[0].piece)
 
         def source() -> int:
-            return self._members.order.index(chosen[0][0]) if chosen else -1
+            order, sender = self._members.order, requests[0].other if requests else None
+            return order.index(sender) if sender in order else -1
 
         return Task("recv", launch, [tensor], settle=settle, source=source, counts=False)
 
-    def undo_send(self, other: int) -> None:
-        """A message of a barrier to that member was given up: the next one takes its place."""
-        self._sent[other, BARRIER_TAG] -= 1
-
-    def undo_recv(self, other: int) -> None:
-        """The same of one that was to come."""
-        self._received[other, BARRIER_TAG] -= 1
-
     def give_up(self) -> None:
         """Ends the receives that nobody has asked for."""
-        for waiting in self._posted.values():
-            while waiting:
-                waiting.popleft().handle.wait(timeout=0)
-
-
-class _First:
-    """Of several receives under way, the one that ends first."""
-
-    def __init__(
-        self, tried: dict[int, deque[_Posted]], choose: Callable[[int, Tensor], None]
-    ) -> None:
-        self.error: Exception | None = None
-        self._tried = tried
-        self._choose = choose
-        self._ended: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._callback: Callable[[], None] | None = None
-        for other, waiting in tried.items():
-            waiting[0].handle.add_done_callback(lambda other=other: self._end(other))  # type: ignore[misc]
-
-    def _end(self, other: int) -> None:
-        self._ended.put(other)
-        if self._callback is not None:
-            self._callback()
-
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Calls it when the first one has ended, and perhaps more often."""
-        self._callback = callback
-        if not self._ended.empty():
-            callback()
-
-    def wait(self, *, timeout: float | None = None) -> tuple[bool, int, Any]:
-        """Waits for the first one that succeeds."""
-        for _ in self._tried:
-            try:
-                other = self._ended.get(timeout=timeout)
-            except queue.Empty:
-                why = f"nobody has sent anything within {timeout:g} s"
-                self.error = PeerLostError(Result.RANK_CONNECTION_LOST, "recv", why)
-                return False, Result.RANK_CONNECTION_LOST.value, None
-            posted = self._tried[other].popleft()
-            well, status, info = posted.handle.wait()
-            if well:
-                self._choose(other, posted.piece)
-                return well, status, info
-            self.error = posted.handle.error
-        return False, Result.RANK_CONNECTION_LOST.value, None
+        for mailbox in self._mailboxes.values():
+            with contextlib.suppress(PCCLError):
+                mailbox.give_up()

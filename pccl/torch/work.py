@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch._C._distributed_c10d import Work as BaseWork
-from torch.futures import Future
+from torch.futures import Future, collect_all
 
 from pccl.errors import (
     PCCLError,
@@ -53,6 +53,7 @@ class Task:
         result: what its future yields.
         alone: does the same for a group of one.
         settle: puts the result where the caller wants it; called once, after success.
+        failed: called once, after a failure.
         again: whether it is right to launch it again when a peer is lost in it.
         source: torch's rank of the sender that a receive has matched.
         counts: whether all members launch it: then it has a tag of their own sequence.
@@ -63,6 +64,7 @@ class Task:
     result: Any
     alone: Callable[[], None] = _nothing
     settle: Callable[[], None] = _nothing
+    failed: Callable[[], None] = _nothing
     again: bool = False
     source: Callable[[], int] = lambda: -1
     counts: bool = True
@@ -90,6 +92,7 @@ class Operation:
         self._handle: Handle | None = None
         self._is_followed = False
         self._future: Future[None] | None = None
+        self._untold: Future[None] | None = None
         self._under_way: set[Operation] = set()
 
     @property
@@ -107,6 +110,7 @@ class Operation:
             self._launch()
         except PCCLError as error:
             self.error = error
+            self.task.failed()
             self._ended.set()
             return
         self._under_way = under_way
@@ -124,12 +128,11 @@ class Operation:
     def future(self) -> Future[None]:
         """A future that is complete when it has ended, also if it has failed."""
         with self._lock:
-            made = self._future is None
             if self._future is None:
-                self._future = Future()
-            future, ended = self._future, self._ended.is_set()
-        if made and ended:
-            future.set_result(None)
+                self._future = self._untold = Future()
+            future = self._future
+        if self._ended.is_set():
+            self._tell()
         return future
 
     def _launch(self) -> None:
@@ -156,23 +159,31 @@ class Operation:
 
     def drive(self, timeout_s: float | None = None) -> None:
         """Brings it to its end; afterwards `error` says how."""
-        future = self._end(timeout_s)
-        if future is not None:  # its callbacks may wait for others, and the caller does not
-            POOL.run(lambda: future.set_result(None))
+        try:
+            self._end(timeout_s)
+        finally:  # callbacks of the future may wait for others, and the caller does not
+            if self._ended.is_set() and self._untold is not None:
+                POOL.run(self._tell)
 
     def _drive_and_tell(self) -> None:
         """The same, in a thread of the pool, which the callbacks may keep."""
-        future = self._end(None)
+        self._end(None)
+        self._tell()
+
+    def _tell(self) -> None:
+        """Completes the future, if there is one and nobody has."""
+        with self._lock:
+            future, self._untold = self._untold, None
         if future is not None:
             future.set_result(None)
 
-    def _end(self, timeout_s: float | None) -> Future[None] | None:
-        """Brings it to its end, unless another thread has; the future that is to be told."""
+    def _end(self, timeout_s: float | None) -> None:
+        """Brings it to its end, unless another thread has."""
         if self._ended.is_set():
-            return None
+            return
         with self._lock:
             if self._ended.is_set():
-                return None
+                return
             try:
                 self._conclude(timeout_s)
             except Exception as error:
@@ -182,10 +193,10 @@ class Operation:
                 self.error = PeerLostError(Result.RANK_CONNECTION_LOST, self.task.name, why)
                 raise
             finally:
+                if self.error is not None:
+                    self.task.failed()
                 self._ended.set()
                 self._under_way.discard(self)
-                future = self._future
-        return future
 
     def _conclude(self, timeout_s: float | None) -> None:
         while self._handle is not None:
@@ -286,3 +297,55 @@ class Work(BaseWork):
         return self.operation.task.source()
 
     _source_rank = source_rank
+
+
+class CoalescedWork(BaseWork):
+    """Several Works as one; of none, it has ended.
+
+    Attributes:
+        works: in the order of their calls.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self.works = list(works)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for all, for `timeout` in all; zero means no limit. Raises the first failure."""
+        seconds = timeout.total_seconds() if timeout is not None else 0.0
+        deadline_s = time.monotonic() + seconds if seconds > 0 else None
+        for work in self.works:
+            left_s = None if deadline_s is None else max(0.001, deadline_s - time.monotonic())
+            work.operation.drive(left_s)
+        error = self.exception()
+        if error is not None:
+            raise error
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """A future of all results. It fails if one of them has."""
+        collected: Future[Any] = collect_all([work.get_future() for work in self.works])
+
+        def results(done: Future[list[Future[Any]]]) -> list[Any]:
+            return [each.value() for each in done.value()]  # raises what it has failed by
+
+        return collected.then(results)
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not wait."""
+        return all(work.is_completed() for work in self.works)
+
+    def is_success(self) -> bool:
+        """Whether all have ended well."""
+        return all(work.is_success() for work in self.works)
+
+    def exception(self) -> Exception | None:
+        """The first that has gone wrong."""
+        return next((error for work in self.works if (error := work.exception())), None)
+
+    def result(self) -> list[Tensor]:
+        """The tensors that were written."""
+        return [tensor for work in self.works for tensor in work.result()]
+
+    def synchronize(self) -> None:
+        """What has ended is in memory."""

@@ -39,19 +39,64 @@ class Clock:
 
 
 def test_a_pulse_tells_pauses_from_waiting() -> None:
-    pulse = Pulse(2.0, [clock := Clock(), other := Clock()])
-    clock.now_s = 110.0
-    assert pulse.beat(10.0) == 0.0
-    clock.now_s = 111.0
-    other.now_s = 115.0  # it goes on while the machine sleeps
-    assert pulse.beat(0.5) == 14.5
-    other.now_s = 10.0
-    assert pulse.beat(0.0) == 0.0
-    clock.now_s = 113.0
-    assert pulse.beat(0.0) == 0.0
-    clock.now_s = 115.5
-    assert pulse.beat(0.0) == 2.5
-    assert Pulse(60.0).beat(0.0) == 0.0
+    pulse = Pulse(2.0, running := Clock(), elapsed := Clock())
+
+    def after(running_s: float, elapsed_s: float, waited_s: float) -> tuple[float, float]:
+        running.now_s += running_s
+        elapsed.now_s += elapsed_s
+        return pulse.beat(waited_s)
+
+    assert after(10.0, 10.0, 10.0) == (0.0, 0.0)
+    assert after(2.0, 2.0, 0.0) == (0.0, 0.0), "up to the limit"
+    assert after(2.5, 2.5, 0.0) == (2.5, 2.5), "stopped"
+    assert after(1.0, 15.0, 0.5) == (0.5, 14.5), "asleep: only part of it counted as waiting"
+    assert after(0.0, 3600.0, 1.0) == (0.0, 3599.0)
+    assert after(1.0, 1.0, 1.0) == (0.0, 0.0)
+    assert Pulse(60.0).beat(0.0) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("step_s", [3600.0, -3600.0])
+def test_a_step_of_the_wall_clock_delays_nothing(
+    step_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the master and at the peers of one run: a loss and an admission take no longer."""
+    wall = time.time
+    with pccl.MasterNode("127.0.0.1:0") as master, contextlib.ExitStack() as opened:
+        comms = [pccl.Communicator(master.address) for _ in range(3)]
+        for one in comms:
+            opened.callback(one.close)
+        in_threads([lambda one=one: gather(one, 3) for one in comms])
+        assert master._service is not None
+        server = master._service.server
+        monkeypatch.setattr(time, "time", lambda: wall() + step_s)
+        began_s = server._awake_s()
+        wait_until(lambda: server._awake_s() > began_s + 0.2)
+        assert server._pauses.total_s == 0.0
+        monkeypatch.setattr(recovery, "WAIT_S", 0.5)
+        server._faltered = "a test"  # as after a restart: it waits for peers, one never comes
+        comms[2]._membership.seen("a test")._endpoint.resolver.find = lambda *_: None
+        server._wake()
+        wait_until(lambda: not server._faltered and not server._master.recovering)
+        in_threads([one.update_topology for one in comms[:2]])
+        assert [one.world_size for one in comms[:2]] in ([2, 2], [3, 3])
+
+
+def test_sleep_of_the_machine_freezes_no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock that measures grace stands still meanwhile: nothing is to be taken off it."""
+    running, elapsed, ticks = Clock(), Clock(), list[inputs.Tick]()
+    server = Server("127.0.0.1", 0, Config())
+    monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=running))
+    monkeypatch.setattr(server, "_feed", lambda event: ticks.append(event) or [])
+    server._pauses._pulse = Pulse(0.5, running, elapsed)
+    with contextlib.closing(server):
+        for slept_s in (0.0, 3600.0, 0.0, 0.0):
+            running.now_s += 0.1
+            elapsed.now_s += 0.1 + slept_s
+            server._do_chores(True)
+    begin_s = ticks[0].now_s
+    after_s = [tick.now_s - begin_s for tick in ticks]
+    assert after_s == pytest.approx([0.0, 0.0, 0.1, 0.2]), "the wake-up itself is a pause"
+    assert server._pauses.woke_lately
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="no SIGSTOP on this platform")
@@ -106,7 +151,7 @@ def test_a_pause_before_the_chores_makes_nobody_late(monkeypatch: pytest.MonkeyP
     server = Server("127.0.0.1", 0, Config())
     monkeypatch.setattr(server_module, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(server, "_feed", lambda event: ticks.append(event) or [])
-    server._pauses._pulse = Pulse(0.5, [clock])
+    server._pauses._pulse = Pulse(0.5, clock, clock)
     with contextlib.closing(server):
         for seconds in (0.0, 0.1, 100.0, 0.2):
             clock.now_s += seconds
@@ -128,7 +173,7 @@ class Nap:
         self._clock = Clock()
         self._pauses: list[list[int]] = []
         self._broken: set[bytes] = set()  # connections
-        server._pauses._pulse = Pulse(0.1, [self._clock])
+        server._pauses._pulse = Pulse(0.1, self._clock, self._clock)
         original = getattr(server, moment)
 
         def interrupted(*args: object) -> object:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,6 +144,33 @@ def test_a_line_that_is_none_is_named(field: Field, replay: Replay, path: Path) 
     assert status == 1
     assert "5 inputs have the same effects again" in out
     assert "could not be fed, because events before them are missing" in out
+
+
+@pytest.mark.parametrize("number", ["1e300", "-1e300", "1e18", "-1"])
+@pytest.mark.parametrize("field_of", [b'"unix_s":', b'"at_s":'], ids=["the head", "a line"])
+def test_a_time_that_is_none_is_named(
+    field: Field, replay: Replay, path: Path, number: str, field_of: bytes
+) -> None:
+    play(field)
+    at = re.escape(field_of) + rb"[0-9.e+-]+"
+    path.write_bytes(re.sub(at, field_of + number.encode(), path.read_bytes(), count=1))
+    for options in ([], ["--trace", str(path.with_name("trace.json"))]):
+        status, out, err = replay(*options)
+        if field_of == b'"at_s":' and number == "-1":  # early, but a time
+            assert status in (0, 1)
+            continue
+        assert (status, err.count("s since 1970: the file was changed or damaged")) == (1, 1)
+        assert "have finished it" in out, "what follows is told"
+
+
+def test_a_file_without_end_is_no_log(
+    replay: Replay, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "EVENT_LOG_LINE_BYTES", 1 << 20)
+    path.symlink_to("/dev/zero")
+    status, out, err = replay()
+    assert (status, out) == (1, "")
+    assert err.endswith("has more than 1048576 bytes: it is no event log\n")
 
 
 def test_a_torn_line_at_the_end_is_no_damage(field: Field, replay: Replay, path: Path) -> None:

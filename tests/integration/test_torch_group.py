@@ -16,6 +16,7 @@ from cluster import Cluster
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
 from torch.nn.parallel import DistributedDataParallel
+from torch_groups import Groups
 from waiting import wait_until
 
 import pccl
@@ -24,29 +25,6 @@ from pccl.torch import ProcessGroup, hooks
 from pccl.torch.callbacks import POOL
 
 T = TypeVar("T")
-
-
-class Groups:
-    """Groups of one run; torch's ranks are the reverse of the order in which the peers joined."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        last = len(cluster.comms) - 1
-        self.all = cluster.each(lambda i, comm: ProcessGroup(comm, rank=last - i))
-        self.all.reverse()
-
-    def each(self, job: Callable[[ProcessGroup], T], *without: int) -> list[T]:
-        """The same on each of them, by torch's rank."""
-        by_comm = {id(group.communicator): group for group in self.all}
-        gone = [id(self.all[rank].communicator) for rank in without]
-        found: dict[int, T] = {}
-
-        def work(_: int, comm: pccl.Communicator) -> None:
-            if id(comm) not in gone:
-                found[id(comm)] = job(by_comm[id(comm)])
-
-        self.cluster.each(work)
-        return [found[id(g.communicator)] for g in self.all if id(g.communicator) in found]
 
 
 @pytest.fixture

@@ -70,9 +70,9 @@ def test_what_interrupts_a_long_wait_comes_alone(monkeypatch: pytest.MonkeyPatch
 
 def test_a_pause_counts_against_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(pulse, "_clocks", lambda: [lambda: now])
     monkeypatch.setattr(pulse.time, "monotonic", lambda: now)
     pauses = pulse.Pauses(timeout_s=4.0)
+    pauses._pulse = pulse.Pulse(2.0, elapsed=lambda: now)
     now += 1.0
     pauses.feel(1.0)
     assert (pauses.total_s, pauses.woke_lately) == (0.0, False)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from pccl.protocol.master.record import Gap, Line
 from pccl.runtime.server.eventfile import VERSION, Damaged, Head, files, read
 
+_LAST_UNIX_S = 253402300800  # the year 10000
+
 
 class Entry(NamedTuple):
     """One line of a log.
@@ -47,6 +49,7 @@ class Source:
         self.problems: list[str] = []
         self.damaged = False
         self.last_unix_s = 0.0
+        self._undated = False
         if not self._files:
             raise OSError(f"there is no event log {path}")
 
@@ -54,6 +57,7 @@ class Source:
         """All lines, the oldest first. Raises OSError: a file is no event log."""
         head: Head | None = None
         number = 0  # of the next line, of its master's
+        began_s = 0.0
         whole = True
         for file in self._files:
             for at, item in read(file):
@@ -63,6 +67,7 @@ class Source:
                 if isinstance(item, Head):
                     whole &= self._continues(item, head, number, where)
                     head, number = item, item.line
+                    began_s = self._dated(head.unix_s, head.monotonic_s, where)
                 elif isinstance(item, Gap):
                     self.problems.append(f"{where}: {item.lost} events are missing: {item.why}")
                     number, whole = number + item.lost, False
@@ -70,9 +75,22 @@ class Source:
                     number, whole = number + 1, False
                     self._damage(item, where)
                 elif head is not None:
-                    self.last_unix_s = head.unix_s + item.at_s - head.monotonic_s
+                    unix_s = began_s + item.at_s - head.monotonic_s
+                    self.last_unix_s = self._dated(unix_s, self.last_unix_s, where)
                     yield Entry(where, self.last_unix_s, item, whole)
                     number, whole = number + 1, True
+
+    def _dated(self, unix_s: float, otherwise: float, where: str) -> float:
+        """A time, or what to take in its place if it is none."""
+        if 0 <= unix_s < _LAST_UNIX_S:
+            return unix_s
+        if not self._undated:
+            self.damaged = self._undated = True
+            self.problems.append(
+                f"{where}: its time is {unix_s:g} s since 1970: the file was changed or damaged; "
+                "from here on, times may be wrong"
+            )
+        return otherwise
 
     def _continues(self, head: Head, before: Head | None, number: int, where: str) -> bool:
         """Whether a head follows what was before it without a gap."""

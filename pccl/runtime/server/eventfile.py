@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
@@ -209,11 +210,17 @@ def files(path: Path) -> list[Path]:
 
 
 def read(file: Path) -> Iterator[tuple[int, Head | Line | Gap | Damaged]]:
-    """The lines of one file, with their numbers in it. Raises OSError."""
+    """The lines of one file, with their numbers in it.
+
+    Raises:
+        OSError: it cannot be read, or has a line that no event log has.
+    """
     decoder: msgspec.json.Decoder[Head | Line | Gap] = msgspec.json.Decoder(Head | Line | Gap)
     with file.open("rb") as lines:
-        number, pending = 0, None
-        for number, line in enumerate(lines, 1):
+        number, pending, most = 0, None, limits.EVENT_LOG_LINE_BYTES
+        for number, line in enumerate(iter(partial(lines.readline, most + 1), b""), 1):
+            if len(line) > most:
+                raise OSError(f"{file}:{number} has more than {most} bytes: it is no event log")
             if pending is not None:
                 torn = pending.torn and line.startswith(HEAD_START)
                 yield number - 1, Damaged(pending.why, torn)

@@ -1,20 +1,46 @@
-"""Detects that this process did not run for a while."""
+"""Detects that this process did not run for a while.
+
+Three clocks, three jobs. Waiting is measured by `time.monotonic`. Sleep of the machine is seen by
+a clock that goes on meanwhile, as `time.monotonic` does not on Linux and macOS. The wall clock only
+dates what is written for people: it may be set at any moment, so nothing is measured by it.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 log = logging.getLogger("pccl")
 
+Clock = Callable[[], float]
 
-def _clocks() -> list[Callable[[], float]]:
-    """Several clocks: some stop while the machine sleeps, and some jump afterwards."""
-    clocks: list[Callable[[], float]] = [time.monotonic, time.time]
+
+def _running() -> float:
+    return time.monotonic()
+
+
+def elapsed() -> float:
+    """Seconds, counted on while the machine sleeps; no change of the wall clock moves it."""
     if hasattr(time, "CLOCK_BOOTTIME"):
-        clocks.append(lambda: time.clock_gettime(time.CLOCK_BOOTTIME))
-    return clocks
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    if sys.platform == "darwin":  # this one counts sleep there; Python's monotonic() does not
+        return time.clock_gettime(time.CLOCK_MONOTONIC)
+    return time.monotonic()
+
+
+class Pause(NamedTuple):
+    """How long a loop did not run, in seconds.
+
+    Attributes:
+        running_s: by `time.monotonic`: what would count against those it waits for.
+        elapsed_s: with the sleep of the machine.
+    """
+
+    running_s: float = 0.0
+    elapsed_s: float = 0.0
 
 
 class Pulse:
@@ -22,23 +48,27 @@ class Pulse:
 
     Args:
         limit_s: shorter pauses do not count.
-        clocks: for tests.
+        running, elapsed: the clocks; others for tests.
     """
 
-    def __init__(self, limit_s: float, clocks: Sequence[Callable[[], float]] | None = None) -> None:
+    def __init__(self, limit_s: float, running: Clock = _running, elapsed: Clock = elapsed) -> None:
         self._limit_s = limit_s
-        self._clocks = _clocks() if clocks is None else clocks
-        self._at = [clock() for clock in self._clocks]
+        self._clocks = running, elapsed
+        self._at = running(), elapsed()
 
-    def beat(self, waited_s: float) -> float:
+    def beat(self, waited_s: float) -> Pause:
         """To be called after each wait of the loop, which should have lasted at most `waited_s`.
 
         Returns:
-            How long the loop did not run, in seconds; 0.0 up to the limit.
+            The pause; zero up to the limit.
         """
-        before, self._at = self._at, [clock() for clock in self._clocks]
-        paused_s = max(now - then for now, then in zip(self._at, before, strict=True)) - waited_s
-        return paused_s if paused_s > self._limit_s else 0.0
+        before = self._at
+        running, elapsed = self._clocks
+        self._at = running(), elapsed()
+        pause = Pause(*(now - then - waited_s for now, then in zip(self._at, before, strict=True)))
+        if max(pause) <= self._limit_s:
+            return Pause()
+        return Pause(max(0.0, pause.running_s), max(pause))
 
 
 class Pauses:
@@ -48,7 +78,8 @@ class Pauses:
         timeout_s: after which others consider this process lost.
 
     Attributes:
-        total_s: the sum of all pauses.
+        total_s: the sum of all pauses, as far as `time.monotonic` has counted them: less this, it
+            is the time that the process has run.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -60,14 +91,14 @@ class Pauses:
     def feel(self, waited_s: float = 0.0) -> None:
         """To be called after each wait, which should have lasted at most `waited_s`, and before
         whatever depends on pauses: they come at any moment."""
-        paused_s = self._pulse.beat(waited_s)
-        if paused_s:
+        pause = self._pulse.beat(waited_s)
+        if pause.elapsed_s:
             log.warning(
                 "master: it did not run for %.1f s: its process was stopped, or the machine was "
                 "asleep or busy",
-                paused_s,
+                pause.elapsed_s,
             )
-            self.total_s += paused_s
+            self.total_s += pause.running_s
             self._woke_s = time.monotonic()
 
     @property
