@@ -1,21 +1,31 @@
 """`pccl run`: several copies of a program on this machine, restarted when they die.
 
 Each copy is a peer for itself: it joins the run of the master that PCCL_MASTER names. One that dies
-is started again, and joins again; the others go on meanwhile. Signals are passed on to all copies.
+is started again, and joins again; the others go on meanwhile. A copy is not started again once
+another one has ended with 0 (the training is over), nor if all fail alike at once (it is the
+program).
+
+Signals go to all copies: SIGINT, SIGTERM, SIGHUP and SIGQUIT end them, and a second one kills them;
+SIGUSR1 and SIGUSR2 are only passed on, for programs that save a checkpoint then. When a copy fails
+or is to end, whatever it has started ends with it; nothing that holds its output delays that.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
+import secrets
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from typing import IO, TextIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, BinaryIO, TextIO
 
 from pccl.cli import program
 from pccl.cli.arguments import master, whole_number
@@ -27,6 +37,11 @@ GRACE_S = 10.0  # from a signal until a copy that has not ended is killed
 PAUSE_S, PAUSE_MAX_S = 1.0, 30.0  # before a restart; twice as long each time, up to this
 STEADY_S = 60.0  # a copy that has run for so long has recovered from what failed before
 NOT_STARTED = 127  # status of a program that cannot be started, as shells have it
+ALIKE_S = 20.0  # all copies that fail within so long of their start, and alike: it is the program
+QUIET_S = 0.5  # an ended copy's output that brings nothing for so long is not waited for
+OUTPUT_BYTES = 1 << 16  # that are read at once
+MARK = "PCCL_RUN_COPY"  # in the environment of a copy, and so of whatever it starts
+_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines, also those that are overwritten
 LOOPBACK = "127.0.0.1:0"
 
 
@@ -35,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     epilog = (
         "The program finds the master's address in PCCL_MASTER, and its number among the copies,\n"
         "which chooses a GPU for instance, in LOCAL_RANK, of LOCAL_WORLD_SIZE. The exit status is\n"
-        "0 if all copies have ended with 0.\n\n"
+        "0 if all copies have ended with 0. SIGUSR1 and SIGUSR2 are passed on to them; SIGINT,\n"
+        "SIGTERM, SIGHUP and SIGQUIT end them, after 10 s at the latest, a second one at once.\n\n"
         "    pccl run -n 4 -- python train.py\n"
         "    pccl run -n 8 --master the-masters-host -- python train.py"
     )
@@ -67,7 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=3,
         metavar="N",
         help="how often in a row a copy that fails is started again; one that has run for "
-        f"{STEADY_S:.0f} s counts from the beginning (default: %(default)s)",
+        f"{STEADY_S:.0f} s counts from the beginning; none is once another one has ended with 0, "
+        "or if all fail alike at once (default: %(default)s)",
     )
 
 
@@ -89,27 +106,118 @@ def run(args: argparse.Namespace) -> int:
         environment.setdefault("PYTHONUNBUFFERED", "1")
         copies = Copies(command, environment, args.n, args.restarts)
         stack.callback(copies.kill)
-        with ended_by(lambda number, _: copies.stop(number)):
+        with ended_by(lambda number, _: copies.stop(number)), _more_signals(copies):
+            copies.start()
             return copies.wait()
 
 
+@contextmanager
+def _more_signals(copies: Copies) -> Iterator[None]:
+    """What programs other than `pccl run` do not expect, or end by without a word."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[str, Callable[[int, object], None]] = {
+        "SIGQUIT": lambda number, _: copies.stop(number),
+        "SIGUSR1": lambda number, _: copies.signal(number),
+        "SIGUSR2": lambda number, _: copies.signal(number),
+    }
+    numbers = {getattr(signal, name, None): handler for name, handler in handlers.items()}
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in numbers.items()
+        if number is not None
+    }
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
 class Printer:
-    """Prints lines of several processes whole, with the number of each in front."""
+    """Prints the output of several processes, each line with the number of its process in front."""
 
     def __init__(self) -> None:
         self._printing = threading.Lock()
+        self._begun: tuple[int, TextIO] | None = None  # whose line is not ended, and where
+        self._returned = False  # whether that line is to be overwritten
 
-    def copy(self, number: int, lines: IO[bytes], to: TextIO) -> None:
-        """Prints all that a process writes, until it has closed its end."""
-        for line in lines:
-            text = line.decode(errors="replace")
-            self.say(number, text if text.endswith("\n") else text + "\n", to)
+    def print(self, number: int, lines: Sequence[bytes], to: TextIO) -> None:
+        """Prints lines; one without an end is ended by its rest, or by the line of another."""
+        mark, text = b"[%d] " % number, bytearray()
+        with self._printing:
+            if self._begun is not None and self._begun != (number, to):
+                self._write(b"\n", self._begun[1])
+                self._begun = None
+            for line in lines:
+                if self._begun is None or self._returned:
+                    text += mark
+                text += line
+                self._begun = None if line.endswith(b"\n") else (number, to)
+                self._returned = line.endswith(b"\r")
+            self._write(text, to)
 
-    def say(self, number: int, text: str, to: TextIO) -> None:
-        """Prints one line."""
-        with self._printing, suppress(OSError):  # nobody reads any more
-            to.write(f"[{number}] {text}")
+    def say(self, number: int, text: str) -> None:
+        """Prints a line of our own."""
+        self.print(number, [f"pccl run: {text}\n".encode()], sys.stderr)
+
+    @staticmethod
+    def _write(data: bytes | bytearray, to: TextIO) -> None:
+        raw: BinaryIO | None = getattr(to, "buffer", None)
+        with suppress(OSError, ValueError):  # nobody reads any more, or it is closed
+            if raw is None:
+                to.write(data.decode(errors="replace"))
+            else:
+                raw.write(data)
             to.flush()
+
+
+class Output(threading.Thread):
+    """Prints what comes out of a pipe until all have closed its other end.
+
+    Args:
+        number: of the copy.
+        pipe: closed at the end.
+        to: where it is printed.
+        printer: prints it.
+    """
+
+    def __init__(self, number: int, pipe: IO[bytes], to: TextIO, printer: Printer) -> None:
+        super().__init__(name=f"pccl-run-{number}-output", daemon=True)
+        self._number, self._pipe, self._to, self._printer = number, pipe, to, printer
+        self._lock = threading.Lock()
+        self._rest = b""  # of a line that is not complete
+        self._moved_s = 0.0
+
+    def run(self) -> None:
+        """Prints until the end."""
+        with self._pipe:
+            while data := os.read(self._pipe.fileno(), OUTPUT_BYTES):
+                with self._lock:
+                    self._moved_s = time.monotonic()
+                    *lines, self._rest = _ENDS.split(self._rest + data)
+                    if len(self._rest) > OUTPUT_BYTES:
+                        lines, self._rest = [*lines, self._rest], b""
+                    if lines:
+                        self._printer.print(self._number, lines, self._to)
+        self.flush(0.0)
+
+    def flush(self, after_s: float) -> None:
+        """Prints a line that nobody has completed for so long: a question, a bar of progress."""
+        with self._lock:
+            if self._rest and time.monotonic() - self._moved_s >= after_s:
+                self._printer.print(self._number, [self._rest], self._to)
+                self._rest = b""
+
+    def finish(self, until_s: float) -> None:
+        """Waits while more comes. A process that lives on may hold the pipe: it is left to it."""
+        began_s = time.monotonic()
+        while self.is_alive():
+            if time.monotonic() >= min(until_s, max(began_s, self._moved_s) + QUIET_S):
+                break
+            self.join(0.02)
+        self.flush(0.0)
 
 
 class Copy(threading.Thread):
@@ -120,11 +228,11 @@ class Copy(threading.Thread):
         command: the program and its arguments.
         environment: of its processes.
         restarts: how often it may fail in a row and be started again.
-        stopping: set when the copies are to end.
-        printer: prints what they write.
+        copies: all of them.
 
     Attributes:
         status: with which it ended: of a process that a signal killed, 128 and its number.
+        lasted_s: how long the first process has run; None: it still does.
     """
 
     def __init__(
@@ -133,51 +241,79 @@ class Copy(threading.Thread):
         command: Sequence[str],
         environment: Mapping[str, str],
         restarts: int,
-        stopping: threading.Event,
-        printer: Printer,
+        copies: Copies,
     ) -> None:
         super().__init__(name=f"pccl-run-{number}", daemon=True)
         self.status = 0
+        self.lasted_s: float | None = None
         self._number, self._command, self._restarts = number, command, restarts
-        self._environment = {**environment, "LOCAL_RANK": str(number)}
-        self._stopping, self._printer = stopping, printer
-        self._process: subprocess.Popen[bytes] | None = None
+        self._mark = secrets.token_hex(8)
+        outer = environment.get(MARK, "")  # of a copy in which this `pccl run` is
+        mine = {"LOCAL_RANK": str(number), MARK: f"{outer}/{self._mark}"}
+        self._environment = {**environment, **mine}
+        self._copies = copies
+        self._process: subprocess.Popen[bytes] | None = None  # until its group has been killed
+        self._outputs: list[Output] = []
         self._starting = threading.RLock()  # a signal may come while one is passed on
 
     def run(self) -> None:
         """Runs the program until it succeeds, has failed too often, or is to end."""
-        failures = 0
+        failures, copies = 0, self._copies
         while True:
             began_s = time.monotonic()
             self.status = self._once()
-            if self.status == 0 or self._stopping.is_set():
+            lasted_s = time.monotonic() - began_s
+            self.lasted_s = lasted_s if self.lasted_s is None else math.inf
+            if self.status == 0:
+                copies.succeeded = True
+            if self.status == 0 or copies.stopping.is_set():
                 return
-            failures = 1 if time.monotonic() - began_s >= STEADY_S else failures + 1
-            if failures > self._restarts or self.status == NOT_STARTED:
-                self._say(f"ended with {self._told()}; it is not started again")
-                return
+            failures = 1 if lasted_s >= STEADY_S else failures + 1
             pause_s = min(PAUSE_S * 2 ** (failures - 1), PAUSE_MAX_S)
-            self._say(f"ended with {self._told()}; it is started again in {pause_s:.0f} s")
-            if self._stopping.wait(pause_s):
+            why = ""
+            if failures > self._restarts or self.status == NOT_STARTED:
+                why = "it is not started again"
+            elif copies.succeeded:
+                why = "it is not started again, because another copy has ended with status 0"
+            self._say(
+                f"ended with {self._told()}; {why or f'it is started again in {pause_s:.0f} s'}"
+            )
+            if why or copies.stopping.wait(pause_s):
+                return
+            if copies.failed_alike():
+                self._say("all copies have failed alike at once: it is not started again")
                 return
 
     def signal(self, number: int) -> None:
         """Passes a signal on, as a terminal would: to the program and the processes it has made."""
-        with self._starting, suppress(ProcessLookupError):
-            if self._process is None or not self.is_alive():
+        with self._starting, suppress(ProcessLookupError, PermissionError):
+            if self._process is None:
                 return
             if sys.platform == "win32":
                 self._process.terminate()
             else:
                 os.killpg(self._process.pid, number)
 
+    def flush(self) -> None:
+        """Prints lines that have not been completed for a while."""
+        for output in self._outputs:
+            output.flush(QUIET_S)
+
+    def kill(self) -> None:
+        """Kills the program and whatever it has started."""
+        with self._starting:
+            if self._process is not None:
+                self.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+                self._kill_marked()
+
     def _once(self) -> int:
         with self._starting:
-            if self._stopping.is_set():
+            if self._copies.stopping.is_set():
                 return self.status
             try:
-                self._process = subprocess.Popen(
+                self._process = process = subprocess.Popen(
                     self._command,
+                    bufsize=0,
                     env=self._environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
@@ -187,33 +323,55 @@ class Copy(threading.Thread):
             except OSError as error:
                 self._say(f"{self._command[0]} cannot be started: {error.strerror or error}")
                 return NOT_STARTED
-        process = self._process
         assert process.stdout is not None and process.stderr is not None
-        with process, process.stdout as out, process.stderr as err:
-            printers = [
-                threading.Thread(target=self._printer.copy, args=(self._number, lines, to))
-                for lines, to in ((out, sys.stdout), (err, sys.stderr))
-            ]
-            for printer in printers:
-                printer.start()
-            status = process.wait()
-            self._kill_what_is_left(process.pid)
-            for printer in printers:
-                printer.join()
+        pipes = (process.stdout, sys.stdout), (process.stderr, sys.stderr)
+        printer = self._copies.printer
+        self._outputs = [Output(self._number, pipe, to, printer) for pipe, to in pipes]
+        for output in self._outputs:
+            output.start()
+        status = self._end(process)
+        until_s = time.monotonic() + GRACE_S
+        for output in self._outputs:
+            output.finish(until_s)
         return status if status >= 0 else 128 - status
 
-    @staticmethod
-    def _kill_what_is_left(group: int) -> None:
-        """Workers that a dead program leaves behind keep its GPU, its ports, and our pipes."""
-        if sys.platform != "win32":
-            with suppress(ProcessLookupError, PermissionError):  # none is left, as macOS has it
-                os.killpg(group, signal.SIGKILL)
+    def _end(self, process: subprocess.Popen[bytes]) -> int:
+        """Waits for the end of the program; its group ends with it, while its number is ours."""
+        if hasattr(os, "waitid"):
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            process.wait()
+        with self._starting:
+            if sys.platform != "win32":
+                with suppress(ProcessLookupError, PermissionError):  # none is left, as macOS has it
+                    os.killpg(process.pid, signal.SIGKILL)
+            self._process = None
+            status = process.wait()
+            if status or self._copies.stopping.is_set():
+                self._kill_marked()
+            return status
+
+    def _kill_marked(self) -> None:
+        """Workers that a dead program leaves behind keep its GPU, its ports, and our pipes.
+
+        On Linux they are known by their environment, also those that have left its group.
+        """
+        mark, left = f"/{self._mark}".encode(), True
+        for _ in range(3):  # they may start others meanwhile
+            if not left:
+                break
+            left = False
+            for found in Path("/proc").glob("[0-9]*/environ"):
+                with suppress(OSError):
+                    if mark in found.read_bytes():
+                        os.kill(int(found.parent.name), signal.SIGKILL)
+                        left = True
 
     def _told(self) -> str:
         return f"signal {self.status - 128}" if self.status > 128 else f"status {self.status}"
 
     def _say(self, text: str) -> None:
-        self._printer.say(self._number, f"pccl run: {text}\n", sys.stderr)
+        self._copies.printer.say(self._number, text)
 
 
 class Copies:
@@ -224,44 +382,62 @@ class Copies:
         environment: of all of them.
         n: how many.
         restarts: how often each may fail in a row and be started again.
+
+    Attributes:
+        printer: prints what they write.
+        stopping: set when they are to end.
+        succeeded: whether one of them has ended with 0.
     """
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], n: int, restarts: int
     ) -> None:
-        self._stopping = threading.Event()
+        self.printer = Printer()
+        self.stopping = threading.Event()
+        self.succeeded = False
         self._stopped_s = 0.0
         self._number = 0  # of the signal that ends it all
-        printer = Printer()
-        self._copies = [
-            Copy(i, command, environment, restarts, self._stopping, printer) for i in range(n)
-        ]
-        for copy in self._copies:
+        self._all = [Copy(i, command, environment, restarts, self) for i in range(n)]
+
+    def start(self) -> None:
+        """Starts them."""
+        for copy in self._all:
             copy.start()
+
+    def failed_alike(self) -> bool:
+        """Whether all have failed soon after their first start, with the same status."""
+        soon = all(copy.lasted_s is not None and copy.lasted_s < ALIKE_S for copy in self._all)
+        return soon and len(self._all) > 1 and len({copy.status for copy in self._all}) == 1
 
     def wait(self) -> int:
         """Returns when all have ended, with the status for this program."""
-        while running := [copy for copy in self._copies if copy.is_alive()]:
+        while running := [copy for copy in self._all if copy.is_alive()]:
             running[0].join(0.2)
+            for copy in running:
+                copy.flush()
             if self._number and time.monotonic() - self._stopped_s > GRACE_S:
                 self.kill()
         if self._number:
             return 128 + self._number
-        return next((copy.status for copy in self._copies if copy.status), 0)
+        return next((copy.status for copy in self._all if copy.status), 0)
+
+    def signal(self, number: int) -> None:
+        """Passes a signal on."""
+        for copy in self._all:
+            copy.signal(number)
 
     def stop(self, number: int) -> None:
         """Passes a signal on, and starts nothing again. A second one kills."""
-        again = self._stopping.is_set()
-        self._stopping.set()
+        again = self.stopping.is_set()
+        self.stopping.set()
         if again:
             self.kill()
             return
         self._number, self._stopped_s = number, time.monotonic()
-        for copy in self._copies:
-            copy.signal(number)
+        self.signal(number)
 
     def kill(self) -> None:
         """Ends whatever still runs."""
-        self._stopping.set()
-        for copy in self._copies:
-            copy.signal(getattr(signal, "SIGKILL", signal.SIGTERM))
+        self.stopping.set()
+        for copy in self._all:
+            copy.kill()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from pccl.cli import main as cli
 from pccl.cli import run
@@ -85,11 +88,11 @@ def test_what_a_copy_leaves_behind_ends_with_it(capfd: pytest.CaptureFixture[str
 
 
 def test_a_copy_that_keeps_failing_is_given_up(capfd: pytest.CaptureFixture[str]) -> None:
-    program = [*PYTHON, "import os, sys; print('!'); sys.exit(3 * int(os.environ['LOCAL_RANK']))"]
+    program = [*PYTHON, "import os, sys; print('!'); sys.exit(3 + int(os.environ['LOCAL_RANK']))"]
     status, out, err = copies(capfd, "-n", "2", "--restarts", "2", program=program)
     assert status == 3
-    assert sorted(out.splitlines()) == ["[0] !", *["[1] !"] * 3]
-    assert "[1] pccl run: ended with status 3; it is not started again" in err
+    assert sorted(out.splitlines()) == [*["[0] !"] * 3, *["[1] !"] * 3]
+    assert "[1] pccl run: ended with status 4; it is not started again" in err
 
 
 def test_a_program_that_is_not_there_is_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
@@ -129,3 +132,219 @@ def test_a_signal_is_passed_on_and_a_second_one_kills(program: str) -> None:
             assert launcher.stdout.readline() == "[0] asked\n"
             launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(20) == 128 + signal.SIGTERM
+
+
+# What a child can do, and how `pccl run` prints it or ends.
+
+
+def test_a_copy_that_fails_at_the_end_is_not_started_again(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The others have finished: it would train alone."""
+    program = [
+        *PYTHON,
+        "import os, sys, time\n"
+        "if os.environ['LOCAL_RANK'] == '1': time.sleep(0.5); print('!'); sys.exit(3)",
+    ]
+    status, out, err = copies(capfd, "-n", "2", program=program)
+    assert (status, out) == (3, "[1] !\n")
+    assert "ended with status 3; it is not started again, because another copy has ended" in err
+
+
+def test_copies_that_fail_alike_at_once_are_not_started_again(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "PAUSE_S", 2.0)
+    status, out, err = copies(capfd, "-n", "3", program=[*PYTHON, "print('!'); 1 / 0"])
+    assert status == 1
+    assert out.count("!") == 3 and err.count("ZeroDivisionError") == 3
+    assert err.count("all copies have failed alike at once: it is not started again") == 3
+
+
+WRITES = {
+    "no utf-8": r"b'\xff\xfe caf\xe9\n'",
+    "what ascii has not": r"'\u2603 caf\xe9\n'.encode()",
+    "progress": r"b'\r 44%\r 45%\r100%\n'",
+    "windows": r"b'one\r\ntwo\r\n'",
+    "empty lines": r"b'\n\n'",
+    "zeros": r"bytes(3) + b'\n'",
+}
+PRINTED = {
+    "no utf-8": b"[0] \xff\xfe caf\xe9\n",
+    "what ascii has not": "[0] \u2603 caf\xe9\n".encode(),
+    "progress": b"[0] \r[0]  44%\r[0]  45%\r[0] 100%\n",
+    "windows": b"[0] one\r\n[0] two\r\n",
+    "empty lines": b"[0] \n[0] \n",
+    "zeros": b"[0] \0\0\0\n",
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+def test_output_is_passed_on_as_bytes(what: str) -> None:
+    program = f"import os; os.write(1, {WRITES[what]}); os.write(2, {WRITES[what]})"
+    found = subprocess.run(
+        [sys.executable, "-m", "pccl", "run", "--", *PYTHON, program],
+        capture_output=True,
+        timeout=30,
+        check=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (found.stdout, found.stderr) == (PRINTED[what], PRINTED[what])
+
+
+def test_what_is_no_line_yet_is_shown_and_lines_of_others_do_not_tear_it() -> None:
+    program = (
+        "import os, sys, time\n"
+        "if os.environ['LOCAL_RANK'] == '0':\n"
+        "    os.write(1, b'sure? '); sys.stdin.read(); time.sleep(1.5); os.write(1, b'yes\\n')\n"
+        "else:\n"
+        "    for part in (b'a', b'b', b'c'): time.sleep(0.05); os.write(1, part)\n"
+        "    os.write(1, b'\\n')\n"
+    )
+    began = subprocess.Popen(
+        [sys.executable, "-m", "pccl", "run", "-n", "2", "--", *PYTHON, program],
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    )
+    assert began.stdout is not None
+    with began, began.stdout as out:
+        found = b""
+        while b"sure? " not in found:
+            found += out.read(100) or pytest.fail("nothing was shown")
+        assert began.poll() is None, "while it asks"
+        found += b"".join(iter(lambda: out.read(100), b""))
+    assert found == b"[1] abc\n[0] sure? yes\n" or found == b"[0] sure? \n[1] abc\n[0] yes\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_line_without_end_takes_no_memory() -> None:
+    program = "import os\nfor _ in range(300): os.write(1, bytes(1 << 20))"
+    with subprocess.Popen(
+        [sys.executable, "-m", "pccl", "run", "--", *PYTHON, program], stdout=subprocess.PIPE
+    ) as began:
+        assert began.stdout is not None
+        length, most = 0, 0
+        while data := began.stdout.read(1 << 20):
+            length += len(data)
+            status = Path(f"/proc/{began.pid}/status").read_text(encoding="ascii")
+            if "VmHWM" in status:
+                most = max(most, int(status.split("VmHWM:")[1].split()[0]))
+    assert began.returncode == 0 and length >= 300 << 20
+    assert most < 150_000, "kB, of which half is pccl itself"
+
+
+def test_nobody_reads_what_it_prints(tmp_path: Path) -> None:
+    """The copies go on to their end."""
+    done = tmp_path / "done"
+    program = "import os, pathlib, sys\nfor _ in range(99): os.write(1, b'x' * 9999 + b'\\n')\n"
+    program += "pathlib.Path(sys.argv[1]).touch()"
+    with subprocess.Popen(
+        [sys.executable, "-m", "pccl", "run", "--", *PYTHON, program, str(done)],
+        stdout=subprocess.PIPE,
+    ) as began:
+        assert began.stdout is not None
+        began.stdout.close()
+        assert began.wait(30) == 0
+    assert done.exists()
+
+
+# of a program that leaves a process in another session, which holds its output
+LEAVES = """
+import os, pathlib, signal, sys, time
+if not os.fork():
+    os.setsid()
+    pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+    signal.pause()
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+print("leaves", flush=True)
+{end}
+"""
+ENDS = {
+    "it dies": ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+    "it fails": ("sys.exit(3)", 3),
+    "it succeeds": ("", 0),
+    "it is told to end": ("signal.pause()", 143),
+    "it is told twice": ("signal.signal(signal.SIGTERM, lambda *_: 0)\nsignal.pause()", 143),
+}
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").split()[2] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are known by /proc")
+@pytest.mark.parametrize("how", ENDS)
+def test_a_process_in_another_session_that_holds_the_output(how: str, tmp_path: Path) -> None:
+    end, wanted = ENDS[how]
+    left = tmp_path / "left"
+    program = [*PYTHON, LEAVES.replace("{end}", end), str(left)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "pccl", "run", "--restarts", "0", "--", *program],
+        stdout=subprocess.PIPE,
+    ) as began:
+        assert began.stdout is not None and began.stdout.readline() == b"[0] leaves\n"
+        if "told" in how:
+            began.terminate()
+        if "twice" in how:
+            time.sleep(0.3)  # else both may be taken as one
+            began.terminate()
+        began.stdout.close()
+        assert began.wait(8) == wanted
+    pid = int(left.read_text(encoding="ascii"))
+    if how == "it succeeds":
+        assert not gone(pid), "what a program leaves on purpose stays"
+        os.kill(pid, signal.SIGKILL)
+    else:
+        wait_until(lambda: gone(pid))
+
+
+CATCHES = """
+import os, signal, time
+seen = []
+signal.signal(signal.{name}, lambda *_: seen.append(print("caught", flush=True)))
+print("ready", flush=True)
+while not seen:
+    time.sleep(0.01)
+{end}
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGHUP", "SIGINT"])
+def test_signals_reach_the_copies(name: str) -> None:
+    end = 'print("goes on", flush=True)'
+    number = getattr(signal, name)
+    program = [*PYTHON, CATCHES.format(name=name, end=end)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "pccl", "run", "-n", "2", "--", *program], stdout=subprocess.PIPE
+    ) as began:
+        assert began.stdout is not None
+        ready = {began.stdout.readline(), began.stdout.readline()}
+        assert ready == {b"[0] ready\n", b"[1] ready\n"}
+        began.send_signal(number)
+        rest = sorted(began.stdout.read().splitlines())
+    assert rest == [b"[0] caught", b"[0] goes on", b"[1] caught", b"[1] goes on"]
+    assert began.returncode == (0 if "USR" in name else 128 + number)
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="no waitid on this platform")
+def test_a_number_that_may_be_another_groups_gets_no_signal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """While a copy waits to be started again, its old group is gone."""
+    monkeypatch.setattr(run, "PAUSE_S", 30.0)
+    signalled: list[int] = []
+    group = run.Copies([*PYTHON, "raise SystemExit(3)"], dict(os.environ), 1, 3)
+    group.start()
+    (copy,) = group._all
+    wait_until(lambda: copy.lasted_s is not None)
+    monkeypatch.setattr(os, "killpg", lambda pid, _: signalled.append(pid))
+    group.signal(signal.SIGTERM)
+    group.stop(signal.SIGTERM)
+    group.stop(signal.SIGTERM)
+    assert group.wait() == 143
+    assert signalled == []
