@@ -40,7 +40,7 @@ NOT_STARTED = 127  # status of a program that cannot be started, as shells have 
 ALIKE_S = 20.0  # all copies that fail within so long of their start, and alike: it is the program
 QUIET_S = 0.5  # an ended copy's output that brings nothing for so long is not waited for
 OUTPUT_BYTES = 1 << 16  # that are read at once
-MARK = "PCCL_RUN_COPY"  # in the environment of a copy, and so of whatever it starts
+MARK = "LOCAL_RUN_COPY"  # in the environment of a copy, and so of whatever it starts
 _ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?=[^\n])")  # of lines, also those that are overwritten
 LOOPBACK = "127.0.0.1:0"
 
