@@ -52,7 +52,8 @@ class Accounts:
         return self._own
 
     def count_alone(self) -> None:
-        """The mean is the progress of this peer."""
+        """The mean is the progress of this peer, also if it came too late for one of others."""
+        self.vote(late=False)
         for votes, own in zip(self.votes, self._own, strict=True):
             votes.copy_(own)
 

@@ -60,6 +60,7 @@ class Exchange:
         self._accounts = accounts
         self._moves: list[torch.Tensor] = []  # of the buffers
         self.measured = self.sent = False
+        self._loaded = False  # what the carrier has, and no mean was applied that has it
 
     # ---- the model ----
 
@@ -73,15 +74,22 @@ class Exchange:
     def rescue(self) -> bool:
         """The run has gone on without this peer; whether d is progress that nobody else has.
 
-        If a collective has begun with it, nobody can tell any more.
+        If a collective has begun with it, nobody can tell any more, and it counts as applied; but
+        who was late has given nothing.
         """
-        if self.sent:
-            self.share.late = False
-            self.share.applied()
+        if self.sent and not self.share.late:
+            self.forgo()
             return False
         if not self.measured:
             self.measure()
         return True
+
+    def forgo(self) -> None:
+        """Others may have applied the mean that was last loaded: none of it is sent again."""
+        if self._loaded:
+            self._loaded = False
+            self.share.applied()
+            self.carrier.commit(0, own=self.share.weight != 0)
 
     def reclaim(self, keep: float = 1.0) -> None:
         """Gives it back to the model, or `keep` of it, because no mean will hold it."""
@@ -131,7 +139,7 @@ class Exchange:
         return self._witness.launched(flight)
 
     def _load(self) -> None:
-        self.sent = True
+        self.sent = self._loaded = True
         votes = self._accounts.vote(self.share.late)
         progress = [self._state.delta, *self._moves]
         beside = Votes(
@@ -165,6 +173,7 @@ class Exchange:
 
     def accept(self, average: Average) -> None:
         """The mean is going to be applied: that of a peer that was alone is its own progress."""
+        self._loaded = False
         self.share.applied()
         if average.info is not None:
             self.carrier.commit(average.peers, own=self.share.weight != 0)

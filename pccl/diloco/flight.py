@@ -59,11 +59,17 @@ class Flight:
             raise self._error
         return Average(self._info, self._retries)
 
-    def abandon(self) -> None:
-        """Waits until it has let go of the memory, however it ends."""
-        if self._handle is not None:
-            self._handle.wait()
-            self._handle = None
+    def abandon(self) -> bool:
+        """Waits until it has let go of the memory, however it ends.
+
+        Returns whether others may have the mean: False only if it has certainly failed for all.
+        """
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return self._info is not None
+        committed, _, _ = handle.wait()
+        certain = (Result.RANK_CONNECTION_LOST, Result.TOO_FEW_PEERS)
+        return committed or (handle.error is None or handle.error.result not in certain)
 
     def _end_attempt(self, handle: AsyncReduceHandle) -> None:
         committed, _, info = handle.wait()

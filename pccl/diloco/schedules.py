@@ -232,10 +232,12 @@ class Delayed:
         )
 
     def rescue(self) -> bool:
-        """That since the last launch. Nobody can tell whether others have what is under way."""
+        """That since the last launch, and what was launched if it has failed for all."""
         flight, self._flight = self._flight, None
-        if flight is not None:
-            flight.abandon()
+        if flight is not None and flight.abandon():
+            self._exchange.forgo()
+        elif flight is not None:
+            self._give_back()
         self._landed = None
         return self._exchange.rescue()
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from outer import DEADLINE_S, Hand, Model, make, together  # noqa: E402
+from outer import DEADLINE_S, Hand, Model, N, make, random, together  # noqa: E402
 
 import pccl  # noqa: E402
+from pccl.diloco.wires import CODECS  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 PLAIN = {"outer_lr": 1.0, "outer_momentum": 0.0}
@@ -38,11 +40,19 @@ def address() -> Iterator[str]:
 class Scene:
     """Three peers, of which one stands still in its second round until two are over without it."""
 
-    def __init__(self, address: str, hand: Hand, **options: Any) -> None:
+    def __init__(self, address: str, hand: Hand, pattern: Any = 1.0, **options: Any) -> None:
         self.address, self.hand = address, hand
         self.options: dict[str, Any] = {"inner_steps": 2, "min_peers": 3, **PLAIN, **GRACE}
         self.options |= options
         self.free, self.ended = threading.Event(), threading.Barrier(3)
+        self.pattern = torch.as_tensor(pattern)
+        self.moved = [torch.zeros(N) for _ in range(3)]
+        self.kept = [torch.zeros(N) for _ in range(3)]  # what each has not sent
+        self.applied, self.theta = torch.zeros(N), torch.zeros(N)
+
+    def move(self, number: int) -> Any:
+        """By what a peer moves in a step."""
+        return MOVES[number] * self.pattern
 
     def play(self) -> list[Any]:
         """Of each peer: of each round the report, theta, w and the digest; and w at the end."""
@@ -59,9 +69,14 @@ class Scene:
                     if number == 2 and len(seen) == 1 and diloco.inner_step == 1:
                         self.hand.pass_until(self.free, diloco)
                     self.hand.clock.work(1.0)
-                    model.move(MOVES[number])
+                    model.move(self.move(number))
+                    self.moved[number] += self.move(number)
                     outer = diloco.step()
-                theta = diloco._parts.outer.parts[0].theta[0].item()
+                whole = diloco._parts.outer.parts[0].theta
+                if number == 0:
+                    self.applied += outer.contributors * (self.theta - whole)
+                    self.theta = whole.clone()
+                theta = whole[0].item()
                 seen.append((outer, theta, model.flat()[0].item(), diloco.state_digest()))
                 if number != 2 and len(seen) == 3:
                     self.free.set()
@@ -71,6 +86,11 @@ class Scene:
                 wanted -= back and outer.contributors == 3
             self.ended.wait(DEADLINE_S)
             diloco.finish()
+            if number == 0:
+                self.applied += 3 * (self.theta - diloco._parts.outer.parts[0].theta)
+            self.kept[number] = (
+                diloco._parts.exchanges[0].carrier.state_dict().get("residual", torch.zeros(N))
+            )
             return seen, model.flat()[0].item(), diloco.state_digest()
 
 
@@ -108,6 +128,23 @@ def test_so_does_a_round_whose_mean_is_applied_later(address: str, hand: Hand, m
     assert [outer.contributors for outer, *_ in late[0]] == [0, 0, 2, 3, 3]
     assert one[1] == two[1] == late[1] == pytest.approx(thetas[7])
     assert one[2] == two[2] == late[2]
+
+
+@pytest.mark.parametrize("wire", ["fp32", *CODECS])
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+def test_no_progress_is_lost_or_counted_twice(
+    address: str, hand: Hand, mode: str, wire: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What all means have applied, and what peers have not sent yet, is what all have trained."""
+    if wire != "fp32":
+        monkeypatch.setitem(CODECS, wire, replace(CODECS[wire], decay=1.0))  # else it forgets
+    scene = Scene(address, hand, random(0), mode=mode, wire=wire)
+    one, two, late = scene.play()
+    assert one[2] == two[2] == late[2]
+    assert any(outer.rejoined for outer, *_ in late[0])
+    trained, kept = sum(scene.moved), sum(scene.kept)
+    assert torch.allclose(scene.applied + kept, trained, rtol=0, atol=1e-5 * trained.abs().max())
+    assert kept.abs().max() > 0 or wire == "fp32"
 
 
 # ---- where else a peer may be dropped ----

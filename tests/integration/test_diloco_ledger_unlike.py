@@ -123,6 +123,33 @@ def test_samples_of_who_is_late_are_consumed_with_the_next_round(
     once(ends[0][0], {2, 3})
 
 
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+def test_samples_of_who_is_late_and_then_alone_are_consumed_once(
+    address: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It applies its own progress, of which its vote has said that no mean would have it."""
+    run = Run(address)
+    with pccl.Communicator(address) as comm:
+        model, ledger, diloco = make(comm, deadline_peers=1, mode=mode)
+        pace = diloco._parts.pace
+        due = pace.due
+
+        def late(inner_step: int) -> bool:
+            ends = due(inner_step)
+            pace.late = ends
+            return ends
+
+        monkeypatch.setattr(pace, "due", late)
+        while not ledger.finished:
+            run.round(model, ledger, diloco, 0.0)
+            assert diloco.state_dict()["theta"].sum() == ledger.consumed, (
+                "what a resume begins from"
+            )
+        diloco.finish()
+        run.check([(diloco.state_dict()["theta"], diloco.state_digest())])
+        assert torch.equal(diloco.state_dict()["theta"], torch.ones(SAMPLES * EPOCHS))
+
+
 @pytest.mark.parametrize("mode", ["sync", "delayed"])
 def test_samples_of_who_is_left_behind_are_given_to_others(
     address: str, hand: Hand, mode: str
