@@ -24,8 +24,8 @@ class Carrier(Protocol):
         """That which the progress went that was last loaded."""
 
     @property
-    def contributors(self) -> int | None:
-        """Peers whose progress weighs anything in the means; None if all weigh the same."""
+    def total(self) -> Total:
+        """The weights of the last attempt."""
 
     def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
         """Prepares what is sent; it stays the same for all attempts.
@@ -59,23 +59,27 @@ class Votes:
     Attributes:
         sent: of this peer.
         received: what they are added up in; or their mean, if all peers weigh the same.
+        late: whether this peer's progress weighs nothing because it came too late.
     """
 
     sent: Tensors
     received: Tensors
+    late: bool = False
 
 
 class Total:
-    """What all weights add up to, and how many are not 0; and the votes."""
+    """What all weights add up to, how many are not 0, and how many peers are late; and votes."""
 
     def __init__(self) -> None:
         self._own: torch.Tensor | None = None
-        self._sum = torch.zeros(2, dtype=torch.int64)
+        self._sum = torch.zeros(3, dtype=torch.int64)
         self._votes = Votes([], [])
 
     def load(self, weight: int | None, votes: Votes) -> None:
         """The weight of this peer; None: all weigh the same, and weights are not added up."""
-        self._own = None if weight is None else torch.tensor([weight, int(weight > 0)])
+        self._own = None
+        if weight is not None:
+            self._own = torch.tensor([weight, int(weight > 0), int(votes.late)])
         self._votes = votes
 
     @property
@@ -100,8 +104,13 @@ class Total:
 
     @property
     def contributors(self) -> int | None:
-        """Peers that weigh anything."""
+        """Peers whose progress weighs anything; None if that of all weighs the same."""
         return None if self._own is None else int(self._sum[1])
+
+    @property
+    def late(self) -> int:
+        """Peers whose progress weighs nothing because they came too late."""
+        return 0 if self._own is None else int(self._sum[2])
 
     def divisor(self, peers: int) -> int:
         """By what a sum over so many peers is divided; 1 if nobody weighs anything.
@@ -134,9 +143,9 @@ class Ring:
         self._total = Total()
 
     @property
-    def contributors(self) -> int | None:
-        """As the last attempt has found them."""
-        return self._total.contributors
+    def total(self) -> Total:
+        """As the last attempt has found it."""
+        return self._total
 
     def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
         """It is sent as it is, or times the weight."""
@@ -217,9 +226,9 @@ class Quantized:
         self._total = Total()
 
     @property
-    def contributors(self) -> int | None:
-        """As the last attempt has found them."""
-        return (self._ring if self.way == "ring" else self._total).contributors
+    def total(self) -> Total:
+        """As the last attempt has found it."""
+        return self._ring.total if self.way == "ring" else self._total
 
     def load(self, progress: Tensors, weight: int | None, votes: Votes) -> None:
         """Adds the residual to the pseudo-gradient, and quantizes that unless it goes around."""

@@ -143,7 +143,9 @@ class Exchange:
         votes = self._accounts.vote(self.share.late)
         progress = [self._state.delta, *self._moves]
         beside = Votes(
-            [*votes, *self._witness.sent], [*self._accounts.votes, *self._witness.received]
+            [*votes, *self._witness.sent],
+            [*self._accounts.votes, *self._witness.received],
+            self.share.late,
         )
         self.carrier.load(progress, self.share.weight, beside)
 
@@ -168,8 +170,10 @@ class Exchange:
         return average
 
     def _counted(self, average: Average) -> Average:
-        weighty = None if average.info is None else self.carrier.contributors
-        return replace(average, weighty=weighty)
+        if average.info is None:
+            return replace(average, weighty=None, late=0)
+        total = self.carrier.total
+        return replace(average, weighty=total.contributors, late=total.late)
 
     def accept(self, average: Average) -> None:
         """The mean is going to be applied: that of a peer that was alone is its own progress."""

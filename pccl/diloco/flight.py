@@ -19,11 +19,13 @@ class Average:
         info: of the attempt that has committed; None if this peer was alone.
         retries: attempts that failed because a peer was lost.
         weighty: peers whose pseudo-gradients weigh anything; None: all of them.
+        late: peers whose pseudo-gradients weigh nothing because they came too late.
     """
 
     info: ReduceInfo | None
     retries: int
     weighty: int | None = None
+    late: int = 0
 
     @property
     def peers(self) -> int:

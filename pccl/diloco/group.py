@@ -43,10 +43,12 @@ class Quorum:
     Attributes:
         begin: peers that a run needs to begin.
         alone: what a peer does that has lost all others.
+        ready: of how many a mean must be at least, if some that are here came too late for it.
     """
 
     begin: int
     alone: AlonePolicy
+    ready: int = 1
 
     @property
     def least(self) -> int:
@@ -195,9 +197,15 @@ class Group:
 
         return parts.admission.begin(together, min_peers, None)
 
+    def lacks_the_late(self, average: Average) -> bool:
+        """Whether a mean is of fewer than `deadline_peers` because others came too late for it."""
+        return average.late > 0 and average.contributors < min(self._quorum.ready, average.peers)
+
     def suffices(self, average: Average, outer_step: int) -> bool:
         """Whether the outer step is taken by it; warns if this peer is alone."""
         if average.peers < self._quorum.least or average.contributors == 0:
+            return False
+        if self.lacks_the_late(average):
             return False
         if average.info is not None:
             self._reminder.reset()

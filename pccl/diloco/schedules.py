@@ -74,7 +74,8 @@ class Synchronous:
     than theta, v and k.
 
     The progress of a peer that comes late to a deadline round weighs nothing; the peer keeps it,
-    beside theta, for the next round.
+    beside theta, for the next round. If so many are late that too few would be in the mean, it is
+    made once more of all, as far as they have come.
     """
 
     def __init__(self, exchange: Exchange, pace: Pace, late_decay: float) -> None:
@@ -103,6 +104,10 @@ class Synchronous:
         while True:
             average = exchange.run()
             retries += average.retries
+            if group.lacks_the_late(average):  # all have found the same
+                self._pace.late = exchange.share.late = False
+                average = exchange.run()
+                retries += average.retries
             stepped = group.suffices(average, exchange.outer_step)
             if stepped or not group.waits(average.peers):
                 break
@@ -178,7 +183,8 @@ class Delayed:
     is the outcome of one of them: are peers pending? did a mean commit, of how many?
 
     The d of a peer that comes late to a deadline round weighs nothing; the peer keeps it, beside
-    theta, for the next round.
+    theta, for the next round. A mean of too few, because others were late, is not applied: all keep
+    their d.
     """
 
     def __init__(self, exchange: Exchange, pace: Pace, view: View, late_decay: float) -> None:

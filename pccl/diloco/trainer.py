@@ -370,7 +370,8 @@ class DiLoCo:
             alpha=alpha,
         )
         settings.check(ledger=ledger is not None)
-        quorum, accounts = _quorum(min_peers, alone), Accounts(ledger, counted=settings.ends_early)
+        quorum = _quorum(min_peers, alone, deadline_peers)
+        accounts = Accounts(ledger, counted=settings.ends_early)
         self._comm = comm
         self._optimizer = inner_optimizer
         self._settings = settings
@@ -686,8 +687,8 @@ class _Trained:
         self.samples += samples
 
 
-def _quorum(min_peers: int, alone: AlonePolicy) -> Quorum:
+def _quorum(min_peers: int, alone: AlonePolicy, deadline_peers: int | None) -> Quorum:
     check_word("alone", alone, get_args(AlonePolicy))
     if min_peers < 1:
         raise ValueError(f"min_peers={min_peers} must be at least 1")
-    return Quorum(min_peers, alone)
+    return Quorum(min_peers, alone, deadline_peers or 1)

@@ -147,6 +147,33 @@ def test_no_progress_is_lost_or_counted_twice(
     assert kept.abs().max() > 0 or wire == "fp32"
 
 
+@pytest.mark.parametrize("mode", ["sync", "delayed"])
+def test_who_stands_still_until_all_others_have_finished_does_not_go_on_alone(
+    address: str, hand: Hand, mode: str
+) -> None:
+    finished = threading.Event()
+
+    def peer(number: int) -> None:
+        model, rounds = Model(), 0
+        with pccl.Communicator(address) as comm:
+            diloco = make(comm, model, inner_steps=2, min_peers=3, mode=mode, **GRACE)
+            while rounds < 3:
+                hand.clock.work(1.0)
+                model.move(1.0)
+                if number == 2 and rounds == 1 and diloco.inner_step == 1:
+                    hand.pass_until(finished, diloco)
+                rounds += diloco.step() is not None
+            diloco.finish()
+            comm.finish()
+            finished.set()
+
+    def still() -> None:
+        with pytest.raises(pccl.RunFinishedError):
+            peer(2)
+
+    together(lambda: peer(0), lambda: peer(1), still)
+
+
 # ---- where else a peer may be dropped ----
 
 

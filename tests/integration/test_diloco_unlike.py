@@ -274,6 +274,35 @@ def test_a_mean_of_nothing_is_no_step_and_nobody_waits_for_others(address: str, 
     assert ours[0] == ([(0, 0), (0, 0), (2, 1)] if late else [(0, 0), (2, 1), (2, 2)])
 
 
+@pytest.mark.parametrize("mode", ["sync", "delayed", "eager"])
+def test_no_mean_is_of_fewer_than_were_wanted_because_others_are_late(
+    address: str, clock: Clock, mode: str
+) -> None:
+    """Two of three think that they are late in the second round, as on a busy machine."""
+
+    def peer(slow: bool) -> Callable[[], Any]:
+        def body() -> Any:
+            model, contributors = Model(), []
+            with pccl.Communicator(address) as comm:
+                options = {"inner_steps": 6, "deadline_peers": 2, "grace": 1.0, "mode": mode}
+                diloco = make(comm, model, min_peers=3, **PLAIN, **options)
+                while len(contributors) < 5:
+                    clock.work(3.0 if slow and len(contributors) == 1 else 1.0)
+                    model.move(1.0)
+                    outer = diloco.step()
+                    if outer:
+                        contributors.append(outer.contributors)
+                diloco.finish()
+                return contributors, diloco.state_digest(), model.flat()[0].item()
+
+        return body
+
+    ends = together(peer(False), peer(True), peer(True))
+    wanted = {"sync": [3, 3, 3, 3, 3], "delayed": [0, 3, 0, 3, 3], "eager": [0, 3, 0, 3, 3]}
+    assert [end[0] for end in ends] == [wanted[mode]] * 3
+    assert len({end[1] for end in ends}) == 1
+
+
 def test_who_is_late_and_alone_is_late_for_nobody(address: str, clock: Clock) -> None:
     model = Model()
     with pccl.Communicator(address) as comm:
