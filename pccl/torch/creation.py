@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -10,7 +11,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from pccl import Communicator, MasterLostError
+from pccl import Communicator, MasterLostError, PCCLTimeoutError
 from pccl.runtime.config import Config
 from pccl.support.text import address_text, parse_address
 from pccl.torch.backend import (
@@ -25,6 +26,14 @@ from pccl.torch.hosting import HostedMaster
 KEY = "pccl/master"  # in the store of a group: where its master is
 VARIABLE = "PCCL_MASTER"
 PATIENCE_S = 1.0  # with the first address of a master; twice as long with each one after it
+HINT_S = 10.0  # after which who waits to be admitted is told why that may be
+_HINT = (
+    "if the group has begun without it, its members must admit it. torch's own "
+    "DistributedDataParallel admits nobody: start all its processes again, or use "
+    "pccl.torch.DistributedDataParallel, which admits newcomers between two steps"
+)
+
+_log = logging.getLogger("pccl.torch")
 
 
 class Joined:
@@ -68,8 +77,17 @@ def join(
     """
     seconds = timeout.total_seconds()
     comm = Communicator(address, connect_timeout=seconds if patience_s is None else patience_s)
+    reminder = threading.Timer(HINT_S, lambda: _log.warning("this process still waits: %s", _HINT))
+    reminder.daemon = True
     try:
-        comm.connect(timeout=seconds)
+        reminder.start()
+        try:
+            comm.connect(timeout=seconds)
+        except PCCLTimeoutError as error:
+            why = f"{error.message}; {_HINT}"
+            raise PCCLTimeoutError(error.result, "init_process_group", why) from None
+        finally:
+            reminder.cancel()
         return ProcessGroup(comm, size=size, timeout=timeout, **more)
     except BaseException:
         comm.close()

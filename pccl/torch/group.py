@@ -131,6 +131,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
                 pass
             except PCCLTimeoutError as error:
                 why = f"{self.getSize()} of {self._offer.size} members are there in time"
+                why += ": the others have not come, or had ended before this one began"
                 raise PCCLTimeoutError(error.result, "init_process_group", why) from None
             self.agree()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from datetime import timedelta
@@ -131,3 +132,18 @@ def test_a_group_that_is_not_complete_in_time_says_so() -> None:
         pytest.raises(pccl.PCCLTimeoutError, match="1 of 2 members are there in time"),
     ):
         creation.join(master.address, 2, timeout=timedelta(seconds=0.3))
+
+
+def test_who_comes_to_a_group_that_admits_nobody_is_told_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a copy that was started again and whose others go on with torch's own classes."""
+    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
+    monkeypatch.setattr(creation, "HINT_S", 0.1)
+    with pccl.MasterNode("127.0.0.1:0") as master:
+        group = creation.join(master.address, 1, timeout=timedelta(seconds=20))
+        said = r"did not admit this one within 0\.5 s.* torch's own DistributedDataParallel admits"
+        with pytest.raises(pccl.PCCLTimeoutError, match=said):
+            creation.join(master.address, 1, timeout=timedelta(seconds=0.5))
+        assert "this process still waits: if the group has begun without it" in caplog.text
+        group.shutdown()
