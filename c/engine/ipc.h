@@ -2,8 +2,8 @@
 #ifndef PCCL_IPC_H
 #define PCCL_IPC_H
 
-/* Lets a local connection take whole chunks at once. Does nothing to other connections, and where
- * the operating system does not allow it. Cannot fail. */
-void ipc_prepare(int fd);
+/* Lets a connection to an `ipc://` endpoint take whole chunks at once. Does nothing if the descriptor
+ * is that of another connection, and where the operating system does not allow it. Cannot fail. */
+void ipc_prepare(int fd, const char *endpoint);
 
 #endif

@@ -16,8 +16,6 @@
  * everything stays as it was at their beginning. */
 #include "engine/lanes.h"
 
-#include "engine/tcp.h"
-
 enum {
     HOLD_US = 16000,         /* what a lane may hold, as time: several wake-ups of a busy machine */
     UNSENT_MIN = 1 << 14,    /* bytes */
@@ -27,11 +25,11 @@ enum {
     LOOKS = 4                /* round trips in which windows that are not held down grow */
 };
 
-void lanes_add(struct lanes *lanes, int fd)
+void lanes_add(struct lanes *lanes, const struct tcp_connection *connection)
 {
     if (lanes->n == LANES_MOST)
         return;
-    lanes->fd[lanes->n] = fd;
+    lanes->at[lanes->n] = *connection;
     lanes->unsent_max[lanes->n++] = 0;
 }
 
@@ -39,8 +37,8 @@ void lanes_drop(struct lanes *lanes, int fd)
 {
     uint32_t i;
     for (i = 0; i < lanes->n; i++)
-        if (lanes->fd[i] == fd) {
-            lanes->fd[i] = lanes->fd[--lanes->n];
+        if (lanes->at[i].fd == fd) {
+            lanes->at[i] = lanes->at[--lanes->n];
             lanes->unsent_max[i] = lanes->unsent_max[lanes->n];
             return;
         }
@@ -64,7 +62,7 @@ static uint64_t limit_unsent(struct lanes *lanes, uint32_t lane, const struct tc
     uint32_t limit = (uint32_t)clamp(bytes, UNSENT_MIN, TCP_UNSENT_MAX);
     uint32_t was = lanes->unsent_max[lane];
     if (limit < was - was / 4 || limit > was + was / 4) {   /* each change is a system call */
-        tcp_limit_unsent(lanes->fd[lane], limit);
+        tcp_limit_unsent(&lanes->at[lane], limit);
         lanes->unsent_max[lane] = limit;
     }
     return limit;
@@ -103,7 +101,7 @@ uint32_t lanes_look(struct lanes *lanes)
     uint32_t i, more, known = 0, full = 0, clear = 0;
     struct tcp_state state;
     for (i = 0; i < lanes->n; i++) {
-        if (!tcp_look(lanes->fd[i], &state) || state.round_trip_us == 0)
+        if (!tcp_look(&lanes->at[i], &state) || state.round_trip_us == 0)
             continue;
         known++;
         windows += state.window;

@@ -6,6 +6,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+#include "engine/tcp.h"
+
 enum {
     LANES_MOST = 64,         /* of a stream that opens more while it runs */
     LANES_CHUNK = 1 << 16    /* bytes: all wait for what a slow lane still has to send */
@@ -13,7 +15,7 @@ enum {
 
 struct lanes {
     uint32_t n;              /* those whose connections have stood */
-    int fd[LANES_MOST];
+    struct tcp_connection at[LANES_MOST];
     uint32_t unsent_max[LANES_MOST];     /* bytes, as set last; 0: not yet */
     uint64_t sent, look_at;  /* bytes since the last look, and when to look again; 0: at once */
     uint64_t chunk;          /* bytes; 0: not known */
@@ -22,7 +24,7 @@ struct lanes {
 };
 
 /* Adds a connection that stands. Cannot fail: what is too many is left as it is. */
-void lanes_add(struct lanes *lanes, int fd);
+void lanes_add(struct lanes *lanes, const struct tcp_connection *connection);
 
 /* Forgets one that is lost. */
 void lanes_drop(struct lanes *lanes, int fd);

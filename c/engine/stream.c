@@ -190,7 +190,10 @@ void streams_order_connect(struct streams *streams, const pccl_order *order)
     if (order->hwm == 0 || memchr(order->endpoint, 0, sizeof order->endpoint) == NULL
         || memchr(order->via, 0, sizeof order->via) == NULL) {
         stream_lose(stream, PCCL_EINVAL, "a stream needs a high-water mark and an endpoint");
-    } else if (open_sockets(stream, order) < 0) {
+        return;
+    }
+    stream->port = tcp_port(order->via[0] != '\0' ? order->via : order->endpoint);
+    if (open_sockets(stream, order) < 0) {
         int error = table(stream)->errno_();
         streams->events->error = error;
         stream_lose(stream, PCCL_EZMQ, "cannot open a stream to %.80s: %.40s", order->endpoint,
@@ -312,16 +315,17 @@ static int open_lanes(struct stream *stream, uint32_t wanted)
     return 0;
 }
 
-/* Handles a lane whose connection stands. By now, and later, the descriptor may belong to another
- * connection, which is harmless: what is set there does not change what a connection carries. */
+/* Handles a lane whose connection stands, or has stood: the descriptor may be another's by now. */
 static void greet_lane(struct stream *stream, int fd)
 {
-    uint32_t round_trip_us = tcp_round_trip_us(fd);
-    ipc_prepare(fd);
+    struct tcp_connection connection;
+    bool known = tcp_know(fd, stream->port, &connection);
+    uint32_t round_trip_us = known ? tcp_round_trip_us(&connection) : 0;
+    ipc_prepare(fd, stream->endpoint);
     if (round_trip_us >= DISTANT_US) {
         stream->distant = true;
-        tcp_prepare_distant(fd);
-        lanes_add(&stream->running, fd);
+        tcp_prepare_distant(&connection);
+        lanes_add(&stream->running, &connection);
     }
     if (!stream->measured && open_lanes(stream, choose_lanes(round_trip_us)) < 0)
         stream_lose(stream, PCCL_EZMQ, "cannot open one more lane: %.60s",
@@ -339,8 +343,8 @@ uint64_t stream_chunk(const struct stream *stream, uint64_t chunk)
 static void tend_lanes(struct stream *stream)
 {
     uint32_t more = lanes_look(&stream->running), had = stream->lanes;
-    if (more == 0 || stream->coming > 0)
-        return;
+    if (more == 0 || stream->coming > 0 || stream->standing + stream->lanes_failed < had)
+        return;                  /* until then a handshake may be that of a first lane */
     if (open_lanes(stream, had + more) < 0)
         stream->automatic = false;
     stream->coming = stream->lanes - had;
@@ -397,6 +401,7 @@ static void handle_monitor(struct stream *stream, const unsigned char *data, siz
     if (event == ZMQ_EVENT_CONNECTED) {
         greet_lane(stream, value);
     } else if (event == ZMQ_EVENT_HANDSHAKE_SUCCEEDED) {
+        stream->standing++;
         stream->coming -= stream->coming > 0;
         tell_up(stream);
     } else if (event == ZMQ_EVENT_DISCONNECTED && stream->denied > 0) {

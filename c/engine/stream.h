@@ -41,6 +41,8 @@ struct stream {
     struct streams *streams;
     uint32_t number;
     uint32_t lanes, lanes_failed;
+    uint32_t standing;       /* handshakes that have succeeded */
+    uint32_t port;           /* to which they connect; 0: none of TCP */
     uint32_t coming;         /* of those that were opened while it runs, those that do not stand */
     uint32_t denied;         /* of these, those that are about to be disconnected */
     bool automatic;          /* how many lanes is left to us */

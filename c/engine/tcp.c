@@ -15,14 +15,84 @@
 #include "engine/tcp.h"
 
 #include <limits.h>
+#include <stdlib.h>
+#include <string.h>
 
 #if defined __linux__ || defined __APPLE__
+#include <arpa/inet.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
+#include <unistd.h>
 #endif
 
 enum { UNHEARD = 6 };            /* heartbeat time-outs */
+
+uint32_t tcp_port(const char *where)
+{
+    const char *colon = strrchr(where, ':');
+    unsigned long port = colon != NULL ? strtoul(colon + 1, NULL, 10) : 0;
+    return port < 65536 ? (uint32_t)port : 0;
+}
+
+#if defined __linux__ || defined __APPLE__
+/* The address of this side of a socket, in bytes; how many they are, 0 if it is none of TCP. */
+static uint32_t read_name(int fd, unsigned char *name)
+{
+    struct sockaddr_storage own;
+    socklen_t size = sizeof own;
+    memset(&own, 0, sizeof own);
+    if (getsockname(fd, (struct sockaddr *)&own, &size) != 0 || size > TCP_NAME_MAX
+        || (own.ss_family != AF_INET && own.ss_family != AF_INET6))
+        return 0;
+    memcpy(name, &own, size);
+    return (uint32_t)size;
+}
+
+/* A copy of a connection's descriptor, to be closed; -1: that is another's now. */
+static int hold(const struct tcp_connection *connection)
+{
+    unsigned char name[TCP_NAME_MAX];
+    int fd = fcntl(connection->fd, F_DUPFD_CLOEXEC, 0);
+    if (fd >= 0 && (read_name(fd, name) != connection->name_bytes
+                    || memcmp(name, connection->name, connection->name_bytes) != 0)) {
+        (void)close(fd);
+        return -1;
+    }
+    return fd;
+}
+
+bool tcp_know(int fd, uint32_t port, struct tcp_connection *connection)
+{
+    struct sockaddr_storage other;
+    socklen_t size = sizeof other;
+    int held = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    uint32_t found = 0;
+    memset(&other, 0, sizeof other);
+    memset(connection, 0, sizeof *connection);
+    connection->fd = fd;
+    if (held < 0)
+        return false;
+    if (getpeername(held, (struct sockaddr *)&other, &size) == 0) {
+        if (other.ss_family == AF_INET)
+            found = ntohs(((struct sockaddr_in *)&other)->sin_port);
+        else if (other.ss_family == AF_INET6)
+            found = ntohs(((struct sockaddr_in6 *)&other)->sin6_port);
+    }
+    connection->name_bytes = read_name(held, connection->name);
+    (void)close(held);
+    return found != 0 && found == port && connection->name_bytes > 0;
+}
+#else
+bool tcp_know(int fd, uint32_t port, struct tcp_connection *connection)
+{
+    memset(connection, 0, sizeof *connection);
+    connection->fd = fd;
+    (void)port;
+    return true;
+}
+#endif
 
 #if defined __linux__
 /* The kernel's struct tcp_info as words of 32 bits: it only ever grows at its end, and not every
@@ -37,31 +107,36 @@ enum {
     WORDS
 };
 
-/* Reads the first words of it. False: it has fewer, or it is no TCP connection. */
-static bool read_info(int fd, uint32_t *info, uint32_t words)
+/* Reads the first words of it. False: it has fewer, or it is no TCP connection of ours. */
+static bool read_info(const struct tcp_connection *connection, uint32_t *info, uint32_t words)
 {
     const socklen_t whole = (socklen_t)(words * sizeof *info);
     socklen_t size = whole;
-    return getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size) == 0 && size == whole;
+    int fd = hold(connection), failed;
+    if (fd < 0)
+        return false;
+    failed = getsockopt(fd, IPPROTO_TCP, TCP_INFO, info, &size);
+    (void)close(fd);
+    return failed == 0 && size == whole;
 }
 #endif
 
-uint32_t tcp_round_trip_us(int fd)
+uint32_t tcp_round_trip_us(const struct tcp_connection *connection)
 {
 #if defined __linux__
     uint32_t info[ROUND_TRIP + 1];
-    if (read_info(fd, info, ROUND_TRIP + 1))
+    if (read_info(connection, info, ROUND_TRIP + 1))
         return info[ROUND_TRIP];
 #endif
-    (void)fd;
+    (void)connection;
     return 0;
 }
 
-bool tcp_look(int fd, struct tcp_state *state)
+bool tcp_look(const struct tcp_connection *connection, struct tcp_state *state)
 {
 #if defined __linux__
     uint32_t info[WORDS];
-    if (read_info(fd, info, WORDS)) {
+    if (read_info(connection, info, WORDS)) {
         state->round_trip_us = info[ROUND_TRIP];
         state->least_us = info[LEAST_ROUND_TRIP];
         state->window = (uint64_t)info[WINDOW] * info[SEGMENT];
@@ -70,31 +145,37 @@ bool tcp_look(int fd, struct tcp_state *state)
         return true;
     }
 #endif
-    (void)fd;
+    (void)connection;
     (void)state;
     return false;
 }
 
-void tcp_limit_unsent(int fd, uint32_t bytes)
+void tcp_limit_unsent(const struct tcp_connection *connection, uint32_t bytes)
 {
-#if defined TCP_NOTSENT_LOWAT
-    int unsent = (int)bytes;
-    (void)setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
+#if defined TCP_NOTSENT_LOWAT && (defined __linux__ || defined __APPLE__)
+    int unsent = (int)bytes, fd = hold(connection);
+    if (fd >= 0) {
+        (void)setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &unsent, sizeof unsent);
+        (void)close(fd);
+    }
 #endif
-    (void)fd;
+    (void)connection;
     (void)bytes;
 }
 
-void tcp_prepare_distant(int fd)
+void tcp_prepare_distant(const struct tcp_connection *connection)
 {
-    tcp_limit_unsent(fd, TCP_UNSENT_MAX);
-#if defined SO_MAX_PACING_RATE
+    tcp_limit_unsent(connection, TCP_UNSENT_MAX);
+#if defined SO_MAX_PACING_RATE && defined __linux__
     {                            /* any limit turns pacing on; this one is never reached */
         unsigned int rate = 0xfffffffe;
-        (void)setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &rate, sizeof rate);
+        int fd = hold(connection);
+        if (fd >= 0) {
+            (void)setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &rate, sizeof rate);
+            (void)close(fd);
+        }
     }
 #endif
-    (void)fd;
 }
 
 int tcp_unheard_ms(uint32_t heartbeat_timeout_ms)

@@ -51,7 +51,7 @@ static struct {
     struct socket *sockets[SOCKETS_MAX];
     unsigned n_sockets, n_contexts, n_names;
     unsigned refuse_percent;
-    int fail_call, fail_second, deny, n_descriptors;
+    int fail_call, fail_second, deny, linger, n_descriptors;
     int fail_step, step_error;
     bool step_failed;
     unsigned n_delivered;            /* by lanes */
@@ -556,6 +556,8 @@ bool fake_tick(void)
     for (i = 0; i < world.n_sockets; i++)
         for (j = 0; j < world.sockets[i]->n_lanes; j++) {
             struct lane *lane = &world.sockets[i]->lanes[j];
+            if (world.linger > 0 && lane->fd - FAKE_DESCRIPTOR >= world.linger)
+                continue;
             if (lane->to != NULL && !lane->up && world.deny > 0) {
                 world.deny--;
                 notify(world.sockets[i], ZMQ_EVENT_HANDSHAKE_FAILED_AUTH, lane);
@@ -569,6 +571,11 @@ bool fake_tick(void)
             }
         }
     return waiting || still.n > 0;
+}
+
+void fake_linger(int first)
+{
+    world.linger = first;
 }
 
 void fake_deny(int n)

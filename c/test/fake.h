@@ -34,6 +34,10 @@ bool fake_tick(void);
 /* Holds back what the first lane to the endpoint has, and gets from now on; or no more. */
 void fake_stall(const char *endpoint, bool stalled);
 
+/* The handshakes of lanes from this number on, in the order in which all are opened, do not come to
+ * their end; 0: they do. */
+void fake_linger(int first);
+
 /* The next n lanes that connect are turned away in their handshake. */
 void fake_deny(int n);
 

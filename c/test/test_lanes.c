@@ -22,26 +22,42 @@ static struct {
     int changes;
 } told[KNOWN_MAX];
 
-bool __wrap_tcp_look(int fd, struct tcp_state *state);
-void __wrap_tcp_limit_unsent(int fd, uint32_t bytes);
-uint32_t __wrap_tcp_round_trip_us(int fd);
+bool __wrap_tcp_know(int fd, uint32_t port, struct tcp_connection *connection);
+bool __wrap_tcp_look(const struct tcp_connection *connection, struct tcp_state *state);
+void __wrap_tcp_limit_unsent(const struct tcp_connection *connection, uint32_t bytes);
+uint32_t __wrap_tcp_round_trip_us(const struct tcp_connection *connection);
 
-bool __wrap_tcp_look(int fd, struct tcp_state *state)
+bool __wrap_tcp_know(int fd, uint32_t port, struct tcp_connection *connection)
 {
-    *state = told[fd % FAKE_DESCRIPTOR].state;
-    return told[fd % FAKE_DESCRIPTOR].known;
+    memset(connection, 0, sizeof *connection);
+    connection->fd = fd;
+    (void)port;
+    return true;
 }
 
-void __wrap_tcp_limit_unsent(int fd, uint32_t bytes)
+bool __wrap_tcp_look(const struct tcp_connection *connection, struct tcp_state *state)
 {
-    told[fd % FAKE_DESCRIPTOR].limit = bytes;
-    told[fd % FAKE_DESCRIPTOR].changes++;
+    *state = told[connection->fd % FAKE_DESCRIPTOR].state;
+    return told[connection->fd % FAKE_DESCRIPTOR].known;
 }
 
-uint32_t __wrap_tcp_round_trip_us(int fd)
+void __wrap_tcp_limit_unsent(const struct tcp_connection *connection, uint32_t bytes)
 {
-    (void)fd;
+    told[connection->fd % FAKE_DESCRIPTOR].limit = bytes;
+    told[connection->fd % FAKE_DESCRIPTOR].changes++;
+}
+
+uint32_t __wrap_tcp_round_trip_us(const struct tcp_connection *connection)
+{
+    (void)connection;
     return ROUND_TRIP_US;
+}
+
+static void add(struct lanes *lanes, int fd)
+{
+    struct tcp_connection connection = {0};
+    connection.fd = fd;
+    lanes_add(lanes, &connection);
 }
 
 /* Tells of a connection whose window is full, on a link whose queue is empty. */
@@ -61,7 +77,7 @@ static struct lanes make(int n, uint64_t window)
     memset(told, 0, sizeof told);
     for (i = 0; i < n; i++) {
         tell(i, window);
-        lanes_add(&lanes, i);
+        add(&lanes, i);
     }
     return lanes;
 }
@@ -203,8 +219,8 @@ static void test_limits(void)
 {
     struct lanes lanes = make(LANES_MOST - 1, WINDOW);
     CHECK(look(&lanes, 5) == 1);
-    lanes_add(&lanes, LANES_MOST);
-    lanes_add(&lanes, LANES_MOST + 1);
+    add(&lanes, LANES_MOST);
+    add(&lanes, LANES_MOST + 1);
     tell(LANES_MOST, WINDOW);
     tell(LANES_MOST + 1, WINDOW);
     CHECK(lanes.n == LANES_MOST && look(&lanes, 10) == 0);
@@ -245,7 +261,7 @@ static void test_a_lane_that_is_gone_is_left_alone(void)
     (void)lanes_look(&lanes);
     CHECK(lanes.n == 1 && told[0].changes == 2 && told[2].changes == 1);
     tell(3, WINDOW);
-    lanes_add(&lanes, 3);                            /* and this one none yet, where one was lost */
+    add(&lanes, 3);                            /* and this one none yet, where one was lost */
     (void)lanes_look(&lanes);
     CHECK(told[2].changes == 1 && told[3].changes == 1);
 }
@@ -256,7 +272,7 @@ static struct peers peers;
 
 /* A ring of two with lanes of their own choice, one of which has stalled: runs until nothing moves
  * that does not wait for that one. */
-static struct job begin(uint64_t seed, int deny)
+static struct job begin(uint64_t seed, int deny, int linger)
 {
     struct job job = job_plain(MANY, seed % 2 == 0);
     pccl_options options = peers_options();
@@ -267,6 +283,7 @@ static struct job begin(uint64_t seed, int deny)
     for (i = 0; i < KNOWN_MAX; i++)
         tell(i, 1 << 15);
     peers_open(&peers, 2, &options, seed);
+    fake_linger(linger);
     peers_connect_ring(&peers, 0, 2);
     for (i = 0; i < 2; i++)
         job_register(&peers, i, &job);
@@ -295,7 +312,7 @@ static void test_lanes_are_added_under_a_collective(void)
 {
     uint64_t seed;
     for (seed = 1; seed <= 4; seed++) {
-        struct job job = begin(seed, 0);
+        struct job job = begin(seed, 0, 0);
         CHECK(fake_lanes() > 32);
         finish(&job);
     }
@@ -305,15 +322,30 @@ static void test_lanes_that_are_turned_away_cost_nothing(void)
 {
     uint64_t seed;
     for (seed = 1; seed <= 4; seed++) {
-        struct job job = begin(seed, 1000);
+        struct job job = begin(seed, 1000, 0);
         CHECK(fake_lanes() == 32);
+        finish(&job);
+    }
+}
+
+/* A handshake that succeeds is never taken for that of another lane, which may still fail. */
+static void test_a_first_lane_comes_after_lanes_are_wanted(void)
+{
+    uint64_t seed;
+    for (seed = 1; seed <= 4; seed++) {
+        struct job job = begin(seed, 0, 31);
+        fake_linger(32);                             /* the last of the first ones stands */
+        peers_run(&peers);
+        fake_deny(1000);
+        fake_linger(0);
+        peers_run(&peers);
         finish(&job);
     }
 }
 
 static void test_a_lane_that_stood_is_lost_beside_those_that_come(void)
 {
-    struct job job = begin(5, 3);
+    struct job job = begin(5, 3, 0);
     CHECK(fake_cut(peers.peer[1].endpoint));
     peers_run(&peers);
     CHECK(peers_count(&peers, 0, PCCL_STREAM_LOST, 1) == 1);
@@ -338,6 +370,7 @@ int main(void)
     test_a_lane_that_is_gone_is_left_alone();
     test_lanes_are_added_under_a_collective();
     test_lanes_that_are_turned_away_cost_nothing();
+    test_a_first_lane_comes_after_lanes_are_wanted();
     test_a_lane_that_stood_is_lost_beside_those_that_come();
     return check_report("lanes");
 }
