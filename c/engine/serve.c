@@ -2,15 +2,18 @@
  *
  * A request carries the slot by which the server knows on which stream to answer. The server keeps
  * requests until it is their turn; the bytes are not touched before. Requests may come before the
- * START that names their slot. */
+ * START that names their slot. Then nobody knows yet which nonce is that of their round, so each
+ * nonce has as much room as the others: who invents one takes none from requests of the round that
+ * comes, and those of the oldest one give way to those of a new one. They are requested again. */
 #include "engine/serve.h"
 
 #include <assert.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum {
     REQUESTS_MAX = 1024,     /* of one requester, whose window is smaller, */
-    UNCLAIMED_MAX = 65536    /* and of all whose slot no START has named yet */
+    UNCLAIMED_MAX = 16384    /* and of all of a round whose slot no START has named yet */
 };
 
 static struct serve *serve_of(struct op *op)
@@ -46,13 +49,53 @@ static struct request *take_request(struct requests *queue)
     return request;
 }
 
-void serve_drop(struct op *op, struct flow *flow)
+static void drop_requests(struct requests *queue)
 {
-    struct requests *queue = flow != NULL ? &requester_of(flow)->requests
-                                          : &serve_of(op)->unclaimed;
     struct request *request;
     while ((request = take_request(queue)) != NULL)
         free(request);
+}
+
+/* Forgets the unclaimed requests of a round. */
+static void forget_round(struct serve *serve, uint32_t i)
+{
+    serve->op.ops->dropped += serve->round[i].requests.n;
+    drop_requests(&serve->round[i].requests);
+    serve->n_rounds--;
+    for (; i < serve->n_rounds; i++)
+        serve->round[i] = serve->round[i + 1];
+}
+
+static bool is_started(const struct op *op, const struct unclaimed *round)
+{
+    return op->started && round->seq == op->seq && round->nonce == op->nonce;
+}
+
+/* Where unclaimed requests of that round are kept. */
+static struct requests *find_round(struct serve *serve, uint64_t seq, uint64_t nonce)
+{
+    struct unclaimed *fresh;
+    uint32_t i;
+    for (i = 0; i < serve->n_rounds; i++)
+        if (serve->round[i].seq == seq && serve->round[i].nonce == nonce)
+            return &serve->round[i].requests;
+    if (serve->n_rounds == SERVE_ROUNDS)
+        forget_round(serve, is_started(&serve->op, &serve->round[0]));
+    fresh = &serve->round[serve->n_rounds++];
+    memset(fresh, 0, sizeof *fresh);
+    fresh->seq = seq;
+    fresh->nonce = nonce;
+    return &fresh->requests;
+}
+
+void serve_drop(struct op *op, struct flow *flow)
+{
+    struct serve *serve = serve_of(op);
+    if (flow != NULL)
+        drop_requests(&requester_of(flow)->requests);
+    else
+        while (serve->n_rounds > 0)
+            forget_round(serve, 0);
 }
 
 /* Whether a requester waits for that very answer already: it requests late ones again. */
@@ -89,24 +132,30 @@ static struct requester *find_slot(const struct op *op, uint32_t slot)
     return NULL;
 }
 
-/* Gives the early requests to the requesters that are known by now. Those of an earlier round are
- * stale; those of a later one go on waiting for its START. */
+/* Gives the unclaimed requests of the round to the requesters that are known by now. Those of an
+ * earlier round are stale; those of a later one go on waiting for its START. */
 static void claim_requests(struct op *op)
 {
-    struct requests *unclaimed = &serve_of(op)->unclaimed, all = *unclaimed;
-    struct request *request;
-    unclaimed->head = NULL;
-    unclaimed->n = 0;
-    while ((request = take_request(&all)) != NULL) {
-        bool later = request->seq > op->seq;
-        struct requester *requester = later ? NULL : find_slot(op, request->slot);
-        if (request->seq < op->seq || (!later && request->nonce != op->nonce)) {
-            op->ops->dropped++;
-            free(request);
-        } else if (requester != NULL) {
-            queue_request(op, requester, request);
-        } else {
-            append_request(unclaimed, request);
+    struct serve *serve = serve_of(op);
+    uint32_t i = 0;
+    while (i < serve->n_rounds) {
+        struct unclaimed *round = &serve->round[i];
+        struct requests all = round->requests;
+        struct request *request;
+        if (round->seq <= op->seq && !is_started(op, round)) {
+            forget_round(serve, i);
+            continue;
+        }
+        i++;
+        if (round->seq > op->seq)
+            continue;
+        memset(&round->requests, 0, sizeof round->requests);
+        while ((request = take_request(&all)) != NULL) {
+            struct requester *requester = find_slot(op, request->slot);
+            if (requester != NULL)
+                queue_request(op, requester, request);
+            else
+                append_request(&round->requests, request);
         }
     }
 }
@@ -194,24 +243,29 @@ void serve_take(struct op *op, const struct wire_header *header, struct packet *
     struct request *request = NULL;
     bool early = !op->started || header->seq > op->seq;
     struct requester *requester = early ? NULL : find_slot(op, header->segment);
-    bool room = requester != NULL || serve->unclaimed.n < UNCLAIMED_MAX;
-    if (room && is_possible(&serve->pieces, index, header, *packet))
+    struct requests *unclaimed;
+    if (is_possible(&serve->pieces, index, header, *packet))
         request = calloc(1, sizeof *request);
     if (request == NULL) {       /* the others are served on */
         op->ops->dropped++;
         return;
     }
-    request->seq = header->seq;
-    request->nonce = header->nonce;
     request->slot = header->segment;
     request->echo = header->hop;
     request->piece = index;
     request->length = header->length;
     request->offset = header->offset;
-    if (requester != NULL)
+    if (requester != NULL) {
         queue_request(op, requester, request);
-    else
-        append_request(&serve->unclaimed, request);
+        return;
+    }
+    unclaimed = find_round(serve, header->seq, header->nonce);
+    if (unclaimed->n < UNCLAIMED_MAX) {
+        append_request(unclaimed, request);
+        return;
+    }
+    op->ops->dropped++;
+    free(request);
 }
 
 enum turn serve_send(struct flow *flow)

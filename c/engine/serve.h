@@ -9,7 +9,6 @@
 /* A request that waits to be answered. */
 struct request {
     struct request *next;
-    uint64_t seq, nonce;
     uint32_t slot;
     uint32_t piece;          /* index into pieces */
     uint32_t length;
@@ -23,12 +22,21 @@ struct requests {
     uint32_t n;
 };
 
+enum { SERVE_ROUNDS = 4 };       /* that a START may still name a slot of */
+
+/* Requests of a round whose slot no START has named yet. */
+struct unclaimed {
+    uint64_t seq, nonce;
+    struct requests requests;
+};
+
 struct serve {
     struct op op;
     struct pieces pieces;
     bool limited;            /* it may not send more than is allowed, */
     int64_t allowance;       /* so many bytes; below 0 when an answer was larger */
-    struct requests unclaimed;   /* of slots that no START has named yet */
+    struct unclaimed round[SERVE_ROUNDS];    /* the oldest first */
+    uint32_t n_rounds;
 };
 
 /* Whoever requests. */

@@ -447,13 +447,51 @@ static void test_flood(void)
     enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
     peers_run(&peers);
     wire_encode(&header, bytes);
-    for (i = 0; i < 65536; i++)
+    for (i = 0; i < 16384; i++)
         fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
     peers_run(&peers);
-    CHECK(peers.peer[1].n_events == 0);
+    CHECK(peers.peer[1].n_events == 0 && pccl_engine_dropped(peers.peer[1].engine) == 0);
     fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
     peers_run(&peers);
     CHECK(peers.peer[1].n_events == 0 && pccl_engine_dropped(peers.peer[1].engine) == 1);
+    peers_close(&peers);
+}
+
+/* Requests with nonces that somebody invents, before START and after it, take no room from those of
+ * the round. */
+static void test_invented_nonces(void)
+{
+    struct wire_header header = good_request(), invented = good_request();
+    unsigned char bytes[WIRE_HEADER_BYTES];
+    int i, j;
+    open_star(1, 1);
+    enroll(1, SERVE_OP, PCCL_SERVE, offered, PIECES);
+    peers_run(&peers);
+    for (i = 0; i < 2; i++) {
+        for (j = 0; j < 20000; j++) {                /* more than of one nonce are kept */
+            wire_encode(&invented, bytes);
+            invented.nonce = TEST_NONCE + 1;
+            invented.seq = SEQ + (uint64_t)i;
+            fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        }
+        peers_run(&peers);
+        header.segment += (uint16_t)i;               /* after START: of a slot that comes */
+        wire_encode(&header, bytes);
+        fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        peers_run(&peers);
+        for (j = 0; i == 1 && j < 100; j++) {        /* the round that has begun is kept */
+            invented.nonce++;
+            wire_encode(&invented, bytes);
+            fake_inject(peers.peer[1].endpoint, bytes, sizeof bytes, NULL, 0);
+        }
+        peers_run(&peers);
+        start(1, SERVE_OP, 1, 7 + (uint32_t)i);
+        peers_run(&peers);
+        CHECK(peers.peer[1].n_events == 0);
+    }
+    peers_end(&peers, 1, PCCL_COMMIT, SERVE_OP);
+    peers_run(&peers);
+    CHECK(peers_event(&peers, 1, PCCL_SETTLED, SERVE_OP)->tx_bytes == 2 * header.length);
     peers_close(&peers);
 }
 
@@ -578,6 +616,7 @@ int main(void)
     test_requester_lost();
     test_hostile_requests();
     test_flood();
+    test_invented_nonces();
     test_stale_requests();
     test_hostile_data();
     test_wrong_pieces();
