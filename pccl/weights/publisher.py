@@ -86,7 +86,7 @@ class Publisher(Closing):
         self._head = _Head()
         self._before: Bytes | None = None  # the content of the latest version
         self._before_is_served = False  # as a whole version, and so must not change
-        self._version = 0
+        self._version = self._tried = 0
         self._deltas: list[int] = []  # bytes of each since the latest whole version
         self._associate = associate(options, self._head, "Publisher", follows=False, relays=False)
 
@@ -110,17 +110,19 @@ class Publisher(Closing):
         Raises:
             PCCLError: INVALID_USAGE: another process has published meanwhile, or the number is not
                 greater than the latest.
-            PCCLTimeoutError: the master has not answered in that time.
+            PCCLTimeoutError: the master has not answered in that time. The version may still be
+                published; call again without a number, or with a greater one.
             MasterLostError, KickedError: this publisher has ended.
         """
         began_s = time.monotonic()
         if self._associate.over is not None:
             raise error_of("publish", self._associate.over)
         if version is None:
-            version = max(self._head.latest, self._version) + 1
+            version = max(self._head.latest, self._version, self._tried) + 1
         elif not 0 < version < VERSION_MAX:  # beyond it others go on without giving a number
             raise ValueError(f"version is {version}: it must be from 1 to 2**61 - 1")
         parcels = self._parcels(version)
+        self._tried = version
         answer = self._associate.publish(parcels)
         try:
             why = answer.get(timeout=timeout)

@@ -8,7 +8,7 @@ import errno
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +24,7 @@ from pccl.cli.main import main
 from pccl.protocol import messages as m
 from pccl.runtime import limits
 from pccl.runtime.client import endpoint
+from pccl.runtime.client.engine import Engine
 from pccl.weights.publisher import DELTAS_MAX
 
 Parameters = dict[str, np.ndarray]
@@ -263,6 +264,43 @@ def test_parameters_that_do_not_fit_end_their_subscriber_and_no_other(
     swapped(follower, 2)
 
 
+def test_a_number_that_is_published_again_takes_nothing_away(
+    address: str, publisher: Publish, follow: Follow
+) -> None:
+    """After a call that has timed out, whose version arrives all the same."""
+    source, own = parameters(), blank()
+    trainer = publisher(source)
+    with pytest.raises(pccl.PCCLTimeoutError):
+        trainer.publish(3, timeout=0)
+    with pytest.raises(pccl.PCCLError, match=r"version 3 is (under way|not newer)"):
+        trainer.publish(3)
+    follower = follow(own)
+    swapped(follower, 3)
+    assert same(own, source)
+    assert trainer.publish().version == 4
+    swapped(follower, 4)
+
+
+def test_a_fetch_that_is_given_up_keeps_no_memory(
+    publisher: Publish, follow: Follow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, follower = publisher(parameters()), follow(blank())
+    associate = follower._associate
+    monkeypatch.setattr(associate, "_judge", lambda *_: None)  # so that it never ends
+    trainer.publish()
+    wait_until(lambda: bool(associate._incoming))
+
+    def give_up() -> None:
+        machine = associate._machine
+        assert machine._fetch is not None
+        machine._follows = False
+        machine._drop(machine._fetch)
+        associate._perform(machine._take())
+
+    associate._inbox.post(give_up)
+    wait_until(lambda: not (associate._incoming or associate._memory))
+
+
 def test_keys_are_those_of_the_run(tmp_path: Path) -> None:
     for name in ("keys", "foreign"):
         assert main(["keys", str(tmp_path / name)]) == 0
@@ -279,8 +317,34 @@ def test_keys_are_those_of_the_run(tmp_path: Path) -> None:
         for follower, own in zip(followers, copies, strict=True):
             swapped(follower, 1)
             assert same(own, source)
+        wait_until(lambda: not any(one._associate._keys for one in (trainer, *followers)))
         for one in (*followers, trainer):
             one.close()
+
+
+def test_whoever_has_what_it_wanted_may_not_connect_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    admitted: list[tuple[str, ...]] = []
+    expect = Engine.expect
+
+    def spy(its: Engine, peer: int, nonce: int, keys: Iterable[str]) -> None:
+        admitted.append(tuple(keys))
+        expect(its, peer, nonce, admitted[-1])
+
+    assert main(["keys", str(tmp_path)]) == 0
+    with pccl.MasterNode("127.0.0.1:0", security=tmp_path) as master:
+        trainer = weights.Publisher(master.address, parameters(), security=tmp_path)
+        trainer.publish()
+        monkeypatch.setattr(
+            trainer._associate._engine, "expect", spy.__get__(trainer._associate._engine)
+        )
+        for _ in range(2):
+            with weights.Subscriber(master.address, blank(), security=tmp_path) as follower:
+                swapped(follower, 1)
+        wait_until(lambda: len(admitted) >= 2)
+        assert set(admitted) == {()}
+        trainer.close()
 
 
 def test_without_a_master_it_says_so() -> None:

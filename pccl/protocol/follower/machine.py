@@ -109,6 +109,17 @@ class Follower:
         """Asks to be registered."""
         return self._take(Send(self._hello))
 
+    def objection(self, version: int) -> str:
+        """Why it cannot publish a version of that number; empty if it can."""
+        if self.over is not None:
+            return self.over.why
+        pending = max((each[0].version for each in self._publishing.values()), default=0)
+        if version <= pending:
+            return f"version {pending} is under way, since a call that has timed out"
+        if version <= self.version:
+            return f"version {version} is not newer than version {self.version}, which is here"
+        return ""
+
     def publish(self, call: int, packages: tuple[m.Package, ...]) -> list[effects.Effect]:
         """Publishes a version, of which the caller has the memory."""
         for package in packages:

@@ -113,6 +113,8 @@ class Associate:
             self._parcels: dict[tuple[int, int], Parcel] = {}
             self._incoming: dict[tuple[int, int], Incoming] = {}
             self._memory: dict[int, object] = {}  # that the engine refers to, by op
+            self._door = effects.Door(0, 0)
+            self._keys: dict[int, str] = {}  # of those who may connect, by the stream to them
             self._answers: dict[int, queue.SimpleQueue[str]] = {}
             self._pace = _Pace()
             self._calls = 0
@@ -147,8 +149,9 @@ class Associate:
         answer: queue.SimpleQueue[str] = queue.SimpleQueue()
 
         def tell() -> None:
-            if self._machine.over is not None:
-                answer.put(self._machine.over.why)
+            why = self._machine.objection(parcels[0].package.version)
+            if why:
+                answer.put(why)
                 return
             self._calls += 1
             self._answers[self._calls] = answer
@@ -321,14 +324,18 @@ class Associate:
         match effect:
             case common.Send(message):
                 self._master.dealer.say(message)
-            case effects.Door(number, nonce):
-                self._engine.expect(number, nonce, ())
+            case effects.Door():
+                self._door = effect
+                self._admit()
             case effects.Reach(stream, to, nonce):
                 if to.curve:
+                    self._keys[stream] = to.curve
                     self._engine.admit(to.curve)
                 self._streams.open(stream, to, nonce)
             case common.CloseStream(stream):
                 self._streams.close(stream)
+                if self._keys.pop(stream, "") not in ("", *self._keys.values()):
+                    self._admit()
             case common.Arrange(message):
                 self._streams.arranged(message)
             case effects.Offer(op, package):
@@ -344,11 +351,18 @@ class Associate:
             case common.AbortOp(op):
                 self._pace.ended(op)
                 self._engine.abort(op)
+                incoming = self._memory.get(op)
+                if isinstance(incoming, Incoming):  # else it would be kept until it has arrived
+                    self._incoming.pop(incoming.package.key, None)
             case effects.Rest(why):
                 log.info("weights: a fetch goes on elsewhere: %s", why)
                 self._again_at = time.monotonic() + limits.WEIGHTS_REST_S
             case _:
                 self._tell(effect)
+
+    def _admit(self) -> None:
+        """Those to whom streams lead may connect, and nobody else any more."""
+        self._engine.expect(self._door.number, self._door.nonce, sorted({*self._keys.values()}))
 
     def _tell(self, effect: effects.Effect) -> None:
         """Performs what concerns the caller."""
