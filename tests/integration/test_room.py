@@ -88,3 +88,41 @@ def test_too_few_threads_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room._thread, "start_new_thread", start)
     with pytest.raises(pccl.PCCLError, match=r"INTERNAL_ERROR: it needs 8 threads, and .* 3 more"):
         pccl.Communicator("127.0.0.1:1").connect()
+
+
+# As above, with so many bytes of address space more than it has.
+BOUNDED = """
+import resource, sys
+import pccl
+with pccl.MasterNode("127.0.0.1:0") as master:
+    comm = pccl.Communicator(master.address)
+    with open("/proc/self/statm") as pages:
+        limit = int(pages.read().split()[0]) * resource.getpagesize() + (int(sys.argv[1]) << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        comm.connect()
+        print("connected")
+        comm.close()
+    except (pccl.PCCLError, MemoryError) as error:
+        print(repr(error))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not bound address space")
+@pytest.mark.parametrize(
+    "mib",
+    [
+        *(5, 60, 150, 232, 238, 600),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 400, 8)),
+    ],
+)
+def test_too_little_address_space_is_an_error(mib: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BOUNDED, str(mib)], capture_output=True, text=True, timeout=50
+    )
+    assert ended.returncode == 0, ended.stderr
+    if mib < 600:
+        words = ("it needs 8 threads", "it needs the memory of 8 threads", "MemoryError")
+        assert ended.stdout == "connected\n" or any(word in ended.stdout for word in words)
+    else:
+        assert ended.stdout == "connected\n"
