@@ -23,6 +23,7 @@
 static volatile LONG starting; /* a thread is in start() */
 #else
 #include <dlfcn.h>
+#include <pthread.h>
 #include <sched.h>
 #define TAKE(lock) __sync_lock_test_and_set(&(lock), 1)
 #define RELEASE(lock) __sync_lock_release(&(lock))
@@ -32,6 +33,18 @@ static volatile int starting;
 
 static volatile int implemented; /* pccl.capi.calls is there */
 static volatile int initialized; /* pcclInit() has succeeded */
+static volatile int forked;      /* this is a child of the process that has started Python */
+
+/* Of all threads a child has only one, and nobody releases the locks that others held. */
+static const char FORKED[] = "this process was forked from the one that uses pccl, and cannot use "
+                             "it: call exec, or fork before pcclInit()";
+
+#if !defined(_WIN32)
+static void note_fork(void)
+{
+    forked = 1;
+}
+#endif
 
 void pccl_capi_implement(void)
 {
@@ -123,6 +136,8 @@ static void set_interrupt(const handler *wanted)
 /* Starts what is not there yet. Returns whether calls can be made. */
 static int start(void)
 {
+    if (forked)
+        return 0;
     while (TAKE(starting))
         PAUSE();
     if (!implemented) {
@@ -133,6 +148,9 @@ static int start(void)
         if (fresh) {
             Py_InitializeEx(0); /* without signal handlers: those are the program's */
             PyEval_SaveThread();
+#if !defined(_WIN32)
+            pthread_atfork(NULL, NULL, note_fork); /* Python itself knows of os.fork() only */
+#endif
         }
         state = PyGILState_Ensure();
         import_calls(fresh);
@@ -147,7 +165,7 @@ static int start(void)
 pcclResult_t pcclInit(void)
 {
     if (!start())
-        return pcclInternalError;
+        return forked ? pcclInvalidUsage : pcclInternalError;
     initialized = 1;
     return pcclSuccess;
 }
@@ -155,18 +173,21 @@ pcclResult_t pcclInit(void)
 pcclResult_t pcclGetBuildInfo(pcclBuildInfo_t *info_out)
 {
     if (!start())
-        return pcclInternalError;
+        return forked ? pcclInvalidUsage : pcclInternalError;
     return (pcclResult_t)pccl_capi_build_info(info_out);
 }
 
 const char *pcclGetLastError(void)
 {
+    if (forked)
+        return FORKED;
     return implemented ? pccl_capi_last_error() : "";
 }
 
 /* The others only pass on. */
 
-#define PASS_ON(call) return initialized ? (pcclResult_t)(call) : pcclNotInitialized
+#define PASS_ON(call) \
+    return forked ? pcclInvalidUsage : initialized ? (pcclResult_t)(call) : pcclNotInitialized
 
 pcclResult_t pcclCreateCommunicator(const pcclCommCreateParams_t *params, pcclComm_t **comm_out)
 {

@@ -72,9 +72,15 @@ def implements(name: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
 def _fail(name: str, error: BaseException) -> Result:
     """The result for an exception, which is kept in words."""
-    _failure.text = ffi.new("char[]", f"{name}: {error}".replace("\0", "?").encode())
+    said = str(error)
+    if isinstance(error, MemoryError):
+        said = f"there is not enough memory ({said or 'the system gives no more'})"
+    text = f"{name}: {said or type(error).__name__}"
+    _failure.text = ffi.new("char[]", text.replace("\0", "?").encode())
     if isinstance(error, PCCLError):
         return error.result
+    if isinstance(error, MemoryError):
+        return Result.INTERNAL_ERROR
     if isinstance(error, ValueError | AssertionError | OverflowError):  # as the API has them
         return Result.INVALID_ARGUMENT
     configure_logging()

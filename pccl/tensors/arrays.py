@@ -30,6 +30,8 @@ _NUMPY = "pass c instead, with c[...] = array before each call and array[...] = 
 
 Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
 
+_MEMORY_MAX = 1 << 57  # bytes that a process can address, on the systems of today
+
 
 @dataclass(slots=True)  # not frozen: that takes four times as long, for each array of a list
 class Buffer:
@@ -86,7 +88,8 @@ class Buffer:
         """
         if count < 0:
             raise ValueError(f"count is {count}: it must not be negative")
-        if address + count * dtype.itemsize > sys.maxsize:
+        nbytes = count * dtype.itemsize
+        if nbytes >= _MEMORY_MAX or address + nbytes > sys.maxsize:
             raise ValueError(f"count is {count}: no memory has so many elements")
         if address <= 0 and count > 0:
             raise ValueError(f"{count} elements at address {address}")

@@ -149,6 +149,11 @@ def test_a_program_may_end_without_destroying_what_it_has(build: Build, address:
         assert ends(process) == ""
 
 
+def test_a_forked_child_is_told(build: Build, address: str) -> None:
+    with start(build("c99", PROGRAM), "fork", port_of(address)) as process:
+        assert ends(process) == ""
+
+
 def test_the_example_adds_up_with_a_python_peer(build: Build, address: str) -> None:
     example = build("c99", EXAMPLE)
     with start(example, "127.0.0.1", port_of(address)) as process:

@@ -123,14 +123,14 @@ def test_a_shared_state_has_entries_with_different_names() -> None:
 
 def test_as_many_entries_as_fit_in_a_message() -> None:
     """What is accepted can be sent, of the longest names and numbers."""
-    entries = [info(f"{i:0256}", numel=1 << 60, dtype=DataType.UINT8) for i in range(60_000)]
+    entries = [info(f"{i:0256}", numel=1 << 56, dtype=DataType.UINT8) for i in range(60_000)]
     with pytest.raises(ValueError, match="60000 entries take"):
         SharedState(entries)
     fewer = SharedState(entries[: LIST_BYTES_MAX // (256 + ENTRY_BYTES_MAX)])
     made = tuple(
         m.Entry(one.name, one.dtype.value, one.numel, True, bytes(16)) for one in fewer.tensor_infos
     )
-    vote = m.SyncVote(1 << 60, m.Offer((1 << 64) - 1, 2, made, True))
+    vote = m.SyncVote(1 << 56, m.Offer((1 << 64) - 1, 2, made, True))
     assert len(m.encode(vote)) <= m.MESSAGE_BYTES_MAX
 
 

@@ -4,6 +4,7 @@
  *     program peer PORT          a peer of Python, at the same master, does the same
  *     program master PORT        serves at PORT, alone
  *     program leave PORT         ends without destroying anything
+ *     program fork PORT          joins the master, and forks
  *     program build              says whether GPUs are supported
  *
  * It says which checks fail, and ends with how many. */
@@ -15,6 +16,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #define COUNT 50000
 #define THREADS 4
@@ -198,6 +201,12 @@ static void wrong_arguments(pcclComm_t *comm)
     info.data = x;
     info.datatype = pcclFloat;
     ENDS(SYNC(&state), pcclInvalidUsage); /* not connected */
+    info.count = (size_t)-1;
+    ENDS(SYNC(&state), pcclInvalidArgument);
+    info.count = (size_t)1 << 60;
+    ENDS(SYNC(&state), pcclInvalidArgument);
+    CHECK(told("no memory has so many elements"));
+    info.count = 4;
     ENDS(pcclSynchronizeSharedState(comm, &state, (pcclSharedStateSyncStrategy_t)3, NULL),
          pcclInvalidArgument);
 }
@@ -425,6 +434,32 @@ static void serve(int port)
     ENDS(pcclDestroyMaster(master), pcclSuccess);
 }
 
+/* A child of a process that has started Python has none of its threads. */
+static void in_a_child(int port)
+{
+    pcclComm_t *comm;
+    pcclBuildInfo_t build;
+    int status = -1;
+    pid_t child;
+    ENDS(pcclInit(), pcclSuccess);
+    comm = created(port);
+    ENDS(pcclConnect(comm), pcclSuccess);
+    child = fork();
+    if (child == 0) {
+        failures = 0;
+        ENDS(pcclUpdateTopology(comm), pcclInvalidUsage);
+        ENDS(pcclDestroyCommunicator(comm), pcclInvalidUsage);
+        ENDS(pcclInit(), pcclInvalidUsage);
+        ENDS(pcclGetBuildInfo(&build), pcclInvalidUsage);
+        CHECK(told("this process was forked"));
+        fflush(stdout);
+        _exit(failures);
+    }
+    CHECK(waitpid(child, &status, 0) == child && status == 0);
+    ENDS(pcclUpdateTopology(comm), pcclSuccess);
+    ENDS(pcclDestroyCommunicator(comm), pcclSuccess);
+}
+
 int main(int argc, char **argv)
 {
     int port = argc > 2 ? atoi(argv[2]) : 0;
@@ -438,6 +473,8 @@ int main(int argc, char **argv)
     else if (!strcmp(mode, "leave")) {
         ENDS(pcclInit(), pcclSuccess);
         ENDS(pcclConnect(created(port)), pcclSuccess);
+    } else if (!strcmp(mode, "fork")) {
+        in_a_child(port);
     } else if (!strcmp(mode, "build")) {
         pcclBuildInfo_t build;
         ENDS(pcclGetBuildInfo(&build), pcclSuccess);
