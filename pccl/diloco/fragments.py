@@ -136,6 +136,14 @@ class Outer:
             "velocity": self.join([part.velocity for part in self.parts], sharded),
         }
 
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError where a state does not fit; other exceptions if it is none."""
+        self.cut(state["theta"])
+        self.cut(state["velocity"])
+        clock = state["clock"]
+        if clock.ndim != 1 or len(clock) < 2 or clock.dtype != torch.int64 or clock.min() < 0:
+            raise ValueError(f"the clock of the state is {clock}: it must be counts of steps")
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over such a state, of a run that may have had other fragments."""
         for part, theta in zip(self.parts, self.cut(state["theta"]), strict=True):
@@ -164,5 +172,10 @@ class Outer:
         """The inverse of `join`."""
         into = [torch.empty_like(part.theta) for part in self.parts]
         for piece, own in zip(self._pieces(into), self._layout.load(saved), strict=True):
+            if piece.shape != own.shape or not own.is_floating_point():
+                raise ValueError(
+                    f"the state has a parameter of shape {list(own.shape)} ({own.dtype}) where "
+                    f"this model has one of shape {list(piece.shape)}"
+                )
             piece.copy_(own)
         return into

@@ -68,11 +68,15 @@ class InnerState:
             ValueError: it is of another optimizer.
         """
         anew = 'give it without "optimizer" to begin with a fresh one'
+        if not isinstance(saved, Mapping) or not {"type", "state"} <= {*saved}:
+            raise ValueError(f"the state of the inner optimizer is none: {anew}")
         kind, own = saved["type"], type(self._optimizer).__name__
         if kind != own:
             raise ValueError(
                 f"the state is of the inner optimizer {kind}, and this peer's is {own}: {anew}"
             )
+        if not isinstance(saved["state"], Mapping):
+            raise ValueError(f"the state of the inner optimizer is none: {anew}")
         state = copy.deepcopy(dict(saved["state"]))
         if self._replica.is_sharded:
             self._check_kind(state)
@@ -82,9 +86,11 @@ class InnerState:
                 for index, values in state["state"].items()
                 if int(index) < len(parameters)
             }
+        before = self._optimizer.state_dict()
         try:
             self._optimizer.load_state_dict(state)
-        except ValueError as error:
+        except Exception as error:
+            self._optimizer.load_state_dict(before)
             raise ValueError(
                 f"the inner optimizer of the state does not fit: {error}; {anew}"
             ) from error

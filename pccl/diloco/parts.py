@@ -241,7 +241,16 @@ class Parts:
         }
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for a state that is of something else."""
+        """Raises ValueError for a state that is of something else, or no state at all."""
+        try:
+            self._check(state)
+        except (TypeError, LookupError, AttributeError, RuntimeError, OverflowError) as error:
+            kind = type(error).__name__
+            raise ValueError(
+                f"the state is none that DiLoCo.state_dict() has made ({kind}: {error})"
+            ) from error
+
+    def _check(self, state: Mapping[str, Any]) -> None:
         missing = _SAVED - {*state}
         if missing:
             raise ValueError(
@@ -253,6 +262,22 @@ class Parts:
         self._frozen.check(state["frozen"])
         self._buffers.check(state["buffers"])
         self._accounts.check(state)
+        self.outer.check(state)
+        schedule = state.get("schedule", {})
+        counts = {**schedule, "revision": state["revision"]}
+        means = counts.pop("means", [])
+        for name, count in counts.items():
+            if count is not None and not (isinstance(count, int) and 0 <= count < 1 << 62):
+                raise ValueError(f"{name} is {count!r} in the state: it must be a count")
+        for mean in means[:1]:
+            self.outer.cut(mean)
+        for mine, mean in zip(self.exchanges[0].means[1:], means[1:], strict=False):
+            if mine.shape != mean.shape:
+                raise ValueError(
+                    f"a mean has shape {list(mean.shape)} in the state and {list(mine.shape)} here"
+                )
+        for kept in state.get("carrier", {}).values():
+            self.outer.cut(kept)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes over a state that has been checked."""

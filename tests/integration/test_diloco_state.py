@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -594,6 +595,74 @@ def test_a_file_of_something_else_is_refused_by_name(address: str, saved: Path) 
         anew = {**torch.load(saved), "optimizer": None}
         DiLoCo(comm, model, adam, inner_steps=1, state=anew)
         assert all(map(torch.equal, model.frozen(), Net(1).frozen()))
+
+
+def leaves(state: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where in nested dicts and lists anything is, containers included."""
+    if path:
+        yield path
+    children: Any = ()
+    if isinstance(state, dict):
+        children = state.items()
+    elif isinstance(state, list):
+        children = enumerate(state)
+    for key, child in children:
+        yield from leaves(child, (*path, key))
+
+
+def alike(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return torch.equal(one, other) if torch.is_tensor(one) else bool(one == other)
+
+
+def wrongs(value: Any) -> list[Any]:
+    """What nobody has saved in place of a value."""
+    if not torch.is_tensor(value):
+        return [object(), "?", torch.zeros(2), *([-1] if isinstance(value, int) else [])]
+    if value.dtype == torch.uint8:
+        return [None, "?", {}, value[1:], torch.zeros(5, dtype=torch.uint8)]
+    grown = torch.cat([value.flatten(), value.flatten()[:1]])
+    return [None, "?", {}, 3, grown, value.flatten()[:-1], value[None, None]]
+
+
+@pytest.mark.parametrize("options", [{}, {"mode": "delayed", "wire": "int8"}], ids=str)
+def test_a_state_with_anything_wrong_in_it_is_refused_and_changes_nothing(
+    address: str, options: dict[str, Any]
+) -> None:
+    def place(state: Any, path: tuple[Any, ...]) -> Any:
+        for key in path[:-1]:
+            state = state[key]
+        return state
+
+    with pccl.Communicator(address) as comm:
+        model = Net(1)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=0.01, momentum=0.9)
+        diloco = DiLoCo(comm, model, optimizer, inner_steps=1, alone="step", **options)
+        for seed in range(3):
+            model.learn(seed)
+            diloco.step()
+        state = diloco.state_dict()
+        before = copy.deepcopy(state)
+        accepted = []
+        for path in leaves(state):
+            if path[:2] == ("optimizer", "state") and len(path) > 2:
+                continue  # torch's own, which it does not check
+            for wrong in wrongs(place(state, path)[path[-1]]):
+                if path == ("clock",) and getattr(wrong, "numel", int)() > 2:
+                    continue  # that of a run with more fragments
+                broken = copy.deepcopy(state)
+                place(broken, path)[path[-1]] = wrong
+                try:
+                    diloco._load(diloco._given(broken))
+                except ValueError:
+                    assert alike(diloco.state_dict(), before), path
+                else:
+                    accepted.append((path, wrong))
+        assert not accepted
 
 
 # ---- loss scaling ----
