@@ -16,7 +16,7 @@ from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline, Note, Quiet
 from pccl.runtime.client.client import Client
 from pccl.runtime.config import Config, machine_id
-from pccl.runtime.resolve import reachable
+from pccl.runtime.resolve import AnotherServiceError, reachable
 from pccl.runtime.uninterrupted import aside
 from pccl.types import Result
 from pccl.version import __version__
@@ -62,8 +62,11 @@ class Patience:
         left = (each.left_s for each in (self._trying, self._call))
         return min([seconds, *(each for each in left if each is not None)])
 
-    def failed(self, why: str) -> None:
+    def failed(self, why: str, another: bool = False) -> None:
         """An attempt has failed; returns when it is time for the next one.
+
+        `another`: because another service answers, which is waited for only if a time limit says
+        so: it may be a proxy of a master that is down.
 
         Raises:
             PCCLTimeoutError: the time limit of the whole call has passed.
@@ -71,7 +74,7 @@ class Patience:
         """
         self._attempts += 1
         log.info("attempt %d to reach the master at %s: %s", self._attempts, self._master, why)
-        self._end_if_over(why)
+        self._end_if_over(why, another)
         if self._quiet.is_over:
             log.warning(
                 "connect has waited %.0f s for a master at %s (%s, %s): it tries %s",
@@ -82,9 +85,9 @@ class Patience:
                 self._rest,
             )
         time.sleep(self.of(limits.ATTEMPT_INTERVAL_S))
-        self._end_if_over(why)
+        self._end_if_over(why, another)
 
-    def _end_if_over(self, why: str) -> None:
+    def _end_if_over(self, why: str, another: bool) -> None:
         seconds = self._quiet.seconds
         if self._call.left_s == 0:
             text = (
@@ -92,7 +95,8 @@ class Patience:
                 f"({why}, {self._made})"
             )
             raise PCCLTimeoutError(Result.MASTER_CONNECTION_FAILED, "connect", text)
-        enough = self._connect_timeout is None and self._attempts >= self._n_attempts
+        tried = another or self._attempts >= self._n_attempts
+        enough = self._connect_timeout is None and tried
         if enough or self._trying.left_s == 0:
             text = (
                 f"no pccl master answers at {self._master} ({why}), {self._made} in {seconds:.1f} s"
@@ -155,15 +159,17 @@ def join(
         PCCLError: as `Communicator.connect`, or what `begin` raises.
     """
     while True:
+        another = False
         try:
             try:  # a plain connection first, because ZeroMQ does not report why one fails
                 address = reachable(host, port, patience.of(handshake_timeout_s))
             except OSError as error:
+                another = isinstance(error, AnotherServiceError)
                 raise _Unreachable(error.strerror or str(error)) from None
             return _attempt(address, begin, admitted, patience)
         except _Unreachable as error:
             why = str(error)
-        patience.failed(why)
+        patience.failed(why, another)
 
 
 def _attempt(

@@ -29,6 +29,7 @@ PENDING_PATIENCE_S = 0.02  # its next "no" is delayed by this, so that it does n
 MASTER_RETRY_S = 0.2  # between attempts to reconnect to the master
 LAST_WORDS_MS = 1000  # for a Leave to be sent
 EXAMINATION_S = 10.0  # for all of `pccl doctor MASTER`; the master may take DIAL_S to dial back
+GREETING_S = 4.0  # in which what listens at the master's port must have said something
 NAME_KEPT_S = 30.0  # for which the addresses of a name are cached
 NAME_RETRY_S = 0.5  # between look-ups of a name: a failure may be temporary
 STAGGER_S = 0.25  # until the next address of a peer is tried, too, as RFC 8305 recommends

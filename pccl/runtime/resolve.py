@@ -6,6 +6,7 @@ thread that moves all data. So sockets connect only to numeric addresses.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import queue
@@ -28,6 +29,9 @@ class Found(NamedTuple):
     address: str
     why: str = ""
 
+
+_SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"  # with which ZeroMQ's greeting begins
+_SAID_MAX = 40  # bytes that are shown of another service's greeting
 
 Then = Callable[[Found], None]
 WORLD = "192.0.2.1", "2001:db8::1"  # addresses for documentation, to which default routes lead
@@ -130,12 +134,45 @@ def reachable(host: str, port: int, limit_s: float) -> str:
     raise problem
 
 
+class AnotherServiceError(OSError):
+    """Whatever listens there is no master."""
+
+
 def _try_connecting(address: str, port: int, limit_s: float) -> None:
-    """Raises OSError if a connection to a numeric address fails, or takes longer."""
+    """Raises OSError if a connection to a numeric address fails, takes longer, or greets us as
+    nothing does that speaks ZeroMQ's protocol."""
+    began_s = time.monotonic()
     family, kind, _, _, where = destination(address, port)
     with socket.socket(family, kind) as connection:
         connection.settimeout(limit_s)
         connection.connect(where)
+        said = _greeting(connection, limit_s - (time.monotonic() - began_s))
+    if said and said[0] != _SIGNATURE[0]:
+        raise AnotherServiceError(f"another service answers there: it says {said!r}")
+
+
+def _greeting(connection: socket.socket, limit_s: float) -> bytes:
+    """The first bytes of the other side; empty if it hangs up, or there is too little time.
+
+    What speaks ZeroMQ's protocol begins at once. Other services may wait until they are spoken to,
+    and say nothing then either.
+    """
+    within_s = max(0.001, min(limit_s, limits.GREETING_S))
+    for part in (1 / 8, 7 / 8):
+        connection.settimeout(part * within_s)
+        try:
+            return connection.recv(_SAID_MAX)
+        except TimeoutError:
+            with contextlib.suppress(OSError):
+                connection.sendall(_SIGNATURE)
+        except ConnectionError:
+            return b""
+    if limit_s < limits.GREETING_S:
+        return b""
+    raise AnotherServiceError(
+        f"it accepts connections, and said nothing for {within_s:g} s: it is another service, or "
+        "it is stopped"
+    )
 
 
 def _in_thread(work: Callable[[], None]) -> None:

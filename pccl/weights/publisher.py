@@ -86,7 +86,7 @@ class Publisher(Closing):
         self._head = _Head()
         self._before: Bytes | None = None  # the content of the latest version
         self._before_is_served = False  # as a whole version, and so must not change
-        self._version = self._tried = 0
+        self._version = self._tried = 0  # the latest, and the latest of which the fate is unknown
         self._deltas: list[int] = []  # bytes of each since the latest whole version
         self._associate = associate(options, self._head, "Publisher", follows=False, relays=False)
 
@@ -122,16 +122,15 @@ class Publisher(Closing):
         elif not 0 < version < VERSION_MAX:  # beyond it others go on without giving a number
             raise ValueError(f"version is {version}: it must be from 1 to 2**61 - 1")
         parcels = self._parcels(version)
-        self._tried = version
         answer = self._associate.publish(parcels)
         try:
             why = answer.get(timeout=timeout)
         except queue.Empty:
-            self._before = None
+            self._before, self._tried = None, version
             assert timeout is not None
             raise timed_out("publish", timeout, "the master has not answered") from None
         except BaseException:
-            self._before = None  # whether others have it is not known
+            self._before, self._tried = None, version  # whether others have it is not known
             raise
         if why:
             self._before = None  # others go on from another version

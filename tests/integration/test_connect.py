@@ -199,3 +199,45 @@ def test_whoever_waits_says_for_what(
 def test_no_patience(limit: float, error: type[Exception]) -> None:
     with pytest.raises(error, match="connect_timeout is"):
         pccl.Communicator("127.0.0.1:1", connect_timeout=limit)
+
+
+GREETINGS = {
+    "ssh": (b"SSH-2.0-OpenSSH_9.2\r\n", r"another service answers there: it says b'SSH-2\.0"),
+    "http": (b"", r"another service answers there: it says b'HTTP/1\.1 400"),
+    "silent": (b"", "it accepts connections, and said nothing for 0.4 s"),
+}
+
+
+@pytest.mark.parametrize("kind", GREETINGS)
+def test_another_service_at_the_masters_port_is_told_at_once(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first time, unless the program has said how long it waits."""
+    monkeypatch.setattr(limits, "GREETING_S", 0.4)
+    greeting, said = GREETINGS[kind]
+
+    def talk(connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(greeting)
+            while connection.recv(100):
+                if kind == "http":
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    return
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=talk, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        try:
+            with pytest.raises(pccl.MasterLostError, match=rf"{said}.*1 attempt in"):
+                pccl.Communicator(address).connect(n_attempts=5)
+            with pytest.raises(pccl.MasterLostError, match=r"master answers at .*\d+ attempts in"):
+                pccl.Communicator(address, connect_timeout=1.5).connect()
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
+from cluster import Cluster
 
 from pccl.runtime.client import ipc
 from pccl.runtime.filelock import FileLock
+from pccl.support.logs import configure_logging
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="there is no ipc here")
 
@@ -82,3 +87,18 @@ def test_one_that_is_removed_while_it_is_made_is_made_again(
     directory = ipc.Directory()
     assert len(made) == 2 and Path(directory.path).parent == made[1]
     directory.remove()
+
+
+def test_without_a_place_for_files_peers_are_reached_over_tcp(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(**_: object) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    configure_logging()
+    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
+    monkeypatch.setattr(tempfile, "mkdtemp", none)
+    with Cluster(2) as cluster:
+        infos = cluster.each(lambda _, comm: comm.all_reduce(np.ones(100_000)))
+    assert [info.local_world_size for info in infos] == [2, 2]
+    assert "are reached over TCP, not ipc: [Errno 2] No usable temporary directory" in caplog.text

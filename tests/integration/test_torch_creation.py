@@ -16,6 +16,7 @@ from cluster import Cluster, in_threads
 from torch.distributed import distributed_c10d as c10d
 
 import pccl
+from pccl.support.logs import configure_logging
 from pccl.torch import ProcessGroup, creation
 from pccl.torch.hosting import HostedMaster
 
@@ -138,6 +139,7 @@ def test_who_comes_to_a_group_that_admits_nobody_is_told_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a copy that was started again and whose others go on with torch's own classes."""
+    configure_logging()
     monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
     monkeypatch.setattr(creation, "HINT_S", 0.1)
     with pccl.MasterNode("127.0.0.1:0") as master:

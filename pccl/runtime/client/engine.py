@@ -26,6 +26,7 @@ from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.client import ipc
+from pccl.runtime.room import no_room
 
 log = logging.getLogger("pccl")
 
@@ -232,7 +233,13 @@ class Engine:
         """Listens where only this user can connect. Returns the path, or empty."""
         if os.name != "posix" or not zmq.has("ipc"):
             return ""
-        self._directory = ipc.Directory()
+        try:
+            self._directory = ipc.Directory()
+        except OSError as error:
+            if no_room(error) is not None:
+                raise
+            log.warning("peers on this machine are reached over TCP, not ipc: %s", error)
+            return ""
         if self._directory.path:
             self._bind(f"ipc://{self._directory.path}")
         return self._directory.path
