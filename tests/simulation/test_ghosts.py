@@ -22,7 +22,7 @@ def ends(actions: list[effects.Effect]) -> list[effects.Answer | effects.Fail]:
 
 def accepted() -> Peer:
     """Peer 2 of two, which are accepted."""
-    made = Peer()
+    made = Peer("m:48148")
     made.join(1, m.Hello(m.PROTOCOL_VERSION, "1", 0, "", 1002, "", "m2", b""))
     infos = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in (1, 2))
     for message in (
@@ -44,7 +44,7 @@ def test_a_limit_holds_while_the_master_is_away() -> None:
     assert isinstance(lost, effects.Fail) and lost.call == 2 and lost.fault is effects.Fault.TIMEOUT
     (late,) = ends(peer.withdraw(3, "its caller gave up after 1 s"))
     assert isinstance(late, effects.Fail) and late.fault is effects.Fault.TIMEOUT
-    assert "while the master was away" in late.why
+    assert "while the master at m:48148 was away" in late.why
     peer.reconnected()
     assert not ends(peer.received(m.Resumed(m.Done())))
     assert said(peer.update_topology(4)) == [m.TopologyVote(4)]

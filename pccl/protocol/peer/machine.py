@@ -49,17 +49,20 @@ from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.types import Result
 
 LOST = Result.RANK_CONNECTION_LOST
-AWAY = "while the master was away"
 
 
 class Peer:
     """One peer of a run.
 
+    Args:
+        master: `host:port` of its master, for messages.
+
     Attributes:
         knowledge: what it knows of the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, master: str = "") -> None:
+        self._away = f"while the master{f' at {master}' if master else ''} was away"
         self.knowledge = Knowledge()
         self._outbox = Outbox()
         self._ghosts = Ghosts()
@@ -281,7 +284,7 @@ class Peer:
         if one is not None and one.state is State.RUNNING:
             self.collectives.stop(one, why, m.Cause.TIMEOUT, timed_out(call, why))
         elif not self._outbox.known:
-            self._release(timed_out(call, f"{why}, {AWAY}"))
+            self._release(timed_out(call, f"{why}, {self._away}"))
         elif self._ghosts.forget(call):
             self._outbox.do(timed_out(call, why))
         elif call in self.votes or one is not None or self.transfers.of(call):
@@ -329,7 +332,7 @@ class Peer:
         if self._ghosts.late(call) and self.over is None:
             self._outbox.introduce(m.Leave())
             why = (
-                f"its time ran out in {what} while the master was away, and the others have the "
+                f"its time ran out in {what} {self._away}, and the others have the "
                 "result: this peer is out of step with them"
             )
             self._end(LOST, why, Fault.KICKED)
@@ -505,7 +508,7 @@ class Peer:
         """The connection to the master broke; `reconnected` or `lost_master` follows."""
         self._outbox.known = False
         for call, reason in self._withdrawals.all():
-            self._release(timed_out(call, f"{reason}, {AWAY}"))
+            self._release(timed_out(call, f"{reason}, {self._away}"))
         if self.number == 0 and self.over is None:  # not even registered
             self._end(Result.MASTER_CONNECTION_FAILED, why, Fault.MASTER_LOST)
         return self._outbox.take()

@@ -32,6 +32,7 @@ from pccl.runtime.client.streams import Refused
 from pccl.runtime.config import Config
 from pccl.runtime.uninterrupted import insist
 from pccl.security import Security
+from pccl.support.text import address_text
 from pccl.types import Result
 
 log = logging.getLogger("pccl")
@@ -68,7 +69,7 @@ class Client:
         security: Security | None = None,
     ) -> None:
         self._config = config
-        self._peer = Peer()
+        self._peer = Peer(address_text(host, port))
         self._numbers = itertools.count(1)
         self._ended = threading.Event()
         self._leaving = self._failed = self._forked = False
