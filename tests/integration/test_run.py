@@ -162,16 +162,16 @@ def test_copies_that_fail_alike_at_once_are_not_started_again(
 
 
 WRITES = {
-    "no utf-8": r"b'\xff\xfe caf\xe9\n'",
-    "what ascii has not": r"'\u2603 caf\xe9\n'.encode()",
+    "no utf-8": r"b'\xff\xfe \xe9\n'",
+    "what ascii has not": r"'\u2603 \xe9\n'.encode()",
     "progress": r"b'\r 44%\r 45%\r100%\n'",
     "windows": r"b'one\r\ntwo\r\n'",
     "empty lines": r"b'\n\n'",
     "zeros": r"bytes(3) + b'\n'",
 }
 PRINTED = {
-    "no utf-8": b"[0] \xff\xfe caf\xe9\n",
-    "what ascii has not": "[0] \u2603 caf\xe9\n".encode(),
+    "no utf-8": b"[0] \xff\xfe \xe9\n",
+    "what ascii has not": "[0] \u2603 \xe9\n".encode(),
     "progress": b"[0] \r[0]  44%\r[0]  45%\r[0] 100%\n",
     "windows": b"[0] one\r\n[0] two\r\n",
     "empty lines": b"[0] \n[0] \n",
