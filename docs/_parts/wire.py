@@ -13,7 +13,6 @@ import conversation as talk
 import msgspec
 
 from pccl.protocol import messages as m
-from pccl.protocol.messages import values as made_of
 from pccl.protocol.peer.calls import TRANSITIONS, Event, State
 from pccl.protocol.rounds import EXCLUDED, RUN_WIDE, Kind
 
@@ -26,8 +25,8 @@ _NAMES = {
     m.Text: "text of at most 4,096 characters",
     m.Name: "text of at most 256 characters",
     m.Data: f"at most {m.INLINE_BYTES_MAX:,} bytes",
-    made_of.Version: "unsigned, 62 bits, not 0",
-    made_of.Hash: "16 bytes",
+    m.Version: "unsigned, 62 bits, not 0",
+    m.Hash: "16 bytes",
     bool: "true or false",
     float: "number, 64-bit floating point",
     bytes: "bytes",
@@ -45,16 +44,16 @@ def messages(sender: str) -> str:
 def values() -> str:
     """All structures inside messages."""
     said = {*typing.get_args(m.PeerMessage), *typing.get_args(m.MasterMessage)}
-    kinds = [one for one in vars(made_of).values() if isinstance(one, type)]
+    kinds = [one for one in vars(m).values() if isinstance(one, type)]
     inner = [one for one in kinds if issubclass(one, msgspec.Struct) and one not in said]
     return "\n".join(_struct(one, "") for one in inner if one is not msgspec.Struct)
 
 
 def limits() -> str:
     """The constants of the module that defines the messages, with their comments."""
-    text = Path(made_of.__file__).read_text(encoding="utf-8")
+    text = Path(m.__file__).read_text(encoding="utf-8")
     rows = ["| name | value | of |", "| --- | --- | --- |"]
-    for name, why in re.findall(r"^([A-Z_]+) = \d[^#\n]*(?:# (.*))?$", text, re.MULTILINE):
+    for name, why in re.findall(r"^([A-Z][A-Z_]+) = \d[^#\n]*(?:# (.*))?$", text, re.MULTILINE):
         rows.append(f"| `{name}` | {getattr(m, name):,} | {why} |")
     return "\n".join(rows)
 

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, TypeVar, cast
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import error_for
 from pccl.protocol import messages as m
-from pccl.protocol.kinds import CollectiveKind
+from pccl.protocol.messages import CollectiveKind
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.runtime.quantization import fingerprint
 from pccl.tensors.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind

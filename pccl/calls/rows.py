@@ -15,7 +15,7 @@ from msgspec import structs
 
 from pccl.calls import operands
 from pccl.calls.operands import A, Arrays, Ranks, Root, Several
-from pccl.protocol.kinds import CollectiveKind
+from pccl.protocol.messages import CollectiveKind
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.tensors.arrays import Array, Buffer, new, order_of, pair, same_kind
 from pccl.types import QuantizationOptions, ReduceOp

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 from pccl.protocol import reach
-from pccl.protocol.kinds import EXCHANGES, CollectiveKind
-from pccl.protocol.messages import PeerInfo, Ring, Work
+from pccl.protocol.messages import EXCHANGES, CollectiveKind, PeerInfo, Ring, Work
 from pccl.protocol.topology import hops
 
 # Elements that two members on one machine send each other without a ring: of more, the additional

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from pccl.protocol.kinds import INLINE, CollectiveKind
-from pccl.protocol.messages import INLINE_BYTES_MAX, Work
+from pccl.protocol.messages import INLINE, INLINE_BYTES_MAX, CollectiveKind, Work
 
 ALWAYS_BYTES = 65536  # of a contribution, however many members there are
 TOGETHER_BYTES = 1 << 19  # of all contributions, which the master handles one after the other

@@ -1,6 +1,6 @@
 """Every fixed timing and limit of the runtime, with its reason.
 
-Settings of the user are in config.py, limits of messages in pccl.protocol.messages.values. What
+Settings of the user are in config.py, limits of messages in pccl.protocol.messages. What
 concerns one algorithm only, such as the size of the pieces that it works on, stays beside it. Each
 limit is read when it is used, as `limits.NAME`.
 """

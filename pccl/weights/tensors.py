@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from pccl.ext import ffi
-from pccl.protocol import wording
+from pccl.protocol import messages
 from pccl.protocol.messages import NAME_CHARS_MAX
 from pccl.runtime.client.devices import HostView
 from pccl.runtime.client.parcel import Parcel
@@ -153,8 +153,8 @@ class Tensors:
         for one, buffer in zip(head.tensors, self._buffers, strict=True):
             here = buffer.count, buffer.dtype.value, str(buffer.layout or "")
             if (one.count, one.dtype, one.layout) != here:
-                published = wording.elements(one.count, one.dtype, one.layout)
-                return f"{one.name!r} has {published} where {wording.elements(*here)} are here"
+                published = messages.elements(one.count, one.dtype, one.layout)
+                return f"{one.name!r} has {published} where {messages.elements(*here)} are here"
             if len(one.digest) != DIGEST_BYTES:
                 return f"the digest of {one.name!r} is none"
         return ""

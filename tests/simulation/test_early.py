@@ -8,8 +8,8 @@ from simpeer import WORK
 from simulator import Program, Run, SimPeer, Thread
 
 from pccl.protocol import messages as m
-from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.master.work import predecessors
+from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.ring import checksum, may_begin
 from pccl.protocol.rounds import Kind, Round, RoundId, Vote

@@ -12,7 +12,6 @@ from hall import ENTRY, OTHER, WORK, Hall
 from simulator import Run
 
 from pccl.protocol import messages as m
-from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.master.status import Counts, Status
 from pccl.protocol.master.tally import (
     BOUNDS_S,
@@ -24,6 +23,7 @@ from pccl.protocol.master.tally import (
     factor,
     size,
 )
+from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer.calls import State
 from pccl.protocol.peer.effects import Send
 from pccl.runtime.server.metrics import exposition

@@ -37,8 +37,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from pccl.protocol.messages import Entry, Offer
-from pccl.protocol.wording import dtype_name
+from pccl.protocol.messages import Entry, Offer, dtype_name
 from pccl.tensors.layout import described
 from pccl.types import Result, SharedStateSyncStrategy
 

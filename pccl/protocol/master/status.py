@@ -15,7 +15,6 @@ from types import MappingProxyType
 
 from msgspec import Struct
 
-from pccl.protocol.kinds import CollectiveKind
 from pccl.protocol.master.associates import FIRST, Associates
 from pccl.protocol.master.explain import (
     ADMITTING,
@@ -31,7 +30,7 @@ from pccl.protocol.master.run import Run
 from pccl.protocol.master.synchronisations import Sync
 from pccl.protocol.master.table import Running
 from pccl.protocol.master.tally import Histogram, Loss, Reason
-from pccl.protocol.messages import Ring
+from pccl.protocol.messages import CollectiveKind, Ring
 from pccl.protocol.rounds import Kind, Round
 from pccl.protocol.topology import hops
 from pccl.version import __version__

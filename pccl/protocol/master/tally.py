@@ -10,7 +10,7 @@ from enum import StrEnum
 from msgspec import Struct
 
 from pccl.protocol import messages as m
-from pccl.protocol.kinds import CollectiveKind
+from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.rounds import Kind, Round
 from pccl.types import DataType, QuantizationAlgorithm
 

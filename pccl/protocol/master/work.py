@@ -9,7 +9,7 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from pccl.protocol import messages as m
-from pccl.protocol.kinds import INLINE, CollectiveKind
+from pccl.protocol.messages import INLINE, CollectiveKind
 from pccl.protocol.rounds import Round, Vote
 from pccl.protocol.topology import hops
 from pccl.types import DataType, ReduceOp

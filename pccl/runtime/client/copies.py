@@ -21,7 +21,7 @@ from typing import Protocol
 
 from pccl import cuda
 from pccl.protocol import messages as m
-from pccl.protocol.kinds import CollectiveKind
+from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer import effects
 from pccl.protocol.ring import QUANTUM, is_direct, span
 from pccl.runtime.client.call import Call, End

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from pccl.ext import ffi, lib, tables
 from pccl.ext.mail import Mail
-from pccl.protocol.kinds import CollectiveKind
+from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer.effects import End
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.client import ipc

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from pccl.protocol import messages as m
 from pccl.protocol import small
-from pccl.protocol.kinds import REDUCING
+from pccl.protocol.messages import REDUCING
 from pccl.protocol.peer.calls import NO_ROWS, Rows
 from pccl.runtime.client.call import Call
 from pccl.runtime.inline import contribution

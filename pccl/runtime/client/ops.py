@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pccl.protocol.kinds import EXCHANGES, CollectiveKind
+from pccl.protocol.messages import EXCHANGES, CollectiveKind
 from pccl.protocol.peer import effects
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.client.engine import Engine, Part

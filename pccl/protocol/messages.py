@@ -1,0 +1,1185 @@
+"""What peers and the master say to each other, and how it is written.
+
+Every message is a frozen structure, sent as one MessagePack array that begins with its tag. Rules
+that keep old and new versions talking: tags are never reused, fields are only ever appended, an
+appended field has a default. `Hello` carries the protocol version and is the first message of every
+peer.
+
+A `call` is a number a peer gives to one of its API calls; answers name it. A `seq` is a number the
+master gives to one committed collective or synchronisation, or to one that fails for all before it
+begins; it never repeats within a run. A `nonce` is one that nobody else can guess: bulk data
+carries that of its call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from enum import IntEnum, StrEnum
+from typing import Annotated, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+
+from pccl.support.text import ADVERTISED_MAX, address_text
+from pccl.tensors.layout import described
+from pccl.types import DataType, QuantizationAlgorithm, ReduceOp
+
+
+class CollectiveKind(StrEnum):
+    """What a collective does; the value is the API call's name."""
+
+    __hash__ = str.__hash__  # that of the text to which it is equal; Enum hashes names, in Python
+
+    ALL_REDUCE = "all_reduce"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_GATHER = "all_gather"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_TO_ALL = "all_to_all"
+    SEND = "send"  # of one member to one other one, which calls recv
+    BARRIER = "barrier"
+
+
+# Contributions to these may travel with the votes, for the master to reduce.
+INLINE = frozenset((CollectiveKind.ALL_REDUCE, CollectiveKind.BARRIER))
+# These reduce,
+REDUCING = frozenset(
+    (CollectiveKind.ALL_REDUCE, CollectiveKind.REDUCE_SCATTER, CollectiveKind.REDUCE)
+)
+# one member of these has what all get, or gets what all have,
+ROOTED = frozenset(
+    (
+        CollectiveKind.BROADCAST,
+        CollectiveKind.REDUCE,
+        CollectiveKind.GATHER,
+        CollectiveKind.SCATTER,
+    )
+)
+# and these move rows from member to member.
+EXCHANGES = frozenset(
+    (
+        CollectiveKind.GATHER,
+        CollectiveKind.SCATTER,
+        CollectiveKind.ALL_TO_ALL,
+        CollectiveKind.SEND,
+    )
+)
+
+
+_DTYPE_NAMES = {dtype.value: dtype.common_name for dtype in DataType}
+_OP_NAMES = {op.value: op.name.lower() for op in ReduceOp}
+_ALGORITHM_NAMES = {each.value: each.name for each in QuantizationAlgorithm}
+_ROWS_SHOWN = 8
+_WITH_DTYPE = {QuantizationAlgorithm.MIN_MAX.value, QuantizationAlgorithm.ZERO_POINT_SCALE.value}
+_REORDER = (
+    "; they do not lie in the same order in memory: have all call it with c = x.contiguous() "
+    "(numpy.ascontiguousarray(x)), and then do x.copy_(c) (x[...] = c)"
+)
+
+
+def _named(names: Mapping[int, str], value: int, what: str) -> str:
+    """The name of a value, if it has one: a peer may send any number."""
+    return names.get(value, f"{what} {value}")
+
+
+def dtype_name(dtype: int) -> str:
+    """The name of a `DataType` value in numpy and torch."""
+    return _named(_DTYPE_NAMES, dtype, "dtype")
+
+
+def elements(count: int, dtype: int, layout: str = "") -> str:
+    """A number of elements, in words; with the memory order if it is not C's."""
+    order = f" ({described(layout)})" if layout else ""
+    return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}{order}"
+
+
+def call(work: Work) -> str:
+    """The API call for this work, with its arguments."""
+    if work.what == CollectiveKind.BARRIER:
+        return "barrier()"
+    if work.parts:
+        total = sum(part.count for part in work.parts)
+        words = [f"{len(work.parts)} tensors of {total} elements"]
+    else:
+        words = [elements(work.count, work.dtype, work.layout)]
+    if work.rows:
+        more = ", ..." if len(work.rows) > _ROWS_SHOWN else ""
+        words.append(f"times {', '.join(map(str, work.rows[:_ROWS_SHOWN]))}{more} rows")
+    if work.what in REDUCING:
+        words.append(_named(_OP_NAMES, work.redop, "op"))
+    if work.what in ROOTED:
+        words.append(f"root {work.root}")
+    if work.algorithm:
+        quantized = "quantized by " + _named(_ALGORITHM_NAMES, work.algorithm, "algorithm")
+        if work.algorithm in _WITH_DTYPE:
+            quantized += " to " + dtype_name(work.quantized)
+        words.append(quantized)
+    return f"{work.what}({', '.join(words)})"
+
+
+def difference(one: Work, other: Work) -> str:
+    """What the texts of two calls do not show: the first tensors that differ in two lists, the
+    first rank with other rows, and what to do about different memory orders."""
+    pairs = list(zip(one.parts, other.parts, strict=False))
+    words = ""
+    if len(one.parts) == len(other.parts):
+        unlike = (f"; tensor {i} is {a}, and {b}" for i, (a, b) in enumerate(pairs) if a != b)
+        words = next(unlike, "")
+    if len(one.rows) == len(other.rows):
+        pairs_of_rows = enumerate(zip(one.rows, other.rows, strict=True))
+        unlike = (
+            f"; rank {rank} gives {a} rows, and {b}" for rank, (a, b) in pairs_of_rows if a != b
+        )
+        words += next(unlike, "")
+    if one.layout != other.layout or any(a.layout != b.layout for a, b in pairs):
+        words += _REORDER
+    return words
+
+
+PROTOCOL_VERSION = 11
+DIFFERENCES_MAX = 100  # entries described when content has diverged
+PARTS_MAX = 1 << 16  # tensors of one collective, as in c/pccl.h
+RINGS_MAX = 8  # of a group, as in c/pccl.h
+MEMBERS_MAX = 4096  # of a ring, as in c/pccl.h
+INLINE_BYTES_MAX = 262144  # of a contribution that travels with its vote
+MESSAGE_BYTES_MAX = 16 << 20  # an offer of a hundred thousand entries
+ENTRY_BYTES_MAX = 40  # of an Entry in a message, without its name and layout
+PART_BYTES_MAX = 19  # of a Part in a message, without its name and layout
+# of all entries or parts: the rest of a message is small, but for two numbers for each member
+LIST_BYTES_MAX = MESSAGE_BYTES_MAX - 1024 - 18 * MEMBERS_MAX
+NAME_CHARS_MAX = 256
+PACKAGES_MAX = 256  # of weights that a process offers, or that can be had
+AVOIDED_MAX = 64  # holders that a Seek names
+
+U16 = Annotated[int, Meta(ge=0, lt=1 << 16)]
+U32 = Annotated[int, Meta(ge=0, lt=1 << 32)]
+Weight = Annotated[int, Meta(ge=1, lt=1 << 32)]
+U64 = Annotated[int, Meta(ge=0)]  # MessagePack itself ends at 64 bits
+Version = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Hash = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Text = Annotated[str, Meta(max_length=4096)]
+Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
+Hosts = Annotated[tuple[Name, ...], Meta(max_length=ADVERTISED_MAX - 1)]
+Token = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Lanes = Annotated[int, Meta(ge=1, le=256)]
+Data = Annotated[bytes, Meta(max_length=INLINE_BYTES_MAX)]
+Pair = Annotated[tuple[U64, ...], Meta(max_length=2)]
+Rows = Annotated[tuple[U64, ...], Meta(max_length=MEMBERS_MAX)]
+
+
+class Cause(IntEnum):
+    """The kind of failure in a CallError or Finished, if the result alone does not tell it."""
+
+    OTHER = 0
+    MISMATCH = 1  # calls that can never meet
+    TIMEOUT = 2  # withdrawn
+    DIVERGENCE = 3  # content had diverged, and a peer wanted an error in that case
+    MEMORY = 4  # a peer ran out of it
+    FINISHED = 5  # the run is finished
+    REORDERED = 6  # ranks have changed, and nobody is lost
+
+
+class Called(IntEnum):
+    """The kind of call that has failed for all who had made it; a send is a COLLECTIVE too."""
+
+    COLLECTIVE = 0
+    SYNC = 1
+    OPTIMIZE = 2
+    TOPOLOGY = 3
+    PENDING = 4
+    FINISH = 5
+
+
+class PeerInfo(Struct, array_like=True, frozen=True):
+    """A peer and its addresses: `host`:`port`, and `ipc` on the same `machine`.
+
+    `curve` is the public key by which they authenticate each other; empty without encryption.
+    `team` names the peers that it joins together with, `team_size` of them with itself; 0: none.
+    `outgoing`: nobody can connect to it, as behind NAT; it connects itself. `relay` is the port at
+    which it joins the connections of two such peers; 0: it does not. `others` are further hosts at
+    which it may be reached, at the same port.
+    """
+
+    peer: U64
+    group: U32
+    host: Name
+    port: U16
+    ipc: Name
+    machine: Name
+    curve: Name = ""
+    team: U64 = 0
+    team_size: U16 = 0
+    outgoing: bool = False
+    relay: U16 = 0
+    others: Hosts = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All hosts at which it may be reached."""
+        return self.host, *self.others
+
+    def __str__(self) -> str:
+        return f"peer {self.peer} ({address_text(self.host, self.port)})"
+
+
+class Package(Struct, array_like=True, frozen=True):
+    """What leads from version `base` of the weights to `version`; a `base` of 0: from any.
+
+    It has two parts, of so many bytes and with such digests: a head, which describes the tensors,
+    and a body. What they mean is nothing to the protocol. `content` is the digest of all tensors of
+    that version, however one gets there.
+    """
+
+    version: Version
+    base: U64
+    content: Hash
+    head_bytes: U32
+    head: Hash
+    body_bytes: U64
+    body: Hash
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """By which it is told from all others."""
+        return self.version, self.base
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.head_bytes + self.body_bytes
+
+
+Packages = Annotated[tuple[Package, ...], Meta(max_length=PACKAGES_MAX)]
+Avoided = Annotated[tuple[U64, ...], Meta(max_length=AVOIDED_MAX)]
+
+
+class Ring(Struct, array_like=True, frozen=True):
+    """One ring: peers in order, each sending to the next; `weight`: its share of the data."""
+
+    order: tuple[U64, ...]
+    weight: Weight
+
+
+Calls = Annotated[tuple[U64, ...], Meta(max_length=RINGS_MAX)]  # of each ring one
+Rings = Annotated[tuple[Ring, ...], Meta(max_length=RINGS_MAX)]
+
+
+class World(Struct, array_like=True, frozen=True):
+    """World sizes: accepted peers of the run and of the group, groups, peers of the largest."""
+
+    global_size: U32
+    local_size: U32
+    groups: U32
+    largest: U32
+
+
+class Part(Struct, array_like=True, frozen=True):
+    """One tensor of a collective over several; `name` is its key, if it has one.
+
+    `layout` is the order of its elements in memory (pccl.tensors.layout); empty for C's.
+    """
+
+    dtype: U16
+    count: U64
+    name: Name = ""
+    layout: Text = ""
+
+    def __str__(self) -> str:
+        what = elements(self.count, self.dtype, self.layout)
+        return f"{self.name or 'a tensor'} of {what}"
+
+
+class Work(Struct, array_like=True, frozen=True):
+    """The description of a collective, the same on all peers.
+
+    `algorithm` and `quantized` are values of QuantizationAlgorithm and, if that leaves a choice, of
+    DataType. `count`: elements that each member gives; in a reduce_scatter or scatter, receives; in
+    an all_to_all, those of a row. `root` is a rank. `members` is the size of the group as the
+    caller knows it if ranks matter, or if it decides how the data travels (small.py),
+    else 0. `parts` describe a list or dict of tensors; `count` and `dtype` are 0 then. `layout`: as
+    in Part. `rows`: of an all_gather to which members give
+    different numbers of rows, these by rank; counts are those of a row then. `ring`: where ranks
+    matter, the checksum of the order from which the caller has them; 0: it does not say.
+    """
+
+    what: CollectiveKind
+    redop: U16
+    dtype: U16
+    count: U64
+    algorithm: U16 = 0
+    quantized: U16 = 0
+    root: U32 = 0
+    members: U32 = 0
+    parts: Annotated[tuple[Part, ...], Meta(max_length=PARTS_MAX)] = ()
+    layout: Text = ""
+    rows: Rows = ()
+    ring: U32 = 0
+
+    def __str__(self) -> str:
+        return call(self)
+
+    def sees_others_than(self, other: Work) -> bool:
+        """Whether both are the same call, by peers that differ on the ranks or on the members."""
+        mine, theirs = (self.members, self.ring), (other.members, other.ring)
+        both = bool(self.members) == bool(other.members)
+        return self.what == other.what and both and mine != theirs
+
+    def difference(self, other: Work) -> str:
+        """A difference that the texts of both calls do not show; empty if there is none."""
+        return difference(self, other)
+
+
+class Entry(Struct, array_like=True, frozen=True):
+    """One tensor of the shared state, in an offer. `layout`: as in Part.
+
+    An empty `digest` is that of content that is not known, which equals nothing.
+    """
+
+    name: Name
+    dtype: U16
+    count: U64
+    any_content: bool
+    digest: Annotated[bytes, Meta(max_length=32)]
+    layout: Text = ""
+
+
+class Offer(Struct, array_like=True, frozen=True):
+    """A peer's shared state. `strict`: divergence must be an error for all.
+
+    A group's shared state must not begin with fewer than `min_peers` peers. `torn`: part of it was
+    overwritten by a transfer that did not end; so it is received, and never offered to others.
+    """
+
+    revision: U64
+    strategy: U16
+    entries: tuple[Entry, ...]
+    strict: bool = False
+    min_peers: U64 = 0
+    torn: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of its content is known."""
+        return not self.torn and all(entry.digest for entry in self.entries)
+
+    def overwritten(self, entries: Collection[int]) -> Offer:
+        """The offer of the same peer when these entries may have been overwritten since."""
+        if not entries:
+            return self
+        unknown = tuple(
+            replace(entry, digest=b"") if index in entries else entry
+            for index, entry in enumerate(self.entries)
+        )
+        return replace(self, entries=unknown, torn=True)
+
+
+class Difference(Struct, array_like=True, frozen=True):
+    """How one entry of a peer differed from the elected content.
+
+    `ulp` is the largest difference of two elements that are not NaN, in units in the last place;
+    `nans` and `nans_elected` count the NaNs of the peer and of the elected content.
+    """
+
+    entry: U32
+    nbytes: U64
+    ulp: U64
+    nans: U64
+    nans_elected: U64
+
+
+Differences = Annotated[tuple[Difference, ...], Meta(max_length=DIFFERENCES_MAX)]
+
+
+class Divergence(Struct, array_like=True, frozen=True):
+    """A peer that had different content at the same revision, in `count` entries; `differences`
+    describes the first ones."""
+
+    peer: U64
+    count: U32
+    differences: Differences
+
+
+class Done(Struct, array_like=True, frozen=True):
+    """The rounds whose results a peer knows: numbers of completed rounds, and the latest results.
+
+    A restarted master compares these: if a peer waits in a round whose result another peer knows,
+    it has only missed that result.
+    """
+
+    topology: U64 = 0
+    pending: U64 = 0
+    were_pending: bool = False
+    sync: U64 = 0
+    revision: U64 = 0
+    plan: U64 = 0  # seq of the last plan of that synchronisation, if it had any
+    holds: bool = False  # it took part in synchronisation number `sync`, and holds its content
+    optimized: U64 = 0
+    short: U64 = 0  # as in the last SyncResult
+    finished: bool = False  # the run is finished
+
+
+class Open(Struct, array_like=True, frozen=True):
+    """A collective whose outcome a peer does not know; `vote` is None until it has voted.
+
+    `paired`: the first of two members sends to the second.
+    """
+
+    seq: U64
+    members: tuple[U64, ...]
+    vote: bool | None
+    tag: U64 = 0
+    paired: bool = False
+
+
+class Failure(Struct, array_like=True, frozen=True):
+    """A call that the master refused, with the same error for all members that had made it.
+    `called` is a `Called`; `tag` and `pair` are those of a collective; the rest as in
+    CallError.
+    """
+
+    seq: U64
+    called: U16
+    tag: U64
+    pair: Pair
+    result: U16
+    why: Text
+    cause: U16
+
+    @property
+    def is_run_wide(self) -> bool:
+        """Whether it concerns all groups."""
+        return self.called not in (Called.COLLECTIVE, Called.SYNC)
+
+
+class Small(Struct, array_like=True, frozen=True):
+    """A committed small collective: its members and its result."""
+
+    seq: U64
+    tag: U64
+    members: tuple[U64, ...]
+    data: Data
+
+
+class Hello(Struct, array_like=True, frozen=True, tag=1):
+    """Asks to join. `host` is the address to advertise; empty: the one that the master sees.
+
+    In a run with keys, `curve` is the public key of the peer's streams; without keys, `dial` is the
+    password with which the master may dial the peer. `team` and `team_size`: as in `PeerInfo`.
+
+    An `associate` is no peer: it publishes or follows weights, and has no part in any round.
+    `outgoing`, `relay` and `others`: as in `PeerInfo`.
+    """
+
+    protocol: U32
+    version: Name
+    group: U32
+    host: Name
+    port: U16
+    ipc: Name
+    machine: Name
+    arithmetic: Annotated[bytes, Meta(max_length=32)]
+    curve: Name = ""
+    dial: Name = ""
+    team: U64 = 0
+    team_size: U16 = 0
+    associate: bool = False
+    outgoing: bool = False
+    relay: U16 = 0
+    others: Hosts = ()
+
+
+class TopologyVote(Struct, array_like=True, frozen=True, tag=2):
+    """Enters `update_topology`, or `finish`, which admits nobody any more."""
+
+    call: U64
+    finish: bool = False
+
+
+class PendingVote(Struct, array_like=True, frozen=True, tag=3):
+    """Enters `are_peers_pending`. `stuck`: this peer cannot enter another call until it returns.
+
+    When all voters are `patient`, the answer waits until a peer is pending. When `enough` members
+    of the peer's group have entered and `grace_ms` have passed, those that have not are dropped;
+    with 0 `enough`, this peer waits for all, and does not count.
+    """
+
+    call: U64
+    stuck: bool = False
+    patient: bool = False
+    enough: U32 = 0
+    grace_ms: U32 = 0
+
+
+class Hurry(Struct, array_like=True, frozen=True, tag=16):
+    """A patient caller of `are_peers_pending` wants the answer now, even if it is no."""
+
+    call: U64
+
+
+class Inquire(Struct, array_like=True, frozen=True, tag=17):
+    """Asks what `call` is waiting for. `seq`: that of a collective that has started, or 0."""
+
+    call: U64
+    seq: U64 = 0
+
+
+class StartVote(Struct, array_like=True, frozen=True, tag=4):
+    """Enters a collective: the peer's engine knows the buffers, or `data` is the contribution.
+
+    `heard` is the greatest seq that the peer has heard of; it has all results up to that one.
+    `stuck`: as in `PendingVote`. `gives` and `takes`: how many rows of an all_to_all are for each
+    rank, and from each; empty: one each. `pair` is not empty in a send: who sends to whom.
+    """
+
+    call: U64
+    tag: U64
+    work: Work
+    data: Data | None = None
+    heard: U64 = 0
+    stuck: bool = False
+    gives: Rows = ()
+    takes: Rows = ()
+    pair: Pair = ()
+
+
+class FinishVote(Struct, array_like=True, frozen=True, tag=5):
+    """Says that the peer holds the whole result of a collective; if not, `why`, and the `Cause`."""
+
+    seq: U64
+    ok: bool
+    why: Text = ""
+    cause: U16 = 0
+
+
+class Progress(Struct, array_like=True, frozen=True, tag=18):
+    """Says how much of a long collective, or of its fetch of shared state, a peer has done.
+
+    In thousandths. Only whoever watches the run hears of it.
+    """
+
+    seq: U64
+    done: U16
+
+
+class SyncVote(Struct, array_like=True, frozen=True, tag=6):
+    """Enters `sync_shared_state`; the peer's engine already serves the offered content.
+
+    `holds`: as in Done, of the latest synchronisation of its group. A caller that left before it
+    heard of the result holds nothing, whatever the master has answered.
+    """
+
+    call: U64
+    offer: Offer
+    holds: bool = True
+
+
+class FetchedVote(Struct, array_like=True, frozen=True, tag=7):
+    """Says whether a receiver of shared state has fetched and verified all of it.
+
+    `differences` describes how its content differed before, if the plan asks for that.
+    """
+
+    seq: U64
+    ok: bool
+    why: Text = ""
+    differences: Differences = ()
+
+
+class Leave(Struct, array_like=True, frozen=True, tag=8):
+    """Leaves the run."""
+
+
+class Withdraw(Struct, array_like=True, frozen=True, tag=9):
+    """The caller's time is up: withdraws the vote of `call`, if it has not ended yet.
+
+    `seq` is that of a collective which this peer has completed and others have not; 0 otherwise.
+    """
+
+    call: U64
+    seq: U64 = 0
+
+
+class Unreached(Struct, array_like=True, frozen=True, tag=11):
+    """In `epoch`, no stream to `peer` could be opened, for the reason `why`."""
+
+    peer: U64
+    epoch: U32
+    why: Text = ""
+
+
+class Meet(Struct, array_like=True, frozen=True, tag=19):
+    """Asks that the `outgoing` peer `peer` connects to a stream from this peer, `lanes` times.
+
+    They meet at `port` of this peer; 0: it is `outgoing` itself. By the `token` the meeting point
+    knows who belongs together.
+    """
+
+    peer: U64
+    token: Token
+    port: U16
+    lanes: Lanes
+
+
+class Stalled(Struct, array_like=True, frozen=True, tag=15):
+    """The peer cannot forward data for which others may wait forever.
+
+    In `epoch` it has lost the stream to a neighbour, or failed otherwise, after it held the whole
+    result of a collective. If `seq` is not 0, it cannot serve everything that the plan of that
+    number requires.
+    """
+
+    epoch: U32
+    seq: U64
+    why: Text
+
+
+class Examine(Struct, array_like=True, frozen=True, tag=12):
+    """Asks what a Hello would lead to, without joining; see Hello."""
+
+    protocol: U32
+    version: Name
+    host: Name
+    port: U16
+    curve: Name = ""
+    dial: Name = ""
+    others: Hosts = ()
+
+
+class OptimizeVote(Struct, array_like=True, frozen=True, tag=13):
+    """Enters `optimize_topology`; the peer's engine already serves data to measure links with."""
+
+    call: U64
+
+
+class Measured(Struct, array_like=True, frozen=True, tag=14):
+    """The result of a probe of the links to this peer.
+
+    `rate` is in bytes per second, 0 if nothing arrived. `delay_us` is the time until the first
+    bytes, including that to connect.
+    """
+
+    seq: U64
+    rate: U64
+    delay_us: U64
+
+
+class Resume(Struct, array_like=True, frozen=True, tag=10):
+    """An accepted peer comes back to a master that has lost its connections: all that it knows.
+
+    `known` are the peers of its group, `open` and `finished` its collectives without and with a
+    known outcome (the latest ones: all peers know the older ones), `small` the results that others
+    may lack, `rings` those of the last Plan, `failed` the latest failures that others may lack.
+    `veteran`: it has completed a collective or synchronisation in this run.
+    """
+
+    protocol: U32
+    version: Name
+    arithmetic: Annotated[bytes, Meta(max_length=32)]
+    run: U64
+    info: PeerInfo
+    known: tuple[PeerInfo, ...]
+    epoch: U32
+    last_seq: U64
+    done: Done
+    open: tuple[Open, ...]
+    finished: tuple[tuple[U64, bool], ...]
+    small: tuple[Small, ...] = ()
+    rings: Rings = ()
+    dial: Name = ""
+    failed: tuple[Failure, ...] = ()
+    veteran: bool = False
+
+
+class Publish(Struct, array_like=True, frozen=True, tag=40):
+    """An associate publishes a version of the weights, and serves it already."""
+
+    call: U64
+    packages: Annotated[tuple[Package, ...], Meta(min_length=1, max_length=2)]
+
+
+class Holds(Struct, array_like=True, frozen=True, tag=41):
+    """All packages that an associate serves, and the version of the weights that it has."""
+
+    packages: Packages
+    version: U64
+
+
+class Seek(Struct, array_like=True, frozen=True, tag=42):
+    """An associate wants this package, but from none of `avoid`; in the place of any earlier one.
+
+    The holder from which it was fetching until now has failed, if it had one.
+    """
+
+    version: U64
+    base: U64
+    avoid: Avoided = ()
+
+
+class Got(Struct, array_like=True, frozen=True, tag=43):
+    """An associate has the package that it sought, and proven; it came at so many bytes/s."""
+
+    rate: U64
+
+
+class Slow(Struct, array_like=True, frozen=True, tag=44):
+    """What an associate fetches takes long: others need not wait for its place at the holder."""
+
+
+PeerMessage: TypeAlias = (
+    Hello
+    | TopologyVote
+    | PendingVote
+    | Hurry
+    | Inquire
+    | StartVote
+    | FinishVote
+    | Progress
+    | SyncVote
+    | FetchedVote
+    | Leave
+    | Withdraw
+    | Unreached
+    | Meet
+    | Stalled
+    | Examine
+    | OptimizeVote
+    | Measured
+    | Resume
+    | Publish
+    | Holds
+    | Seek
+    | Got
+    | Slow
+)
+
+
+class Welcome(Struct, array_like=True, frozen=True, tag=64):
+    """The peer is registered, and pending until `Admitted`. `warning` is for its user.
+
+    An associate is never admitted. By the `nonce` others admit themselves to its streams.
+    """
+
+    peer: U64
+    warning: Text = ""
+    nonce: U64 = 0
+
+
+class Refused(Struct, array_like=True, frozen=True, tag=65):
+    """The answer to a Hello or Resume that is refused; `cause` as in Kicked."""
+
+    result: U16
+    why: Text
+    cause: U16 = 0
+
+
+class Plan(Struct, array_like=True, frozen=True, tag=66):
+    """The group's peers and rings from now on. A new epoch means new streams.
+
+    `topology` counts the rounds of `update_topology` so far. By the `nonce` peers admit each
+    other's streams.
+    """
+
+    epoch: U32
+    peers: tuple[PeerInfo, ...]
+    rings: Rings
+    topology: U64
+    nonce: U64 = 0
+
+
+class WorldSizes(Struct, array_like=True, frozen=True, tag=67):
+    """The world sizes from now on."""
+
+    world: World
+
+
+class Admitted(Struct, array_like=True, frozen=True, tag=68):
+    """A pending peer is accepted into `run`. `done` counts the rounds before its time, to which
+    everything up to the seq `heard` belongs.
+
+    The run's number distinguishes bulk data of other runs, and allows a peer to come back to a
+    restarted master. So only members of the run are told.
+    """
+
+    run: U64
+    done: Done
+    heard: U64 = 0
+
+
+class TopologyResult(Struct, array_like=True, frozen=True, tag=69):
+    """`update_topology` or `finish` is done; it was the run's `round`-th of both."""
+
+    call: U64
+    round: U64
+
+
+class PendingResult(Struct, array_like=True, frozen=True, tag=70):
+    """The answer to `are_peers_pending`, the same for all; it was the run's `round`-th."""
+
+    call: U64
+    pending: bool
+    round: U64
+
+
+class Started(Struct, array_like=True, frozen=True, tag=71):
+    """All members have entered the collective, which starts on the rings of `epoch`.
+
+    If the contributions came with the votes, `data` is the result; if it is `final`, the collective
+    has committed. All peers have all results up to `stable`.
+
+    `calls`: of each ring, the call of this peer's predecessor, which may have sent data before it
+    heard of the start.
+    """
+
+    call: U64
+    seq: U64
+    epoch: U32
+    data: Data | None = None
+    final: bool = False
+    stable: U64 = 0
+    nonce: U64 = 0
+    calls: Calls = ()
+
+
+class Interrupt(Struct, array_like=True, frozen=True, tag=72):
+    """The collective may never complete: the peer must stop, and vote whether it has the result."""
+
+    seq: U64
+    why: Text
+
+
+class Finished(Struct, array_like=True, frozen=True, tag=73):
+    """The outcome of a collective; `cause` is the `Cause` of a failure."""
+
+    seq: U64
+    ok: bool
+    why: Text = ""
+    cause: U16 = 0
+
+
+class SyncPlan(Struct, array_like=True, frozen=True, tag=74):
+    """Which peers send which entries to which.
+
+    Serve the peers `serve`; fetch the entries `fetch` from `holders` and verify `digests`.
+    Supersedes an earlier plan of the same call. `diverged`: this peer has other content at the same
+    revision; say how it differs. `in_place`: its own content is worth nothing any more, so it is
+    overwritten while the other content arrives.
+    """
+
+    call: U64
+    seq: U64
+    serve: tuple[U64, ...]
+    holders: tuple[U64, ...]
+    fetch: tuple[U32, ...]
+    digests: tuple[bytes, ...]
+    diverged: bool = False
+    nonce: U64 = 0
+    in_place: bool = False
+
+
+class SyncResult(Struct, array_like=True, frozen=True, tag=75):
+    """All receivers have the elected content and may keep it; the shared state is at `revision`.
+
+    This was the run's `round`-th synchronisation; `plan` is the seq of its last plan, if any. A
+    peer that has offered a higher revision was refused, and took no part.
+
+    If `short` is not 0, nothing was synchronised: the shared state must begin with that many peers,
+    and the group has fewer.
+    """
+
+    call: U64
+    revision: U64
+    round: U64
+    plan: U64
+    divergence: tuple[Divergence, ...] = ()
+    short: U64 = 0
+
+
+class CallError(Struct, array_like=True, frozen=True, tag=76):
+    """A call failed before anything happened; `result` is a pccl.Result, `cause` a `Cause`.
+
+    `seq` is not 0 if all members get this error that have made the call: a restarted master must
+    know of it. `called`, `tag` and `pair` are as in Failure.
+    """
+
+    call: U64
+    result: U16
+    why: Text
+    cause: U16 = 0
+    seq: U64 = 0
+    called: U16 = 0
+    tag: U64 = 0
+    pair: Pair = ()
+
+
+class Resumed(Struct, array_like=True, frozen=True, tag=78):
+    """The master knows the run again; `done` describes the rounds that are over.
+
+    A peer that waits in one of these gets its result by this message; it votes anew in all others.
+    """
+
+    done: Done
+
+
+class Missed(Struct, array_like=True, frozen=True, tag=79):
+    """A small collective in which the peer waits has committed, but the result was lost."""
+
+    small: Small
+
+
+class Failed(Struct, array_like=True, frozen=True, tag=87):
+    """A call has failed for all who had made it.
+
+    If that was under an earlier master, which could not say so, the peer may still wait in it. Else
+    it is another one than this peer's, which has failed for the same reason.
+    """
+
+    failure: Failure
+
+
+class Report(Struct, array_like=True, frozen=True, tag=80):
+    """The answer to Examine.
+
+    `host` is the address that the master sees; `unreached` says why it could not reach the peer
+    there, and is empty if it could, or has not `dialled`. `unix_s` is the master's clock.
+    `arithmetic` is that of the run's peers; `peers` is their number.
+    """
+
+    protocol: U32
+    version: Name
+    host: Name
+    unreached: Text
+    unix_s: float
+    arithmetic: Annotated[bytes, Meta(max_length=32)]
+    peers: U32
+    dialled: bool = True
+
+
+class Probe(Struct, array_like=True, frozen=True, tag=81):
+    """The peer must measure the rate from `peers`, while they may measure it; it sends `Measured`.
+
+    Supersedes an earlier probe of the same call.
+    """
+
+    call: U64
+    seq: U64
+    peers: tuple[U64, ...]
+    nonce: U64 = 0
+
+
+class OptimizeResult(Struct, array_like=True, frozen=True, tag=82):
+    """`optimize_topology` is done, and rings are chosen; it was the run's `round`-th."""
+
+    call: U64
+    round: U64
+
+
+class Waiting(Struct, array_like=True, frozen=True, tag=83):
+    """The answer to Inquire: what the call waits for."""
+
+    call: U64
+    why: Text
+
+
+class Come(Struct, array_like=True, frozen=True, tag=84):
+    """The peer must connect to a stream of `sender`, `lanes` times, at a host; see Meet."""
+
+    sender: PeerInfo
+    token: Token
+    host: Name
+    port: U16
+    lanes: Lanes
+    others: Hosts = ()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """All hosts at which the two may meet."""
+        return self.host, *self.others
+
+
+class Met(Struct, array_like=True, frozen=True, tag=85):
+    """The answer to a Meet without a port: where the two meet, which is at `relay`; or `why` they
+    cannot."""
+
+    token: Token
+    relay: PeerInfo | None = None
+    why: Text = ""
+
+
+class Relay(Struct, array_like=True, frozen=True, tag=86):
+    """The peer must join the connections of these two that name the token; see Meet."""
+
+    token: Token
+    sender: PeerInfo
+    receiver: PeerInfo
+
+
+class Kicked(Struct, array_like=True, frozen=True, tag=77):
+    """The peer is dropped from the run; `cause` is the `Cause` for its calls that wait."""
+
+    result: U16
+    why: Text
+    cause: U16 = 0
+
+
+class Published(Struct, array_like=True, frozen=True, tag=100):
+    """The version of a Publish can be had by others."""
+
+    call: U64
+
+
+class Available(Struct, array_like=True, frozen=True, tag=101):
+    """All packages of weights that can be had from now on; `head` is the newest version ever."""
+
+    packages: Packages
+    head: U64
+
+
+class Source(Struct, array_like=True, frozen=True, tag=102):
+    """An associate that seeks this package fetches it from `holder`, where it has that `slot`.
+
+    By the `nonce` the holder admits its stream.
+    """
+
+    version: U64
+    base: U64
+    holder: PeerInfo
+    nonce: U64
+    slot: U32
+
+
+class Serve(Struct, array_like=True, frozen=True, tag=103):
+    """An associate serves this package to `receiver`; otherwise as Source."""
+
+    version: U64
+    base: U64
+    receiver: PeerInfo
+    nonce: U64
+    slot: U32
+
+
+class Served(Struct, array_like=True, frozen=True, tag=104):
+    """The associate `receiver` fetches nothing from this one any more."""
+
+    receiver: U64
+
+
+MasterMessage: TypeAlias = (
+    Welcome
+    | Refused
+    | Plan
+    | WorldSizes
+    | Admitted
+    | TopologyResult
+    | PendingResult
+    | Waiting
+    | Started
+    | Interrupt
+    | Finished
+    | SyncPlan
+    | SyncResult
+    | CallError
+    | Kicked
+    | Resumed
+    | Missed
+    | Failed
+    | Report
+    | Probe
+    | OptimizeResult
+    | Come
+    | Met
+    | Relay
+    | Published
+    | Available
+    | Source
+    | Serve
+    | Served
+)
+
+
+T = TypeVar("T")
+
+
+class ProtocolError(ValueError):
+    """Bytes that are no message of this protocol."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_from_peer: msgspec.msgpack.Decoder[PeerMessage] = msgspec.msgpack.Decoder(PeerMessage)
+_from_master: msgspec.msgpack.Decoder[MasterMessage] = msgspec.msgpack.Decoder(MasterMessage)
+
+
+def encode(message: PeerMessage | MasterMessage) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode_from_peer(data: bytes | memoryview) -> PeerMessage:
+    """The message a peer sent. Raises ProtocolError for anything else."""
+    return _decode(_from_peer, data)
+
+
+def decode_from_master(data: bytes | memoryview) -> MasterMessage:
+    """The message the master sent. Raises ProtocolError for anything else."""
+    return _decode(_from_master, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a message of {len(data)} bytes")
+    try:
+        return decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # ValidationError is a DecodeError
+        raise ProtocolError(str(error)) from None
+
+
+SEVERAL = 0  # no message has this tag
+FRAME_MESSAGES_MAX = 64
+FRAME_BYTES = 65536  # a frame with more holds one message
+
+_HEAD = bytes((0x92, SEVERAL))
+_Raws = Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=FRAME_MESSAGES_MAX)]
+_several: msgspec.msgpack.Decoder[tuple[int, list[msgspec.Raw]]]
+_several = msgspec.msgpack.Decoder(tuple[int, _Raws])
+
+
+def frames(messages: Sequence[bytes]) -> Sequence[bytes]:
+    """Encoded messages, in as few frames as they fit into."""
+    if len(messages) == 1:
+        return messages
+    made: list[bytes] = []
+    together: list[bytes] = []
+    nbytes = 0
+    for message in messages:
+        nbytes += len(message)
+        if together and (nbytes > FRAME_BYTES or len(together) == FRAME_MESSAGES_MAX):
+            made.append(_frame(together))
+            together, nbytes = [], len(message)
+        together.append(message)
+    if together:
+        made.append(_frame(together))
+    return made
+
+
+def _frame(messages: Sequence[bytes]) -> bytes:
+    if len(messages) == 1:
+        return messages[0]
+    return b"".join((_HEAD, b"\xdc", len(messages).to_bytes(2, "big"), *messages))
+
+
+def opened(frame: bytes) -> Sequence[bytes]:
+    """The encoded messages of a frame.
+
+    Raises:
+        ProtocolError: it is no frame of this protocol. Its messages may still be none.
+    """
+    if not frame.startswith(_HEAD):
+        return (frame,)
+    if len(frame) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a frame of {len(frame)} bytes")
+    try:
+        return [bytes(message) for message in _several.decode(frame)[1]]
+    except msgspec.DecodeError as error:
+        raise ProtocolError(str(error)) from None
