@@ -23,8 +23,7 @@ from waiting import wait_until
 
 import pccl
 from pccl.protocol.master import Master, inputs
-from pccl.protocol.master.record import Gap, Line
-from pccl.protocol.master.reenact import Reenactment
+from pccl.protocol.master.record import Gap, Line, Reenactment
 from pccl.runtime import limits
 from pccl.runtime.server import eventfile
 from pccl.runtime.server.eventfile import Damaged, Head, files, read

@@ -18,9 +18,9 @@ import pccl
 from pccl.protocol import messages as m
 from pccl.protocol import small
 from pccl.protocol.master import Master
+from pccl.protocol.master.collectives import fits
 from pccl.protocol.master.effects import Drop, Send
 from pccl.protocol.master.voting import held
-from pccl.protocol.master.work import fits
 from pccl.runtime.client.engine import Engine
 from pccl.runtime.inline import combine
 

@@ -8,7 +8,7 @@ from simpeer import WORK
 from simulator import Program, Run, SimPeer, Thread
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.work import predecessors
+from pccl.protocol.master.collectives import predecessors
 from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer import Peer, effects
 from pccl.protocol.ring import checksum, may_begin

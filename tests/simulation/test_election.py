@@ -8,7 +8,7 @@ import re
 import pytest
 from msgspec import structs
 
-from pccl.protocol.master.election import Rejection, elect
+from pccl.protocol.master.synchronisations import Rejection, elect
 from pccl.protocol.messages import Entry, Offer
 from pccl.types import Result
 from pccl.types import SharedStateSyncStrategy as Strategy

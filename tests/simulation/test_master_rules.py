@@ -7,7 +7,7 @@ from hall import ENTRY, OTHER, RUN, WORK, Hall, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
-from pccl.protocol.master.blame import ATTEMPTS
+from pccl.protocol.master.links import ATTEMPTS
 from pccl.protocol.master.synchronisations import STALLS_MAX
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Fail, Fault, Send

@@ -14,9 +14,7 @@ import recorded
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.effects import Adopt, Dial, Effect, Note, Remember, Send
-from pccl.protocol.master.record import Gap, Line, Recorder
-from pccl.protocol.master.reenact import Differs, Reenactment
-from pccl.protocol.master.veil import refill
+from pccl.protocol.master.record import Differs, Gap, Line, Recorder, Reenactment, refill
 from pccl.protocol.master.voting import Voting
 
 SEEDS = 40

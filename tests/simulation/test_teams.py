@@ -6,7 +6,7 @@ from hall import Hall, resume
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
-from pccl.protocol.master.explain import explain
+from pccl.protocol.master.status import explain
 from pccl.runtime.inline import combine
 from pccl.types import Result
 

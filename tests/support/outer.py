@@ -12,7 +12,7 @@ from waiting import wait_until
 
 import pccl
 from pccl.diloco import DiLoCo
-from pccl.protocol.master.deadlines import Deadlines
+from pccl.protocol.master.membership import Deadlines
 
 DEADLINE_S = 30
 N = 1000

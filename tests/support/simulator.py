@@ -25,7 +25,6 @@ from watched import Watched
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master
-from pccl.protocol.master.circles import held
 from pccl.protocol.master.effects import (
     Adopt,
     Dial,
@@ -40,7 +39,7 @@ from pccl.protocol.master.effects import (
 from pccl.protocol.master.outbox import CALLED, plain
 from pccl.protocol.master.recovery import FINISHED, GIVEN_UP
 from pccl.protocol.master.status import CALLS_MAX, Phase
-from pccl.protocol.master.voting import ODD
+from pccl.protocol.master.voting import ODD, are_held
 from pccl.protocol.peer.effects import Answer, Fail, Fault
 from pccl.protocol.rounds import PENDING, Grace, OpenRounds, RoundId
 
@@ -557,7 +556,7 @@ class Run:
     def _may_be_decided(self) -> bool:
         """Whether any member goes on, as far as the master knows: it may decide who is right."""
         voting = self.master.run.voting
-        return bool({*self.master.run.membership.accepted()} - held(voting.open, voting.absent))
+        return bool({*self.master.run.membership.accepted()} - are_held(voting.open, voting.absent))
 
     def check_empty(self) -> None:
         """All peers that live have ended: nobody remembers anything."""

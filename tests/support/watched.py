@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from pccl.protocol.master import Master
-from pccl.protocol.master.blame import Verdict
+from pccl.protocol.master.links import Verdict
 from pccl.protocol.master.recovery import Before
 from pccl.protocol.master.restart import Restart
 from pccl.protocol.rounds import Kind, Round, RoundId

@@ -10,20 +10,14 @@ from handlers import takes_what_it_is_given
 
 from pccl.protocol import messages as m
 from pccl.protocol.master import Master
-from pccl.protocol.master.accusations import Accusations
-from pccl.protocol.master.collectives import Collectives
-from pccl.protocol.master.dismissals import Dismissals
+from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Running
 from pccl.protocol.master.effects import Dial, Effect, Note, Send
-from pccl.protocol.master.groups import Groups
-from pccl.protocol.master.history import History
-from pccl.protocol.master.meetings import Meetings
+from pccl.protocol.master.links import Dismissals, Groups, Meetings
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.nonces import Nonces
-from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.optimisations import Optimisations
 from pccl.protocol.master.outbox import WHY_MAX, Outbox
+from pccl.protocol.master.recovery import History, Nonces, Numbers
 from pccl.protocol.master.synchronisations import Synchronisations
-from pccl.protocol.master.table import CollectiveTable, Running
 from pccl.protocol.master.tally import Tally
 from pccl.protocol.master.voting import PendingRejection, Voting
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId, Vote

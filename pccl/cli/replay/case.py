@@ -13,7 +13,7 @@ from pccl.protocol.master.record import Line
 BYTES_MAX = 8 << 20  # of a test that anybody would keep
 TEMPLATE = '''"""What a master did in the field; made by `pccl replay --to-test`."""
 
-from pccl.protocol.master.reenact import Reenactment, lines
+from pccl.protocol.master.record import Reenactment, lines
 
 RECORD = r"""
 {record}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pccl.cli.replay.source import Entry
-from pccl.protocol.master.reenact import Differs, Reenactment
+from pccl.protocol.master.record import Differs, Reenactment
 
 
 class Check:

@@ -1,4 +1,4 @@
-"""Associates: processes that publish or follow weights beside the run, and relay them.
+"""Processes that publish or follow weights beside the run, and what they hold.
 
 They are no members: they vote in nothing, nobody waits for them, and they learn nothing by which
 they could speak to peers. The master knows which packages can be had, and from whom. Who seeks one
@@ -12,7 +12,7 @@ lost, or has no more of it, it is sent to another one, and goes on with what it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -20,13 +20,84 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.master.catalogue import Catalogue
 from pccl.protocol.master.effects import Drop, Send
-from pccl.protocol.master.meetings import Meetings
-from pccl.protocol.master.numbers import Numbers
+from pccl.protocol.master.links import Meetings
 from pccl.protocol.master.outbox import Outbox, plain
+from pccl.protocol.master.recovery import Numbers
 from pccl.support.text import address_text
 from pccl.types import Result
+
+Key = tuple[int, int]
+
+
+class Catalogue:
+    """The packages that associates hold.
+
+    Attributes:
+        head: the newest version of the weights that was ever published.
+    """
+
+    def __init__(self) -> None:
+        self._packages: dict[Key, m.Package] = {}
+        self._holders: dict[Key, dict[int, None]] = {}
+        self._held: dict[int, dict[Key, None]] = {}  # by whom
+        self.head = 0
+
+    @property
+    def packages(self) -> tuple[m.Package, ...]:
+        """All that can be had: the newest ones, as many as a message holds."""
+        newest = sorted(self._packages)[-m.PACKAGES_MAX :]
+        return tuple(self._packages[key] for key in newest)
+
+    def has(self, package: m.Package, number: int) -> bool:
+        """Whether an associate holds exactly that."""
+        return self._packages.get(package.key) == package and number in self.holders(package.key)
+
+    def holders(self, key: Key) -> Iterable[int]:
+        """Who holds a package, in the order in which they got it."""
+        return self._holders.get(key, ())
+
+    def size(self, key: Key) -> int:
+        """The bytes of a package; 0 if there is none."""
+        package = self._packages.get(key)
+        return 0 if package is None else package.nbytes
+
+    def set(self, number: int, packages: Iterable[m.Package]) -> Iterator[m.Package]:
+        """An associate holds these, and no others. Yields those that contradict what others hold.
+
+        What comes first counts: the others have begun to build on it.
+        """
+        old = self._held.pop(number, {})
+        new: dict[Key, None] = {}
+        for package in packages:
+            if self._agrees(package):
+                self._packages[package.key] = package
+                new[package.key] = None
+                self._holders.setdefault(package.key, {})[number] = None
+                self.head = max(self.head, package.version)
+            else:
+                yield package
+        for key in old.keys() - new.keys():
+            del self._holders[key][number]
+            if not self._holders[key]:
+                del self._holders[key], self._packages[key]
+        if new:
+            self._held[number] = new
+
+    def _agrees(self, package: m.Package) -> bool:
+        """Whether it is what others hold under that name, and leads where others lead."""
+        known = self._packages.get(package.key)
+        if known is not None:
+            return known == package
+        others = (one for one in self._packages.values() if one.version == package.version)
+        return all(one.content == package.content for one in others)
+
+    def add(self, number: int, packages: Iterable[m.Package]) -> None:
+        """An associate holds these too; nobody else does."""
+        held = [self._packages[key] for key in self._held.get(number, {})]
+        for _ in self.set(number, [*held, *packages]):
+            raise AssertionError("a version is published once")
+
 
 FIRST = 1 << 40  # the number of the first associate: none is that of a peer
 SLOTS = 1 << 16  # of a holder, as in c/pccl.h

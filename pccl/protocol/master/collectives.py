@@ -1,25 +1,232 @@
-"""Collectives between their start and their outcome."""
+"""Collectives from their start to their outcome, and peers that cannot reach each other in them."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from msgspec.structs import replace
+
 from pccl.protocol import messages as m
-from pccl.protocol.master.dismissals import Dismissals
-from pccl.protocol.master.groups import Groups
-from pccl.protocol.master.history import History
-from pccl.protocol.master.meetings import Meetings
+from pccl.protocol import reach
+from pccl.protocol.master.effects import Dial
+from pccl.protocol.master.links import Dismissals, Group, Groups, Meetings
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox, plain
-from pccl.protocol.master.table import CollectiveTable, Running
+from pccl.protocol.master.recovery import History, Numbers
 from pccl.protocol.master.tally import Reason, Tally
-from pccl.protocol.master.work import goes_around, misfit, outdated, predecessors
-from pccl.protocol.ring import checksum
-from pccl.protocol.rounds import Round
-from pccl.types import Result
+from pccl.protocol.messages import INLINE, CollectiveKind
+from pccl.protocol.ring import checksum, uses
+from pccl.protocol.rounds import Round, RoundId, Vote, described
+from pccl.protocol.topology import hops
+from pccl.types import DataType, ReduceOp, Result
+
+Rows: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # for each rank, and from each
+
+AROUND = {
+    CollectiveKind.ALL_REDUCE,
+    CollectiveKind.REDUCE_SCATTER,
+    CollectiveKind.ALL_GATHER,
+    CollectiveKind.ALL_TO_ALL,
+}
+_ITEM_BYTES = {dtype.value: dtype.itemsize for dtype in DataType}
+_REDOPS = {op.value for op in ReduceOp}
+
+
+def fits(work: m.Work, data: bytes) -> bool:
+    """Whether these bytes are a valid contribution for the master to reduce."""
+    return (
+        work.what in INLINE
+        and not work.parts
+        and work.redop in _REDOPS
+        and len(data) == work.count * _ITEM_BYTES.get(work.dtype, -1)
+    )
+
+
+def goes_around(work: m.Work) -> bool:
+    """Whether a collective's data uses every hop of its rings."""
+    carries = work.count or any(part.count for part in work.parts)
+    if work.rows and sum(rows > 0 for rows in work.rows) < 2:
+        return False  # nothing goes to the only member that gives any
+    return bool(carries) and work.what in AROUND
+
+
+def are_rows(work: m.Work, rows: Rows) -> bool:
+    """Whether these are numbers of rows for, and from, each member."""
+    gives, takes = rows
+    return work.what == CollectiveKind.ALL_TO_ALL and len(gives) == len(takes) == work.members
+
+
+def is_pair(number: int, vote: m.StartVote) -> bool:
+    """Whether a peer's vote names two peers if it is for a send, and only then: it and another."""
+    if vote.work.what != CollectiveKind.SEND:
+        return not vote.pair
+    return len(vote.pair) == 2 and len({*vote.pair}) == 2 and number in vote.pair
+
+
+def misfit(rows: Sequence[Rows]) -> tuple[int, int] | None:
+    """Two ranks of which the second takes another number of rows than the first gives it."""
+    taken = list(zip(*(takes for _, takes in rows), strict=True))  # from whom, by whom
+    for rank, (gives, _) in enumerate(rows):
+        if gives != taken[rank]:
+            pairs = enumerate(zip(gives, taken[rank], strict=True))
+            return rank, next(other for other, (given, took) in pairs if given != took)
+    return None
+
+
+def predecessors(round_: Round[object], rings: Sequence[m.Ring]) -> defaultdict[int, list[int]]:
+    """For each member, the call of its predecessor in each ring."""
+    calls: defaultdict[int, list[int]] = defaultdict(list)
+    for ring in rings:
+        for before, number in hops(ring.order):
+            calls[number].append(round_.votes[before].call)
+    return calls
+
+
+def form(vote: Vote[object]) -> object:
+    """What must be the same in all votes to start a collective."""
+    return vote.payload, vote.data is None, vote.rows is None
+
+
+def sees_others(one: Vote[object], other: Vote[object]) -> bool:
+    """Whether two votes are the same call, by peers that differ on the ranks or on the members."""
+    asked, mine = one.payload, other.payload
+    assert isinstance(asked, m.Work) and isinstance(mine, m.Work)
+    return asked.sees_others_than(mine)
+
+
+def difference(round_: Round[object], one: int, other: int, who: str) -> str:
+    """How the votes of two peers differ, in words; `who` says which peer called what."""
+    asked, mine = round_.votes[one].payload, round_.votes[other].payload
+    assert isinstance(asked, m.Work) and isinstance(mine, m.Work)
+    alike = (round_.votes[one].data is None) == (round_.votes[other].data is None)
+    if asked == mine and alike:
+        return f"some say how many rows they give and take, and some do not: {who}"
+    if replace(asked, members=0) == replace(mine, members=0):
+        return f"PCCL_INLINE_BYTES is not the same for all: {who}"
+    return f"the peers do not ask for the same: {who}{asked.difference(mine)}"
+
+
+def outdated(round_: Round[object], size: int) -> str:
+    """Why a start round fails whose peers do not all know the current ranks.
+
+    `size` is that of the group.
+    """
+    lost = "".join(f"; {title}" for title in round_.lost)
+    return f"the group has {size} peers by now, and ranks have changed: call again{lost}"
+
+
+@dataclass(slots=True)
+class Running:
+    """A collective between its start and its outcome, with the votes on its end."""
+
+    seq: int
+    group: int
+    members: set[int]
+    votes: dict[int, bool] = field(default_factory=dict)
+    began_as: RoundId | None = None  # the round; unknown of one from before a restart
+    around: tuple[int, tuple[m.Ring, ...]] | None = None  # its epoch and rings
+    why: str = ""
+    cause: m.Cause = m.Cause.OTHER
+    since_s: float = 0.0  # when the last peer entered it
+    paired: bool = False  # a send: the loss of others is nothing to it
+    work: m.Work | None = None  # unknown of one from before a restart
+    size: int = 0  # its members, at its start
+    reason: Reason = Reason.LINK  # if it is interrupted
+    interrupted_s: float = 0.0  # and when
+    progress: dict[int, int] = field(default_factory=dict)  # thousandths, by member
+
+    @property
+    def title(self) -> str:
+        """Its call, in words."""
+        if self.began_as is None:
+            return f"collective {self.seq}"
+        giver, _ = self.began_as.pair or (0, 0)
+        return described(self.began_as, self.work, giver)
+
+    @property
+    def missing(self) -> set[int]:
+        """The members that have not voted on its end."""
+        return self.members - self.votes.keys()
+
+
+class CollectiveTable:
+    """Running collectives by their sequence numbers.
+
+    Attributes:
+        committed: how many have committed.
+        aborted: how many have aborted.
+    """
+
+    def __init__(self) -> None:
+        self.committed = self.aborted = 0
+        self._running: dict[int, Running] = {}
+        self._counts: dict[int, int] = {}  # by peer: of how many it is a member
+
+    def __iter__(self) -> Iterator[Running]:
+        return iter(self._running.values())
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def get(self, seq: int) -> Running | None:
+        """The collective with this number, if it runs."""
+        return self._running.get(seq)
+
+    def of_group(self, group: int) -> list[Running]:
+        """The collectives of all peers of a group, in the order of their starts."""
+        return [
+            running
+            for running in self._running.values()
+            if running.group == group and not running.paired
+        ]
+
+    def running(self, number: int) -> int:
+        """Of how many running collectives a peer is a member."""
+        return self._counts.get(number, 0)
+
+    def add(self, running: Running) -> None:
+        """Adds a collective that has started."""
+        self._running[running.seq] = running
+        counts = self._counts
+        for number in running.members:
+            counts[number] = counts.get(number, 0) + 1
+
+    def remove(self, running: Running, ok: bool) -> None:
+        """Removes a collective that has an outcome."""
+        del self._running[running.seq]
+        if ok:
+            self.committed += 1
+        else:
+            self.aborted += 1
+        counts = self._counts
+        for number in running.members:
+            if counts[number] == 1:
+                del counts[number]
+            else:
+                counts[number] -= 1
+
+    def lose(self, group: int, lost: Collection[int]) -> list[Running]:
+        """Peers of a group are lost: removes them. Returns the collectives that they were in."""
+        lost = set(lost)
+        running = self.of_group(group)
+        running += [one for one in self._running.values() if one.paired and one.members & lost]
+        for one in running:
+            one.members.difference_update(lost)
+            for number in lost:
+                one.votes.pop(number, None)
+        for number in lost:
+            self._counts.pop(number, None)
+        return running
+
+    def waits(self) -> Iterator[tuple[object, Iterable[int], str]]:
+        """Everything that peers wait for: its name, the missing peers, and a title."""
+        for running in self._running.values():
+            if running.votes:
+                yield running.seq, running.missing, running.title
+
 
 Combine: TypeAlias = Callable[[m.Work, Sequence[bytes]], bytes]
 SMALL_BYTES_MAX = 3 << 20  # of all results that peers may lack
@@ -314,3 +521,86 @@ class Collectives:
     def forget(self, group: int) -> None:
         """Forgets a group that is empty."""
         self._small.pop(group, None)
+
+
+class Accusations:
+    """Collects reports of streams that could not be opened, and acts on the verdicts.
+
+    Args:
+        synchronises: whether a group has a synchronisation in progress. Its plan belongs to the
+            group's epoch, but has its own streams.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        groups: Groups,
+        table: CollectiveTable,
+        collectives: Collectives,
+        outbox: Outbox,
+        dismissals: Dismissals,
+        synchronises: Callable[[int], bool],
+    ) -> None:
+        self._membership, self._groups = membership, groups
+        self._table, self._collectives = table, collectives
+        self._outbox, self._dismissals = outbox, dismissals
+        self._synchronises = synchronises
+
+    def unreached(self, number: int, unreached: m.Unreached) -> None:
+        """No stream from one peer to another could be opened."""
+        peers, accused = self._membership.peers, unreached.peer
+        group_number = peers[number].info.group
+        group = self._groups[group_number]
+        other = peers.get(accused)
+        if other is None or not other.accepted or other.info.group != group_number:
+            return  # it has gone meanwhile
+        if accused == number or unreached.epoch > group.epoch:
+            return
+        if group.blame.accuse(number, accused, unreached.epoch, plain(unreached.why)):
+            if other.info.outgoing:  # which no dial can reach
+                group.blame.dialled(accused, None)
+            else:
+                self._outbox.do(Dial(other.info, other.dial))
+        self._judge(group_number)
+
+    def dialled(self, number: int, why: str | None) -> None:
+        """A dial has ended: "": the peer was reached; None: no dial was made."""
+        peer = self._membership.peers.get(number)
+        if peer is None or peer.info.group not in self._groups:
+            return  # it has gone meanwhile
+        blame = self._groups[peer.info.group].blame
+        accusers = [self._membership.info(one) for one, other in blame.blocked if other == number]
+        if why and not reach.matters(peer.info, peer.seen, accusers):
+            why = None
+        blame.dialled(number, plain(why) if why else why)
+        self._judge(peer.info.group)
+
+    def _judge(self, group_number: int) -> None:
+        """Drops the peer that is at fault, or has the rings avoid the link."""
+        while group_number in self._groups:
+            group = self._groups[group_number]
+            if not group.blame.blocked:
+                return
+            verdict = group.blame.verdict(self._membership.size(group_number))
+            if verdict is None and not self._go_around(group_number, group):
+                verdict = group.blame.last_resort(self._groups.proven(group_number))
+            if verdict is None:
+                return
+            self._dismissals.convict(group_number, verdict)
+
+    def _go_around(self, group_number: int, group: Group) -> bool:
+        """Has the rings avoid the blocked links, if possible; if necessary, links that were blocked
+        before the last success are used again."""
+        blame = group.blame
+        if uses(self._groups.plan(group_number), blame.blocked):
+            blame.forgive()
+            if uses(self._groups.plan(group_number), blame.blocked):
+                return False
+        used = [link for link in blame.blocked if uses(group.planned, (link,))]
+        if used and not self._synchronises(group_number):
+            a, b = used[0]
+            why = f"{self._membership.info(a)} could not reach {self._membership.info(b)}"
+            self._outbox.note(f"{why} ({blame.blocked[a, b]}): the rings go another way")
+            self._groups.renew(group_number)
+            self._collectives.interrupt(self._table.of_group(group_number), why)
+        return True

@@ -54,12 +54,9 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.master.collectives import Combine
-from pccl.protocol.master.deadlines import Deadlines
-from pccl.protocol.master.door import newcomer, refusal
+from pccl.protocol.master.collectives import Combine, are_rows, fits, is_pair
 from pccl.protocol.master.effects import Adopt, Drop, Effect, Forget, Refusal, Remember, Send
-from pccl.protocol.master.explain import explain
-from pccl.protocol.master.membership import PeerRecord
+from pccl.protocol.master.membership import Deadlines, PeerRecord, halves, newcomer, refusal
 from pccl.protocol.master.outbox import plain
 from pccl.protocol.master.recovery import (
     FINISHED,
@@ -74,12 +71,9 @@ from pccl.protocol.master.recovery import (
 )
 from pccl.protocol.master.restart import Restart, restore
 from pccl.protocol.master.run import Run
-from pccl.protocol.master.status import Status, snapshot
-from pccl.protocol.master.stragglers import Stragglers
+from pccl.protocol.master.status import Status, explain, snapshot
 from pccl.protocol.master.tally import Loss
-from pccl.protocol.master.teams import halves
-from pccl.protocol.master.voting import held
-from pccl.protocol.master.work import are_rows, fits, is_pair
+from pccl.protocol.master.voting import Stragglers, held
 from pccl.protocol.rounds import PENDING, Grace, Kind, RoundId, Vote
 from pccl.types import Result
 from pccl.version import __version__

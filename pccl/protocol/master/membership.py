@@ -1,14 +1,130 @@
-"""The peers that are registered with the master, or accepted, and their groups."""
+"""Who is in a run: peers, teams, who may be admitted, and who keeps others waiting for too long."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import msgspec
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.teams import Teams, in_order
+from pccl.protocol.rounds import Grace, Round
+from pccl.support.text import KEY
+from pccl.version import __version__
+
+
+class Teams:
+    """The registered members of each team.
+
+    A team is a replica of a model whose shards lie in several processes, each of which is a peer of
+    another group. Its members are admitted when all are registered, in one
+    place of the order of all groups; and when one is lost, no other is of any use.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[int, dict[int, m.PeerInfo]] = {}
+
+    def objection(self, info: m.PeerInfo) -> str:
+        """Why a newcomer cannot be in the team that it names; empty if it can."""
+        if (info.team == 0) != (info.team_size == 0):
+            return f"it is of team {info.team}, of {info.team_size} members, which cannot be"
+        members = self._members.get(info.team, {})
+        if any(one.team_size != info.team_size for one in members.values()):
+            return f"it says that its team has {info.team_size} members, and another one does not"
+        if info.team and len(members) == info.team_size:
+            return f"its team has all its {info.team_size} members already"
+        return ""
+
+    def add(self, info: m.PeerInfo) -> None:
+        """A peer is registered."""
+        if info.team:
+            self._members.setdefault(info.team, {})[info.peer] = info
+
+    def remove(self, info: m.PeerInfo) -> None:
+        """A peer is gone."""
+        if info.team:
+            del self._members[info.team][info.peer]
+            if not self._members[info.team]:
+                del self._members[info.team]
+
+    def is_whole(self, info: m.PeerInfo) -> bool:
+        """Whether all members of a peer's team are registered."""
+        return not info.team or len(self._members[info.team]) == info.team_size
+
+    def partners(self, infos: Iterable[m.PeerInfo]) -> Iterator[tuple[int, m.PeerInfo]]:
+        """The other members of the teams of some peers, each with that one of them."""
+        lost = {info.peer: info for info in infos}
+        for info in lost.values():
+            for number in self._members.get(info.team, ()):
+                if number not in lost:
+                    yield number, info
+
+
+def halves(infos: Mapping[int, m.PeerInfo]) -> set[int]:
+    """Which of some peers are of teams that are not among them as a whole."""
+    sizes: dict[int, int] = {}
+    for info in infos.values():
+        sizes[info.team] = sizes.get(info.team, 0) + 1
+    return {n for n, info in infos.items() if info.team and sizes[info.team] != info.team_size}
+
+
+def in_order(infos: Mapping[int, m.PeerInfo]) -> dict[int, m.PeerInfo]:
+    """The same peers team after team: that whose first member has registered first, first."""
+    first: dict[int, int] = {}
+    for number in sorted(infos):
+        first.setdefault(infos[number].team or -number, number)
+    order = sorted(infos, key=lambda number: (first[infos[number].team or -number], number))
+    return {number: infos[number] for number in order}
+
+
+HOST = re.compile(r"[A-Za-z0-9._:%-]{1,200}")  # a name or an address: it becomes an endpoint
+IPC_MAX = 100  # characters of a socket's path
+
+
+def newcomer(hello: m.Hello, host: str) -> m.PeerInfo:
+    """A peer without a number; `host` is the address that the master sees."""
+    first, *others = hosts(hello, host)
+    address = (first, hello.port, hello.ipc, hello.machine, hello.curve)
+    rest = hello.team, hello.team_size, hello.outgoing, hello.relay, tuple(others)
+    return m.PeerInfo(0, hello.group, *address, *rest)
+
+
+def hosts(said: m.Hello | m.Examine, seen: str) -> tuple[str, ...]:
+    """Where a peer may be reached: that is where the master sees it, unless it names a host."""
+    return tuple(dict.fromkeys((said.host or seen, *said.others)))
+
+
+def refusal(said: m.Hello | m.Resume, info: m.PeerInfo, arithmetic: bytes | None) -> str:
+    """Why a newcomer is refused, by its first message; empty if it is not.
+
+    Args:
+        said: its first message.
+        info: its addresses.
+        arithmetic: that of the run's peers, if there are any.
+    """
+    if said.protocol != m.PROTOCOL_VERSION:
+        return (
+            f"this peer (pccl {said.version}) speaks protocol version {said.protocol}, the master "
+            f"(pccl {__version__}) version {m.PROTOCOL_VERSION}: install the same version of pccl"
+        )
+    if arithmetic not in (None, said.arithmetic):
+        return (
+            "this machine's arithmetic differs from that of the peers in the run (the kernel "
+            "self-test gave other bits), so results could not be bit-identical: rebuild pccl, "
+            "compare `pccl doctor`"
+        )
+    for host in info.hosts:
+        if not HOST.fullmatch(host):
+            return f"it asks to be reached at {host!r}, which is no host (PCCL_ADVERTISE)"
+    if info.curve and not KEY.fullmatch(info.curve):
+        return f"its key is {info.curve!r}, which is no key"
+    if info.outgoing and info.relay:
+        return "it only dials out (PCCL_OUTGOING_ONLY), and so cannot relay (PCCL_RELAY)"
+    if len(info.ipc) > IPC_MAX or not (info.ipc + info.machine).isprintable():
+        return f"it listens at {info.ipc!r} on machine {info.machine!r}, which cannot be"
+    return ""
+
 
 NAMES_MAX = 8  # peers listed by name in one text
 
@@ -194,3 +310,57 @@ class Membership:
     def last_seen(self) -> list[m.PeerInfo]:
         """The accepted peers, or those that were accepted until all were lost."""
         return [self.info(number) for number in self.accepted()] or [*self._lost.values()]
+
+
+class Deadlines:
+    """Finds the members that are too late for a round in which others wait only for a grace.
+
+    In `are_peers_pending`, a vote may have a `Grace`. The grace of a group begins when enough of
+    its members have entered with one, and is over so many seconds later; who is still absent then
+    is late. If the votes of a group differ, the most patient one counts. Votes without a grace do
+    not count as entered: a group of which too few have one waits for all its members, and no group
+    decides about the members of another.
+
+    Attributes:
+        left_s: seconds until the next grace is over, at the time of the last `late`; None: none has
+            begun.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self.left_s: float | None = None
+        self._membership = membership
+        self._round: Round[object] | None = None
+        self._began_s: dict[int, float] = {}  # by group
+
+    def late(self, now_s: float, round_: Round[object] | None) -> dict[int, str]:
+        """The members that are late for the open round, each with the reason to drop it."""
+        self.left_s = None
+        if round_ is not self._round:
+            self._round, self._began_s = round_, {}
+        if round_ is None or not round_.has_grace:
+            return {}
+        whys: dict[int, str] = {}
+        for group, graces in self._graces(round_).items():
+            size = self._membership.size(group)
+            enough = max(grace.enough for grace in graces)
+            absent = [n for n in self._membership.accepted(group) if n not in round_.votes]
+            if len(graces) < enough or not absent:
+                self._began_s.pop(group, None)
+                continue
+            seconds = max(grace.seconds for grace in graces)
+            left_s = self._began_s.setdefault(group, now_s) + seconds - now_s
+            if left_s > 0:
+                self.left_s = left_s if self.left_s is None else min(self.left_s, left_s)
+            else:
+                why = f"it was late: {len(graces)} of {size} had entered {round_.id.kind.value}(), "
+                why += f"and waited for {seconds:g} s more, which is their grace"
+                whys |= dict.fromkeys(absent, why)
+        return whys
+
+    def _graces(self, round_: Round[object]) -> dict[int, list[Grace]]:
+        """Of the votes of each group."""
+        found: dict[int, list[Grace]] = {}
+        for number, vote in round_.votes.items():
+            if vote.grace is not None:
+                found.setdefault(self._membership.group_of(number), []).append(vote.grace)
+        return found

@@ -8,13 +8,10 @@ from itertools import permutations
 
 from pccl.protocol import messages as m
 from pccl.protocol import reach
-from pccl.protocol.master.dismissals import Dismissals
-from pccl.protocol.master.groups import Groups
-from pccl.protocol.master.history import History
-from pccl.protocol.master.meetings import Meetings
+from pccl.protocol.master.links import Dismissals, Groups, Meetings
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.outbox import Outbox
+from pccl.protocol.master.recovery import History, Numbers
 from pccl.protocol.rounds import WITHDRAWN, Kind, Round, RoundId
 from pccl.protocol.survey import ALL_MAX, Everything, Schedule, Slot, Survey, tour
 from pccl.protocol.topology import Link, Links, best_rings, seconds, slowest

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pccl.protocol import messages as m
 from pccl.protocol.master.effects import Effect, Note, Send
 from pccl.protocol.master.membership import PeerRecord
-from pccl.protocol.master.numbers import Numbers
+from pccl.protocol.master.recovery import Numbers
 from pccl.protocol.rounds import Kind, Round, RoundId
 from pccl.types import Result
 

@@ -1,4 +1,5 @@
-"""What a restarted master concludes from the peers that come back. Pure functions.
+"""What outlives a master: numbers that never repeat, what the run has agreed on, and what a
+restarted master concludes from the peers that come back.
 
 The journal only names the accepted peers. Only the peers know the rest, and what no survivor knows
 cannot matter to any survivor:
@@ -16,16 +17,46 @@ cannot matter to any survivor:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import NamedTuple
 
 import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol.master.effects import Refusal
-from pccl.protocol.master.teams import in_order
+from pccl.protocol.master.membership import in_order
 from pccl.types import Result
+
+NONCE_BYTES = 8
+
+
+class Nonces:
+    """The nonces of one master, each 64 bits of a keyed hash.
+
+    Args:
+        secret: known to this master alone and never used by another one; at most 64 bytes.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    def of_epoch(self, epoch: int) -> int:
+        """The nonce of an epoch: the password of streams between its peers."""
+        return self._hash(b"epoch %d" % epoch)
+
+    def of_door(self, number: int) -> int:
+        """The nonce of an associate: the password of all streams to it."""
+        return self._hash(b"door %d" % number)
+
+    def of_call(self, seq: int) -> int:
+        """The nonce of a sequence number, which its chunks, requests and data carry."""
+        return self._hash(b"call %d" % seq)
+
+    def _hash(self, what: bytes) -> int:
+        return int.from_bytes(blake2b(what, key=self._secret, digest_size=NONCE_BYTES).digest())
+
 
 WAIT_S = 5.0  # for peers to come back; they try several times a second
 UNJOURNALED_WAIT_S = 1.0  # without a journal other groups are unknown, and may be slower
@@ -412,3 +443,159 @@ def _collectives(resumes: Mapping[int, m.Resume]) -> dict[int, Unresolved]:
             if resumes[number].last_seq < seq:
                 unresolved.unheard.add(number)
     return found
+
+
+class Numbers:
+    """The numbers that one master gives.
+
+    Args:
+        nonces: of this master.
+        incarnation: how often the run's master was restarted; all numbers begin with it.
+    """
+
+    def __init__(self, nonces: Nonces, incarnation: int = 0) -> None:
+        self._nonces = nonces
+        self._first_seq = self._next_seq = self._epoch = 0
+        self.begin(incarnation)
+
+    def begin(self, incarnation: int) -> None:
+        """Begins the numbers of an incarnation; peers may know those of earlier ones."""
+        self._first_seq = self._next_seq = (incarnation << INCARNATION_SHIFT) + 1
+        self._epoch = incarnation << EPOCH_SHIFT
+
+    @property
+    def incarnation(self) -> int:
+        """How often the run's master was restarted."""
+        return self._next_seq >> INCARNATION_SHIFT
+
+    @property
+    def next_seq(self) -> int:
+        """The next sequence number, which is not taken."""
+        return self._next_seq
+
+    @property
+    def epoch(self) -> int:
+        """The latest epoch of any group."""
+        return self._epoch
+
+    def take_seq(self) -> int:
+        """Takes the next sequence number."""
+        self._next_seq += 1
+        return self._next_seq - 1
+
+    def take_epoch(self) -> int:
+        """Takes the next epoch."""
+        self._epoch += 1
+        return self._epoch
+
+    def is_old(self, seq: int) -> bool:
+        """Whether a sequence number belongs to an earlier incarnation."""
+        return seq < self._first_seq
+
+    def is_unknown(self, seq: int) -> bool:
+        """Whether a sequence number was never given."""
+        return seq >= self._next_seq
+
+    def nonce_of_call(self, seq: int) -> int:
+        """The nonce that identifies the bulk data of a sequence number."""
+        return self._nonces.of_call(seq)
+
+    def nonce_of_epoch(self, epoch: int) -> int:
+        """The nonce by which peers admit each other's streams."""
+        return self._nonces.of_epoch(epoch)
+
+    def nonce_of_door(self, number: int) -> int:
+        """The nonce by which an associate admits streams."""
+        return self._nonces.of_door(number)
+
+
+@dataclass(slots=True)
+class StateHistory:
+    """The history of a group's shared state."""
+
+    revision: int | None = None
+    syncs: int = 0  # number of its last synchronisation, counted over all groups
+    last_plan: int = 0  # seq of the last plan of the last synchronisation
+    holders: set[int] = field(default_factory=set)
+    short: int = 0  # peers that the last synchronisation lacked to begin with
+    # whether the last revision may be synchronised again: a peer joined or was lost, or a
+    # collective failed, since then
+    repeatable: bool = False
+
+
+class History:
+    """Numbers of completed rounds, and their latest results.
+
+    Attributes:
+        topology: rounds of `update_topology`.
+        pending: rounds of `are_peers_pending`.
+        were_pending: the result of the latest of these.
+        optimized: rounds of `optimize_topology`.
+        finished: whether the run is finished.
+    """
+
+    def __init__(self) -> None:
+        self.topology = self.pending = self.optimized = 0
+        self.were_pending = self.finished = False
+        self._syncs = 0  # over all groups, so that a group that begins again repeats no number
+        self._groups: dict[int, StateHistory] = {}
+
+    def restore(self, before: Before) -> None:
+        """Restores the state before a restart."""
+        self.topology, self.pending = before.topology, before.pendings
+        self.were_pending, self.optimized = before.were_pending, before.optimized
+        self.finished |= before.finished
+        self._syncs = max((was.syncs for was in before.groups.values()), default=0)
+        self._groups = {number: _state_of(was) for number, was in before.groups.items()}
+
+    def of(self, group: int) -> StateHistory:
+        """The history of a group's shared state."""
+        if group not in self._groups:
+            self._groups[group] = StateHistory()
+        return self._groups[group]
+
+    def count_sync(self, group: int) -> StateHistory:
+        """Numbers a synchronisation that has a result."""
+        self._syncs += 1
+        state = self.of(group)
+        state.syncs = self._syncs
+        return state
+
+    def lose(self, group: int, numbers: Set[int]) -> bool:
+        """Peers are lost. Whether the group's shared state is lost with them."""
+        state = self.of(group)
+        state.holders -= numbers
+        if state.holders or state.revision is None:
+            return False
+        state.revision = None
+        return True
+
+    def forget(self, group: int) -> None:
+        """Forgets a group that is empty."""
+        self._groups.pop(group, None)
+
+    def done(self, group: int) -> m.Done:
+        """What a peer of a group may have missed; the group of a pending peer may not exist."""
+        state = self._groups.get(group) or StateHistory()
+        return m.Done(
+            self.topology,
+            self.pending,
+            self.were_pending,
+            state.syncs,
+            state.revision or 0,
+            state.last_plan,
+            optimized=self.optimized,
+            short=state.short,
+            finished=self.finished,
+        )
+
+
+def _state_of(was: GroupBefore) -> StateHistory:
+    return StateHistory(
+        was.revision,
+        was.syncs,
+        was.last_plan,
+        was.holders,
+        was.short,
+        repeatable=True,  # if in doubt
+    )

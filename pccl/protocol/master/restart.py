@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from pccl.protocol import messages as m
+from pccl.protocol.master.collectives import Running
 from pccl.protocol.master.effects import Adopt, Effect, Remember
 from pccl.protocol.master.recovery import Back, Before, Recovery, Unresolved
 from pccl.protocol.master.run import Run
-from pccl.protocol.master.table import Running
 from pccl.types import Result
 
 BACKLOG_MAX = 4  # messages of one connection kept during a recovery; peers send two

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.accusations import Accusations
 from pccl.protocol.master.associates import Associates
-from pccl.protocol.master.collectives import Collectives, Combine
-from pccl.protocol.master.dismissals import Dismissals
+from pccl.protocol.master.collectives import Accusations, Collectives, CollectiveTable, Combine
 from pccl.protocol.master.effects import Drop, Forget, Refusal, Remember
-from pccl.protocol.master.groups import Groups
-from pccl.protocol.master.history import History
-from pccl.protocol.master.meetings import Meetings
+from pccl.protocol.master.links import Dismissals, Groups, Meetings
 from pccl.protocol.master.membership import Membership
-from pccl.protocol.master.nonces import Nonces
-from pccl.protocol.master.numbers import Numbers
 from pccl.protocol.master.optimisations import Optimisations
 from pccl.protocol.master.outbox import Outbox, plain
-from pccl.protocol.master.recovery import FINISHED, REFUSED_MAX, WHOLE_RUN, Journal
+from pccl.protocol.master.recovery import (
+    FINISHED,
+    REFUSED_MAX,
+    WHOLE_RUN,
+    History,
+    Journal,
+    Nonces,
+    Numbers,
+)
 from pccl.protocol.master.synchronisations import Synchronisations
-from pccl.protocol.master.table import CollectiveTable
 from pccl.protocol.master.tally import Loss, Tally
 from pccl.protocol.master.voting import Voting
 from pccl.protocol.rounds import Kind, Round

@@ -1,5 +1,8 @@
 """Rounds: peers enter them, and they commit, or fail because votes can never meet.
 
+Who waits in a PAIR waits for one peer, and not for all: it is in the way only of those who wait for
+it, directly or by way of others.
+
 If votes differ, or peers stand in calls that exclude each other, the odd ones pay. Veterans decide
 (peers that have completed a collective or synchronisation), or all if there are none. Who does not
 agree with a strict majority of them gets the error and is dropped, and the others go on as after a
@@ -15,14 +18,19 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
-from pccl.protocol.master.circles import circle
-from pccl.protocol.master.circles import held as are_held
-from pccl.protocol.master.dismissals import Dismissals
+from pccl.protocol.master.collectives import (
+    CollectiveTable,
+    Rows,
+    difference,
+    form,
+    outdated,
+    sees_others,
+)
+from pccl.protocol.master.links import Dismissals
 from pccl.protocol.master.membership import NAMES_MAX, Membership
 from pccl.protocol.master.outbox import Outbox
-from pccl.protocol.master.table import CollectiveTable
-from pccl.protocol.master.work import Rows, difference, form, outdated, sees_others
 from pccl.protocol.rounds import (
+    EXCLUSIVE,
     OPEN_MAX,
     PENDING,
     WITHDRAWN,
@@ -34,6 +42,98 @@ from pccl.protocol.rounds import (
     keeps,
 )
 from pccl.types import Result
+
+Absent = Callable[[Round[object]], list[int]]  # the members that have not voted
+
+
+def circle(
+    peer: int, rounds: OpenRounds, absent: Absent
+) -> tuple[Round[object], Round[object]] | tuple[()]:
+    """Two rounds that wait for each other's voters: that of `peer`, which has just voted, and the
+    last one of a circle; empty if there is no circle.
+
+    A peer is held by a round if it makes no other call before that returns. A send or recv that was
+    launched, and not awaited, holds its peer from the exclusive calls alone.
+    """
+    for first in rounds.of(peer).values():
+        are_held = _holds(first, peer)
+        if not are_held and first.id.kind is not Kind.PAIR:
+            continue
+        todo, seen = [first], {first.id}
+        while todo:
+            for other in _next(todo.pop(), peer, rounds, absent):
+                pairs = Kind.PAIR in (first.id.kind, other.id.kind)
+                if peer in absent(other) and pairs and (are_held or other.id.kind in EXCLUSIVE):
+                    return first, other
+                if other.id not in seen:
+                    seen.add(other.id)
+                    todo.append(other)
+    return ()
+
+
+def _next(
+    round_: Round[object], peer: int, rounds: OpenRounds, absent: Absent
+) -> Iterator[Round[object]]:
+    """The rounds that hold those for whom a round waits."""
+    exclusive = round_.id.kind in EXCLUSIVE
+    for awaited in absent(round_):
+        for each in rounds.of(awaited).values() if awaited != peer else ():
+            if _holds(each, awaited) or (exclusive and each.id.kind is Kind.PAIR):
+                yield each
+
+
+def _holds(round_: Round[object], peer: int) -> bool:
+    return round_.votes[peer].stuck or round_.id.kind in EXCLUSIVE
+
+
+def are_held(rounds: OpenRounds, absent: Absent) -> set[int]:
+    """Peers that may wait for each other, and so may make no other call.
+
+    Not those that wait in no round, or only ask in another thread whether peers are pending; nor
+    those that have launched collectives or sends for which only such peers are missing.
+    """
+    missing = {each.id: absent(each) for each in rounds if each.id.kind in (Kind.START, Kind.PAIR)}
+    found = {number for round_ in rounds for number in round_.votes}
+
+    def goes_on(round_: Round[object], peer: int) -> bool:
+        launched = round_.id == PENDING or found.isdisjoint(missing.get(round_.id, found))
+        return launched and not round_.votes[peer].stuck
+
+    while free := {n for n in found if all(goes_on(one, n) for one in rounds.of(n).values())}:
+        found -= free
+    return found
+
+
+class Stragglers:
+    """Measures how long peers keep others waiting.
+
+    Args:
+        limit_s: seconds that others may wait for a peer; None: no limit.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self.limit_s = limit_s
+        self._since: dict[object, float] = {}  # round or seq -> when others began to wait
+
+    def late(
+        self, now_s: float, waits: Iterable[tuple[object, Iterable[int], str]]
+    ) -> Iterator[tuple[int, str]]:
+        """The peers that are too late, each with the title of what others wait for.
+
+        Args:
+            now_s: the time.
+            waits: everything that peers wait for: its name, which does not change meanwhile, the
+                missing peers, and a title.
+        """
+        if self.limit_s is None:
+            return
+        began, self._since = self._since, {}
+        for name, missing, title in waits:
+            since = self._since[name] = began.get(name, now_s)
+            if now_s - since > self.limit_s:
+                for number in missing:
+                    yield number, title
+
 
 PART_BYTES = 256  # memory that one tensor in a vote takes, about, without its texts
 ROW_BYTES = 40  # and one number of rows

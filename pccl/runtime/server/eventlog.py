@@ -18,8 +18,7 @@ import msgspec
 
 from pccl.protocol.master import Master, inputs
 from pccl.protocol.master.effects import Effect
-from pccl.protocol.master.record import Gap, Recorder
-from pccl.protocol.master.reenact import exception_text
+from pccl.protocol.master.record import Gap, Recorder, exception_text
 from pccl.runtime import limits
 from pccl.runtime.server.eventfile import EventFile
 

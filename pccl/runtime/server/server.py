@@ -24,7 +24,7 @@ from pccl.errors import PCCLError
 from pccl.ext.mail import RouterMail
 from pccl.protocol import messages as m
 from pccl.protocol.master import Journal, Master, Status, effects, inputs
-from pccl.protocol.master.door import hosts
+from pccl.protocol.master.membership import hosts
 from pccl.protocol.master.status import EventStatus
 from pccl.runtime import limits
 from pccl.runtime.config import Config

@@ -1,4 +1,5 @@
-"""Which peer to drop when peers cannot reach each other. No I/O.
+"""Each group's epoch and rings, the evidence about the links between its peers, and who is dropped
+for it.
 
 A peer that cannot open a stream to another one reports it. One report proves little: the fault may
 lie with the accused (a firewall, a wrong address), with the accuser (it can connect to no peer), or
@@ -22,18 +23,28 @@ which links that collective used, and how the master's dials ended. The rules, i
    this waits for some attempts, unless nothing has ever succeeded with the accused.
 
 A blocked link is not used again while both its peers stay, unless it is measured to work, or by 5.
+
+Such a peer connects itself, to a meeting point that reach.py chooses: the master passes on where.
+Two that are apart need a third peer that relays. If there is none, the rings do without their
+link, and where that is impossible their calls fail, before anything has begun.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
+from pccl.protocol import messages as m
 from pccl.protocol import reach
+from pccl.protocol.master.membership import Membership
+from pccl.protocol.master.outbox import Outbox
+from pccl.protocol.master.recovery import History, Numbers
 from pccl.protocol.messages import PeerInfo, Ring
-from pccl.protocol.ring import BARRED, Hop
+from pccl.protocol.ring import BARRED, Hop, plan_rings
 from pccl.protocol.topology import hops
+from pccl.types import Result
 
 ATTEMPTS = 3  # to open a stream to a peer that was reached before, if all rings need it
 ACCUSED_MAX = 8  # that one peer may accuse at the same time: two are enough to judge it
@@ -218,3 +229,149 @@ class Blame:
 
     def _accuser(self, number: int) -> Verdict:
         return Verdict(number, tuple(sorted(link for link in self._current if link[0] == number)))
+
+
+@dataclass(slots=True)
+class Group:
+    """The state that the peers of one group share."""
+
+    epoch: int = 0
+    rings: tuple[m.Ring, ...] = ()  # as optimised
+    planned: tuple[m.Ring, ...] = ()  # as in force in this epoch
+    broken: bool = False  # whether a collective has failed in this epoch: its streams are void
+    blame: Blame = field(default_factory=Blame)
+    rates: dict[tuple[int, int], int] = field(default_factory=dict)  # bytes/s, when last measured
+
+
+class Groups:
+    """The groups that have accepted peers."""
+
+    def __init__(
+        self, membership: Membership, numbers: Numbers, history: History, outbox: Outbox
+    ) -> None:
+        self._membership, self._numbers = membership, numbers
+        self._history, self._outbox = history, outbox
+        self._groups: dict[int, Group] = {}
+
+    def __getitem__(self, number: int) -> Group:
+        return self._groups[number]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._groups
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def repair(self, number: int) -> None:
+        """Gives a group new streams, if a collective has failed since it got the current ones.
+
+        This is not done at the failure itself: usually a peer has died, which is about to be
+        noticed, and the survivors then get new streams anyway.
+        """
+        if self._groups[number].broken:
+            self.renew(number)
+
+    def renew(self, number: int) -> None:
+        """Gives a group new streams: its membership has changed, or a collective has failed."""
+        group = self._groups.setdefault(number, Group())
+        group.epoch, group.broken = self._numbers.take_epoch(), False
+        group.planned = self.plan(number)
+        peers = tuple(map(self._membership.info, self._membership.accepted(number)))
+        nonce = self._numbers.nonce_of_epoch(group.epoch)
+        plan = m.Plan(group.epoch, peers, group.planned, self._history.topology, nonce)
+        for peer in peers:
+            self._outbox.send(peer.peer, plan)
+
+    def plan(self, number: int) -> tuple[m.Ring, ...]:
+        """Plans the rings of a group."""
+        group = self._groups[number]
+        infos = [self._membership.info(one) for one in self._membership.accepted(number)]
+        return plan_rings(infos, group.rings, group.blame.cost())
+
+    def proven(self, number: int) -> set[int]:
+        """The peers of a group with which a collective has gone around the rings."""
+        accepted = self._membership.accepted(number)
+        return {one for one in accepted if self._membership.peers[one].proven}
+
+    def restore(self, number: int, rings: tuple[m.Ring, ...]) -> None:
+        """Restores a group after a restart; `renew` it next."""
+        self._groups[number] = Group(rings=rings)
+
+    def forget(self, number: int) -> None:
+        """Forgets a group that is empty."""
+        self._groups.pop(number, None)
+
+
+class Meetings:
+    """Tells peers where they meet.
+
+    Args:
+        membership: the peers.
+        outbox: collects effects.
+    """
+
+    def __init__(self, membership: Membership, outbox: Outbox) -> None:
+        self._membership, self._outbox = membership, outbox
+
+    @property
+    def relays(self) -> list[m.PeerInfo]:
+        """The peers that relay."""
+        infos = map(self._membership.info, self._membership.accepted())
+        return [info for info in infos if info.relay]
+
+    def meet(self, number: int, meet: m.Meet) -> None:
+        """A peer has something to send to one to which it cannot connect."""
+        sender = self._membership.info(number)
+        if not self._membership.has(meet.peer, sender.group):
+            return  # it has gone meanwhile
+        receiver = self._membership.info(meet.peer)
+        for to, message in reach.meeting(sender, receiver, meet, self.relays):
+            self._outbox.send(to.peer, message)
+
+    def severed(self, pairs: Iterable[tuple[int, int]]) -> str:
+        """Why some peers cannot send to others, by pairs of which one must; empty if all can."""
+        for pair in pairs:
+            one, other = map(self._membership.info, pair)
+            if reach.apart(one, other) and not self.relays:
+                return reach.severed(one, other)
+        return ""
+
+    def broken(self, rings: Iterable[m.Ring]) -> str:
+        """The same, for those that are neighbours in rings."""
+        return self.severed(hop for ring in rings for hop in hops(ring.order))
+
+
+# Drops peers from the run, each for a reason; if there is a result, they are told, with its cause.
+RemoveAll: TypeAlias = Callable[[Mapping[int, str], Result | None, m.Cause], None]
+
+
+class Dismissals:
+    """Drops peers.
+
+    Args:
+        membership: the registered peers.
+        groups: have the evidence against peers.
+        remove_all: drops peers. When it returns, all others continue without them.
+    """
+
+    def __init__(self, membership: Membership, groups: Groups, remove_all: RemoveAll) -> None:
+        self._membership, self._groups = membership, groups
+        self._remove_all = remove_all
+
+    def dismiss_all(
+        self, whys: Mapping[int, str], result: Result, cause: m.Cause = m.Cause.OTHER
+    ) -> None:
+        """Drops peers, and tells each of them why."""
+        self._remove_all(whys, result, cause)
+
+    def dismiss(self, number: int, why: str, result: Result) -> None:
+        """Drops a peer, and tells it why."""
+        self.dismiss_all({number: why}, result)
+
+    def convict(self, group: int, verdict: Verdict) -> None:
+        """Drops a peer that cannot reach others, or cannot be reached; tells all peers why."""
+        why = self._groups[group].blame.sentence(verdict, self._membership.info)
+        self.dismiss(verdict.guilty, why, Result.RANK_CONNECTION_FAILED)
