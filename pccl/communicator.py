@@ -32,12 +32,10 @@ from typing import Any, Literal, NoReturn, Self
 
 from pccl.calls import operands
 from pccl.calls import rows as of_rows
-from pccl.calls.admission import Admission
+from pccl.calls.collective import AsyncReduceHandle
 from pccl.calls.exchanges import Exchanges
-from pccl.calls.handle import AsyncReduceHandle
-from pccl.calls.joining import Patience, introduced
 from pccl.calls.launcher import Launcher
-from pccl.calls.membership import Membership
+from pccl.calls.membership import Admission, Membership, Patience, introduced
 from pccl.calls.operands import A, Arrays
 from pccl.calls.parts import Parts
 from pccl.calls.synchronising import sync_shared_state

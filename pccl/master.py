@@ -10,7 +10,7 @@ import sys
 from pccl.errors import PCCLError
 from pccl.master_node import MasterNode, serve_until_signal
 from pccl.runtime.descriptors import raise_limit
-from pccl.runtime.server.scribe import OnError
+from pccl.runtime.server.journal import OnError
 from pccl.support.logs import configure_logging
 
 DEFAULT_PORT = 48148

@@ -19,9 +19,8 @@ from pccl.errors import PCCLError, PCCLTimeoutError, error_for, not_picklable
 from pccl.protocol.master import Status
 from pccl.runtime.config import Config
 from pccl.runtime.room import NoRoomError, no_room, require_room
-from pccl.runtime.server.eventfile import EventLogError
-from pccl.runtime.server.journal import JournalError
-from pccl.runtime.server.scribe import OnError
+from pccl.runtime.server.eventlog import EventLogError
+from pccl.runtime.server.journal import JournalError, OnError
 from pccl.runtime.server.server import Server
 from pccl.runtime.server.service import Service
 from pccl.runtime.server.web import Web

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from pccl.errors import not_picklable
 from pccl.protocol.messages import ENTRY_BYTES_MAX, LIST_BYTES_MAX, NAME_CHARS_MAX
 from pccl.runtime import checkpoint
-from pccl.runtime.client.devices import HostView
-from pccl.runtime.client.staging import Region
+from pccl.runtime.client.memory import HostView
+from pccl.runtime.client.sync import Region
 from pccl.tensors.arrays import Array, Buffer, in_c_order, is_numpy, is_torch, put_back
 from pccl.types import DataType, DeviceType
 

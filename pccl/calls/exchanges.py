@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pccl.calls import operands, rows
-from pccl.calls.handle import AsyncReduceHandle
+from pccl.calls.collective import AsyncReduceHandle
 from pccl.calls.launcher import Launcher
 from pccl.calls.operands import A, Arrays
 from pccl.types import QuantizationOptions, ReduceInfo, ReduceOp

@@ -6,11 +6,9 @@ import operator
 from collections.abc import Sequence
 
 from pccl.calls import operands
-from pccl.calls.bundles import bundles
-from pccl.calls.handle import AsyncReduceHandle
-from pccl.calls.launch import Launch, info
+from pccl.calls.collective import AsyncReduceHandle, Launch, info
 from pccl.calls.membership import Membership
-from pccl.calls.operands import Ranks
+from pccl.calls.operands import Ranks, bundles
 from pccl.descriptors import ReduceOpDescriptor
 from pccl.errors import error_for
 from pccl.protocol.peer import effects

@@ -1,23 +1,236 @@
-"""One peer's membership in a run: the state that all calls of one `Communicator` share."""
+"""Joining a run, being a member of it, and admitting others."""
 
 from __future__ import annotations
 
+import logging
+import math
+import time
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
-from pccl.calls.joining import Patience, join
-from pccl.calls.launch import error_of
-from pccl.calls.ranks import KnownRanks
-from pccl.calls.standing import Standing
-from pccl.errors import error_for
+from pccl.calls.collective import Standing, error_of
+from pccl.calls.operands import KnownRanks
+from pccl.errors import PCCLTimeoutError, RunFinishedError, TooFewPeersError, error_for
+from pccl.kernels import arithmetic_digest
+from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
-from pccl.runtime.client.call import Call, Note
+from pccl.protocol.rounds import Grace
+from pccl.runtime import limits
+from pccl.runtime.client.call import Call, Deadline, Note, Quiet
 from pccl.runtime.client.client import Client
-from pccl.runtime.config import Config
+from pccl.runtime.client.probe import optimise
+from pccl.runtime.config import Config, machine_id
 from pccl.runtime.forks import FORKED
+from pccl.runtime.resolve import AnotherServiceError, reachable
 from pccl.runtime.room import NoRoomError, no_room, require_room
 from pccl.runtime.uninterrupted import aside
+from pccl.support.logs import REMINDER_S, Reminder
 from pccl.types import Result
+from pccl.version import __version__
+
+log = logging.getLogger("pccl")
+
+
+class Patience:
+    """The time limits of `connect`, and what it logs while the master does not answer.
+
+    Time counts from the construction.
+
+    Args:
+        master: `host:port`, for messages.
+        n_attempts: number of attempts, if `connect_timeout` is None.
+        connect_timeout: seconds for any number of attempts.
+        timeout: seconds for the whole call, including the admission; this limit always applies.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        master: str,
+        n_attempts: int,
+        connect_timeout: float | None,
+        timeout: float | None,
+    ) -> None:
+        if n_attempts < 1:
+            raise ValueError(f"n_attempts is {n_attempts}: it must be at least 1")
+        self._master = master
+        self._n_attempts = n_attempts
+        self._connect_timeout = connect_timeout
+        self._timeout = timeout
+        self._trying = Deadline(connect_timeout, "connect_timeout")
+        self._call = Deadline(timeout)
+        self._attempts = 0
+        self._quiet = Quiet()
+
+    def of(self, seconds: float) -> float:
+        """The smallest of `seconds` and the remaining time limits."""
+        left = (each.left_s for each in (self._trying, self._call))
+        return min([seconds, *(each for each in left if each is not None)])
+
+    def failed(self, why: str, another: bool = False) -> None:
+        """An attempt has failed; returns when it is time for the next one.
+
+        `another`: because another service answers, which is waited for only if a time limit says
+        so: it may be a proxy of a master that is down.
+
+        Raises:
+            PCCLTimeoutError: the time limit of the whole call has passed.
+            PCCLError: MASTER_CONNECTION_FAILED: another limit is reached.
+        """
+        self._attempts += 1
+        log.info("attempt %d to reach the master at %s: %s", self._attempts, self._master, why)
+        self._end_if_over(why, another)
+        if self._quiet.is_over:
+            log.warning(
+                "connect has waited %.0f s for a master at %s (%s, %s): it tries %s",
+                self._quiet.seconds,
+                self._master,
+                why,
+                self._made,
+                self._rest,
+            )
+        time.sleep(self.of(limits.ATTEMPT_INTERVAL_S))
+        self._end_if_over(why, another)
+
+    def _end_if_over(self, why: str, another: bool) -> None:
+        seconds = self._quiet.seconds
+        if self._call.left_s == 0:
+            text = (
+                f"no pccl master has answered at {self._master} within {self._timeout:g} s "
+                f"({why}, {self._made})"
+            )
+            raise PCCLTimeoutError(Result.MASTER_CONNECTION_FAILED, "connect", text)
+        tried = another or self._attempts >= self._n_attempts
+        enough = self._connect_timeout is None and tried
+        if enough or self._trying.left_s == 0:
+            text = (
+                f"no pccl master answers at {self._master} ({why}), {self._made} in {seconds:.1f} s"
+            )
+            raise error_for(Result.MASTER_CONNECTION_FAILED, "connect", text)
+
+    @property
+    def _made(self) -> str:
+        return "1 attempt" if self._attempts == 1 else f"{self._attempts} attempts"
+
+    @property
+    def _rest(self) -> str:
+        seconds = self.of(math.inf)
+        if seconds < math.inf:
+            return f"for {seconds:.0f} s more"
+        return f"{self._n_attempts - self._attempts} times more (connect_timeout= gives it longer)"
+
+    def admission(self, client: Client, call: Call) -> Note:
+        """Waits for the peers of the run to admit this one, after the master has registered it.
+
+        Raises:
+            PCCLTimeoutError: the time limit of the whole call has passed.
+        """
+        while self._call.left_s != 0:
+            left_s = math.inf if self._call.left_s is None else self._call.left_s
+            note = Deadline(None).next_within(client, call, left_s)
+            if not isinstance(note, m.Welcome | None):  # a restarted master sends a second Welcome
+                return note
+        raise PCCLTimeoutError(
+            Result.MASTER_CONNECTION_FAILED,
+            "connect",
+            f"the peers of the run at {self._master} did not admit this one within "
+            f"{self._timeout:g} s: each of them must call update_topology()",
+        )
+
+
+class _Unreachable(Exception):
+    """The master does not answer; another attempt may succeed."""
+
+
+def join(
+    host: str,
+    port: int,
+    handshake_timeout_s: float,
+    begin: Callable[[str], Client],
+    admitted: Callable[[Client], None],
+    patience: Patience,
+) -> None:
+    """Joins the run; returns when all accepted peers have admitted this one.
+
+    Args:
+        host: host of the master.
+        port: port of the master.
+        handshake_timeout_s: time limit for establishing a connection.
+        begin: makes a client of the master at an address.
+        admitted: receives the admitted client. All others are closed.
+        patience: the time limits of the attempts.
+
+    Raises:
+        PCCLError: as `Communicator.connect`, or what `begin` raises.
+    """
+    while True:
+        another = False
+        try:
+            try:  # a plain connection first, because ZeroMQ does not report why one fails
+                address = reachable(host, port, patience.of(handshake_timeout_s))
+            except OSError as error:
+                another = isinstance(error, AnotherServiceError)
+                raise _Unreachable(error.strerror or str(error)) from None
+            return _attempt(address, begin, admitted, patience)
+        except _Unreachable as error:
+            why = str(error)
+        patience.failed(why, another)
+
+
+def _attempt(
+    address: str,
+    begin: Callable[[str], Client],
+    admitted: Callable[[Client], None],
+    patience: Patience,
+) -> None:
+    made: list[Client] = []
+    try:
+        aside(lambda: made.append(begin(address)))
+        client = made[0]
+        call = client.call()
+        client.join(call)
+        limit_s = patience.of(limits.WELCOME_S)
+        note = call.next(limit_s)
+        if note is None:
+            raise _Unreachable(f"no answer within {limit_s:.3g} s")
+        if isinstance(note, m.Welcome):
+            log.info("registered as peer %d; waiting to be admitted", note.peer)
+            note = patience.admission(client, call)
+        if isinstance(note, effects.Fail):
+            if note.result is Result.MASTER_CONNECTION_FAILED:
+                raise _Unreachable(note.why)
+            error = error_of("connect", note, call.began_s)
+            if isinstance(error, RunFinishedError):
+                log.warning("%s", error)  # a program that does not catch it ends without a word
+            raise error
+        admitted(client)
+    except BaseException:
+        for client in made:
+            client.close("connect failed")
+        raise
+
+
+def introduced(group: int, team: tuple[int, int], config: Config) -> Callable[[int, str], m.Hello]:
+    """A function that makes a peer's first message from the port and ipc address of its engine."""
+
+    def hello(port: int, ipc: str) -> m.Hello:
+        return m.Hello(
+            m.PROTOCOL_VERSION,
+            __version__,
+            group,
+            config.first_host,
+            port,
+            ipc,
+            machine_id(),
+            arithmetic_digest(),
+            team=team[0],
+            team_size=team[1],
+        )
+
+    return hello
 
 
 class Membership:
@@ -178,3 +391,152 @@ class Membership:
             client.let_go(call)
         finally:
             self.standing.leave(call)
+
+
+_log = logging.getLogger("pccl")
+
+T = TypeVar("T")
+
+
+class Admission:
+    """One peer's part in these rounds, by the methods of `Communicator`."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._asked_s = -math.inf  # when `are_peers_pending` was answered by no
+
+    def update_topology(self, deadline: Deadline) -> int:
+        """Admits pending peers; the new size of the group, the same for all."""
+        client = self._membership.client("update_topology")
+
+        def take_part(call: Call) -> Note:
+            client.update_topology(call)
+            return deadline.next(client, call)
+
+        size = self._membership.stand("update_topology", client, take_part).value
+        self._membership.ranks.tell(client.plan, client.number)
+        assert isinstance(size, int)
+        return size
+
+    def are_peers_pending(self, deadline: Deadline) -> bool:
+        """Whether peers wait to be admitted: the same answer for all."""
+        return self.ask(deadline, limits.PENDING_PATIENCE_S if self.asks_again else 0.0)
+
+    @property
+    def asks_again(self) -> bool:
+        """Whether the program has just been told that no peer is pending: it may be polling."""
+        return time.monotonic() - self._asked_s < limits.PENDING_AGAIN_S
+
+    def ask(self, deadline: Deadline, patience_s: float, grace: Grace | None = None) -> bool:
+        """Whether peers are pending. A no may come up to `patience_s` later, a yes at once.
+
+        Members that have not come when the `grace` is over are dropped from the run; None: this
+        peer waits for all, and is not one of the `enough` that others have.
+        """
+        client = self._membership.client("are_peers_pending")
+        stuck = self._membership.standing.single_threaded() and deadline.left_s is None
+
+        def take_part(call: Call) -> Note:
+            client.are_peers_pending(call, stuck, patience_s > 0, grace)
+            if patience_s > 0:
+                note = deadline.next_within(client, call, patience_s)
+                if note is not None:
+                    return note
+                client.hurry(call)
+            return deadline.next(client, call)
+
+        pending = bool(self._membership.stand("are_peers_pending", client, take_part).value)
+        self._asked_s = -math.inf if pending else time.monotonic()
+        return pending
+
+    def wait_for_peers(self, n: int, timeout: float | None) -> int:
+        """Admits newcomers until this group has at least `n` members; returns its size."""
+        if n < 1:
+            raise ValueError(f"n is {n}: it must be at least 1")
+        deadline = Deadline(timeout)
+        client = self._membership.client("wait_for_peers")
+        size = client.world.local_size
+        try:
+            while size < n:
+                size = self.await_newcomers(deadline, limits.FOREVER_S) or size
+        except PCCLTimeoutError as error:
+            why = f"{client.world.local_size} of {n} peers are there after {timeout:g} s"
+            raise PCCLTimeoutError(error.result, "wait_for_peers", why) from None
+        return size
+
+    def admit(
+        self,
+        synchronise: Callable[[Deadline], object],
+        deadline: Deadline,
+        patience_s: float = 0.0,
+    ) -> bool:
+        """Admits newcomers, and synchronises with them; whether there are any.
+
+        A newcomer's `connect` returns while the others are in this call. So its first `admit` does
+        not ask for further newcomers, but goes on where the others are: at the synchronisation.
+        """
+        fresh = self._membership.is_fresh
+        if not fresh and self.ask(deadline, patience_s):
+            self.update_topology(deadline)
+        elif not fresh:
+            return False
+        self._membership.client("admit")
+        if not (fresh and self._membership.synced):
+            synchronise(deadline)
+        self._membership.has_admitted = True
+        return True
+
+    def begin(self, round_: Callable[[], T], wanted: int, timeout: float | None) -> T:
+        """Makes a call that begins a run, again and again with newcomers while they are too few.
+
+        All members are told alike that they are too few. So all admit the next newcomers, and make
+        the call again together with them.
+        """
+        deadline = Deadline(timeout)
+        client = self._membership.client("sync_shared_state")
+        reminder = Reminder(_log)
+        say_at_s = time.monotonic() + REMINDER_S
+        while True:
+            try:
+                return round_()
+            except TooFewPeersError:
+                found = f"{wanted} (or more, for another peer), {client.world.local_size} here"
+            try:
+                while not self.await_newcomers(
+                    deadline, max(0.0, say_at_s - time.monotonic()) or limits.FOREVER_S
+                ):
+                    if time.monotonic() >= say_at_s:
+                        reminder.warn(
+                            f"this peer waits for others to begin with: min_peers is {found}"
+                        )
+            except PCCLTimeoutError as error:
+                why = f"the run has not begun after {timeout:g} s: min_peers is {found}"
+                raise PCCLTimeoutError(error.result, "sync_shared_state", why) from None
+
+    def await_newcomers(self, deadline: Deadline, patience_s: float) -> int:
+        """Waits for newcomers and admits them; the new size of the group, the same for all.
+
+        Returns 0 if none have come within the `patience_s` of any of the peers.
+        """
+        return self.update_topology(deadline) if self.ask(deadline, patience_s) else 0
+
+    def finish(self, deadline: Deadline) -> None:
+        """Ends the run for all; nobody is admitted any more."""
+        client = self._membership.client("finish")
+
+        def take_part(call: Call) -> Note:
+            client.finish(call)
+            return deadline.next(client, call)
+
+        self._membership.stand("finish", client, take_part)
+
+    def optimize_topology(self, deadline: Deadline) -> None:
+        """Measures the links between the peers, and chooses the fastest rings for each group."""
+        client = self._membership.client("optimize_topology")
+        if client.world.global_size < 2:
+            why = "this peer is alone in the run: there is no order to optimise"
+            raise error_for(Result.INVALID_USAGE, "optimize_topology", why)
+        self._membership.stand(
+            "optimize_topology", client, lambda call: optimise(client, call, deadline)
+        )
+        self._membership.ranks.tell(client.plan, client.number)

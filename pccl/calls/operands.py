@@ -1,12 +1,17 @@
-"""Turns the arguments of collectives (an array, or a list or dict of arrays) into buffers.
+"""What may be given to a call, and the ranks of the ring that it is given for.
 
 Invalid arguments raise here, before any other peer is involved.
+
+An agreement on the start and one on the end cost as much for a few bytes as for many, so a model of
+150 tensors would spend most of its time on them. All peers make the same bundles, because these
+follow from the descriptors alone, which are the same on all peers.
 """
 
 from __future__ import annotations
 
 import array as bytes_of
 import operator
+import threading
 from collections.abc import Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, TypeVar, cast
@@ -15,6 +20,7 @@ from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import error_for
 from pccl.protocol import messages as m
 from pccl.protocol.messages import CollectiveKind
+from pccl.protocol.ring import checksum
 from pccl.runtime.client.memory import Operand, Operands
 from pccl.runtime.quantization import fingerprint
 from pccl.tensors.arrays import Array, Buffer, is_numpy, is_torch, new, order_of, pair, same_kind
@@ -423,3 +429,82 @@ def _check_size(parts: tuple[m.Part, ...]) -> None:
             f"{len(parts)} arrays take {nbytes} bytes of a message to the master, with their keys: "
             f"it must be at most {m.LIST_BYTES_MAX}. Use shorter keys, or fewer, larger arrays"
         )
+
+
+class KnownRanks:
+    """The ring as the program has last seen it: peers by rank.
+
+    A call by which the program itself changes the membership updates the ranks of all threads when
+    it returns. If one thread reads the ranks, or learns of a loss, other threads keep what they
+    have seen, because they may still use an earlier rank. A thread that has not read the ranks
+    itself uses those of the last update.
+    """
+
+    def __init__(self) -> None:
+        self._order: tuple[int, ...] = ()
+        self._told = 0  # how often the whole program was told
+        self._own = threading.local()
+
+    def tell(self, plan: m.Plan, number: int) -> None:
+        """Updates the ranks of all threads."""
+        self._order = _order(plan, number)
+        self._told += 1
+
+    def see(self, plan: m.Plan, number: int) -> None:
+        """Updates the ranks of this thread."""
+        self._own.order, self._own.told = _order(plan, number), self._told
+
+    def lose(self, plan: m.Plan, number: int) -> None:
+        """A call of this thread has failed because a peer was lost."""
+        self.see(plan, number)
+        self._order = self._own.order
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The peers by rank, as this thread knows them."""
+        mine: tuple[int, ...] = getattr(self._own, "order", ())
+        return mine if mine and self._own.told == self._told else self._order
+
+    def of(self, number: int) -> Ranks:
+        """The rank of a peer, the number of members, and the first member, for this thread.
+
+        Peers are numbered in the order in which they join, so the lowest number joined first.
+        """
+        order = self.order
+        at, first = order.index(number), order.index(min(order))
+        return Ranks(at, len(order), first, checksum(order))
+
+
+def _order(plan: m.Plan, number: int) -> tuple[int, ...]:
+    return plan.rings[0].order if plan.rings else (number,)
+
+
+BUNDLE_BYTES = 64 << 20  # then another one begins, so that several overlap
+BUNDLE_PARTS = 1024  # descriptors
+
+
+def bundles(descriptors: Sequence[ReduceOpDescriptor]) -> list[list[ReduceOpDescriptor]]:
+    """Cuts the list into bundles of the same operation, element type and quantization."""
+    made: list[list[ReduceOpDescriptor]] = []
+    nbytes = 0
+    for descriptor in descriptors:
+        last = made[-1] if made else None
+        size = _nbytes(descriptor)
+        fits = last is not None and nbytes + size <= BUNDLE_BYTES and len(last) < BUNDLE_PARTS
+        if last is not None and fits and _kind(last[0]) == _kind(descriptor):
+            last.append(descriptor)
+            nbytes += size
+        else:
+            made.append([descriptor])
+            nbytes = size
+    return made
+
+
+def _nbytes(descriptor: ReduceOpDescriptor) -> int:
+    work = descriptor.reduce_descriptor
+    return work.count * work.operand_descriptor.datatype.itemsize
+
+
+def _kind(descriptor: ReduceOpDescriptor) -> tuple[object, ...]:
+    work = descriptor.reduce_descriptor
+    return work.op, work.operand_descriptor.datatype, work.quantization_options

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from pccl.calls.admission import Admission
 from pccl.calls.launcher import Launcher
-from pccl.calls.membership import Membership
+from pccl.calls.membership import Admission, Membership
 
 
 class Parts(NamedTuple):

@@ -6,15 +6,14 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pccl.calls.launch import error_of
+from pccl.calls.collective import error_of
 from pccl.calls.membership import Membership
 from pccl.errors import error_for
 from pccl.protocol.peer import effects
 from pccl.runtime.client.call import Call
 from pccl.runtime.client.client import Client
-from pccl.runtime.client.devices import HostView
-from pccl.runtime.client.staging import Region
-from pccl.runtime.client.sync import Outcome, SyncOptions, synchronise
+from pccl.runtime.client.memory import HostView
+from pccl.runtime.client.sync import Outcome, Region, SyncOptions, synchronise
 from pccl.shared_state import SharedState
 from pccl.types import EntryDivergence, Result, SharedStateSyncInfo, SharedStateSyncStrategy
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pccl import cuda
 from pccl.calls import operands
-from pccl.calls.handle import AsyncReduceHandle
+from pccl.calls.collective import AsyncReduceHandle
 from pccl.capi import values
 from pccl.capi.handles import Handles
 from pccl.capi.libpccl import ffi, lib

@@ -14,7 +14,7 @@ import numpy as np
 from pccl.errors import PCCLError, not_picklable
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
-from pccl.runtime.client.parcel import Parcel
+from pccl.runtime.client.associate import Parcel
 from pccl.security import Security
 from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array

@@ -13,8 +13,8 @@ from pccl.errors import not_picklable
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 from pccl.runtime import limits
+from pccl.runtime.client.associate import Parcel
 from pccl.runtime.client.call import Quiet
-from pccl.runtime.client.parcel import Parcel
 from pccl.security import Security
 from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array

@@ -15,9 +15,9 @@ from msgspec import Meta, Struct
 from pccl.ext import ffi
 from pccl.protocol import messages
 from pccl.protocol.messages import NAME_CHARS_MAX
-from pccl.runtime.client.devices import HostView
-from pccl.runtime.client.parcel import Parcel
-from pccl.runtime.client.staging import reserve
+from pccl.runtime.client.associate import Parcel
+from pccl.runtime.client.memory import HostView
+from pccl.runtime.client.sync import reserve
 from pccl.runtime.digest import DIGEST_BYTES, digests, root_digest
 from pccl.runtime.spans import SPAN_BYTES, each_span
 from pccl.tensors.arrays import Array, Buffer

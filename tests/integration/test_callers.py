@@ -19,7 +19,7 @@ from waiting import wait_until
 
 import pccl
 from pccl.calls import operands
-from pccl.runtime.client.staging import Staging
+from pccl.runtime.client.sync import Staging
 
 PATIENCE_S = 30.0
 

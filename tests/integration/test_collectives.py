@@ -13,8 +13,7 @@ from waiting import wait_until
 
 import pccl
 from pccl.calls import operands
-from pccl.calls.operands import Ranks
-from pccl.calls.ranks import KnownRanks
+from pccl.calls.operands import KnownRanks, Ranks
 from pccl.protocol import messages as m
 
 Array = np.ndarray[Any, Any]

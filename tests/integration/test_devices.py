@@ -18,13 +18,11 @@ from pccl.calls import operands
 from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
-from pccl.protocol.peer.knowledge import NO_PLAN
-from pccl.runtime.client import copies
+from pccl.protocol.peer.state import NO_PLAN
+from pccl.runtime.client import memory
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.client import Client
-from pccl.runtime.client.copies import on_host
-from pccl.runtime.client.devices import HostView
-from pccl.runtime.client.memory import Operand, Operands
+from pccl.runtime.client.memory import HostView, Operand, Operands, on_host
 from pccl.runtime.config import Config
 from pccl.tensors.arrays import Buffer
 
@@ -290,7 +288,7 @@ class Pair:
 def both(
     gpu: Gpu, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Pair]:
-    monkeypatch.setattr(copies, "STEP", SMALL)
+    monkeypatch.setattr(memory, "STEP", SMALL)
     sends = [gpu.hold(np.ones(STEPS * SMALL, np.float32)) for _ in range(2)]
     in_place = getattr(request, "param", True)
     recvs = sends if in_place else [gpu.hold(np.zeros(STEPS * SMALL, np.float32)) for _ in "ab"]
@@ -385,7 +383,7 @@ def test_an_exception_before_the_launch(both: Pair, monkeypatch: pytest.MonkeyPa
 def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several, one of them twice, one on the host, one empty: each byte is read once, and written
     once, in the step in which its offset is."""
-    monkeypatch.setattr(copies, "STEP", 128)
+    monkeypatch.setattr(memory, "STEP", 128)
     dtypes = [pccl.DataType.DOUBLE, FLOAT, pccl.DataType.UINT8, FLOAT, pccl.DataType.DOUBLE]
     counts, ours = [300, 5, 1000, 0, 300], np.zeros(5, np.float32)
     there = [gpu.hold(np.zeros(8 * max(n, 1), np.uint8)) for n in counts]
@@ -420,7 +418,7 @@ def test_what_is_read_gradually_never_travels_with_its_vote(
 ) -> None:
     """Which is sent before all of it is on the host, whatever PCCL_INLINE_BYTES says."""
     small, there = pccl.DataType.UINT8, pccl.DeviceType.CUDA
-    least = copies.STEP + 1  # elements of the fewest bytes
+    least = memory.STEP + 1  # elements of the fewest bytes
     monkeypatch.setenv("PCCL_INLINE_BYTES", str(least))
     with pytest.raises(ValueError, match="PCCL_INLINE_BYTES"):
         Config.from_env()
@@ -436,16 +434,16 @@ def test_what_is_read_gradually_never_travels_with_its_vote(
 
     assert voted([least]) == (True, False)
     assert voted([m.INLINE_BYTES_MAX]) == (False, True)
-    monkeypatch.setattr(copies, "STEP", 64)  # of tiny arrays there may be many offsets in few bytes
+    monkeypatch.setattr(memory, "STEP", 64)  # of tiny arrays there may be many offsets in few bytes
     assert voted([1, 1]) == (True, False)
 
 
 @pytest.mark.parametrize("position", range(3))
 def test_what_is_sent_first_is_read_first(position: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "STEP", 64)
+    monkeypatch.setattr(memory, "STEP", 64)
     infos = tuple(m.PeerInfo(i, 0, "10.0.0.1", 1, "", "a") for i in (5, 6, 7))
     plan = m.Plan(1, infos, (m.Ring((5, 6, 7), 1),), 0)
-    found = [*copies._order(m.Work("all_reduce", 0, 10, 64 * 9), plan, 5 + position)]
+    found = [*memory._order(m.Work("all_reduce", 0, 10, 64 * 9), plan, 5 + position)]
     segments = [(position - i) % 3 for i in range(3)]
     assert found == [3 * segment + i for segment in segments for i in range(3)]
 

@@ -25,9 +25,8 @@ import pccl
 from pccl.protocol.master import Master, inputs
 from pccl.protocol.master.record import Gap, Line, Reenactment
 from pccl.runtime import limits
-from pccl.runtime.server import eventfile
-from pccl.runtime.server.eventfile import Damaged, Head, files, read
-from pccl.runtime.server.eventlog import EventLog
+from pccl.runtime.server import eventlog
+from pccl.runtime.server.eventlog import Damaged, EventLog, Head, files, read
 
 Log: TypeAlias = pytest.LogCaptureFixture
 Item: TypeAlias = Head | Line | Gap | Damaged
@@ -213,7 +212,7 @@ class Disk(FileIO):
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Disk]]:
-    monkeypatch.setattr(eventfile, "FileIO", Disk)
+    monkeypatch.setattr(eventlog, "FileIO", Disk)
     yield Disk
     Disk.full = False
 

@@ -16,9 +16,9 @@ from zmtp import PATIENCE_S
 import pccl
 from pccl.protocol import messages as m
 from pccl.runtime.client.client import Client
-from pccl.runtime.client.dealer import Dealer
+from pccl.runtime.client.connection import Dealer
+from pccl.runtime.client.endpoint import Inbox
 from pccl.runtime.client.engine import Engine
-from pccl.runtime.client.inbox import Inbox
 from pccl.runtime.config import Config
 from pccl.runtime.server.server import Server
 from pccl.runtime.waiter import Waiter

@@ -23,7 +23,7 @@ import pccl
 from pccl.protocol import messages as m
 from pccl.runtime import descriptors, limits
 from pccl.runtime.config import Config
-from pccl.runtime.server.guard import (
+from pccl.runtime.server.connections import (
     PATIENCE,
     SHARE,
     Guard,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cluster import Cluster
 
-from pccl.runtime.client import ipc
+from pccl.runtime.client import engine
 from pccl.runtime.filelock import FileLock
 from pccl.support.logs import configure_logging
 
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="there is no ipc here
 
 HOLDER = """
 import sys
-from pccl.runtime.client import ipc
-directory = ipc.Directory()
+from pccl.runtime.client import engine
+directory = engine.Directory()
 print(directory.path, flush=True)
 sys.stdin.read()
 """
@@ -42,10 +42,10 @@ def test_a_killed_process_leaves_a_directory_that_the_next_one_removes(scratch: 
     ) as process:
         assert process.stdout is not None
         left = Path(process.stdout.readline().strip()).parent
-        beside = ipc.Directory()
+        beside = engine.Directory()
         assert left.is_dir(), "somebody is alive in it"
         process.kill()
-    after = ipc.Directory()
+    after = engine.Directory()
     assert not left.exists()
     assert {Path(each.path).parent for each in (beside, after)} == set(scratch.iterdir())
     for each in (beside, after):
@@ -54,11 +54,11 @@ def test_a_killed_process_leaves_a_directory_that_the_next_one_removes(scratch: 
 
 
 def test_what_is_not_ours_stays(scratch: Path) -> None:
-    (scratch / f"{ipc.PREFIX}of-a-user").mkdir()  # without a lock: somebody is about to make it
-    (scratch / f"{ipc.PREFIX}file").touch()
-    (scratch / f"{ipc.PREFIX}link").symlink_to(scratch)
+    (scratch / f"{engine.PREFIX}of-a-user").mkdir()  # without a lock: somebody is about to make it
+    (scratch / f"{engine.PREFIX}file").touch()
+    (scratch / f"{engine.PREFIX}link").symlink_to(scratch)
     names = set(scratch.iterdir())
-    ipc.Directory().remove()
+    engine.Directory().remove()
     assert set(scratch.iterdir()) == names
 
 
@@ -83,8 +83,8 @@ def test_one_that_is_removed_while_it_is_made_is_made_again(
                 path.unlink()
                 path.parent.rmdir()
 
-    monkeypatch.setattr(ipc, "FileLock", Late)
-    directory = ipc.Directory()
+    monkeypatch.setattr(engine, "FileLock", Late)
+    directory = engine.Directory()
     assert len(made) == 2 and Path(directory.path).parent == made[1]
     directory.remove()
 

@@ -24,8 +24,7 @@ from pccl.protocol.master.effects import Refusal
 from pccl.protocol.master.recovery import REFUSED_MAX
 from pccl.runtime import limits
 from pccl.runtime.filelock import FileLock, Taken
-from pccl.runtime.server.journal import JournalError, JournalFile, State
-from pccl.runtime.server.scribe import OnError, Scribe
+from pccl.runtime.server.journal import JournalError, JournalFile, OnError, Scribe, State
 from pccl.types import Result
 
 RUN = 7

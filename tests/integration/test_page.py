@@ -20,7 +20,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import AssociateStatus, EventStatus, WeightsStatus
 from pccl.runtime import limits
-from pccl.runtime.server import page
+from pccl.runtime.server import web
 from pccl.runtime.server.web import Web
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
@@ -71,11 +71,11 @@ def seen(address: str, home: Path) -> str:
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_else_runs() -> None:
-    body, policy = page.load()
+    body, policy = web.load()
     text = body.decode()
     assert policy.count("'sha256-") == 2 and "unsafe" not in policy
     assert policy.startswith("default-src 'none'; ") and "frame-ancestors 'none'" in policy
-    assert len(page.INLINE.findall(text)) == 2 == len(re.findall("<(?:script|style)", text))
+    assert len(web.INLINE.findall(text)) == 2 == len(re.findall("<(?:script|style)", text))
     addresses = re.findall(r"""(?:href|src|url)\s*[=(]\s*["']?([^"')>]*)""", text)
     assert {*addresses} <= {"data:,", "status.json", "metrics", "events", "healthz", "#${tip}"}
     assert re.findall(r"https?://[^\"]*", text) == ["http://www.w3.org/2000/svg"]  # a name

@@ -16,8 +16,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.master import Master, inputs
 from pccl.runtime import limits
 from pccl.runtime.inline import combine
-from pccl.runtime.server.eventfile import read
-from pccl.runtime.server.eventlog import EventLog
+from pccl.runtime.server.eventlog import EventLog, read
 
 WORK = m.Work(m.CollectiveKind.ALL_REDUCE, 0, 10, 1000)
 BEGAN = inputs.Began(7, None, None)

@@ -21,7 +21,7 @@ from errors_page import listed
 import pccl
 from pccl.runtime.client.call import Call
 from pccl.runtime.client.client import Client
-from pccl.runtime.client.staging import Staging, Verdict
+from pccl.runtime.client.sync import Staging, Verdict
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 MIB = 1 << 20
@@ -159,7 +159,7 @@ import os, signal, sys
 import numpy as np
 import pccl
 from cluster import gather
-from pccl.runtime.client.staging import Staging
+from pccl.runtime.client.sync import Staging
 
 judged = []
 

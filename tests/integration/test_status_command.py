@@ -24,7 +24,7 @@ from pccl.cli import top
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import WAITS_MAX, AssociateStatus, WeightsStatus
-from pccl.runtime.server.metrics import exposition
+from pccl.runtime.server.web import exposition
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from pccl.runtime import limits, race, resolve
 from pccl.runtime.client import connection as connection_module
 from pccl.runtime.client import engine as engine_module
 from pccl.runtime.client import streams
-from pccl.runtime.client.dealer import Dealer
+from pccl.runtime.client.connection import Dealer
 from pccl.runtime.client.engine import (
     ANOTHER,
     FAILED,

@@ -25,9 +25,8 @@ from pccl.master_node import serve_until_signal
 from pccl.protocol.master import Status
 from pccl.protocol.master.status import snapshot
 from pccl.runtime import limits
-from pccl.runtime.server.inquiries import Inquiries
-from pccl.runtime.server.metrics import exposition
-from pccl.runtime.server.web import Unanswered, Web, target
+from pccl.runtime.server.server import Inquiries
+from pccl.runtime.server.web import Unanswered, Web, exposition, target
 from pccl.support.text import parse_address
 
 ROOT = Path(__file__).resolve().parents[2]

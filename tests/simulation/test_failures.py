@@ -12,7 +12,7 @@ from pccl.protocol.master.collectives import SMALL_BYTES_MAX
 from pccl.protocol.master.outbox import WHY_MAX
 from pccl.protocol.peer import Peer
 from pccl.protocol.peer.effects import Fail, Fault, Send
-from pccl.protocol.peer.knowledge import OUTCOMES_KEPT
+from pccl.protocol.peer.state import OUTCOMES_KEPT
 from pccl.runtime.limits import STRANGER_BYTES
 from pccl.types import Result
 

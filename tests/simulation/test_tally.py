@@ -26,7 +26,7 @@ from pccl.protocol.master.tally import (
 from pccl.protocol.messages import CollectiveKind
 from pccl.protocol.peer.calls import State
 from pccl.protocol.peer.effects import Send
-from pccl.runtime.server.metrics import exposition
+from pccl.runtime.server.web import exposition
 
 SMALL = m.Work("all_reduce", 0, 0, 4)
 

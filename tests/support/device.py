@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pccl.runtime.client.devices import Piece
+from pccl.runtime.client.memory import Piece
 from pccl.tensors.arrays import Buffer
 
 

@@ -21,7 +21,7 @@ from pccl.cli.chaos.shrink import shrink
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.record import Line, Told
-from pccl.runtime.server.eventfile import EventFile
+from pccl.runtime.server.eventlog import EventFile
 
 MOMENTS = sorted(follower.MOMENTS)
 

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from pccl import cuda  # noqa: E402
-from pccl.runtime.client.copies import Stretch  # noqa: E402
+from pccl.runtime.client.memory import Stretch  # noqa: E402
 from pccl.tensors.arrays import Buffer  # noqa: E402
 
 

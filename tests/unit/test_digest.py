@@ -11,7 +11,7 @@ import xxhash
 
 from pccl.ext import ffi, lib
 from pccl.protocol import messages as m
-from pccl.runtime.client.staging import Region, Staging
+from pccl.runtime.client.sync import Region, Staging
 from pccl.runtime.digest import LEAF_BYTES, digest, digests
 from pccl.runtime.spans import SPAN_BYTES, each_span
 from pccl.types import DataType

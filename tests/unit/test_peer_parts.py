@@ -10,11 +10,11 @@ import msgspec
 import pytest
 from handlers import takes_what_it_is_given
 
-from pccl.calls import launch
+from pccl.calls import collective
 from pccl.protocol import messages as m
 from pccl.protocol.follower.machine import Follower
 from pccl.protocol.peer import Peer
-from pccl.protocol.peer.calls import Collective
+from pccl.protocol.peer.calls import Collective, Votes, timed_out
 from pccl.protocol.peer.collectives import Collectives
 from pccl.protocol.peer.effects import (
     AbortOp,
@@ -29,6 +29,7 @@ from pccl.protocol.peer.effects import (
     Follow,
     Measure,
     OpenStream,
+    Outbox,
     Reduced,
     RegisterOp,
     Send,
@@ -36,15 +37,9 @@ from pccl.protocol.peer.effects import (
     StartTransfer,
     Synced,
 )
-from pccl.protocol.peer.failures import timed_out
-from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
-from pccl.protocol.peer.knowledge import Knowledge
-from pccl.protocol.peer.optimisations import Optimisations
-from pccl.protocol.peer.outbox import Outbox
+from pccl.protocol.peer.state import Ghosts, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.peer.synchronisations import Synchronisations
-from pccl.protocol.peer.transfers import Transfer, Transfers
-from pccl.protocol.peer.votes import Votes
+from pccl.protocol.peer.transfers import Optimisations, Synchronisations, Transfer, Transfers
 from pccl.types import Result
 
 WORK = m.Work("all_reduce", 0, 10, 1000)
@@ -241,8 +236,8 @@ def test_every_message_of_the_master_concerns_a_part() -> None:
 
 
 def test_every_fault_is_an_exception_of_the_api() -> None:
-    assert launch._ERRORS.keys() == {*Fault}
-    assert len({*launch._ERRORS.values()}) == len(Fault)
+    assert collective._ERRORS.keys() == {*Fault}
+    assert len({*collective._ERRORS.values()}) == len(Fault)
 
 
 def steps_to_start(size: int, rings: int) -> int:

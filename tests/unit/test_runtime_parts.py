@@ -11,7 +11,7 @@ from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Deadline
 from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.memory import Pool
-from pccl.runtime.client.pending import PendingCalls
+from pccl.runtime.client.ops import PendingCalls
 from pccl.runtime.server import pulse
 from pccl.types import Result
 

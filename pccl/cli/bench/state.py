@@ -32,7 +32,7 @@ from pccl.cli.arguments import whole_number
 from pccl.cli.bench import common
 from pccl.cli.bench.common import PEERS_MAX, BenchError, collect, follow_parent, processes
 from pccl.ext import ffi, lib
-from pccl.runtime.client.staging import reserve
+from pccl.runtime.client.sync import reserve
 from pccl.runtime.digest import digests
 
 _WAYS = ("newcomer", "equal", "lanes", "hash", "copy", "memory")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pccl.protocol.master.record import Gap, Line
-from pccl.runtime.server.eventfile import VERSION, Damaged, Head, files, read
+from pccl.runtime.server.eventlog import VERSION, Damaged, Head, files, read
 
 _LAST_UNIX_S = 253402300800  # the year 10000
 

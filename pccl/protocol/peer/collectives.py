@@ -23,7 +23,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.calls import Collective, Event, State
+from pccl.protocol.peer.calls import GONE, WHY_MAX, Collective, Event, State, failed, timed_out
 from pccl.protocol.peer.effects import (
     AbortOp,
     Answer,
@@ -31,15 +31,13 @@ from pccl.protocol.peer.effects import (
     CommitOp,
     Fail,
     Fault,
+    Outbox,
     Reduced,
     RegisterOp,
     StartOp,
     Store,
 )
-from pccl.protocol.peer.failures import GONE, WHY_MAX, failed, timed_out
-from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
-from pccl.protocol.peer.knowledge import OUTCOMES_KEPT, Knowledge
-from pccl.protocol.peer.outbox import Outbox
+from pccl.protocol.peer.state import OUTCOMES_KEPT, Ghosts, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.ring import RingPlace, is_direct, may_begin, places
 from pccl.protocol.rounds import WITHDRAWN, Kind

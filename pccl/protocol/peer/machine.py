@@ -33,18 +33,25 @@ from typing import Any
 import msgspec
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.calls import ENTERING, NO_ROWS, Collective, Rows, State
+from pccl.protocol.peer.calls import (
+    ENTERING,
+    GONE,
+    NO_ROWS,
+    WHY_MAX,
+    Collective,
+    Rows,
+    State,
+    Vote,
+    Votes,
+    abandoned,
+    refused,
+    timed_out,
+)
 from pccl.protocol.peer.collectives import Collectives
-from pccl.protocol.peer.effects import Answer, Arrange, Effect, Fail, Fault, Waits
-from pccl.protocol.peer.failures import GONE, WHY_MAX, abandoned, refused, timed_out
-from pccl.protocol.peer.ghosts import Ghosts, Withdrawals
-from pccl.protocol.peer.knowledge import NO_PLAN, NO_WORLD, Knowledge
-from pccl.protocol.peer.optimisations import Optimisations
-from pccl.protocol.peer.outbox import Outbox
+from pccl.protocol.peer.effects import Answer, Arrange, Effect, Fail, Fault, Outbox, Waits
+from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, Ghosts, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
-from pccl.protocol.peer.synchronisations import Synchronisations
-from pccl.protocol.peer.transfers import Transfer, Transfers
-from pccl.protocol.peer.votes import Vote, Votes
+from pccl.protocol.peer.transfers import Optimisations, Synchronisations, Transfer, Transfers
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
 from pccl.types import Result
 

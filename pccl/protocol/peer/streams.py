@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from pccl.protocol import messages as m
-from pccl.protocol.peer.effects import CloseStream, OpenStream
-from pccl.protocol.peer.knowledge import Knowledge
-from pccl.protocol.peer.outbox import Outbox
+from pccl.protocol.peer.effects import CloseStream, OpenStream, Outbox
+from pccl.protocol.peer.state import Knowledge
 from pccl.protocol.ring import successors
 
 

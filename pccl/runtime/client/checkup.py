@@ -10,9 +10,8 @@ import zmq
 from pccl.errors import MasterLostError, PCCLError
 from pccl.protocol import messages as m
 from pccl.runtime import limits
-from pccl.runtime.client.dealer import Dealer, DealerEvent
+from pccl.runtime.client.connection import Dealer, DealerEvent, Identity
 from pccl.runtime.client.engine import Engine, EngineOptions
-from pccl.runtime.client.identity import Identity
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import everywhere, further_hosts, reachable
 from pccl.security import Security

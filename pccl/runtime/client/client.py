@@ -21,11 +21,9 @@ from pccl.protocol.rounds import Grace
 from pccl.runtime import forks, limits, tcp
 from pccl.runtime.client.call import Call, End
 from pccl.runtime.client.endpoint import Endpoint, Hello
-from pccl.runtime.client.engine_events import EngineEvents
 from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.memory import Operands, Pieces, Pool
-from pccl.runtime.client.pending import PendingCalls
-from pccl.runtime.client.performer import Performer
+from pccl.runtime.client.ops import EngineEvents, PendingCalls, Performer
 from pccl.runtime.client.progress import Progress
 from pccl.runtime.client.shortcut import Shortcut
 from pccl.runtime.client.streams import Refused

@@ -1,4 +1,4 @@
-"""The connection to the master, and the attempts to reconnect when it breaks.
+"""The connection to the master: who this peer is, the socket, and what is done when it breaks.
 
 A broken connection is replaced: new ones are opened, one after another, until the master answers or
 the time limit expires. The master's name is resolved again for each.
@@ -7,22 +7,212 @@ the time limit expires. The master's name is resolved again for each.
 from __future__ import annotations
 
 import logging
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Any, Protocol
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
+from pccl.ext.mail import Mail
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.runtime import limits
-from pccl.runtime.client.dealer import Dealer, DealerEvent
-from pccl.runtime.client.identity import Identity
+from pccl.runtime.client.engine import EngineOptions
 from pccl.runtime.config import Config
+from pccl.runtime.curve import new_keys, require_curve, secure_client
 from pccl.runtime.resolve import Found, Resolver
 from pccl.runtime.waiter import Waiter
+from pccl.security import KeyPair, Security
 from pccl.support.text import address_text
 from pccl.types import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One peer's credentials, which do not change during its life.
+
+    Attributes:
+        token: the password with which the master may dial it.
+        keys: the key pair that the master allows, if encrypted; several peers may share it.
+        master_key: the master's public key, if encrypted.
+        lanes: the key pair of its streams, if encrypted. It is unique to this peer, so a peer that
+            opens a stream to it knows that it has reached this one.
+    """
+
+    token: str
+    keys: KeyPair | None = None
+    master_key: str = ""
+    lanes: KeyPair | None = None
+
+    @classmethod
+    def of(cls, security: Security | None) -> Identity:
+        """New credentials.
+
+        Raises:
+            PCCLError: INVALID_USAGE: keys are missing or unsafe.
+        """
+        token = secrets.token_hex(16)
+        if security is None:
+            return cls(token)
+        require_curve()
+        return cls(token, security.peer_keys(), security.master_key(), new_keys())
+
+    @property
+    def curve(self) -> str:
+        """The public key of its streams; empty without keys."""
+        return "" if self.lanes is None else self.lanes.public
+
+    def guard(self, options: EngineOptions) -> EngineOptions:
+        """The options of an engine that accepts only expected peers and the master."""
+        if self.lanes is None:
+            return replace(options, dialler=self.token.encode())
+        return replace(
+            options,
+            curve_public=self.lanes.public.encode(),
+            curve_secret=self.lanes.secret.encode(),
+            dialler=self.master_key.encode(),
+        )
+
+    def secure(self, dealer: zmq.Socket[Any]) -> None:
+        """Sets the keys of a socket that will connect to the master."""
+        if self.keys is not None:
+            secure_client(dealer, self.keys, self.master_key)
+
+
+BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+
+
+# Not -1: libzmq would then discard the unread messages of a connection that breaks, such as a
+# master's last words.
+_NEVER_MS = 1 << 30
+
+
+class DealerEvent(Enum):
+    """An event of a connection, from its monitor."""
+
+    UP = auto()
+    BROKEN = auto()
+    HANDSHAKE_FAILED = auto()
+    NOT_ALLOWED = auto()
+
+
+class Dealer:
+    """A connection to the master, from the first attempt to its end.
+
+    Args:
+        context: of the sockets.
+        host: numeric address of the master; libzmq would resolve a name in its own thread.
+        port: port of the master.
+        config: timings and limits.
+        secure: sets a socket's keys.
+
+    Attributes:
+        unsent: what was said since the last `flush`, encoded.
+
+    Raises:
+        OSError: the system provides no socket.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        host: str,
+        port: int,
+        config: Config,
+        secure: Callable[[zmq.Socket[bytes]], None],
+    ) -> None:
+        options = {
+            zmq.LINGER: limits.LAST_WORDS_MS,
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: 0,
+            zmq.RECONNECT_IVL: _NEVER_MS,  # MasterConnection replaces broken connections
+            zmq.IMMEDIATE: 0,
+            zmq.MAXMSGSIZE: m.MESSAGE_BYTES_MAX,
+            zmq.CONNECT_TIMEOUT: int(config.handshake_timeout_s * 1000),
+            zmq.HANDSHAKE_IVL: int(config.handshake_timeout_s * 1000),
+            zmq.HEARTBEAT_IVL: config.heartbeat_ms,
+            zmq.HEARTBEAT_TIMEOUT: config.heartbeat_timeout_ms,
+            zmq.IPV6: int(":" in host),
+        }
+        self._up = False
+        self.unsent: list[bytes] = []
+        try:
+            self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+            try:
+                for option, value in options.items():
+                    self.socket.setsockopt(option, value)
+                secure(self.socket)
+                self.monitor = self.socket.get_monitor_socket(
+                    zmq.EVENT_HANDSHAKE_SUCCEEDED
+                    | BROKEN
+                    | HANDSHAKE_FAILED
+                    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                )
+                self._mail = Mail(self.socket)
+                self.socket.connect(f"tcp://{address_text(host, port)}")
+            except BaseException:
+                self.socket.close(linger=0)  # with its monitor
+                raise
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, f"no connection can be opened: {error}") from None
+
+    def say(self, message: m.PeerMessage) -> None:
+        """Keeps a message until `flush`, which sends those of one moment together."""
+        self.unsent.append(m.encode(message))
+
+    def flush(self) -> bool:
+        """Sends what was said. Whether there are messages to be heard now."""
+        unsent, self.unsent = self.unsent, []
+        waiting = False
+        try:
+            for frame in m.frames(unsent):
+                waiting = self._mail.send(frame)
+        except zmq.Again:
+            return True  # the connection broke; its monitor knows why, and is read next
+        return waiting
+
+    def heard(self) -> Iterator[m.MasterMessage]:
+        """All messages so far.
+
+        Raises:
+            ProtocolError: the master has sent something else.
+        """
+        for frame in self._mail.take():
+            yield from map(m.decode_from_master, m.opened(frame))
+
+    def events(self) -> Iterator[DealerEvent]:
+        """All events so far."""
+        while True:
+            try:
+                frames = self.monitor.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            event = self._event(parse_monitor_message(frames)["event"])
+            self._up = event is DealerEvent.UP
+            yield event
+
+    @staticmethod
+    def _event(number: int) -> DealerEvent:
+        if number == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return DealerEvent.UP
+        if number & zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            return DealerEvent.NOT_ALLOWED
+        return DealerEvent.HANDSHAKE_FAILED if number & HANDSHAKE_FAILED else DealerEvent.BROKEN
+
+    def close(self) -> None:
+        """Closes the connection; if it is established, what was said is still sent."""
+        self.flush()
+        for _ in self.events():  # updates whether it is connected
+            pass
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=None if self._up else 0)
+
 
 log = logging.getLogger("pccl")
 

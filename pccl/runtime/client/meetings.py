@@ -1,20 +1,276 @@
-"""Streams to peers to which nobody can connect: where this peer meets them, and they it."""
+"""Streams between peers of which neither can connect to the other: both come to a meeting point.
+
+A peer behind NAT can connect, and nobody can connect to it. So the sender of a stream to it, or a
+third peer that relays, listens, and both ends of each lane connect there. They speak SOCKS 5
+(RFC 1928), as libzmq does, up to the answer; the destination that they ask for is a token, which
+the master has passed on, and a side. From then on their bytes pass through the C core's pump,
+without the interpreter. So both ends authenticate each other as ever, and encrypt if they have
+keys. Who names no token that is expected here is sent away.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import queue
 import secrets
-from collections.abc import Callable
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
 
+from pccl.ext import lib
 from pccl.protocol import messages as m
 from pccl.runtime import limits
 from pccl.runtime.client.engine import Engine
-from pccl.runtime.client.meeting import TAKES, MeetingPoint
 from pccl.runtime.config import Config
 from pccl.runtime.resolve import Found, Resolver, Ways
 from pccl.support.text import address_text
 
 log = logging.getLogger("pccl")
+
+SENDS, TAKES = 1, 2  # the sides, as ports of a destination
+VERSION, CONNECT, IPV6 = 5, 1, 4  # of SOCKS
+REQUEST_BYTES = 22  # with an IPv6 address, in which the token is, and a port
+WELCOME = bytes((VERSION, 0))  # no further proof is asked for
+JOINED = bytes((VERSION, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+UNSENT_BYTES = 1 << 17  # as in c/engine/tcp.h; tcp.c has the reasons
+UNSENT_OPTION, PACING_OPTION = getattr(socket, "TCP_NOTSENT_LOWAT", 25), 47
+_JOINT = struct.Struct("@qq")  # a pccl_joint
+
+
+class _Invalid(Exception):
+    """A connection says something else."""
+
+
+class _Guest:
+    """A connection that has come."""
+
+    def __init__(self, connection: socket.socket, until_s: float) -> None:
+        self.connection, self.until_s = connection, until_s
+        self.said = b""
+        self.greeted = False
+        self.place: tuple[str, int] | None = None  # the token and the side
+
+    def hear(self) -> bool:
+        """Reads what has come. Whether its place is known now, and was not before.
+
+        Raises:
+            OSError, _Invalid: it is to be sent away.
+        """
+        try:
+            data = self.connection.recv(limits.GUEST_BYTES)
+        except BlockingIOError:
+            return False
+        self.said += data
+        if not data or self.place is not None or len(self.said) > limits.GUEST_BYTES:
+            raise _Invalid
+        if not self.greeted and self._greeting():
+            self.greeted = True
+            self.connection.sendall(WELCOME)
+        return self.greeted and self._request()
+
+    def _greeting(self) -> bool:
+        said = self.said
+        if said[0] != VERSION:
+            raise _Invalid
+        if len(said) < 2 or len(said) < 2 + said[1]:
+            return False
+        self.said = said[2 + said[1] :]
+        return True
+
+    def _request(self) -> bool:
+        said = self.said
+        if len(said) < REQUEST_BYTES:
+            return False
+        if said[:4] != bytes((VERSION, CONNECT, 0, IPV6)) or len(said) > REQUEST_BYTES:
+            raise _Invalid
+        side = int.from_bytes(said[-2:], "big")
+        if side not in (SENDS, TAKES):
+            raise _Invalid
+        self.place = said[4:-2].hex(), side
+        return True
+
+
+class MeetingPoint:
+    """A meeting point and its two threads.
+
+    Attributes:
+        port: where it listens.
+
+    Args:
+        host: the address to listen on; "::" for IPv6 and IPv4.
+        ports: it listens on the first free one; empty: any port.
+        limit_s: how long who has come waits for the other side.
+
+    Raises:
+        OSError: it cannot listen, or the system provides no thread.
+    """
+
+    def __init__(self, host: str, ports: Sequence[int], limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._told: queue.SimpleQueue[str] = queue.SimpleQueue()  # tokens, by other threads
+        self._expected: dict[str, float] = {}  # until when
+        self._guests: dict[socket.socket, _Guest] = {}
+        self._waiting: dict[tuple[str, int], list[_Guest]] = {}
+        self._closed = False
+        with contextlib.ExitStack() as made:
+            self._listener = made.enter_context(_listen(host, ports))
+            self.port = int(self._listener.getsockname()[1])
+            self._wake_in, self._wake_out = map(made.enter_context, socket.socketpair())
+            self._control, self._pump_end = map(made.enter_context, socket.socketpair())
+            self._selector = made.enter_context(selectors.DefaultSelector())
+            self._threads = [
+                threading.Thread(target=self._pump, name="pccl-pump", daemon=True),
+                threading.Thread(target=self._serve, name="pccl-meeting", daemon=True),
+            ]
+            self._wake_out.setblocking(False)
+            self._pump_end.setblocking(False)
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(self._wake_in, selectors.EVENT_READ, self._woken)
+            try:
+                for thread in self._threads:
+                    thread.start()
+            except RuntimeError as error:
+                self._control.close()
+                raise OSError(errno.EAGAIN, f"no thread for a meeting point: {error}") from None
+            self._opened = made.pop_all()
+
+    def expect(self, token: str) -> None:
+        """Joins, for a while from now on, connections that name this token; from any thread."""
+        self._told.put(token)
+        self._wake()
+
+    def close(self) -> None:
+        """Closes all connections, and returns when its threads have ended."""
+        self._closed = True
+        self._wake()
+        for thread in reversed(self._threads):
+            thread.join()
+        self._opened.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # it will wake up anyway
+            self._wake_out.send(b"\0")
+
+    def _pump(self) -> None:
+        status = lib.pccl_pump_run(self._pump_end.fileno())
+        if status < 0:
+            log.error("the meeting point cannot join connections any more (status %d)", status)
+
+    # ---- the thread that joins them ----
+
+    def _serve(self) -> None:
+        try:
+            while not self._closed:
+                due_s = min((guest.until_s for guest in self._guests.values()), default=None)
+                now_s = time.monotonic()
+                wait_s = None if due_s is None else max(0.0, due_s - now_s)
+                for key, _ in self._selector.select(wait_s):
+                    tell: Callable[[], None] = key.data
+                    tell()
+                self._expire(time.monotonic())
+        except Exception:
+            log.exception("the meeting point at port %d failed", self.port)
+        finally:
+            for guest in list(self._guests.values()):
+                self._send_away(guest)
+            self._control.close()  # which ends the pump
+
+    def _woken(self) -> None:
+        self._wake_in.recv(64)
+        while not self._told.empty():
+            token = self._told.get()
+            self._expected[token] = time.monotonic() + self._limit_s + limits.STREAM_LATE_S
+            self._join(token)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has gone already, or there are no descriptors
+            return
+        connection.setblocking(False)
+        if len(self._guests) >= limits.GUESTS_MAX:
+            self._send_away(min(self._guests.values(), key=lambda guest: guest.until_s))
+        guest = _Guest(connection, time.monotonic() + self._limit_s)
+        self._guests[connection] = guest
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(guest))
+
+    def _hear(self, guest: _Guest) -> None:
+        if guest.connection not in self._guests:
+            return  # joined or sent away in the same round
+        try:
+            placed = guest.hear()
+        except (OSError, _Invalid):
+            self._send_away(guest)
+            return
+        if placed:
+            assert guest.place is not None
+            self._waiting.setdefault(guest.place, []).append(guest)
+            self._join(guest.place[0])
+
+    def _join(self, token: str) -> None:
+        """Joins those that have come from both sides, if they are expected."""
+        senders, takers = (self._waiting.get((token, side), []) for side in (SENDS, TAKES))
+        while token in self._expected and senders and takers:
+            pair = senders[0], takers[0]
+            for guest in pair:
+                self._forget(guest)
+            try:
+                for guest in pair:
+                    _prepare(guest.connection)
+                    guest.connection.sendall(JOINED)
+            except OSError:  # one of them has gone: the other one will notice
+                for guest in pair:
+                    guest.connection.close()
+                continue
+            self._control.sendall(_JOINT.pack(*(guest.connection.detach() for guest in pair)))
+
+    def _forget(self, guest: _Guest) -> None:
+        del self._guests[guest.connection]
+        self._selector.unregister(guest.connection)
+        if guest.place is not None:
+            self._waiting[guest.place].remove(guest)
+            if not self._waiting[guest.place]:
+                del self._waiting[guest.place]
+
+    def _send_away(self, guest: _Guest) -> None:
+        self._forget(guest)
+        guest.connection.close()
+
+    def _expire(self, now_s: float) -> None:
+        for guest in [guest for guest in self._guests.values() if guest.until_s <= now_s]:
+            self._send_away(guest)
+        while self._expected and self._expected[next(iter(self._expected))] <= now_s:
+            del self._expected[next(iter(self._expected))]
+
+
+def _listen(host: str, ports: Sequence[int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in ports or (0,):
+        try:
+            listener = socket.create_server(
+                (host, port), family=family, backlog=128, dualstack_ipv6=host == "::"
+            )
+        except OSError as error:
+            if not ports or error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+        else:
+            listener.setblocking(False)
+            return listener
+    why = f"none of the ports {ports[0]} to {ports[-1]} is free for a meeting point"
+    raise OSError(errno.EADDRINUSE, f"{why}: it takes one more than the peer itself")
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Has the kernel send at once, and keep little unsent; pacing is not offered everywhere."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, UNSENT_OPTION, UNSENT_BYTES)
+        connection.setsockopt(socket.SOL_SOCKET, PACING_OPTION, struct.pack("@I", 0xFFFFFFFE))
 
 
 def destination(token: str, side: int) -> str:

@@ -1,25 +1,47 @@
-"""The memory that the engine refers to on behalf of a call: of a collective, or of shared state."""
+"""The memory of calls: arrays, pieces, and copies of what is on a device.
+
+Device memory is copied to the host before use, and changed content is copied back afterwards. This
+needs host memory of the same size, pinned so that the device can read and write it directly. Shared
+state is copied as a whole here; copies.py has the arrays of collectives.
+
+The engine uses host memory only. A large all-reduce is gradual: it starts when the first step of
+the contribution is on the host, the engine is told of each further one (`Client.ready`), and tells
+of each step of the result (`written`), which goes to the device at once. Other collectives are read
+as a whole before they start, and written when they have succeeded.
+
+What has been written may still be aborted. In place, the engine then restores the host's copy, and
+from there the device gets its content back. That is so however the call ends, also if nobody awaits
+it: a thread hears of its end, and settles the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
+from pccl import cuda
 from pccl.protocol import messages as m
 from pccl.protocol import small
-from pccl.protocol.messages import REDUCING
+from pccl.protocol.messages import REDUCING, CollectiveKind
+from pccl.protocol.peer import effects
 from pccl.protocol.peer.calls import NO_ROWS, Rows
-from pccl.runtime.client.call import Call
+from pccl.protocol.ring import QUANTUM, is_direct, span
+from pccl.runtime.client.call import Call, End
 from pccl.runtime.inline import contribution
 from pccl.runtime.quantization import wire_bytes
+from pccl.runtime.uninterrupted import insist
 from pccl.tensors.arrays import Buffer
-from pccl.types import ReduceOp
+from pccl.types import DeviceType, ReduceOp
 
 if TYPE_CHECKING:
     import numpy as np
+
 
 Pieces = list[tuple[int, int, int]]  # (piece number, address, bytes)
 
@@ -155,3 +177,393 @@ class Pool:
     owner: object
     reader: Call | None = None
     limit: int = 0
+
+
+class HostMemory(Protocol):
+    """Host memory that a device copies from and to; freed with this object."""
+
+    def data_ptr(self) -> int:
+        """Its address."""
+
+
+class Mark(Protocol):
+    """A copy that has begun."""
+
+    def synchronize(self) -> None:
+        """Returns when it is complete."""
+
+
+class Piece(Protocol):
+    """The bytes begin <= i < end of a buffer on a device, and of its copy on the host."""
+
+    @property
+    def buffer(self) -> Buffer:
+        """The buffer."""
+
+    @property
+    def host(self) -> HostMemory:
+        """Its copy."""
+
+    @property
+    def begin(self) -> int:
+        """The first byte."""
+
+    @property
+    def end(self) -> int:
+        """The byte after the last one."""
+
+
+class Pipe(Protocol):
+    """Copies in both directions at once, in each one after the other."""
+
+    def read(self, piece: Piece) -> Mark:
+        """Begins to copy from the device."""
+
+    def write(self, piece: Piece) -> Mark:
+        """Begins to copy to the device."""
+
+
+class Device(Protocol):
+    """Copies between host memory and one kind of device; copies are complete after `wait`."""
+
+    def pipe(self, buffers: Sequence[Buffer]) -> Pipe:
+        """Copies of these buffers, after all work that this thread has queued for the device now,
+        and independent of what it queues later."""
+
+    def allocate(self, nbytes: int) -> HostMemory:
+        """Host memory."""
+
+    def read(self, host: HostMemory, buffer: Buffer) -> None:
+        """Begins to copy from the device, after all work that the program has queued there."""
+
+    def write(self, buffer: Buffer, host: HostMemory) -> None:
+        """Begins to copy to the device."""
+
+    def wait(self) -> None:
+        """Returns when all copies are complete."""
+
+
+class HostView:
+    """Buffers as host memory: those on a device as copies, the others as they are.
+
+    Args:
+        buffers: the buffers.
+        unread: indices of buffers whose content is not needed on the host.
+
+    Raises:
+        UnsupportedError: a buffer is on a device that does not exist.
+    """
+
+    def __init__(self, buffers: Sequence[Buffer], unread: Container[int] = ()) -> None:
+        self._buffers = buffers
+        self._copies: dict[int, HostMemory] = {}
+        self._device: Device | None = None
+        for index, buffer in enumerate(buffers):
+            if buffer.device_type is DeviceType.CPU or buffer.nbytes == 0:
+                continue
+            if self._device is None:
+                self._device = cuda.device()
+            self._copies[index] = host = self._device.allocate(buffer.nbytes)
+            if index not in unread:
+                self._device.read(host, buffer)
+        if self._device is not None:
+            self._device.wait()
+
+    def address(self, index: int) -> int:
+        """The host address of the buffer with this index."""
+        if index in self._copies:
+            return self._copies[index].data_ptr()
+        return self._buffers[index].address
+
+    def copied(self, index: int) -> bool:
+        """Whether the host address of that buffer is that of a copy."""
+        return index in self._copies
+
+    def write_back(self, changed: Iterable[int]) -> None:
+        """Copies the buffers with these indices back to their devices."""
+        if self._device is None:
+            return
+        for index in changed:
+            if index in self._copies:
+                self._device.write(self._buffers[index], self._copies[index])
+        self._device.wait()
+
+
+# elements, in whole quanta: 4 MiB of float32. More than travel with a vote, which may be sent when
+# the first step of a gradual contribution is on the host
+STEP = 1 << 20
+
+
+class Caller(Protocol):
+    """The part of the client that copies use."""
+
+    def ready(self, call: Call, offset: int, length: int) -> None:
+        """Says that the contribution is on the host between these offsets."""
+
+    def withdraw(self, call: Call, why: str) -> None:
+        """Withdraws a call."""
+
+    def hear(self, call: Call, told: Callable[[End], None]) -> None:
+        """Calls `told` when a call has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """The bytes begin <= i < end of a buffer on a device, and of its copy on the host."""
+
+    buffer: Buffer
+    host: HostMemory
+    begin: int
+    end: int
+
+
+@dataclass(slots=True)
+class Step:
+    """What must be read before the offsets of a step can move, and written when they are final."""
+
+    begin: int
+    end: int
+    reads: list[Stretch] = field(default_factory=list)
+    writes: list[Stretch] = field(default_factory=list)
+
+
+class Copies:
+    """The copies of one collective: `begin`, launch it, `go_on`, and `settle` when it has ended.
+
+    Args:
+        pipe: makes them.
+        steps: what is copied, by the engine's number of the step.
+        order: these numbers, in the order in which they are read.
+        gradual: whether the engine is told of each step, and tells of each; else there is one.
+        in_place: whether results overwrite contributions before the call has succeeded.
+
+    Attributes:
+        wide: what its result on the host must first be made of.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipe,
+        steps: Sequence[Step],
+        order: Iterable[int],
+        gradual: bool,
+        in_place: bool,
+    ) -> None:
+        self.wide: Wide | None = None
+        self._pipe, self._steps = pipe, steps
+        self._gradual, self._in_place = gradual, in_place
+        self._notes: queue.SimpleQueue[int | End] = queue.SimpleQueue()
+        self._written: set[int] = set()
+        self._writes: list[Mark] = []
+        self._claim, self._settled = threading.Lock(), threading.Event()
+        self._failed: Exception | None = None
+        self._order, self._reads = tuple(order), dict[int, list[Mark]]()
+
+    @property
+    def are_settled(self) -> bool:
+        """Whether the call has ended, and the device has what it is to have."""
+        return self._settled.is_set()
+
+    def written(self, step: int) -> None:
+        """The engine tells that a step of the result is on the host."""
+        self._notes.put(step)
+
+    def begin(self) -> None:
+        """Begins to read; returns when the first step is on the host."""
+        for number in self._order:
+            self._reads[number] = [self._pipe.read(each) for each in self._steps[number].reads]
+        for mark in self._reads[self._order[0]]:
+            mark.synchronize()
+
+    def go_on(self, client: Caller, call: Call) -> None:
+        """The call has been launched: copies what is left, in a thread, until it has ended."""
+        work = threading.Thread(target=self._run, args=(client, call), name="pccl-copies")
+        work.daemon = True
+        client.hear(call, self._notes.put)
+        work.start()
+
+    def settle(self) -> None:
+        """Returns when the device has what it is to have; the call has ended.
+
+        Raises:
+            Exception: the device could not copy.
+        """
+
+        def wait() -> None:
+            self._settled.wait()
+
+        insist(wait)
+        if self._failed is not None:
+            raise self._failed
+
+    def let_go(self) -> None:
+        """The same after an exception, at whatever moment it came."""
+        if self._claim.acquire(blocking=False):  # the thread has not begun, and will do nothing
+            for mark in itertools.chain(*self._reads.values()):
+                mark.synchronize()
+        else:
+            self._settled.wait()
+
+    def _run(self, client: Caller, call: Call) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
+        reader = threading.Thread(target=self._read, args=(client, call), name="pccl-read")
+        reader.daemon = True
+        try:
+            reader.start()
+        except RuntimeError:  # no thread can be started: first read, then write
+            self._read(client, call)
+        end = self._write_what_is_told()
+        if reader.ident is not None:
+            reader.join()
+        try:
+            self._conclude(end)
+        except Exception as error:
+            self._failed = self._failed or error
+        finally:
+            self._settled.set()
+
+    def _read(self, client: Caller, call: Call) -> None:
+        """Tells the engine of each step that has been read."""
+        try:
+            for number, marks in self._reads.items():
+                for mark in marks:
+                    mark.synchronize()
+                if self._gradual:
+                    step = self._steps[number]
+                    client.ready(call, step.begin, step.end - step.begin)
+        except Exception as error:
+            self._failed = error
+            client.withdraw(call, f"its arrays cannot be copied from the device: {error}")
+
+    def _write_what_is_told(self) -> End:
+        """Begins to write each step of the result that is told, until the call has ended."""
+        while isinstance(note := self._notes.get(), int):
+            try:
+                self._write(note)
+            except Exception as error:
+                self._failed = self._failed or error
+        return note
+
+    def _write(self, number: int) -> None:
+        self._written.add(number)
+        self._writes += map(self._pipe.write, self._steps[number].writes)
+
+    def _conclude(self, end: End) -> None:
+        """Writes what is left of the result, or what the engine has restored."""
+        if isinstance(end, effects.Answer):
+            if self.wide is not None:
+                assert isinstance(end.value, effects.Reduced)
+                self.wide.narrow(end.value.world_size)
+            left = set(range(len(self._steps))) - self._written
+        else:
+            left = set(self._written) if self._in_place else set()
+        for number in sorted(left):
+            self._write(number)
+        for mark in self._writes:
+            mark.synchronize()
+
+
+def on_host(work: Operands, plan: m.Plan, number: int) -> tuple[Operands, Copies | None]:
+    """The same collective over host memory, and its copies; None: all arrays are there already.
+
+    Args:
+        work: the collective.
+        plan: the plan in force, by which the likely order of the chunks is known.
+        number: this peer's.
+
+    Raises:
+        UnsupportedError: an array is on a device that does not exist.
+    """
+    buffers = [buffer for operand in work.each for buffer in (operand.send, operand.recv)]
+    if all(buffer.device_type is DeviceType.CPU for buffer in buffers):
+        return work, None
+    device = cuda.device()
+    gradual = work.work.what == CollectiveKind.ALL_REDUCE and span(work.work) > STEP
+    gradual &= not work.averages_integers
+    twins = _Twins(device.allocate)
+    each = tuple(map(twins.of, work.each))
+    in_place = any(operand.send.address == operand.recv.address for operand in each)
+    pipe = device.pipe([one.buffer for one in (*twins.read, *twins.written)])
+    if not gradual:
+        whole = Step(0, 0, twins.read, twins.written)
+        return replace(work, each=each), Copies(pipe, [whole], [0], False, in_place)
+    steps = _steps(work, twins.pairs)
+    copies = Copies(pipe, steps, _order(work.work, plan, number), True, in_place)
+    told = Gradual(STEP, copies.written)
+    return replace(work, each=each, gradual=told), copies
+
+
+class _Twins:
+    """The host's copies of buffers on devices. Of two that overlap there is one.
+
+    Attributes:
+        read: what is to be read, as a whole, before the collective.
+        written: what is to be written after it.
+        pairs: of each operand, what is to be read and written.
+    """
+
+    def __init__(self, allocate: Callable[[int], HostMemory]) -> None:
+        self._allocate = allocate
+        self.read: list[Stretch] = []
+        self.written: list[Stretch] = []
+        self.pairs: list[tuple[Stretch | None, Stretch | None]] = []
+
+    def of(self, operand: Operand) -> Operand:
+        """The operand over host memory."""
+        send, recv = operand.send, operand.recv
+        if send.address == recv.address or send.overlaps(recv):
+            larger = self._twin(max(send, recv, key=lambda buffer: buffer.nbytes))
+            twins = larger, larger
+        else:
+            twins = self._twin(send), self._twin(recv)
+        self.pairs.append(twins)
+        for found, where in zip(twins, (self.read, self.written), strict=True):
+            if found is not None:
+                where.append(found)
+        return Operand(_moved(send, twins[0]), _moved(recv, twins[1]), operand.count)
+
+    def _twin(self, buffer: Buffer) -> Stretch | None:
+        if buffer.device_type is DeviceType.CPU or buffer.nbytes == 0:
+            return None
+        return Stretch(buffer, self._allocate(buffer.nbytes), 0, buffer.nbytes)
+
+
+def _moved(buffer: Buffer, twin: Stretch | None) -> Buffer:
+    """The same elements in the host's copy."""
+    if twin is None:
+        return replace(buffer, device_type=DeviceType.CPU)
+    address = twin.host.data_ptr() + buffer.address - twin.buffer.address
+    owner = twin.host, buffer.owner
+    return replace(buffer, address=address, owner=owner, device_type=DeviceType.CPU)
+
+
+def _steps(work: Operands, pairs: Iterable[tuple[Stretch | None, Stretch | None]]) -> list[Step]:
+    """The copies of an all-reduce by step: of each operand, what is read and written."""
+    end = span(work.work)
+    steps = [Step(at, min(at + STEP, end)) for at in range(0, end, STEP)]
+    begin = 0  # the first offset of the operand
+    for operand, (read, written) in zip(work.each, pairs, strict=True):
+        for step in steps[begin // STEP : -(-(begin + operand.count) // STEP)]:
+            first, last = max(step.begin - begin, 0), min(step.end - begin, operand.count)
+            size = operand.send.dtype.itemsize
+            if read is not None:
+                step.reads.append(replace(read, begin=first * size, end=last * size))
+            if written is not None:
+                step.writes.append(replace(written, begin=first * size, end=last * size))
+        begin += -(-operand.count // QUANTUM) * QUANTUM
+    return steps
+
+
+def _order(work: m.Work, plan: m.Plan, number: int) -> Iterable[int]:
+    """The steps in the order in which this peer is likely to need them: first the segment that it
+    sends, then those that come to it, one after the other (c/pccl.h, THE RING)."""
+    order = plan.rings[0].order if plan.rings else ()
+    members, position = len(order), order.index(number) if number in order else 0
+    if number not in order or is_direct(work, plan.rings, plan.peers):
+        members, position = 1, 0
+    end, steps = span(work), dict[int, None]()
+    for segment in (each % members for each in range(position, position - members, -1)):
+        first, last = end * segment // members, end * (segment + 1) // members
+        steps |= dict.fromkeys(range(first // STEP, -(-last // STEP)))
+    return steps

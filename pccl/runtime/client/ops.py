@@ -1,15 +1,45 @@
-"""Turns the protocol's effects on ops, with the memory they concern, into orders to the engine."""
+"""The engine's ops: what the state machine orders is given to the engine, and what the engine tells
+is given back.
+
+Only the control thread uses it, until that has ended.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from pccl.protocol import messages as m
 from pccl.protocol.messages import EXCHANGES, CollectiveKind
-from pccl.protocol.peer import effects
+from pccl.protocol.peer import Peer, effects
+from pccl.protocol.peer.state import NO_PLAN
 from pccl.protocol.ring import RingPlace
-from pccl.runtime.client.engine import Engine, Part
+from pccl.runtime.client.call import Call, End, Leaf
+from pccl.runtime.client.connection import MasterConnection
+from pccl.runtime.client.engine import (
+    COMPLETE,
+    FAILED,
+    LEAF,
+    NO_MEMORY,
+    PROGRESS,
+    SETTLED,
+    STARVED,
+    STREAM_UP,
+    WRITTEN,
+    Engine,
+    Event,
+    Part,
+)
+from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.memory import Operands, Pool
+from pccl.runtime.client.streams import Streams
 from pccl.runtime.config import MIB, chunk_bytes
 from pccl.runtime.digest import LEAF_BYTES
+from pccl.runtime.inline import store
 from pccl.runtime.quantization import wire_format
+from pccl.types import Result
 
 TRANSFER_BYTES = 4 * MIB  # a transfer uses the chunk size of a segment of this size
 
@@ -100,3 +130,256 @@ def _chunk_bytes(rings: tuple[RingPlace, ...], memory: Operands | Pool, local: b
     assert isinstance(memory, Operands), "a ring moves the operands of a collective"
     members = rings[0].members if rings else 1
     return chunk_bytes(memory.nbytes, members, local, bool(memory.work.algorithm))
+
+
+log = logging.getLogger("pccl")
+
+
+class PendingCalls:
+    """Calls by number, and memory by op.
+
+    Args:
+        figures: count the calls.
+
+    Attributes:
+        memory: op -> what the engine refers to, or is about to.
+        closed: whether the control thread has ended; then calls are answered in their own threads.
+    """
+
+    def __init__(self, figures: Figures) -> None:
+        self._figures = figures
+        self.memory: dict[int, Operands | Pool] = {}
+        self.closed = False
+        self._calls: dict[int, Call] = {}
+        self._told: list[tuple[Call, End]] = []  # calls that have ended, and not heard of it yet
+
+    def __contains__(self, number: int) -> bool:
+        """Whether a call waits for its answer."""
+        return number in self._calls
+
+    def add(self, call: Call) -> None:
+        """Adds a call."""
+        self._calls[call.number] = call
+
+    def welcomed(self, message: m.Welcome) -> None:
+        """Tells all calls that the master has registered this peer."""
+        for call in self._calls.values():
+            call.put(message)
+
+    def note(self, effect: effects.Follow | effects.Measure | effects.Fetched) -> None:
+        """Tells a call something that is not its answer."""
+        self._calls[effect.call].put(effect)
+
+    def warn(self, peer: int, effect: effects.Waits) -> None:
+        """Logs which peers a call waits for."""
+        call = self._calls.get(effect.call)
+        if call is not None:
+            waited_s = time.monotonic() - call.began_s
+            log.warning("peer %d has waited %.0f s %s", peer, waited_s, effect.why)
+
+    def answer(self, effect: effects.Answer | effects.Fail) -> None:
+        """Ends a call; `tell` then delivers the answer."""
+        self.memory.pop(effect.call, None)  # no op of the engine needs it any more
+        call = self._calls.pop(effect.call, None)
+        if call is not None:
+            self._figures.ended(effect, call.began_s)
+        if call is not None and self.closed:  # made after the end, in the caller's own thread
+            call.put(effect)
+        elif call is not None:
+            self._told.append((call, effect))
+
+    def tell(self) -> None:
+        """Delivers the answers; last, because waking callers contends for the global lock."""
+        told, self._told = self._told, []
+        for call, end in told:
+            call.put(end)
+
+    def fail_all(self, over: effects.Fail | None) -> None:
+        """Fails every call that no one will answer any more, for the reason given."""
+        ended = effects.Fail(0, Result.INTERNAL_ERROR, "the communicator has ended")
+        for number in list(self._calls):
+            self.answer(replace(over or ended, call=number))
+        self.tell()
+
+
+class Performer:
+    """Performs effects, in their order.
+
+    Args:
+        peer: the state machine, which knows the run.
+        engine: moves bulk data.
+        streams: opens and closes the engine's streams.
+        master: the connection to it.
+        pending: the calls, and their memory.
+        local: whether a peer is on this machine.
+        figures: count the collectives.
+
+    Attributes:
+        heard: whether messages of the master may wait, of which no notice will come.
+        told: the same of the engine's events.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        engine: Engine,
+        streams: Streams,
+        master: MasterConnection,
+        pending: PendingCalls,
+        local: Callable[[m.PeerInfo], bool],
+        figures: Figures,
+    ) -> None:
+        self.heard = self.told = True
+        self._figures = figures
+        self._peer, self._engine, self._streams = peer, engine, streams
+        self._master, self._pending, self._local = master, pending, local
+        self._located, self._together = NO_PLAN, True
+        self._perform_by_type: dict[type, Callable[..., None]] = {
+            effects.Send: lambda effect: master.dealer.say(effect.message),
+            effects.RegisterOp: self._register,
+            effects.BeginOp: self._begin,
+            effects.StartOp: self._start,
+            effects.StartTransfer: self._start,
+            effects.CommitOp: lambda effect: engine.commit(effect.op),
+            effects.AbortOp: lambda effect: engine.abort(effect.op),
+            effects.Store: self._store,
+            effects.OpenStream: self._open_stream,
+            effects.CloseStream: lambda effect: streams.close(effect.stream),
+            effects.Arrange: lambda effect: streams.arranged(effect.message),
+            effects.Answer: pending.answer,
+            effects.Fail: pending.answer,
+            effects.Follow: pending.note,
+            effects.Measure: pending.note,
+            effects.Fetched: pending.note,
+            effects.Waits: lambda effect: pending.warn(peer.number, effect),
+        }
+
+    def perform(self, todo: list[effects.Effect]) -> None:
+        """Performs effects in order."""
+        for effect in todo:
+            self._perform_by_type[type(effect)](effect)
+
+    def flush(self) -> None:
+        """Sends all orders, and then all messages, which may depend on these."""
+        if self._engine.unsent:
+            self.told |= self._engine.flush()
+        if self._master.dealer.unsent:
+            self.heard |= self._master.dealer.flush()
+
+    def _register(self, effect: effects.RegisterOp) -> None:
+        register(self._engine, effect, self._pending.memory[effect.op])
+
+    def _begin(self, effect: effects.BeginOp) -> None:
+        begin(self._engine, effect, self._pending.memory[effect.op], self._all_local())
+
+    def _start(self, effect: effects.StartOp | effects.StartTransfer) -> None:
+        memory = self._pending.memory[effect.op]
+        start(self._engine, effect, memory, self._all_local())
+        if isinstance(memory, Operands):
+            self._figures.started(effect.op, memory.work.what)
+
+    def _all_local(self) -> bool:
+        """Whether all members are on this machine."""
+        if self._located is not self._peer.plan:  # once for all calls under this plan
+            self._located = self._peer.plan
+            self._together = all(map(self._local, self._located.peers))
+        return self._together
+
+    def _open_stream(self, effect: effects.OpenStream) -> None:
+        self._figures.opened()
+        self._streams.open(effect.stream, effect.to, self._peer.plan.nonce)
+
+    def _store(self, effect: effects.Store) -> None:
+        memory = self._pending.memory[effect.call]
+        assert isinstance(memory, Operands)
+        self._figures.stored(effect.call, memory.work.what)
+        for operand in memory.each:
+            store(operand.recv, effect.data)
+
+
+class EngineEvents:
+    """Reads the engine's events.
+
+    Args:
+        engine: sends them.
+        peer: the state machine, which handles them.
+        streams: knows to which peer a lost stream led.
+        pending: the memory that the engine releases, and the calls that receive leaves.
+        perform: performs the effects.
+        figures: count the collectives.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        peer: Peer,
+        streams: Streams,
+        pending: PendingCalls,
+        perform: Callable[[list[effects.Effect]], None],
+        figures: Figures,
+    ) -> None:
+        self._figures = figures
+        self._engine, self._peer, self._streams = engine, peer, streams
+        self._pending, self._perform = pending, perform
+
+    def read(self) -> None:
+        """Reads all events that have arrived.
+
+        Raises:
+            RuntimeError: the engine has stopped; the text says why.
+            Refused: this process gets no sockets for its streams.
+        """
+        for event in self._engine.events():
+            if event.kind == COMPLETE:
+                self._figures.held(event.op)
+                todo = self._peer.engine_complete(
+                    event.op, event.settled, event.tx_bytes, event.rx_bytes
+                )
+            elif event.kind == FAILED:
+                starved = event.seq if event.status == STARVED else 0
+                cause = m.Cause.MEMORY if event.status == NO_MEMORY else m.Cause.OTHER
+                why = self._streams.why(event)
+                todo = self._peer.engine_failed(event.op, why, starved, cause)
+            elif event.kind == PROGRESS:
+                todo = self._peer.engine_progress(event.op, event.done)
+            elif event.kind == LEAF:
+                self._leaf(Leaf(event.op, event.piece, event.leaf))
+                continue
+            elif event.kind == WRITTEN:
+                self._written(event)
+                continue
+            elif event.kind == SETTLED:
+                todo = self._peer.engine_settled(event.op, event.tx_bytes, event.rx_bytes)
+            elif event.kind == STREAM_UP:
+                self._streams.up(event.stream)
+                continue
+            else:
+                self._stream_lost(event)
+                continue
+            if event.settled or event.kind == SETTLED:
+                self._pending.memory.pop(event.op, None)
+            self._perform(todo)
+
+        if self._engine.broken and not self._pending.closed:
+            raise RuntimeError(self._engine.broken)
+
+    def _stream_lost(self, event: Event) -> None:
+        to, unreached = self._streams.lost(event)
+        text = self._streams.text(event)
+        log.info("peer %d: its connection to %s: %s", self._peer.number, to, text)
+        if to is None:
+            return
+        if unreached:
+            self._perform(self._peer.unreached(to, text))
+        why = f"its connection to {to}: {text}"
+        self._perform(self._peer.stream_lost(event.stream, why))
+
+    def _written(self, event: Event) -> None:
+        memory = self._pending.memory.get(event.op)
+        if isinstance(memory, Operands) and memory.gradual is not None:
+            memory.gradual.written(event.done)
+
+    def _leaf(self, leaf: Leaf) -> None:
+        memory = self._pending.memory.get(leaf.op)
+        if isinstance(memory, Pool) and memory.reader is not None:
+            memory.reader.put(leaf)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from pccl.ext import ffi, lib, tables
-from pccl.runtime.client.dealer import Dealer
+from pccl.runtime.client.connection import Dealer
 
 
 class Shortcut:

@@ -19,8 +19,7 @@ from pccl.protocol import messages as m
 from pccl.protocol import reach
 from pccl.runtime import limits
 from pccl.runtime.client.engine import ANOTHER, REFUSED, UNREACHABLE, Engine, Event
-from pccl.runtime.client.meeting import SENDS
-from pccl.runtime.client.meetings import Meetings, destination
+from pccl.runtime.client.meetings import SENDS, Meetings, destination
 from pccl.runtime.config import Config, high_water_mark, lanes, machine_id
 from pccl.runtime.forks import Address
 from pccl.runtime.resolve import Found, Resolver, Ways, is_address

@@ -1,4 +1,4 @@
-"""The master's I/O, in one thread: a ROUTER socket, its connections, and the state machine.
+"""The master's loop.
 
 No connection can end the service for the others: if a message makes the state machine fail, that is
 logged, and its connection is dropped. connections.py says how connections are identified.
@@ -33,14 +33,42 @@ from pccl.runtime.inline import combine, keep_memory
 from pccl.runtime.server.connections import Connections
 from pccl.runtime.server.dial import Dialler, Target, dial_hosts
 from pccl.runtime.server.eventlog import EventLog
-from pccl.runtime.server.inquiries import Inquiries
-from pccl.runtime.server.journal import JournalError
+from pccl.runtime.server.journal import JournalError, OnError, Scribe
 from pccl.runtime.server.pulse import Pauses
-from pccl.runtime.server.scribe import OnError, Scribe
 from pccl.runtime.waiter import Waiter
 from pccl.security import KeyPair, Security
 
 log = logging.getLogger("pccl")
+
+
+class Inquiries:
+    """Questions for the status of the run, and their answers.
+
+    Args:
+        wake: ends a wait of the service thread; from any thread.
+    """
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._asked: deque[Future[Status]] = deque()
+
+    def ask(self) -> Future[Status]:
+        """From any thread: the status, when the service thread comes to it."""
+        future: Future[Status] = Future()
+        self._asked.append(future)
+        self._wake()
+        return future
+
+    def answer(self, make: Callable[[], Status]) -> None:
+        """On the service thread: answers all that were asked. No question can end the service."""
+        while self._asked:
+            future = self._asked.popleft()
+            try:
+                future.set_result(make())
+            except Exception as error:
+                log.exception("master: the status of the run cannot be told")
+                future.set_exception(error)
+
 
 BATCH = 100  # messages read before lost connections are handled, even if more wait
 
