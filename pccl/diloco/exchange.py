@@ -3,25 +3,351 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import replace
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
-from pccl import Communicator, PCCLError, ReduceInfo, Result, TooFewPeersError
-from pccl.diloco.accounts import Accounts
-from pccl.diloco.carriers import Carrier, Votes
-from pccl.diloco.flight import Average, Flight
-from pccl.diloco.meter import Meter
+from pccl import (
+    AsyncReduceHandle,
+    Communicator,
+    PCCLError,
+    ReduceInfo,
+    Result,
+    SharedStateSyncInfo,
+    TensorInfo,
+    TooFewPeersError,
+)
+from pccl.data import Ledger
 from pccl.diloco.model_state import Buffers
-from pccl.diloco.outer_state import OuterState
+from pccl.diloco.outer import OuterState
 from pccl.diloco.replica import Replica
-from pccl.diloco.shares import Share
-from pccl.diloco.witness import Witness
-
-TAG = 0xD110C0  # of what runs while the script trains, and may take collectives of its own
+from pccl.diloco.wires import Carrier, Votes
 
 _log = logging.getLogger("pccl.diloco")
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """How an averaging has ended.
+
+    Attributes:
+        info: of the attempt that has committed; None if this peer was alone.
+        retries: attempts that failed because a peer was lost.
+        weighty: peers whose pseudo-gradients weigh anything; None: all of them.
+        late: peers whose pseudo-gradients weigh nothing because they came too late.
+    """
+
+    info: ReduceInfo | None
+    retries: int
+    weighty: int | None = None
+    late: int = 0
+
+    @property
+    def peers(self) -> int:
+        """Peers that took part."""
+        return 1 if self.info is None else self.info.world_size
+
+    @property
+    def contributors(self) -> int:
+        """Peers whose pseudo-gradients were averaged."""
+        return self.peers if self.weighty is None else self.weighty
+
+
+class Flight:
+    """An averaging in the background. It takes off again whenever a peer is lost."""
+
+    def __init__(self, launch: Callable[[], AsyncReduceHandle]) -> None:
+        self._launch = launch
+        self._handle: AsyncReduceHandle | None = launch()
+        self._retries = 0
+        self._info: ReduceInfo | None = None
+        self._error: PCCLError | None = None
+
+    def poll(self) -> None:
+        """Takes off again if a peer was lost; waits for nobody."""
+        while self._handle is not None and self._handle.done():
+            self._end_attempt(self._handle)
+
+    def land(self) -> Average:
+        """Waits for the end."""
+        while self._handle is not None:
+            self._end_attempt(self._handle)
+        if self._error is not None:
+            raise self._error
+        return Average(self._info, self._retries)
+
+    def abandon(self) -> bool:
+        """Waits until it has let go of the memory, however it ends.
+
+        Returns whether others may have the mean: False only if it has certainly failed for all.
+        """
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return self._info is not None
+        committed, _, _ = handle.wait()
+        certain = (Result.RANK_CONNECTION_LOST, Result.TOO_FEW_PEERS)
+        return committed or (handle.error is None or handle.error.result not in certain)
+
+    def _end_attempt(self, handle: AsyncReduceHandle) -> None:
+        committed, _, info = handle.wait()
+        self._handle = None
+        if committed:
+            self._info = info
+            return
+        error = handle.error
+        assert error is not None
+        if error.result is Result.TOO_FEW_PEERS:
+            return
+        if error.result is not Result.RANK_CONNECTION_LOST:
+            self._error = error
+            raise error
+        _log.warning("a peer was lost, once more with the others: %s", error)
+        self._retries += 1
+        try:
+            self._handle = self._launch()
+        except PCCLError as refusal:
+            if refusal.result is not Result.TOO_FEW_PEERS:
+                self._error = refusal
+                raise
+
+
+class Witness:
+    """Whether all processes of a replica have a mean of the same contributors.
+
+    Each process averages its shard with those of the same shard only, so a replica that is lost
+    meanwhile may be in the mean of one shard and not in that of another. Numbers that each replica
+    draws at random are averaged with its progress, and tell of whom a mean is. The processes of
+    each replica compare them: if one of them is alone, all are, because replicas are lost as a
+    whole; if the means differ, they are made once more. All replicas find the same.
+
+    Attributes:
+        sent: what is averaged together with the progress; nothing for a replica of one process.
+        received: what the mean is written to.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self.sent: list[torch.Tensor] = []
+        self.received: list[torch.Tensor] = []
+        if replica.size > 1:
+            drawn = [replica.first(secrets.randbits(48)) for _ in range(2)]  # sums fit 64 bits
+            self.sent = [torch.tensor(drawn)]
+            self.received = [torch.zeros_like(self.sent[0])]
+
+    def judge(self, average: Average, again: Callable[[], Average]) -> Average:
+        """What the processes have in common."""
+        if self._replica.size == 1:
+            return average
+        retries = average.retries
+        while True:
+            own = [average.peers, *self.received[0].tolist()]
+            said = self._replica.exchange(own if average.info is not None else [1, 0, 0])
+            if any(row[0] == 1 for row in said):
+                return Average(None, retries)
+            if all(row == own for row in said):
+                return replace(average, retries=retries)
+            _log.warning("a replica was lost, and is in the means of some shards: once more")
+            average = again()
+            retries += 1 + average.retries
+
+    def launched(self, flight: Flight | None) -> Flight:
+        """It is under way for all of them, or for none.
+
+        Raises:
+            TooFewPeersError: this replica is alone, as one of its processes has found.
+        """
+        if self._replica.all(flight is not None) and flight is not None:
+            return flight
+        if flight is not None:
+            flight.land()  # nobody else is left to take part in it
+        raise TooFewPeersError(Result.TOO_FEW_PEERS, "launch", "this replica is alone")
+
+
+class Accounts:
+    """Votes, settles and claims for a ledger.
+
+    Args:
+        ledger: None: there is none, and nothing happens.
+        counted: whether a round may end before a peer has trained on all of its share.
+
+    Attributes:
+        counted: the same, if there is a ledger.
+        votes: what the votes of all peers are added up in.
+    """
+
+    def __init__(self, ledger: Ledger | None, counted: bool) -> None:
+        self._ledger = ledger
+        self.counted = counted and ledger is not None
+        self.votes: list[torch.Tensor] = []
+        self._own: list[torch.Tensor] = []
+        if ledger is not None:
+            dtype = torch.int64 if counted else torch.uint8
+            self.votes = [torch.zeros(ledger.peers_max, dtype=dtype)]
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is a ledger."""
+        return self._ledger is not None
+
+    def train(self, samples: int) -> None:
+        """This peer has trained on so many more."""
+        if self._ledger is not None and self.counted:
+            self._ledger.train(samples)
+
+    def vote(self, late: bool) -> list[torch.Tensor]:
+        """The progress is about to be averaged; what travels with it.
+
+        `late`: that of this peer is not in the mean.
+        """
+        if self._ledger is not None:
+            self._own = [torch.from_numpy(self._ledger.vote(counted=self.counted, late=late))]
+        return self._own
+
+    def count_alone(self) -> None:
+        """The mean is the progress of this peer, also if it came too late for one of others."""
+        self.vote(late=False)
+        for votes, own in zip(self.votes, self._own, strict=True):
+            votes.copy_(own)
+
+    def settle(self, applied: bool) -> None:
+        """The mean is applied; or there is none, and the progress is the peer's own again."""
+        if self._ledger is not None:
+            votes: Any = self.votes[0].numpy()
+            self._ledger.settle(votes if applied else None)
+
+    def claim(self, comm: Communicator, wanted: int | None = None) -> None:
+        """A round begins; all peers of the group are about to train."""
+        if self._ledger is not None:
+            self._ledger.claim(comm, wanted)
+
+    def rejoin(self) -> bool:
+        """The run has gone on without this peer; whether it may keep its progress.
+
+        With a ledger others train on its samples, so it may not.
+        """
+        if self._ledger is not None:
+            self._ledger.renew()
+        return self._ledger is None
+
+    def entries(self) -> list[TensorInfo]:
+        """What all peers hold alike."""
+        return [] if self._ledger is None else self._ledger.entries()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The same, for a checkpoint."""
+        return {} if self._ledger is None else {"ledger": torch.from_numpy(self._ledger.dump())}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for a state of a DiLoCo whose ledger this one cannot take over."""
+        if "ledger" not in state:
+            return
+        if self._ledger is None:
+            raise ValueError("the state has a ledger of samples: give DiLoCo one, as ledger=")
+        self._ledger.check(state["ledger"].numpy())
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over such a state. If it has none, the ledger stays as it is."""
+        if self._ledger is not None and "ledger" in state:
+            self._ledger.restore(state["ledger"].numpy())
+
+
+class Meter:
+    """Counts the bytes of all rounds, and the seconds of the present one by what they went into.
+
+    Attributes:
+        tx_bytes: payload bytes that this peer has sent.
+        rx_bytes: payload bytes that it has received.
+        seconds: of the present round, by "reduce", "admit" and "sync".
+        last_reduce: info of the last all-reduce that has committed; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.last_reduce: ReduceInfo | None = None
+        self.tx_bytes = 0
+        self.rx_bytes = 0
+        self.seconds: dict[str, float] = {}
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Counts the seconds from 0 again."""
+        self.seconds = {"reduce": 0.0, "admit": 0.0, "sync": 0.0}
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the time in the block."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.monotonic() - began_s
+
+    def count(self, info: ReduceInfo | SharedStateSyncInfo) -> None:
+        """Adds the bytes of a call."""
+        self.tx_bytes += info.tx_bytes
+        self.rx_bytes += info.rx_bytes
+
+
+WeightBy = Literal["peers", "samples"]
+
+
+class Share:
+    """Counts the samples that are in a pseudo-gradient: those of all processes of its replica.
+
+    Attributes:
+        late: whether this peer came late to a deadline round: its progress weighs nothing in it.
+    """
+
+    def __init__(self, by: WeightBy, always: bool, replica: Replica) -> None:
+        """`always`: there are weights even if all are the same, because a late peer has none."""
+        self.late = False
+        self._by = by
+        self._always = always
+        self._trained = 0  # since the base
+        self._measured = 0  # of these, those in the pseudo-gradient
+        self._weight = 0  # that, and what the replica's other processes say
+        self._replica = replica
+
+    def count(self, samples: int) -> None:
+        """This peer has trained on so many more.
+
+        Raises:
+            ValueError: the number is negative.
+        """
+        if samples < 0:
+            raise ValueError(f"samples={samples} must not be negative")
+        self._trained += samples
+
+    def measure(self) -> None:
+        """The pseudo-gradient has all until now."""
+        self._measured = self._weight = self._trained
+        if self._by == "samples":
+            self._weight = sum(said for (said,) in self._replica.exchange([self._measured]))
+
+    def applied(self) -> None:
+        """It is in a mean that is going to be applied."""
+        if not self.late:
+            self._trained -= self._measured
+
+    def drop(self) -> None:
+        """The progress is gone."""
+        self._trained = 0
+
+    @property
+    def weight(self) -> int | None:
+        """Of the pseudo-gradient; None: that of all peers is the same."""
+        if self.late:
+            return 0
+        if self._by == "samples":
+            return self._weight
+        return 1 if self._always else None
+
+
+TAG = 0xD110C0  # of what runs while the script trains, and may take collectives of its own
 
 
 class Exchange:

@@ -1,4 +1,6 @@
-"""The peers of a run: who joins, and that all hold the same state."""
+"""The peers of a run: who joins, that all hold the same state, and that the processes of a replica
+go together.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,9 @@ from pccl import (
     TooFewPeersError,
 )
 from pccl.calls.synchronising import sync_shared_state
-from pccl.diloco.accounts import Accounts
-from pccl.diloco.flight import Average
-from pccl.diloco.meter import Meter
+from pccl.diloco.exchange import Accounts, Average, Meter
 from pccl.diloco.model_state import Buffers, Frozen
-from pccl.diloco.pace import Pace
+from pccl.diloco.pace import OfAll, Pace
 from pccl.diloco.replica import Replica
 from pccl.diloco.settings import describe_mismatch
 from pccl.runtime import limits
@@ -232,3 +232,20 @@ class Group:
             f"this peer {alone} in its group at outer step {outer_step}, and with "
             f"alone={self._quorum.alone!r} it {what_it_does}"
         )
+
+
+class Led(OfAll):
+    """The pace of the replica's first process, which the others ask after each inner step."""
+
+    def __init__(self, pace: Pace, replica: Replica) -> None:
+        super().__init__()
+        self._pace = pace
+        self._replica = replica
+
+    def begin(self) -> None:
+        """A round has ended."""
+        self._pace.begin()
+
+    def due(self, inner_step: int) -> bool:
+        """Whether it is for the first process."""
+        return bool(self._replica.first(int(self._pace.due(inner_step))))

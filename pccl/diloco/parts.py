@@ -10,23 +10,14 @@ import torch
 import xxhash
 
 from pccl import Communicator, SharedState, TensorInfo
-from pccl.diloco.accounts import Accounts
-from pccl.diloco.exchange import Exchange
-from pccl.diloco.fragments import Outer, split
-from pccl.diloco.group import Group, Quorum
-from pccl.diloco.led import Led
-from pccl.diloco.meter import Meter
+from pccl.diloco.exchange import Accounts, Exchange, Meter, Share
+from pccl.diloco.group import Group, Led, Quorum
 from pccl.diloco.model_state import Buffers, Frozen, memory
-from pccl.diloco.outer_state import OuterOptimizer
-from pccl.diloco.rates import Rates
-from pccl.diloco.replica import Named, Saved, check_team, replica_of
-from pccl.diloco.route import Route, Way
-from pccl.diloco.schedules import Delayed, Schedule, Synchronous
+from pccl.diloco.modes import Delayed, Fragment, Schedule, Streaming, Synchronous
+from pccl.diloco.outer import Eager, Outer, OuterOptimizer, Rates, Shared, split
+from pccl.diloco.replica import Named, Replica, Saved, check_team, is_sharded
 from pccl.diloco.settings import Settings, decode, encode, layout_digest
-from pccl.diloco.shares import Share
-from pccl.diloco.streaming import Fragment, Streaming
-from pccl.diloco.views import Eager, Shared
-from pccl.diloco.wires import carrier
+from pccl.diloco.wires import Route, Way, carrier
 
 _SAVED = {"config", "clock", "theta", "velocity", "revision", "frozen", "buffers"}
 
@@ -314,3 +305,16 @@ def _trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     if any(not p.is_floating_point() for _, p in named):
         raise ValueError("parameters must be real floating-point tensors")
     return named
+
+
+def replica_of(model: torch.nn.Module) -> Replica:
+    """The replica of a model.
+
+    Raises:
+        ValueError: the model is sharded in a way that `DiLoCo` cannot average.
+    """
+    if not any(is_sharded(parameter) for parameter in model.parameters()):
+        return Replica()
+    from pccl.diloco.sharded import Sharded  # loads all that torch has for it
+
+    return Sharded(model)

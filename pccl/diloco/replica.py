@@ -112,16 +112,3 @@ def check_team(comm: Communicator, replica: Replica) -> None:
             f"the model is sharded over {replica.size} processes, whose communicators must be one "
             "team of as many peer groups: make them by pccl.torch.communicator(address)"
         )
-
-
-def replica_of(model: torch.nn.Module) -> Replica:
-    """The replica of a model.
-
-    Raises:
-        ValueError: the model is sharded in a way that `DiLoCo` cannot average.
-    """
-    if not any(is_sharded(parameter) for parameter in model.parameters()):
-        return Replica()
-    from pccl.diloco.sharded import Sharded  # loads all that torch has for it
-
-    return Sharded(model)

@@ -12,11 +12,10 @@ from typing import Any, get_args
 import torch
 import xxhash
 
-from pccl.diloco.fragments import PATTERNS, Pattern
+from pccl.diloco.exchange import WeightBy
 from pccl.diloco.model_state import MODES, BufferMode, memory
+from pccl.diloco.outer import PATTERNS, Mode, Pattern, Rate
 from pccl.diloco.pace import Deadline, Pace, Seconds, Steps
-from pccl.diloco.rates import Mode, Rate
-from pccl.diloco.shares import WeightBy
 from pccl.diloco.wires import Wire
 from pccl.protocol.rounds import GRACE_MAX_S
 

@@ -155,18 +155,14 @@ from torch.utils.hooks import RemovableHandle
 
 from pccl import Communicator, KickedError, ReduceInfo, Result, SharedState
 from pccl.data import Ledger
-from pccl.diloco.accounts import Accounts
-from pccl.diloco.fragments import Pattern
+from pccl.diloco.exchange import Accounts, WeightBy
 from pccl.diloco.group import AlonePolicy, Quorum
-from pccl.diloco.inner_state import InnerState
-from pccl.diloco.model_state import BufferMode
+from pccl.diloco.model_state import BufferMode, InnerState
+from pccl.diloco.modes import Outcome
+from pccl.diloco.outer import Mode, Pattern, Rate, rates
 from pccl.diloco.parts import Parts
-from pccl.diloco.rates import Mode, Rate, rates
-from pccl.diloco.roll import PeerShare, call_the_roll
-from pccl.diloco.rounds import OuterRound, Stopwatch
-from pccl.diloco.schedules import Outcome
+from pccl.diloco.rounds import OuterRound, PeerShare, Stopwatch, call_the_roll
 from pccl.diloco.settings import Settings, check_word, read_state
-from pccl.diloco.shares import WeightBy
 from pccl.diloco.wires import Wire
 from pccl.runtime.checkpoint import replacing
 

@@ -9,11 +9,10 @@ is that of PCCL_MASTER, or else one in the process of rank 0.
 """
 
 from pccl.torch import hooks
-from pccl.torch.ddp import DistributedDataParallel
+from pccl.torch.creation import register
+from pccl.torch.ddp import DistributedDataParallel, Replicas
 from pccl.torch.group import ProcessGroup
-from pccl.torch.joint import communicator
-from pccl.torch.registration import register
-from pccl.torch.replicas import Replicas
+from pccl.torch.members import communicator
 
 register()
 

@@ -11,12 +11,9 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from pccl import Communicator
-from pccl.torch.exchanges import ExchangeTasks
 from pccl.torch.members import Members
-from pccl.torch.monitored import MonitoredBarrier
-from pccl.torch.reductions import Reduction
-from pccl.torch.sends import Sends
-from pccl.torch.tasks import Tasks
+from pccl.torch.p2p import MonitoredBarrier, Sends
+from pccl.torch.tasks import ExchangeTasks, Reduction, Tasks
 from pccl.torch.work import CoalescedWork, Operation, Task, Work
 
 FIRST_TAG = 1 << 32  # those below are for what the integration itself does, and for the user

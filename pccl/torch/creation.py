@@ -1,27 +1,31 @@
-"""Makes a process group where torch asks for one: `init_process_group`, `new_group`."""
+"""Makes a process group where torch asks for one: init_process_group, new_group, pccl:// addresses.
+
+With `?reconfigure=1`, or `enable_reconfigure` of torch 2.14, joining begins, and the group when its
+`reconfigure` names this process.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from pccl import Communicator, MasterLostError, PCCLTimeoutError
 from pccl.runtime.config import Config
 from pccl.support.text import address_text, parse_address
-from pccl.torch.backend import (
-    DeviceBackend,
-    is_one_of_several,
-    is_possible,
-    is_to_be_reconfigured,
-)
-from pccl.torch.group import ProcessGroup
-from pccl.torch.hosting import HostedMaster
+from pccl.torch.backend import DeviceBackend, is_one_of_several, is_possible, is_to_be_reconfigured
+from pccl.torch.group import TIMEOUT, HostedMaster, ProcessGroup
 
 KEY = "pccl/master"  # in the store of a group: where its master is
 VARIABLE = "PCCL_MASTER"
@@ -175,3 +179,65 @@ def _own_host(store: Any) -> str:
         given = store.host
     host, _ = parse_address(address_text(given or "127.0.0.1", 1))
     return f"[{host}]" if ":" in host else host
+
+
+SCHEME = "pccl"
+PORT = 48148
+
+
+def meet(url: str, timeout: timedelta = TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Joins the run; yields its store, this peer's rank and the number of members.
+
+    Raises:
+        ValueError: the URL is malformed.
+    """
+    parts = urlsplit(url)
+    asked = parse_qs(parts.query)
+    unknown = asked.keys() - {"rank", "world_size", "reconfigure"}
+    if unknown or parts.path not in ("", "/") or not parts.netloc:
+        raise ValueError(f"{url!r}: it must be pccl://host:port, where a master is")
+    host = parts.netloc if parts.port is not None else f"{parts.netloc}:{PORT}"
+    if asked.get("reconfigure") == ["1"] or is_to_be_reconfigured():
+        comm = Communicator(host, connect_timeout=timeout.total_seconds())
+        group = ProcessGroup(comm, timeout=timeout, waits=True)
+    else:
+        size = int(asked.get("world_size", ["1"])[0])
+        group = join(host, size, timeout=timeout, rank=int(asked.get("rank", ["-1"])[0]))
+    joined.put(group)
+    yield group.get_group_store(), group.getRank(), group.getSize()
+    raise RuntimeError("a run is joined once: make the process group anew")
+
+
+NAME = "pccl"
+DEVICES = ["cpu", "cuda"]
+
+
+def register() -> None:
+    """Registers the backend and its URLs. Idempotent."""
+    if NAME.upper() in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)
+    register_rendezvous_handler(SCHEME, meet)  # type: ignore[no-untyped-call]
+    if not is_possible():
+        _ask_our_groups_for_a_monitored_barrier()
+
+
+def _ask_our_groups_for_a_monitored_barrier() -> None:
+    """torch asks every group with a backend for the CPU for one; before 2.14, it asks for the name.
+
+    Its function is replaced by one that asks groups of pccl, and does for others what it did.
+    """
+    before = c10d.monitored_barrier
+
+    @functools.wraps(before)
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> None:
+        found = c10d.group.WORLD if group is None else group
+        if not isinstance(found, ProcessGroup):
+            before(group, timeout, wait_all_ranks)
+            return
+        limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+        found.monitored_barrier(limit, wait_all_ranks)
+
+    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier

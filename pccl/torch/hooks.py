@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from pccl import kernels
 from pccl.torch.collectives import Collectives
-from pccl.torch.reductions import Reduction
+from pccl.torch.tasks import Reduction
 from pccl.torch.work import Work
 
 

@@ -16,7 +16,7 @@ from waiting import wait_until  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo, Way  # noqa: E402
-from pccl.diloco.route import Route  # noqa: E402
+from pccl.diloco.wires import Route  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -27,7 +27,7 @@ from outer import (  # noqa: E402
 
 import pccl  # noqa: E402
 from pccl.diloco import DiLoCo  # noqa: E402
-from pccl.diloco.fragments import split  # noqa: E402
+from pccl.diloco.outer import split  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 STREAMING = {"mode": "streaming", "fragments": 2, "overlap": 1, "inner_steps": 4}

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 import pccl
 from pccl.support.logs import configure_logging
 from pccl.torch import ProcessGroup, creation
-from pccl.torch.hosting import HostedMaster
+from pccl.torch.group import HostedMaster
 
 
 def nobody() -> str:

@@ -22,7 +22,7 @@ from waiting import wait_until
 import pccl
 from pccl import kernels
 from pccl.torch import ProcessGroup, hooks
-from pccl.torch.callbacks import POOL
+from pccl.torch.work import POOL
 
 T = TypeVar("T")
 

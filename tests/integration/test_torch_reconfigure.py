@@ -14,7 +14,7 @@ from cluster import Cluster, in_threads
 
 import pccl
 from pccl.torch import ProcessGroup
-from pccl.torch.rendezvous import meet
+from pccl.torch.creation import meet
 
 
 def options(uuid: int, *handles: str, seconds: float = 20) -> SimpleNamespace:

@@ -1,0 +1,491 @@
+"""The outer optimizer and its state: theta, v and k, of a model that may be cut into fragments."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+from pccl import TensorInfo, kernels
+from pccl.diloco.replica import Layout, Named, Replica, Saved, local
+
+Mode = Literal["sync", "delayed", "eager", "streaming"]
+Rate = float | Sequence[tuple[int, float]]
+"""A number; or points (k, value) between which it is linear in k, and beyond which constant."""
+
+# The best outer learning rates for a momentum of 0.9 at H = 30, by the number of peers
+# (arXiv 2503.09799, figure 7: M = 1, 2, 4, 8). They hardly depend on the model's size.
+_LR_OF_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
+_MOMENTUM = 0.9
+_MOMENTUM_OF_FEW_STEPS, _FEW_STEPS = 0.5, 20
+_MOMENTUM_WITH_MUON = 0.6  # arXiv 2505.23725, at one peer
+# Measured (docs/experiment.md): a mean that is a round old and a momentum, too, go too far.
+_LR_OF_LATE_MEANS: Mapping[Mode, float] = {"delayed": 0.7, "eager": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """eta and mu, equal on all peers, for they depend on nothing but what peers agree on.
+
+    Attributes:
+        lr: eta by the outer step; None: by the number of contributors to a mean.
+        momentum: mu, by the outer step.
+    """
+
+    lr: Rate | None
+    momentum: Rate
+
+    def at(self, outer_step: int, peers: int) -> tuple[float, float]:
+        """eta and mu of the step after so many, by a mean of so many peers."""
+        lr = _at(_LR_OF_PEERS, peers) if self.lr is None else _at(self.lr, outer_step)
+        return lr, _at(self.momentum, outer_step)
+
+
+def rates(
+    lr: Rate | None,
+    momentum: Rate | None,
+    *,
+    mode: Mode,
+    inner_steps: int | None,
+    sparse: bool,
+    muon: bool,
+) -> Rates:
+    """What is given, or the defaults.
+
+    With sparse payloads these are eta 1 without momentum, which their error feedback replaces
+    (arXiv 2508.15706). Where a mean is applied a round late there is no momentum either, and eta is
+    0.7 (delayed) or 1 (eager); with a momentum that is given, and in the other modes, it goes by
+    the number of peers. The momentum is 0.9 there, or less with few inner steps or with Muon.
+
+    Raises:
+        ValueError: a number is out of range, or points are not in ascending order of k.
+    """
+    if momentum is None:
+        few = inner_steps is not None and inner_steps < _FEW_STEPS
+        usual = _MOMENTUM_OF_FEW_STEPS if few else _MOMENTUM_WITH_MUON if muon else _MOMENTUM
+        momentum = 0.0 if sparse or mode in _LR_OF_LATE_MEANS else usual
+    if lr is None and sparse:
+        lr = 1.0
+    elif lr is None and momentum == 0:
+        lr = _LR_OF_LATE_MEANS.get(mode)
+    checked = _checked("outer_momentum", momentum)
+    if any(not 0 <= value < 1 for value in _values(checked)):
+        raise ValueError(f"outer_momentum={momentum} must be in [0, 1)")
+    if lr is not None:
+        lr = _checked("outer_lr", lr)
+        if any(value <= 0 for value in _values(lr)):
+            raise ValueError(f"outer_lr={lr} must be positive")
+    return Rates(lr, checked)
+
+
+def _values(rate: Rate) -> list[float]:
+    return [value for _, value in rate] if isinstance(rate, Sequence) else [rate]
+
+
+def _checked(name: str, rate: Rate) -> Rate:
+    if not isinstance(rate, Sequence):
+        return float(rate)
+    points = tuple((int(k), float(value)) for k, value in rate)
+    steps = [k for k, _ in points]
+    if not steps or steps[0] < 0 or any(a >= b for a, b in pairwise(steps)):
+        raise ValueError(f"{name}={rate} must be points (k, value) in ascending order of k")
+    return points
+
+
+def _at(rate: Rate, place: int) -> float:
+    """By operations that round alike on every machine."""
+    if not isinstance(rate, Sequence):
+        return rate
+    (begin, value), *rest = rate
+    for end, next_value in rest:
+        if place < end:
+            part = max(0, place - begin) / (end - begin)
+            return value + (next_value - value) * part
+        begin, value = end, next_value
+    return value
+
+
+_log = logging.getLogger("pccl.diloco")
+
+
+class OuterOptimizer:
+    """SGD of learning rate eta with momentum mu, which may be Nesterov's, or 0: plain averaging."""
+
+    def __init__(self, rates: Rates, nesterov: bool) -> None:
+        self._rates = rates
+        self._nesterov = nesterov
+        self._said: tuple[float, float] | None = None
+
+    def step(
+        self,
+        theta: torch.Tensor,
+        velocity: torch.Tensor,
+        gradient: torch.Tensor,
+        *,
+        outer_step: int,
+        peers: int,
+    ) -> None:
+        """Changes theta and the velocity, with the same bits on every machine.
+
+        `gradient` is a mean of `peers`, and the step is the one after `outer_step` others.
+        """
+        lr, momentum = self._rates.at(outer_step, peers)
+        kernels.outer_sgd(
+            theta, velocity, gradient, lr=lr, momentum=momentum, nesterov=self._nesterov
+        )
+
+    def tell(self, outer_step: int, peers: int) -> None:
+        """Logs what such a step has, if that has changed."""
+        lr, momentum = rates = self._rates.at(outer_step, peers)
+        if rates != self._said:
+            self._said = rates
+            _log.info(
+                "from outer step %d on, for a mean of %d peers: eta %.4g, mu %.4g, "
+                "effective gain eta / (1 - mu) = %.4g",
+                outer_step + 1,
+                peers,
+                lr,
+                momentum,
+                lr / (1 - momentum),
+            )
+
+
+class OuterState:
+    """theta, v and k of parameters that are averaged together, which may be all of the model's.
+
+    Of sharded parameters it has the shards of this process.
+
+    Beside them are d, a pseudo-gradient, and D, a mean of those of all peers. All are fp32 on the
+    CPU. Only this class changes theta and v, by pccl's own kernels, because torch rounds
+    differently from one CPU to the next.
+
+    Attributes:
+        theta: the outer parameters, flat.
+        velocity: v, their momentum.
+        steps: k, one int64.
+        delta: d, this peer's pseudo-gradient.
+        mean: D, what an outer step takes.
+        base: from what the model trains; theta, unless a mode has another.
+        optimizer: what an outer step is.
+    """
+
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        optimizer: OuterOptimizer,
+        steps: torch.Tensor,
+    ) -> None:
+        self._parameters = parameters
+        self.steps = steps
+        self.optimizer = optimizer
+        n = sum(p.numel() for p in self._locals())
+        self.theta = torch.empty(n)
+        self.velocity = torch.zeros(n)
+        self.delta = torch.empty(n)
+        self.mean = torch.zeros(n)
+        self.base = self.theta
+        with torch.no_grad():
+            for parameter, theta in self._pairs(self.theta):
+                theta.copy_(parameter)
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """d = base - w."""
+        # Local training began at the base as rounded to the parameter's dtype. Measured from the
+        # unrounded one, the delta of a bf16 model would hold the rounding error too, and so pull
+        # theta back onto the bf16 grid.
+        for (parameter, base), end in zip(
+            self._pairs(self.base), self.views(self.delta), strict=True
+        ):
+            begin = base.to(parameter.dtype).to(base.dtype)
+            end.copy_(parameter)
+            kernels.subtract(end, begin, end)
+
+    def step(self, peers: int) -> None:
+        """One step of the outer optimizer, by D, which is a mean of so many peers."""
+        outer_step = int(self.steps)
+        self.optimizer.tell(outer_step, peers)
+        self.optimizer.step(
+            self.theta, self.velocity, self.mean, outer_step=outer_step, peers=peers
+        )
+        self.steps += 1
+
+    @torch.no_grad()
+    def adopt(self, keep: float = 0.0) -> None:
+        """w = keep w + (1 - keep) base; just the base with 0."""
+        for parameter, base in self._pairs(self.base):
+            if keep:
+                begin = base.to(parameter.device)
+                parameter.copy_(begin + keep * (parameter.to(begin.dtype) - begin))
+            else:
+                parameter.copy_(base)
+
+    def reclaim(self, keep: float = 1.0) -> None:
+        """w = w - keep d: gives the model the progress that no mean will hold."""
+        self.move(-keep * self.delta)
+
+    @torch.no_grad()
+    def move(self, by: torch.Tensor) -> None:
+        """w = w + by, computed in fp32."""
+        for parameter, piece in self._pairs(by):
+            parameter.copy_(parameter.to(piece.dtype) + piece.to(parameter.device))
+
+    def _locals(self) -> list[torch.Tensor]:
+        return [local(parameter) for parameter in self._parameters]
+
+    def _pairs(self, flat: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return zip(self._locals(), self.views(flat), strict=True)
+
+    def views(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The pieces of a flat buffer, each in the shape of its parameter."""
+        parts = self._locals()
+        pieces = torch.split(flat, [part.numel() for part in parts])
+        return (piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True))
+
+
+class View(Protocol):
+    """The parameters from which a peer trains: `OuterState.base`."""
+
+    def reset(self) -> None:
+        """They are theta."""
+
+    def rebase(self) -> None:
+        """The same, and the model keeps its progress since then."""
+
+    def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
+        """The progress of a round was measured; `applied`: theta has taken a step by the mean.
+
+        `late`: this peer's progress will not be in the mean that is launched next.
+        """
+
+
+class Shared:
+    """All peers train from theta."""
+
+    def reset(self) -> None:
+        """They are theta in any case."""
+
+    def rebase(self) -> None:
+        """They are theta in any case."""
+
+    def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
+        """Nothing is guessed."""
+
+
+class Eager:
+    """A peer replaces its own part of the mean before by that of the mean under way.
+
+        g(k) = d(k) / M + (D(k-1) - s(k-1));   s(k) = d(k) / M
+        v_m(k+1), theta_m(k+1) = OuterOptimizer(v_m(k), theta_m(k), g(k))
+        w <- theta_m(k+1)
+
+    (Eager updates, arXiv 2502.12996.) s(k-1) is what this peer has applied of its own a round ago;
+    it is taken back when the mean that holds it comes, so what M was does not matter in the long
+    run: M is the number of contributors of D(k-1), or of the group, if there is none.
+
+    theta_m and v_m differ on each peer, and serve nobody else: theta and v are driven by means
+    only. A peer that joins, or resumes, begins with theta_m = theta, v_m = v and s = 0, and so
+    does one that had no mean.
+    """
+
+    def __init__(self, state: OuterState) -> None:
+        self._state = state
+        self._velocity = state.velocity.clone()
+        self._share = torch.zeros_like(state.delta)
+        state.base = state.theta.clone()
+
+    def reset(self) -> None:
+        """theta_m = theta, v_m = v, s = 0."""
+        self._state.base.copy_(self._state.theta)
+        self._velocity.copy_(self._state.velocity)
+        self._share.zero_()
+
+    def rebase(self) -> None:
+        """The same, and the model keeps its progress since theta_m."""
+        self._state.move(self._state.theta - self._state.base)
+        self.reset()
+
+    @torch.no_grad()
+    def look_ahead(self, applied: bool, peers: int, late: bool) -> None:
+        """A step of the outer optimizer by g; s(k) is 0 of who is late."""
+        state = self._state
+        own = 0.0 if late else 1 / peers
+        guess = self._share.neg_().add_(state.delta, alpha=own)
+        if applied:
+            guess.add_(state.mean)
+        outer_step = int(state.steps)
+        state.optimizer.step(state.base, self._velocity, guess, outer_step=outer_step, peers=peers)
+        torch.mul(state.delta, own, out=self._share)
+
+
+Pattern = Literal["strided", "sequential"]
+PATTERNS = get_args(Pattern)
+
+
+def split(named: Named, count: int, pattern: Pattern) -> list[list[int]]:
+    """Which parameters each of `count` fragments has, by their places in `named`.
+
+    The parameters of one layer stay together, where the model has enough layers. A layer is an
+    element of the first list of modules in a parameter's name ("blocks.3" of "blocks.3.norm.bias"),
+    or else the module that has it. "strided": layer i is in fragment i mod count. "sequential": a
+    fragment is a run of layers, and fragments are of nearly equal size.
+
+    Raises:
+        ValueError: there are fewer parameters than fragments.
+    """
+    layers: dict[str, list[int]] = {}
+    for place, (name, _) in enumerate(named):
+        layers.setdefault(_layer(name), []).append(place)
+    units = list(layers.values())
+    if len(units) < count:
+        units = [[place] for place in range(len(named))]
+    if len(units) < count:
+        raise ValueError(f"fragments={count} are more than the model has parameters: {len(units)}")
+    if pattern == "strided":
+        return [sorted(chain.from_iterable(units[first::count])) for first in range(count)]
+    return _runs(units, [named[i][1].numel() for i in range(len(named))], count)
+
+
+def _layer(name: str) -> str:
+    path = name.split(".")
+    for depth, part in enumerate(path):
+        if part.isdigit():
+            return ".".join(path[: depth + 1])
+    return ".".join(path[:-1]) or name
+
+
+def _runs(units: list[list[int]], sizes: list[int], count: int) -> list[list[int]]:
+    """Runs of units; one ends when it has its part of what is left, or each rest needs a unit."""
+    runs: list[list[int]] = [[] for _ in range(count)]
+    left = sum(sizes)
+    run = size = 0
+    for i, unit in enumerate(units):
+        own = sum(sizes[place] for place in unit)
+        wanted = (left + size) / (count - run)
+        full = runs[run] and abs(size + own - wanted) > abs(size - wanted)
+        if run < count - 1 and (full or len(units) - i == count - 1 - run):
+            run, size = run + 1, 0
+        runs[run] += unit
+        size, left = size + own, left - own
+    return runs
+
+
+class Outer:
+    """theta, v and k of a model in fragments, each of which has its own.
+
+    Attributes:
+        parts: one for each fragment.
+        clock: k of each fragment, and the run's name.
+    """
+
+    def __init__(
+        self,
+        named: Named,
+        groups: Sequence[Sequence[int]],
+        optimizer: OuterOptimizer,
+        replica: Replica,
+    ) -> None:
+        self._groups = groups
+        self._layout = Layout(named, replica)
+        self._replica = replica
+        # Fresh peers differ in the run's name, so that the first one's state is elected.
+        self.clock = torch.tensor([0] * len(groups) + [0], dtype=torch.int64)
+        self.rename()
+        self.parts = [
+            OuterState([named[i][1] for i in group], optimizer, self.clock[p : p + 1])
+            for p, group in enumerate(groups)
+        ]
+
+    def rename(self) -> None:
+        """It is another run, if there is none that this peer joins."""
+        self.clock[-1] = self._replica.first(secrets.randbits(62))
+
+    @property
+    def outer_step(self) -> int:
+        """k: the steps that every fragment has taken."""
+        return int(self.clock[:-1].min())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of theta."""
+        return sum(part.theta.nbytes for part in self.parts)
+
+    def entries(self) -> list[list[TensorInfo]]:
+        """Of the shared state: theta and v of each fragment."""
+        suffixes = [f".{p}" for p in range(len(self.parts))] if len(self.parts) > 1 else [""]
+        return [
+            [
+                TensorInfo.from_torch(part.theta, f"diloco.theta{suffix}"),
+                TensorInfo.from_torch(part.velocity, f"diloco.velocity{suffix}"),
+            ]
+            for part, suffix in zip(self.parts, suffixes, strict=True)
+        ]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """All that peers have in common but the run's name."""
+        for part in self.parts:
+            yield part.theta
+            yield part.velocity
+        yield self.clock[:-1]
+
+    def adopt(self) -> None:
+        """w = base, in all fragments."""
+        for part in self.parts:
+            part.adopt()
+
+    def state_dict(self, sharded: bool) -> dict[str, Saved]:
+        """Copies; theta and v are in the order of the model, however it is cut into fragments."""
+        return {
+            "clock": self.clock.clone(),
+            "theta": self.join([part.theta for part in self.parts], sharded),
+            "velocity": self.join([part.velocity for part in self.parts], sharded),
+        }
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError where a state does not fit; other exceptions if it is none."""
+        self.cut(state["theta"])
+        self.cut(state["velocity"])
+        clock = state["clock"]
+        if clock.ndim != 1 or len(clock) < 2 or clock.dtype != torch.int64 or clock.min() < 0:
+            raise ValueError(f"the clock of the state is {clock}: it must be counts of steps")
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over such a state, of a run that may have had other fragments."""
+        for part, theta in zip(self.parts, self.cut(state["theta"]), strict=True):
+            part.theta.copy_(theta)
+        for part, velocity in zip(self.parts, self.cut(state["velocity"]), strict=True):
+            part.velocity.copy_(velocity)
+        clock = state["clock"]
+        self.clock[-1] = clock[-1]
+        same = clock.shape == self.clock.shape
+        self.clock[:-1] = clock[:-1] if same else clock[:-1].min()
+
+    def _pieces(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Views of the parameters' places, in the order of the model."""
+        found = {
+            place: view
+            for part, group, flat in zip(self.parts, self._groups, flats, strict=True)
+            for place, view in zip(group, part.views(flat), strict=True)
+        }
+        return [found[place] for place in sorted(found)]
+
+    def join(self, flats: Sequence[torch.Tensor], sharded: bool) -> Saved:
+        """What is flat in each fragment, as one in the order of the model; or sharded, by name."""
+        return self._layout.save(self._pieces(flats), sharded)
+
+    def cut(self, saved: Saved) -> list[torch.Tensor]:
+        """The inverse of `join`."""
+        into = [torch.empty_like(part.theta) for part in self.parts]
+        for piece, own in zip(self._pieces(into), self._layout.load(saved), strict=True):
+            if piece.shape != own.shape or not own.is_floating_point():
+                raise ValueError(
+                    f"the state has a parameter of shape {list(own.shape)} ({own.dtype}) where "
+                    f"this model has one of shape {list(piece.shape)}"
+                )
+            piece.copy_(own)
+        return into
