@@ -25,10 +25,6 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
         "train a small GPT over several peers while one is killed and another joins",
         "pccl.cli.demo",
     ),
-    "experiment": (
-        "measure what DiLoCo costs in loss and saves in bytes, on a small GPT",
-        "pccl.cli.experiment",
-    ),
     "bench": ("measure collectives, in the manner of nccl-tests", "pccl.cli.bench"),
     "status": ("print what a master shows of its run", "pccl.cli.status"),
     "top": ("show a run in the terminal, again and again", "pccl.cli.top"),

@@ -1,4 +1,4 @@
-"""`pccl experiment`: its orders and its table without processes, and a short run with them."""
+"""examples/experiment: its orders and its table without processes, and a short run with them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ import pytest
 for package in ("torch", "matplotlib"):
     pytest.importorskip(package)
 
-from pccl.cli import main as cli  # noqa: E402
-from pccl.cli.experiment import plots, results, runner, table  # noqa: E402
-from pccl.cli.experiment.reports import (  # noqa: E402
+import experiment  # noqa: E402
+from experiment import plots, runner, runs, table  # noqa: E402
+from experiment.runs import (  # noqa: E402  # noqa: E402
+    BASELINE,
+    VARIANTS,
     Averaged,
+    Churn,
     Finished,
     Loaded,
     Point,
+    Settings,
     Task,
+    Variant,
     encode,
 )
-from pccl.cli.experiment.settings import Settings  # noqa: E402
-from pccl.cli.experiment.text import Text  # noqa: E402
-from pccl.cli.experiment.variants import BASELINE, VARIANTS, Churn, Variant  # noqa: E402
+from experiment.text import Text  # noqa: E402
+
 from pccl.diloco import muloco, sparseloco  # noqa: E402
 
+FOLDER = Path(experiment.__file__).parent
 SETTINGS = Settings(steps=80, inner_steps=10)
 BY_NAME = {variant.name: variant for variant in VARIANTS}
 
@@ -125,8 +130,8 @@ def test_presets_are_those_of_the_library() -> None:
 # ---- results ----
 
 
-def made(variant: Variant, loss: float, tx_bytes: float) -> results.Result:
-    return results.Result(
+def made(variant: Variant, loss: float, tx_bytes: float) -> runs.Result:
+    return runs.Result(
         settings=SETTINGS,
         variant=variant,
         parameters=1000,
@@ -141,13 +146,13 @@ def made(variant: Variant, loss: float, tx_bytes: float) -> results.Result:
 
 def test_a_result_is_found_again_if_nothing_has_changed(tmp_path: Path) -> None:
     result = made(BY_NAME["sync-4"], 2.0, 1e6)
-    results.save(tmp_path, result)
-    assert results.load(tmp_path, result.variant, SETTINGS) == result
+    runs.save(tmp_path, result)
+    assert runs.load(tmp_path, result.variant, SETTINGS) == result
     other = msgspec.structs.replace(SETTINGS, seed=7)
-    assert results.load(tmp_path, result.variant, other) is None
-    assert results.load(tmp_path, BY_NAME["sync-2"], SETTINGS) is None
-    results.place(tmp_path, result.variant).write_text("{")
-    assert results.load(tmp_path, result.variant, SETTINGS) is None
+    assert runs.load(tmp_path, result.variant, other) is None
+    assert runs.load(tmp_path, BY_NAME["sync-2"], SETTINGS) is None
+    runs.place(tmp_path, result.variant).write_text("{")
+    assert runs.load(tmp_path, result.variant, SETTINGS) is None
 
 
 def test_gaps_and_bytes_are_against_data_parallel_among_as_many_peers(tmp_path: Path) -> None:
@@ -202,7 +207,7 @@ def test_impossible_options_are_refused(
     words: list[str], why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["experiment", *words]) == 2
+    assert experiment.main(words) == 2
     assert why.split(" .*")[0] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
@@ -210,7 +215,7 @@ def test_impossible_options_are_refused(
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_small_experiment_is_made_once(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "pccl", "experiment", "--output", str(tmp_path)]
+    words = [sys.executable, str(FOLDER), "--output", str(tmp_path)]
     words += ["--width", "16", "--layers", "1", "--batch", "8", "--steps", "40"]
     words += ["--inner-steps", "10", "--only", BASELINE, "sync-2", "sync-4-int4", "delayed-4"]
     first = subprocess.run(words, capture_output=True, text=True, timeout=200)

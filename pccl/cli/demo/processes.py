@@ -6,6 +6,7 @@ Each has a pipe as stdin and ends when the pipe closes, so all end even if this 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import subprocess
 import sys
@@ -28,9 +29,11 @@ class Fleet(Closing):
             ended.
     """
 
-    def __init__(self, peer: str) -> None:
-        """`peer` is the module that a training process runs."""
+    def __init__(self, peer: str, path: str = "") -> None:
+        """`peer` is the module that a training process runs, and is looked for in `path` first."""
         self._peer = peer
+        paths = [each for each in (path, os.environ.get("PYTHONPATH")) if each]
+        self._environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         self.heard: queue.Queue[tuple[int, str | int]] = queue.Queue()
         self._processes: dict[int | str, subprocess.Popen[str]] = {}
         self._errors: dict[int | str, IO[str]] = {}
@@ -109,6 +112,7 @@ class Fleet(Closing):
         self._errors[who] = errors
         process = self._processes[who] = subprocess.Popen(
             [sys.executable, "-P", "-m", module, *words],  # -P: not what lies in this directory
+            env=self._environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -19,8 +19,7 @@ import torch
 import xxhash
 
 import pccl
-from pccl.cli.demo.model import GPT, Shape
-from pccl.cli.experiment.reports import (
+from experiment.runs import (
     Averaged,
     Finished,
     Loaded,
@@ -30,7 +29,8 @@ from pccl.cli.experiment.reports import (
     encode,
     task,
 )
-from pccl.cli.experiment.text import Text
+from experiment.text import Text
+from pccl.cli.demo.model import GPT, Shape
 from pccl.data import Ledger
 from pccl.diloco import DiLoCo, MuonAndAdamW, OuterRound
 

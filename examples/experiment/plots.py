@@ -12,9 +12,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from pccl.cli.experiment.results import Result
-from pccl.cli.experiment.table import gap, saving
-from pccl.cli.experiment.variants import BASELINE
+from experiment.runs import BASELINE, Result
+from experiment.table import gap, saving
 
 # Okabe and Ito's, which the colour-blind can tell apart.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pccl.cli.experiment.results import Result
-from pccl.cli.experiment.variants import BASELINE
+from experiment.runs import BASELINE, Result
 
 # Losses of arXiv 2503.09799, table 4 (C4, H = 30, tuned): data parallel, then M = 1, 2, 4, 8.
 _PUBLISHED = {

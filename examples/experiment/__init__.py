@@ -1,4 +1,4 @@
-"""`pccl experiment`: what training with little communication costs, and what it saves.
+"""What training with little communication costs, and what it saves.
 
 A byte-level GPT learns a text in many ways: with all gradients averaged in each step, and with the
 modes, wires and numbers of peers of DiLoCo. Every run has the same seed and the same samples. The
@@ -12,15 +12,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
+from experiment.runner import Failed, Pool
+from experiment.runner import run as run_one
+from experiment.runs import VARIANTS, Point, Settings, Variant, load, save
+from experiment.table import render
 from pccl.cli.arguments import whole_number
-from pccl.cli.experiment.pool import Pool
-from pccl.cli.experiment.reports import Point
-from pccl.cli.experiment.results import load, save
-from pccl.cli.experiment.runner import Failed
-from pccl.cli.experiment.runner import run as run_one
-from pccl.cli.experiment.settings import Settings
-from pccl.cli.experiment.table import render
-from pccl.cli.experiment.variants import VARIANTS, Variant
 from pccl.runtime.signals import ended_by, interrupt
 
 _REQUIRED = ("torch", "matplotlib")
@@ -28,7 +24,7 @@ _DEFAULTS = Settings()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `pccl experiment`."""
+    """Adds the options."""
     parser.add_argument(
         "--text", nargs="+", default=[], metavar="FILE",
         help="text to learn (default: the source code of Python's standard library)",
@@ -57,10 +53,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", nargs="+", default=[], metavar="RUN", help=f"make only these runs, of {names}"
     )
     parser.add_argument(
-        "--output", type=Path, default=Path("pccl-experiment"), metavar="DIR",
+        "--output", type=Path, default=Path("experiment-results"), metavar="DIR",
         help="results, table and plots; a run whose result is there is not made again "
         "(default: %(default)s)",
     )  # fmt: skip
+
+
+def main(words: list[str] | None = None) -> int:
+    """Reads the options, and runs."""
+    parser = argparse.ArgumentParser("examples/experiment", description=__doc__)
+    add_arguments(parser)
+    return run(parser.parse_args(words))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     )
     problem = _problem(args, settings)
     if problem:
-        print(f"pccl experiment: {problem}", file=sys.stderr)
+        print(f"experiment: {problem}", file=sys.stderr)
         return 2
     args.output.mkdir(parents=True, exist_ok=True)
     wanted = [v for v in VARIANTS if not args.only or v.name in args.only]
@@ -83,13 +86,13 @@ def run(args: argparse.Namespace) -> int:
         with Pool() as pool, ended_by(interrupt):
             _make(pool, wanted, settings, args.output)
     except Failed as error:
-        print(f"pccl experiment: {error}", file=sys.stderr)
+        print(f"experiment: {error}", file=sys.stderr)
         return 1
     results = [found for v in VARIANTS if (found := load(args.output, v, settings))]
     text = render(results)
     (args.output / "table.md").write_text(text, encoding="utf-8")
     print(text)
-    from pccl.cli.experiment import plots
+    from experiment import plots
 
     for path in plots.save(results, args.output):
         print(path)
@@ -105,7 +108,7 @@ def _problem(args: argparse.Namespace, settings: Settings) -> str | None:
         )
     unknown = {*args.only} - {variant.name for variant in VARIANTS}
     if unknown:
-        return f"there is no run named {min(unknown)}: see pccl experiment --help"
+        return f"there is no run named {min(unknown)}: see --help"
     if settings.batch % max(variant.peers for variant in VARIANTS):
         return f"--batch {settings.batch} cannot be dealt to up to 8 peers: it takes a multiple"
     if settings.width % settings.heads:

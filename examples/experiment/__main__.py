@@ -1,0 +1,10 @@
+"""python examples/experiment: measures what DiLoCo costs in loss and saves in bytes."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).parents[1])
+
+from experiment import main  # noqa: E402
+
+sys.exit(main())
