@@ -9,7 +9,7 @@ import sys
 
 from pccl.errors import PCCLError
 from pccl.master_node import MasterNode, serve_until_signal
-from pccl.runtime.descriptors import raise_limit
+from pccl.runtime.room import raise_limit
 from pccl.runtime.server.journal import OnError
 from pccl.support.logs import configure_logging
 

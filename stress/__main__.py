@@ -30,12 +30,10 @@ import trainings
 from pccl.cli.arguments import whole_number
 from pccl.cli.chaos import kinds
 from pccl.cli.chaos.director import Director
-from pccl.cli.chaos.figures import Figures
-from pccl.cli.chaos.follower import Watch
 from pccl.cli.chaos.harness import Harness, NetworkError, Program, add_options
-from pccl.cli.chaos.kinds import Kind, Target
-from pccl.cli.chaos.schedule import load
-from pccl.cli.chaos.stage import Copy
+from pccl.cli.chaos.kinds import Kind, Target, load
+from pccl.cli.chaos.report import Figures
+from pccl.cli.chaos.stage import Copy, Watch
 from pccl.runtime.signals import ended_by, interrupt
 
 HERE = Path(__file__).resolve().parent

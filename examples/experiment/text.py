@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pccl.cli.demo.corpus import source_files
+from pccl.cli.demo.model import source_files
 
 _BLOCK_BYTES = 64 << 10
 _HELD_OUT_EVERY = 20  # one block in so many is for validation

@@ -19,9 +19,8 @@ from pccl.security import Security
 from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array
 from pccl.types import Result
-from pccl.weights.delta import Bytes
 from pccl.weights.link import Options, associate, error_of, timed_out
-from pccl.weights.tensors import Tensors, found_digests, parcel_of
+from pccl.weights.tensors import Bytes, Tensors, found_digests, parcel_of
 
 log = logging.getLogger("pccl")
 

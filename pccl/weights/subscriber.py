@@ -18,10 +18,10 @@ from pccl.runtime.client.call import Quiet
 from pccl.security import Security
 from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array
-from pccl.weights.delta import Damaged
 from pccl.weights.link import Options, associate, error_of, timed_out
 from pccl.weights.tensors import (
     HEAD_BYTES_MAX,
+    Damaged,
     Head,
     Tensors,
     found_digests,

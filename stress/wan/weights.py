@@ -41,8 +41,7 @@ def trained(versions: int, rate: float, width: int) -> Iterator[Weights]:
     """The weights after each step, as the bits of bfloat16."""
     import torch
 
-    from pccl.cli.demo.corpus import Corpus
-    from pccl.cli.demo.model import GPT, Shape
+    from pccl.cli.demo.model import GPT, Corpus, Shape
 
     torch.manual_seed(1)
     model = GPT(Shape(width=width))

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 
 from pccl.cli import main as cli
-from pccl.cli.chaos import kinds, schedule
-from pccl.cli.chaos.crew import Strangers
+from pccl.cli.chaos import kinds
 from pccl.cli.chaos.director import Director, Done
-from pccl.cli.chaos.network import Network, NetworkError
-from pccl.cli.chaos.stage import Copy, Stage
-from pccl.cli.chaos.view import line_of
+from pccl.cli.chaos.kinds import Network, NetworkError
+from pccl.cli.chaos.report import line_of
+from pccl.cli.chaos.stage import Copy, Stage, Strangers
 
 TRAINS = """
 import os
@@ -47,15 +46,15 @@ def chaos(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     return status, capfd.readouterr().out
 
 
-def saved(path: Path, *faults: schedule.Fault, seconds: float = 1.0) -> str:
+def saved(path: Path, *faults: kinds.Fault, seconds: float = 1.0) -> str:
     """A schedule of these faults; its file."""
-    schedule.Schedule(1, 2, seconds, faults).save(path)
+    kinds.Schedule(1, 2, seconds, faults).save(path)
     return str(path)
 
 
 def test_a_program_that_goes_on_holds(here: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    faults = [schedule.Fault(0.1, "restart-master", lasts_s=0.1)]
-    faults += [schedule.Fault(0.2, "starve", lasts_s=0.3, moment="between-votes")]
+    faults = [kinds.Fault(0.1, "restart-master", lasts_s=0.1)]
+    faults += [kinds.Fault(0.2, "starve", lasts_s=0.3, moment="between-votes")]
     plan = saved(here / "plan.json", *faults)
     options = ["-n", "2", "--replay", plan, "--report", "report.html", "--keep", "kept"]
     status, out = chaos(capfd, *options, "--", sys.executable, "-c", TRAINS)
@@ -80,13 +79,13 @@ def test_a_program_that_fails_is_named_and_its_faults_are_kept(
     assert "\nwoe\n" in out
     assert "once more: pccl chaos -n 2 --replay 5 -- " in out
     assert " faults are in chaos-5.json now, and fail" in out.splitlines()[-1]
-    assert schedule.load(here / "chaos-5.json").faults == ()
+    assert kinds.load(here / "chaos-5.json").faults == ()
 
 
 def staged(path: Path) -> Director:
     """A run of three copies that were not really started."""
     crew = Strangers(["true"])
-    plan = schedule.Schedule(7, 3, 60.0, (schedule.Fault(1.0, "freeze", lasts_s=2.0),))
+    plan = kinds.Schedule(7, 3, 60.0, (kinds.Fault(1.0, "freeze", lasts_s=2.0),))
     stage = Stage(crew.command, path, {})
     director = Director(stage, plan, kinds.KINDS, crew, 40.0, 5.0, lambda done: None)
     now_s = time.monotonic()
@@ -100,7 +99,7 @@ def staged(path: Path) -> Director:
 
 def test_a_run_is_shown_on_a_terminal_and_in_lines(tmp_path: Path) -> None:
     rich = pytest.importorskip("rich.console")
-    from pccl.cli.chaos.picture import picture
+    from pccl.cli.chaos.report import picture
 
     director = staged(tmp_path)
     done = Done(director.schedule.faults[0], time.monotonic() - 3, copy=1, moment="transfer")
@@ -144,7 +143,7 @@ def test_one_is_spared_that_could_go_on_alone(
     first, frozen, last = director.stage.copies
     killed: list[Copy] = []
     monkeypatch.setattr(director.stage, "kill", killed.append)
-    kill = Done(schedule.Fault(1.0, "kill"), 1.0)
+    kill = Done(kinds.Fault(1.0, "kill"), 1.0)
     assert not director._can_spare([first]) and director._can_spare([last])
     director._perform(kill)
     assert kill.copy == 2 and killed == [last], "the only one that is no loss"
@@ -152,10 +151,10 @@ def test_one_is_spared_that_could_go_on_alone(
     assert director._can_spare([first]) and director._can_spare([last])
     killed.clear()
     frozen.stopped = False
-    director._perform(Done(schedule.Fault(1.0, "kill-all-but-one"), 1.0))
+    director._perform(Done(kinds.Fault(1.0, "kill-all-but-one"), 1.0))
     assert killed == [frozen, last]
     first.settled = last.settled = False
-    nobody = Done(schedule.Fault(1.0, "kill-all-but-one"), 1.0)
+    nobody = Done(kinds.Fault(1.0, "kill-all-but-one"), 1.0)
     director._perform(nobody)
     assert nobody.skipped and len(killed) == 2
 
@@ -182,7 +181,7 @@ def test_what_cannot_be(
 def test_a_program_that_does_not_survive_a_kill_is_found(
     here: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    plan = saved(here / "plan.json", schedule.Fault(8.0, "kill", moment="collective"), seconds=9.0)
+    plan = saved(here / "plan.json", kinds.Fault(8.0, "kill", moment="collective"), seconds=9.0)
     command = [sys.executable, "-c", CARELESS]
     status, out = chaos(capfd, "-n", "2", "--replay", plan, "--restart", "0.5", "--", *command)
     assert status == 1
@@ -199,7 +198,7 @@ def test_hosts_are_cut_off_and_come_back(here: Path, capfd: pytest.CaptureFixtur
     except NetworkError as error:
         pytest.skip(str(error))
     cuts = ("cut", "cut-out", "cut-in", "slow-link", "reset")
-    faults = [schedule.Fault(8.0 + 4.0 * i, what, 0.5, 1.0) for i, what in enumerate(cuts)]
+    faults = [kinds.Fault(8.0 + 4.0 * i, what, 0.5, 1.0) for i, what in enumerate(cuts)]
     plan = saved(here / "plan.json", *faults, seconds=30.0)
     options = ["-n", "3", "--network", "--replay", plan]
     status, out = chaos(capfd, *options, "--", sys.executable, "-c", TRAINS)

@@ -16,13 +16,18 @@ for package in ("torch", "rich", "matplotlib"):
     pytest.importorskip(package)
 
 from pccl.cli import demo  # noqa: E402
-from pccl.cli.demo.director import Director, Go, Kill, Order, Say, State  # noqa: E402
-from pccl.cli.demo.reports import (  # noqa: E402
+from pccl.cli.demo.director import (  # noqa: E402  # noqa: E402
     Averaged,
+    Director,
     Finished,
+    Go,
     Joined,
+    Kill,
     Loaded,
+    Order,
     Report,
+    Say,
+    State,
     Trained,
     decode,
     encode,

@@ -21,7 +21,7 @@ from zmtp import READY_DEALER, framed, shake_hands
 
 import pccl
 from pccl.protocol import messages as m
-from pccl.runtime import descriptors, limits
+from pccl.runtime import limits, room
 from pccl.runtime.config import Config
 from pccl.runtime.server.connections import (
     PATIENCE,
@@ -30,7 +30,7 @@ from pccl.runtime.server.connections import (
 )
 from pccl.runtime.server.server import Server
 
-COUNTED = pytest.mark.skipif(not descriptors.COUNTED, reason="the system does not count bytes")
+COUNTED = pytest.mark.skipif(not room.COUNTED, reason="the system does not count bytes")
 
 
 class Door:
@@ -140,13 +140,13 @@ def test_the_system_counts_what_a_connection_receives() -> None:
         with socket.create_connection(listening.getsockname()) as here:
             there, _ = listening.accept()
             with there:
-                assert descriptors.received(there.fileno()) == 0
+                assert room.received(there.fileno()) == 0
                 here.sendall(bytes(1234))
-                wait_until(lambda: descriptors.received(there.fileno()) == 1234)
+                wait_until(lambda: room.received(there.fileno()) == 1234)
                 number = there.fileno()
-            assert descriptors.received(number) is None
+            assert room.received(number) is None
     with open(os.devnull) as file:
-        assert descriptors.received(file.fileno()) is None
+        assert room.received(file.fileno()) is None
 
 
 def flood(port: int, frames: bytes) -> None:

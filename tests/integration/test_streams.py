@@ -25,7 +25,7 @@ from waiting import wait_until
 import pccl
 from pccl.ext import lib
 from pccl.protocol import messages as m
-from pccl.runtime import limits, race, resolve
+from pccl.runtime import limits, resolve
 from pccl.runtime.client import connection as connection_module
 from pccl.runtime.client import engine as engine_module
 from pccl.runtime.client import streams
@@ -402,7 +402,7 @@ def test_an_address_that_swallows_everything_leaves_time_for_the_next(
 @pytest.mark.parametrize("address", ["master.example", "fe80::1%\u00fc", "127.0.0.1.1", ""])
 def test_what_is_no_address_is_an_error_of_the_system(address: str) -> None:
     with pytest.raises(socket.gaierror):
-        race.destination(address, 1)
+        resolve.destination(address, 1)
 
 
 def test_a_socket_file_that_is_gone_is_no_way(caplog: pytest.LogCaptureFixture) -> None:

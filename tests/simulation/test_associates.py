@@ -9,7 +9,7 @@ import pytest
 from associates import Hub, Node, package
 
 from pccl.protocol import messages as m
-from pccl.protocol.follower.chain import KEPT_MAX, stale, way
+from pccl.protocol.follower.machine import KEPT_MAX, stale, way
 from pccl.protocol.master import Status, status
 from pccl.protocol.master.associates import FIRST, PLACES, PLACES_SMALL
 from pccl.protocol.master.status import AssociateStatus, WeightsStatus

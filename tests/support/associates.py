@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from pccl.protocol import messages as m
-from pccl.protocol.follower import Follower, effects
+from pccl.protocol.follower import Follower, machine
 from pccl.protocol.master import Master
 from pccl.protocol.master import effects as masters
 from pccl.protocol.master.associates import FIRST, PLACES_SMALL, SMALL_BYTES
@@ -56,23 +56,23 @@ class Node:
     def number(self) -> int:
         return self.machine.number
 
-    def perform(self, todo: list[effects.Effect]) -> None:
+    def perform(self, todo: list[machine.Effect]) -> None:
         for effect in todo:
             match effect:
                 case common.Send(message):
                     self.out.append(m.decode_from_peer(m.encode(message)))
-                case effects.Door(_, nonce):
+                case machine.Door(_, nonce):
                     self.door = nonce
-                case effects.Reach(stream, to, nonce):
+                case machine.Reach(stream, to, nonce):
                     self.streams[stream] = to.peer, nonce
                 case common.CloseStream(stream):
                     self.streams.pop(stream, None)
                     for op in self.ops.values():
                         op.ends.pop(stream, None)
-                case effects.Offer(op, what):
+                case machine.Offer(op, what):
                     assert what.key in self.parcels, "it serves what it does not have"
                     self.ops[op] = Transfer(what, True)
-                case effects.Gather(op, what):
+                case machine.Gather(op, what):
                     assert not any(one.package == what for one in self.ops.values()), "twice"
                     self.ops[op] = Transfer(what, False)
                 case common.StartTransfer(op, _, _, ends):
@@ -85,13 +85,13 @@ class Node:
                     self.perform(self.machine.engine_settled(op))
                 case common.AbortOp(op):
                     self.ops.pop(op, None)
-                case effects.Arrived(what):
+                case machine.Arrived(what):
                     self.arrived.append(what)
-                case effects.Forgotten(what):
+                case machine.Forgotten(what):
                     self.parcels.discard(what.key)
-                case effects.Answered(call, why):
+                case machine.Answered(call, why):
                     self.answers[call] = why
-                case effects.Rest():
+                case machine.Rest():
                     self.rests = True
 
 

@@ -10,20 +10,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pccl.cli.chaos import follower, kinds, schedule, verdict
+from pccl.cli.chaos import kinds, report, stage
 from pccl.cli.chaos.director import Chronicle, Done
-from pccl.cli.chaos.figures import Figures, measure
-from pccl.cli.chaos.follower import Follower, Watch, moments
-from pccl.cli.chaos.harness import Harness, Program
-from pccl.cli.chaos.page import Report, page
-from pccl.cli.chaos.schedule import Fault, Schedule, draw
-from pccl.cli.chaos.shrink import shrink
+from pccl.cli.chaos.harness import Harness, Program, shrink
+from pccl.cli.chaos.kinds import Fault, Schedule, draw
+from pccl.cli.chaos.report import Figures, Report, measure, page
+from pccl.cli.chaos.stage import Follower, Watch, moments
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
 from pccl.protocol.master.record import Line, Told
 from pccl.runtime.server.eventlog import EventFile
 
-MOMENTS = sorted(follower.MOMENTS)
+MOMENTS = sorted(stage.MOMENTS)
 
 
 # ---- schedules ----
@@ -56,11 +54,11 @@ def test_a_schedule_is_read_from_its_file(tmp_path: Path) -> None:
     faults = draw(3, 20.0, 1.0, kinds.KINDS, MOMENTS)
     plan = Schedule(3, 4, 20.0, faults, {"programs": "loop"})
     plan.save(tmp_path / "chaos-3.json")
-    assert schedule.load(tmp_path / "chaos-3.json") == plan
+    assert kinds.load(tmp_path / "chaos-3.json") == plan
     assert plan.only(faults[:2]).faults == faults[:2]
     (tmp_path / "other").write_text("{}")
     with pytest.raises(OSError, match="other is no schedule of faults"):
-        schedule.load(tmp_path / "other")
+        kinds.load(tmp_path / "other")
 
 
 # ---- the event log, while it is written ----
@@ -91,7 +89,7 @@ def test_moments_are_known_by_what_the_master_has_heard_and_said(
     line: Line, names: set[str]
 ) -> None:
     assert moments(line) == names
-    assert names <= follower.MOMENTS.keys()
+    assert names <= stage.MOMENTS.keys()
 
 
 def test_a_run_is_known_by_its_log() -> None:
@@ -212,10 +210,10 @@ def test_figures_of_a_run() -> None:
 
 def test_a_master_that_grows_is_found() -> None:
     steady = [(50, 9, 100)] * 40
-    assert list(verdict.growth(steady)) == []
-    assert list(verdict.growth(steady[:5])) == []
+    assert list(report.growth(steady)) == []
+    assert list(report.growth(steady[:5])) == []
     leaking = [(50 + 3 * number, 9, 100) for number in range(40)]
-    assert "the master has grown from (107, 9, 100)" in next(verdict.growth(leaking))
+    assert "the master has grown from (107, 9, 100)" in next(report.growth(leaking))
 
 
 # ---- what cannot be ----

@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pccl.weights.delta import Damaged, How, apply, difference, words
-from pccl.weights.tensors import Head, Tensors, found_digests, parcel_of, read_head
+from pccl.weights.tensors import (
+    Damaged,
+    Head,
+    How,
+    Tensors,
+    apply,
+    difference,
+    found_digests,
+    parcel_of,
+    read_head,
+    words,
+)
 
 HEADER = struct.Struct("<BBxxIII")
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from pccl.cli import program
 from pccl.cli.arguments import whole_number
 from pccl.cli.chaos import kinds
-from pccl.cli.chaos.crew import Strangers
 from pccl.cli.chaos.director import Director
-from pccl.cli.chaos.figures import Figures, measure
 from pccl.cli.chaos.harness import Harness, Program, add_options
-from pccl.cli.chaos.network import NetworkError
+from pccl.cli.chaos.kinds import NetworkError
+from pccl.cli.chaos.report import Figures, measure
+from pccl.cli.chaos.stage import Strangers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,14 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pccl.cli.chaos import kinds
-from pccl.cli.chaos.crew import Crew
-from pccl.cli.chaos.follower import Follower, Watch
 from pccl.cli.chaos.hands import Hands, nothing
 from pccl.cli.chaos.held import held
-from pccl.cli.chaos.kinds import Kind, Target
-from pccl.cli.chaos.network import Undo
-from pccl.cli.chaos.schedule import Fault, Schedule
-from pccl.cli.chaos.stage import Copy, Stage
+from pccl.cli.chaos.kinds import Fault, Kind, Schedule, Target, Undo
+from pccl.cli.chaos.stage import Copy, Crew, Follower, Stage, Watch
 
 TICK_S = 0.005
 MOMENT_MAX_S = 1.0  # a fault waits no longer for its moment

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from pccl.cli.chaos import kinds
-from pccl.cli.chaos.network import NetworkError, Undo
+from pccl.cli.chaos.kinds import NetworkError, Undo
 from pccl.cli.chaos.stage import Copy, Stage
 
 STARVED_S = 0.09, 0.01  # stopped, running: again and again

@@ -1,4 +1,6 @@
-"""Makes runs under faults: draws or loads a schedule, plays it, judges, reports, shrinks."""
+"""A run under faults from its options to its verdict, and the search for the few faults that
+matter.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +9,61 @@ import os
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pccl.cli.arguments import output, whole_number
-from pccl.cli.chaos import follower, kinds, schedule
-from pccl.cli.chaos.crew import Crew
+from pccl.cli.chaos import kinds, stage
 from pccl.cli.chaos.director import Chronicle, Director
-from pccl.cli.chaos.figures import Figures
-from pccl.cli.chaos.kinds import Kind
-from pccl.cli.chaos.network import Network, NetworkError
-from pccl.cli.chaos.page import Report, page
-from pccl.cli.chaos.schedule import Fault, Schedule
-from pccl.cli.chaos.shrink import shrink
-from pccl.cli.chaos.stage import Copy, Stage
-from pccl.cli.chaos.verdict import master_violations
-from pccl.cli.chaos.view import View
+from pccl.cli.chaos.kinds import Fault, Kind, Network, NetworkError, Schedule
+from pccl.cli.chaos.report import Figures, Report, View, master_violations, page
+from pccl.cli.chaos.stage import Copy, Crew, Stage
+
+T = TypeVar("T")
+
+
+def shrink(items: Sequence[T], fails: Callable[[list[T]], bool], until_s: float) -> list[T]:
+    """A part of the items that still fails, and of which, if time suffices, each is needed.
+
+    Args:
+        items: that fail.
+        fails: whether a part of them does. It need not answer the same each time.
+        until_s: when to end, by the monotonic clock.
+    """
+    found, pieces = list(items), 2
+    while found and time.monotonic() < until_s:
+        size = max(1, -(-len(found) // pieces))
+        parts = [found[i : i + size] for i in range(0, len(found), size)]
+        candidates = [] if len(parts) <= 2 else parts
+        candidates = [*candidates, *(_without(parts, i) for i in range(len(parts)))]
+        smaller = _first(candidates, fails, until_s)
+        if smaller is not None:
+            pieces = 2 if len(smaller) <= size else max(pieces - 1, 2)
+            found = smaller
+        elif size == 1:
+            break
+        else:
+            pieces = min(2 * pieces, len(found))
+    return found
+
+
+def _without(parts: list[list[T]], left_out: int) -> list[T]:
+    return [item for i, part in enumerate(parts) if i != left_out for item in part]
+
+
+def _first(
+    candidates: Sequence[list[T]], fails: Callable[[list[T]], bool], until_s: float
+) -> list[T] | None:
+    for candidate in candidates:
+        if time.monotonic() >= until_s:
+            return None
+        if fails(candidate):
+            return candidate
+    return None
+
 
 FINISH_S = 20.0  # from the order to end until a copy that has not is killed
 SHOWN = 20  # violations
@@ -222,11 +261,11 @@ class Harness:
             saved = Path(f"chaos-{args.replay}.json")
             path = saved if saved.exists() else Path(args.replay)
             if path.exists() or not args.replay.isdecimal():
-                return self._possible(schedule.load(path), table)
+                return self._possible(kinds.load(path), table)
             seed = int(args.replay)
         seconds = args.minutes * 60
-        moments = sorted(follower.MOMENTS)
-        faults = schedule.draw(seed, seconds, args.calm, table, moments)
+        moments = sorted(stage.MOMENTS)
+        faults = kinds.draw(seed, seconds, args.calm, table, moments)
         return Schedule(seed, self._copies, seconds, faults, self._settings)
 
     @staticmethod

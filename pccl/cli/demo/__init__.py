@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pccl.cli.arguments import output
-from pccl.cli.demo.director import STEPS_MIN, Director, Go, Kill, Order, Say, State
+from pccl.cli.demo.director import STEPS_MIN, Director, Go, Kill, Order, Say, State, decode
 from pccl.cli.demo.processes import Fleet
-from pccl.cli.demo.reports import decode
 from pccl.runtime.signals import ended_by, interrupt
 
 if TYPE_CHECKING:
@@ -194,14 +193,14 @@ def _obey(order: Order, fleet: Fleet, display: Display, now_s: float) -> None:
 def _conclude(args: argparse.Namespace, director: Director, complaints: str) -> int:
     from rich.console import Console
 
-    from pccl.cli.demo import chart
+    from pccl.cli.demo import display
     from pccl.cli.demo.display import closing_table, size_text
 
     verdict = director.verdict()
     if verdict:
         print(f"{complaints}pccl demo: FAILED: {verdict}", file=sys.stderr)
         return 1
-    chart.save(director, args.output)
+    display.save(director, args.output)
     first, last = director.validation_losses()
     sent = sum(peer.tx_bytes for peer in director.peers)
     otherwise = sum(peer.data_parallel_bytes for peer in director.peers)

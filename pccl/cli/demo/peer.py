@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 import pccl
-from pccl.cli.demo.corpus import Corpus
-from pccl.cli.demo.model import CONTEXT, GPT
-from pccl.cli.demo.reports import Averaged, Finished, Joined, Loaded, Report, Trained, encode
+from pccl.cli.demo.director import Averaged, Finished, Joined, Loaded, Report, Trained, encode
+from pccl.cli.demo.model import CONTEXT, GPT, Corpus
 from pccl.diloco import DiLoCo
 
 BATCH = 16

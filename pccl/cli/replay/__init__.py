@@ -7,12 +7,8 @@ import sys
 from pathlib import Path
 
 from pccl.cli.arguments import output
-from pccl.cli.replay.case import Case
-from pccl.cli.replay.check import Check
-from pccl.cli.replay.source import Source
-from pccl.cli.replay.story import Story
-from pccl.cli.replay.text import Teller
-from pccl.cli.replay.trace import Trace
+from pccl.cli.replay.source import Case, Check, Source
+from pccl.cli.replay.story import Story, Teller, Trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

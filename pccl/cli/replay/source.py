@@ -1,4 +1,4 @@
-"""The lines of an event log, over all its files, and what is missing of them."""
+"""The lines of an event log over all its files, and the state machine that is fed with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from pccl.protocol.master.record import Gap, Line
+import msgspec
+
+from pccl.protocol.master.inputs import Began
+from pccl.protocol.master.record import Differs, Gap, Line, Reenactment
 from pccl.runtime.server.eventlog import VERSION, Damaged, Head, files, read
 
 _LAST_UNIX_S = 253402300800  # the year 10000
@@ -121,3 +124,98 @@ class Source:
             f"{where}: this is no event ({item.why}): the file was changed or damaged; what "
             "follows is told without it"
         )
+
+
+class Check:
+    """What came true of a log.
+
+    Attributes:
+        failed: whether anything did not.
+    """
+
+    def __init__(self) -> None:
+        self._again = Reenactment()
+        self._fed = self._skipped = 0
+        self._failures: list[str] = []
+        self._differs = ""
+
+    def feed(self, entry: Entry) -> None:
+        """Feeds one line. After a difference, nothing is fed until a master begins again."""
+        if not entry.whole:
+            self._again.lose()
+        try:
+            fed = self._again.feed(entry.line)
+        except Differs as error:
+            self._differs = self._differs or f"{entry.where}: {error}"
+            self._again.lose()
+            return
+        self._fed += fed
+        self._skipped += not fed
+        if fed and entry.line.failed:
+            self._failures.append(f"{entry.where}: it fails again with {entry.line.failed}")
+
+    @property
+    def failed(self) -> bool:
+        """Whether the master did something else this time, or nothing could be fed."""
+        return bool(self._differs) or not self._fed
+
+    def summary(self) -> str:
+        """What was found, in words."""
+        lines = [f"{self._fed} inputs have the same effects again", *self._failures]
+        if self._skipped:
+            lines.append(
+                f"{self._skipped} could not be fed, because events before them are missing"
+            )
+        if self._differs:
+            lines.append(f"the master does something else at {self._differs}")
+        return "\n".join(lines)
+
+
+BYTES_MAX = 8 << 20  # of a test that anybody would keep
+TEMPLATE = '''"""What a master did in the field; made by `pccl replay --to-test`."""
+
+from pccl.protocol.master.record import Reenactment, lines
+
+RECORD = r"""
+{record}
+"""
+
+
+def test_the_master_does_what_is_right() -> None:
+    """Each input but the last one has the effects that it had; the last one raises nothing."""
+    again = Reenactment()
+    *before, last = lines(RECORD)
+    for line in before:
+        assert again.feed(line)
+    again.happen(last)
+'''
+
+
+class Case:
+    """The lines from a master's beginning up to the first one that has failed, or to the last."""
+
+    def __init__(self) -> None:
+        self._lines: list[Line] = []
+        self._over = False
+
+    def add(self, entry: Entry) -> None:
+        """One more line."""
+        if self._over:
+            return
+        if not entry.whole:
+            self._lines.clear()
+        if self._lines or isinstance(entry.line.input, Began):
+            self._lines.append(entry.line)
+            self._over = bool(entry.line.failed)
+
+    def text(self, log: Path) -> str:
+        """The test. Raises OSError: there is nothing to test, or too much."""
+        encoded = b"\n".join(map(msgspec.json.encode, self._lines)).decode()
+        if not self._lines:
+            raise OSError(f"{log} has no beginning of a master, from which a test could start")
+        if len(encoded) > BYTES_MAX:
+            raise OSError(
+                f"a test of {log} would have {len(encoded) >> 20} MiB: cut the log behind the "
+                "line in question"
+            )
+        return TEMPLATE.format(record=encoded)  # JSON has no three quotes in a row

@@ -1,13 +1,24 @@
-"""What a log tells: the calls of peers, whom they waited for, and what befell the peers."""
+"""What an event log tells: who waited for whom, in words and as a trace.
+
+Each peer is a process of the trace. Its calls are slices, in which the time until all had entered,
+and the one until all had finished, are slices too; calls at the same time are on threads of their
+own. What befalls a peer is a mark on it, what befalls the run one on the master.
+"""
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
 
 from pccl.cli.replay.source import Entry
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
+from pccl.protocol.master.outbox import plain
 from pccl.protocol.master.record import Told
 
 ANSWERS = {"TopologyResult", "PendingResult", "SyncResult", "OptimizeResult"}
@@ -263,3 +274,172 @@ class Story:
 
     def _open(self) -> Iterator[Call]:
         yield from self._calls.values()
+
+
+NAMES_MAX = 8  # peers named in one line
+SUMS_MAX = 20  # peers named at the end
+
+
+@dataclass
+class Waited:
+    """For one peer: how often others waited for it, for how long together, and at most."""
+
+    times: int = 0
+    total_s: float = 0.0
+    longest_s: float = 0.0
+
+
+class Teller:
+    """Says what happened.
+
+    Args:
+        longer_than_s: calls in which nobody waited for longer are left out, unless they failed.
+    """
+
+    def __init__(self, longer_than_s: float) -> None:
+        self._longer_than_s = longer_than_s
+        self._waited: defaultdict[int, Waited] = defaultdict(Waited)
+        self._day = ""
+        self._left_out = 0
+
+    def tell(self, unix_s: float, happened: Happened) -> list[str]:
+        """What one line of the log has led to."""
+        now = time.gmtime(unix_s)
+        texts = [_marked(mark) for mark in happened.marks if not mark.noted]
+        for round_ in happened.rounds:
+            texts += self._round(round_)
+        head = f"{time.strftime('%H:%M:%S', now)}.{int(unix_s % 1 * 1000):03d}"
+        lines = [f"{head}  {plain(text)}" for text in texts]
+        day = time.strftime("%Y-%m-%d", now)
+        if lines and day != self._day:
+            self._day = day
+            lines.insert(0, f"{day}, times are UTC")
+        return lines
+
+    def end(self, happened: Happened) -> list[str]:
+        """What was not over when the log ended, and for whom most was waited."""
+        lines = [
+            f"at the end {_peers(call.peer for call in round_.calls)} had {round_.phase} "
+            f"{round_.calls[0].what}, and waited for {_peers(round_.awaited)}"
+            for round_ in happened.rounds
+            if round_.calls and round_.awaited
+        ]
+        if self._left_out:
+            lines.append(
+                f"calls in which nobody waited for {self._longer_than_s:g} s are left out: "
+                f"{self._left_out}"
+            )
+        sums = sorted(self._waited.items(), key=lambda item: -item[1].total_s)[:SUMS_MAX]
+        if sums:
+            lines.append("others waited, together and at most at a time:")
+        lines += [
+            f"  for peer {number}: {one.total_s:.3f} s, {one.longest_s:.3f} s; "
+            f"{one.times} times it came last"
+            for number, one in sums
+        ]
+        return [plain(line) for line in lines]
+
+    def _round(self, round_: Round) -> Iterator[str]:
+        what, calls = round_.calls[0].what, _peers(call.peer for call in round_.calls)
+        longest_s = max(round_.waited_s)
+        others_s = [
+            waited_s
+            for call, waited_s in zip(round_.calls, round_.waited_s, strict=True)
+            if call.peer not in round_.awaited
+        ]
+        for number in round_.awaited if others_s else ():
+            one = self._waited[number]
+            one.times += 1
+            one.total_s += sum(others_s)
+            one.longest_s = max(one.longest_s, *others_s)
+        if round_.failed:
+            yield f"{what} has failed on {calls} after {longest_s:.3f} s: {round_.failed}"
+        elif longest_s >= self._longer_than_s and round_.awaited:
+            waited = f"others waited up to {longest_s:.3f} s for {_peers(round_.awaited)}"
+            yield f"{what}: {calls} have {round_.phase} it; {waited}"
+        else:
+            self._left_out += 1
+
+
+def _marked(mark: Mark) -> str:
+    return f"peer {mark.peer} {mark.text}" if mark.peer else mark.text
+
+
+def _peers(numbers: Iterable[int]) -> str:
+    """Peers by number; only the first ones of many."""
+    listed = sorted({*numbers})
+    names = ", ".join(map(str, listed[:NAMES_MAX]))
+    more = f" and {len(listed) - NAMES_MAX} more" if len(listed) > NAMES_MAX else ""
+    return f"{'peer' if len(listed) == 1 else 'peers'} {names}{more}" if listed else "nobody"
+
+
+class Trace:
+    """Collects the events of a trace."""
+
+    def __init__(self) -> None:
+        self._marks: list[dict[str, Any]] = []
+        self._calls: list[Call] = []
+
+    def add(self, unix_s: float, happened: Happened) -> None:
+        """What one line of the log has led to."""
+        self._calls += happened.ended
+        for mark in happened.marks:
+            where = {"pid": mark.peer, "tid": 0, "ts": _us(unix_s)}
+            self._marks.append({"ph": "i", "s": "p", "name": plain(mark.text), **where})
+
+    def end(self, unix_s: float, happened: Happened) -> None:
+        """The log ends, and calls are open."""
+        for call in happened.ended:
+            call.ended_s, call.failed = unix_s, "it was not over when the log ended"
+            self._calls.append(call)
+
+    def encode(self) -> bytes:
+        """The trace, as JSON."""
+        slices: list[dict[str, Any]] = []
+        busy: dict[int, list[float]] = {}  # of each peer: until when each of its threads is taken
+        for call in sorted(self._calls, key=lambda call: call.began_s):
+            threads = busy.setdefault(call.peer, [])
+            free = (i for i, until_s in enumerate(threads) if until_s <= call.began_s)
+            thread = next(free, len(threads))
+            threads[thread : thread + 1] = [call.ended_s or call.began_s]
+            slices += _slices(call, thread)
+        numbers = {event["pid"] for event in (*self._marks, *slices)}
+        named: list[dict[str, Any]] = []
+        for number in sorted(numbers):
+            name = f"peer {number}" if number else "master"
+            order = {"sort_index": number}
+            named.append(_told("process_name", number, {"name": name}))
+            named.append(_told("process_sort_index", number, order))
+        return msgspec.json.encode({"traceEvents": named + self._marks + slices})
+
+
+def _slices(call: Call, thread: int) -> list[dict[str, Any]]:
+    """A call, and within it the times until all had entered it, and until all had finished."""
+    assert call.ended_s is not None
+    args: dict[str, Any] = {"last": [*call.awaited]}
+    if call.seq:
+        args["collective"] = call.seq
+    if call.failed:
+        args["failed"] = plain(call.failed)
+    slices = [_slice(call, thread, plain(call.what), call.began_s, call.ended_s, args)]
+    if call.started_s is not None and call.started_s < call.ended_s:
+        slices.append(_slice(call, thread, "enters", call.began_s, call.started_s, {}))
+        done_s = call.ended_s if call.done_s is None else call.done_s
+        slices.append(_slice(call, thread, "runs", call.started_s, done_s, {}))
+        slices.append(_slice(call, thread, "waits for others", done_s, call.ended_s, {}))
+    return slices
+
+
+def _slice(
+    call: Call, thread: int, name: str, begin_s: float, end_s: float, args: dict[str, Any]
+) -> dict[str, Any]:
+    where = {"pid": call.peer, "tid": thread, "ts": _us(begin_s)}
+    return {"ph": "X", "name": name, **where, "dur": _us(end_s) - _us(begin_s), "args": args}
+
+
+def _told(name: str, number: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": number, "tid": 0, "args": args}
+
+
+def _us(unix_s: float) -> int:
+    return round(unix_s * 1e6)

@@ -1,4 +1,10 @@
-"""The state machine of an associate: what it serves, what it fetches, what it publishes. No I/O.
+"""Effects of an associate's state machine, to be performed in order.
+
+Which packages lead to the newest weights. Pure functions.
+
+The packages that an associate serves, and to whom.
+
+The state machine of an associate: what it serves, what it fetches, what it publishes. No I/O.
 
 It aims at the newest weights that it can reach, by the fewest bytes (chain.py), one package after
 the other. It asks the master for a holder, fetches from there, and when the caller has worked the
@@ -12,15 +18,12 @@ says what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, TypeAlias
 
 from pccl.protocol import messages as m
-from pccl.protocol.follower import effects
-from pccl.protocol.follower.chain import stale, way
-from pccl.protocol.follower.shelf import SEQ, Shelf, nonce_of
 from pccl.protocol.peer.effects import (
     AbortOp,
     Arrange,
@@ -33,6 +36,239 @@ from pccl.protocol.peer.effects import (
     StartTransfer,
 )
 from pccl.types import Result
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Admit others by this nonce, under this number."""
+
+    number: int
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Connect a stream to an associate, which admits it by the nonce; admit its streams."""
+
+    stream: int
+    to: m.PeerInfo
+    nonce: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """Register an op that serves a package, of which the caller has the memory."""
+
+    op: int
+    package: m.Package
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Register an op that fetches a package; the caller provides the memory."""
+
+    op: int
+    package: m.Package
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """All of a package is here and proven; the caller calls `taken` when it has worked it in."""
+
+    package: m.Package
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """A package is served no more; an op that refers to its memory may have to settle yet."""
+
+    package: m.Package
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """Call `rested` after a moment: the next attempt would fail for the same reason."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A publication has ended; `why` it failed, or empty."""
+
+    call: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What can be had has changed."""
+
+    packages: tuple[m.Package, ...]
+    head: int
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """It is no associate any more."""
+
+    fail: Fail
+
+
+Effect: TypeAlias = (
+    Send
+    | Door
+    | Reach
+    | CloseStream
+    | Offer
+    | Gather
+    | StartTransfer
+    | CommitOp
+    | AbortOp
+    | Arrived
+    | Forgotten
+    | Rest
+    | Answered
+    | News
+    | Over
+    | Arrange
+)
+
+
+KEPT_MAX = 200  # packages, of those that fit into a message
+
+
+def way(packages: Sequence[m.Package], version: int) -> tuple[m.Package, ...]:
+    """The fewest bytes that lead from a version to the newest one that can be reached; in order.
+
+    Args:
+        packages: that can be had.
+        version: that one has; 0: none.
+    """
+    cost, last = {version: 0}, dict[int, m.Package]()
+    for package in sorted(packages, key=lambda one: one.key):
+        if package.version <= version or not (package.base == 0 or package.base in cost):
+            continue
+        total = package.nbytes + (cost[package.base] if package.base else 0)
+        if total < cost.get(package.version, total + 1):
+            cost[package.version], last[package.version] = total, package
+    at = max(cost)
+    found: list[m.Package] = []
+    while at != version:
+        found.append(last[at])
+        at = last[at].base or version
+    return tuple(reversed(found))
+
+
+def stale(packages: Sequence[m.Package], held: Sequence[m.Package]) -> list[m.Package]:
+    """What a holder need not keep, given what can be had.
+
+    Whoever comes late begins with the newest whole version; whoever is a little behind may still
+    want the differences of one generation before. A whole version is kept until this holder has a
+    newer one.
+    """
+    wholes = sorted(one.version for one in packages if one.base == 0)
+    own = max((one.version for one in held if one.base == 0), default=0)
+    oldest = wholes[-2] if len(wholes) > 1 else 0
+    oldest = max([oldest, *sorted(one.version for one in held)[:-KEPT_MAX]])
+    return [one for one in held if (one.version < own if one.base == 0 else one.version <= oldest)]
+
+
+SEQ = 1  # of all transfers: an op has one package
+
+
+@dataclass(slots=True)
+class Held:
+    """A package that is served."""
+
+    package: m.Package
+    op: int
+    receivers: dict[int, int] = field(default_factory=dict)  # and the streams to them
+
+
+class Shelf:
+    """All packages that are served.
+
+    Args:
+        number: gives the next number of an op or stream.
+        do: takes an effect.
+    """
+
+    def __init__(self, number: Callable[[], int], do: Callable[[Effect], None]) -> None:
+        self._number, self._do = number, do
+        self._held: dict[tuple[int, int], Held] = {}
+
+    @property
+    def packages(self) -> Sequence[m.Package]:
+        """What is served."""
+        return [one.package for one in self._held.values()]
+
+    def put(self, package: m.Package) -> None:
+        """Serves a package from now on."""
+        if package.key not in self._held:
+            self._held[package.key] = held = Held(package, self._number())
+            self._do(Offer(held.op, package))
+
+    def drop(self, package: m.Package) -> None:
+        """Serves a package no more."""
+        held = self._held.pop(package.key, None)
+        if held is None:
+            return
+        for stream in held.receivers.values():
+            self._do(CloseStream(stream))
+        self._do(AbortOp(held.op))
+        self._do(Forgotten(package))
+
+    def drop_unused(self, packages: Sequence[m.Package]) -> bool:
+        """Drops those that nobody fetches. Returns whether there are any."""
+        unused = [one for one in packages if not self._held[one.key].receivers]
+        for package in unused:
+            self.drop(package)
+        return bool(unused)
+
+    def fail(self, op: int) -> bool:
+        """An op that serves has failed. Returns whether it is one."""
+        failed = [held.package for held in self._held.values() if held.op == op]
+        for package in failed:
+            self.drop(package)
+        return bool(failed)
+
+    def serve(self, serve: m.Serve) -> None:
+        """Serves a receiver, which fetches nothing else from here: else `served` came before."""
+        held = self._held.get((serve.version, serve.base))
+        if held is None:
+            return  # the master knows by now
+        stream = held.receivers[serve.receiver.peer] = self._number()
+        self._do(Reach(stream, serve.receiver, serve.nonce))
+        ends = (End(stream, serve.slot),)
+        self._do(StartTransfer(held.op, SEQ, nonce_of(held.package), ends))
+
+    def served(self, receiver: int) -> None:
+        """A receiver needs nothing from here any more."""
+        for held in self._held.values():
+            stream = held.receivers.pop(receiver, 0)
+            if stream:
+                self._do(CloseStream(stream))
+
+    def lose(self, stream: int) -> None:
+        """A stream is lost, perhaps one of these: its receiver tells the master."""
+        for held in self._held.values():
+            for receiver, own in list(held.receivers.items()):
+                if own == stream:
+                    del held.receivers[receiver]
+                    self._do(CloseStream(stream))
+
+    def forget_receivers(self) -> None:
+        """None of the receivers counts any more."""
+        for held in self._held.values():
+            for stream in held.receivers.values():
+                self._do(CloseStream(stream))
+            held.receivers.clear()
+
+
+def nonce_of(package: m.Package) -> int:
+    """The number that all requests for a package carry, and all of its data."""
+    return int.from_bytes(package.body[:8])
 
 
 class State(Enum):
@@ -85,7 +321,7 @@ class Follower:
         self._connected = False  # to a master that knows it
         self._available: tuple[m.Package, ...] = ()
         self._next = 0  # number of an op or stream
-        self._effects: list[effects.Effect] = []
+        self._effects: list[Effect] = []
         self._shelf = Shelf(self._number, self._do)
         self._fetch: Fetch | None = None
         self._publishing: dict[int, tuple[m.Package, ...]] = {}
@@ -105,7 +341,7 @@ class Follower:
 
     # ---- calls ----
 
-    def join(self) -> list[effects.Effect]:
+    def join(self) -> list[Effect]:
         """Asks to be registered."""
         return self._take(Send(self._hello))
 
@@ -120,7 +356,7 @@ class Follower:
             return f"version {version} is not newer than version {self.version}, which is here"
         return ""
 
-    def publish(self, call: int, packages: tuple[m.Package, ...]) -> list[effects.Effect]:
+    def publish(self, call: int, packages: tuple[m.Package, ...]) -> list[Effect]:
         """Publishes a version, of which the caller has the memory."""
         for package in packages:
             self._shelf.put(package)
@@ -129,7 +365,7 @@ class Follower:
             self._do(Send(m.Publish(call, packages)))
         return self._take()
 
-    def taken(self, package: m.Package, version: int) -> list[effects.Effect]:
+    def taken(self, package: m.Package, version: int) -> list[Effect]:
         """The caller has worked a package in, and has this version now; 0: it is of no use."""
         fetch, self._fetch = self._fetch, None
         assert fetch is not None and fetch.package == package
@@ -137,24 +373,24 @@ class Follower:
         if version and self._relays:
             self._shelf.put(package)
         else:
-            self._do(effects.Forgotten(package))
+            self._do(Forgotten(package))
         self._tidy()
         self._say_holds()
         self._aim()
         return self._take()
 
-    def keep(self, package: m.Package) -> list[effects.Effect]:
+    def keep(self, package: m.Package) -> list[Effect]:
         """The caller can serve another package, which it has made itself."""
         self._shelf.put(package)
         self._tidy()
         self._say_holds()
         return self._take()
 
-    def meet(self, meet: m.Meet) -> list[effects.Effect]:
+    def meet(self, meet: m.Meet) -> list[Effect]:
         """A stream leads to an associate to which this one cannot connect."""
         return self._take(Send(meet)) if self._connected else self._take()
 
-    def leave(self, why: str) -> list[effects.Effect]:
+    def leave(self, why: str) -> list[Effect]:
         """Leaves."""
         if self.over is None:
             self._do(Send(m.Leave()))
@@ -163,37 +399,37 @@ class Follower:
 
     # ---- the connection to the master ----
 
-    def received(self, message: m.MasterMessage) -> list[effects.Effect]:
+    def received(self, message: m.MasterMessage) -> list[Effect]:
         """Handles a message of the master."""
         handler = self._by_type.get(type(message))
         if handler is not None and self.over is None:
             handler(message)
         return self._take()
 
-    def disconnected(self, why: str) -> list[effects.Effect]:
+    def disconnected(self, why: str) -> list[Effect]:
         """The connection to the master broke; `reconnected` or `lost_master` follows."""
         self._connected = False
         if self.number == 0:
             self._end(Result.MASTER_CONNECTION_FAILED.value, why)
         return self._take()
 
-    def reconnected(self) -> list[effects.Effect]:
+    def reconnected(self) -> list[Effect]:
         """There is a new connection."""
         return self._take(Send(self._hello))
 
-    def lost_master(self, why: str) -> list[effects.Effect]:
+    def lost_master(self, why: str) -> list[Effect]:
         """The connection to the master is gone for good."""
         self._end(Result.MASTER_CONNECTION_FAILED.value, why)
         return self._take()
 
-    def broken(self, why: str, result: Result = Result.INTERNAL_ERROR) -> list[effects.Effect]:
+    def broken(self, why: str, result: Result = Result.INTERNAL_ERROR) -> list[Effect]:
         """It cannot go on in this process."""
         self._end(result.value, why, Fault.OTHER)
         return self._take()
 
     def _welcomed(self, welcome: m.Welcome) -> None:
         self.number, self._connected = welcome.peer, True
-        self._do(effects.Door(welcome.peer, welcome.nonce))
+        self._do(Door(welcome.peer, welcome.nonce))
         self._shelf.forget_receivers()  # an earlier master has sent them
         self._say_holds()
         for call, packages in self._publishing.items():
@@ -213,13 +449,13 @@ class Follower:
         self._connected = False
         for call in list(self._publishing):
             self._answered(call, why)
-        self._do(effects.Over(self.over))
+        self._do(Over(self.over))
 
     # ---- what can be had ----
 
     def _changed(self, available: m.Available) -> None:
         self._available = tuple(filter(self._fits, available.packages))
-        self._do(effects.News(available.packages, available.head))
+        self._do(News(available.packages, available.head))
         self._tidy()
         fetch = self._fetch
         waits = fetch is not None and fetch.state in (State.SEEKING, State.RESTING)
@@ -268,10 +504,10 @@ class Follower:
         self._part(fetch)
         fetch.state, fetch.holder = State.FETCHING, source.holder.peer
         fetch.stream = self._number()
-        self._do(effects.Reach(fetch.stream, source.holder, source.nonce))
+        self._do(Reach(fetch.stream, source.holder, source.nonce))
         if not fetch.op:
             fetch.op = self._number()
-            self._do(effects.Gather(fetch.op, fetch.package))
+            self._do(Gather(fetch.op, fetch.package))
         ends = (End(fetch.stream, source.slot),)
         self._do(StartTransfer(fetch.op, SEQ, nonce_of(fetch.package), ends))
 
@@ -288,14 +524,14 @@ class Follower:
         if fetch.op:
             self._do(AbortOp(fetch.op))
 
-    def slow(self) -> list[effects.Effect]:
+    def slow(self) -> list[Effect]:
         """The fetch has taken long: it leaves its place to others."""
         fetch = self._fetch
         if fetch is not None and fetch.state is State.FETCHING and self._connected:
             self._do(Send(m.Slow()))
         return self._take()
 
-    def rested(self) -> list[effects.Effect]:
+    def rested(self) -> list[Effect]:
         """A moment has passed since `Rest`."""
         fetch = self._fetch
         if fetch is not None and fetch.state is State.RESTING and self._connected:
@@ -304,7 +540,7 @@ class Follower:
 
     # ---- the engine ----
 
-    def engine_complete(self, op: int, settled: bool, rate: int) -> list[effects.Effect]:
+    def engine_complete(self, op: int, settled: bool, rate: int) -> list[Effect]:
         """A fetch has everything, and it was all verified; `settled`: nothing refers to it."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op:
@@ -312,10 +548,10 @@ class Follower:
             fetch.state = State.TAKING
             if self._connected:
                 self._do(Send(m.Got(rate)))
-            self._do(effects.Arrived(fetch.package) if settled else CommitOp(op))
+            self._do(Arrived(fetch.package) if settled else CommitOp(op))
         return self._take()
 
-    def engine_failed(self, op: int, why: str, starved: bool) -> list[effects.Effect]:
+    def engine_failed(self, op: int, why: str, starved: bool) -> list[Effect]:
         """An op cannot go on; `starved`: only for lack of a stream, and it can be started again."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op:
@@ -324,19 +560,19 @@ class Follower:
                 self._do(AbortOp(op))
                 fetch.op = 0
             fetch.state = State.RESTING
-            self._do(effects.Rest(why))
+            self._do(Rest(why))
         elif not starved and self._shelf.fail(op):
             self._say_holds()
         return self._take()
 
-    def engine_settled(self, op: int) -> list[effects.Effect]:
+    def engine_settled(self, op: int) -> list[Effect]:
         """Nothing refers to the memory of an op any more."""
         fetch = self._fetch
         if fetch is not None and fetch.op == op and fetch.state is State.TAKING:
-            self._do(effects.Arrived(fetch.package))
+            self._do(Arrived(fetch.package))
         return self._take()
 
-    def stream_lost(self, stream: int, lied: bool) -> list[effects.Effect]:
+    def stream_lost(self, stream: int, lied: bool) -> list[Effect]:
         """A stream is lost; `lied`: because other data came than what was published."""
         fetch = self._fetch
         if fetch is not None and fetch.stream == stream:
@@ -358,7 +594,7 @@ class Follower:
         else:
             self.version = packages[0].version
         self._tidy()
-        self._do(effects.Answered(call, why))
+        self._do(Answered(call, why))
 
     def _say_holds(self) -> None:
         if self._connected:
@@ -370,9 +606,9 @@ class Follower:
         self._next += 1
         return self._next
 
-    def _do(self, *effects_: effects.Effect) -> None:
+    def _do(self, *effects_: Effect) -> None:
         self._effects += effects_
 
-    def _take(self, *more: effects.Effect) -> list[effects.Effect]:
+    def _take(self, *more: Effect) -> list[Effect]:
         found, self._effects = [*self._effects, *more], []
         return found

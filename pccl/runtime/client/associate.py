@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from pccl.ext import ffi
 from pccl.protocol import messages as m
-from pccl.protocol.follower import Follower, effects
+from pccl.protocol.follower import Follower, machine
 from pccl.protocol.peer import effects as common
 from pccl.runtime import forks, limits
 from pccl.runtime.client.endpoint import Endpoint, Hello
@@ -182,7 +182,7 @@ class Associate:
             self._parcels: dict[tuple[int, int], Parcel] = {}
             self._incoming: dict[tuple[int, int], Incoming] = {}
             self._memory: dict[int, object] = {}  # that the engine refers to, by op
-            self._door = effects.Door(0, 0)
+            self._door = machine.Door(0, 0)
             self._keys: dict[int, str] = {}  # of those who may connect, by the stream to them
             self._answers: dict[int, queue.SimpleQueue[str]] = {}
             self._pace = _Pace()
@@ -384,19 +384,19 @@ class Associate:
 
     # ---- effects ----
 
-    def _perform(self, todo: list[effects.Effect]) -> None:
+    def _perform(self, todo: list[machine.Effect]) -> None:
         for effect in todo:
             self._sent = True
             self._perform_one(effect)
 
-    def _perform_one(self, effect: effects.Effect) -> None:
+    def _perform_one(self, effect: machine.Effect) -> None:
         match effect:
             case common.Send(message):
                 self._master.dealer.say(message)
-            case effects.Door():
+            case machine.Door():
                 self._door = effect
                 self._admit()
-            case effects.Reach(stream, to, nonce):
+            case machine.Reach(stream, to, nonce):
                 if to.curve:
                     self._keys[stream] = to.curve
                     self._engine.admit(to.curve)
@@ -407,9 +407,9 @@ class Associate:
                     self._admit()
             case common.Arrange(message):
                 self._streams.arranged(message)
-            case effects.Offer(op, package):
+            case machine.Offer(op, package):
                 self._offer(op, self._parcels[package.key])
-            case effects.Gather(op, package):
+            case machine.Gather(op, package):
                 self._gather(op, package)
             case common.StartTransfer(op, seq, nonce, ends):
                 size = chunk_bytes(TRANSFER_BYTES, 1, False, False)
@@ -423,7 +423,7 @@ class Associate:
                 incoming = self._memory.get(op)
                 if isinstance(incoming, Incoming):  # else it would be kept until it has arrived
                     self._incoming.pop(incoming.package.key, None)
-            case effects.Rest(why):
+            case machine.Rest(why):
                 log.info("weights: a fetch goes on elsewhere: %s", why)
                 self._again_at = time.monotonic() + limits.WEIGHTS_REST_S
             case _:
@@ -433,20 +433,20 @@ class Associate:
         """Those to whom streams lead may connect, and nobody else any more."""
         self._engine.expect(self._door.number, self._door.nonce, sorted({*self._keys.values()}))
 
-    def _tell(self, effect: effects.Effect) -> None:
+    def _tell(self, effect: machine.Effect) -> None:
         """Performs what concerns the caller."""
         match effect:
-            case effects.Arrived(package):
+            case machine.Arrived(package):
                 incoming = self._incoming.pop(package.key)
                 self._jobs.put(lambda: self._take(incoming))
-            case effects.Forgotten(package):
+            case machine.Forgotten(package):
                 self._parcels.pop(package.key, None)
-            case effects.Answered(call, why):
+            case machine.Answered(call, why):
                 self._answers.pop(call).put(why)
-            case effects.News(packages, head):
+            case machine.News(packages, head):
                 if why := self._keeper.news(packages, head):
                     self._perform(self._machine.broken(why, Result.INVALID_ARGUMENT))
-            case effects.Over(fail):
+            case machine.Over(fail):
                 if self._machine.number:
                     self._keeper.over(fail)
                 else:

@@ -49,8 +49,8 @@ from typing import NamedTuple
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from pccl.runtime import descriptors, limits, tcp
-from pccl.runtime.descriptors import Shutter, received
+from pccl.runtime import limits, room, tcp
+from pccl.runtime.room import Shutter, received
 
 PATIENCE = 3  # factor of the time limit while the master has unread messages
 SHARE = 50  # a pause between looks is at least this many times as long as a look
@@ -240,7 +240,7 @@ class Reserve:
                 "master: new connections are closed, for the system lends no more descriptors "
                 "(%s); those that stand are served on. This process may have %d: see ulimit -n",
                 os.strerror(number),
-                descriptors.limit(),
+                room.limit(),
             )
 
     def tick(self, now_s: float) -> None:
@@ -292,7 +292,7 @@ class Connections:
         self._buried: dict[bytes, float] = {}  # and when; their late messages are ignored
         self._dropped: dict[bytes, float] = {}  # and when; open, but their messages are ignored
         self._surplus: list[Line] = []  # connections for which there is no room
-        lines_max = max(limits.CONNECTIONS_MIN, descriptors.limit() - limits.DESCRIPTORS_SPARE)
+        lines_max = max(limits.CONNECTIONS_MIN, room.limit() - limits.DESCRIPTORS_SPARE)
         self._guard = Guard(received, lines_max)
         self._shutter = Shutter()
         opened.callback(self._shutter.close)

@@ -1,0 +1,394 @@
+"""What is shown of a run under faults: while it goes on, and afterwards."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pccl.cli.chaos.director import Chronicle, Director, Done
+from pccl.cli.chaos.stage import Copy
+from pccl.cli.replay.source import Check, Source
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+
+class Figures(NamedTuple):
+    """Numbers of a run.
+
+    Attributes:
+        steps: how many there were.
+        goodput: the share of undisturbed speed that was reached.
+        recoveries_s: for each fault, how long it took to the next step.
+    """
+
+    steps: int
+    goodput: float
+    recoveries_s: list[float]
+
+    @property
+    def p50_s(self) -> float:
+        """The median of the recoveries."""
+        return statistics.median(self.recoveries_s) if self.recoveries_s else 0.0
+
+    @property
+    def p95_s(self) -> float:
+        """What 95 % of the recoveries did not exceed."""
+        times = sorted(self.recoveries_s)
+        return times[min(len(times) - 1, int(len(times) * 0.95))] if times else 0.0
+
+    def words(self) -> str:
+        """In one line."""
+        text = f"{self.steps} steps; goodput {self.goodput:.0%}"
+        if not self.recoveries_s:
+            return text
+        number = len(self.recoveries_s)
+        return f"{text}; {number} recoveries: median {self.p50_s:.2f} s, p95 {self.p95_s:.2f} s"
+
+
+def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Figures:
+    """The numbers of a run.
+
+    Args:
+        steps_s: when steps were made.
+        faults_s: when faults came for which all might have to wait.
+    """
+    moments = sorted(steps_s)
+    recoveries = []
+    for at_s in faults_s:
+        later = bisect.bisect(moments, at_s)
+        if later < len(moments):
+            recoveries.append(moments[later] - at_s)
+    times = [after - before for before, after in itertools.pairwise(moments)]
+    goodput = 0.0
+    if times and sum(times) > 0:
+        goodput = min(1.0, statistics.median(times) * len(times) / sum(times))
+    return Figures(len(moments), goodput, recoveries)
+
+
+FAULTS_SHOWN = 8
+ENDED_SHOWN_S = 5.0
+
+
+def picture(director: Director) -> RenderableType:
+    """Copies, the last faults, and how it goes."""
+    now_s, chronicle = time.monotonic(), director.chronicle
+    passed_s = now_s - chronicle.faults_s if chronicle.faults_s else 0.0
+    watch, schedule = director.watch, director.schedule
+    title = f"{passed_s:.0f} of {schedule.seconds:.0f} s, seed {schedule.seed}"
+    table = Table(title=title)
+    for heading in ("copy", "is", "since", "what befell it last"):
+        table.add_column(heading)
+    for copy in director.stage.copies:
+        if copy.ended_s is None or now_s - copy.ended_s < ENDED_SHOWN_S:
+            table.add_row(*_row(copy, now_s))
+    faults = [
+        Text(f"{done.at_s - chronicle.faults_s:7.1f} s  {done.fault.what} {_whom(done.copy)}")
+        for done in chronicle.done[-FAULTS_SHOWN:]
+        if not done.skipped
+    ]
+    still_s = now_s - watch.last_s if watch.rounds else 0.0
+    state = (
+        f"{len(watch.accepted)} peers; {len(watch.collectives_s)} collectives, {watch.rounds} "
+        f"calls; the last one {still_s:.1f} s ago; {len(chronicle.done)} of "
+        f"{len(schedule.faults)} faults"
+    )
+    return Group(table, *faults, Text(state, style="dim" if still_s < 5.0 else "yellow"))
+
+
+def _whom(copy: int) -> str:
+    return f"copy {copy}" if copy >= 0 else ""
+
+
+def _row(copy: Copy, now_s: float) -> tuple[str | Text, ...]:
+    if copy.ended_s is not None:
+        said, style = ("killed", "red") if copy.by_us else (f"ended ({copy.status})", "dim")
+    elif copy.stopped:
+        said, style = "frozen", "cyan"
+    elif copy.settled:
+        said, style = "in the run", "green"
+    else:
+        said, style = "coming", "yellow"
+    since_s = now_s - (copy.ended_s or copy.began_s)
+    last = f"{copy.befell[-1][1]} {now_s - copy.befell[-1][0]:.1f} s ago" if copy.befell else ""
+    return str(copy.number), Text(said, style=style), f"{since_s:.0f} s", last
+
+
+WIDTH, LABEL, ROW = 1100.0, 90.0, 22.0
+BINS_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0)
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+STYLE = """
+:root { --page: #f6f7f9; --card: #fff; --line: #d8dce3; --text: #1a1f29; --quiet: #5b6472;
+  --life: #9db8ea; --fault: #b3261e; --held: #1b6b3a; }
+@media (prefers-color-scheme: dark) { :root { --page: #11151c; --card: #1a202a; --line: #343c49;
+  --text: #e7eaf0; --quiet: #a2abba; --life: #35558f; --fault: #ff8a80; --held: #7fd6a0; } }
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 74rem; padding: 1rem; background: var(--page);
+  color: var(--text); font: 1rem/1.45 system-ui, sans-serif; overflow-wrap: break-word; }
+h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 1.8rem; }
+.held { color: var(--held); } .broken { color: var(--fault); }
+.wide { overflow-x: auto; background: var(--card); border: 1px solid var(--line);
+  border-radius: .5rem; padding: .5rem; }
+svg text { fill: var(--text); font-size: 11px; }
+svg .quiet { fill: var(--quiet); }
+svg .life { fill: var(--life); } svg .fault { fill: var(--fault); }
+svg .span { fill: var(--fault); opacity: .35; } svg .grid { stroke: var(--line); }
+pre, code { font-family: ui-monospace, monospace; font-size: .88rem; white-space: pre-wrap; }
+pre { background: var(--card); border: 1px solid var(--line); border-radius: .5rem;
+  padding: .6rem; }
+table { border-collapse: collapse; background: var(--card); font-size: .9rem; width: 100%; }
+th, td { text-align: left; border: 1px solid var(--line); padding: .25rem .6rem;
+  font-variant-numeric: tabular-nums; }
+"""
+
+
+class Report(NamedTuple):
+    """What is reported.
+
+    Attributes:
+        title: what was run.
+        again: the command that runs it again.
+        chronicle: what has happened.
+        copies: that were started.
+        figures: in numbers.
+        violations: all, in words.
+        notes: what else is to be said.
+    """
+
+    title: str
+    again: str
+    chronicle: Chronicle
+    copies: Sequence[Copy]
+    figures: Figures
+    violations: Sequence[str]
+    notes: Sequence[str] = ()
+
+
+def page(report: Report) -> str:
+    """The report as HTML."""
+    held = not report.violations
+    verdict = "everything held" if held else f"{len(report.violations)} violations"
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>pccl chaos: {escape(verdict)}</title><style>{STYLE}</style></head><body>",
+        f'<h1>{escape(report.title)}: <span class="{"held" if held else "broken"}">'
+        f"{escape(verdict)}</span></h1>",
+        f"<p>{escape(report.figures.words())}</p>",
+        *(f"<p>{escape(note)}</p>" for note in report.notes),
+        f"<p>Once more: <code>{escape(report.again)}</code></p>",
+    ]
+    if report.violations:
+        parts.append("<h2>What did not hold</h2>")
+        parts += [f"<pre>{escape(text)}</pre>" for text in report.violations]
+    parts += ["<h2>Copies and faults</h2>", '<div class="wide">', *_timeline(report), "</div>"]
+    parts += ["<h2>From a fault to the next step</h2>", '<div class="wide">']
+    parts += [*_histogram(report.figures.recoveries_s), "</div>"]
+    parts += ["<h2>Faults</h2>", *_table(report.chronicle), "</body></html>"]
+    return "\n".join(parts) + "\n"
+
+
+def _timeline(report: Report) -> Iterator[str]:
+    chronicle = report.chronicle
+    whole_s = max(chronicle.ended_s - chronicle.began_s, 0.001)
+    rows = len(report.copies) + 1
+    height = (rows + 1) * ROW + 8
+
+    def x(at_s: float) -> float:
+        return LABEL + (WIDTH - LABEL - 10) * (at_s - chronicle.began_s) / whole_s
+
+    yield f'<svg viewBox="0 0 {WIDTH:.0f} {height:.0f}" width="{WIDTH:.0f}" role="img">'
+    yield "<title>Which copies lived when, and what befell them</title>"
+    for tenth in range(11):
+        at_s = chronicle.began_s + whole_s * tenth / 10
+        yield (
+            f'<line class="grid" x1="{x(at_s):.1f}" x2="{x(at_s):.1f}" y1="{ROW:.0f}" '
+            f'y2="{height - 8:.0f}"/><text class="quiet" x="{x(at_s) - 8:.1f}" y="12">'
+            f"{whole_s * tenth / 10:.0f} s</text>"
+        )
+    lives = [("master", chronicle.began_s, chronicle.ended_s)]
+    lives += [
+        (f"copy {copy.number}", copy.began_s, min(copy.ended_s or 1e18, chronicle.ended_s))
+        for copy in report.copies
+    ]
+    for row, (name, began_s, ended_s) in enumerate(lives, 1):
+        width = max(x(ended_s) - x(began_s), 1.0)
+        yield (
+            f'<text x="2" y="{row * ROW + 14:.0f}">{escape(name)}</text>'
+            f'<rect class="life" x="{x(began_s):.1f}" y="{row * ROW + 5:.0f}" '
+            f'width="{width:.1f}" height="12" rx="3"/>'
+        )
+    ends = {copy.number: copy.ended_s or chronicle.ended_s for copy in report.copies}
+    for done in chronicle.done:
+        if not done.skipped:
+            over_s = min(done.over_s or done.at_s, ends.get(done.copy, chronicle.ended_s))
+            yield _mark(done, x(done.at_s), x(max(done.at_s, over_s)), chronicle)
+    yield "</svg>"
+
+
+def _mark(done: Done, left: float, right: float, chronicle: Chronicle) -> str:
+    top = (done.copy + 2) * ROW if done.copy >= 0 else ROW
+    said = f"{done.at_s - chronicle.faults_s:.2f} s: {_words(done)}"
+    span = (
+        f'<rect class="span" x="{left:.1f}" y="{top + 3:.0f}" width="{right - left:.1f}" '
+        'height="16"/>'
+        if right > left
+        else ""
+    )
+    return (
+        f'<g><title>{escape(said)}</title>{span}<circle class="fault" cx="{left:.1f}" '
+        f'cy="{top + 11:.0f}" r="4"/></g>'
+    )
+
+
+def _words(done: Done) -> str:
+    moment = f", {done.moment}" if done.moment else ""
+    whom = f" (copy {done.copy})" if done.copy >= 0 else ""
+    return f"{done.fault.what}{whom}{moment}"
+
+
+def _histogram(times_s: Sequence[float]) -> Iterator[str]:
+    counts = [0] * (len(BINS_S) + 1)
+    for time_s in times_s:
+        counts[sum(time_s > bin_s for bin_s in BINS_S)] += 1
+    most = max([*counts, 1])
+    step, floor = 80.0, 130.0
+    width = step * len(counts)
+    yield f'<svg viewBox="0 0 {width:.0f} 160" width="{width:.0f}" role="img">'
+    yield "<title>How many recoveries took how long</title>"
+    for i, count in enumerate(counts):
+        tall = 110.0 * count / most
+        name = f"up to {BINS_S[i]:g} s" if i < len(BINS_S) else f"over {BINS_S[-1]:g} s"
+        yield (
+            f'<rect class="life" x="{i * step + 8:.0f}" y="{floor - tall:.1f}" '
+            f'width="{step - 16:.0f}" height="{tall:.1f}"/>'
+            f'<text x="{i * step + 30:.0f}" y="{floor - tall - 4:.1f}">{count}</text>'
+            f'<text class="quiet" x="{i * step + 8:.0f}" y="148">{name}</text>'
+        )
+    yield "</svg>"
+
+
+def _table(chronicle: Chronicle) -> Iterator[str]:
+    yield "<table><tr><th>at</th><th>fault</th><th>whom</th><th>for</th><th>moment</th></tr>"
+    for done in chronicle.done:
+        length = "" if done.over_s is None else f"{done.over_s - done.at_s:.2f} s"
+        whom = done.skipped or (f"copy {done.copy}" if done.copy >= 0 else "")
+        cells = (
+            f"{done.at_s - chronicle.faults_s:.2f} s",
+            done.fault.what,
+            whom,
+            length,
+            done.moment,
+        )
+        yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+    yield "</table>"
+
+
+GROWTH_MAX = 40, 4, 64  # descriptors, threads, MiB of the master: more is a leak
+SIZES_MIN = 20  # of one master, to be compared
+
+
+def master_violations(event_log: Path, director: Director) -> Iterator[str]:
+    """Another master must do the same again, and this one must not have grown."""
+    try:
+        source = Source(event_log)
+        check = Check()
+        for line in source.lines():
+            check.feed(line)
+    except OSError as error:
+        yield f"the master's event log cannot be read: {error}"
+        return
+    if source.damaged:
+        yield f"the master's event log is damaged: {'; '.join(source.problems)}"
+    if check.failed:
+        yield f"another master, given the same events, decides otherwise: {check.summary()}"
+    yield from growth(director.chronicle.sizes)
+
+
+def growth(sizes: list[tuple[int, int, int]]) -> Iterator[str]:
+    """Whether a process holds more at the end than in the middle of its life."""
+    if len(sizes) < SIZES_MIN:
+        return
+    half, last = len(sizes) // 2, len(sizes) // 4
+    early, late = (
+        tuple(max(column) for column in zip(*some, strict=True))
+        for some in (sizes[last:half], sizes[-last:])
+    )
+    if any(b - a > limit for a, b, limit in zip(early, late, GROWTH_MAX, strict=True)):
+        yield f"the master has grown from {early} to {late} descriptors, threads and MiB"
+
+
+PICTURES_S = 0.25  # from one to the next
+EVENTS_SHOWN = 10
+
+
+class View:
+    """Shows a run.
+
+    Args:
+        plain: only lines, also on a terminal.
+    """
+
+    def __init__(self, plain: bool) -> None:
+        self.director: Director | None = None
+        self._live: Live | None = None
+        self._pictured_s = 0.0
+        self._picture: Callable[[Director], RenderableType] | None = None
+        if not plain:
+            with suppress(ModuleNotFoundError):  # lines will do
+                self._open()
+
+    def told(self, done: Done | None) -> None:
+        """A fault has come; or nothing has, but time has passed."""
+        director = self.director
+        if director is None:
+            return
+        if self._live is None or self._picture is None:
+            if done is not None:
+                print(line_of(done, director), flush=True)
+        elif done is not None or time.monotonic() > self._pictured_s + PICTURES_S:
+            self._pictured_s = time.monotonic()
+            self._live.update(self._picture(director), refresh=True)
+
+    def close(self) -> None:
+        """Ends the picture."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _open(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        console = Console(highlight=False)
+        if console.is_terminal:
+            self._picture = picture
+            self._live = Live(console=console, auto_refresh=False, transient=True)
+            self._live.start()
+
+
+def line_of(done: Done, director: Director) -> str:
+    """A fault in one line."""
+    copies = director.stage.alive()
+    frozen = sum(copy.stopped for copy in copies)
+    at_s = done.at_s - director.chronicle.faults_s
+    whom = f": copy {done.copy}" if done.copy >= 0 else ""
+    lasts = f" for {done.fault.lasts_s:.1f} s" if done.fault.lasts_s else ""
+    moment = f" ({done.moment})" if done.moment else ""
+    why = f", but {done.skipped}" if done.skipped else ""
+    what = f"{done.fault.what}{whom}{lasts}{moment}{why}"
+    world = f"{len(director.watch.accepted)} peers, {len(copies)} copies, {frozen} frozen"
+    return f"{at_s:7.1f} s  {what:52}  {director.watch.rounds:6} calls, {world}"
