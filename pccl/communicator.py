@@ -35,7 +35,7 @@ from pccl.calls import rows as of_rows
 from pccl.calls.collective import AsyncReduceHandle
 from pccl.calls.exchanges import Exchanges
 from pccl.calls.launcher import Launcher
-from pccl.calls.membership import Admission, Membership, Patience, introduced
+from pccl.calls.membership import Admission, Membership, RetryPolicy, introduced
 from pccl.calls.operands import A, Arrays
 from pccl.calls.parts import Parts
 from pccl.calls.synchronising import sync_shared_state
@@ -169,7 +169,7 @@ class Communicator(Exchanges, Closing):
         if limit is None:
             limit = config.connect_timeout_s
         host, port, lanes = self._host, self._port, self._pool_size
-        patience = Patience(self.address, n_attempts, limit, timeout)
+        patience = RetryPolicy(self.address, n_attempts, limit, timeout)
         configure_logging()
         security = Security.of(self._security)
 

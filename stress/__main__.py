@@ -32,7 +32,7 @@ from pccl.cli.chaos import kinds
 from pccl.cli.chaos.director import Director
 from pccl.cli.chaos.harness import Harness, NetworkError, Program, add_options
 from pccl.cli.chaos.kinds import Kind, Target, load
-from pccl.cli.chaos.report import Figures
+from pccl.cli.chaos.report import Metrics
 from pccl.cli.chaos.stage import Copy, Watch
 from pccl.runtime.signals import ended_by, interrupt
 
@@ -140,7 +140,7 @@ def judge(names: Sequence[str], rules: checker.Rules, directory: Path, director:
         written.write(fault)
     written.close()
     report = checker.check(directory, rules)
-    return report.violations, Figures(report.steps, report.goodput, report.recoveries_s)
+    return report.violations, Metrics(report.steps, report.goodput, report.recoveries_s)
 
 
 def parser() -> argparse.ArgumentParser:

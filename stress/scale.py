@@ -23,7 +23,7 @@ from pccl.runtime.inline import combine
 
 VOTE_US_MAX = 25.0
 GROWTH_MAX = 2.0  # a vote may cost so much more in the largest run than in the smallest
-WORK = m.Work("all_reduce", 0, 10, 1 << 20)
+WORK = m.Spec("all_reduce", 0, 10, 1 << 20)
 ENTRIES = tuple(m.Entry(f"layer.{i}", 10, 4096, False, bytes(16)) for i in range(20))
 
 

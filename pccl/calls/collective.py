@@ -38,7 +38,7 @@ from pccl.runtime.uninterrupted import aside
 from pccl.types import ReduceInfo, Result
 
 
-class Standing:
+class CallsInFlight:
     """The calls in progress, and which calls may begin beside them.
 
     A launched collective counts as in progress until it is awaited, or can no longer be awaited.
@@ -140,7 +140,7 @@ class Launch:
         name: str,
         tags: Sequence[int],
         client: Client,
-        standing: Standing,
+        standing: CallsInFlight,
         ranks: KnownRanks,
     ) -> None:
         self._name, self._tags = name, tags

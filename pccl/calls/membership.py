@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
-from pccl.calls.collective import Standing, error_of
+from pccl.calls.collective import CallsInFlight, error_of
 from pccl.calls.operands import KnownRanks
 from pccl.errors import PCCLTimeoutError, RunFinishedError, TooFewPeersError, error_for
 from pccl.kernels import arithmetic_digest
@@ -32,7 +32,7 @@ from pccl.version import __version__
 log = logging.getLogger("pccl")
 
 
-class Patience:
+class RetryPolicy:
     """The time limits of `connect`, and what it logs while the master does not answer.
 
     Time counts from the construction.
@@ -151,7 +151,7 @@ def join(
     handshake_timeout_s: float,
     begin: Callable[[str], Client],
     admitted: Callable[[Client], None],
-    patience: Patience,
+    patience: RetryPolicy,
 ) -> None:
     """Joins the run; returns when all accepted peers have admitted this one.
 
@@ -184,7 +184,7 @@ def _attempt(
     address: str,
     begin: Callable[[str], Client],
     admitted: Callable[[Client], None],
-    patience: Patience,
+    patience: RetryPolicy,
 ) -> None:
     made: list[Client] = []
     try:
@@ -245,7 +245,7 @@ class Membership:
     """
 
     def __init__(self) -> None:
-        self.standing = Standing()
+        self.standing = CallsInFlight()
         self.ranks = KnownRanks()
         self.revision = 0
         self.synced = self.has_admitted = False
@@ -260,7 +260,7 @@ class Membership:
         port: int,
         config: Config,
         make: Callable[[str], Client],
-        patience: Patience,
+        patience: RetryPolicy,
         owner: object,
     ) -> None:
         """Joins a run; see `joining.join`. Leaves it at the latest when `owner` is collected.

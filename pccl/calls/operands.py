@@ -219,7 +219,7 @@ def reduce_scatter(
 
 def barrier() -> Operands:
     """The operands of a barrier: none."""
-    return Operands(m.Work(CollectiveKind.BARRIER, 0, 0, 0), ())
+    return Operands(m.Spec(CollectiveKind.BARRIER, 0, 0, 0), ())
 
 
 def vote(ok: bool) -> tuple[Operands, MutableSequence[int]]:
@@ -407,7 +407,7 @@ def make(
     redop = 0 if op is None else op.value
     members, ring = (ranks.members, ranks.ring) if ranks is not None else (0, 0)
     at, layout = (root, members), one.layout
-    work = m.Work(
+    work = m.Spec(
         what, redop, one.dtype, one.count, *quantized, *at, parts, layout=layout, ring=ring
     )
     return Operands(work, tuple(each))

@@ -26,7 +26,7 @@ from pccl.data import Ledger
 from pccl.diloco.model_state import Buffers
 from pccl.diloco.outer import OuterState
 from pccl.diloco.replica import Replica
-from pccl.diloco.wires import Carrier, Votes
+from pccl.diloco.wires import Averager, Votes
 
 _log = logging.getLogger("pccl.diloco")
 
@@ -58,7 +58,7 @@ class Average:
         return self.peers if self.weighty is None else self.weighty
 
 
-class Flight:
+class AsyncAverage:
     """An averaging in the background. It takes off again whenever a peer is lost."""
 
     def __init__(self, launch: Callable[[], AsyncReduceHandle]) -> None:
@@ -116,7 +116,7 @@ class Flight:
                 raise
 
 
-class Witness:
+class ConsistencyCheck:
     """Whether all processes of a replica have a mean of the same contributors.
 
     Each process averages its shard with those of the same shard only, so a replica that is lost
@@ -155,7 +155,7 @@ class Witness:
             average = again()
             retries += 1 + average.retries
 
-    def launched(self, flight: Flight | None) -> Flight:
+    def launched(self, flight: AsyncAverage | None) -> AsyncAverage:
         """It is under way for all of them, or for none.
 
         Raises:
@@ -369,7 +369,7 @@ class Exchange:
         comm: Communicator,
         state: OuterState,
         buffers: Buffers,
-        carrier: Carrier,
+        carrier: Averager,
         share: Share,
         meter: Meter,
         accounts: Accounts,
@@ -377,7 +377,7 @@ class Exchange:
     ) -> None:
         self._comm = comm
         self._replica = replica
-        self._witness = Witness(replica)
+        self._witness = ConsistencyCheck(replica)
         self.carrier = carrier
         self.share = share
         self._state = state
@@ -451,7 +451,7 @@ class Exchange:
         self._meter.last_reduce = average.info or self._meter.last_reduce
         return self._counted(average)
 
-    def launch(self) -> Flight:
+    def launch(self) -> AsyncAverage:
         """Begins to average the progress in the background.
 
         Raises:
@@ -459,7 +459,7 @@ class Exchange:
         """
         self._load()
         try:
-            flight: Flight | None = self._take_off()
+            flight: AsyncAverage | None = self._take_off()
         except TooFewPeersError:
             flight = None
         return self._witness.launched(flight)
@@ -478,17 +478,17 @@ class Exchange:
     def _attempt(self) -> Average:
         return self._until_committed(lambda: self.carrier.run(self._comm, self._averaged))
 
-    def _take_off(self) -> Flight:
-        return Flight(lambda: self.carrier.launch(self._comm, self._averaged, TAG))
+    def _take_off(self) -> AsyncAverage:
+        return AsyncAverage(lambda: self.carrier.launch(self._comm, self._averaged, TAG))
 
-    def land(self, flight: Flight) -> Average:
+    def land(self, flight: AsyncAverage) -> Average:
         """Waits for the end of what was launched."""
         with self._meter.timed("reduce"):
             average = self._witness.judge(self._unload(flight), self._attempt)
         self._meter.last_reduce = average.info or self._meter.last_reduce
         return self._counted(average)
 
-    def _unload(self, flight: Flight) -> Average:
+    def _unload(self, flight: AsyncAverage) -> Average:
         average = flight.land()
         if average.info is not None:
             self.carrier.unload(self._averaged)

@@ -234,7 +234,7 @@ class Group:
         )
 
 
-class Led(OfAll):
+class LeaderClock(OfAll):
     """The pace of the replica's first process, which the others ask after each inner step."""
 
     def __init__(self, pace: Pace, replica: Replica) -> None:

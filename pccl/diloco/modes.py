@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from pccl import PCCLError, Result, SharedState, TensorInfo
-from pccl.diloco.exchange import Average, Exchange, Flight
+from pccl.diloco.exchange import AsyncAverage, Average, Exchange
 from pccl.diloco.group import Group
 from pccl.diloco.outer import View
 from pccl.diloco.pace import Pace
@@ -191,7 +191,7 @@ class Delayed:
         self._pace = pace
         self._view = view
         self._late_decay = late_decay
-        self._flight: Flight | None = None
+        self._flight: AsyncAverage | None = None
         self._landed: _Landed | None = None
         self._alone = False  # when there was something to launch
         # Contributors of the mean that newcomers receive; 0: there is none.
@@ -410,7 +410,7 @@ class Streaming:
         self._position = torch.zeros(1, dtype=torch.int64)
         self._inner_steps = inner_steps
         self._current = fragments[-1]  # of the last launch
-        self._flight: Flight | None = None
+        self._flight: AsyncAverage | None = None
         self._landed: Average | None = None
         self._stepped = True  # in the last round
 

@@ -11,7 +11,7 @@ import xxhash
 
 from pccl import Communicator, SharedState, TensorInfo
 from pccl.diloco.exchange import Accounts, Exchange, Meter, Share
-from pccl.diloco.group import Group, Led, Quorum
+from pccl.diloco.group import Group, LeaderClock, Quorum
 from pccl.diloco.model_state import Buffers, Frozen, memory
 from pccl.diloco.modes import Delayed, Fragment, Schedule, Streaming, Synchronous
 from pccl.diloco.outer import Eager, Outer, OuterOptimizer, Rates, Shared, split
@@ -65,7 +65,7 @@ class Parts:
         self._route = Route()
         self.pace = settings.pace()
         if self.replica.size > 1 and settings.inner_seconds is not None:
-            self.pace = Led(self.pace, self.replica)
+            self.pace = LeaderClock(self.pace, self.replica)
         self.exchanges = self._exchanges_of(settings)
         self.schedule = self._schedule_of(settings)
         shared, complete = self._shared_states()

@@ -64,7 +64,7 @@ Tensors = list[torch.Tensor]
 _WEIGHTS_MAX = 1 << 32  # the divisor of a mean
 
 
-class Carrier(Protocol):
+class Averager(Protocol):
     """Averages a round's progress: this peer's pseudo-gradient, and then what goes as it is."""
 
     @property
@@ -395,7 +395,7 @@ CODECS: dict[Wire, Codec] = {
 }
 
 
-def carrier(wire: Wire, count: int, route: Route) -> Carrier:
+def carrier(wire: Wire, count: int, route: Route) -> Averager:
     """What carries the progress of `count` parameters on a wire."""
     if wire == "fp32":
         return Ring()

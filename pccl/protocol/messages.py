@@ -96,7 +96,7 @@ def elements(count: int, dtype: int, layout: str = "") -> str:
     return f"{count} element{'' if count == 1 else 's'} of {dtype_name(dtype)}{order}"
 
 
-def call(work: Work) -> str:
+def call(work: Spec) -> str:
     """The API call for this work, with its arguments."""
     if work.what == CollectiveKind.BARRIER:
         return "barrier()"
@@ -120,7 +120,7 @@ def call(work: Work) -> str:
     return f"{work.what}({', '.join(words)})"
 
 
-def difference(one: Work, other: Work) -> str:
+def difference(one: Spec, other: Spec) -> str:
     """What the texts of two calls do not show: the first tensors that differ in two lists, the
     first rank with other rows, and what to do about different memory orders."""
     pairs = list(zip(one.parts, other.parts, strict=False))
@@ -292,7 +292,7 @@ class Part(Struct, array_like=True, frozen=True):
         return f"{self.name or 'a tensor'} of {what}"
 
 
-class Work(Struct, array_like=True, frozen=True):
+class Spec(Struct, array_like=True, frozen=True):
     """The description of a collective, the same on all peers.
 
     `algorithm` and `quantized` are values of QuantizationAlgorithm and, if that leaves a choice, of
@@ -321,13 +321,13 @@ class Work(Struct, array_like=True, frozen=True):
     def __str__(self) -> str:
         return call(self)
 
-    def sees_others_than(self, other: Work) -> bool:
+    def sees_others_than(self, other: Spec) -> bool:
         """Whether both are the same call, by peers that differ on the ranks or on the members."""
         mine, theirs = (self.members, self.ring), (other.members, other.ring)
         both = bool(self.members) == bool(other.members)
         return self.what == other.what and both and mine != theirs
 
-    def difference(self, other: Work) -> str:
+    def difference(self, other: Spec) -> str:
         """A difference that the texts of both calls do not show; empty if there is none."""
         return difference(self, other)
 
@@ -536,7 +536,7 @@ class StartVote(Struct, array_like=True, frozen=True, tag=4):
 
     call: U64
     tag: U64
-    work: Work
+    work: Spec
     data: Data | None = None
     heard: U64 = 0
     stuck: bool = False

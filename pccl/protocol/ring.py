@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise, permutations
 
 from pccl.protocol import reach
-from pccl.protocol.messages import EXCHANGES, CollectiveKind, PeerInfo, Ring, Work
+from pccl.protocol.messages import EXCHANGES, CollectiveKind, PeerInfo, Ring, Spec
 from pccl.protocol.topology import hops
 
 # Elements that two members on one machine send each other without a ring: of more, the additional
@@ -190,7 +190,7 @@ def successors(rings: Sequence[Ring], number: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=64)  # the same work comes again and again
-def span(work: Work) -> int:
+def span(work: Spec) -> int:
     """The offsets of a collective's data: its tensors one after the other, in whole quanta.
 
     If members give different numbers of rows, the offsets of the one that gives the most.
@@ -211,7 +211,7 @@ def shares(count: int, rings: Sequence[Ring]) -> list[tuple[int, int]]:
     return [(begin, end - begin) for begin, end in pairwise(bounds)]
 
 
-def is_direct(work: Work, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> bool:
+def is_direct(work: Spec, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> bool:
     """Whether two members send each other everything: as many bytes as around a ring, in one hop.
 
     Both know the work, the rings and the peers alike, so they decide alike. That costs memory
@@ -231,7 +231,7 @@ def is_direct(work: Work, rings: Sequence[Ring], peers: Sequence[PeerInfo]) -> b
 
 @functools.lru_cache(maxsize=64)  # the same work comes again and again under a plan
 def places(
-    work: Work, rings: tuple[Ring, ...], number: int, streams: tuple[int, ...]
+    work: Spec, rings: tuple[Ring, ...], number: int, streams: tuple[int, ...]
 ) -> tuple[RingPlace, ...]:
     """A peer's place in each ring of a collective; `streams` lead to its successors.
 
@@ -246,7 +246,7 @@ def places(
     return tuple(found)
 
 
-def may_begin(work: Work, rings: Sequence[Ring]) -> bool:
+def may_begin(work: Spec, rings: Sequence[Ring]) -> bool:
     """Whether a collective that starts on these rings can be begun before it starts: each member
     has something of its own to send to its successor, and the caller knows its rank."""
     if not rings or work.what in EXCHANGES or work.what == CollectiveKind.BARRIER:

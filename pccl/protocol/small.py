@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from pccl.protocol.messages import INLINE, INLINE_BYTES_MAX, CollectiveKind, Work
+from pccl.protocol.messages import INLINE, INLINE_BYTES_MAX, CollectiveKind, Spec
 
 ALWAYS_BYTES = 65536  # of a contribution, however many members there are
 TOGETHER_BYTES = 1 << 19  # of all contributions, which the master handles one after the other
@@ -15,7 +15,7 @@ def limit(members: int) -> int:
     return max(ALWAYS_BYTES, min(INLINE_BYTES_MAX, TOGETHER_BYTES // max(1, members)))
 
 
-def enter(work: Work, nbytes: int, members: int, most: int | None = None) -> tuple[Work, bool]:
+def enter(work: Spec, nbytes: int, members: int, most: int | None = None) -> tuple[Spec, bool]:
     """The work as a vote has it, and whether the contribution of so many bytes travels with it.
 
     It does up to `most` bytes. If that is None, it depends on the number of members that the voter

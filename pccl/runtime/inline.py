@@ -36,7 +36,7 @@ def store(buffer: Buffer, data: bytes) -> None:
     ffi.memmove(ffi.cast("char *", buffer.address), data, len(data))
 
 
-def combine(work: m.Work, parts: Sequence[bytes]) -> bytes:
+def combine(work: m.Spec, parts: Sequence[bytes]) -> bytes:
     """Reduces contributions of `work.count` elements each, in their order.
 
     By the kernels of the ring, so a 16-bit float is rounded once for each contribution here too.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pccl.ext import lib
-from pccl.protocol.messages import Work
+from pccl.protocol.messages import Spec
 from pccl.types import DataType, QuantizationAlgorithm, QuantizationOptions, ReduceOp
 
 _BY_BITS = {
@@ -45,7 +45,7 @@ def fingerprint(
     return options.algorithm.value, options.quantized_datatype.value
 
 
-def wire_format(work: Work) -> int:
+def wire_format(work: Spec) -> int:
     """The pccl_format of a collective; 0 where it is not quantized."""
     algorithm = QuantizationAlgorithm(work.algorithm)
     if algorithm in _BY_BITS:
@@ -53,7 +53,7 @@ def wire_format(work: Work) -> int:
     return int(_BLOCKWISE.get(algorithm, lib.PCCL_UNQUANTIZED))
 
 
-def wire_bytes(work: Work, dtype: DataType, count: int) -> int:
+def wire_bytes(work: Spec, dtype: DataType, count: int) -> int:
     """Bytes of `count` elements of a collective on the wire."""
     if not work.algorithm:
         return count * dtype.itemsize

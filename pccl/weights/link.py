@@ -17,7 +17,7 @@ from pccl.errors import (
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail, Fault
 from pccl.runtime import limits
-from pccl.runtime.client.associate import Associate, Keeper
+from pccl.runtime.client.associate import Associate, BlobStore
 from pccl.runtime.config import Config, machine_id
 from pccl.runtime.resolve import reachable
 from pccl.security import Security
@@ -56,7 +56,7 @@ class Options:
 
 
 def associate(
-    options: Options, keeper: Keeper, what: str, *, follows: bool, relays: bool
+    options: Options, keeper: BlobStore, what: str, *, follows: bool, relays: bool
 ) -> Associate:
     """A registered associate.
 
@@ -92,7 +92,7 @@ class _Refused(Exception):
 
 
 def _attempt(
-    options: Options, keeper: Keeper, until_s: float, follows: bool, relays: bool
+    options: Options, keeper: BlobStore, until_s: float, follows: bool, relays: bool
 ) -> Associate:
     config = options.config
 

@@ -14,7 +14,7 @@ import numpy as np
 from pccl.errors import PCCLError, not_picklable
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
-from pccl.runtime.client.associate import Parcel
+from pccl.runtime.client.associate import Blob
 from pccl.security import Security
 from pccl.support.closing import Closing
 from pccl.tensors.arrays import Array
@@ -150,11 +150,11 @@ class Publisher(Closing):
 
     # ---- packages ----
 
-    def _parcels(self, version: int) -> tuple[Parcel, ...]:
+    def _parcels(self, version: int) -> tuple[Blob, ...]:
         """The packages of the version that is in the parameters now."""
         new, owner = self._tensors.read()
         found = found_digests(new)
-        made: list[Parcel] = []
+        made: list[Blob] = []
         base = self._version
         if self._before is not None:
             pieces, sizes = self._tensors.differences(self._before, new)
@@ -178,7 +178,7 @@ class Publisher(Closing):
         enough = sum(self._deltas) > WHOLE_FROM * self._tensors.nbytes
         return enough or len(self._deltas) >= DELTAS_MAX
 
-    def _whole(self, version: int, found: list[bytes]) -> Parcel:
+    def _whole(self, version: int, found: list[bytes]) -> Blob:
         assert self._before is not None
         self._before_is_served = True
         self._deltas.clear()
@@ -195,7 +195,7 @@ class _Head:
     def fits(self, package: m.Package) -> bool:
         return False
 
-    def work_in(self, parcel: Parcel) -> tuple[int, Parcel | None]:
+    def work_in(self, parcel: Blob) -> tuple[int, Blob | None]:
         raise AssertionError("a publisher fetches nothing")
 
     def news(self, packages: tuple[m.Package, ...], head: int) -> str:

@@ -13,7 +13,7 @@ from pccl.errors import not_picklable
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Fail
 from pccl.runtime import limits
-from pccl.runtime.client.associate import Parcel
+from pccl.runtime.client.associate import Blob
 from pccl.runtime.client.call import Quiet
 from pccl.security import Security
 from pccl.support.closing import Closing
@@ -192,7 +192,7 @@ class _Stage:
             return False
         return package.base != 0 or package.body_bytes == self._tensors.nbytes
 
-    def work_in(self, parcel: Parcel) -> tuple[int, Parcel | None]:
+    def work_in(self, parcel: Blob) -> tuple[int, Blob | None]:
         package = parcel.package
         head = read_head(parcel.head)
         if (head.version, head.base) != package.key or head.content != package.content:
@@ -234,7 +234,7 @@ class _Stage:
 
     # ---- versions ----
 
-    def _put_together(self, version: int, head: Head, parcel: Parcel) -> None:
+    def _put_together(self, version: int, head: Head, parcel: Blob) -> None:
         """Raises Damaged if it does not become what was published."""
         if head.base == 0:
             self._memory[:] = parcel.body
@@ -250,7 +250,7 @@ class _Stage:
             if tensor.digest != digest:
                 raise Damaged(f"{tensor.name!r} is not what was published")
 
-    def _whole(self, head: Head) -> Parcel | None:
+    def _whole(self, head: Head) -> Blob | None:
         """The whole version, if others can have it too: nobody need fetch it from far then."""
         wanted = [one for one in self._available if one.key == (head.version, 0)]
         if not head.base or not wanted:

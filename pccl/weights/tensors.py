@@ -29,7 +29,7 @@ from msgspec import Meta, Struct
 from pccl.ext import ffi
 from pccl.protocol import messages
 from pccl.protocol.messages import NAME_CHARS_MAX
-from pccl.runtime.client.associate import Parcel
+from pccl.runtime.client.associate import Blob
 from pccl.runtime.client.memory import HostView
 from pccl.runtime.client.sync import reserve
 from pccl.runtime.digest import DIGEST_BYTES, digests, root_digest
@@ -310,10 +310,10 @@ class Tensors:
                 raise Damaged(f"that of {tensor.name!r} has another size")
 
 
-def parcel_of(head: Head, body: Bytes) -> Parcel:
+def parcel_of(head: Head, body: Bytes) -> Blob:
     """A package: whoever makes it of the same content makes the same bytes."""
     encoded = memoryview(msgspec.msgpack.encode(head))
-    return Parcel.of(head.version, head.base, head.content, encoded, memoryview(body.data))
+    return Blob.of(head.version, head.base, head.content, encoded, memoryview(body.data))
 
 
 def found_digests(each: Sequence[Bytes]) -> list[bytes]:

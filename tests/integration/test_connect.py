@@ -14,7 +14,7 @@ from cluster import in_threads
 from waiting import wait_until
 
 import pccl
-from pccl.calls.membership import Patience
+from pccl.calls.membership import RetryPolicy
 from pccl.runtime import limits
 from pccl.runtime.client.call import Call, Note
 from pccl.runtime.client.client import Client
@@ -88,15 +88,15 @@ def nameless() -> Iterator[str]:
 def not_admitting() -> Iterator[str]:
     """The peers of the run do not let anybody in. Of whoever wants in, the time limit is near when
     the master has registered it, however long that takes."""
-    wait = Patience.admission
+    wait = RetryPolicy.admission
 
-    def wait_a_little(patience: Patience, client: Client, call: Call) -> Note:
+    def wait_a_little(patience: RetryPolicy, client: Client, call: Call) -> Note:
         patience._call._at = time.monotonic() + LIMIT_S
         return wait(patience, client, call)
 
     with pccl.MasterNode("127.0.0.1:0") as master, pccl.Communicator(master.address):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Patience, "admission", wait_a_little)
+            patch.setattr(RetryPolicy, "admission", wait_a_little)
             yield master.address
 
 

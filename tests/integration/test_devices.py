@@ -95,7 +95,7 @@ def test_who_only_gives_or_only_receives(gpu: Gpu) -> None:
     given, got = (
         Buffer.at(gpu.hold(np.full(4, fill, np.float32)), 4, float_, None, cuda_) for fill in (1, 2)
     )
-    send = m.Work("send", 0, float_.value, 4)
+    send = m.Spec("send", 0, float_.value, 4)
     for operand, rows, reads, writes in (
         (Operand(given, nothing, 4), ((0, 1), ()), [given.address], []),
         (Operand(nothing, got, 4), ((), (1, 0)), [], [got.address]),
@@ -209,7 +209,7 @@ def test_a_block_in_place_in_a_larger_buffer(gpu: Gpu) -> None:
         rank = comm.rank
         assert rank == index
         send, recv = on_gpu(recvs[rank] + 4 * count * rank, count), on_gpu(recvs[rank], 2 * count)
-        work = m.Work("all_gather", 0, FLOAT.value, count, members=2)
+        work = m.Spec("all_gather", 0, FLOAT.value, count, members=2)
         comm._launcher.run("all_gather", Operands(work, (Operand(send, recv, count),)), 0, None)
 
     with Cluster(2) as cluster:
@@ -394,7 +394,7 @@ def test_steps_cover_arrays_of_all_kinds(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     ]
     buffers[1] = Buffer.of(ours)
     parts = tuple(m.Part(each.dtype.value, each.count) for each in buffers)
-    work = m.Work("all_reduce", 0, dtypes[0].value, sum(counts), parts=parts)
+    work = m.Spec("all_reduce", 0, dtypes[0].value, sum(counts), parts=parts)
     each = tuple(Operand(one, one, one.count) for one in buffers)
     moved, copied = on_host(Operands(work, each), NO_PLAN, 1)
     assert copied is not None and moved.gradual is not None
@@ -427,7 +427,7 @@ def test_what_is_read_gradually_never_travels_with_its_vote(
         """Whether it is gradual, and whether it travels with the vote, if as much does as may."""
         ends = [Buffer.at(gpu.hold(np.zeros(n, np.uint8)), n, small, None, there) for n in counts]
         parts = tuple(m.Part(small.value, n) for n in counts) if len(counts) > 1 else ()
-        work = m.Work("all_reduce", 0, small.value, 0 if parts else counts[0], parts=parts)
+        work = m.Spec("all_reduce", 0, small.value, 0 if parts else counts[0], parts=parts)
         each = tuple(Operand(end, end, end.count) for end in ends)
         moved, _ = on_host(Operands(work, each), NO_PLAN, 1)
         return moved.gradual is not None, moved.vote(2, m.INLINE_BYTES_MAX)[1] is not None
@@ -443,7 +443,7 @@ def test_what_is_sent_first_is_read_first(position: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(memory, "STEP", 64)
     infos = tuple(m.PeerInfo(i, 0, "10.0.0.1", 1, "", "a") for i in (5, 6, 7))
     plan = m.Plan(1, infos, (m.Ring((5, 6, 7), 1),), 0)
-    found = [*memory._order(m.Work("all_reduce", 0, 10, 64 * 9), plan, 5 + position)]
+    found = [*memory._order(m.Spec("all_reduce", 0, 10, 64 * 9), plan, 5 + position)]
     segments = [(position - i) % 3 for i in range(3)]
     assert found == [3 * segment + i for segment in segments for i in range(3)]
 

@@ -17,7 +17,7 @@ from pccl.protocol.ring import DIRECT_NEAR_MAX, is_direct
 from pccl.runtime.client.engine import Engine
 
 RINGS = (m.Ring((1, 2), 1),)
-WORK = m.Work("all_reduce", 0, 10, 1000)
+WORK = m.Spec("all_reduce", 0, 10, 1000)
 
 
 def infos(*places: tuple[str, str]) -> tuple[m.PeerInfo, ...]:
@@ -30,11 +30,11 @@ NEAR = infos(("10.0.0.1", "a"), ("10.0.0.1", "a"))
 
 def test_two_on_different_machines_need_no_ring() -> None:
     assert is_direct(WORK, RINGS, FAR)
-    assert is_direct(m.Work("all_reduce", 0, 10, 1 << 32), RINGS, FAR)
-    assert is_direct(m.Work("all_reduce", 0, 10, 1000, algorithm=4), RINGS, FAR)
+    assert is_direct(m.Spec("all_reduce", 0, 10, 1 << 32), RINGS, FAR)
+    assert is_direct(m.Spec("all_reduce", 0, 10, 1000, algorithm=4), RINGS, FAR)
     for work in (
-        m.Work("reduce_scatter", 0, 10, 1000, members=2),
-        m.Work("broadcast", 0, 10, 1000),
+        m.Spec("reduce_scatter", 0, 10, 1000, members=2),
+        m.Spec("broadcast", 0, 10, 1000),
     ):
         assert not is_direct(work, RINGS, FAR)
     assert not is_direct(WORK, (m.Ring((1, 2, 3), 1),), (*FAR, *infos(("10.0.0.3", "c"))))
@@ -43,11 +43,11 @@ def test_two_on_different_machines_need_no_ring() -> None:
 
 def test_two_on_one_machine_need_no_ring_for_what_fits_the_caches() -> None:
     assert is_direct(WORK, RINGS, NEAR)
-    assert is_direct(m.Work("all_reduce", 0, 10, DIRECT_NEAR_MAX), RINGS, NEAR)
+    assert is_direct(m.Spec("all_reduce", 0, 10, DIRECT_NEAR_MAX), RINGS, NEAR)
     for work in (
-        m.Work("all_reduce", 0, 10, DIRECT_NEAR_MAX + 1),
-        m.Work("all_reduce", 0, 10, 0, algorithm=4),
-        m.Work("broadcast", 0, 10, 1000),
+        m.Spec("all_reduce", 0, 10, DIRECT_NEAR_MAX + 1),
+        m.Spec("all_reduce", 0, 10, 0, algorithm=4),
+        m.Spec("broadcast", 0, 10, 1000),
     ):
         assert not is_direct(work, RINGS, NEAR)
 

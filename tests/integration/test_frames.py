@@ -24,7 +24,7 @@ from pccl.runtime.server.server import Server
 from pccl.runtime.waiter import Waiter
 
 TAGS = 16
-WORK = m.Work("all_reduce", 0, 10, 1000)
+WORK = m.Spec("all_reduce", 0, 10, 1000)
 
 
 def frame(peer: zmq.Socket[bytes]) -> list[m.MasterMessage]:

@@ -24,7 +24,7 @@ from pccl.protocol.master.voting import held
 from pccl.runtime.client.engine import Engine
 from pccl.runtime.inline import combine
 
-WORK = m.Work("all_reduce", 0, 10, 2)
+WORK = m.Spec("all_reduce", 0, 10, 2)
 ONE, TWO = np.float32([1, 10]).tobytes(), np.float32([2, 20]).tobytes()
 
 
@@ -90,13 +90,13 @@ def test_data_that_waits_with_a_vote_counts_as_memory() -> None:
     [
         (WORK, ONE + b"x"),
         (WORK, b""),
-        (m.Work("all_reduce", 5, 10, 2), ONE),
-        (m.Work("all_reduce", 0, 99, 2), ONE),
-        (m.Work("all_reduce", 0, 10, (1 << 62) + 2), ONE),
-        (m.Work("something", 0, 10, 2), ONE),
+        (m.Spec("all_reduce", 5, 10, 2), ONE),
+        (m.Spec("all_reduce", 0, 99, 2), ONE),
+        (m.Spec("all_reduce", 0, 10, (1 << 62) + 2), ONE),
+        (m.Spec("something", 0, 10, 2), ONE),
     ],
 )
-def test_a_contribution_that_cannot_be_drops_its_peer(work: m.Work, data: bytes) -> None:
+def test_a_contribution_that_cannot_be_drops_its_peer(work: m.Spec, data: bytes) -> None:
     assert not fits(work, data)
     table = Table()
     table.say(b"1", m.StartVote(9, 0, WORK, ONE))
@@ -141,10 +141,10 @@ def test_the_more_members_the_less_travels_with_the_votes(
 
 
 def test_only_plain_arrays_travel_with_the_votes_of_few() -> None:
-    quantized = m.Work("all_reduce", 0, 10, 2, algorithm=1)
-    listed = m.Work("all_reduce", 0, 0, 0, parts=(m.Part(10, 2, ""),))
+    quantized = m.Spec("all_reduce", 0, 10, 2, algorithm=1)
+    listed = m.Spec("all_reduce", 0, 0, 0, parts=(m.Part(10, 2, ""),))
     assert small.enter(quantized, 65536, 2) == (quantized, True)
-    for work in (quantized, listed, m.Work("broadcast", 0, 10, 2, members=2)):
+    for work in (quantized, listed, m.Spec("broadcast", 0, 10, 2, members=2)):
         assert small.enter(work, 100_000, 2) == (work, False)
 
 

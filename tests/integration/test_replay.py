@@ -18,7 +18,7 @@ from pccl.runtime import limits
 from pccl.runtime.inline import combine
 from pccl.runtime.server.eventlog import EventLog, read
 
-WORK = m.Work(m.CollectiveKind.ALL_REDUCE, 0, 10, 1000)
+WORK = m.Spec(m.CollectiveKind.ALL_REDUCE, 0, 10, 1000)
 BEGAN = inputs.Began(7, None, None)
 CALL = "all_reduce(1000 elements of float32, sum) with tag 3"
 

@@ -119,7 +119,7 @@ def cut_off(script: str) -> set[conversation.Line]:
     """What happens to a peer whose collective runs, while its master dies and comes back."""
     one = Belonging()
     machine, perform, hear = one.machine, one.perform, one.hear
-    perform(machine.collective(2, 0, m.Work("all_reduce", 0, 10, 1)))
+    perform(machine.collective(2, 0, m.Spec("all_reduce", 0, 10, 1)))
     hear(m.Started(2, 1, 1))
     happens: dict[str, Callable[[], None]] = {
         "lost": lambda: perform(machine.disconnected("the master died")),
@@ -196,7 +196,7 @@ def test_every_transition_of_a_collective_happens(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Collective, "move", watched)
     peer = arrive(founded())  # the engine gives up before the start: no simulated one does
     peer.perform(
-        peer.machine.collective(peer.number("collective"), 0, m.Work("all_reduce", 0, 10, 1))
+        peer.machine.collective(peer.number("collective"), 0, m.Spec("all_reduce", 0, 10, 1))
     )
     peer.perform(peer.machine.engine_failed(peer.calls, "an impossible chunk"))
     for _ in runs():
@@ -208,7 +208,7 @@ def test_every_transition_of_a_collective_happens(monkeypatch: pytest.MonkeyPatc
 def test_what_is_not_in_the_table_changes_nothing() -> None:
     for state in State:
         for event in Event:
-            collective = Collective(1, 0, m.Work("barrier", 0, 0, 0), state=state)
+            collective = Collective(1, 0, m.Spec("barrier", 0, 0, 0), state=state)
             assert collective.move(event) == (event in TRANSITIONS[state])
             assert collective.state is TRANSITIONS[state].get(event, state)
 
@@ -233,7 +233,7 @@ def member() -> Peer:
 
 def test_an_op_that_fails_after_its_completion_is_told_of_once() -> None:
     machine = member()
-    machine.collective(2, 0, m.Work("all_reduce", 0, 10, 1))
+    machine.collective(2, 0, m.Spec("all_reduce", 0, 10, 1))
     machine.received(m.Started(2, 9, 5))
     assert sent(machine.engine_complete(2, False, 0, 0)) == [m.FinishVote(9, True)]
     assert sent(machine.engine_failed(2, "no memory to send it on")) == [

@@ -129,7 +129,7 @@ def test_no_group_decides_about_the_members_of_another() -> None:
 
 def test_a_collective_that_waited_for_who_was_late_starts_without_it() -> None:
     hall = hall_of(0, 0, 0)
-    work = m.Work("all_reduce", 0, 10, 1000)
+    work = m.Spec("all_reduce", 0, 10, 1000)
     for conn in (b"1", b"2"):
         hall.say(conn, m.StartVote(3, 5, work))
     arrive(hall, b"1", b"2", grace_ms=0)
@@ -177,7 +177,7 @@ def test_ticks_are_recorded_from_the_first_grace_on() -> None:
 def test_the_master_watches_the_time_while_somebody_may_be_late() -> None:
     """Then a tick follows each message; votes on collectives alone need none (server.py)."""
     hall = hall_of(0, 0, 0)
-    hall.say(b"3", m.StartVote(2, 0, m.Work("all_reduce", 0, 10, 1000)))
+    hall.say(b"3", m.StartVote(2, 0, m.Spec("all_reduce", 0, 10, 1000)))
     assert not hall.master.watches_time
     arrive(hall, b"1", b"2")
     assert hall.master.watches_time

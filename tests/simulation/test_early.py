@@ -17,11 +17,11 @@ from pccl.types import Result
 
 SEEDS = 60
 STEPS, TAGS = 5, 3
-OTHER = m.Work("all_reduce", 0, 10, 999)
+OTHER = m.Spec("all_reduce", 0, 10, 999)
 MISFITS = {effects.Fault.TIMEOUT, effects.Fault.MISMATCH}
 
 
-def replace_work(**changes: object) -> m.Work:
+def replace_work(**changes: object) -> m.Spec:
     return msgspec.structs.replace(WORK, **changes)
 
 
@@ -130,7 +130,7 @@ def accepted() -> Peer:
     return made
 
 
-def effect_kinds(peer: Peer, call: int, work: m.Work = WORK) -> list[type]:
+def effect_kinds(peer: Peer, call: int, work: m.Spec = WORK) -> list[type]:
     return [type(effect) for effect in peer.collective(call, 0, work)]
 
 

@@ -9,7 +9,7 @@ from pccl.cli.explain import explanation
 from pccl.protocol import messages as m
 from pccl.protocol.master import Status
 
-WORK = m.Work("all_reduce", 0, 10, 1_000_000)
+WORK = m.Spec("all_reduce", 0, 10, 1_000_000)
 
 
 def a_run(entering_s: float, running_s: float, times: int = 4) -> Hall:

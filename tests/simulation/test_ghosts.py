@@ -7,8 +7,8 @@ from errors_page import listed
 from pccl.protocol import messages as m
 from pccl.protocol.peer import Peer, effects
 
-WORK = m.Work("all_reduce", 0, 10, 2)
-BIG = m.Work("all_reduce", 0, 10, 1000)
+WORK = m.Spec("all_reduce", 0, 10, 2)
+BIG = m.Spec("all_reduce", 0, 10, 1000)
 DATA = b"8 bytes."
 
 

@@ -124,7 +124,7 @@ def test_one_peer_cannot_fill_the_master_with_rounds() -> None:
 def test_one_peer_cannot_fill_the_master_with_lists_of_tensors() -> None:
     hall = Hall()
     parts = tuple(m.Part(10, index, "x" * 200) for index in range(20_000))
-    work = m.Work("all_reduce", 0, 0, 0, parts=parts)
+    work = m.Spec("all_reduce", 0, 0, 0, parts=parts)
     for tag in range(20):
         hall.say(b"1", m.StartVote(tag, tag, work))
     rounds = hall.master.run.voting.open
@@ -220,7 +220,7 @@ def test_an_error_that_names_a_thousand_peers_can_still_be_sent() -> None:
     hall = Hall(1000)
     for i in range(1, 1000):
         hall.say(b"%d" % i, m.StartVote(2, 0, WORK))
-    hall.say(b"1000", m.StartVote(2, 0, m.Work("all_reduce", 0, 10, 7)))
+    hall.say(b"1000", m.StartVote(2, 0, m.Spec("all_reduce", 0, 10, 7)))
     error = hall.last(b"1000")
     assert isinstance(error, m.Kicked)
     assert "peer 1 (10.0.0.1:1) called all_reduce(1000 elements" in error.why

@@ -14,7 +14,7 @@ from pccl.protocol.peer.effects import Fail, Fault, Send
 from pccl.runtime.inline import combine
 from pccl.types import Result
 
-SMALL = m.Work("all_reduce", 0, 0, 4)
+SMALL = m.Spec("all_reduce", 0, 0, 4)
 
 
 def unreached(hall: Hall, by: bytes, peer: int) -> None:
@@ -110,8 +110,8 @@ def test_who_reaches_nobody_goes_and_not_those_whom_it_accuses() -> None:
 def test_a_small_result_or_a_broadcast_does_not_show_that_a_ring_works() -> None:
     """Nor does an all-gather to which only one member gives anything: nothing comes to that one."""
     hall = Hall(3)
-    one_sided = m.Work("all_gather", 0, 10, 5, members=3, rows=(0, 7, 0))
-    others = (m.Work("broadcast", 0, 10, 5), None), (one_sided, None), (SMALL, b"abcd")
+    one_sided = m.Spec("all_gather", 0, 10, 5, members=3, rows=(0, 7, 0))
+    others = (m.Spec("broadcast", 0, 10, 5), None), (one_sided, None), (SMALL, b"abcd")
     for work, data in ((WORK, None), *others):
         hall.master.run.collectives.small_max = 0
         hall.everyone(m.StartVote(2, 0, work, data))
@@ -129,7 +129,7 @@ def test_a_small_result_or_a_broadcast_does_not_show_that_a_ring_works() -> None
 
 def test_an_all_gather_of_two_members_rows_shows_that_a_ring_works() -> None:
     hall = Hall(3)
-    hall.everyone(m.StartVote(2, 0, m.Work("all_gather", 0, 10, 5, members=3, rows=(1, 0, 7))))
+    hall.everyone(m.StartVote(2, 0, m.Spec("all_gather", 0, 10, 5, members=3, rows=(1, 0, 7))))
     started = hall.last(b"1")
     assert isinstance(started, m.Started)
     hall.everyone(m.FinishVote(started.seq, True))
@@ -140,7 +140,7 @@ def test_members_that_differ_in_rows_are_told_whose() -> None:
     hall = Hall(2)
     rows = (*range(8), 1, 2, 3)  # more than a text shows
     for conn, last in ((b"1", 3), (b"2", 4)):
-        work = m.Work("all_gather", 0, 10, 5, members=3, rows=(*rows, last))
+        work = m.Spec("all_gather", 0, 10, 5, members=3, rows=(*rows, last))
         hall.say(conn, m.StartVote(2, 0, work))
     error = hall.last(b"1")
     assert isinstance(error, m.CallError) and error.cause == m.Cause.MISMATCH
@@ -221,9 +221,9 @@ def test_tensors_that_lie_in_different_orders_do_not_meet() -> None:
     for listed in (False, True):
         hall = Hall()
         for conn, layout in ((b"1", ""), (b"2", "2x3/1,2")):
-            work = m.Work("all_reduce", 0, 10, 6, layout=layout)
+            work = m.Spec("all_reduce", 0, 10, 6, layout=layout)
             if listed:
-                work = m.Work("all_reduce", 0, 0, 0, parts=(m.Part(10, 6, "w", layout),))
+                work = m.Spec("all_reduce", 0, 0, 0, parts=(m.Part(10, 6, "w", layout),))
             hall.say(conn, m.StartVote(2, 0, work))
         error = hall.last(b"1")
         assert isinstance(error, m.CallError) and error.cause == m.Cause.MISMATCH
@@ -381,7 +381,7 @@ def test_a_small_result_is_stable_when_all_have_heard_of_it() -> None:
 
     def reduce(*heard: int) -> m.Started:
         for conn, seq in zip((b"1", b"2"), heard, strict=True):
-            hall.say(conn, m.StartVote(2, 0, m.Work("all_reduce", 0, 0, 4), b"abcd", seq))
+            hall.say(conn, m.StartVote(2, 0, m.Spec("all_reduce", 0, 0, 4), b"abcd", seq))
         started = hall.last(b"1")
         assert isinstance(started, m.Started)
         return started
@@ -684,13 +684,19 @@ def test_peers_that_know_another_order_of_the_ring_are_told_that_nobody_is_lost(
     for rings, cause in (((5, 6), m.Cause.REORDERED), ((5, 5), m.Cause.REORDERED)):
         hall = Hall()
         for conn, ring in zip((b"1", b"2"), rings, strict=True):
-            hall.say(conn, m.StartVote(2, 0, m.Work("all_gather", 0, 10, 4, members=2, ring=ring)))
+            hall.say(
+                conn,
+                m.StartVote(2, 0, m.Spec("all_gather", 0, 10, 4, members=2, ring=ring)),
+            )
         for conn in (b"1", b"2"):
             error = hall.last(conn)
             assert isinstance(error, m.CallError) and error.cause == cause
             assert error.result == Result.RANK_CONNECTION_LOST.value
     hall = Hall()
     for conn, members in ((b"1", 2), (b"2", 3)):
-        hall.say(conn, m.StartVote(2, 0, m.Work("all_gather", 0, 10, 4, members=members, ring=5)))
+        hall.say(
+            conn,
+            m.StartVote(2, 0, m.Spec("all_gather", 0, 10, 4, members=members, ring=5)),
+        )
     error = hall.last(b"1")
     assert isinstance(error, m.CallError) and error.cause == m.Cause.OTHER

@@ -118,7 +118,7 @@ def test_a_collective_that_cannot_be_fails_and_a_small_one_does_not() -> None:
     (why,) = errors(hall)
     assert why.startswith("peer 4 (h4:1) and peer 3 (h3:1) only dial out")
     assert "PCCL_RELAY=1" in why
-    hall.everyone(m.StartVote(3, 0, m.Work("all_reduce", 0, 0, 4), b"1234"))
+    hall.everyone(m.StartVote(3, 0, m.Spec("all_reduce", 0, 0, 4), b"1234"))
     assert isinstance(hall.last(b"1"), m.Started)
     assert not hall.dials and not hall.dropped
 
@@ -130,7 +130,7 @@ def test_with_a_relay_it_can_be() -> None:
 
 def test_a_send_that_cannot_be_fails() -> None:
     hall = run("o", "", "o")
-    send = m.Work("send", 0, 10, 1000)
+    send = m.Spec("send", 0, 10, 1000)
     for conn in (b"1", b"3"):
         hall.say(conn, m.StartVote(2, 0, send, pair=(1, 3)))
     for conn in (b"1", b"3"):

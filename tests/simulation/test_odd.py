@@ -13,13 +13,13 @@ from pccl.types import Result
 
 SEEDS = 1200
 PARTS = pytest.mark.parametrize("first", range(0, SEEDS, 200))
-LISTED = m.Work("all_reduce", 0, 0, 0, parts=(m.Part(10, 3, "a"), m.Part(10, 4, "b")))
+LISTED = m.Spec("all_reduce", 0, 0, 0, parts=(m.Part(10, 3, "a"), m.Part(10, 4, "b")))
 OTHERS = {
-    "one element longer": m.Work("all_reduce", 0, 10, 1001),
-    "another dtype": m.Work("all_reduce", 0, 11, 1000),
-    "another op": m.Work("all_reduce", 3, 10, 1000),
-    "quantized": m.Work("all_reduce", 0, 10, 1000, algorithm=1),
-    "another call": m.Work("all_gather", 0, 10, 1000),
+    "one element longer": m.Spec("all_reduce", 0, 10, 1001),
+    "another dtype": m.Spec("all_reduce", 0, 11, 1000),
+    "another op": m.Spec("all_reduce", 3, 10, 1000),
+    "quantized": m.Spec("all_reduce", 0, 10, 1000, algorithm=1),
+    "another call": m.Spec("all_gather", 0, 10, 1000),
     "a dict": LISTED,
 }
 ALIKE = pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
@@ -54,7 +54,7 @@ class Floor(Hall):
     def conns(self) -> list[bytes]:
         return [peer.conn for peer in self.master.peers.values()]
 
-    def reduce(self, *works: m.Work | None, order: tuple[int, ...] = ()) -> None:
+    def reduce(self, *works: m.Spec | None, order: tuple[int, ...] = ()) -> None:
         """Each peer asks for this; None: it makes no call."""
         self.call += 1
         asked = dict(zip(list(self.conns), works, strict=True))
@@ -87,7 +87,7 @@ class Floor(Hall):
 @ALIKE
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1), (1, 2, 0)])
 def test_of_three_that_have_done_nothing_the_one_that_differs_goes(
-    other: m.Work, order: tuple[int, ...]
+    other: m.Spec, order: tuple[int, ...]
 ) -> None:
     floor = Floor(0, 3)
     floor.reduce(WORK, WORK, other, order=order)
@@ -100,7 +100,7 @@ def test_of_three_that_have_done_nothing_the_one_that_differs_goes(
 
 
 @ALIKE
-def test_a_veteran_of_three_that_stands_alone_goes(other: m.Work) -> None:
+def test_a_veteran_of_three_that_stands_alone_goes(other: m.Spec) -> None:
     floor = Floor(3)
     floor.reduce(other, WORK, WORK)
     assert floor.outcomes == ["dropped", "started", "started"]
@@ -110,7 +110,7 @@ def test_a_veteran_of_three_that_stands_alone_goes(other: m.Work) -> None:
 @pytest.mark.parametrize("newcomers", [1, 4])
 @pytest.mark.parametrize("first", [True, False])
 def test_newcomers_that_differ_go_however_many_they_are(
-    other: m.Work, newcomers: int, first: bool
+    other: m.Spec, newcomers: int, first: bool
 ) -> None:
     floor = Floor(2, newcomers)
     size = 2 + newcomers
@@ -173,8 +173,8 @@ def test_a_vote_that_is_taken_back_is_no_part_of_a_dispute() -> None:
 
 def test_peers_that_know_other_ranks_are_no_dispute_however_they_differ() -> None:
     floor = Floor(3)
-    ranked = m.Work("broadcast", 0, 10, 1000, members=3)
-    floor.reduce(ranked, m.Work("broadcast", 0, 10, 1000, members=4), None)
+    ranked = m.Spec("broadcast", 0, 10, 1000, members=3)
+    floor.reduce(ranked, m.Spec("broadcast", 0, 10, 1000, members=4), None)
     for conn in (b"1", b"2"):
         error = floor.last(conn)
         assert isinstance(error, m.CallError)

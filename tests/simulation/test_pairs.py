@@ -12,7 +12,7 @@ from pccl.protocol.ring import RingPlace
 from pccl.runtime.inline import combine
 from pccl.types import Result
 
-SEND = m.Work("send", 0, 10, 5)
+SEND = m.Spec("send", 0, 10, 5)
 INFOS = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in (1, 2, 3))
 
 
@@ -22,7 +22,7 @@ def vote(
     pair: tuple[int, ...],
     call: int = 2,
     tag: int = 0,
-    work: m.Work = SEND,
+    work: m.Spec = SEND,
     stuck: bool = False,
 ) -> None:
     hall.say(b"%d" % number, m.StartVote(call, tag, work, stuck=stuck, pair=pair))
@@ -80,7 +80,7 @@ def test_sends_are_told_apart_by_who_sends_to_whom_and_by_tag() -> None:
 def test_different_arrays_are_an_error_for_both() -> None:
     hall = Hall(3)
     vote(hall, 1, (1, 2))
-    vote(hall, 2, (1, 2), work=m.Work("send", 0, 10, 6))
+    vote(hall, 2, (1, 2), work=m.Spec("send", 0, 10, 6))
     for error in errors(hall, 1, 2):
         assert error.cause == m.Cause.MISMATCH
         assert "called send(5 elements of float32) to peer 2 with tag 0; peer 2 (" in error.why

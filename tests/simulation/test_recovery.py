@@ -364,7 +364,7 @@ def test_who_waits_while_a_master_recovers_is_known_to_have_been_heard() -> None
 def test_too_many_bytes_of_small_results_on_the_way_are_voted_on() -> None:
     """Or who comes back to the next master would have more to say than a stranger may."""
     hall, data = Hall(), bytes(m.INLINE_BYTES_MAX)
-    work = m.Work("all_reduce", 0, 10, len(data) // 4)
+    work = m.Spec("all_reduce", 0, 10, len(data) // 4)
     final = []
     for tag in range(SMALL_BYTES_MAX // len(data) + 1):
         hall.everyone(m.StartVote(2 + tag, tag, work, data))

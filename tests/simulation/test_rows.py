@@ -8,7 +8,7 @@ from pccl.protocol import messages as m
 from pccl.protocol.ring import checksum
 from pccl.types import Result
 
-TRADE = m.Work("all_to_all", 0, 10, 5, members=3)
+TRADE = m.Spec("all_to_all", 0, 10, 5, members=3)
 ROWS = [  # of each rank: for each, and from each
     ((1, 2, 0), (1, 0, 7)),
     ((0, 4, 6), (2, 4, 1 << 40)),
@@ -53,7 +53,7 @@ def test_ranks_of_a_ring_that_has_changed_unseen_are_an_error_first() -> None:
     """Its peers are the same, in another order: the source would be another one."""
     for seen in ((1, 2, 3), (3, 1, 2)):
         hall = Hall(3)
-        work = m.Work("broadcast", 0, 10, 5, root=1, members=3, ring=checksum(seen))
+        work = m.Spec("broadcast", 0, 10, 5, root=1, members=3, ring=checksum(seen))
         for number in (1, 2):
             hall.say(b"%d" % number, m.StartVote(2, 0, work))
         hall.master.run.groups[0].rings = (m.Ring((3, 1, 2), 1),)
@@ -71,7 +71,7 @@ def test_ranks_of_a_ring_that_has_changed_unseen_are_an_error_first() -> None:
 def test_peers_that_know_different_rings_may_try_again() -> None:
     hall = Hall(3)
     for number, seen in ((1, (1, 2, 3)), (2, (2, 1, 3))):
-        work = m.Work("broadcast", 0, 10, 5, root=1, members=3, ring=checksum(seen))
+        work = m.Spec("broadcast", 0, 10, 5, root=1, members=3, ring=checksum(seen))
         hall.say(b"%d" % number, m.StartVote(2, 0, work))
     told = hall.last(b"1")
     assert isinstance(told, m.CallError)
@@ -99,7 +99,7 @@ def test_who_says_how_many_rows_and_who_does_not_do_not_meet() -> None:
 
 
 def test_numbers_that_cannot_be_cost_their_sender_the_membership() -> None:
-    odd = m.Work("all_gather", 0, 10, 5, members=3)
+    odd = m.Spec("all_gather", 0, 10, 5, members=3)
     for work, gives, takes in (
         (TRADE, (1, 1), (1, 1, 1)),
         (TRADE, (1, 1, 1), ()),

@@ -10,10 +10,10 @@ from pccl.types import Result
 
 BETWEEN = 50_000  # elements of fp32, which travel with the votes of two members and not of three
 DATA = bytes(4 * BETWEEN)
-WORK = m.Work("all_reduce", 0, 10, BETWEEN)
+WORK = m.Spec("all_reduce", 0, 10, BETWEEN)
 
 
-def votes(hall: Hall, *works: m.Work) -> list[m.CallError]:
+def votes(hall: Hall, *works: m.Spec) -> list[m.CallError]:
     """What peers hear that vote for these."""
     for number, work in enumerate(works, 1):
         data = bytes(4 * work.count) if work.members != 3 else None
@@ -48,7 +48,7 @@ def test_who_votes_as_one_of_more_than_there_are_may_try_again() -> None:
 
 def test_who_does_not_say_how_many_members_it_knows_does_not_ask_for_the_same() -> None:
     two = small.enter(WORK, len(DATA), 2)[0]
-    fewer = m.Work("all_reduce", 0, 10, 20)
+    fewer = m.Spec("all_reduce", 0, 10, 20)
     for other, why in (
         (WORK, "PCCL_INLINE_BYTES is not the same for all"),
         (fewer, "the peers do not ask for the same"),

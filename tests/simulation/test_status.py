@@ -97,7 +97,7 @@ def test_a_collective_that_has_started_and_its_outcome() -> None:
     seq = hall.start()
     hall.everyone(m.FinishVote(seq, False, "no memory"))
     assert (status(hall).counts.committed, status(hall).counts.aborted) == (1, 1)
-    small = m.Work("all_reduce", 0, 0, 4)
+    small = m.Spec("all_reduce", 0, 0, 4)
     hall.everyone(m.StartVote(9, 0, small, b"\1\2\3\4"))  # it is over when all have voted
     assert not status(hall).waits and status(hall).counts.committed == 2
 
@@ -245,7 +245,7 @@ def test_nothing_that_is_secret_is_shown_and_all_that_is_can_be_printed() -> Non
     hall.say(b"1", m.TopologyVote(1))
     hall.say(b"2", m.TopologyVote(1))
     hall.start()
-    odd = m.Work("all_reduce", 0, 10, 1000, layout="\x1b[2J\r\n\u202e" + "x" * 4000)
+    odd = m.Spec("all_reduce", 0, 10, 1000, layout="\x1b[2J\r\n\u202e" + "x" * 4000)
     hall.say(b"1", m.StartVote(3, 1, odd))
     text = msgspec.json.encode(hall.master.status()).decode()
     numbers = hall.master.run.numbers

@@ -120,7 +120,7 @@ def not_completed(hall: Sync) -> None:
 
 
 def with_ranks_of_before(hall: Sync) -> None:
-    hall.everyone(m.StartVote(2, 0, m.Work("broadcast", 0, 10, 5, root=1, members=9)))
+    hall.everyone(m.StartVote(2, 0, m.Spec("broadcast", 0, 10, 5, root=1, members=9)))
 
 
 @pytest.mark.parametrize("what", [lost, given_up, not_completed, with_ranks_of_before])

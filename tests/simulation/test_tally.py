@@ -28,7 +28,7 @@ from pccl.protocol.peer.calls import State
 from pccl.protocol.peer.effects import Send
 from pccl.runtime.server.web import exposition
 
-SMALL = m.Work("all_reduce", 0, 0, 4)
+SMALL = m.Spec("all_reduce", 0, 0, 4)
 
 
 def at(hall: Hall, now_s: float, conn: bytes, message: m.PeerMessage) -> None:
@@ -70,7 +70,7 @@ def test_how_long_a_collective_took_and_how_much_it_moved() -> None:
     found = counts(hall)
     assert sum(found.collectives[CollectiveKind.ALL_REDUCE].counts) == 2
     assert found.carried["none"] == 4004
-    quantized = m.Work("all_reduce", 0, 10, 1000, algorithm=3)
+    quantized = m.Spec("all_reduce", 0, 10, 1000, algorithm=3)
     hall.everyone(m.StartVote(10, 0, quantized))
     hall.everyone(m.FinishVote(hall.master.run.numbers.next_seq - 1, True))
     assert counts(hall).carried["blockwise_int8"] == 4000
@@ -143,12 +143,12 @@ def test_shared_state_that_newcomers_lack_and_that_others_have_lost() -> None:
 
 def test_sizes_that_nobody_has_break_nothing() -> None:
     hall = Hall(2)
-    boast = m.Work("all_reduce", 0, 7, (1 << 64) - 1)
+    boast = m.Spec("all_reduce", 0, 7, (1 << 64) - 1)
     for _ in range(3):
         hall.everyone(m.StartVote(2, 0, boast))
         hall.everyone(m.FinishVote(hall.master.run.numbers.next_seq - 1, True))
     assert counts(hall).carried["none"] == COUNT_MAX
-    odd = m.Work("all_reduce", 0, 999, 10, algorithm=999)
+    odd = m.Spec("all_reduce", 0, 999, 10, algorithm=999)
     Tally().ended(0, odd, 2, 0.0)
     assert size(odd) == 0
     assert all(factor(kind, 5) >= 0 for kind in CollectiveKind)

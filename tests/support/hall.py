@@ -9,7 +9,7 @@ from pccl.runtime.inline import combine
 
 RUN = 0x1234_5678_9ABC_DEF0  # large enough to be found in what is said
 SECRET = b"a secret"
-WORK = m.Work("all_reduce", 0, 10, 1000)
+WORK = m.Spec("all_reduce", 0, 10, 1000)
 ENTRY = m.Entry("x", 10, 4, False, b"content")
 OTHER = m.Entry("x", 10, 4, False, b"other content")
 

@@ -81,15 +81,15 @@ def group(draw: random.Random) -> int:
     return draw.choice([0, 0, 0, 1, (1 << 32) - 1])
 
 
-def work(draw: random.Random) -> m.Work:
+def work(draw: random.Random) -> m.Spec:
     if draw.random() < 0.7:
-        return m.Work("all_reduce", 0, 10, 1000)  # what the honest peers do
+        return m.Spec("all_reduce", 0, 10, 1000)  # what the honest peers do
     count = draw.choice([0, 0, 1, 300])
     parts = tuple(
         m.Part(draw.randint(0, 65535), number(draw), text(draw, 9), text(draw, 9))
         for _ in range(count)
     )
-    return m.Work(
+    return m.Spec(
         text(draw, 256),
         draw.randint(0, 65535),
         draw.randint(0, 65535),
@@ -105,12 +105,12 @@ def start_vote(draw: random.Random) -> m.StartVote:
     call, tag = number(draw), draw.choice([0, 0, number(draw)])
     match draw.randrange(4):
         case 0:
-            send = m.Work("send", 0, 10, 1000)
+            send = m.Spec("send", 0, 10, 1000)
             pair = tuple(number(draw) for _ in range(draw.choice([2, 2, 2, 1])))
             return m.StartVote(call, tag, send, stuck=draw.random() < 0.5, pair=pair)
         case 1:
             size = draw.randint(1, 4)
-            trade = m.Work("all_to_all", 0, 10, 5, members=size)
+            trade = m.Spec("all_to_all", 0, 10, 5, members=size)
             gives, takes = (tuple(number(draw) for _ in range(size)) for _ in range(2))
             return m.StartVote(call, tag, trade, gives=gives, takes=takes)
         case _:

@@ -54,9 +54,9 @@ STEPS_MAX = 20_000
 MIDDLING = 150_000  # bytes, which travel with the votes of three members and not of four
 CHECKPOINT = 1000  # a revision that no run comes to by itself
 OTHER_WORK = (
-    m.Work("all_reduce", 0, 10, 999),
-    m.Work("all_reduce", 0, 11, 1000),
-    m.Work("all_reduce", 3, 10, 1000),
+    m.Spec("all_reduce", 0, 10, 999),
+    m.Spec("all_reduce", 0, 11, 1000),
+    m.Spec("all_reduce", 3, 10, 1000),
 )
 
 
@@ -339,7 +339,7 @@ class Facade:
             key = (*pair, call.tag)
             if call.what not in (what, "swap") or key in peer.tags:
                 continue
-            work = m.Work("send", 0, 10, 1000 + call.variant)
+            work = m.Spec("send", 0, 10, 1000 + call.variant)
             stuck = peer.single and not swap
             handle = peer.launch_send(*key, work, stuck), key
             if swap:
@@ -365,7 +365,7 @@ class Facade:
                 assert end.result is not Result.INVALID_ARGUMENT or revision >= CHECKPOINT, end
         self._check(end)
 
-    def _work(self, call: Call) -> m.Work:
+    def _work(self, call: Call) -> m.Spec:
         return OTHER_WORK[call.variant - 1] if call.variant else WORK
 
     def _check(self, end: End) -> None:

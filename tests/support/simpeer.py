@@ -46,7 +46,7 @@ Tag = int | tuple[int, int, int]  # of a send: who sends to whom, and the tag
 Key = tuple[int, int]  # a run and a seq: only together they never repeat
 Thread = Generator[int, None, Any]  # yields the call that it waits for
 Program = Callable[["SimPeer"], Thread]
-WORK = m.Work("all_reduce", 0, 10, 1000)
+WORK = m.Spec("all_reduce", 0, 10, 1000)
 
 
 class Ended(Exception):
@@ -96,7 +96,7 @@ class SimPeer:
     ready: deque[Thread] = field(default_factory=deque)
     waiters: dict[int, Thread] = field(default_factory=dict)
     answers: dict[int, End] = field(default_factory=dict)
-    standing: dict[int, tuple[str, Tag, m.Work | None]] = field(default_factory=dict)
+    standing: dict[int, tuple[str, Tag, m.Spec | None]] = field(default_factory=dict)
     stuck: set[int] = field(default_factory=set)  # calls besides which it makes no other
     tags: set[Tag] = field(default_factory=set)  # launched and not awaited
     deadlines: dict[int, int] = field(default_factory=dict)  # call -> step at which it is withdrawn
@@ -235,13 +235,17 @@ class SimPeer:
         return (yield from self.wait(self.begin(call, "connect", self.machine.join(call, hello))))
 
     def launch(
-        self, tag: int = 0, work: m.Work = WORK, stuck: bool = False, data: bytes | None = None
+        self,
+        tag: int = 0,
+        work: m.Spec = WORK,
+        stuck: bool = False,
+        data: bytes | None = None,
     ) -> int:
         """With `data`, which must be the same for all peers, a small one of `len(data)` bytes."""
         call = self.number("collective")
         if data is not None:
             members = len(self.machine.plan.peers)
-            asked = m.Work("all_reduce", 0, 0, len(data))
+            asked = m.Spec("all_reduce", 0, 0, len(data))
             work, travels = small.enter(asked, len(data), members)
             data = data if travels else None
         self.tags.add(tag)
@@ -255,11 +259,11 @@ class SimPeer:
         return end
 
     def all_reduce(
-        self, tag: int = 0, work: m.Work = WORK, data: bytes | None = None
+        self, tag: int = 0, work: m.Spec = WORK, data: bytes | None = None
     ) -> Generator[int, None, End]:
         return (yield from self.awaits(self.launch(tag, work, self.single, data), tag))
 
-    def launch_send(self, giver: int, taker: int, tag: int, work: m.Work, stuck: bool) -> int:
+    def launch_send(self, giver: int, taker: int, tag: int, work: m.Spec, stuck: bool) -> int:
         """Either side of a send; both stand in the same call."""
         call, key = self.number("collective"), (giver, taker, tag)
         self.tags.add(key)
@@ -269,7 +273,7 @@ class SimPeer:
 
     def broadcast(self, members: int) -> Generator[int, None, End]:
         parts = (m.Part(10, 7, "b"), m.Part(3, 1000, "w"))
-        work = m.Work("broadcast", 0, 0, 0, root=members - 1, members=members, parts=parts)
+        work = m.Spec("broadcast", 0, 0, 0, root=members - 1, members=members, parts=parts)
         end = yield from self.all_reduce(work=work)
         if isinstance(end, Answer):
             assert isinstance(end.value, Reduced)

@@ -134,7 +134,7 @@ class Run:
         for group in list(self.history) if of is None else [of]:
             self.history[group] = self.history.get(group, 0) + 1
 
-    def combine(self, work: m.Work, parts: Sequence[bytes]) -> bytes:
+    def combine(self, work: m.Spec, parts: Sequence[bytes]) -> bytes:
         """The master's arithmetic. Peers that stand in different steps must not meet."""
         assert len(set(parts)) == 1, f"contributions of different steps were reduced: {parts}"
         assert len(parts[0]) == work.count

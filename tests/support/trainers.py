@@ -135,10 +135,10 @@ def odd_one(steps: int, what: str, first: bool) -> Program:
     """A trainer until some step; then it makes another call than all others, or asks for something
     else. With `first` that is the first thing that it does."""
     works = {
-        "longer": m.Work("all_reduce", 0, 10, 1001),
-        "dtype": m.Work("all_reduce", 0, 11, 1000),
-        "op": m.Work("all_reduce", 3, 10, 1000),
-        "dict": m.Work("all_reduce", 0, 0, 0, parts=(m.Part(10, 3, "a"), m.Part(10, 4, "b"))),
+        "longer": m.Spec("all_reduce", 0, 10, 1001),
+        "dtype": m.Spec("all_reduce", 0, 11, 1000),
+        "op": m.Spec("all_reduce", 3, 10, 1000),
+        "dict": m.Spec("all_reduce", 0, 0, 0, parts=(m.Part(10, 3, "a"), m.Part(10, 4, "b"))),
     }
 
     def program(peer: SimPeer) -> Thread:

@@ -14,7 +14,7 @@ from pccl.cli.chaos import kinds, report, stage
 from pccl.cli.chaos.director import Chronicle, Done
 from pccl.cli.chaos.harness import Harness, Program, shrink
 from pccl.cli.chaos.kinds import Fault, Schedule, draw
-from pccl.cli.chaos.report import Figures, Report, measure, page
+from pccl.cli.chaos.report import Metrics, Report, measure, page
 from pccl.cli.chaos.stage import Follower, Watch, moments
 from pccl.protocol import messages as m
 from pccl.protocol.master import inputs
@@ -187,7 +187,7 @@ def test_a_report_is_escaped_and_needs_nothing_else() -> None:
         Done(Fault(0.5, evil, lasts_s=2.0), 1.5, 3.5, 0, "transfer"),
         Done(Fault(1.0, "kill"), 2.0, skipped=evil),
     ]
-    figures = Figures(100, 0.75, [0.01, 0.3, 99.0])
+    figures = Metrics(100, 0.75, [0.01, 0.3, 99.0])
     text = page(Report(evil, evil, chronicle, [], figures, [evil], [evil]))
     read = Tags()
     read.feed(text)
@@ -222,7 +222,7 @@ def test_a_master_that_grows_is_found() -> None:
 def harness(**given: object) -> Harness:
     defaults = {"faults": (), "network": False, "replay": None, "keep": None, "seed": 1}
     args = argparse.Namespace(**{**defaults, **given})
-    program = Program("x", lambda _: None, lambda *_: ([], Figures(0, 0.0, [])), {})  # type: ignore[arg-type, return-value]
+    program = Program("x", lambda _: None, lambda *_: ([], Metrics(0, 0.0, [])), {})  # type: ignore[arg-type, return-value]
     return Harness(args, program, 2, list, {})
 
 

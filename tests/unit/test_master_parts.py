@@ -23,7 +23,7 @@ from pccl.protocol.master.voting import PendingRejection, Voting
 from pccl.protocol.rounds import PENDING, Kind, Round, RoundId, Vote
 from pccl.types import Result
 
-WORK = m.Work("all_reduce", 0, 10, 1000)
+WORK = m.Spec("all_reduce", 0, 10, 1000)
 START = RoundId(Kind.START, 0, 7)
 
 
@@ -208,7 +208,7 @@ def test_voting_rejects_who_comes_too_late_to_what_can_never_meet() -> None:
     voting = table.voting(committed)
     for number in (1, 2, 3, 4):  # of whom no two agree: the fifth makes no majority
         assert not table.said()
-        voting.enter(number, START, Vote(10 * number, m.Work("all_reduce", 0, 10, number)))
+        voting.enter(number, START, Vote(10 * number, m.Spec("all_reduce", 0, 10, number)))
     told = {n: [type(one) for one in told] for n, told in table.said().items()}
     assert told == {n: [m.CallError] for n in (1, 2, 3, 4)}
     voting.enter(5, START, Vote(50, WORK))

@@ -31,13 +31,13 @@ FROM_PEER: list[m.PeerMessage] = [
     m.PendingVote(6, patient=True),
     m.Hurry(6),
     m.Inquire(6, 9),
-    m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000, 1, 2)),
-    m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1), b"data", 6),
-    m.StartVote(7, 3, m.Work("broadcast", 0, 10, 6, layout="2x3/1,2")),
-    m.StartVote(7, 3, m.Work("all_gather", 0, 0, 0, parts=PARTS)),
-    m.StartVote(7, 3, m.Work("all_to_all", 0, 10, 6, members=2), gives=(1, 1 << 40), takes=(0, 2)),
-    m.StartVote(7, 3, m.Work("all_gather", 0, 10, 4, members=3, rows=(5, 0, 1 << 40))),
-    m.StartVote(7, 3, m.Work("send", 0, 10, 6), pair=(1, 1 << 40)),
+    m.StartVote(7, 3, m.Spec("all_reduce", 0, 10, 1000, 1, 2)),
+    m.StartVote(7, 3, m.Spec("all_reduce", 0, 10, 1), b"data", 6),
+    m.StartVote(7, 3, m.Spec("broadcast", 0, 10, 6, layout="2x3/1,2")),
+    m.StartVote(7, 3, m.Spec("all_gather", 0, 0, 0, parts=PARTS)),
+    m.StartVote(7, 3, m.Spec("all_to_all", 0, 10, 6, members=2), gives=(1, 1 << 40), takes=(0, 2)),
+    m.StartVote(7, 3, m.Spec("all_gather", 0, 10, 4, members=3, rows=(5, 0, 1 << 40))),
+    m.StartVote(7, 3, m.Spec("send", 0, 10, 6), pair=(1, 1 << 40)),
     m.FinishVote(9, True),
     m.Progress(9, 1000),
     m.FinishVote(9, False, "a stream was lost"),
@@ -114,7 +114,7 @@ def test_master_messages_survive(message: m.MasterMessage) -> None:
 
 def test_golden_bytes() -> None:
     # Changing these breaks every older peer: raise PROTOCOL_VERSION if you must.
-    start = m.StartVote(7, 3, m.Work("all_reduce", 0, 10, 1000))
+    start = m.StartVote(7, 3, m.Spec("all_reduce", 0, 10, 1000))
     assert (
         m.encode(start).hex()
         == "9a0407039caa616c6c5f726564756365000acd03e80000000090a09000c000c2909090"
@@ -168,7 +168,7 @@ def test_one_changed_byte_never_surprises(message: m.PeerMessage, at: int, value
 
 @given(st.lists(st.sampled_from(FROM_PEER), max_size=200), st.integers(0, 3))
 def test_frames_hold_messages_in_their_order(said: list[m.PeerMessage], large: int) -> None:
-    work = m.Work("all_reduce", 0, 1, m.INLINE_BYTES_MAX)
+    work = m.Spec("all_reduce", 0, 1, m.INLINE_BYTES_MAX)
     said[:large] = [m.StartVote(7, 3, work, bytes(m.INLINE_BYTES_MAX))] * large
     made = m.frames([m.encode(message) for message in said])
     heard = [m.decode_from_peer(data) for frame in made for data in m.opened(frame)]

@@ -37,12 +37,12 @@ from pccl.protocol.peer.effects import (
     StartTransfer,
     Synced,
 )
-from pccl.protocol.peer.state import Ghosts, Knowledge, Withdrawals
+from pccl.protocol.peer.state import AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.peer.transfers import Optimisations, Synchronisations, Transfer, Transfers
 from pccl.types import Result
 
-WORK = m.Work("all_reduce", 0, 10, 1000)
+WORK = m.Spec("all_reduce", 0, 10, 1000)
 INFOS = tuple(m.PeerInfo(n, 0, "h", 1000 + n, "", f"m{n}") for n in (1, 2, 3))
 
 
@@ -53,7 +53,7 @@ class Bench:
         plan = m.Plan(5, INFOS, (m.Ring((1, 2, 3), 1),), 0)
         self.knowledge = Knowledge(2, 7, True, plan, m.World(3, 3, 1, 3))
         self.outbox = Outbox()
-        self.ghosts, self.withdrawals = Ghosts(), Withdrawals()
+        self.ghosts, self.withdrawals = AbandonedCalls(), Withdrawals()
         self.streams = Streams(self.knowledge, self.outbox)
         self.missed: list[tuple[int, str]] = []
         self.votes = Votes(self.knowledge, self.outbox, self.ghosts, self.withdrawals)
@@ -246,7 +246,7 @@ def steps_to_start(size: int, rings: int) -> int:
     order = tuple(info.peer for info in infos)
     plan = m.Plan(5, infos, (m.Ring(order, 1),) * rings, 0)
     knowledge, outbox = Knowledge(2, 7, True, plan, m.World(size, size, 1, size)), Outbox()
-    ghosts, withdrawals = Ghosts(), Withdrawals()
+    ghosts, withdrawals = AbandonedCalls(), Withdrawals()
     streams = Streams(knowledge, outbox)
     part = Collectives(knowledge, outbox, streams, ghosts, withdrawals, lambda *_: None)
     calls: list[str] = []

@@ -208,9 +208,9 @@ def test_rings_that_have_become_one_are_one() -> None:
 
 def test_rings_share_out_the_offsets_of_the_longest_slice() -> None:
     rows = (1, 30, 0)
-    one = m.Work("all_gather", 0, 10, 5, members=3, rows=rows)
+    one = m.Spec("all_gather", 0, 10, 5, members=3, rows=rows)
     parts = (m.Part(10, 5), m.Part(0, 1))
-    two = m.Work("all_gather", 0, 0, 0, members=3, parts=parts, rows=rows)
+    two = m.Spec("all_gather", 0, 0, 0, members=3, parts=parts, rows=rows)
     assert (span(one), span(two)) == (192, 192 + 64)
-    assert span(m.Work("all_gather", 0, 10, 5, members=3, rows=(0, 0, 0))) == 0
+    assert span(m.Spec("all_gather", 0, 10, 5, members=3, rows=(0, 0, 0))) == 0
     assert shares(span(two), [m.Ring((1, 2, 3), 1)] * 2) == [(0, 128), (128, 128)]

@@ -12,7 +12,7 @@ from pccl.cli.chaos import kinds
 from pccl.cli.chaos.director import Director
 from pccl.cli.chaos.harness import Harness, Program, add_options
 from pccl.cli.chaos.kinds import NetworkError
-from pccl.cli.chaos.report import Figures, measure
+from pccl.cli.chaos.report import Metrics, measure
 from pccl.cli.chaos.stage import Strangers
 
 
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         return 1
 
 
-def judge(directory: Path, director: Director) -> tuple[list[str], Figures]:
+def judge(directory: Path, director: Director) -> tuple[list[str], Metrics]:
     """Nothing but what the master has seen: a step is a collective."""
     faults = [
         done.at_s

@@ -19,7 +19,7 @@ from pccl.cli.arguments import output, whole_number
 from pccl.cli.chaos import kinds, stage
 from pccl.cli.chaos.director import Chronicle, Director
 from pccl.cli.chaos.kinds import Fault, Kind, Network, NetworkError, Schedule
-from pccl.cli.chaos.report import Figures, Report, View, master_violations, page
+from pccl.cli.chaos.report import Metrics, Report, View, master_violations, page
 from pccl.cli.chaos.stage import Copy, Crew, Stage
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class Program:
 
     title: str
     crew: Callable[[Path], Crew]
-    judge: Callable[[Path, Director], tuple[list[str], Figures]]
+    judge: Callable[[Path, Director], tuple[list[str], Metrics]]
     environment: Mapping[str, str]
     steered: bool = False
     more: Mapping[str, Kind] | None = None
@@ -102,7 +102,7 @@ class Outcome:
 
     chronicle: Chronicle
     copies: list[Copy]
-    figures: Figures
+    figures: Metrics
     violations: list[str]
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 
-class Figures(NamedTuple):
+class Metrics(NamedTuple):
     """Numbers of a run.
 
     Attributes:
@@ -58,7 +58,7 @@ class Figures(NamedTuple):
         return f"{text}; {number} recoveries: median {self.p50_s:.2f} s, p95 {self.p95_s:.2f} s"
 
 
-def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Figures:
+def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Metrics:
     """The numbers of a run.
 
     Args:
@@ -75,7 +75,7 @@ def measure(steps_s: Sequence[float], faults_s: Sequence[float]) -> Figures:
     goodput = 0.0
     if times and sum(times) > 0:
         goodput = min(1.0, statistics.median(times) * len(times) / sum(times))
-    return Figures(len(moments), goodput, recoveries)
+    return Metrics(len(moments), goodput, recoveries)
 
 
 FAULTS_SHOWN = 8
@@ -171,7 +171,7 @@ class Report(NamedTuple):
     again: str
     chronicle: Chronicle
     copies: Sequence[Copy]
-    figures: Figures
+    figures: Metrics
     violations: Sequence[str]
     notes: Sequence[str] = ()
 

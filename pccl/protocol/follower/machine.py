@@ -186,7 +186,7 @@ class Held:
     receivers: dict[int, int] = field(default_factory=dict)  # and the streams to them
 
 
-class Shelf:
+class BlobCache:
     """All packages that are served.
 
     Args:
@@ -322,7 +322,7 @@ class Follower:
         self._available: tuple[m.Package, ...] = ()
         self._next = 0  # number of an op or stream
         self._effects: list[Effect] = []
-        self._shelf = Shelf(self._number, self._do)
+        self._shelf = BlobCache(self._number, self._do)
         self._fetch: Fetch | None = None
         self._publishing: dict[int, tuple[m.Package, ...]] = {}
         self._by_type: dict[type, Callable[[Any], None]] = {

@@ -35,7 +35,7 @@ _ITEM_BYTES = {dtype.value: dtype.itemsize for dtype in DataType}
 _REDOPS = {op.value for op in ReduceOp}
 
 
-def fits(work: m.Work, data: bytes) -> bool:
+def fits(work: m.Spec, data: bytes) -> bool:
     """Whether these bytes are a valid contribution for the master to reduce."""
     return (
         work.what in INLINE
@@ -45,7 +45,7 @@ def fits(work: m.Work, data: bytes) -> bool:
     )
 
 
-def goes_around(work: m.Work) -> bool:
+def goes_around(work: m.Spec) -> bool:
     """Whether a collective's data uses every hop of its rings."""
     carries = work.count or any(part.count for part in work.parts)
     if work.rows and sum(rows > 0 for rows in work.rows) < 2:
@@ -53,7 +53,7 @@ def goes_around(work: m.Work) -> bool:
     return bool(carries) and work.what in AROUND
 
 
-def are_rows(work: m.Work, rows: Rows) -> bool:
+def are_rows(work: m.Spec, rows: Rows) -> bool:
     """Whether these are numbers of rows for, and from, each member."""
     gives, takes = rows
     return work.what == CollectiveKind.ALL_TO_ALL and len(gives) == len(takes) == work.members
@@ -93,14 +93,14 @@ def form(vote: Vote[object]) -> object:
 def sees_others(one: Vote[object], other: Vote[object]) -> bool:
     """Whether two votes are the same call, by peers that differ on the ranks or on the members."""
     asked, mine = one.payload, other.payload
-    assert isinstance(asked, m.Work) and isinstance(mine, m.Work)
+    assert isinstance(asked, m.Spec) and isinstance(mine, m.Spec)
     return asked.sees_others_than(mine)
 
 
 def difference(round_: Round[object], one: int, other: int, who: str) -> str:
     """How the votes of two peers differ, in words; `who` says which peer called what."""
     asked, mine = round_.votes[one].payload, round_.votes[other].payload
-    assert isinstance(asked, m.Work) and isinstance(mine, m.Work)
+    assert isinstance(asked, m.Spec) and isinstance(mine, m.Spec)
     alike = (round_.votes[one].data is None) == (round_.votes[other].data is None)
     if asked == mine and alike:
         return f"some say how many rows they give and take, and some do not: {who}"
@@ -132,7 +132,7 @@ class Running:
     cause: m.Cause = m.Cause.OTHER
     since_s: float = 0.0  # when the last peer entered it
     paired: bool = False  # a send: the loss of others is nothing to it
-    work: m.Work | None = None  # unknown of one from before a restart
+    work: m.Spec | None = None  # unknown of one from before a restart
     size: int = 0  # its members, at its start
     reason: Reason = Reason.LINK  # if it is interrupted
     interrupted_s: float = 0.0  # and when
@@ -228,7 +228,7 @@ class CollectiveTable:
                 yield running.seq, running.missing, running.title
 
 
-Combine: TypeAlias = Callable[[m.Work, Sequence[bytes]], bytes]
+Combine: TypeAlias = Callable[[m.Spec, Sequence[bytes]], bytes]
 SMALL_BYTES_MAX = 3 << 20  # of all results that peers may lack
 CAUSES = {m.Cause.TIMEOUT, m.Cause.MEMORY}  # that a peer may give for not completing
 REASONS = {m.Cause.TIMEOUT: Reason.TIMEOUT, m.Cause.MEMORY: Reason.MEMORY}
@@ -280,7 +280,7 @@ class Collectives:
             self._refuse(round_, Result.RANK_CONNECTION_LOST, why)
             return
         work = next(iter(round_.votes.values())).payload
-        assert isinstance(work, m.Work)
+        assert isinstance(work, m.Spec)
         if work.members not in (0, len(round_.votes)):
             why = outdated(round_, len(round_.votes))
             self._refuse(round_, Result.RANK_CONNECTION_LOST, why)
@@ -340,7 +340,7 @@ class Collectives:
         seq, epoch = self._numbers.take_seq(), self._groups[group_number].epoch
         running = Running(seq, group_number, set(round_.votes), began_as=round_.id, paired=True)
         last = next(reversed(round_.votes.values()))
-        assert isinstance(last.payload, m.Work)
+        assert isinstance(last.payload, m.Spec)
         running.since_s, running.work, running.size = last.since_s, last.payload, 2
         self._table.add(running)
         nonce = self._numbers.nonce_of_call(seq)
@@ -371,7 +371,7 @@ class Collectives:
             f"{self._membership.info(taker)}, which takes {taken}"
         )
 
-    def _combined(self, work: m.Work, round_: Round[object]) -> bytes | None:
+    def _combined(self, work: m.Spec, round_: Round[object]) -> bytes | None:
         """The result, if the contributions came with the votes."""
         parts = [round_.votes[number].data for number in sorted(round_.votes)]
         given = [part for part in parts if part is not None]

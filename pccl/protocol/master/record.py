@@ -456,6 +456,6 @@ def difference(line: Line, again: Line) -> str:
     return f"the effects had the digest {line.effects}, and now {again.effects}"
 
 
-def _zeros(work: m.Work, parts: Sequence[bytes]) -> bytes:
+def _zeros(work: m.Spec, parts: Sequence[bytes]) -> bytes:
     """In place of the reduction: a record has the sizes of contributions only."""
     return bytes(len(parts[0]))

@@ -163,7 +163,7 @@ class Tally:
         if recovery_s is not None:
             self.recoveries.add(recovery_s)
 
-    def ended(self, group: int, work: m.Work, members: int, since_s: float) -> None:
+    def ended(self, group: int, work: m.Spec, members: int, since_s: float) -> None:
         """A collective, which all had entered at `since_s`, has committed."""
         taken_s = self.now_s - since_s
         self.collectives[work.what].add(taken_s)
@@ -188,7 +188,7 @@ class Tally:
             self.resynced_bytes = min(self.resynced_bytes + number * again, COUNT_MAX)
 
 
-def size(work: m.Work) -> int:
+def size(work: m.Spec) -> int:
     """Bytes that each member gives, before quantization; of some collectives, receives."""
     if not work.parts:
         return SIZES.get(work.dtype, 0) * work.count

@@ -150,10 +150,10 @@ def _scope(one: Round[object], other: Round[object]) -> int | None:
     return other.id.group if one.id.group is None else one.id.group
 
 
-def held(payload: m.Work | m.Offer, rows: Rows | None = None, data: bytes | None = None) -> int:
+def held(payload: m.Spec | m.Offer, rows: Rows | None = None, data: bytes | None = None) -> int:
     """The bytes, about, that a vote takes in memory: many times its size in a message."""
-    parts = payload.parts if isinstance(payload, m.Work) else payload.entries
-    own = len(payload.rows) if isinstance(payload, m.Work) else 0
+    parts = payload.parts if isinstance(payload, m.Spec) else payload.entries
+    own = len(payload.rows) if isinstance(payload, m.Spec) else 0
     numbers = own + sum(map(len, rows)) if rows else own
     return _listed(parts) + ROW_BYTES * numbers + len(data or b"")
 

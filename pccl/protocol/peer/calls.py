@@ -10,7 +10,7 @@ import msgspec
 
 from pccl.protocol import messages as m
 from pccl.protocol.peer.effects import Answer, Fail, Fault, Outbox
-from pccl.protocol.peer.state import Ghosts, Knowledge, Withdrawals
+from pccl.protocol.peer.state import AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.types import Result
 
@@ -76,7 +76,7 @@ class Collective:
 
     call: int
     tag: int
-    work: m.Work
+    work: m.Spec
     data: bytes | None = None  # the contribution if it travels with the vote; later the result
     stuck: bool = False
     rows: Rows = NO_ROWS
@@ -206,7 +206,7 @@ class Votes:
     """The calls that wait for their rounds, with their votes."""
 
     def __init__(
-        self, knowledge: Knowledge, outbox: Outbox, ghosts: Ghosts, withdrawals: Withdrawals
+        self, knowledge: Knowledge, outbox: Outbox, ghosts: AbandonedCalls, withdrawals: Withdrawals
     ) -> None:
         self._knowledge, self._outbox = knowledge, outbox
         self._ghosts, self._withdrawals = ghosts, withdrawals

@@ -37,7 +37,7 @@ from pccl.protocol.peer.effects import (
     StartOp,
     Store,
 )
-from pccl.protocol.peer.state import OUTCOMES_KEPT, Ghosts, Knowledge, Withdrawals
+from pccl.protocol.peer.state import OUTCOMES_KEPT, AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.ring import RingPlace, is_direct, may_begin, places
 from pccl.protocol.rounds import WITHDRAWN, Kind
@@ -65,7 +65,7 @@ class Collectives:
         knowledge: Knowledge,
         outbox: Outbox,
         streams: Streams,
-        ghosts: Ghosts,
+        ghosts: AbandonedCalls,
         withdrawals: Withdrawals,
         succeeded_without: Callable[[int, str], None],
     ) -> None:

@@ -49,7 +49,7 @@ from pccl.protocol.peer.calls import (
 )
 from pccl.protocol.peer.collectives import Collectives
 from pccl.protocol.peer.effects import Answer, Arrange, Effect, Fail, Fault, Outbox, Waits
-from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, Ghosts, Knowledge, Withdrawals
+from pccl.protocol.peer.state import NO_PLAN, NO_WORLD, AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.peer.transfers import Optimisations, Synchronisations, Transfer, Transfers
 from pccl.protocol.rounds import GRACE_MAX_S, Grace
@@ -72,7 +72,7 @@ class Peer:
         self._away = f"while the master{f' at {master}' if master else ''} was away"
         self.knowledge = Knowledge()
         self._outbox = Outbox()
-        self._ghosts = Ghosts()
+        self._ghosts = AbandonedCalls()
         self._withdrawals = Withdrawals()
         self._streams = Streams(self.knowledge, self._outbox)
         known = self.knowledge, self._outbox
@@ -207,7 +207,7 @@ class Peer:
         self,
         call: int,
         tag: int,
-        work: m.Work,
+        work: m.Spec,
         data: bytes | None = None,
         stuck: bool = False,
         said: bool = False,

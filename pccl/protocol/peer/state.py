@@ -102,7 +102,7 @@ Place: TypeAlias = int | str  # a tag, or the name of a round
 Enter: TypeAlias = Callable[[], None]
 
 
-class Ghosts:
+class AbandonedCalls:
     """The ghosts of one peer, and the calls that wait for their end."""
 
     def __init__(self) -> None:

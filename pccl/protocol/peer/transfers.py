@@ -35,7 +35,7 @@ from pccl.protocol.peer.effects import (
     StartTransfer,
     Synced,
 )
-from pccl.protocol.peer.state import Ghosts, Knowledge, Withdrawals
+from pccl.protocol.peer.state import AbandonedCalls, Knowledge, Withdrawals
 from pccl.protocol.peer.streams import Streams
 from pccl.protocol.rounds import WITHDRAWN, Kind
 from pccl.types import Result, SharedStateSyncStrategy
@@ -94,7 +94,7 @@ class Transfers:
         knowledge: Knowledge,
         outbox: Outbox,
         streams: Streams,
-        ghosts: Ghosts,
+        ghosts: AbandonedCalls,
         withdrawals: Withdrawals,
     ) -> None:
         self._knowledge, self._outbox, self._streams = knowledge, outbox, streams
@@ -309,7 +309,7 @@ class Synchronisations:
     """Handles plans and results of synchronisations."""
 
     def __init__(
-        self, knowledge: Knowledge, outbox: Outbox, ghosts: Ghosts, transfers: Transfers
+        self, knowledge: Knowledge, outbox: Outbox, ghosts: AbandonedCalls, transfers: Transfers
     ) -> None:
         self._knowledge, self._outbox = knowledge, outbox
         self._ghosts, self._transfers = ghosts, transfers
@@ -426,7 +426,7 @@ class Optimisations:
     """Handles probes and results of optimisations."""
 
     def __init__(
-        self, knowledge: Knowledge, outbox: Outbox, ghosts: Ghosts, transfers: Transfers
+        self, knowledge: Knowledge, outbox: Outbox, ghosts: AbandonedCalls, transfers: Transfers
     ) -> None:
         self._knowledge, self._outbox = knowledge, outbox
         self._ghosts, self._transfers = ghosts, transfers

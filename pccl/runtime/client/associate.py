@@ -45,7 +45,7 @@ ENTRIES = 2  # the head and the body, whose tables are the pieces below this
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class Blob:
     """A package and its two parts, in memory that does not change."""
 
     package: m.Package
@@ -56,7 +56,7 @@ class Parcel:
     @classmethod
     def of(
         cls, version: int, base: int, content: bytes, head: memoryview, body: memoryview
-    ) -> Parcel:
+    ) -> Blob:
         """Makes a package; its digests are computed here."""
         found = digests([(_address(part), part.nbytes) for part in (head, body)])
         package = m.Package(
@@ -86,11 +86,11 @@ class Incoming:
         """As Staging.judge."""
         return self._staging.judge(piece, leaf)
 
-    def parcel(self) -> Parcel:
+    def parcel(self) -> Blob:
         """What has arrived, when all of it is proven."""
         head, body = (memoryview(self._staging.content(i)) for i in range(ENTRIES))
         found = digests([(_address(part), part.nbytes) for part in (head, body)])
-        return Parcel(self.package, head, body, tuple(found))
+        return Blob(self.package, head, body, tuple(found))
 
 
 def _regions(package: m.Package, *parts: memoryview) -> list[Region]:
@@ -112,13 +112,13 @@ log = logging.getLogger("pccl")
 RUN = 1  # of all transfers: an engine of associates serves nothing else
 
 
-class Keeper(Protocol):
+class BlobStore(Protocol):
     """What the caller does with packages; in a thread of pccl, except `over` and `news`."""
 
     def fits(self, package: m.Package) -> bool:
         """Whether a package can be one for these tensors, by its sizes."""
 
-    def work_in(self, parcel: Parcel) -> tuple[int, Parcel | None]:
+    def work_in(self, parcel: Blob) -> tuple[int, Blob | None]:
         """Works a package in. Returns the version that it has now (0: none), and what else it can
         serve. An exception ends the associate."""
 
@@ -158,7 +158,7 @@ class Associate:
         hello: Hello,
         config: Config,
         security: Security | None,
-        keeper: Keeper,
+        keeper: BlobStore,
         *,
         follows: bool,
         relays: bool,
@@ -179,7 +179,7 @@ class Associate:
             said = endpoint.introduce(hello, associate=True)
             self._machine = Follower(said, follows, relays, keeper.fits)
             self._master = endpoint.reach(host, port, self._machine)
-            self._parcels: dict[tuple[int, int], Parcel] = {}
+            self._parcels: dict[tuple[int, int], Blob] = {}
             self._incoming: dict[tuple[int, int], Incoming] = {}
             self._memory: dict[int, object] = {}  # that the engine refers to, by op
             self._door = machine.Door(0, 0)
@@ -213,7 +213,7 @@ class Associate:
         """`host:port` of the master."""
         return self._master.name
 
-    def publish(self, parcels: tuple[Parcel, ...]) -> queue.SimpleQueue[str]:
+    def publish(self, parcels: tuple[Blob, ...]) -> queue.SimpleQueue[str]:
         """Publishes a version; the queue receives why that failed, or an empty text."""
         answer: queue.SimpleQueue[str] = queue.SimpleQueue()
 
@@ -452,7 +452,7 @@ class Associate:
                 else:
                     self.welcome.put(fail)
 
-    def _offer(self, op: int, parcel: Parcel) -> None:
+    def _offer(self, op: int, parcel: Blob) -> None:
         pieces, self._memory[op] = parcel.pieces()
         self._engine.register_serve(
             op, run=RUN, tag=_tag(parcel.package), min_seq=0, pieces=pieces, first_counted=ENTRIES

@@ -20,8 +20,8 @@ from pccl.protocol.peer import Peer, effects
 from pccl.protocol.rounds import Grace
 from pccl.runtime import forks, limits, tcp
 from pccl.runtime.client.call import Call, End
+from pccl.runtime.client.call_metrics import CallMetrics
 from pccl.runtime.client.endpoint import Endpoint, Hello
-from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.memory import Operands, Pieces, Pool
 from pccl.runtime.client.ops import EngineEvents, PendingCalls, Performer
 from pccl.runtime.client.progress import Progress
@@ -87,7 +87,7 @@ class Client:
             self._engine, self._streams = endpoint.engine, endpoint.streams
             self._master = endpoint.reach(host, port, self._peer)
             self._hello = endpoint.introduce(hello, relay=endpoint.meetings.port)
-            self.figures = Figures(lambda: self._engine.cpu_s)
+            self.figures = CallMetrics(lambda: self._engine.cpu_s)
             self._pending = PendingCalls(self.figures)
             self._performer = Performer(
                 self._peer,

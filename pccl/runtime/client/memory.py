@@ -113,7 +113,7 @@ class Operands:
     `gradual`: None if the memory holds the contribution. `wide`: for an average of integers.
     """
 
-    work: m.Work
+    work: m.Spec
     each: tuple[Operand, ...]
     send_rows: tuple[int, ...] = ()
     recv_rows: tuple[int, ...] = ()
@@ -149,7 +149,7 @@ class Operands:
             received += wire_bytes(self.work, each.recv.dtype, each.recv.count)
         return max(sent, received)
 
-    def vote(self, members: int, limit: int | None) -> tuple[m.Work, bytes | None]:
+    def vote(self, members: int, limit: int | None) -> tuple[m.Spec, bytes | None]:
         """The work to vote for, and the contribution, if that travels with the vote because it is
         one small array.
 
@@ -555,7 +555,7 @@ def _steps(work: Operands, pairs: Iterable[tuple[Stretch | None, Stretch | None]
     return steps
 
 
-def _order(work: m.Work, plan: m.Plan, number: int) -> Iterable[int]:
+def _order(work: m.Spec, plan: m.Plan, number: int) -> Iterable[int]:
     """The steps in the order in which this peer is likely to need them: first the segment that it
     sends, then those that come to it, one after the other (c/pccl.h, THE RING)."""
     order = plan.rings[0].order if plan.rings else ()

@@ -17,6 +17,7 @@ from pccl.protocol.peer import Peer, effects
 from pccl.protocol.peer.state import NO_PLAN
 from pccl.protocol.ring import RingPlace
 from pccl.runtime.client.call import Call, End, Leaf
+from pccl.runtime.client.call_metrics import CallMetrics
 from pccl.runtime.client.connection import MasterConnection
 from pccl.runtime.client.engine import (
     COMPLETE,
@@ -32,7 +33,6 @@ from pccl.runtime.client.engine import (
     Event,
     Part,
 )
-from pccl.runtime.client.figures import Figures
 from pccl.runtime.client.memory import Operands, Pool
 from pccl.runtime.client.streams import Streams
 from pccl.runtime.config import MIB, chunk_bytes
@@ -146,7 +146,7 @@ class PendingCalls:
         closed: whether the control thread has ended; then calls are answered in their own threads.
     """
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, figures: CallMetrics) -> None:
         self._figures = figures
         self.memory: dict[int, Operands | Pool] = {}
         self.closed = False
@@ -227,7 +227,7 @@ class Performer:
         master: MasterConnection,
         pending: PendingCalls,
         local: Callable[[m.PeerInfo], bool],
-        figures: Figures,
+        figures: CallMetrics,
     ) -> None:
         self.heard = self.told = True
         self._figures = figures
@@ -316,7 +316,7 @@ class EngineEvents:
         streams: Streams,
         pending: PendingCalls,
         perform: Callable[[list[effects.Effect]], None],
-        figures: Figures,
+        figures: CallMetrics,
     ) -> None:
         self._figures = figures
         self._engine, self._peer, self._streams = engine, peer, streams

@@ -31,7 +31,7 @@ class _Marks:
     held_cpu_s: float = NO_CPU
 
 
-class Figures:
+class CallMetrics:
     """Counts of one membership.
 
     Args:
