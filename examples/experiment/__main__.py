@@ -1,4 +1,4 @@
-"""python examples/experiment: measures what DiLoCo costs in loss and saves in bytes."""
+"""Measures what DiLoCo costs in loss and saves in bytes."""
 
 import sys
 from pathlib import Path

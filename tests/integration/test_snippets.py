@@ -59,10 +59,12 @@ def check_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_program(program: Path, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    package = program.is_dir()  # whose options another file has
+    program = program / "__main__.py" if package else program
     text = program.read_text(encoding="utf-8")
     if re.search("^import ray$", text, re.MULTILINE):
         pytest.importorskip("ray")
-    if not re.search(r"\bargparse\b|parse_args", text):
+    if not package and not re.search(r"\bargparse\b|parse_args", text):
         compile(text, program, "exec")
         assert not words or "sys.argv" in text
         return
