@@ -230,11 +230,15 @@ def vote(ok: bool) -> tuple[Operands, MutableSequence[int]]:
 
 
 def reduce_op(op: ReduceOp | str) -> ReduceOp:
-    """An operation, or the one of that name in any case. Raises ValueError if it is unknown."""
+    """An operation, or the one of that name in any case; "mean" is "avg".
+
+    Raises:
+        ValueError: it is unknown.
+    """
     if isinstance(op, ReduceOp):
         return op
     try:
-        return ReduceOp[op.upper()]
+        return ReduceOp[{"MEAN": "AVG"}.get(op.upper(), op.upper())]
     except (KeyError, AttributeError):
         names = ", ".join(each.name.lower() for each in ReduceOp)
         raise ValueError(f"op is {op!r}: it may be {names}") from None

@@ -35,12 +35,22 @@ COMMANDS = {  # name -> help, and the module with add_arguments and run
 }
 
 
+EXAMPLES = """examples:
+  pccl demo                                      a small model on four processes, one of them killed
+  pccl master --listen-address 0.0.0.0:48148     on a machine that all others reach
+  pccl run -n 8 --master HOST -- python train.py
+  pccl status HOST
+  pccl doctor HOST"""
+
+
 def parser(asked: str | None) -> argparse.ArgumentParser:
     """The parser of the whole command line, with the options of one command."""
     top = argparse.ArgumentParser(
         prog="pccl",
         description="Fault-tolerant collective communications for training over the internet.",
     )
+    top.epilog = EXAMPLES
+    top.formatter_class = argparse.RawDescriptionHelpFormatter
     top.add_argument("--version", action="version", version=f"pccl {__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (text, module_name) in COMMANDS.items():
@@ -56,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one sub-command; the exit code is 1 if it fails with an error of pccl."""
     argv = sys.argv[1:] if argv is None else argv
     asked = next((word for word in argv if not word.startswith("-")), None)
+    if not argv:
+        parser(None).print_help()
+        return 0
     try:
         args = parser(asked).parse_args(argv)
         with ended_by(interrupt):

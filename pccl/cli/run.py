@@ -93,7 +93,12 @@ def run(args: argparse.Namespace) -> int:
     command = program.words(args, "pccl run")
     if not command:
         return 2
-    address = args.master or (None if args.with_master else os.environ.get("PCCL_MASTER"))
+    given = None if args.with_master else os.environ.get("PCCL_MASTER")
+    try:
+        address = args.master or (master(given) if given else None)
+    except argparse.ArgumentTypeError as error:
+        print(f"pccl run: PCCL_MASTER: {error}", file=sys.stderr)
+        return 2
     with ExitStack() as stack:
         if address is None:
             try:

@@ -5,6 +5,8 @@ Fixed timings and limits are in limits.py.
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import socket
 import uuid
@@ -16,10 +18,18 @@ from typing import Any, NamedTuple
 import xxhash
 
 from pccl.protocol.messages import INLINE_BYTES_MAX
+from pccl.support.logs import configure_logging
 from pccl.support.text import parse_advertised, parse_ports
+
+log = logging.getLogger("pccl")
 
 MIB = 1 << 20
 WEEK_S = 7 * 24 * 3600  # in milliseconds it still fits an int of libzmq
+# settings that are read elsewhere, or are no numbers
+_OTHERS = (
+    "PCCL_MASTER", "PCCL_ADVERTISE", "PCCL_PORT_RANGE", "PCCL_CURVE_DIR", "PCCL_TRANSPORT",
+    "PCCL_OUTGOING_ONLY", "PCCL_RELAY", "PCCL_LOG_LEVEL", "PCCL_ENGINE", "PCCL_BUILD",
+)  # fmt: skip
 
 
 class Range(NamedTuple):
@@ -118,6 +128,7 @@ class Config:
         Raises:
             ValueError: a variable has an invalid value.
         """
+        _warn_of_unknown(tuple(sorted(name for name in env if name.startswith("PCCL_"))))
         transport = env.get("PCCL_TRANSPORT", "auto")
         if transport not in ("auto", "tcp"):
             raise ValueError(f"PCCL_TRANSPORT is {transport!r}: it may be auto or tcp")
@@ -132,6 +143,20 @@ class Config:
             relay=_switch(env, "PCCL_RELAY"),
             **numbers,
         )
+
+
+@functools.cache
+def _warn_of_unknown(names: tuple[str, ...]) -> None:
+    """Once for the same names."""
+    known = {*_OTHERS, *(found.variable for found in RANGES.values() if found.variable)}
+    for name in names:
+        if name not in known:
+            import difflib  # here, so that importing pccl does not import it
+
+            configure_logging()
+            near = difflib.get_close_matches(name, known, 1, 0.8)
+            hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists all"
+            log.warning("%s is no setting of pccl, and has no effect: %s", name, hint)
 
 
 def _number(env: Mapping[str, str], name: str, least: int, most: int) -> int:

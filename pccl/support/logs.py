@@ -14,7 +14,10 @@ LEVELS = {
     "DEBUG": logging.DEBUG,
     "INFO": logging.INFO,
     "WARN": logging.WARNING,
+    "WARNING": logging.WARNING,
     "ERR": logging.ERROR,
+    "ERROR": logging.ERROR,
+    "CRITICAL": logging.CRITICAL,
     "FATAL": logging.CRITICAL,
     "NONE": logging.CRITICAL + 10,
 }

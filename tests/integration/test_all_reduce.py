@@ -181,3 +181,16 @@ def test_before_connect() -> None:
     ):
         with pytest.raises(pccl.PCCLError, match="INVALID_USAGE"):
             call()
+
+
+def test_a_mean_has_two_names() -> None:
+    with Cluster(2) as two:
+        for op in ("mean", "Mean", "avg"):
+            found = two.each(lambda i, comm, op=op: reduced(comm, float(2 * i), op))  # type: ignore[misc]
+            assert found == [1.0, 1.0]
+
+
+def reduced(comm: pccl.Communicator, value: float, op: str) -> float:
+    x = np.full(3, value)
+    comm.all_reduce(x, op=op)
+    return float(x[0])

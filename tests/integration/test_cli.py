@@ -98,3 +98,9 @@ def test_keys_say_what_has_become_of_them(
     _, shared, _ = said(["keys", run], capsys)
     assert "a key pair for all peers: made\n" in shared
     assert (tmp_path / "run" / "peer-1" / "peer.secret").read_bytes() == secret
+
+
+def test_alone_it_prints_help_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    out = capsys.readouterr().out
+    assert "COMMAND" in out and "pccl run -n 8 --master HOST -- python train.py" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import logging
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pccl import master
 from pccl.cli import main as cli
 from pccl.runtime import limits
 from pccl.runtime.config import RANGES, Config
+from pccl.support.logs import configure_logging
 
 VARIABLES = [range_.variable for range_ in RANGES.values() if range_.variable]
 
@@ -125,3 +127,20 @@ def test_fixed_timings_and_limits_stand_in_one_place() -> None:
     used = "".join(path.read_text() for path in package.rglob("*.py"))
     for name in re.findall(r"^([A-Z_]+) = ", text, re.MULTILINE):
         assert f"limits.{name}" in used, f"nothing uses {name}"
+
+
+def test_a_misspelt_setting_is_told_once_with_the_nearest_name(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure_logging()
+    monkeypatch.setattr(logging.getLogger("pccl"), "propagate", True)
+    env = {"PCCL_HEARBEAT_MS": "100", "PCCL_UNHEARD_OF": "1", "PCCL_HEARTBEAT_MS": "200"}
+    assert Config.from_env(env).heartbeat_ms == 200
+    told = [record.getMessage() for record in caplog.records]
+    assert list(dict.fromkeys(told)) == [
+        "PCCL_HEARBEAT_MS is no setting of pccl, and has no effect: did you mean "
+        "PCCL_HEARTBEAT_MS?",
+        "PCCL_UNHEARD_OF is no setting of pccl, and has no effect: docs/settings.md lists all",
+    ]
+    Config.from_env(env)
+    assert len(caplog.records) == len(told), "once"

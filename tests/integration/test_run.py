@@ -348,3 +348,14 @@ def test_a_number_that_may_be_another_groups_gets_no_signal(
     group.stop(signal.SIGTERM)
     assert group.wait() == 143
     assert signalled == []
+
+
+def test_the_masters_port_may_be_left_out_in_the_environment(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = [*PYTHON, "import os; print(os.environ['PCCL_MASTER'])"]
+    monkeypatch.setenv("PCCL_MASTER", "127.0.0.1")
+    assert copies(capfd, program=program)[:2] == (0, "[0] 127.0.0.1:48148\n")
+    monkeypatch.setenv("PCCL_MASTER", "127.0.0.1:nothing")
+    status, out, err = copies(capfd, program=program)
+    assert (status, out) == (2, "") and "'nothing' is not a port number" in err

@@ -389,7 +389,7 @@ class Run:
 
     def check_verdict(self, end: Fail, over: Fail) -> None:
         """What a call is told whose peer is dropped because it stood alone."""
-        if ODD in end.why and "of its team" not in end.why:
+        if ODD in over.why and ODD in end.why and "of its team" not in end.why:
             assert end.fault is Fault.MISMATCH and over.fault is Fault.KICKED, end
 
     def bereaved(self, peer: SimPeer) -> bool:
@@ -661,6 +661,8 @@ class Run:
             ]
             if teams[number] and {n for n in gone if teams[n] == teams[number]} - {number}:
                 continue  # one of its team was late
+            if number in self.odd:
+                continue  # it stood alone when whoever was late was gone
             assert number not in votes and graces, f"peer {number} was not late"
             assert len(graces) >= max(grace.enough for grace in graces), number
 
