@@ -700,3 +700,17 @@ def test_peers_that_know_another_order_of_the_ring_are_told_that_nobody_is_lost(
         )
     error = hall.last(b"1")
     assert isinstance(error, m.CallError) and error.cause == m.Cause.OTHER
+
+
+def test_who_withdraws_from_one_of_two_calls_may_be_in_the_way_of_others() -> None:
+    """While it stood in both, the others' call could end first."""
+    hall = Hall(2)
+    hall.say(b"1", m.PendingVote(2, patient=True))
+    hall.say(b"2", m.PendingVote(2, patient=True))
+    hall.say(b"2", m.OptimizeVote(3))
+
+    hall.say(b"2", m.Withdraw(2))
+    for conn in (b"1", b"2"):
+        error = hall.last(conn)
+        assert isinstance(error, m.CallError), error
+        assert "calls that can never meet" in error.why

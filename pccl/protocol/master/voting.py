@@ -252,6 +252,8 @@ class Voting:
                 why = f"waited for {self._membership.names(self.absent(round_))}"
                 self.open.take_back(number, round_)
                 self._outbox.fail(number, call, WITHDRAWN[round_.id.kind], why, m.Cause.TIMEOUT)
+                for own in list(self.open.of(number).values()):
+                    self._dispute(number, own)  # in which this one may have been awaited
                 self._settle()
 
     def absent(self, round_: Round[object]) -> list[int]:
@@ -319,10 +321,14 @@ class Voting:
             elif any(form(other) != form(mine) for other in others):
                 self._mixed[round_.id] = None
         if len(self.open) > 1 and round_ in self.open:
-            for other in self.open.in_the_way(number, round_):
-                self._barred[round_.id, other.id] = None
+            self._dispute(number, round_)
             if self.open.any_pair and (ends := circle(number, self.open, self.absent)):
                 self._never_meet(ends)
+
+    def _dispute(self, number: int, round_: Round[object]) -> None:
+        """Notes the rounds that wait for this voter of a round, who cannot come to them."""
+        for other in self.open.in_the_way(number, round_):
+            self._barred[round_.id, other.id] = None
 
     def _settle(self) -> None:
         """Ends the disputes whose outcome is certain, and forgets those that are over.
