@@ -377,7 +377,7 @@ def test_arguments_that_cannot_be() -> None:
             (ValueError, "list or dict", lambda: comm.all_gather(3.5)),  # type: ignore[type-var]
             (ValueError, "is neither .*: str", lambda: comm.all_reduce(["x"])),  # type: ignore[list-item]
             (ValueError, "keys", lambda: comm.all_reduce({"k" * 257: x})),
-            (ValueError, "it may be sum, avg", lambda: comm.all_reduce(x, op="mean")),
+            (ValueError, "it may be sum, avg", lambda: comm.all_reduce(x, op="median")),
             (OverflowError, "tag", lambda: comm.barrier(tag=-1)),
         ):
             with pytest.raises(error, match=words):

@@ -281,7 +281,7 @@ def test_arguments_that_cannot_be() -> None:
             (ValueError, "it may be a rank", lambda: comm.gather(x, root="last")),  # type: ignore[arg-type]
             (TypeError, "root is 1.0", lambda: comm.scatter(x, root=1.0)),  # type: ignore[arg-type]
             (AssertionError, "recv has 3", lambda: comm.reduce(x, x[0].copy())),
-            (ValueError, "it may be sum, avg", lambda: comm.reduce(x, op="mean")),
+            (ValueError, "it may be sum, avg", lambda: comm.reduce(x, op="median")),
             (AssertionError, "2 times as many", lambda: comm.gather(x, y)),
             (ValueError, "not the part of it", lambda: comm.gather(x[2:], x)),
             (ValueError, "send is needed", lambda: comm.scatter(None, x)),
