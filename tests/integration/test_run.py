@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -137,17 +137,22 @@ def test_a_signal_is_passed_on_and_a_second_one_kills(program: str) -> None:
 # What a child can do, and how `pccl run` prints it or ends.
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no FIFOs there")
 def test_a_copy_that_fails_at_the_end_is_not_started_again(
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The others have finished: it would train alone."""
-    program = [
-        *PYTHON,
-        "import os, sys, time\n"
-        "if os.environ['LOCAL_RANK'] == '1': time.sleep(0.5); print('!'); sys.exit(3)",
-    ]
-    status, out, err = copies(capfd, "-n", "2", program=program)
-    assert (status, out) == (3, "[1] !\n")
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    last = "import os, sys\nif os.environ['LOCAL_RANK'] == '1': "
+    last += "open(sys.argv[1]).read(); print('!'); sys.exit(3)"
+    group = run.Copies([*PYTHON, last, str(gate)], os.environ, 2, 3)
+    group.start()
+    wait_until(lambda: group.succeeded)
+    gate.write_text("")
+    assert group.wait() == 3
+    out, err = capfd.readouterr()
+    assert out == "[1] !\n"
     assert "ended with status 3; it is not started again, because another copy has ended" in err
 
 
@@ -192,28 +197,38 @@ def test_output_is_passed_on_as_bytes(what: str) -> None:
     assert (found.stdout, found.stderr) == (PRINTED[what], PRINTED[what])
 
 
-def test_what_is_no_line_yet_is_shown_and_lines_of_others_do_not_tear_it() -> None:
-    program = (
-        "import os, sys, time\n"
-        "if os.environ['LOCAL_RANK'] == '0':\n"
-        "    os.write(1, b'sure? '); sys.stdin.read(); time.sleep(1.5); os.write(1, b'yes\\n')\n"
-        "else:\n"
-        "    for part in (b'a', b'b', b'c'): time.sleep(0.05); os.write(1, part)\n"
-        "    os.write(1, b'\\n')\n"
-    )
-    began = subprocess.Popen(
-        [sys.executable, "-m", "pccl", "run", "-n", "2", "--", *PYTHON, program],
+@pytest.mark.skipif(sys.platform == "win32", reason="no FIFOs there")
+def test_what_is_no_line_yet_is_shown(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    asks = "import os, sys\nos.write(1, b'sure? '); os.write(1, open(sys.argv[1], 'rb').read())"
+    with subprocess.Popen(
+        [sys.executable, "-m", "pccl", "run", "--", *PYTHON, asks, str(gate)],
         stdout=subprocess.PIPE,
         bufsize=0,
-    )
-    assert began.stdout is not None
-    with began, began.stdout as out:
+    ) as began:
+        assert began.stdout is not None
         found = b""
         while b"sure? " not in found:
-            found += out.read(100) or pytest.fail("nothing was shown")
-        assert began.poll() is None, "while it asks"
-        found += b"".join(iter(lambda: out.read(100), b""))
-    assert found == b"[1] abc\n[0] sure? yes\n" or found == b"[0] sure? \n[1] abc\n[0] yes\n"
+            found += began.stdout.read(100) or pytest.fail("nothing was shown")
+        gate.write_bytes(b"yes\n")
+        found += b"".join(iter(lambda: began.stdout.read(100), b""))  # type: ignore[union-attr]
+    assert found == b"[0] sure? yes\n"
+
+
+def test_lines_of_others_do_not_tear_a_line() -> None:
+    written, printer = io.TextIOWrapper(io.BytesIO()), run.Printer()
+    reading, writing = os.pipe()
+    output = run.Output(0, open(reading, "rb", 0), written, printer)
+    output.start()
+    for part in (b"a", b"b"):
+        os.write(writing, part)
+        wait_until(lambda part=part: output._rest.endswith(part))  # type: ignore[misc]
+    printer.print(1, [b"whole\n"], written)
+    os.write(writing, b"c\n")
+    os.close(writing)
+    output.join(30)
+    assert written.buffer.getvalue() == b"[1] whole\n[0] abc\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -250,13 +265,15 @@ def test_nobody_reads_what_it_prints(tmp_path: Path) -> None:
 
 # of a program that leaves a process in another session, which holds its output
 LEAVES = """
-import os, pathlib, signal, sys, time
-if not os.fork():
+import os, pathlib, signal, sys
+reading, writing = os.pipe()
+left = os.fork()
+if not left:
     os.setsid()
-    pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+    os.write(writing, b"!")
     signal.pause()
-while not pathlib.Path(sys.argv[1]).exists():
-    time.sleep(0.01)
+os.read(reading, 1)
+pathlib.Path(sys.argv[1]).write_text(str(left))
 print("leaves", flush=True)
 {end}
 """
@@ -265,7 +282,11 @@ ENDS = {
     "it fails": ("sys.exit(3)", 3),
     "it succeeds": ("", 0),
     "it is told to end": ("signal.pause()", 143),
-    "it is told twice": ("signal.signal(signal.SIGTERM, lambda *_: 0)\nsignal.pause()", 143),
+    "it is told twice": (
+        "signal.signal(signal.SIGTERM, lambda *_: os.write(1, b'asked\\n'))\n"
+        "os.write(1, b'ready\\n')\nwhile True: signal.pause()",
+        143,
+    ),
 }
 
 
@@ -287,10 +308,12 @@ def test_a_process_in_another_session_that_holds_the_output(how: str, tmp_path: 
         stdout=subprocess.PIPE,
     ) as began:
         assert began.stdout is not None and began.stdout.readline() == b"[0] leaves\n"
+        if "twice" in how:
+            assert began.stdout.readline() == b"[0] ready\n"
         if "told" in how:
             began.terminate()
         if "twice" in how:
-            time.sleep(0.3)  # else both may be taken as one
+            assert began.stdout.readline() == b"[0] asked\n"
             began.terminate()
         began.stdout.close()
         assert began.wait(8) == wanted
@@ -303,22 +326,19 @@ def test_a_process_in_another_session_that_holds_the_output(how: str, tmp_path: 
 
 
 CATCHES = """
-import os, signal, time
-seen = []
-signal.signal(signal.{name}, lambda *_: seen.append(print("caught", flush=True)))
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.{name}])
 print("ready", flush=True)
-while not seen:
-    time.sleep(0.01)
-{end}
+signal.sigwait([signal.{name}])
+print("caught", flush=True)
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2", "SIGQUIT", "SIGHUP", "SIGINT"])
 def test_signals_reach_the_copies(name: str) -> None:
-    end = 'print("goes on", flush=True)'
     number = getattr(signal, name)
-    program = [*PYTHON, CATCHES.format(name=name, end=end)]
+    program = [*PYTHON, CATCHES.format(name=name)]
     with subprocess.Popen(
         [sys.executable, "-m", "pccl", "run", "-n", "2", "--", *program], stdout=subprocess.PIPE
     ) as began:
@@ -327,7 +347,7 @@ def test_signals_reach_the_copies(name: str) -> None:
         assert ready == {b"[0] ready\n", b"[1] ready\n"}
         began.send_signal(number)
         rest = sorted(began.stdout.read().splitlines())
-    assert rest == [b"[0] caught", b"[0] goes on", b"[1] caught", b"[1] goes on"]
+    assert rest == [b"[0] caught", b"[1] caught"]
     assert began.returncode == (0 if "USR" in name else 128 + number)
 
 
