@@ -22,8 +22,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, BinaryIO, TextIO
 
@@ -31,7 +31,7 @@ from pccl.cli import program
 from pccl.cli.arguments import master, whole_number
 from pccl.errors import PCCLError
 from pccl.master_node import MasterNode
-from pccl.runtime.signals import ended_by
+from pccl.runtime.signals import Handler, ended_by, handled
 
 GRACE_S = 10.0  # from a signal until a copy that has not ended is killed
 PAUSE_S, PAUSE_MAX_S = 1.0, 30.0  # before a restart; twice as long each time, up to this
@@ -111,33 +111,23 @@ def run(args: argparse.Namespace) -> int:
         environment.setdefault("PYTHONUNBUFFERED", "1")
         copies = Copies(command, environment, args.n, args.restarts)
         stack.callback(copies.kill)
-        with ended_by(lambda number, _: copies.stop(number)), _more_signals(copies):
+        with ended_by(lambda number, _: copies.stop(number)), handled(_more_signals(copies)):
             copies.start()
             return copies.wait()
 
 
-@contextmanager
-def _more_signals(copies: Copies) -> Iterator[None]:
-    """What programs other than `pccl run` do not expect, or end by without a word."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handlers: dict[str, Callable[[int, object], None]] = {
+def _more_signals(copies: Copies) -> dict[int, Handler]:
+    """Handlers of what other commands do not expect, or end by without a word."""
+    handlers: dict[str, Handler] = {
         "SIGQUIT": lambda number, _: copies.stop(number),
         "SIGUSR1": lambda number, _: copies.signal(number),
         "SIGUSR2": lambda number, _: copies.signal(number),
     }
-    numbers = {getattr(signal, name, None): handler for name, handler in handlers.items()}
-    before = {
-        number: signal.signal(number, handler)
-        for number, handler in numbers.items()
-        if number is not None
+    return {
+        getattr(signal, name): handler
+        for name, handler in handlers.items()
+        if hasattr(signal, name)
     }
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
 
 class Printer:
@@ -217,11 +207,11 @@ class Output(threading.Thread):
 
     def finish(self, until_s: float) -> None:
         """Waits while more comes. A process that lives on may hold the pipe: it is left to it."""
-        began_s = time.monotonic()
-        while self.is_alive():
-            if time.monotonic() >= min(until_s, max(began_s, self._moved_s) + QUIET_S):
+        self._moved_s = max(self._moved_s, time.monotonic())
+        while (left_s := min(until_s, self._moved_s + QUIET_S) - time.monotonic()) > 0:
+            self.join(left_s)
+            if not self.is_alive():
                 break
-            self.join(0.02)
         self.flush(0.0)
 
 

@@ -9,27 +9,36 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import TypeAlias
 
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM") if hasattr(signal, name)]
 
 
-@contextmanager
-def ended_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+Handler: TypeAlias = Callable[[int, FrameType | None], None]
+
+
+def ended_by(handler: Handler) -> AbstractContextManager[None]:
     """Installs a handler for the signals that end a process; only in the main thread.
 
     They are SIGINT, SIGTERM, and SIGHUP where it is not ignored, as it is under nohup.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     numbers = list(ENDING)
     hangup = getattr(signal, "SIGHUP", None)
     if hangup is not None and signal.getsignal(hangup) is not signal.SIG_IGN:
         numbers.append(hangup)
-    before = {number: signal.signal(number, handler) for number in numbers}
+    return handled(dict.fromkeys(numbers, handler))
+
+
+@contextmanager
+def handled(handlers: Mapping[int, Handler]) -> Iterator[None]:
+    """Installs handlers of signals, by their numbers, for a while; only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:

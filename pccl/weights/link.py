@@ -19,7 +19,7 @@ from pccl.protocol.peer.effects import Fail, Fault
 from pccl.runtime import limits
 from pccl.runtime.client.associate import Associate, BlobStore
 from pccl.runtime.config import Config, machine_id
-from pccl.runtime.resolve import reachable
+from pccl.runtime.resolve import AnotherServiceError, reachable
 from pccl.security import Security
 from pccl.support.text import address_text, parse_address, parse_advertised, parse_ports
 from pccl.types import Result
@@ -103,6 +103,9 @@ def _attempt(
     left_s = max(0.01, min(until_s - time.monotonic(), config.handshake_timeout_s))
     try:
         address = reachable(options.host, options.port, left_s)
+    except AnotherServiceError as error:
+        why = f"no pccl master answers at {options.master} ({error})"
+        raise _Refused(Fail(0, Result.MASTER_CONNECTION_FAILED, why, Fault.MASTER_LOST)) from None
     except OSError as error:
         raise _Unreachable(error.strerror or str(error)) from None
     place = options.host, options.port, address

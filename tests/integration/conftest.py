@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+from cluster import Cluster
 from puppets import Puppet, Start
 
 import pccl
+
+if TYPE_CHECKING:
+    from torch_groups import Groups
 
 
 @pytest.fixture
@@ -35,3 +40,21 @@ def start(master: pccl.MasterNode) -> Iterator[Start]:
     for puppet in started:
         if puppet.process.returncode is None:
             puppet.kill()
+
+
+@pytest.fixture
+def two() -> Iterator[Groups]:
+    """Two process groups of torch, one for each peer."""
+    from torch_groups import Groups  # here: torch is optional
+
+    with Cluster(2) as cluster:
+        yield Groups(cluster)
+
+
+@pytest.fixture
+def three() -> Iterator[Groups]:
+    """The same with three."""
+    from torch_groups import Groups
+
+    with Cluster(3) as cluster:
+        yield Groups(cluster)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import TypeVar
@@ -25,18 +25,6 @@ from pccl.torch import ProcessGroup, hooks
 from pccl.torch.work import POOL
 
 T = TypeVar("T")
-
-
-@pytest.fixture
-def three() -> Iterator[Groups]:
-    with Cluster(3) as cluster:
-        yield Groups(cluster)
-
-
-@pytest.fixture
-def two() -> Iterator[Groups]:
-    with Cluster(2) as cluster:
-        yield Groups(cluster)
 
 
 def reduced(group: ProcessGroup, op: object, *given: Tensor) -> list[Tensor]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
 import torch
-from cluster import Cluster
 from torch import Tensor
 from torch_groups import Groups
 
@@ -17,18 +15,6 @@ from pccl.torch import ProcessGroup
 from pccl.torch.work import Operation
 
 SOON = timedelta(seconds=0.2)
-
-
-@pytest.fixture
-def three() -> Iterator[Groups]:
-    with Cluster(3) as cluster:
-        yield Groups(cluster)
-
-
-@pytest.fixture
-def two() -> Iterator[Groups]:
-    with Cluster(2) as cluster:
-        yield Groups(cluster)
 
 
 def received(group: ProcessGroup, source: int, tag: int = 0, size: int = 1) -> list[float]:

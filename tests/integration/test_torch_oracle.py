@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster
 from torch import Tensor
 from torch._C._distributed_c10d import ReduceScatterOptions
 from torch_groups import Groups
@@ -117,12 +116,6 @@ def options(make: Any, op: Any, root: int | None = None) -> Any:
     if root is not None:
         made_options.rootRank = root
     return made_options
-
-
-@pytest.fixture
-def three() -> Iterator[Groups]:
-    with Cluster(SIZE) as cluster:
-        yield Groups(cluster)
 
 
 def all_reduce(group: ProcessGroup, op: Any, mine: Tensor) -> Tensor:
