@@ -30,18 +30,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn, Self
 
-from pccl.calls import operands
-from pccl.calls import rows as of_rows
+from pccl import operands
 from pccl.calls.collective import AsyncReduceHandle
 from pccl.calls.exchanges import Exchanges
 from pccl.calls.launcher import Launcher
 from pccl.calls.membership import Admission, Membership, RetryPolicy, introduced
-from pccl.calls.operands import A, Arrays
-from pccl.calls.parts import Parts
 from pccl.calls.synchronising import sync_shared_state
 from pccl.descriptors import ReduceOpDescriptor, ReduceOperandDescriptor
 from pccl.errors import PeerLostError, TooFewPeersError, not_picklable
 from pccl.insight import Explanation, Stats
+from pccl.operands import A, Arrays
 from pccl.runtime import limits
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.client import Client
@@ -232,11 +230,6 @@ class Communicator(Exchanges, Closing):
         client = self._membership.seen("peers")
         infos = {info.peer: str(info) for info in client.plan.peers}
         return [infos[number] for number in self._membership.ranks.order if number in infos]
-
-    @property
-    def parts(self) -> Parts:
-        """What it consists of: not for programs, whose calls are the methods here."""
-        return Parts(self._membership, self._admission, self._launcher)
 
     # ---- what it has cost ----
 
@@ -640,7 +633,7 @@ class Communicator(Exchanges, Closing):
                 `rows`.
             TypeError: `rows` are no whole numbers.
         """
-        work, result = of_rows.all_gather(send, recv, rows, self._launcher.ranks("all_gather"))
+        work, result = operands.all_gather(send, recv, self._launcher.ranks("all_gather"), rows)
         self._launcher.run("all_gather", work, tag, timeout)
         return result
 
@@ -654,7 +647,7 @@ class Communicator(Exchanges, Closing):
     ) -> AsyncReduceHandle:
         """Launches `all_gather` and returns at once; the handle's `result` is its return value."""
         ranks = self._launcher.ranks("all_gather_async")
-        work, result = of_rows.all_gather(send, recv, rows, ranks)
+        work, result = operands.all_gather(send, recv, ranks, rows)
         return self._launcher.launch("all_gather_async", work, tag, result)
 
     def reduce_scatter(

@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from pccl.calls.operands import KnownRanks
 from pccl.errors import (
     DivergenceError,
     KickedError,
@@ -28,6 +27,7 @@ from pccl.errors import (
     error_for,
     not_picklable,
 )
+from pccl.operands import KnownRanks
 from pccl.protocol.peer import effects
 from pccl.protocol.rounds import EXCLUSIVE
 from pccl.runtime.client.call import Call, Deadline, End

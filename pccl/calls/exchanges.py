@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from pccl.calls import operands, rows
+from pccl import operands
 from pccl.calls.collective import AsyncReduceHandle
 from pccl.calls.launcher import Launcher
-from pccl.calls.operands import A, Arrays
+from pccl.operands import A, Arrays
 from pccl.types import QuantizationOptions, ReduceInfo, ReduceOp
 
 Root = int | Literal["first"]
@@ -61,7 +61,7 @@ class Exchanges:
             AssertionError: the arrays do not match each other.
         """
         options = operands.quantization_of(quantization_options, quantization)
-        work = rows.reduce(send, recv, root, op, options, self._launcher.ranks("reduce"))
+        work = operands.reduce(send, recv, root, op, options, self._launcher.ranks("reduce"))
         return self._launcher.run("reduce", work, tag, timeout)
 
     def reduce_async(
@@ -77,7 +77,7 @@ class Exchanges:
     ) -> AsyncReduceHandle:
         """Launches `reduce`; the handle's `result` is `recv`, or `send` if it is in place."""
         options = operands.quantization_of(quantization_options, quantization)
-        work = rows.reduce(send, recv, root, op, options, self._launcher.ranks("reduce_async"))
+        work = operands.reduce(send, recv, root, op, options, self._launcher.ranks("reduce_async"))
         target = send if recv is None else recv
         return self._launcher.launch("reduce_async", work, tag, target)
 
@@ -111,7 +111,7 @@ class Exchanges:
                 no peer has that rank.
             TypeError: `root` is not a rank.
         """
-        work, result = rows.gather(send, recv, root, self._launcher.ranks("gather"))
+        work, result = operands.gather(send, recv, root, self._launcher.ranks("gather"))
         self._launcher.run("gather", work, tag, timeout)
         return result
 
@@ -119,7 +119,7 @@ class Exchanges:
         self, send: Arrays, recv: Arrays | None = None, *, root: Root = 0, tag: int = 0
     ) -> AsyncReduceHandle:
         """Launches `gather` and returns at once; the handle's `result` is its return value."""
-        work, result = rows.gather(send, recv, root, self._launcher.ranks("gather_async"))
+        work, result = operands.gather(send, recv, root, self._launcher.ranks("gather_async"))
         return self._launcher.launch("gather_async", work, tag, result)
 
     def scatter(
@@ -152,7 +152,7 @@ class Exchanges:
                 one is missing; or no peer has that rank.
             TypeError: `root` is not a rank.
         """
-        work, result = rows.scatter(send, recv, root, self._launcher.ranks("scatter"))
+        work, result = operands.scatter(send, recv, root, self._launcher.ranks("scatter"))
         self._launcher.run("scatter", work, tag, timeout)
         return result
 
@@ -165,7 +165,7 @@ class Exchanges:
         tag: int = 0,
     ) -> AsyncReduceHandle:
         """Launches `scatter` and returns at once; the handle's `result` is its return value."""
-        work, result = rows.scatter(send, recv, root, self._launcher.ranks("scatter_async"))
+        work, result = operands.scatter(send, recv, root, self._launcher.ranks("scatter_async"))
         return self._launcher.launch("scatter_async", work, tag, result)
 
     def all_to_all(
@@ -202,7 +202,7 @@ class Exchanges:
                 overlap, or cannot be divided.
         """
         ranks = self._launcher.ranks("all_to_all")
-        work, result = rows.all_to_all(send, recv, send_rows, recv_rows, ranks)
+        work, result = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
         self._launcher.run("all_to_all", work, tag, timeout)
         return result
 
@@ -217,7 +217,7 @@ class Exchanges:
     ) -> AsyncReduceHandle:
         """Launches `all_to_all` and returns at once; the handle's `result` is its return value."""
         ranks = self._launcher.ranks("all_to_all_async")
-        work, result = rows.all_to_all(send, recv, send_rows, recv_rows, ranks)
+        work, result = operands.all_to_all(send, recv, send_rows, recv_rows, ranks)
         return self._launcher.launch("all_to_all_async", work, tag, result)
 
     # ---- between two peers ----
@@ -251,12 +251,12 @@ class Exchanges:
             TypeError: `to` is not a rank.
             OverflowError: `tag` is negative or above 2**64 - 1.
         """
-        work = rows.send(arrays, self._launcher.pair("send", to, True))
+        work = operands.send(arrays, self._launcher.pair("send", to, True))
         return self._launcher.run("send", work, tag, timeout)
 
     def send_async(self, arrays: Arrays, to: int, *, tag: int = 0) -> AsyncReduceHandle:
         """Launches `send` and returns at once. The arrays must not be touched until `wait()`."""
-        work = rows.send(arrays, self._launcher.pair("send_async", to, True))
+        work = operands.send(arrays, self._launcher.pair("send_async", to, True))
         return self._launcher.launch("send_async", work, tag, arrays)
 
     def recv(
@@ -278,12 +278,12 @@ class Exchanges:
         Raises:
             PCCLError, ValueError, TypeError, OverflowError: as for `send`.
         """
-        work = rows.recv(arrays, self._launcher.pair("recv", source, False))
+        work = operands.recv(arrays, self._launcher.pair("recv", source, False))
         return self._launcher.run("recv", work, tag, timeout)
 
     def recv_async(self, arrays: Arrays, source: int, *, tag: int = 0) -> AsyncReduceHandle:
         """Launches `recv` and returns at once; the handle's `result` is `arrays`."""
-        work = rows.recv(arrays, self._launcher.pair("recv_async", source, False))
+        work = operands.recv(arrays, self._launcher.pair("recv_async", source, False))
         return self._launcher.launch("recv_async", work, tag, arrays)
 
     def send_recv(
@@ -309,6 +309,6 @@ class Exchanges:
             ValueError, TypeError, OverflowError: as for `send`; nothing has been launched then.
         """
         pair, name = self._launcher.pair, "send_recv"
-        work = [rows.send(arrays, pair(name, rank, True)) for rank, arrays in sends.items()]
-        work += [rows.recv(arrays, pair(name, rank, False)) for rank, arrays in recvs.items()]
+        work = [operands.send(arrays, pair(name, rank, True)) for rank, arrays in sends.items()]
+        work += [operands.recv(arrays, pair(name, rank, False)) for rank, arrays in recvs.items()]
         self._launcher.run_at_once(name, work, tag, timeout)

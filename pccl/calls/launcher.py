@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from pccl.calls import operands
+from pccl import operands
 from pccl.calls.collective import AsyncReduceHandle, Launch, info
 from pccl.calls.membership import Membership
-from pccl.calls.operands import Ranks, bundles
 from pccl.descriptors import ReduceOpDescriptor
 from pccl.errors import error_for
+from pccl.operands import Ranks, bundles
 from pccl.protocol.peer import effects
 from pccl.runtime.client.call import Deadline
 from pccl.runtime.client.memory import Operands

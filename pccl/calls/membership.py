@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pccl.calls.collective import CallsInFlight, error_of
-from pccl.calls.operands import KnownRanks
 from pccl.errors import PCCLTimeoutError, RunFinishedError, TooFewPeersError, error_for
 from pccl.kernels import arithmetic_digest
+from pccl.operands import KnownRanks
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects
 from pccl.protocol.rounds import Grace

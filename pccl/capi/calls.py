@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from pccl import cuda
-from pccl.calls import operands
+from pccl import cuda, extension, operands
 from pccl.calls.collective import AsyncReduceHandle
 from pccl.capi import values
 from pccl.capi.handles import Handles
@@ -164,9 +163,8 @@ def all_reduce(send: Any, recv: Any, work: Any, comm: Any, info: Any) -> None:
     peer = peers[comm]
     described = values.all_reduce(send, recv, given(work, "descriptor"))
     tag = described.reduce_descriptor.tag
-    launcher = peer.comm.parts.launcher
-    operand = operands.of_descriptors([described])
-    values.tell(info, launcher.run("all_reduce", operand, tag, None))
+    work = operands.of_descriptors([described])
+    values.tell(info, extension.run(peer.comm, "all_reduce", work, tag))
 
 
 @implements("pcclAllReduceAsync")
@@ -176,9 +174,8 @@ def all_reduce_async(send: Any, recv: Any, work: Any, comm: Any, op: Any) -> Non
     given(op, "reduce_handle_out")
     described = values.all_reduce(send, recv, given(work, "descriptor"))
     tag = described.reduce_descriptor.tag
-    launcher = peer.comm.parts.launcher
-    operand = operands.of_descriptors([described])
-    peer.launched[tag] = launcher.launch("all_reduce_async", operand, tag)
+    work = operands.of_descriptors([described])
+    peer.launched[tag] = extension.launch(peer.comm, "all_reduce_async", work, tag)
     op.comm, op.tag = ffi.cast("pcclComm_t *", comm), tag
 
 

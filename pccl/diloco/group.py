@@ -15,21 +15,15 @@ from pccl import (
     Result,
     SharedState,
     SharedStateSyncInfo,
-    SharedStateSyncStrategy,
     TooFewPeersError,
+    extension,
 )
-from pccl.calls.synchronising import sync_shared_state
 from pccl.diloco.exchange import Accounts, Average, Meter
 from pccl.diloco.model_state import Buffers, Frozen
 from pccl.diloco.pace import OfAll, Pace
 from pccl.diloco.replica import Replica
 from pccl.diloco.settings import describe_mismatch
-from pccl.runtime import limits
-from pccl.runtime.client.call import Deadline
-from pccl.runtime.client.sync import SyncOptions
 from pccl.support.logs import Reminder
-
-POPULAR = SharedStateSyncStrategy.ENFORCE_POPULAR.value
 
 AlonePolicy = Literal["continue", "step", "wait"]
 
@@ -121,7 +115,7 @@ class Group:
             grace = self._pace.grace if self._pace is not None else None
             if grace is None:
                 return self._comm.are_peers_pending()
-            return self._comm.parts.admission.ask(Deadline(None), 0.0, grace)
+            return extension.are_peers_pending(self._comm, grace)
 
     def admit(self) -> None:
         """Admits the newcomers that wait; `agree` must follow."""
@@ -136,7 +130,7 @@ class Group:
                 f"waits for others before the next outer step: {self._quorum.least} are wanted, "
                 f"{peers} here",
             )
-            if self._await_newcomers(limits.FOREVER_S):
+            if self._await_newcomers(extension.FOREVER_S):
                 self.agree(admitted=True)
                 self.claim(0)  # newcomers need samples; the others still have those of the round
                 return
@@ -144,7 +138,7 @@ class Group:
     def _await_newcomers(self, patience_s: float) -> bool:
         """Admits newcomers when they come; False: none came, or another peer stopped waiting."""
         with self._meter.timed("admit"):
-            return self._comm.parts.admission.await_newcomers(Deadline(None), patience_s) > 0
+            return extension.await_newcomers(self._comm, patience_s) > 0
 
     def agree(self, admitted: bool, changed: SharedState | None = None) -> None:
         """Checks that all peers hold the same state, and sends it to admitted newcomers.
@@ -182,20 +176,18 @@ class Group:
         A replica may be lost between the synchronisations of two shards, the first of which has
         still found enough.
         """
-        parts = self._comm.parts
-        options = SyncOptions(POPULAR, False, None, Deadline(None), min_peers)
 
         def together() -> SharedStateSyncInfo:
             try:
                 info: SharedStateSyncInfo | None
-                info = sync_shared_state(parts.membership, what, options)
+                info = extension.synchronize_once(self._comm, what, min_peers)
             except TooFewPeersError:
                 info = None
             if not self._replica.all(info is not None) or info is None:
                 raise TooFewPeersError(Result.TOO_FEW_PEERS, "sync_shared_state")
             return info
 
-        return parts.admission.begin(together, min_peers, None)
+        return extension.repeat_until_enough(self._comm, together, min_peers)
 
     def lacks_the_late(self, average: Average) -> bool:
         """Whether a mean is of fewer than `deadline_peers` because others came too late for it."""

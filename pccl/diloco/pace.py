@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from pccl import TensorInfo
-from pccl.protocol.rounds import Grace
+from pccl.extension import Grace
 from pccl.support.logs import Reminder
 
 _REMEMBERED = 8  # rounds

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from pccl import Communicator
+from pccl import Communicator, extension
 
 Saved = torch.Tensor | Mapping[str, torch.Tensor]  # flat, or sharded tensors by name
 Named = Sequence[tuple[str, torch.nn.Parameter]]
@@ -101,8 +101,7 @@ class Layout:
 
 def check_team(comm: Communicator, replica: Replica) -> None:
     """Raises ValueError unless the communicators of a replica's processes belong together."""
-    client = comm.parts.membership.client("DiLoCo")
-    own = next(info for info in client.plan.peers if info.peer == client.number)
+    own = extension.member(comm)
     # one that is in no team says so at once: the others may wait for it to admit them
     fits = own.team_size == replica.size
     said = replica.exchange([own.team, own.group]) if fits else []

@@ -17,7 +17,7 @@ from pccl.diloco.model_state import MODES, BufferMode, memory
 from pccl.diloco.outer import PATTERNS, Mode, Pattern, Rate
 from pccl.diloco.pace import Deadline, Pace, Seconds, Steps
 from pccl.diloco.wires import Wire
-from pccl.protocol.rounds import GRACE_MAX_S
+from pccl.extension import GRACE_MAX_S
 
 _CONFIG_BYTES = 1024
 

@@ -34,9 +34,9 @@ from pccl import (
     PCCLTimeoutError,
     PeerLostError,
     TooFewPeersError,
+    extension,
 )
-from pccl.runtime.client.call import Deadline
-from pccl.runtime.limits import FOREVER_S
+from pccl.extension import Deadline
 from pccl.security import Security
 from pccl.support.text import address_text, parse_address
 from pccl.torch.collectives import Collectives
@@ -118,7 +118,7 @@ class Reconfigurer:
         if deadline.left_s == 0:
             raise PCCLTimeoutError(Result.RANK_CONNECTION_LOST, "reconfigure", "")
         if there < wanted:
-            self._comm.parts.admission.await_newcomers(deadline, _PATIENCE_S)
+            extension.await_newcomers(self._comm, _PATIENCE_S, deadline)
         else:
             time.sleep(_INTERVAL_S)
         return False
@@ -387,7 +387,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         """
         while not self._offer.begun:
             try:
-                self._comm.parts.admission.await_newcomers(deadline, FOREVER_S)
+                extension.await_newcomers(self._comm, deadline=deadline)
             except PeerLostError:
                 pass
             except PCCLTimeoutError as error:
@@ -402,7 +402,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         Returns the number of members, the same on all.
         """
         self._drain()
-        size = self._comm.parts.admission.update_topology(Deadline(None))
+        size = extension.update_topology(self._comm)
         self.agree()
         return size
 
@@ -412,9 +412,7 @@ class ProcessGroup(Collectives, BaseGroup):  # type: ignore[misc]
         return self._offer.origin
 
     def _serve(self) -> None:
-        client = self._comm.parts.membership.client("store")
-        host = next(info.host for info in client.plan.peers if info.peer == client.number)
-        self._served, self._offer.store = serve(host)
+        self._served, self._offer.store = serve(extension.member(self._comm).host)
 
     # what torch asks of a group
 

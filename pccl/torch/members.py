@@ -13,9 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pccl import Communicator, PeerLostError, TooFewPeersError
-from pccl.calls.operands import Ranks
-from pccl.protocol.ring import checksum
+from pccl import Communicator, PeerLostError, TooFewPeersError, extension
+from pccl.operands import Ranks
 
 Listener = Callable[[], None]
 
@@ -42,7 +41,7 @@ class Members:
 
     def enter(self) -> None:
         """This peer has joined the run: it knows itself."""
-        self.own = self._comm.parts.membership.client("rank").number
+        self.own = extension.member(self._comm).number
         self._order = (self.own,)
 
     @property
@@ -88,9 +87,7 @@ class Members:
 
     def ring(self) -> tuple[int, ...]:
         """The peers of the group by their position in the ring, as the master says just now."""
-        client = self._comm.parts.membership.client("rank")
-        plan = client.plan
-        return plan.rings[0].order if plan.rings else (client.number,)
+        return extension.ring(self._comm)
 
     def known_ring(self) -> tuple[int, ...]:
         """The known members by their position in the ring.
@@ -103,7 +100,7 @@ class Members:
 
     def ranks(self, ring: tuple[int, ...]) -> Ranks:
         """What a collective must know of a ring."""
-        return Ranks(ring.index(self.own), len(ring), ring.index(min(ring)), checksum(ring))
+        return extension.ranks(ring, self.own)
 
 
 # What all processes of a replica say, in their order; all of them make this call.

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pccl import Communicator, PCCLError, PCCLTimeoutError, PeerLostError
-from pccl.calls import rows
-from pccl.runtime.client.call import Deadline
+from pccl import Communicator, PCCLError, PCCLTimeoutError, PeerLostError, extension, operands
+from pccl.extension import Deadline
 from pccl.torch.members import Members
 from pccl.torch.tasks import movable, put
 from pccl.torch.work import POOL, Handle, Task, Work
@@ -280,7 +279,7 @@ class Sends:
             raise
 
     def _launch(self, name: str, work: Any, tag: int, number: int) -> Handle:
-        return self._comm.parts.launcher.launch(name, work, tag << 32 | number & 0xFFFFFFFF)
+        return extension.launch(self._comm, name, work, tag << 32 | number & 0xFFFFFFFF)
 
     def _message(
         self, name: str, tensor: Tensor, piece: Tensor, work: Any, numbers: _Numbers, tag: int
@@ -309,7 +308,7 @@ class Sends:
         """Sends a tensor to a member, which receives it."""
         self._check(tag)
         piece, other = movable(tensor), self._other(rank)
-        work = rows.send(piece, (self._members.own, other))
+        work = operands.send(piece, (self._members.own, other))
         return self._message("send", tensor, piece, work, self._sent[other, tag], tag)
 
     def recv(self, tensor: Tensor, rank: int, tag: int) -> Task:
@@ -320,7 +319,7 @@ class Sends:
         if mailbox is not None and mailbox.holds(other):
             return self._requested(mailbox, tensor, other)
         piece = movable(tensor)
-        work = rows.recv(piece, (other, self._members.own))
+        work = operands.recv(piece, (other, self._members.own))
         return self._message("recv", tensor, piece, work, self._received[other, tag], tag)
 
     def recv_any(self, tensor: Tensor, tag: int) -> Task:
@@ -337,7 +336,7 @@ class Sends:
     def _mailbox(self, tag: int) -> _Mailbox:
         def post(piece: Tensor, other: int) -> tuple[int, Handle]:
             with self._number(self._received[other, tag]) as number:
-                work = rows.recv(piece, (other, self._members.own))
+                work = operands.recv(piece, (other, self._members.own))
                 return number, self._launch("recv", work, tag, number)
 
         def free(other: int, number: int) -> None:

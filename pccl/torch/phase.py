@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pccl import PeerLostError, Result, SharedStateSyncStrategy
-from pccl.runtime.client.call import Deadline
+from pccl import PeerLostError, Result, SharedStateSyncStrategy, extension
 from pccl.shared_state import SharedState, TensorInfo
 from pccl.torch.group import ProcessGroup
 from pccl.torch.tasks import movable, put
@@ -181,7 +180,7 @@ class Phase:
         """Whether newcomers wait; it is asked while the step is computed."""
         while True:
             try:
-                return self._group.communicator.parts.admission.ask(Deadline(None), 0.0)
+                return extension.are_peers_pending(self._group.communicator)
             except PeerLostError:
                 continue
 

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 import pccl
-from pccl import Communicator, kernels
-from pccl.calls import operands, rows
-from pccl.runtime.client.memory import Operands
+from pccl import Communicator, extension, kernels, operands
+from pccl.extension import Operands
 from pccl.torch.members import Members
 from pccl.torch.work import Handle, Task
 from pccl.types import DataType
@@ -169,7 +168,7 @@ def sparse_all_reduce(
         ring = members.ring()
         gathered[:] = [[each.new_empty((len(ring), *each.shape)) for each in sent]]
         work, _ = operands.all_gather(sent, gathered[0], members.ranks(ring))
-        return comm.parts.launcher.launch("all_reduce", work, tag)
+        return extension.launch(comm, "all_reduce", work, tag)
 
     def settle() -> None:
         if not gathered:
@@ -214,7 +213,7 @@ class Tasks:
         self._members = members
 
     def _launch(self, name: str, work: Operands, tag: int) -> Handle:
-        return self._comm.parts.launcher.launch(name, work, tag)
+        return extension.launch(self._comm, name, work, tag)
 
     def all_reduce(
         self,
@@ -458,7 +457,7 @@ class ExchangeTasks:
         self._members = members
 
     def _launch(self, name: str, work: Operands, tag: int) -> Handle:
-        return self._comm.parts.launcher.launch(name, work, tag)
+        return extension.launch(self._comm, name, work, tag)
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self._members.size:
@@ -486,7 +485,7 @@ class ExchangeTasks:
         def launch(tag: int) -> Handle:
             ring = self._members.known_ring()
             at = ring.index(target)
-            work = rows.reduce(piece, None, at, op, None, self._members.ranks(ring))
+            work = operands.reduce(piece, None, at, op, None, self._members.ranks(ring))
             return self._launch("reduce", work, tag)
 
         def settle() -> None:
@@ -508,7 +507,7 @@ class ExchangeTasks:
         def launch(tag: int) -> Handle:
             ring = self._members.known_ring()
             rings[:] = [ring]
-            work, _ = rows.gather(piece, whole, ring.index(target), self._members.ranks(ring))
+            work, _ = operands.gather(piece, whole, ring.index(target), self._members.ranks(ring))
             return self._launch("gather", work, tag)
 
         def settle() -> None:
@@ -533,7 +532,7 @@ class ExchangeTasks:
         def launch(tag: int) -> Handle:
             ring = self._members.known_ring()
             send = self._in_ring_order(pieces, ring) if mine else None
-            work, _ = rows.scatter(send, target, ring.index(source), self._members.ranks(ring))
+            work, _ = operands.scatter(send, target, ring.index(source), self._members.ranks(ring))
             return self._launch("scatter", work, tag)
 
         def alone() -> None:
@@ -563,7 +562,7 @@ class ExchangeTasks:
             send = self._in_ring_order(sent, ring)
             recv = send.new_empty(sum(takes))
             received[:] = zip(torch.split(recv, takes), ring, strict=True)
-            work, _ = rows.all_to_all(send, recv, gives, takes, self._members.ranks(ring))
+            work, _ = operands.all_to_all(send, recv, gives, takes, self._members.ranks(ring))
             return self._launch("all_to_all", work, tag)
 
         def settle() -> None:

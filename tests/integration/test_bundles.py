@@ -7,7 +7,7 @@ import pytest
 from cluster import Cluster
 
 import pccl
-from pccl.calls.operands import BUNDLE_BYTES, BUNDLE_PARTS, bundles
+from pccl.operands import BUNDLE_BYTES, BUNDLE_PARTS, bundles
 from pccl.runtime.client.client import Client
 
 SUM, MAX = pccl.ReduceOp.SUM, pccl.ReduceOp.MAX

@@ -18,7 +18,7 @@ from processes import Master
 from waiting import wait_until
 
 import pccl
-from pccl.calls import operands
+from pccl import operands
 from pccl.runtime.client.sync import Staging
 
 PATIENCE_S = 30.0

@@ -12,8 +12,8 @@ from cluster import Cluster
 from waiting import wait_until
 
 import pccl
-from pccl.calls import operands
-from pccl.calls.operands import KnownRanks, Ranks
+from pccl import operands
+from pccl.operands import KnownRanks, Ranks
 from pccl.protocol import messages as m
 
 Array = np.ndarray[Any, Any]

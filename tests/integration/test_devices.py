@@ -13,8 +13,7 @@ from cluster import Cluster
 from device import Copy, Gpu
 
 import pccl
-from pccl import cuda
-from pccl.calls import operands
+from pccl import cuda, operands
 from pccl.errors import UnsupportedError
 from pccl.protocol import messages as m
 from pccl.protocol.peer import effects

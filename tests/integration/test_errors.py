@@ -27,7 +27,7 @@ from puppets import Answer, Puppet, gathered
 from waiting import entered, wait_until
 
 import pccl
-from pccl.calls import operands
+from pccl import operands
 from pccl.cli.main import main
 from pccl.protocol import messages as m
 from pccl.protocol.master.recovery import OUTNUMBERED

@@ -13,7 +13,7 @@ from cluster import Cluster
 from errors_page import listed
 
 import pccl
-from pccl.calls import operands, rows
+from pccl import operands
 from pccl.tensors.arrays import Buffer, order_of
 from pccl.tensors.layout import Layout
 
@@ -139,11 +139,11 @@ def test_every_collective_moves_them_as_they_lie(make: Callable[[], Any]) -> Non
 def test_rows_of_tensors_lie_as_in_c() -> None:
     ranks = operands.Ranks(rank=1, members=2, first=0)
     tensor = torch.zeros((3, 2), dtype=torch.bfloat16)
-    work, result = rows.all_gather({"x": tensor}, None, [4, 3], ranks)
+    work, result = operands.all_gather({"x": tensor}, None, ranks, [4, 3])
     assert result["x"].shape == (7, 2) and result["x"].dtype is torch.bfloat16
     assert work.work.rows == (4, 3) and work.work.parts[0].count == 2
     with pytest.raises(AssertionError, match="in memory 3x2 with strides 1,3: it must have 3"):
-        rows.all_gather(torch.zeros((2, 3)).t(), None, [4, 3], ranks)
+        operands.all_gather(torch.zeros((2, 3)).t(), None, ranks, [4, 3])
 
 
 @pytest.mark.parametrize("small", [True, False])

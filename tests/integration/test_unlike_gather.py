@@ -10,8 +10,8 @@ import pytest
 from cluster import Cluster
 
 import pccl
-from pccl.calls import rows as of_rows
-from pccl.calls.operands import Ranks
+from pccl import operands
+from pccl.operands import Ranks
 
 Array = np.ndarray[Any, Any]
 ROWS = [(0, 1, 5), (3, 0, 0), (0, 0, 0), (64, 65, 63), (1, 1, 1), (1000, 3, 40_000)]
@@ -144,11 +144,11 @@ def test_arguments_that_do_not_fit_are_refused(
     send: Any, recv: Any, rows: Any, error: type[Exception], why: str
 ) -> None:
     with pytest.raises(error, match=why):
-        of_rows.all_gather(send, recv, rows, HERE)
+        operands.all_gather(send, recv, HERE, rows)
 
 
 def test_what_is_sent_must_be_at_its_place_in_recv() -> None:
     whole = np.zeros((4, 3))
-    of_rows.all_gather(whole[1:3], whole, [1, 2, 1], HERE)
+    operands.all_gather(whole[1:3], whole, HERE, [1, 2, 1])
     with pytest.raises(ValueError, match="is not its part of rank 1, which begins with row 1"):
-        of_rows.all_gather(whole[:2], whole, [1, 2, 1], HERE)
+        operands.all_gather(whole[:2], whole, HERE, [1, 2, 1])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import pccl
-from pccl.calls import operands
+from pccl import operands
 from pccl.protocol import messages as m
 
 INFO = m.PeerInfo(3, 1, "10.0.0.2", 4000, "/tmp/x", "abc")

@@ -1,0 +1,156 @@
+"""What code that extends pccl may use of a `Communicator`, beside its public methods.
+
+The integration of a framework, or the binding of another language, launches collectives over memory
+and ranks of its own, and takes part in rounds with other time limits than a program has. That is
+here; a program needs none of it.
+
+    from pccl import extension, operands
+
+    ring = extension.ring(comm)
+    ranks = extension.ranks(ring, extension.member(comm).number)
+    work, gathered = operands.all_gather(x, None, ranks)
+    handle = extension.launch(comm, "all_gather", work, tag=7, result=gathered)
+
+All functions raise PCCLError INVALID_USAGE before `connect`, and the reason for the end after it.
+Those that make a call of the run raise what its public form raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+from pccl.calls.collective import AsyncReduceHandle
+from pccl.calls.synchronising import sync_shared_state
+from pccl.communicator import Communicator
+from pccl.operands import Ranks
+from pccl.protocol.ring import checksum
+from pccl.protocol.rounds import GRACE_MAX_S, Grace
+from pccl.runtime.client.call import Deadline
+from pccl.runtime.client.memory import Operands
+from pccl.runtime.client.sync import SyncOptions
+from pccl.runtime.limits import FOREVER_S
+from pccl.shared_state import SharedState
+from pccl.types import ReduceInfo, SharedStateSyncInfo, SharedStateSyncStrategy
+
+__all__ = [
+    "FOREVER_S", "GRACE_MAX_S", "Deadline", "Grace", "Member", "Operands", "Ranks",
+    "are_peers_pending", "await_newcomers", "launch", "member", "ranks", "repeat_until_enough",
+    "ring", "run", "synchronize_once", "update_topology",
+]  # fmt: skip
+
+T = TypeVar("T")
+
+
+class Member(NamedTuple):
+    """What the run knows of this peer.
+
+    Attributes:
+        number: unique in the run, in the order in which peers joined.
+        host: at which others reach it.
+        group: its peer group.
+        team: as given to the Communicator; 0: none.
+        team_size: likewise.
+    """
+
+    number: int
+    host: str
+    group: int
+    team: int
+    team_size: int
+
+
+def member(comm: Communicator) -> Member:
+    """This peer."""
+    client = comm._membership.client("member")
+    own = next(info for info in client.plan.peers if info.peer == client.number)
+    return Member(own.peer, own.host, own.group, own.team, own.team_size)
+
+
+def ring(comm: Communicator) -> tuple[int, ...]:
+    """The numbers of the group's peers by rank, as the master says now.
+
+    Other than `Communicator.rank` it changes nothing in what this thread knows of the ranks.
+    """
+    client = comm._membership.client("ring")
+    return client.plan.rings[0].order if client.plan.rings else (client.number,)
+
+
+def ranks(ring: Sequence[int], number: int) -> Ranks:
+    """What the operands of a collective that depends on ranks need; `number` is this peer's.
+
+    If the peers are no longer in this order when the collective starts, it fails on all of them.
+    """
+    return Ranks(ring.index(number), len(ring), ring.index(min(ring)), checksum(ring))
+
+
+# ---- collectives ----
+
+
+def launch(
+    comm: Communicator, name: str, work: Operands, tag: int, result: object = None
+) -> AsyncReduceHandle:
+    """Launches a collective.
+
+    Args:
+        comm: this peer.
+        name: of the call, for errors.
+        work: made by a function of `pccl.operands`.
+        tag: as for `Communicator.all_reduce`.
+        result: what the handle has as its `result`.
+    """
+    return comm._launcher.launch(name, work, tag, result)
+
+
+def run(
+    comm: Communicator, name: str, work: Operands, tag: int, timeout: float | None = None
+) -> ReduceInfo:
+    """Launches a collective and waits for it; `timeout` is in seconds."""
+    return comm._launcher.run(name, work, tag, timeout)
+
+
+# ---- rounds ----
+
+
+def are_peers_pending(comm: Communicator, grace: Grace | None = None) -> bool:
+    """Whether peers wait to be admitted, without the pause that a program that polls is given.
+
+    Members that have not asked when the `grace` is over are dropped from the run.
+    """
+    return comm._admission.ask(Deadline(None), 0.0, grace)
+
+
+def update_topology(comm: Communicator) -> int:
+    """Admits pending peers; the new number of members, the same for all."""
+    return comm._admission.update_topology(Deadline(None))
+
+
+def await_newcomers(
+    comm: Communicator, patience_s: float = FOREVER_S, deadline: Deadline | None = None
+) -> int:
+    """Waits for newcomers and admits them; the new number of members, the same for all.
+
+    Returns 0 if none have come within the `patience_s` of any of the peers; all must call this.
+
+    Raises:
+        PCCLTimeoutError: the deadline has passed.
+    """
+    return comm._admission.await_newcomers(deadline or Deadline(None), patience_s)
+
+
+def synchronize_once(
+    comm: Communicator, shared_state: SharedState, min_peers: int
+) -> SharedStateSyncInfo:
+    """`sync_shared_state` that does not wait for `min_peers`.
+
+    Raises:
+        TooFewPeersError: they are fewer, on all of them alike.
+    """
+    popular = SharedStateSyncStrategy.ENFORCE_POPULAR.value
+    options = SyncOptions(popular, False, None, Deadline(None), min_peers)
+    return sync_shared_state(comm._membership, shared_state, options)
+
+
+def repeat_until_enough(comm: Communicator, attempt: Callable[[], T], min_peers: int) -> T:
+    """What `attempt` returns; while it raises TooFewPeersError, admits newcomers and repeats it."""
+    return comm._admission.begin(attempt, min_peers, None)
