@@ -246,7 +246,7 @@ size_t pccl_dtype_size(int dtype);
 int pccl_reduce(int dtype, int redop, void *out, const void *a, const void *b, size_t n,
                 uint32_t divisor);
 
-/* How an array of floats is quantized: docs/quantization.md says what each does. A block is a
+/* How an array of floats is quantized: docs/internals/quantization.md says what each does. A block is a
  * header of one number (BLOCK: step) or two (MIN_MAX: step, offset; ZERO_POINT: step, zero code, or
  * -step, offset), fp64 for fp64 elements and fp32 for all others, and a code of so many bits for
  * each element; the last block of an array may be shorter. Of n codes of 4 bits, byte i has code i

@@ -1,4 +1,4 @@
-"""A script as it is written for pypccl 1.0; docs/migrate/pypccl.md says what differs.
+"""A script as it is written for pypccl 1.0; docs/howto/migrate/pypccl.md says what differs.
 
 pccl master &
 python examples/from_pypccl.py &

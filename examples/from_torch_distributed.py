@@ -1,5 +1,5 @@
 """Data-parallel training as one writes it with torch.distributed;
-docs/migrate/torch_distributed.md.
+docs/howto/migrate/torch_distributed.md.
 
     pccl master &
     python examples/from_torch_distributed.py --seed 1 &

@@ -1,5 +1,5 @@
 """Data-parallel training with peers that come and go, as one writes it with torchft;
-docs/migrate/torchft.md.
+docs/howto/migrate/torchft.md.
 
     pccl master &
     python examples/from_torchft.py --seed 1 &

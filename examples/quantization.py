@@ -1,5 +1,5 @@
 """How far a quantized all-reduce is from the exact result: the tables and the plot of
-docs/quantization.md.
+docs/internals/quantization.md.
 
     python examples/quantization.py [PLOT.svg]
 

@@ -520,8 +520,8 @@ class Communicator(Exchanges, Closing):
             tag: distinguishes collectives that run at the same time; the same on all peers.
             operand_descriptor: its dtype must be that of the array.
             quantization_options: how data is quantized on the wire: floats only, and not PROD.
-                Every peer's result has the same bits; docs/quantization.md lists the errors. A NaN
-                or an infinity makes its whole block of elements NaN.
+                Every peer's result has the same bits. A NaN or an infinity makes its whole block of
+                elements NaN. docs/internals/quantization.md lists the errors.
             quantization: a short name instead: "int8" or "int4" (block-wise), "uint8".
             timeout: seconds after which the collective fails, on all peers.
 

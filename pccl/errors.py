@@ -11,8 +11,8 @@
     +-- DivergenceError       INVALID_ARGUMENT: shared state differs that should be equal
     +-- UnsupportedError      INVALID_USAGE, INVALID_ARGUMENT: not supported by this version
 
-All can be pickled, so they cross process boundaries. docs/errors.md lists every error, with its
-cause and cure.
+All can be pickled, so they cross process boundaries. docs/reference/errors.md lists every error,
+with its cause and cure.
 """
 
 from __future__ import annotations

@@ -84,12 +84,12 @@ def quantize(out: Array, values: Array, format: Format) -> None:
         out: `quantized_size` elements of uint8, which are overwritten.
         values: float32 numbers.
         format: how they are quantized. "int8", "int4": codes of evenly spaced levels, in blocks of
-            256 and 64 numbers with a scale each (docs/quantization.md). "e3m0": 4 bits, a sign and
-            a power of two, in blocks of 64 with a scale each. "2bit": codes of four levels, which
-            follow the statistics of each block of 1,024. "sparse": the 64 of largest magnitude of
-            each 4,096 (of a shorter last run, a 64th, rounded up; of equal ones the first), with 12
-            bits for the place and 2 for the level; the others are read as 0. c/pccl.h defines the
-            bytes.
+            256 and 64 numbers with a scale each (docs/internals/quantization.md). "e3m0": 4 bits, a
+            sign and a power of two, in blocks of 64 with a scale each. "2bit": codes of four levels
+            that follow the statistics of each block of 1,024. "sparse": the 64 of largest magnitude
+            of each 4,096 (of a shorter last run, a 64th, rounded up; of equal ones the first), with
+            12 bits for the place and 2 for the level; the others are read as 0. c/pccl.h defines
+            the bytes.
 
     Raises:
         ValueError: the arrays are not of these types or sizes in host memory, or overlap.

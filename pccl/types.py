@@ -198,7 +198,7 @@ class DistributionHint(Enum):
 
 
 class QuantizationAlgorithm(Enum):
-    """How values are quantized on the wire; docs/quantization.md defines them and their errors.
+    """How values are quantized on the wire: docs/internals/quantization.md has formulas and errors.
 
     MIN_MAX, ZERO_POINT_SCALE: 8 or 16 bits, by `QuantizationOptions.quantized_datatype`.
     BLOCKWISE_INT8, BLOCKWISE_INT4 (recommended): one scale for every 256, or 64, elements.

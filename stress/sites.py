@@ -3,8 +3,8 @@
     python stress/sites.py [--peers 10 100 1000 4096] [--sites 10]
 
 Prints how many links are measured, in how many slots, what the master works for that, and what the
-ring is like before and after: docs/scale.md quotes it. The exit code is 1 if a ring leaves a site
-more than once, or if what is measured grows faster than the run.
+ring is like before and after; docs/internals/performance.md quotes it. The exit code is 1 if a ring
+leaves a site more than once, or if what is measured grows faster than the run.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 /* quantize.c - arrays of floats as blocks of small codes, and the step of a ring that reduces them.
  *
- * DESIGN. docs/quantization.md says what each format is and why. A block is a header, which says
+ * DESIGN. docs/internals/quantization.md says what each format is and why. A block is a header, which says
  * how a code becomes a number, and its codes; every format is the one affine map of blocks.inc, and
  * differs in how the map is found and how many bits a code has.
  *

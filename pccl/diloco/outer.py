@@ -24,7 +24,7 @@ _LR_OF_PEERS = ((1, 0.4), (2, 0.6), (4, 0.6), (8, 0.8))
 _MOMENTUM = 0.9
 _MOMENTUM_OF_FEW_STEPS, _FEW_STEPS = 0.5, 20
 _MOMENTUM_WITH_MUON = 0.6  # arXiv 2505.23725, at one peer
-# Measured (docs/experiment.md): a mean that is a round old and a momentum, too, go too far.
+# A mean that is a round old and a momentum together go too far (docs/internals/experiment.md).
 _LR_OF_LATE_MEANS: Mapping[Mode, float] = {"delayed": 0.7, "eager": 1.0}
 
 

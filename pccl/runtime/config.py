@@ -155,7 +155,7 @@ def _warn_of_unknown(names: tuple[str, ...]) -> None:
 
             configure_logging()
             near = difflib.get_close_matches(name, known, 1, 0.8)
-            hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists all"
+            hint = f"did you mean {near[0]}?" if near else "docs/howto/tuning.md lists all"
             log.warning("%s is no setting of pccl, and has no effect: %s", name, hint)
 
 

@@ -8,7 +8,7 @@
     subscriber.swap()                         # between two steps of its own
 
 Publishers and subscribers use the master and the keys of a run, and are no peers of it: they vote
-in nothing, and nobody waits for them. docs/weights.md says more.
+in nothing, and nobody waits for them. docs/howto/weights.md says more.
 """
 
 from pccl.weights.publisher import Publication, Publisher

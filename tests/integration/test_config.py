@@ -140,7 +140,7 @@ def test_a_misspelt_setting_is_told_once_with_the_nearest_name(
     assert list(dict.fromkeys(told)) == [
         "PCCL_HEARBEAT_MS is no setting of pccl, and has no effect: did you mean "
         "PCCL_HEARTBEAT_MS?",
-        "PCCL_UNHEARD_OF is no setting of pccl, and has no effect: docs/settings.md lists all",
+        "PCCL_UNHEARD_OF is no setting of pccl, and has no effect: docs/howto/tuning.md lists all",
     ]
     Config.from_env(env)
     assert len(caplog.records) == len(told), "once"

@@ -1,4 +1,4 @@
-"""The table of docs/errors.md: each situation with real processes, and what its error says.
+"""The table of docs/reference/errors.md: each situation with real processes, and its error.
 
 Who, where, in which phase, after how long, and what to do: as far as there is such a thing.
 """

@@ -100,7 +100,7 @@ def test_the_commands_of_the_recipes_are_right(
 
 
 def test_the_settings_of_the_recipes_exist() -> None:
-    listed = set(re.findall(r"`(PCCL_\w+)`", (ROOT / "docs" / "settings.md").read_text()))
+    listed = set(re.findall(r"`(PCCL_\w+)`", (ROOT / "docs" / "howto" / "tuning.md").read_text()))
     used = {
         name
         for path in LAUNCH.rglob("*")

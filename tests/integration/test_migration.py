@@ -1,4 +1,4 @@
-"""The examples behind the pages in docs/migrate, run by real processes."""
+"""The examples behind the pages in docs/howto/migrate, run by real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script behind docs/quantization.md gives what is printed there."""
+"""The script behind docs/internals/quantization.md gives what is printed there."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_tables_in_the_documentation(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0, ended.stderr
     measured = rows(ended.stdout)
-    documented = rows((ROOT / "docs" / "quantization.md").read_text(encoding="utf-8"))
+    documented = rows((ROOT / "docs" / "internals" / "quantization.md").read_text(encoding="utf-8"))
     assert len(measured) == 12
     assert measured.keys() == documented.keys()
     for name, numbers in measured.items():  # who is where in the ring changes them a little

@@ -155,7 +155,7 @@ def test_a_command_and_its_options_exist(command: Command, monkeypatch: pytest.M
         case other:
             known = ("export", "nft", "cosmic-ray", "cr-filter-operators", "cr-report")
             assert other in known, "what is this? tell test_snippets.py"
-    settings = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    settings = (ROOT / "docs" / "howto" / "tuning.md").read_text(encoding="utf-8")
     for name in command.settings:
         assert name == "PCCL_MASTER" or f"`{name}`" in settings
 

@@ -154,7 +154,7 @@ def test_metrics_have_the_format_of_prometheus(master: pccl.MasterNode) -> None:
         assert typed[re.sub("_(bucket|sum|count)$", "", found[1])], line
     assert {*typed.values()} == {"gauge", "counter", "histogram"}
     assert all(name.endswith("_total") == (kind == "counter") for name, kind in typed.items())
-    page = (ROOT / "docs" / "observability.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "howto" / "observability.md").read_text(encoding="utf-8")
     assert re.findall(r"^\| `(pccl_\w+)` \|", page, re.M) == list(typed)
 
 

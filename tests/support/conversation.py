@@ -1,7 +1,7 @@
 """What a peer and the master may say to each other, as the peer sees it: five tables.
 
 The simulation checks every message of every run against them (`Conversation`), and a test demands
-that every line of them occurs. docs/protocol.md draws them.
+that every line of them occurs. docs/internals/protocol.md draws them.
 
 `>` is said by the peer, `<` by the master. A table says, for each state, what may be said there and
 which state follows; "over" ends it. What is not in the table must not be said.

@@ -1,11 +1,11 @@
-"""The texts of errors that docs/errors.md promises."""
+"""The texts of errors that docs/reference/errors.md promises."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "errors.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "errors.md"
 
 
 def listed(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The expected results of quantization, in numpy, bit for bit: docs/quantization.md in code.
+"""docs/internals/quantization.md in numpy: the expected results of quantization, bit for bit.
 
 Formats go by the names of c/pccl.h's pccl_format, without the prefix, and in its order.
 """

@@ -124,13 +124,13 @@ def c_constant(name: str) -> int:
 @pytest.mark.parametrize(
     ("page", "words", "constants"),
     [
-        ("docs/architecture.md", "a round trip of {} ms or more", {"DISTANT_US": 1000}),
-        ("docs/architecture.md", "additional lane for each {} ms", {"LANE_US": 1000}),
-        ("docs/architecture.md", "ms, up to {}", {"LANES_MAX": 1}),
-        ("docs/architecture.md", "in the kernel to {} KiB", {"TCP_UNSENT_MAX": 1024}),
-        ("docs/architecture.md", "have {} KiB there", {"LANES_CHUNK": 1024}),
+        ("docs/internals/architecture.md", "a round trip of {} ms or more", {"DISTANT_US": 1000}),
+        ("docs/internals/architecture.md", "additional lane for each {} ms", {"LANE_US": 1000}),
+        ("docs/internals/architecture.md", "ms, up to {}", {"LANES_MAX": 1}),
+        ("docs/internals/architecture.md", "in the kernel to {} KiB", {"TCP_UNSENT_MAX": 1024}),
+        ("docs/internals/architecture.md", "have {} KiB there", {"LANES_CHUNK": 1024}),
         (
-            "docs/tuning.md",
+            "docs/howto/tuning.md",
             "one additional lane for each {} ms, up to {}",
             {"LANE_US": 1000, "LANES_MAX": 1},
         ),

@@ -47,7 +47,7 @@ def test_programs_in_pages_use_what_exists(page: Path) -> None:
 
 
 def test_all_settings_are_listed() -> None:
-    listed = set(re.findall(r"^\| `(PCCL_\w+)`", read(DOCS / "settings.md"), re.MULTILINE))
+    listed = set(re.findall(r"^\| `(PCCL_\w+)`", read(DOCS / "howto" / "tuning.md"), re.MULTILINE))
     used = {
         name
         for path in (ROOT / "pccl").rglob("*.py")

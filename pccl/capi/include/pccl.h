@@ -9,7 +9,8 @@
  *
  * Any thread may call any function, and several threads may use one communicator. Calls block
  * until the other peers of the group make the same call. What each call does, and its settings in
- * environment variables, are those of the Python API: docs/c.md, docs/api.md, docs/settings.md.
+ * environment variables, are those of the Python API: docs/reference/c.md, docs/reference/api.md,
+ * docs/howto/tuning.md.
  *
  * Pointers that are documented as an address of a result must not be NULL, unless it says so. An
  * invalid argument, a communicator or master that was destroyed, and a function in the wrong
@@ -106,7 +107,7 @@ typedef enum pcclDistributionHint_t {
 } pcclDistributionHint_t;
 
 /* How floats are quantized on the wire. The block-wise ones have a scale for 256, or 64, elements;
- * their quantized_datatype does not matter. docs/quantization.md has the errors. */
+ * their quantized_datatype does not matter. docs/internals/quantization.md has the errors. */
 typedef enum pcclQuantizationAlgorithm_t {
     pcclQuantNone = 0,
     pcclQuantMinMax = 1,
